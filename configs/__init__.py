@@ -1,0 +1,1 @@
+"""Configurations that ship: groups mode, env, model, algorithm, placement and experiment."""

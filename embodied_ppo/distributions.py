@@ -1,0 +1,72 @@
+"""Action distributions as pure functions: Gaussian, squashed Gaussian, categorical.
+
+Log-probabilities are float32 and per dimension: [B, 1, A] for continuous actions (C = 1 action), [B] for categorical ones.
+Sampling takes its randomness from the generator it is given and from nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+HALF_LOG_2PI_E = HALF_LOG_2PI + 0.5
+
+
+def gaussian_sample(mean: Tensor, log_std: Tensor, generator: Generator | None) -> Tensor:
+    """x = mean + exp(log_std) * noise, [B, A]."""
+    noise = torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
+    return torch.addcmul(mean, log_std.exp(), noise)
+
+
+def gaussian_log_prob(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """log N(x; mean, exp(log_std)^2) per dimension, [B, A] -> [B, A].
+
+    log p = -((x - mean) / std)^2 / 2 - log_std - log(2 pi) / 2
+    """
+    z = (x - mean) * (-log_std).exp()
+    return -0.5 * z * z - log_std - HALF_LOG_2PI
+
+
+def gaussian_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
+    """H = log_std + log(2 pi e) / 2 per dimension, [B, A] (``log_std`` may be [A])."""
+    return (log_std + HALF_LOG_2PI_E).expand_as(mean)
+
+
+def log_tanh_slope(u: Tensor) -> Tensor:
+    """log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2u)), without cancellation for large |u|."""
+    return 2.0 * (math.log(2.0) - u - F.softplus(-2.0 * u))
+
+
+def squashed_log_prob(u: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """log-probability of a = tanh(u), u ~ N(mean, std), per dimension (Haarnoja et al. 2018, appendix C, eq. 21)."""
+    return gaussian_log_prob(u, mean, log_std) - log_tanh_slope(u)
+
+
+def squashed_entropy(u: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """One-sample estimate of H(tanh(u)) = H(u) + E[log(1 - tanh(u)^2)] per dimension.
+
+    The sample is re-expressed as mean + std * noise with the noise held fixed, so the estimate has the pathwise
+    gradient. (The gradient of -log p of a fixed sample has expectation zero: a bonus on it would do nothing.)
+    """
+    noise = ((u - mean) * (-log_std).exp()).detach()
+    return gaussian_entropy(mean, log_std) + log_tanh_slope(mean + log_std.exp() * noise)
+
+
+def categorical_sample(logits: Tensor, generator: Generator | None) -> Tensor:
+    """Index [B] drawn from softmax(logits [B, K])."""
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+
+
+def categorical_log_prob(action: Tensor, logits: Tensor) -> Tensor:
+    """log softmax(logits)[action], int64 [B] and [B, K] -> [B]."""
+    return logits.log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+
+def categorical_entropy(logits: Tensor) -> Tensor:
+    """H = -sum p log p, [B, K] -> [B]."""
+    log_p = logits.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)

@@ -1,0 +1,117 @@
+"""Actor-critic over one shared trunk or two: the policy of simulated robots without language."""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator, Tensor, nn
+
+from embodied_ppo import distributions as dist
+from embodied_ppo.config import ModelConfig
+from embodied_ppo.models.backbone import Encoder, Trunk, linear
+from embodied_ppo.types import ActionSpec, ConfigError, Decision, Discrete, Evaluation, Obs, ObsSpec
+
+
+class ActorCritic(nn.Module):
+    """Policy head and value head on a shared trunk (or on a trunk each).
+
+    Continuous actions are [B, A] with log-probabilities [B, 1, A]; discrete ones [B] with [B].
+    Raises ConfigError where the distribution does not fit the action space.
+    """
+
+    def __init__(self, obs_spec: ObsSpec, action_spec: ActionSpec, config: ModelConfig) -> None:
+        super().__init__()
+        self.kind = _distribution(config, action_spec)
+        self.state_dependent_std = config.state_dependent_std
+        self.log_std_range = (config.min_log_std, config.max_log_std)
+        self.encoder = Encoder(obs_spec, config)
+        self.trunk = Trunk(self.encoder, config)
+        self.value_trunk = None if config.shared_backbone else Trunk(self.encoder, config)
+        size = action_spec.n if isinstance(action_spec, Discrete) else action_spec.size
+        outputs = 2 * size if self.kind != "categorical" and self.state_dependent_std else size
+        self.policy_head = linear(self.trunk.features, outputs, config.policy_gain, config.orthogonal_init)
+        self.value_head = linear(self.trunk.features, 1, config.value_gain, config.orthogonal_init)
+        self.log_std = None
+        if self.kind != "categorical":
+            if self.state_dependent_std:  # the bias starts every state at the initial scale
+                with torch.no_grad():
+                    self.policy_head.bias[size:] += config.init_log_std
+            else:
+                self.log_std = nn.Parameter(torch.full((size,), float(config.init_log_std)))
+
+    # ---------------------------------------------------------------------------------------------- heads
+    def _policy(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """(mean, log_std) [B, A], or (logits [B, K], unused)."""
+        out = self.policy_head(features)
+        if self.kind == "categorical":
+            return out, out
+        if self.log_std is None:
+            mean, log_std = out.chunk(2, dim=-1)
+        else:
+            mean, log_std = out, self.log_std
+        return mean, log_std.clamp(*self.log_std_range)
+
+    def _value(self, inputs: dict[str, Tensor], features: Tensor | None) -> Tensor:
+        if self.value_trunk is not None:
+            features = self.value_trunk(inputs)
+        elif features is None:
+            features = self.trunk(inputs)
+        return self.value_head(features).squeeze(-1)
+
+    # ------------------------------------------------------------------------------------------- protocol
+    def encode(self, obs: Obs) -> dict[str, Tensor]:
+        return self.encoder(obs)
+
+    def observe(self, obs: Obs, mask: Tensor) -> None:
+        self.encoder.observe(obs, mask)
+
+    @torch.no_grad()
+    def act(
+        self, inputs: dict[str, Tensor], *, generator: Generator | None = None, deterministic: bool = False
+    ) -> Decision:
+        features = self.trunk(inputs)
+        value = self._value(inputs, features)
+        params, log_std = self._policy(features)
+        if self.kind == "categorical":
+            action = params.argmax(-1) if deterministic else dist.categorical_sample(params, generator)
+            return Decision(action, dist.categorical_log_prob(action, params), value)
+        x = params if deterministic else dist.gaussian_sample(params, log_std, generator)
+        if self.kind == "gaussian":
+            return Decision(x, dist.gaussian_log_prob(x, params, log_std).unsqueeze(1), value)
+        log_prob = dist.squashed_log_prob(x, params, log_std).unsqueeze(1)
+        return Decision(x.tanh(), log_prob, value, {"pre_squash": x})
+
+    def evaluate(self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
+        features = self.trunk(inputs)
+        value = self._value(inputs, features)
+        params, log_std = self._policy(features)
+        if self.kind == "categorical":
+            log_prob = dist.categorical_log_prob(action, params)
+            return Evaluation(log_prob, dist.categorical_entropy(params), value, params)
+        if self.kind == "gaussian":
+            log_prob, entropy = dist.gaussian_log_prob(action, params, log_std), dist.gaussian_entropy(params, log_std)
+        else:
+            u = replay["pre_squash"]
+            log_prob, entropy = dist.squashed_log_prob(u, params, log_std), dist.squashed_entropy(u, params, log_std)
+        return Evaluation(log_prob.unsqueeze(1), entropy.unsqueeze(1), value)
+
+    @torch.no_grad()
+    def value(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self._value(inputs, None)
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        critic = list(self.value_head.parameters())
+        if self.value_trunk is not None:
+            critic += list(self.value_trunk.parameters())
+        names = {id(p) for p in critic}
+        return {"actor": [p for p in self.parameters() if id(p) not in names], "critic": critic}
+
+
+def _distribution(config: ModelConfig, spec: ActionSpec) -> str:
+    discrete = isinstance(spec, Discrete)
+    kind = config.distribution
+    if kind == "auto":
+        return "categorical" if discrete else "gaussian"
+    if discrete != (kind == "categorical"):
+        have, need = ("discrete", "categorical") if discrete else ("continuous", "gaussian or squashed_gaussian")
+        raise ConfigError(f"model.distribution={kind}: the task's actions are {have}; use {need}, or auto")
+    return kind

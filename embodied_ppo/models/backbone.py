@@ -1,0 +1,149 @@
+"""Observations to features: the encoder that normalises, and the MLP and CNN trunks."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from embodied_ppo.config import ModelConfig
+from embodied_ppo.moments import RunningMoments
+from embodied_ppo.types import ArraySpec, ConfigError, Obs, ObsSpec
+
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU}
+VECTOR = "vector"
+"""Name of the encoded input that holds every observation that is no image, flattened and joined."""
+
+
+def is_image(spec: ArraySpec) -> bool:
+    return spec.dtype == torch.uint8 and len(spec.shape) == 3
+
+
+def channels_last(spec: ArraySpec) -> bool:
+    """[H, W, C] pictures, told from [C, H, W] by where the small dimension is."""
+    return spec.shape[2] <= 4 < spec.shape[0]
+
+
+class Encoder(nn.Module):
+    """Raw observations -> {"vector": float32 [B, D], image name: uint8 [B, C, H, W]}.
+
+    Vectors are normalised by running moments, which only ``observe`` changes: within an update every encoding of an
+    observation is the same. Images pass unchanged (the trunk divides by 255).
+    """
+
+    def __init__(self, spec: ObsSpec, config: ModelConfig) -> None:
+        super().__init__()
+        named = spec if isinstance(spec, dict) else {"obs": spec}
+        self.single = not isinstance(spec, dict)
+        self.images = {name: s for name, s in named.items() if is_image(s)}
+        self.vectors = {name: s for name, s in named.items() if not is_image(s)}
+        self.vector_size = sum(math.prod(s.shape) for s in self.vectors.values())
+        self.clip = config.obs_clip
+        self.moments = RunningMoments((self.vector_size,)) if config.normalize_obs and self.vectors else None
+
+    def _join(self, obs: Obs) -> Tensor:
+        if isinstance(obs, Tensor):
+            return obs.flatten(1) if obs.dim() != 2 else obs
+        return torch.cat([obs[name].flatten(1).float() for name in self.vectors], dim=1)
+
+    @torch.no_grad()
+    def forward(self, obs: Obs) -> dict[str, Tensor]:
+        inputs: dict[str, Tensor] = {}
+        if self.vectors:
+            x = self._join(obs).float()  # [B, D]
+            inputs[VECTOR] = self.moments.normalize(x, clip=self.clip) if self.moments is not None else x
+        for name, spec in self.images.items():
+            x = obs if isinstance(obs, Tensor) else obs[name]
+            inputs[name] = x.movedim(-1, -3) if channels_last(spec) else x
+        return inputs
+
+    @torch.no_grad()
+    def observe(self, obs: Obs, mask: Tensor) -> None:
+        """Merge raw observations [M, ..] where ``mask`` [M] into the moments."""
+        if self.moments is not None:
+            self.moments.update(self._join(obs), mask)
+
+
+def linear(size_in: int, size_out: int, gain: float, orthogonal: bool) -> nn.Linear:
+    layer = nn.Linear(size_in, size_out)
+    return _init(layer, gain, orthogonal)
+
+
+def _init(layer: Layer, gain: float, orthogonal: bool) -> Layer:
+    if orthogonal:
+        if gain == 0.0:
+            nn.init.zeros_(layer.weight)
+        else:
+            nn.init.orthogonal_(layer.weight, gain)
+        assert layer.bias is not None
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+class NatureCNN(nn.Module):
+    """Convolutions of Mnih et al. 2015: uint8 [B, C, H, W] -> float32 [B, features]."""
+
+    def __init__(self, name: str, shape: tuple[int, int, int], config: ModelConfig) -> None:
+        super().__init__()
+        channels, height, width = shape
+        if min(height, width) < 36:
+            raise ConfigError(
+                f"env observation {name!r}: image of {height} x {width} pixels is below the cnn's 36 x 36; "
+                "use model.backbone=mlp or a larger picture"
+            )
+
+        def conv(size_in: int, size_out: int, kernel: int, stride: int) -> nn.Conv2d:
+            return _init(nn.Conv2d(size_in, size_out, kernel, stride), config.hidden_gain, config.orthogonal_init)
+
+        self.layers = nn.Sequential(
+            conv(channels, 32, 8, 4), nn.ReLU(), conv(32, 64, 4, 2), nn.ReLU(), conv(64, 64, 3, 1), nn.ReLU(), nn.Flatten()
+        )
+        with torch.no_grad():
+            self.features = self.layers(torch.zeros(1, channels, height, width)).shape[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.float() * (1.0 / 255.0))
+
+
+class Trunk(nn.Module):
+    """Encoded inputs -> features [B, hidden[-1]]: a cnn for each image, then hidden layers over all."""
+
+    def __init__(self, encoder: Encoder, config: ModelConfig) -> None:
+        super().__init__()
+        use_cnn = config.backbone == "cnn" or (config.backbone == "auto" and bool(encoder.images))
+        if use_cnn and not encoder.images:
+            raise ConfigError("model.backbone=cnn: the observation holds no uint8 image [C, H, W]; use model.backbone=mlp")
+        self.names = list(encoder.images)
+        self.cnns = nn.ModuleDict()
+        size = encoder.vector_size
+        for name, spec in encoder.images.items():
+            shape = (spec.shape[2], spec.shape[0], spec.shape[1]) if channels_last(spec) else spec.shape
+            if use_cnn:
+                cnn = NatureCNN(name, shape, config)  # type: ignore[arg-type]
+                self.cnns[name.replace(".", "_")] = cnn
+                size += cnn.features
+            else:
+                size += math.prod(shape)
+        if size == 0:
+            raise ConfigError("env: the observation is empty; nothing to act on")
+        layers: list[nn.Module] = []
+        for size_in, size_out in pairwise((size, *config.hidden)):
+            layers.append(linear(size_in, size_out, config.hidden_gain, config.orthogonal_init))
+            if config.layer_norm:
+                layers.append(nn.LayerNorm(size_out))
+            layers.append(ACTIVATIONS[config.activation]())
+        self.layers = nn.Sequential(*layers)
+        self.features = config.hidden[-1] if config.hidden else size
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        if not self.names:
+            return self.layers(inputs[VECTOR])
+        parts = [inputs[VECTOR]] if VECTOR in inputs else []
+        for name in self.names:
+            x, key = inputs[name], name.replace(".", "_")
+            parts.append(self.cnns[key](x) if key in self.cnns else x.flatten(1).float() * (1.0 / 255.0))
+        return self.layers(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))

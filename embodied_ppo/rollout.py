@@ -1,0 +1,150 @@
+"""Collect experience: the only place where simulation meets policy."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from embodied_ppo import tree
+from embodied_ppo.types import Decision, Mean, Metrics, Obs, Policy, Step, Trajectory, VectorEnv
+
+WINDOW = 100
+"""Finished episodes over which rollout/return, length and success are averaged."""
+
+
+def sampling_key(*parts: int | str) -> int:
+    """A 63-bit seed from (seed, update, stage, t, ..): equal parts give equal randomness in any process."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+TRAINING_SEEDS = 1 << 30
+"""Training seeds lie below this, evaluation seeds at or above it."""
+
+
+def env_seeds(seed: int, round_: int, num_envs: int, group_size: int = 1) -> list[int]:
+    """One simulator seed per environment; the members of a group share one."""
+    return [sampling_key(seed, "env", round_, i // group_size) % TRAINING_SEEDS for i in range(num_envs)]
+
+
+class Rollout:
+    """One vector environment, and where its episodes stand."""
+
+    def __init__(
+        self, env: VectorEnv, policy: Policy, *, seed: int, group_size: int = 1, one_episode: bool = False
+    ) -> None:
+        """``one_episode``: every collect begins new episodes and only the first of each environment counts."""
+        self.env, self.policy, self.seed = env, policy, seed
+        self.group_size, self.one_episode = group_size, one_episode
+        self.device = env.device
+        self.generator = Generator(device=self.device)
+        self.obs: Obs | None = None
+        self.running = torch.zeros(3, env.num_envs)  # return, length, success of the episode under way
+        self.finished: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
+        self.has_success = False
+
+    def restart(self, round_: int) -> None:
+        """Begin new episodes everywhere, from seeds derived from (seed, round_). Episodes under way are dropped."""
+        self.env.restart(env_seeds(self.seed, round_, self.env.num_envs, self.group_size))
+        self.obs = None
+
+    @torch.no_grad()
+    def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
+        """``horizon`` steps of every environment -> Trajectory [T, N, ..] and the episodes' metrics."""
+        env, policy = self.env, self.policy
+        if self.one_episode:
+            self.restart(update)
+        if self.obs is None:
+            self.obs = env.reset()
+            self.running.zero_()
+        decisions: list[Decision] = []
+        observed: list[Obs] = []
+        steps: list[Step] = []
+        for t in range(horizon):
+            self.generator.manual_seed(sampling_key(self.seed, update, 0, t))
+            decision = policy.act(policy.encode(self.obs), generator=self.generator)
+            step = env.step(decision.action)
+            observed.append(self.obs)
+            decisions.append(decision)
+            steps.append(step)
+            self.obs = step.obs
+        d = tree.stack(decisions)
+        reward, mask = torch.stack([s.reward for s in steps]), torch.stack([s.mask for s in steps])
+        terminated, truncated = torch.stack([s.terminated for s in steps]), torch.stack([s.truncated for s in steps])
+        metrics = self._count_episodes(reward, terminated | truncated, mask, [s.success for s in steps])
+        if self.one_episode:
+            ended = (terminated | truncated).long()
+            mask = mask & (ended.cumsum(0) - ended == 0)
+        return Trajectory(
+            obs=tree.stack(observed),
+            action=d.action,
+            log_prob=d.log_prob,
+            value=d.value,
+            replay=d.replay,
+            next_value=self._next_value(d.value, steps),
+            reward=reward,
+            terminated=terminated,
+            truncated=truncated,
+            mask=mask,
+            version=torch.full_like(reward, version, dtype=torch.int64),
+        ), metrics
+
+    def _next_value(self, value: Tensor, steps: list[Step]) -> Tensor:
+        """V of every row's true successor, [T, N].
+
+        Row t+1 acts on it unless the simulator began a new episode in the same step; then it is in ``final_obs``.
+        """
+        assert self.obs is not None
+        policy = self.policy
+        next_value = torch.cat([value[1:], policy.value(policy.encode(self.obs)).unsqueeze(0)])
+        for t, step in enumerate(steps):
+            if step.final_obs is not None:
+                ended = step.terminated | step.truncated
+                if bool(ended.any()):
+                    final = policy.value(policy.encode(step.final_obs))
+                    next_value[t] = torch.where(ended, final, next_value[t])
+        return next_value
+
+    def _count_episodes(self, reward: Tensor, ended: Tensor, mask: Tensor, success: list[Tensor | None]) -> Metrics:
+        """Add the episodes that ended in these steps to the window; their number and the window's means."""
+        reward, ended, counted = reward.cpu(), ended.cpu(), mask.cpu().float()
+        count = 0
+        for t in range(reward.shape[0]):
+            self.running[0] += reward[t]
+            self.running[1] += counted[t]
+            won = success[t]
+            if won is not None:
+                self.has_success = True
+                self.running[2] = torch.maximum(self.running[2], won.cpu().float())
+            for i in ended[t].nonzero().flatten().tolist():
+                self.finished.append(tuple(self.running[:, i].tolist()))  # type: ignore[arg-type]
+                self.running[:, i] = 0.0
+                count += 1
+        metrics: Metrics = {"rollout/episodes": float(count)}
+        if self.finished:
+            metrics["rollout/return"] = Mean.of(e[0] for e in self.finished)
+            metrics["rollout/length"] = Mean.of(e[1] for e in self.finished)
+            if self.has_success:
+                metrics["rollout/success"] = Mean.of(e[2] for e in self.finished)
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs. ``env`` is None where the simulator cannot save itself: then ``restart`` follows."""
+        return {
+            "env": self.env.state(),
+            "running": self.running.clone(),
+            "finished": list(self.finished),
+            "has_success": self.has_success,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.finished = deque((tuple(e) for e in state["finished"]), maxlen=WINDOW)
+        self.has_success = state["has_success"]
+        if state["env"] is not None:
+            self.obs = self.env.load_state(state["env"])
+            self.running = state["running"].clone()

@@ -1,0 +1,317 @@
+"""The words of the house: the values that flow between rooms and the protocols that rooms speak.
+
+Shape letters, used everywhere: T time steps (or response tokens), N environments (or sequences), B samples of a
+minibatch, C actions of a chunk, A action dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Generator, Tensor, nn
+
+Obs: TypeAlias = "Tensor | dict[str, Tensor]"
+"""One tensor, or a flat dictionary of tensors, with equal leading dimensions."""
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+class ConfigError(ValueError):
+    """A refused option: the message names path, value, limit and cure in one line."""
+
+
+class PlacementError(ValueError):
+    """A refused placement: the message names role, devices, limit and cure in one line."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used: the message names the file, what is wrong with it and the cure."""
+
+
+class EnvError(ValueError):
+    """A simulator that is missing or breaks its contract: the message names id, limit and cure."""
+
+
+class TrainingError(RuntimeError):
+    """Training stopped by itself (non-finite loss, dead simulator): the message names cause and dump."""
+
+
+# ------------------------------------------------------------------------------------------------------------- spaces
+@dataclass(frozen=True)
+class ArraySpec:
+    """Shape and type of one observation array of ONE environment (no leading N)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+ObsSpec: TypeAlias = "ArraySpec | dict[str, ArraySpec]"
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """Actions 0 .. n-1, int64 [N]."""
+
+    n: int
+
+
+@dataclass(frozen=True)
+class Box:
+    """Continuous actions, float32 [N, A], as the *policy* emits them.
+
+    ``low`` and ``high`` hold one simulator bound per action dimension, in the simulator's units.
+    """
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.low)
+
+
+ActionSpec: TypeAlias = "Discrete | Box"
+
+
+# -------------------------------------------------------------------------------------------------------- experience
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a simulator answers to one action of every environment.
+
+    obs         [N, ..]  what to act on next
+    reward      [N]      float32, received for this action
+    terminated  [N]      bool, the task ended
+    truncated   [N]      bool, the clock ended it (never True together with terminated)
+    mask        [N]      bool, False where this step was only the reset of an ended episode: action ignored, reward 0
+    final_obs   [N, ..]  the true successor where terminated | truncated (other rows arbitrary) if ``obs`` already is the
+                         next episode's first observation; None if ``obs`` itself is the true successor (the simulator
+                         resets on the following step)
+    success     [N]      bool, or None if the task does not say
+    """
+
+    obs: Obs
+    reward: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    mask: Tensor
+    final_obs: Obs | None = None
+    success: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a policy decides for N observations.
+
+    action    [N, ..]  what the simulator gets
+    log_prob  [N, ..]  float32 behaviour log-probability, as fine as the policy gives it: [N] or [N, C, A]
+    value     [N]      float32 V(s)
+    replay             what ``evaluate`` needs beyond obs and action to recompute ``log_prob`` exactly
+    """
+
+    action: Tensor
+    log_prob: Tensor
+    value: Tensor
+    replay: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A policy's view of given actions, with gradients.
+
+    log_prob  [B, ..]  shaped as ``Decision.log_prob``
+    entropy   [B, ..]  same shape as log_prob
+    value     [B]
+    logits    [B, K]   categorical policies only, else None
+    """
+
+    log_prob: Tensor
+    entropy: Tensor
+    value: Tensor
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """Experience of one rollout. Dimension 0 is time, dimension 1 of every leaf is N.
+
+    Row t holds s_t, a_t and everything received after a_t: there are no [T+1] tensors and no "done before" flags.
+
+    obs         [T, N, ..]  s_t                            action   [T, N, ..]  a_t
+    log_prob    [T, N, ..]  behaviour log-probability       value    [T, N]      V(s_t) when acting
+    replay      [T, N, ..]  see ``Decision.replay``
+    next_value  [T, N]      V of the true successor, also where the clock cut the episode
+    reward      [T, N]      received after a_t, as the simulator gave it
+    terminated  [T, N]      bool                           truncated [T, N]     bool
+    mask        [T, N]      bool, part of the objective     version  [T, N]      int64, policy version that acted
+    """
+
+    obs: Obs
+    action: Tensor
+    log_prob: Tensor
+    value: Tensor
+    replay: dict[str, Tensor]
+    next_value: Tensor
+    reward: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    mask: Tensor
+    version: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A minibatch as the losses see it; leaves are [B, ..] (steps) or [T, B, ..] (whole columns).
+
+    inputs      encoded observations          action, replay   as in Trajectory
+    log_prob    behaviour log-probability      value            V_old
+    advantage   shaped, normalised             returns          value targets
+    mask        bool, part of the objective    weight           off-policy correction, 1 where there is none
+    ref_log_prob / ref_logits                  the reference policy's, None without one
+    """
+
+    inputs: Any
+    action: Tensor
+    replay: dict[str, Tensor]
+    log_prob: Tensor
+    value: Tensor
+    advantage: Tensor
+    returns: Tensor
+    mask: Tensor
+    weight: Tensor | None = None
+    ref_log_prob: Tensor | None = None
+    ref_logits: Tensor | None = None
+
+
+# ------------------------------------------------------------------------------------------------------------ metrics
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A metric as (sum, count); a mean of means is not representable."""
+
+    sum: float | Tensor
+    count: float | Tensor
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Mean:
+        values = list(values)
+        return Mean(float(sum(values)), float(len(values)))
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.sum + other.sum, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN with nothing counted."""
+        count = float(self.count)
+        return float(self.sum) / count if count else float("nan")
+
+
+Metrics: TypeAlias = "dict[str, Mean | float]"
+"""Tag (a row of docs/metrics.md) -> a mean over samples, or a plain number that is not averaged."""
+
+
+# ---------------------------------------------------------------------------------------------------------- protocols
+@runtime_checkable
+class VectorEnv(Protocol):
+    """N environments stepped together. Tensors in, tensors out, on ``device``."""
+
+    id: str
+    """What ``env.id`` named."""
+    num_envs: int
+    """N."""
+    obs_spec: ObsSpec
+    """Of one environment."""
+    action_spec: ActionSpec
+    """Of one environment."""
+    max_episode_steps: int | None
+    """Clock limit in primitive steps; None if the simulator does not say."""
+    device: torch.device
+    """Where observations arrive and actions are expected."""
+
+    def reset(self) -> Obs:
+        """Start every environment anew, [N, ..]. Called once after construction or ``restart``."""
+        ...
+
+    def step(self, action: Tensor) -> Step:
+        """Act in every environment. ``action`` is float32 [N, A] or int64 [N]."""
+        ...
+
+    def restart(self, seeds: list[int]) -> None:
+        """Begin again as if newly made with one seed per environment; ``reset`` must follow."""
+        ...
+
+    def state(self) -> dict[str, Any] | None:
+        """Everything needed to continue bit for bit, or None: then a save is a ``restart`` on both paths."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> Obs:
+        """Continue from ``state()``; returns the observation to act on next."""
+        ...
+
+    def render(self) -> Tensor:
+        """uint8 [H, W, 3] picture of environment 0; raises EnvError where the simulator was made without pictures."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Policy(Protocol):
+    """Observations to decisions; an ``nn.Module`` whose state_dict is the checkpoint."""
+
+    def encode(self, obs: Obs) -> Any:
+        """Raw observations [B, ..] -> model inputs [B, ..] (normalised; images stay uint8), without gradient."""
+        ...
+
+    def act(self, inputs: Any, *, generator: Generator | None = None, deterministic: bool = False) -> Decision:
+        """Sample (or take the mode). The only randomness is ``generator``."""
+        ...
+
+    def evaluate(self, inputs: Any, action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
+        """Log-probability, entropy and value of given actions, with gradients."""
+        ...
+
+    def value(self, inputs: Any) -> Tensor:
+        """V(s) [B]; never samples."""
+        ...
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """'actor' and 'critic': disjoint, together every trainable parameter."""
+        ...
+
+    def observe(self, obs: Obs, mask: Tensor) -> None:
+        """Merge raw observations [M, ..] where ``mask`` [M] into the normaliser."""
+        ...
+
+
+class Learner(Protocol):
+    def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
+        """Epochs over one trajectory; ``update`` counts from 0."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Everything beyond the weights that the next update depends on."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+class System(Protocol):
+    """Where things run; the loop's only partner."""
+
+    def collect(self, horizon: int, *, update: int) -> tuple[Any, Metrics]:
+        """Experience of ``horizon`` steps per environment (a handle: tensors do not pass through the driver)."""
+        ...
+
+    def update(self, experience: Any, *, update: int) -> Metrics: ...
+
+    def publish(self, version: int) -> None:
+        """After this every policy process holds the learner's weights bit for bit."""
+        ...
+
+    def evaluate(self, update: int) -> Metrics: ...
+
+    def save(self, update: int, *, env_steps: int, score: float | None) -> Path: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Simulators behind one protocol, ``embodied_ppo.types.VectorEnv``: one file per simulator."""
