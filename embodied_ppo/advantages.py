@@ -104,7 +104,7 @@ def grpo(
 ) -> Tensor:
     """Group-relative advantage of each column (Shao et al. 2024, section 4.1.2): A_i = (s_i − μ_g)/(σ_g + eps).
 
-    score float [N] -> float32 [N]. σ is unbiased; normalize_std=False leaves the division out (Liu et al. 2025, Dr. GRPO).
+    score float [N] -> float32 [N]. σ is unbiased; normalize_std=False does not divide (Liu et al. 2025, Dr. GRPO).
     ``valid`` bool [N] (None: all): other columns count nowhere and get 0, and so does a group with one valid column.
     Raises ConfigError for a group_size below 2 or not dividing N.
     """
@@ -133,12 +133,12 @@ def _centre(score: Tensor, group_size: int, valid: Tensor | None) -> tuple[Tenso
     return centred, centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1), count
 
 
-def _groups(x: Tensor, group_size: int, smallest: int = 2) -> Tensor:
+def _groups(x: Tensor, group_size: int) -> Tensor:
     """[N] -> [G, group_size]."""
-    if group_size < smallest:
+    if group_size < 2:
         raise ConfigError(
-            f"algorithm.group_size = {group_size}: group-relative advantages and rewards need >= {smallest} columns in a "
-            f"group; set algorithm.group_size, or use adv_type=gae and another reward_norm"
+            f"algorithm.group_size = {group_size}: group-relative advantages and rewards need >= 2 columns in "
+            f"a group; set algorithm.group_size, or use adv_type=gae and another reward_norm"
         )
     if x.shape[0] % group_size:
         raise ConfigError(
@@ -158,7 +158,7 @@ def return_to_go(
     gamma: float,
     steps: int | Tensor = 1,
 ) -> Tensor:
-    """G_t = r_t + γ^k·(1 − done_t)·G_{t+1}, G_T = 0: no value anywhere; [T, N] -> float32 [T, N], 0 at masked rows."""
+    """G_t = r_t + γ^k·(1 − done_t)·G_{t+1}, G_T = 0: reads no value; [T, N] -> float32 [T, N], 0 where masked."""
     zero = torch.zeros_like(reward)
     return gae(reward, zero, zero, terminated, truncated, mask, gamma=gamma, gae_lambda=1.0, steps=steps)[0]
 
@@ -176,8 +176,8 @@ def reinforce_plus_plus(
 ) -> Tensor:
     """REINFORCE++ (Hu et al. 2025): return-to-go of the (KL-penalised) rewards, whitened over all unmasked rows.
 
-    All [T, N] -> float32 [T, N], 0 at masked rows. whiten=False leaves the whitening to the caller, who has the moments of
-    all ranks (``normalize``).
+    All [T, N] -> float32 [T, N], 0 at masked rows. whiten=False leaves the whitening to the caller, who has the
+    moments of all ranks (``normalize``).
     """
     advantage = return_to_go(reward, terminated, truncated, mask, gamma=gamma, steps=steps)
     return normalize(advantage, mask)[0] if whiten else advantage
@@ -185,7 +185,7 @@ def reinforce_plus_plus(
 
 @torch.no_grad()
 def reinforce_plus_plus_baseline(score: Tensor, mask: Tensor, group_size: int, *, whiten: bool = True) -> Tensor:
-    """REINFORCE++ with a group baseline (Hu et al. 2025): s_i − μ_g on every unmasked row, whitened over all of them.
+    """REINFORCE++ with a group baseline (Hu et al. 2025): s_i − μ_g on every unmasked row, whitened over all.
 
     score [N], mask [T, N] -> float32 [T, N], 0 at masked rows. ``whiten`` as above, errors as ``grpo``.
     """
@@ -214,10 +214,10 @@ def estimate(
     """Advantage and returns, float32 [T, N], by the name of the estimator; arguments as ``gae``.
 
     The critic-free estimators take a column's score, the sum of its unmasked rewards (undiscounted; a column is one
-    episode or response), and give every unmasked row of the column the same advantage; reinforce_plus_plus gives each row
-    its return-to-go. None of them reads a value. Their returns, which only train a critic that happens to be there, are
-    the λ=1 targets of ``gae``: the discounted rewards to the episode's end, or to the value where the clock or the rollout
-    cut it. ``whiten`` as in ``reinforce_plus_plus``.
+    episode or response), and give every unmasked row of the column the same advantage; reinforce_plus_plus gives each
+    row its return-to-go. None of them reads a value. Their returns, which only train a critic that happens to be there,
+    are the λ=1 targets of ``gae``: the discounted rewards to the episode's end, or to the value where the clock or the
+    rollout cut it. ``whiten`` as in ``reinforce_plus_plus``.
     Raises ConfigError for another adv_type and as the estimators do.
     """
     if adv_type not in ADV_TYPES:
@@ -250,7 +250,7 @@ def estimate(
 # ------------------------------------------------------------------------------------------------------ normalisation
 @torch.no_grad()
 def normalize(advantage: Tensor, mask: Tensor, *, moments: Moments | None = None) -> tuple[Tensor, Moments]:
-    """(A − μ)·rsqrt(σ² + 1e-8) with unbiased σ² over unmasked entries; float32 [..] -> float32 [..], 0 where masked.
+    """(A − μ)·rsqrt(σ² + 1e-8) with unbiased σ² over unmasked entries; float32 [..] -> same, 0 where masked.
 
     ``moments``: those of all ranks (``moments.merge_moments``); None: this tensor's own. Returns the moments used. With
     ``moments.count`` below 2 nothing can be standardised and the advantage comes back unchanged: the caller says so.
@@ -283,15 +283,15 @@ def shape_rewards(
     """Clamp, then normalise rewards, once, before any KL is subtracted; [T, N] -> float32 [T, N].
 
     1. clip: r ← clamp(r, ±clip)
-    2. norm: r ← (r − μ)·rsqrt(σ² + 1e-8); shift alone: r − μ; scale alone: r·rsqrt(σ² + 1e-8); neither or both flags: both
+    2. norm: r ← (r − μ)·rsqrt(σ² + 1e-8); with shift alone r − μ, with scale alone r·rsqrt(σ² + 1e-8)
        batch    μ, σ (unbiased) over all unmasked entries
        group    over the unmasked entries of each group of columns
        running  r / running_std, the deviation of the discounted return (``ReturnScaler.std``); no mean is subtracted
     Where fewer than 2 entries share a μ and σ they stay as they are; a deviation below 1e-6 divides nothing.
 
-    Masked rows come back untouched. A reward that is one score per column is normalised as such by passing [1, N] scores
-    before they are put on a token.
-    Raises ConfigError for another norm, reward_shift with running, running without its deviation, and groups as ``grpo``.
+    Masked rows come back untouched. A reward that is one score per column is normalised as such by passing [1, N]
+    scores before they are put on a token.
+    Raises ConfigError for another norm, shift with running, running without its deviation, and groups as ``grpo``.
     """
     if norm not in REWARD_NORMS:
         raise ConfigError(f"algorithm.reward_norm = {norm}: must be null, batch, group or running")
@@ -300,8 +300,8 @@ def shape_rewards(
     if norm == "running":
         if shift:
             raise ConfigError(
-                "algorithm.reward_shift = true: must be false with algorithm.reward_norm = running, which only divides by "
-                "the deviation of the discounted return; use reward_norm=batch to subtract a mean"
+                "algorithm.reward_shift = true: must be false with algorithm.reward_norm = running, which only divides "
+                "by the deviation of the discounted return; use reward_norm=batch to subtract a mean"
             )
         if running_std is None:
             raise ConfigError(
@@ -334,7 +334,7 @@ def _standardise(x: Tensor, keep: Tensor, *, shift: bool, scale: bool) -> Tensor
 
 @torch.no_grad()
 def whiten_rewards(reward: Tensor, mask: Tensor) -> Tensor:
-    """(r − μ)·rsqrt(σ² + 1e-8) + μ over unmasked entries, unbiased σ²: the mean is kept (TRL's reward whitening).
+    """(r − μ)·rsqrt(σ² + 1e-8) + μ over unmasked entries, unbiased σ²: the mean is kept (as in TRL).
 
     float32 [T, N] -> float32 [T, N]; masked rows untouched; fewer than 2 entries stay as they are.
     """
@@ -346,11 +346,11 @@ def whiten_rewards(reward: Tensor, mask: Tensor) -> Tensor:
 
 
 class ReturnScaler(nn.Module):
-    """Deviation of the discounted return, by which rewards are divided (Engstrom et al. 2020, section 2, reward scaling).
+    """Deviation of the discounted return, by which rewards are divided (Engstrom et al. 2020, section 2).
 
-    Each environment runs G_t = γ^k·(1 − done_{t−1})·G_{t−1} + r_t across rollouts; the moments of all G_t ever seen give
-    the scale. State, in state_dict: ``moments`` (float64) and ``running`` float64 [N], G after the last row, 0 where that
-    ended an episode.
+    Each environment runs G_t = γ^k·(1 − done_{t−1})·G_{t−1} + r_t across rollouts; the moments of all G_t ever seen
+    give the scale. State, in state_dict: ``moments`` (float64) and ``running`` float64 [N], G after the last row, 0 where
+    that ended an episode.
     """
 
     running: Tensor

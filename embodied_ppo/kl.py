@@ -27,11 +27,11 @@ def estimate(
 ) -> Tensor:
     """KL(policy || reference) per element (Schulman 2020, "Approximating KL divergence").
 
-    k1 Δ · abs |Δ| · k2 ½Δ² · k3 e^{−Δ} − 1 + Δ (Δ clamped to ±20, result to ±10) · full Σ_a π(a)·(log π(a) − log π_ref(a))
+    k1 Δ · abs |Δ| · k2 ½Δ² · k3 e^{−Δ} − 1 + Δ (Δ clamped to ±20, result to ±10) · full Σ_a π·(log π − log π_ref)
     k1+, abs+, k2+, k3+: that value with the gradient of k2, which is the KL's own in expectation (Tang & Munos 2025)
 
-    log_prob, ref_log_prob [..] -> [..], gradient through log_prob only. ``full`` reads logits, ref_logits [.., K] -> [..]
-    and neither log-probability. E[k1] = E[k3] = KL under the policy (but for the clamps); k2 is biased.
+    log_prob, ref_log_prob [..] -> [..], gradient through log_prob only. ``full`` reads logits, ref_logits [.., K]
+    -> [..] and neither log-probability. E[k1] = E[k3] = KL under the policy (but for the clamps); k2 is biased.
     Raises ConfigError for another kind, or full without both logits.
     """
     if kind not in KINDS:
@@ -62,7 +62,7 @@ def _sampled(delta: Tensor, kind: str) -> Tensor:
 def _full(logits: Tensor | None, ref_logits: Tensor | None) -> Tensor:
     if logits is None or ref_logits is None:
         raise ConfigError(
-            "kl estimator = full: needs the logits of policy and reference, which only categorical policies have; use k3"
+            "kl estimator = full: needs logits of policy and reference, which only categorical policies have; use k3"
         )
     log_p = logits.log_softmax(-1)
     log_q = ref_logits.detach().log_softmax(-1)
@@ -136,15 +136,15 @@ class AdaptiveKL:
         self.horizon = horizon
 
     def update(self, kl: float, n: int) -> None:
-        """``KLController.update``. Raises ConfigError where one step could make β negative, TrainingError for a NaN."""
+        """``KLController.update``. ConfigError where one step could make β negative, TrainingError for a NaN."""
         if not math.isfinite(kl):
             raise TrainingError(
                 f"KL to the reference = {kl}: the KL controller needs a finite one; lower lr or max_grad_norm"
             )
         if STEP_LIMIT * n >= self.horizon:
             raise ConfigError(
-                f"algorithm.kl_ctrl.horizon = {self.horizon:g}: must be > {STEP_LIMIT:g} x {n} sequences an update, or the "
-                f"coefficient could turn negative; set it to {10 * n} or more"
+                f"algorithm.kl_ctrl.horizon = {self.horizon:g}: must be > {STEP_LIMIT:g} x {n} sequences an update, or "
+                f"the coefficient could turn negative; set it to {10 * n} or more"
             )
         error = min(max(kl / self.target - 1.0, -STEP_LIMIT), STEP_LIMIT)
         self.coef *= 1.0 + error * n / self.horizon
@@ -156,7 +156,7 @@ class AdaptiveKL:
         self.coef = float(state["coef"])
 
 
-def controller(type: str, *, kl_coef: float, horizon: float, target_kl: float) -> FixedKL | AdaptiveKL:  # noqa: A002
+def controller(type: str, *, kl_coef: float, horizon: float, target_kl: float) -> FixedKL | AdaptiveKL:
     """The controller that ``algorithm.kl_ctrl`` describes. Raises ConfigError for another type."""
     if type == "fixed":
         return FixedKL(kl_coef)

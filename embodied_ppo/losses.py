@@ -36,8 +36,8 @@ def check_levels(*, logprob_type: str, entropy_type: str, reward_type: str) -> N
         _check_level(level, f"algorithm.{name}")
     if reward_type == "token_level":
         raise ConfigError(
-            "algorithm.reward_type = token_level: a reward belongs to an action or a chunk, not to an action dimension; "
-            "use action_level or chunk_level"
+            "algorithm.reward_type = token_level: a reward belongs to an action or a chunk, not to an action "
+            "dimension; use action_level or chunk_level"
         )
     for name, level in (("logprob_type", logprob_type), ("entropy_type", entropy_type)):
         if LEVELS.index(level) > LEVELS.index(reward_type):
@@ -57,7 +57,7 @@ def reduce_log_prob(log_prob: Tensor, level: str, *, batch_dims: int) -> Tensor:
     """
     _check_level(level, "level")
     fine = log_prob.ndim - batch_dims  # 0: [..], 1: [.., C], 2: [.., C, A]
-    if fine == 0 or level == "token_level" and fine == 2 or level == "action_level" and fine == 1:
+    if fine == 0 or (level, fine) in (("token_level", 2), ("action_level", 1)):
         return log_prob
     if fine not in (1, 2) or level == "token_level":
         raise ConfigError(
@@ -91,7 +91,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate, per element (Schulman et al. 2017, eq. 7; dual clip: Ye et al. 2020, eq. 5).
 
-    r = exp(lp − lp_old) ; l = max(−A·r, −A·clip(r, 1−low, 1+high)) ; where A < 0 and c is set: l = min(l, −A·c)
+    r = exp(lp − lp_old) ; l = max(−A·r, −A·clip(r, 1−low, 1+high)) ; where A < 0 and c is set l = min(l, −A·c)
 
     log_prob, old_log_prob [.., *trailing]; advantage, mask, weight [..] or finer, they broadcast over trailing
     dimensions. ``weight`` (off-policy correction) multiplies the loss and gets no gradient.
@@ -199,8 +199,8 @@ def value_loss(
 def denominator(mask: Tensor, *, how: str = "token-mean") -> Tensor:
     """What ``aggregate`` divides by, of a WHOLE minibatch: rows (token-mean) or non-empty columns (seq-mean-*).
 
-    mask [..] ([T, B] for seq-mean-*); float64 scalar. Add it up over ranks, then hand it to every micro-batch: the sum of
-    their losses is then the minibatch's loss, whatever the cut (seq-mean-* micro-batches are whole columns).
+    mask [..] ([T, B] for seq-mean-*); float64 scalar. Add it up over ranks, then hand it to every micro-batch: the
+    sum of their losses is then the minibatch's loss, whatever the cut (seq-mean-* micro-batches are whole columns).
     """
     _check_how(how)
     if how == "token-mean":
@@ -237,7 +237,7 @@ def aggregate(
     trailing = math.prod(x.shape[mask.ndim :])
     if how == "token-mean":
         return masked_sum(x, mask) / (_at_least_one(denominator, x) * trailing)
-    rows = torch.where(expand_mask(mask, x), x, 0.0).flatten(1).reshape(x.shape[0], mask.shape[1], trailing)
+    rows = torch.where(expand_mask(mask, x), x, 0.0).reshape(*mask.shape, trailing)
     column = rows.sum((0, 2))  # [B]
     if how == "seq-mean-token-mean":
         column = column / (mask.bool().sum(0).clamp(min=1) * trailing)
@@ -274,9 +274,9 @@ def _check_columns(mask: Tensor, what: str) -> None:
 class EntropyController:
     """The weight c of the entropy bonus, constant or adapted to hold a target entropy.
 
-    c ← clip(c · exp(rate · clip(target − H, ±1)), 1e-5, 1) after each update, H in nats as aggregated for the loss: too
-    little entropy raises c. (A bounded, multiplicative form of the dual ascent of Haarnoja et al. 2018, eq. 18; it works
-    for negative differential entropies, too.) A start below 1e-5 is raised to it. ``target`` None: c stays as it is.
+    c ← clip(c · exp(rate · clip(target − H, ±1)), 1e-5, 1) after each update, H in nats as aggregated for the loss:
+    too little entropy raises c. (A bounded, multiplicative form of the dual ascent of Haarnoja et al. 2018, eq. 18; it
+    works for negative differential entropies, too.) A start below 1e-5 is raised to it. ``target`` None: c stays as it is.
     """
 
     SMALLEST, LARGEST = 1e-5, 1.0

@@ -17,9 +17,9 @@ from embodied_ppo.types import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Mean and variance of ``count`` entries; float64, equal shapes for mean and var, scalar count. Unpacks in that order.
+    """Mean and variance of ``count`` entries; float64, equal shapes for mean and var, scalar count. Unpacks in order.
 
-    Nothing counted is mean 0, var 0, count 0; one entry has var 0: ask ``count``, not ``var``, whether there was enough.
+    Nothing counted is mean 0, var 0, count 0; one entry has var 0: ask ``count``, not ``var``, whether it was enough.
     """
 
     mean: Tensor
@@ -38,18 +38,18 @@ def expand_mask(mask: Tensor, x: Tensor) -> Tensor:
     """
     if mask.shape != x.shape[: mask.ndim]:
         raise ConfigError(
-            f"mask {tuple(mask.shape)}: must be the leading dimensions of {tuple(x.shape)}; check minibatch_unit and levels"
+            f"mask {tuple(mask.shape)}: must be the leading dimensions of {tuple(x.shape)}; check the *_type levels"
         )
     return mask.bool().reshape(mask.shape + (1,) * (x.ndim - mask.ndim)).expand_as(x)
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Σ x over unmasked entries; x [.., *trailing], mask [..]; scalar in x's dtype. NaN outside the mask is not seen."""
+    """Σ x over unmasked entries; x [.., *trailing], mask [..]; scalar, x's dtype. NaN outside the mask is not seen."""
     return torch.where(expand_mask(mask, x), x, torch.zeros((), dtype=x.dtype, device=x.device)).sum()
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Σ x·m / Σ m; x [.., *trailing], mask [..]; scalar in x's dtype, NaN where nothing is unmasked (as ``Mean.value``)."""
+    """Σ x·m / Σ m; x [.., *trailing], mask [..]; scalar, x's dtype, NaN with nothing unmasked (as ``Mean.value``)."""
     return masked_sum(x, mask) / expand_mask(mask, x).sum()
 
 
