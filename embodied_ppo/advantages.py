@@ -349,8 +349,8 @@ class ReturnScaler(nn.Module):
     """Deviation of the discounted return, by which rewards are divided (Engstrom et al. 2020, section 2).
 
     Each environment runs G_t = γ^k·(1 − done_{t−1})·G_{t−1} + r_t across rollouts; the moments of all G_t ever seen
-    give the scale. State, in state_dict: ``moments`` (float64) and ``running`` float64 [N], G after the last row, 0 where
-    that ended an episode.
+    give the scale. State, in state_dict: ``moments`` (float64) and ``running`` float64 [N], G after the last row, 0
+    where that ended an episode.
     """
 
     running: Tensor

@@ -296,6 +296,8 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
         "loss_agg_mode": ("loss_agg_func",),
         "target_kl": ("target_kl_stop",),
         "add_token_level_kl": ("use_kl_in_reward",),
+        "init_kl_coef": ("kl_ctrl.kl_coef",),
+        "kl_horizon": ("kl_ctrl.horizon",),
         "rollout_is": ("off_policy_correction",),
         "importance_sampling_fix": ("off_policy_correction",),
         "value_cliprange": ("value_clip",),
@@ -328,6 +330,8 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
 }
 # Options that are peers' and have no meaning here, or not yet: path -> reason and cure.
 REFUSED: dict[str, str] = {
+    "cluster": "component placement is not in this version; write placement=local",
+    "critic": "a separate critic belongs to mode=reasoning; here algorithm.* counts for both (algorithm.value_lr apart)",
     "algorithm.rollout_batch_size": "counts prompts (mode=reasoning); a rollout here is algorithm.horizon x env.num_envs",
     "algorithm.train_batch_size": "counts prompts (mode=reasoning); a rollout here is algorithm.horizon x env.num_envs",
     "algorithm.prompt_length": "belongs to mode=reasoning, which this version does not train",

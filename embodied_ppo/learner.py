@@ -376,7 +376,10 @@ class JointLearner:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, option in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(option)  # the configuration's, should it have changed
         self.adaptive_factor = state["adaptive_factor"]
         self.returns.load_state_dict(state["returns"])
         self.kl.load_state_dict(state["kl"])

@@ -276,7 +276,7 @@ class EntropyController:
 
     c ← clip(c · exp(rate · clip(target − H, ±1)), 1e-5, 1) after each update, H in nats as aggregated for the loss:
     too little entropy raises c. (A bounded, multiplicative form of the dual ascent of Haarnoja et al. 2018, eq. 18; it
-    works for negative differential entropies, too.) A start below 1e-5 is raised to it. ``target`` None: c stays as it is.
+    works for negative differential entropies, too.) A start below 1e-5 is raised to it. ``target`` None: c stays.
     """
 
     SMALLEST, LARGEST = 1e-5, 1.0

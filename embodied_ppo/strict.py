@@ -81,9 +81,9 @@ def read(cls: type[C], layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Loade
             targets, value = _canonical(cls, raw, value, label, aliases)
             for target in targets:
                 before, other = written.get(target, (raw, value))
-                if not _same(other, value):
+                if before != raw and not _same(other, value):
                     raise ConfigError(
-                        f"{before} = {_show(other)} and {raw} = {_show(value)}{_at(label)} are the same option "
+                        f"{before} = {show(other)} and {raw} = {show(value)}{_at(label)} are the same option "
                         f"({target}) with different values; keep one of them"
                     )
                 written[target] = (raw, value)
@@ -112,7 +112,7 @@ def _leaves(cls: type, mapping: Any, label: str) -> Iterator[tuple[str, Any]]:
             return  # a heading without options under it
         elif not path or dotted in sections(cls):
             raise ConfigError(
-                f"{dotted or 'the configuration'} = {_show(node)}{_at(label)} is a section, not a value; write options "
+                f"{dotted or 'the configuration'} = {show(node)}{_at(label)} is a section, not a value; write options "
                 f"under it: {', '.join(_members(cls, dotted))}"
             )
         else:
@@ -130,12 +130,12 @@ def _canonical(cls: type, raw: str, value: Any, label: str, aliases: dict[str, s
         aliases[raw] = ", ".join(targets)
         if raw == DUAL_CLIP:
             if not isinstance(value, bool):
-                raise ConfigError(f"{raw} = {_show(value)}{_at(label)} must be true or false; or set {targets[0]}=3.0")
+                raise ConfigError(f"{raw} = {show(value)}{_at(label)} must be true or false; or set {targets[0]}=3.0")
             value = value or None
     elif reason := next((why for path, why in REFUSED.items() if raw == path or raw.startswith(path + ".")), None):
-        raise ConfigError(f"{raw} = {_show(value)}{_at(label)} is refused: {reason}")
+        raise ConfigError(f"{raw} = {show(value)}{_at(label)} is refused: {reason}")
     else:
-        raise ConfigError(f"{raw} = {_show(value)}{_at(label)}: no such option; {_suggest(cls, raw)}")
+        raise ConfigError(f"{raw} = {show(value)}{_at(label)}: no such option; {_suggest(cls, raw)}")
     words = VALUE_ALIASES.get(targets[0], {})
     if isinstance(value, str) and value in words:
         aliases[f"{raw}={value}"] = f"{targets[0]}={words[value]}"
@@ -166,7 +166,7 @@ def _read_env(mapping: Mapping[str, Any], label: str, aliases: dict[str, str]) -
     """Some options of the section env, typed, for ``evaluate``."""
     part = read(Config, [(label, {"env": mapping})])
     if "env.num_envs" in part.origin:
-        raise ConfigError(f"env.num_envs = {_show(part.config.env.num_envs)}{_at(label)} is not read here; set num_envs")
+        raise ConfigError(f"env.num_envs = {show(part.config.env.num_envs)}{_at(label)} is not read here; set num_envs")
     aliases.update(part.aliases)
     return {path.removeprefix("env."): _plain(_get(part.config, path)) for path in part.origin}
 
@@ -228,7 +228,7 @@ def _number(value: Any) -> float | None:
 
 def _wrong(hint: Any, value: Any, path: str, label: str, verb: str = "") -> ConfigError | PlacementError:
     allowed = _allowed(hint)
-    line = f"{path} = {_show(value)}{_at(label)} {verb or 'must be ' + allowed}"
+    line = f"{path} = {show(value)}{_at(label)} {verb or 'must be ' + allowed}"
     if path == "placement":
         return PlacementError(f"{line}: this version runs everything in one process; write placement=local")
     return ConfigError(f"{line}; {_cure(hint, value, path, allowed if verb else '')}")
@@ -247,13 +247,13 @@ def _cure(hint: Any, value: Any, path: str, allowed: str) -> str:
     if bool in base and str(value).lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
         return f"write {path}={str(str(value).lower() in ('true', 'yes', 'on', '1')).lower()}"
     if str in base and isinstance(value, (int, float, bool)):
-        return f"quote it: {path}=\"'{_show(value)}'\" (in YAML: '{_show(value)}')"
+        return f"quote it: {path}=\"'{show(value)}'\" (in YAML: '{show(value)}')"
     if any(get_origin(h) is tuple for h in plain) and isinstance(value, int) and not isinstance(value, bool):
         return f"write {path}=[{value}]"
     option = next((d[path] for d in (describe(Config), describe(EvaluateConfig)) if path in d), None)
     if option is None or option.default == value:
         return f"give {path} {allowed or 'such a value'}"
-    return f"the default is {path}={_show(option.default)}"
+    return f"the default is {path}={show(option.default)}"
 
 
 def _members_of_union(hint: Any) -> list[Any]:
@@ -332,13 +332,17 @@ DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 def check(config: Config | EvaluateConfig, explicit: Collection[str] = ()) -> None:
     """Options against each other; ``explicit`` options must be read. Raises ConfigError with the numbers in it."""
     if not DEVICE.fullmatch(config.device):
-        raise ConfigError(f"device = {_show(config.device)} must be auto, cpu, cuda or cuda:N; the safe one is device=cpu")
+        raise ConfigError(
+            f"device = {show(config.device)} must be auto, cpu, cuda or cuda:N; the safe one is device=cpu"
+        )
     if isinstance(config, EvaluateConfig):
         return _check_evaluation(config, explicit)
     if config.mode == "reasoning":
         raise ConfigError("mode = reasoning: language models are not in this version; write mode=embodied")
     if not re.fullmatch(r"[^/\\\0]+", config.name) or config.name.startswith("."):
-        raise ConfigError(f"name = {_show(config.name)} must be one folder name without / and leading dot; try name=custom")
+        raise ConfigError(
+            f"name = {show(config.name)} must be one folder name without / and leading dot; try name=custom"
+        )
     _check_algorithm(config.algorithm, restart=config.env.restart_each_rollout)
     _check_sizes(config)
     _check_length(config)
@@ -358,16 +362,20 @@ def check(config: Config | EvaluateConfig, explicit: Collection[str] = ()) -> No
             # null and false are how one says "not this"
             if path in explicit and _get(config, path) not in (None, False) and not is_read(config):
                 raise ConfigError(
-                    f"{path} = {_show(_get(config, path))} is set but not read; it needs {cure}, or leave it out"
+                    f"{path} = {show(_get(config, path))} is set but not read; it needs {cure}, or leave it out"
                 )
 
 
 def _check_evaluation(config: EvaluateConfig, explicit: Collection[str]) -> None:
     if not config.checkpoint:
-        raise ConfigError("checkpoint = '' must name a checkpoint or run directory; write checkpoint=runs/NAME/DATE-SEED")
+        raise ConfigError(
+            "checkpoint = '' must name a checkpoint or run directory; write checkpoint=runs/NAME/DATE-SEED"
+        )
     for path in ("video_episodes", "video_steps", "video_size"):
         if path in explicit and not config.video:
-            raise ConfigError(f"{path} = {getattr(config, path)} is set but not read; it needs video=true, or leave it out")
+            raise ConfigError(
+                f"{path} = {getattr(config, path)} is set but not read; it needs video=true, or leave it out"
+            )
 
 
 def _check_algorithm(a: AlgorithmConfig, *, restart: bool) -> None:
@@ -488,7 +496,9 @@ def _suggest(cls: type, raw: str) -> str:
     section, _, leaf = raw.rpartition(".")
     homes = [p for p in known if p.rpartition(".")[2] == leaf]
     if homes:
-        return " or ".join(f"{leaf} belongs to {p}{_reads(p, known)}" for p in homes[:2]) + _may(options, known[homes[0]])
+        return " or ".join(f"{leaf} belongs to {p}{_reads(p, known)}" for p in homes[:2]) + _may(
+            options, known[homes[0]]
+        )
     mates = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == section}
     everyone = {p.rpartition(".")[2]: p for p in known}
     for names, text, cutoff in ((mates, leaf, 0.6), (known, raw, 0.75), (everyone, leaf, 0.75)):
@@ -505,12 +515,14 @@ def _reads(path: str, known: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def _may(options: Mapping[str, Option], targets: Sequence[str]) -> str:
-    return f" ({options[targets[0]].allowed}; default {_show(options[targets[0]].default)})"
+    return f" ({options[targets[0]].allowed}; default {show(options[targets[0]].default)})"
 
 
 def _members(cls: type, section: str) -> list[str]:
     """Names directly under a section."""
-    names = (p[len(section) + 1 if section else 0 :] for p in describe(cls) if not section or p.startswith(section + "."))
+    names = (
+        p[len(section) + 1 if section else 0 :] for p in describe(cls) if not section or p.startswith(section + ".")
+    )
     return list(dict.fromkeys(n.partition(".")[0] for n in names))
 
 
@@ -602,16 +614,16 @@ def _get(config: Any, path: str) -> Any:
     return config
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """A value as the command line would take it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
         return value if value and value.isprintable() else repr(value)
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_show, value)) + "]"
+        return "[" + ", ".join(map(show, value)) + "]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k}: {_show(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{k}: {show(v)}" for k, v in value.items()) + "}"
     return repr(value)
 
 

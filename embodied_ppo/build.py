@@ -1,0 +1,471 @@
+"""The composition root: Config -> running system; the only place that chooses classes, and the only reader of ``mode``."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import importlib
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from embodied_ppo import __version__, checkpoint, loop, report, strict
+from embodied_ppo.config import Config, EnvConfig, EvaluateConfig
+from embodied_ppo import evaluate as evaluation
+from embodied_ppo.evaluate import EvaluationResult
+from embodied_ppo.learner import JointLearner
+from embodied_ppo.log import Log, Timer, numbers, peak_rss_mb
+from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.placement.local import LocalSystem
+from embodied_ppo.rollout import Rollout, env_seeds, sampling_key
+from embodied_ppo.types import CheckpointError, ConfigError, EnvError, Policy, VectorEnv
+
+PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "envpool", "hydra-core", "tensorboard")
+# Options that may differ between a run and its continuation without a word; every other difference is told.
+FREE_ON_RESUME = ("updates", "env_steps", "save_every", "keep_last", "eval_every", "evaluation", "run_dir", "resume")
+FREE_ON_RESUME += ("device", "threads", "name", "description")
+FIXED_ON_RESUME = ("algorithm.horizon", "env.num_envs", "seed")
+
+
+# ------------------------------------------------------------------------------------------------------------- pieces
+def device(name: str, threads: int) -> torch.device:
+    """The device an option names; sets torch's threads. Raises ConfigError where it is not there."""
+    if threads:
+        torch.set_num_threads(threads)
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = torch.device(name)
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise ConfigError(f"device={name}: this machine shows torch {count} CUDA devices; use device=cpu or auto")
+    return found
+
+
+def make_env(
+    seeds: list[int], *, config: EnvConfig, device: torch.device, render: bool = False, size: int = 256
+) -> VectorEnv:
+    """One environment per seed. Raises EnvError."""
+    return importlib.import_module("embodied_envs").make(
+        config.id,
+        num_envs=len(seeds),
+        seeds=seeds,
+        simulator=config.simulator,
+        num_threads=config.num_threads or None,
+        max_episode_steps=config.max_episode_steps,
+        action_mapping=config.action_mapping,
+        success_key=config.success_key,
+        kwargs=config.kwargs,
+        device=device,
+        render=render,
+        render_size=(size, size),
+    )
+
+
+def make_policy(config: Config, env: VectorEnv) -> ActorCritic:
+    """The policy of ``config.model`` for the spaces of ``env``, with weights from ``config.seed``."""
+    a = config.algorithm
+    with torch.random.fork_rng():
+        torch.manual_seed(sampling_key(config.seed, "weights"))
+        policy = ActorCritic(env.obs_spec, env.action_spec, config.model)
+    if policy.kind != "categorical":
+        for path, on in (("kl_loss_type", a.use_kl_loss), ("kl_penalty", a.use_kl_in_reward)):
+            if on and getattr(a, path) == "full":
+                raise ConfigError(f"algorithm.{path}=full: needs the logits of a categorical policy; use k3")
+        if a.entropy_target is not None and a.entropy_target > 50:
+            raise ConfigError(f"algorithm.entropy_target={a.entropy_target}: is above any reachable entropy; use < 50 nats")
+    return policy.to(env.device)
+
+
+def total_updates(config: Config) -> int:
+    """``updates``, or as many whole updates as ``env_steps`` holds (at least one)."""
+    if config.updates is not None:
+        return config.updates
+    assert config.env_steps is not None
+    return max(1, config.env_steps // (config.algorithm.horizon * config.env.num_envs))
+
+
+def versions() -> dict[str, str]:
+    found = {"embodied_ppo": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def config_hash(config: Config) -> str:
+    """12 hex digits over every option that can change a result."""
+    plain = strict.dump(config)
+    for path in ("name", "description", "run_dir", "resume", "keep_last"):
+        plain.pop(path)
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in plain.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+# ------------------------------------------------------------------------------------------------------ run directory
+def _new_run_dir(config: Config) -> Path:
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    path = Path("runs") / config.name / f"{stamp}-{config.seed}"
+    for i in range(1, 1000):
+        if not path.exists():
+            return path
+        path = path.with_name(f"{stamp}.{i}-{config.seed}")
+    raise ConfigError(f"run_dir: {path} and 999 like it exist; name one with run_dir=DIR")
+
+
+def _locate(config: Config, say: Callable[[str], None]) -> tuple[Path, checkpoint.Checkpoint | None]:
+    """The run directory, and the checkpoint to continue from."""
+    if config.resume is None:
+        run_dir = Path(config.run_dir) if config.run_dir else _new_run_dir(config)
+        if run_dir.is_file():
+            raise ConfigError(f"run_dir={run_dir}: is a file; name a directory")
+        if any((run_dir / "checkpoints").glob("step_*")):
+            raise ConfigError(f"run_dir={run_dir}: holds a run already; continue it with resume=auto or name another")
+        return run_dir, None
+    if config.resume == "auto":
+        if config.run_dir:
+            run_dir = Path(config.run_dir)
+        else:
+            runs = sorted((Path("runs") / config.name).glob(f"*-{config.seed}"))
+            run_dir = next((r for r in reversed(runs) if any((r / "checkpoints").glob("step_*"))), None)
+        if run_dir is None or not any((run_dir / "checkpoints").glob("step_*")):
+            say(f"resume=auto: no checkpoint of {config.name!r} with seed {config.seed} yet; starting anew")
+            return run_dir or _new_run_dir(config), None
+        return run_dir, checkpoint.newest_valid(run_dir, say)
+    source = checkpoint.open_checkpoint(config.resume)
+    home = source.path.parent.parent if source.path.parent.name == "checkpoints" else source.path.parent
+    return Path(config.run_dir) if config.run_dir else home, source
+
+
+def _check_resume(config: Config, source: checkpoint.Checkpoint, updates: int, say: Callable[[str], None]) -> None:
+    """Tell every option that differs from the checkpoint's; refuse those that cannot."""
+    old = _flat(yaml.safe_load(source.config_text()))
+    for path, now in _flat(strict.dump(config)).items():
+        if path.split(".")[0] in FREE_ON_RESUME or old.get(path) == now:
+            continue
+        if path in FIXED_ON_RESUME:
+            raise ConfigError(
+                f"{path}={now}: the run to resume has {old.get(path)}, which its counters and random streams rest on; "
+                "leave it, or start a new run"
+            )
+        say(f"resume: {path} was {old.get(path)}, is {now}")
+    if source.update > updates:
+        raise ConfigError(
+            f"updates={updates}: the checkpoint {source.path} has done {source.update}; ask for more, or resume an earlier one"
+        )
+
+
+@contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """One process per run directory."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / ".lock", "w") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"run_dir={run_dir}: another process is training in it; wait, or name another") from error
+        yield
+
+
+@contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM ask to stop after the update under way; a second one stops at once."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    try:
+        before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: the caller keeps its signals
+        before = {}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# -------------------------------------------------------------------------------------------------------------- train
+def train(config: Config, *, explicit: Any = (), quiet: bool = False, json: bool = False) -> dict[str, Any]:
+    """Train as configured; returns what ``summary.json`` holds.
+
+    Raises ConfigError, EnvError, CheckpointError before anything is written; TrainingError if the run fails;
+    SystemExit(130) after an interrupt has saved.
+    """
+    strict.check(config, explicit)
+    early: list[str] = []
+    run_dir, source = _locate(config, early.append)
+    updates = total_updates(config)
+    if source is not None:
+        _check_resume(config, source, updates, early.append)
+    config = replace(config, run_dir=str(run_dir), resume=None)
+    where = device(config.device, config.threads)
+    a = config.algorithm
+    env = make_env(
+        env_seeds(config.seed, 0, config.env.num_envs, a.group_size), config=config.env, device=where
+    )
+    fresh = not run_dir.exists()
+    try:
+        policy = make_policy(config, env)
+        text = yaml.safe_dump(strict.dump(config), sort_keys=False)
+        notices: set[str] = set()
+        sink: list[Callable[[str], None]] = [early.append]
+
+        def notice(line: str) -> None:
+            if line not in notices:
+                notices.add(line)
+                sink[0](line)
+
+        system = LocalSystem(
+            policy=policy,
+            rollout=Rollout(
+                env, policy, seed=config.seed, group_size=a.group_size, one_episode=config.env.restart_each_rollout
+            ),
+            learner=JointLearner(
+                policy,
+                a,
+                num_envs=config.env.num_envs,
+                updates=updates,
+                seed=config.seed,
+                dump_dir=run_dir,
+                notice=notice,
+            ),
+            make_evaluation_env=functools.partial(make_env, config=config.env, device=where),
+            evaluation=config.evaluation,
+            checkpoints=run_dir / "checkpoints",
+            keep_last=config.keep_last,
+            config_text=text,
+            info={"versions": versions(), "config_hash": config_hash(config), "env_id": config.env.id},
+        )
+        if source is not None:
+            system.load(source)
+        with _locked(run_dir):
+            (run_dir / "config.yaml").write_text(text)
+            first = source.update if source is not None else 0
+            log = Log(run_dir, total_updates=updates, first_update=first, quiet=quiet)
+            sink[0] = log.say
+            for line in early:
+                log.say(line)
+            try:
+                return _run(config, system, log, first=first, updates=updates)
+            except BaseException as error:
+                if not isinstance(error, SystemExit):
+                    log.say(f"failed: {type(error).__name__}: {error}")
+                raise
+            finally:
+                log.close()
+    except (ConfigError, CheckpointError, EnvError):
+        if fresh and run_dir.exists() and not (run_dir / "config.yaml").exists():
+            (run_dir / ".lock").unlink(missing_ok=True)
+            run_dir.rmdir()
+        raise
+    finally:
+        env.close()
+
+
+def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: int) -> dict[str, Any]:
+    a, run_dir = config.algorithm, log.run_dir
+    per_update = a.horizon * config.env.num_envs
+    log.say(
+        f"{config.name}: {config.env.id}, {config.env.num_envs} environments, updates {first + 1} to {updates} "
+        f"of {per_update} steps, in {run_dir}"
+    )
+    started, timer = time.perf_counter(), Timer()
+    before = None
+    if first == 0:
+        metrics = system.evaluate(0)
+        log.metrics(metrics, update=0, env_steps=0)
+        before = numbers(metrics).get("eval/return")
+    schedule = loop.Schedule(
+        updates=updates,
+        horizon=a.horizon,
+        steps_per_update=per_update,
+        save_every=config.save_every,
+        eval_every=config.eval_every,
+    )
+    train_started, cpu_started = time.perf_counter(), time.process_time()
+    with _stop_signals() as should_stop:
+        outcome = loop.train(system, log, schedule, first_update=first, should_stop=should_stop, timer=timer)
+    train_s, cpu_s = time.perf_counter() - train_started, time.process_time() - cpu_started
+    steps, trained = outcome.updates * per_update, max(1, (outcome.updates - first) * per_update)
+    if outcome.interrupted:
+        log.say(f"interrupted after update {outcome.updates}; saved {system.saved}; continue with resume={run_dir}")
+        raise SystemExit(130)
+    final = numbers(system.evaluate(outcome.updates))
+    log.metrics({**final}, update=outcome.updates, env_steps=steps)
+    assert system.saved is not None and system.result is not None
+    checkpoint.mark_best(system.saved, final["eval/return"])
+    written = write_report(
+        config,
+        system.result,
+        policy=system.policy,
+        source=checkpoint.open_checkpoint(system.saved),
+        run_dir=run_dir,
+        out=run_dir / "reports" / f"step_{outcome.updates:06d}",
+        film_episodes=config.evaluation.video_episodes,
+        film_steps=config.evaluation.video_steps,
+        film_size=config.evaluation.video_size,
+    )
+    if written["video"]:
+        log.video("evaluation", written["video"], env_steps=steps)
+    summary = {
+        "updates": outcome.updates,
+        "env_steps": steps,
+        "wall_s": round(time.perf_counter() - started, 3),
+        "train_s": round(train_s, 3),
+        "cpu_s": round(cpu_s, 3),
+        "cpu_us_per_step": round(cpu_s / trained * 1e6, 2),
+        "steps_per_s": round(trained / train_s, 1),
+        "peak_rss_mb": round(peak_rss_mb(), 1),
+        "initial_return": before,
+        "final_return": final["eval/return"],
+        "final_success": final.get("eval/success"),
+        "versions": versions(),
+        "config_hash": config_hash(config),
+        "run_dir": str(run_dir),
+        "checkpoint": str(system.saved),
+        "tensorboard": str(run_dir / "tensorboard"),
+        **written,
+    }
+    results = {"hparam/final_return": final["eval/return"], "hparam/cpu_us_per_step": summary["cpu_us_per_step"]}
+    log.hyper_parameters(_flat(strict.dump(config)), results)
+    temporary = run_dir / "summary.json.new"
+    temporary.write_text(_json(summary))
+    temporary.replace(run_dir / "summary.json")
+    return summary
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1) + "\n"
+
+
+# ----------------------------------------------------------------------------------------------------------- evaluate
+def evaluate(config: EvaluateConfig, *, quiet: bool = False, json: bool = False) -> dict[str, Any]:
+    """Measure a checkpoint in simulation and write the report; returns its headline numbers and paths.
+
+    Raises CheckpointError, ConfigError, EnvError before anything is written.
+    """
+    source = checkpoint.open_checkpoint(config.checkpoint)
+    run_dir = source.path.parent.parent if source.path.parent.name == "checkpoints" else source.path.parent
+    stored = yaml.safe_load(source.config_text())
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{source.path / checkpoint.CONFIG}: holds no options; use another checkpoint")
+    trained = strict.load(Config, {**stored, "resume": None}, source=str(source.path / checkpoint.CONFIG))
+    env_config = strict.load(EnvConfig, {**strict.dump(trained.env), **config.env}, source="env")
+    where = device(config.device, config.threads)
+    factory = functools.partial(make_env, config=env_config, device=where)
+    probe = factory(env_seeds(0, 0, 1))
+    try:
+        policy = make_policy(replace(trained, env=env_config), probe)
+    finally:
+        probe.close()
+    checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
+    bar = None if quiet else _episode_bar(config.episodes)
+    with bar or _nothing():
+        result = evaluation.evaluate(
+            policy,
+            factory,
+            episodes=config.episodes,
+            num_envs=config.num_envs,
+            seed=config.seed,
+            deterministic=config.deterministic,
+            on_episode=None if bar is None else lambda e: bar.advance(bar.task_ids[0]),
+        )
+    out = Path(config.out) if config.out else run_dir / "reports" / f"step_{source.update:06d}-{config.episodes}x{config.seed}"
+    written = write_report(
+        replace(trained, env=env_config),
+        result,
+        policy=policy,
+        source=source,
+        run_dir=run_dir,
+        out=out,
+        film_episodes=config.video_episodes if config.video else 0,
+        film_steps=config.video_steps,
+        film_size=config.video_size,
+    )
+    found = numbers(result.metrics())
+    return {"checkpoint": str(source.path), "episodes": config.episodes, **found, **written}
+
+
+def write_report(
+    config: Config,
+    result: EvaluationResult,
+    *,
+    policy: Policy,
+    source: checkpoint.Checkpoint,
+    run_dir: Path,
+    out: Path,
+    film_episodes: int,
+    film_steps: int,
+    film_size: int,
+) -> dict[str, str | None]:
+    """report.json, report.html and an mp4 of an evaluation; returns their paths."""
+    film = None
+    if film_episodes:
+        film = report.film(
+            policy,
+            functools.partial(make_env, config=config.env, device=torch.device("cpu"), render=True, size=film_size),
+            path=run_dir / "videos" / f"{out.name}.mp4",
+            seed=result.seed,
+            deterministic=result.deterministic,
+            episodes=film_episodes,
+            steps=film_steps,
+        )
+    rows = run_dir / "metrics.jsonl"
+    curves = [json.loads(line) for line in rows.read_text().splitlines() if line.endswith("}")] if rows.exists() else []
+    plain = strict.dump(config) | {"run_dir": None}
+    written = report.write(
+        out,
+        [result],
+        checkpoint=source.path.name,
+        update=source.update,
+        env_steps=int(source.manifest["env_steps"]),
+        config=plain,
+        config_hash=str(source.manifest["config_hash"]),
+        versions=versions(),
+        curves=curves,
+        film=film,
+    )
+    video = None if film is None or film.path is None else os.path.relpath(film.path)
+    return {"report": str(written.html), "report_json": str(written.json), "video": video}
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _episode_bar(total: int) -> Any:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
+    bar.add_task("episodes", total=total)
+    return bar

@@ -1,0 +1,241 @@
+"""Checkpoints: atomic directories with a manifest, checked byte for byte before anything is loaded.
+
+    checkpoints/step_000050/   manifest.json  config.yaml  policy.pt  training.pt
+    checkpoints/latest         symbolic link to the newest, checkpoints/best to the best by evaluation
+
+A checkpoint is written under a temporary name, flushed to disk and renamed: a directory called step_* is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from embodied_ppo.types import CheckpointError
+
+FORMAT = 1
+MANIFEST, CONFIG, POLICY, TRAINING = "manifest.json", "config.yaml", "policy.pt", "training.pt"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint: its bytes matched the manifest when it was opened."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def update(self) -> int:
+        """Updates done when it was saved."""
+        return int(self.manifest["update"])
+
+    def config_text(self) -> str:
+        return (self.path / CONFIG).read_text()
+
+    def policy(self) -> dict[str, Any]:
+        return _load(self.path / POLICY)
+
+    def training(self) -> dict[str, Any]:
+        return _load(self.path / TRAINING)
+
+
+# -------------------------------------------------------------------------------------------------------------- write
+def save(
+    folder: Path,
+    *,
+    update: int,
+    policy: Mapping[str, Any],
+    training: Mapping[str, Any],
+    config_text: str,
+    info: Mapping[str, Any],
+    keep_last: int,
+    score: float | None = None,
+) -> Path:
+    """Write ``folder/step_<update>`` and point ``latest`` at it; delete all but ``keep_last`` and the best.
+
+    ``info`` joins the manifest (env_steps, versions, seeds ..). ``score`` is an evaluation's; the highest so far is ``best``.
+    Raises CheckpointError if the disk refuses; nothing older is touched then.
+    """
+    final = folder / f"step_{update:06d}"
+    temporary = folder / f".writing-{update:06d}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(".writing-*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        temporary.mkdir()
+        files = {}
+        contents = {CONFIG: config_text.encode(), POLICY: _bytes(policy), TRAINING: _bytes(training)}
+        for name, data in contents.items():
+            _write(temporary / name, data)
+            files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        manifest = {"format": FORMAT, "update": update, "score": score, **info, "files": files}
+        _write(temporary / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
+        _sync_directory(temporary)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _sync_directory(folder)
+        _point(folder / "latest", final.name)
+        if score is not None and score > _best_score(folder):
+            _point(folder / "best", final.name)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"{final}: cannot be written ({error.strerror}); free space or choose another run_dir") from error
+    _prune(folder, keep_last)
+    return final
+
+
+def mark_best(path: Path, score: float) -> None:
+    """Record an evaluation's score for a checkpoint already written; point ``best`` at it if it is the highest."""
+    if score > _best_score(path.parent):
+        manifest = json.loads((path / MANIFEST).read_text()) | {"score": score}
+        data = json.dumps(manifest, indent=1, sort_keys=True).encode()
+        _write(path / (MANIFEST + ".new"), data)
+        (path / (MANIFEST + ".new")).replace(path / MANIFEST)
+        _point(path.parent / "best", path.name)
+
+
+def _bytes(value: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(dict(value), buffer)
+    return buffer.getvalue()
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _point(link: Path, target: str) -> None:
+    temporary = link.with_name(f".{link.name}-{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(link)
+
+
+def _best_score(folder: Path) -> float:
+    try:
+        score = json.loads((folder / "best" / MANIFEST).read_text())["score"]
+    except (OSError, ValueError, KeyError):
+        return float("-inf")
+    return float("-inf") if score is None else float(score)
+
+
+def _prune(folder: Path, keep_last: int) -> None:
+    best = (folder / "best").resolve()
+    for old in sorted(folder.glob("step_*"))[:-keep_last]:
+        if old.resolve() != best:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- read
+def find(path: str | Path) -> Path:
+    """The checkpoint directory that ``path`` means: itself, a run's newest, or a link. Raises CheckpointError."""
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"checkpoint={path}: does not exist; give a run directory or runs/../checkpoints/step_*")
+    if path.is_file():
+        raise CheckpointError(f"checkpoint={path}: is a file; give the directory that holds {MANIFEST}")
+    if (path / MANIFEST).exists():
+        return path.resolve()
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps = sorted(folder.glob("step_*"))
+    if not steps:
+        raise CheckpointError(f"checkpoint={path}: holds no checkpoint (checkpoints/step_*); train with save_every > 0 first")
+    return steps[-1]
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Find and verify. Raises CheckpointError naming the file that is missing, truncated or altered."""
+    folder = find(path)
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        version, files = manifest["format"], dict(manifest["files"])
+        update = int(manifest["update"])
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder / MANIFEST}: is missing; the directory is no complete checkpoint, use another") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / MANIFEST}: is not a manifest ({error!r}); use another checkpoint") from error
+    if version != FORMAT:
+        raise CheckpointError(f"{folder / MANIFEST}: format {version}, this version reads {FORMAT}; use the version that wrote it")
+    for name in (CONFIG, POLICY, TRAINING):
+        if name not in files:
+            raise CheckpointError(f"{folder / MANIFEST}: lists no {name}; use another checkpoint")
+    for name, expected in files.items():
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"{file}: is missing (update {update}); use another checkpoint of the run")
+        data = file.read_bytes()
+        if len(data) != expected["bytes"]:
+            raise CheckpointError(
+                f"{file}: has {len(data)} bytes, its manifest says {expected['bytes']}; it was cut short, use another checkpoint"
+            )
+        if hashlib.sha256(data).hexdigest() != expected["sha256"]:
+            raise CheckpointError(f"{file}: its contents do not match the manifest's sha256; use another checkpoint")
+    return Checkpoint(folder, manifest)
+
+
+def newest_valid(run_dir: Path, notice: Any = lambda text: None) -> Checkpoint | None:
+    """The newest checkpoint of a run that verifies; ``notice`` hears of those that do not. None if there is none at all.
+
+    Raises CheckpointError if there are checkpoints and none verifies.
+    """
+    steps = sorted((run_dir / "checkpoints").glob("step_*"), reverse=True)
+    error: CheckpointError | None = None
+    for step in steps:
+        try:
+            return open_checkpoint(step)
+        except CheckpointError as problem:
+            notice(f"skipped: {problem}")
+            error = error or problem
+    if error is not None:
+        raise error
+    return None
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: holds objects other than tensors and plain values, which are never executed; use a checkpoint written by embodied-ppo"
+        ) from error
+    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({str(error).splitlines()[0]}); use another checkpoint") from error
+
+
+def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: str | Path) -> None:
+    """``module.load_state_dict`` with one line that names the first tensor that does not fit. Raises CheckpointError."""
+    own = module.state_dict()
+    for name, tensor in own.items():
+        if name not in weights:
+            raise CheckpointError(f"{source}: has no tensor {name!r}; it is another model's, use the model it was trained with")
+        if weights[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{source}: tensor {name!r} is {tuple(weights[name].shape)}, this model needs {tuple(tensor.shape)}; "
+                "use the model and env it was trained with"
+            )
+    extra = sorted(set(weights) - set(own))
+    if extra:
+        raise CheckpointError(f"{source}: has tensor {extra[0]!r}, which this model lacks; use the model it was trained with")
+    module.load_state_dict(dict(weights))

@@ -1,0 +1,484 @@
+"""The console command: text in, typed configs to ``build``, results to stdout, one line per error; the only hydra."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied_ppo import __version__, explain
+
+if TYPE_CHECKING:  # hydra and torch are imported inside the commands: --help answers at once
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.core.override_parser.types import Override
+
+    from embodied_ppo.strict import Loaded
+
+PROGRAM = "embodied-ppo"
+FLAGS = "command line"
+"""Who set an option that was given as an argument."""
+REFUSED, FAILED, INTERRUPTED = 2, 3, 130
+"""Exit codes: nothing started, the run failed, interrupted after saving."""
+
+
+class _UsageError(Exception):
+    """A command line that no command understands."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        flag = message.rpartition("unrecognized arguments: ")[2].split(" ")[0]
+        flags = [s for action in self._actions for s in action.option_strings if s.startswith("--")]
+        near = difflib.get_close_matches(flag, flags, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+        raise _UsageError(f"{message}; {hint}")
+
+
+# ----------------------------------------------------------------------------------------------------------- commands
+def _train(args: argparse.Namespace) -> None:
+    if args.multirun:
+        return _multirun(args)
+    loaded = _prepare(args, args.overrides)
+    return _train_one(loaded, args, {})
+
+
+def _train_one(loaded: Loaded, args: argparse.Namespace, extra: dict[str, Any]) -> None:
+    _say_aliases(loaded, args)
+    from embodied_ppo import build
+
+    summary = build.train(loaded.config, explicit=loaded.deliberate({FLAGS}), quiet=args.quiet, json=args.json)
+    _print_result({**extra, **summary}, args)
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    for word in args.overrides:
+        if "=" not in word and not word.startswith("~"):
+            raise _UsageError(f"{word} is not of the form option=value; write checkpoint={word}")
+    loaded = _prepare(args, args.overrides)
+    _say_aliases(loaded, args)
+    from embodied_ppo import build
+
+    _print_result(build.evaluate(loaded.config, quiet=args.quiet, json=args.json), args)
+
+
+def _config(args: argparse.Namespace) -> None:
+    if args.overrides and args.overrides[0] in ("train", "evaluate"):
+        args.command = args.overrides.pop(0)
+    loaded = _prepare(args, args.overrides, check=args.command == "train" or any("=" in o for o in args.overrides))
+    rows = explain.config_rows(loaded, only=args.only)
+    if not rows:
+        raise _UsageError(f"--only {args.only}: no option mentions it; leave --only out to see all")
+    _say_aliases(loaded, args)
+    if args.json:
+        print(explain.as_json(rows))
+    else:
+        explain.print_config(rows)
+
+
+def _experiments(args: argparse.Namespace) -> None:
+    if args.overrides:
+        raise _UsageError(f"{args.overrides[0]} is not read by experiments; leave it out")
+    _config_dir(args)
+    found = explain.experiments(args.config_dir)
+    if args.json:
+        print(explain.as_json(found))
+    else:
+        explain.table([[e["name"], e["description"]] for e in found])
+
+
+def _say_aliases(loaded: Loaded, args: argparse.Namespace) -> None:
+    for written, read in () if args.quiet else loaded.aliases:
+        print(f"{written} is read as {read}", file=sys.stderr)
+
+
+def _print_result(summary: dict[str, Any], args: argparse.Namespace) -> None:
+    if args.json:
+        print(explain.as_json(summary), flush=True)
+    else:
+        explain.print_summary(summary)
+
+
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str, str]] = {
+    # name -> (function, one line, example)
+    "train": (_train, "train a policy", "train experiment=quickstart seed=1 algorithm.gamma=0.98"),
+    "evaluate": (_evaluate, "measure a checkpoint", "evaluate checkpoint=runs/NAME/DATE-SEED episodes=100"),
+    "config": (_config, "show every option: value, who set it, meaning", "config experiment=quickstart --only gamma"),
+    "experiments": (_experiments, "list the experiments", "experiments --json"),
+}
+
+
+# ------------------------------------------------------------------------------------------------ text -> typed config
+def _prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = True) -> Loaded:
+    """Compose, type and check. Raises ConfigError, PlacementError or CheckpointError."""
+    from embodied_ppo import strict
+    from embodied_ppo.config import Config, EvaluateConfig
+    from embodied_ppo.types import ConfigError
+
+    cls = EvaluateConfig if args.command == "evaluate" else Config
+    loaded = strict.read(cls, _layers(args, lines, strict.dump(cls())))
+    if not check:
+        return loaded
+    config, origin = loaded.config, loaded.origin
+    strict.check(config, explicit=loaded.deliberate({FLAGS}))
+    if isinstance(config, Config) and config.updates is not None:
+        if origin.get("env_steps") == FLAGS and origin["updates"] != FLAGS:
+            raise ConfigError(
+                f"env_steps = {config.env_steps} ({FLAGS}) is not read: updates = {config.updates} "
+                f"({origin['updates']}) wins; add updates=null"
+            )
+    return loaded
+
+
+def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, Any]) -> list[tuple[str, Any]]:
+    """(who, mapping) from weak to strong: files in the order of the defaults list, groups chosen by flag, flags."""
+    from hydra._internal.defaults_list import create_defaults_list
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    from embodied_ppo.types import ConfigError
+
+    loader, name = _loader(args)
+    overrides = _parse(lines, loader)
+    stored = None
+    groups = {o.key_or_group: o.value() for o in overrides if _is_group(o, loader)}
+    resume = next((o.value() for o in overrides if o.key_or_group == "resume" and not o.is_delete()), None)
+    if args.command == "train" and name == "train" and resume not in (None, "auto") and "experiment" not in groups:
+        stored = _stored(str(resume))
+        lines = [*lines, "experiment=null"]
+    try:
+        parsed, repo = loader._parse_overrides_and_create_caching_repo(name, _forced(lines, loader))
+        chosen = create_defaults_list(
+            repo=repo, config_name=name, overrides_list=parsed, prepend_hydra=True, skip_missing=False
+        )
+        files, flagged, experiment = [], [], chosen.overrides.known_choices.get("experiment")
+        for default in chosen.defaults:
+            path = default.config_path or ""
+            if path.partition("/")[0] == "hydra":
+                continue
+            node = loader._compose_config_from_defaults_list([default], repo)
+            node.pop("hydra", None)
+            source = getattr(repo.load_config(path), "path", "")
+            root = "configs" if source == f"pkg://{explain.PACKAGE}" else source.removeprefix("file://")
+            # a group chosen by flag beats what an experiment says about the same options
+            beats = stored is not None or any(g != "experiment" and path.startswith(f"{g}/") for g in groups)
+            (flagged if beats else files).append((f"{root}/{path}.yaml", node))
+            if experiment and path == f"experiment/{experiment}":
+                named = OmegaConf.create({"name": str(experiment).replace("/", "-")})
+                files.insert(0, (f"{root}/{path}.yaml", named))
+        if stored is not None:
+            files = [(stored[0], OmegaConf.create(stored[1]))]
+            flagged = [f for f in flagged if any(f"/{g}/" in f[0] for g in groups)]
+        layers = [*files, *flagged, (FLAGS, _flags(overrides, loader))]
+        _delete(overrides, loader, layers)
+        merged = OmegaConf.merge(OmegaConf.create(defaults), *(node for _, node in layers))
+        resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
+        return [(who, _pick(OmegaConf.to_container(node), resolved)) for who, node in layers]
+    except (HydraException, OmegaConfBaseException, YAMLError) as e:
+        raise ConfigError(_one_line(e)) from e
+
+
+def _pick(node: Any, resolved: Any) -> Any:
+    """``node`` with its interpolations replaced by what they resolved to."""
+    if isinstance(node, dict):
+        inner = resolved if isinstance(resolved, dict) else {}
+        return {str(k): _pick(v, inner.get(k)) for k, v in node.items()}
+    return resolved if "${" in repr(node) else node
+
+
+def _flags(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> Any:
+    """The command line's values as one layer."""
+    from omegaconf import OmegaConf
+
+    node = OmegaConf.create({})
+    for o in overrides:
+        if not o.is_delete() and not _is_group(o, loader):
+            OmegaConf.update(node, o.key_or_group, o.value(), merge=True, force_add=True)
+    return node
+
+
+def _delete(overrides: Sequence[Override], loader: ConfigLoaderImpl, layers: Sequence[tuple[str, Any]]) -> None:
+    """``~option``: as if no file had set it."""
+    from omegaconf import OmegaConf
+
+    from embodied_ppo.types import ConfigError
+
+    for o in overrides:
+        if not o.is_delete() or loader.repository.group_exists(o.key_or_group):
+            continue
+        parent, _, leaf = o.key_or_group.rpartition(".")
+        homes = [OmegaConf.select(node, parent) if parent else node for _, node in layers]
+        owners = [home for home in homes if OmegaConf.is_dict(home) and leaf in home]
+        if not owners:
+            raise ConfigError(f"{o.input_line}: no file sets {o.key_or_group}, nothing to take away; leave it out")
+        for home in owners:
+            del home[leaf]
+
+
+def _stored(resume: str) -> tuple[str, dict[str, Any]]:
+    """config.yaml of the run that ``resume`` (a run or a checkpoint of it) names."""
+    import yaml
+
+    from embodied_ppo.types import CheckpointError
+
+    folder = Path(resume)
+    if not folder.is_dir():
+        raise CheckpointError(f"resume = {resume}: no such directory; name a run, or write resume=auto")
+    file = next(
+        (f for f in (folder / "config.yaml", folder.resolve().parent.parent / "config.yaml") if f.is_file()), None
+    )
+    if file is None:
+        raise CheckpointError(
+            f"resume = {resume}: holds no config.yaml; name a run directory or a checkpoint inside one"
+        )
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise CheckpointError(f"resume = {resume}: {file} is damaged ({_one_line(e)}); name another checkpoint") from e
+    if not isinstance(content, dict):
+        raise CheckpointError(f"resume = {resume}: {file} is damaged (no options in it); name another checkpoint")
+    return str(file), {**content, "resume": None}
+
+
+# -------------------------------------------------------------------------------------------------------------- hydra
+def _config_dir(args: argparse.Namespace) -> str | None:
+    if args.config_dir and not Path(args.config_dir).is_dir():
+        raise _UsageError(f"--config-dir {args.config_dir}: no such directory")
+    return args.config_dir
+
+
+def _loader(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
+    """Hydra's loader over the shipped configs and --config-dir (which comes first), and the primary config's name."""
+    from hydra import version
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.object_type import ObjectType
+    from hydra.core.plugins import Plugins
+    from hydra.core.utils import setup_globals
+
+    class Loader(ConfigLoaderImpl):
+        """Values are set whether or not a YAML names them: ``strict`` says what exists, not the files."""
+
+        def load_configuration(self, config_name: str | None, overrides: list[str], *rest: Any, **more: Any) -> Any:
+            return super().load_configuration(config_name, _forced(overrides, self), *rest, **more)
+
+    explain.shipped()
+    Plugins.instance()
+    setup_globals()
+    version.setbase("1.3")
+    path = create_config_search_path(f"pkg://{explain.PACKAGE}")
+    if _config_dir(args):
+        path.prepend(provider="command line", path=f"file://{os.path.abspath(args.config_dir)}")
+    loader = Loader(config_search_path=path)
+    primary = "evaluate" if args.command == "evaluate" else "train"
+    name = (args.config_name or primary).removesuffix(".yaml")
+    if not loader.repository.config_exists(name):
+        names = sorted(set(loader.get_group_options("", ObjectType.CONFIG)))
+        raise _UsageError(f"--config-name {name}: no such config; {_choose(name, names, 'there are: ')}")
+    return loader, name
+
+
+def _parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
+    """Overrides of one run; refuses what a sweep would need, and options of groups that do not exist."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    from embodied_ppo.types import ConfigError, PlacementError
+
+    parser, overrides = OverridesParser.create(config_loader=loader), []
+    for line in lines:
+        if "=" not in line and not line.startswith("~"):
+            raise ConfigError(
+                f"{line} is not of the form option=value; {_choose(line, list(COMMANDS), 'write ', line)}"
+            )
+        try:
+            (override,) = parser.parse_overrides([line])
+        except HydraException as e:
+            key, _, value = line.partition("=")
+            raise ConfigError(f"{line} is not understood ({_one_line(e)}); quote the value: \"{key}='{value}'\"") from e
+        if override.is_sweep_override():
+            raise ConfigError(f"{line} names several values; add --multirun, or give one (a list is written [a,b])")
+        if override.is_hydra_override():
+            raise ConfigError(f"{line} is set but not read; hydra.* is for --multirun")
+        group, value = override.key_or_group, override.value()
+        if isinstance(value, str) and _is_group(override, loader) and not override.is_delete():
+            options = loader.get_group_options(group)
+            if value not in options:
+                error = PlacementError if group == "placement" else ConfigError
+                raise error(f"{group} = {value}: no such {group}; {_choose(value, options, 'there are: ')}")
+        overrides.append(override)
+    return overrides
+
+
+def _is_group(override: Override, loader: ConfigLoaderImpl) -> bool:
+    return loader.repository.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
+
+
+def _forced(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[str]:
+    """``a=1`` as ``++a=1``; groups, deletions and hydra's own options as they are."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    def force(line: str, override: Override) -> str:
+        plain = (
+            override.is_delete()
+            or override.is_hydra_override()
+            or loader.repository.group_exists(override.key_or_group)
+        )
+        return line if plain else "++" + line.lstrip("+")
+
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(lines))
+    return [force(line, override) for line, override in zip(lines, parsed, strict=True)]
+
+
+def _multirun(args: argparse.Namespace) -> None:
+    """Hydra's own sweeper and launcher; with the basic sweeper every job is checked before the first starts."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra._internal.hydra import Hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf.errors import OmegaConfBaseException
+
+    from embodied_ppo.types import ConfigError
+
+    loader, name = _loader(args)
+    lines = ["hydra/job_logging=none", "hydra/hydra_logging=none", *args.overrides]
+    GlobalHydra.instance().clear()
+    try:
+        hydra = Hydra(task_name=PROGRAM, config_loader=loader)
+        GlobalHydra.instance().initialize(hydra)
+        cfg = hydra.compose_config(name, lines, run_mode=RunMode.MULTIRUN).hydra
+        if cfg.sweeper._target_.endswith(".BasicSweeper"):
+            params = [f"{k}={v}" for k, v in (cfg.sweeper.params or {}).items()]
+            parsed = OverridesParser.create(config_loader=loader).parse_overrides([*params, *cfg.overrides.task])
+            _check_jobs([job for batch in BasicSweeper.split_arguments(parsed, None) for job in batch], args)
+        hydra.multirun(name, functools.partial(_job, args=args), lines)
+    except (HydraException, OmegaConfBaseException) as e:
+        raise ConfigError(_one_line(e)) from e
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _check_jobs(jobs: Sequence[Sequence[str]], args: argparse.Namespace) -> None:
+    from embodied_ppo.types import ConfigError
+
+    folders: dict[str, int] = {}
+    for i, job in enumerate(jobs):
+        try:
+            folder = _prepare(args, job).config.run_dir
+        except ValueError as e:
+            raise type(e)(f"job {i} ({' '.join(o.lstrip('+') for o in job)}): {e}") from e
+        if folder is not None and folders.setdefault(folder, i) != i:
+            raise ConfigError(f"run_dir = {folder} is that of job {folders[folder]} and of job {i}; leave run_dir out")
+
+
+def _job(_: Any, *, args: argparse.Namespace) -> None:
+    """One job of a sweep, in the folder hydra made for it unless run_dir says otherwise."""
+    from hydra.core.hydra_config import HydraConfig
+
+    job = HydraConfig.get()
+    lines = [str(line) for line in job.overrides.task]
+    loaded = _prepare(args, lines)
+    if loaded.config.run_dir is None:
+        loaded = replace(loaded, config=replace(loaded.config, run_dir=job.runtime.output_dir))
+    extra = {"job": job.job.num, "overrides": " ".join(line.lstrip("+") for line in lines)}
+    _train_one(loaded, args, extra)
+
+
+# -------------------------------------------------------------------------------------------------------------- texts
+def _choose(word: str, names: Sequence[str], intro: str, fallback: str = "") -> str:
+    """``did you mean x?`` and what there is."""
+    near = difflib.get_close_matches(word, names, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return hint + (f"{intro}{fallback}=VALUE" if fallback else f"{intro}{', '.join(names)}")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {line}" for name, (_, line, _) in COMMANDS.items())
+    examples = "\n".join(f"  {PROGRAM} {example}" for _, _, example in COMMANDS.values())
+    return (
+        f"usage: {PROGRAM} COMMAND [--config-dir DIR] [--config-name NAME] [--quiet] [--json] [option=value ...]\n\n"
+        f"PPO for robot policies in vectorised simulators.\n\ncommands:\n{commands}\n\nexamples:\n{examples}\n\n"
+        f"exit codes: 0 done, {REFUSED} input refused (nothing started), {FAILED} the run failed, {INTERRUPTED} interrupted"
+    )
+
+
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Raises _UsageError; SystemExit for --help."""
+    name = argv[0]
+    if name not in COMMANDS:
+        kind = "flag" if name.startswith("-") else "command"
+        raise _UsageError(f"{name}: no such {kind}; {_choose(name, list(COMMANDS), 'commands: ')}")
+    _, line, example = COMMANDS[name]
+    parser = _Parser(
+        prog=f"{PROGRAM} {name}", description=line, epilog=f"example: {PROGRAM} {example}", allow_abbrev=False
+    )
+    parser.add_argument("overrides", nargs="*", metavar="option=value", help=f"see `{PROGRAM} config`")
+    parser.add_argument("--config-dir", metavar="DIR", help="your own configs; searched before those that ship")
+    parser.add_argument("--json", action="store_true", help="results as JSON")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    parser.set_defaults(command="train" if name == "config" else name, config_name=None, multirun=False, only=None)
+    if name != "experiments":
+        parser.add_argument("--config-name", metavar="NAME", help="primary config (default: train, evaluate)")
+    if name == "train":
+        parser.add_argument("-m", "--multirun", action="store_true", help="one run per combination of a=1,2 b=3,4")
+    if name == "config":
+        parser.add_argument("--only", metavar="TEXT", help="options whose name or meaning holds this text")
+    return parser.parse_intermixed_args(list(argv[1:]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The entry point; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if argv == ["--version"]:
+        print(f"{PROGRAM} {__version__}")
+        return 0
+    try:
+        if not argv:
+            raise _UsageError(f"no command; commands: {', '.join(COMMANDS)}; see {PROGRAM} --help")
+        COMMANDS[argv[0]][0](args) if (args := _parse_arguments(argv)) else None
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else 0 if e.code is None else FAILED
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as e:
+        return _report(e)
+    return 0
+
+
+def _report(error: Exception) -> int:
+    """Print the last line, return the exit code."""
+    words = sys.modules.get("embodied_ppo.types")  # nothing of it was raised where it was not imported
+    refusals = (_UsageError, FileNotFoundError) if words is None else (
+        _UsageError, words.ConfigError, words.PlacementError, words.CheckpointError, words.EnvError
+    )  # fmt: skip
+    if isinstance(error, refusals):
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        return REFUSED
+    if words is None or not isinstance(error, words.TrainingError):
+        traceback.print_exception(error)
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    print(f"error: {_one_line(error)}", file=sys.stderr)
+    return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

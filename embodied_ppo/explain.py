@@ -1,0 +1,120 @@
+"""What the console command prints to stdout: resolved options, experiments, summaries."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "embodied_ppo.configs"
+
+
+def shipped() -> Path:
+    """Folder of the configurations that ship. Raises FileNotFoundError where the package is not installed."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(f"{PACKAGE} is not installed; in a checkout run: pip install -e .")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def as_json(value: Any) -> str:
+    """One line."""
+    return json.dumps(value, default=str)
+
+
+def table(rows: Sequence[Sequence[str]], *, title: str = "") -> None:
+    """Aligned columns; on a terminal rich wraps the last one."""
+    if not rows:
+        return
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        grid = Table(title=title or None, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
+        for i in range(len(rows[0])):
+            grid.add_column(overflow="fold", style="bold" if i == 0 else None)
+        for row in rows:
+            grid.add_row(*(cell.replace("[", r"\[") for cell in row))
+        Console().print(grid)
+        return
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    if title:
+        print(title)
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        print(("  " if title else "") + "  ".join([*cells, row[-1]]).rstrip())
+
+
+# -------------------------------------------------------------------------------------------------------- experiments
+def experiments(config_dir: str | None) -> list[dict[str, str]]:
+    """Name, description and file of every experiment; a file in ``config_dir`` hides a shipped one of the same name."""
+    found: dict[str, dict[str, str]] = {}
+    for root in [shipped(), *([Path(config_dir)] if config_dir else [])]:
+        home = root / "experiment"
+        for file in sorted(home.rglob("*.yaml")):
+            name = file.relative_to(home).with_suffix("").as_posix()
+            found[name] = {"name": name, "description": _description(file), "file": str(file)}
+    return [found[name] for name in sorted(found)]
+
+
+def _description(file: Path) -> str:
+    """The option ``description`` of an experiment, else its first comment."""
+    import yaml
+
+    text = file.read_text(encoding="utf-8")
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return "(broken YAML)"
+    if isinstance(content, Mapping) and isinstance(content.get("description"), str):
+        return " ".join(content["description"].split())
+    comments = (line.lstrip("# ").strip() for line in text.splitlines() if line.startswith("#"))
+    return next((c for c in comments if c and not c.startswith("@package")), "")
+
+
+# ------------------------------------------------------------------------------------------------------------- config
+def config_rows(loaded: Any, *, only: str | None = None) -> dict[str, dict[str, Any]]:
+    """Path -> value, default, who set it, meaning, type and limit of every option (or those that mention ``only``)."""
+    from embodied_ppo import strict
+
+    rows: dict[str, dict[str, Any]] = {}
+    for path, option in strict.describe(type(loaded.config)).items():
+        if only and only.lower() not in f"{path} {option.meaning}".lower():
+            continue
+        value = loaded.config
+        for name in path.split("."):
+            value = getattr(value, name)
+        rows[path] = {
+            "value": list(value) if isinstance(value, tuple) else value,
+            "default": list(option.default) if isinstance(option.default, tuple) else option.default,
+            "source": loaded.origin.get(path, "config.py"),
+            "meaning": option.meaning,
+            "type": option.type,
+            "limit": option.limit,
+        }
+    return rows
+
+
+def print_config(rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """One table per section: name, value, who set it, meaning."""
+    from embodied_ppo import strict
+
+    grouped: dict[str, list[list[str]]] = {}
+    for path, row in rows.items():
+        section, _, name = path.rpartition(".")
+        cells = [name, strict.show(row["value"]), row["source"], " ".join(row["meaning"].split())]
+        grouped.setdefault(section, []).append(cells)
+    for i, (section, cells) in enumerate(grouped.items()):
+        if i:
+            print()
+        table(cells, title=section or "run")
+
+
+# ------------------------------------------------------------------------------------------------------------ summary
+def print_summary(summary: Mapping[str, Any]) -> None:
+    """Numbers and words of a summary, one per line; nested entries stay in the files."""
+    flat = {k: v for k, v in summary.items() if not isinstance(v, (Mapping, list, tuple))}
+    table([[k, f"{v:.6g}" if isinstance(v, float) else str(v)] for k, v in flat.items()])

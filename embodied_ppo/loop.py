@@ -1,0 +1,87 @@
+"""train(): the one loop, the same for every mode and every placement."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from embodied_ppo.log import Log, Timer, peak_rss_mb
+from embodied_ppo.types import Mean, Metrics, System
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When things are due. Updates count from 0; ``steps_per_update`` is in environment steps."""
+
+    updates: int
+    horizon: int
+    steps_per_update: int
+    save_every: int = 0
+    eval_every: int = 0
+    max_lag: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the loop ended: updates done, and whether it was asked to stop before the last."""
+
+    updates: int
+    interrupted: bool
+    metrics: Metrics
+
+
+def train(
+    system: System,
+    log: Log,
+    schedule: Schedule,
+    *,
+    first_update: int = 0,
+    should_stop: Callable[[], bool] = lambda: False,
+    timer: Timer | None = None,
+) -> Outcome:
+    """collect -> update -> publish until ``schedule.updates``; evaluate, save and log when due.
+
+    ``max_lag`` rollouts wait between acting and learning (0: strictly on-policy). ``should_stop`` is asked between updates;
+    what was learned until then is saved.
+    """
+    timer = timer or Timer()
+    pending: deque[tuple[Any, Metrics]] = deque()
+    metrics: Metrics = {}
+    done, saved, collected = first_update, first_update, first_update
+    while done < schedule.updates and not should_stop():
+        while len(pending) <= schedule.max_lag and collected < schedule.updates:
+            with timer("collect"):
+                pending.append(system.collect(schedule.horizon, update=collected))
+            collected += 1
+        experience, rollout_metrics = pending.popleft()
+        with timer("update"):
+            metrics = rollout_metrics | system.update(experience, update=done)
+        done += 1
+        with timer("publish"):
+            system.publish(done)
+        score = None
+        if schedule.eval_every and done % schedule.eval_every == 0 and done < schedule.updates:
+            with timer("evaluate"):
+                evaluation = system.evaluate(done)
+            metrics |= evaluation
+            score = _number(evaluation.get("eval/return"))
+        steps = done * schedule.steps_per_update
+        if score is not None or (schedule.save_every and done % schedule.save_every == 0):
+            with timer("save"):
+                system.save(done, env_steps=steps, score=score)
+            saved = done
+        seconds = timer.wall["collect"] + timer.wall["update"] + timer.wall["publish"]
+        metrics |= timer.take() | {
+            "speed/env_steps_per_s": schedule.steps_per_update / seconds,
+            "memory/peak_gb": peak_rss_mb() / 1024,
+        }
+        log.metrics(metrics, update=done, env_steps=steps)
+    if saved != done or done == 0:
+        system.save(done, env_steps=done * schedule.steps_per_update, score=None)
+    return Outcome(done, done < schedule.updates, metrics)
+
+
+def _number(value: Mean | float | None) -> float | None:
+    return value.value if isinstance(value, Mean) else value

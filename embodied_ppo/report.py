@@ -1,0 +1,592 @@
+"""Write an evaluation down: report.json for programs, one self-contained page for people, and a film."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import dataclasses
+import json
+import logging
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import imageio.v3 as imageio
+import imageio_ffmpeg
+import jinja2
+import numpy as np
+import torch
+from torch import nn
+
+from embodied_ppo import evaluate
+from embodied_ppo.evaluate import EvaluationResult
+from embodied_ppo.rollout import TRAINING_SEEDS
+from embodied_ppo.types import Obs, Policy, VectorEnv
+
+FORMAT = 1
+"""Version of report.json; it changes when a field changes its meaning."""
+
+EPISODES_SHOWN = 500
+"""Rows of the page's table of episodes; report.json has all."""
+
+CURVES = (
+    ("Return", ("rollout/return", "eval/return"), None),
+    ("Success rate", ("rollout/success", "eval/success"), None),
+    ("Episode length", ("rollout/length", "eval/length"), None),
+    ("Policy entropy", ("policy/entropy",), None),
+    ("Approximate KL", ("policy/approx_kl",), None),
+    ("Explained variance (cut at -1)", ("value/explained_variance",), -1.0),
+)
+"""Title, tags of metrics.jsonl drawn together, and the value below which a line is cut. Absent tags are left out."""
+
+STEP_KEYS = ("env_steps", "tokens", "update")
+"""What a row of metrics.jsonl counts progress in; the first that is there becomes the x axis."""
+
+_log = logging.getLogger(__name__)
+
+
+# ------------------------------------------------------------------------------------------------------------- report
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What ``write`` wrote."""
+
+    json: Path
+    html: Path
+    content: dict[str, Any]
+
+
+def write(
+    out: Path | str,
+    results: Sequence[EvaluationResult],
+    *,
+    checkpoint: str,
+    update: int,
+    env_steps: int,
+    config: Mapping[str, Any],
+    config_hash: str,
+    versions: Mapping[str, str],
+    curves: Iterable[Mapping[str, Any]] = (),
+    film: Film | None = None,
+) -> Report:
+    """Write ``out``/report.json and ``out``/report.html, each to a temporary name first.
+
+    results   one per task, in the order to show them
+    config    the resolved configuration, as JSON can hold it
+    curves    the rows of the run's metrics.jsonl
+    film      embedded in the page; without its file the page says why there is none
+
+    report.json holds no time, duration or curve: the same checkpoint and seed give the same bytes.
+    """
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    content = describe(
+        results,
+        checkpoint=checkpoint,
+        update=update,
+        env_steps=env_steps,
+        config=config,
+        config_hash=config_hash,
+        versions=versions,
+    )
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
+    page = _page(json.loads(text), charts=learning_curves(curves), film=film)
+    return Report(_replace(out / "report.json", text + "\n"), _replace(out / "report.html", page), content)
+
+
+def describe(
+    results: Sequence[EvaluationResult],
+    *,
+    checkpoint: str,
+    update: int,
+    env_steps: int,
+    config: Mapping[str, Any],
+    config_hash: str,
+    versions: Mapping[str, str],
+) -> dict[str, Any]:
+    """report.json as a dictionary: everything measured, and what is needed to measure it again."""
+    if not results or not all(r.episodes for r in results):
+        raise ValueError("a report needs at least one task with at least one episode")
+    seeds = [e.seed for r in results for e in r.episodes]
+    return {
+        "format": FORMAT,
+        "checkpoint": checkpoint,
+        "update": update,
+        "env_steps": env_steps,
+        "config_hash": config_hash,
+        "deterministic": all(r.deterministic for r in results),
+        "seed": results[0].seed,
+        "seeds": {
+            "first": min(seeds),
+            "last": max(seeds),
+            "training_below": TRAINING_SEEDS,
+            "disjoint_from_training": min(seeds) >= TRAINING_SEEDS,
+        },
+        "overall": {
+            "episodes": len(seeds),
+            "distinct_initial_states": len({(r.task, e.initial_state) for r in results for e in r.episodes}),
+            "success": _success([e.success for r in results for e in r.episodes]),
+        },
+        "tasks": {r.task: statistics(r) for r in results},
+        "episodes": [
+            {
+                "task": r.task,
+                "index": e.index,
+                "seed": e.seed,
+                "return": e.return_,
+                "length": e.length,
+                "success": e.success,
+                "ended": e.ended,
+                "initial_state": e.initial_state,
+            }
+            for r in results
+            for e in r.episodes
+        ],
+        "versions": dict(sorted(versions.items())),
+        "config": dict(config),
+    }
+
+
+def statistics(result: EvaluationResult) -> dict[str, Any]:
+    """One task's numbers. ci95 is [low, high], or null with a single episode; success is null if the task is silent."""
+    return {
+        "episodes": len(result.episodes),
+        "distinct_initial_states": result.distinct_initial_states,
+        "return": _spread(result.returns),
+        "length": _spread(result.lengths),
+        "success": _success([e.success for e in result.episodes]),
+        "terminated": sum(e.ended == "terminated" for e in result.episodes),
+        "truncated": sum(e.ended == "truncated" for e in result.episodes),
+    }
+
+
+def _success(episodes: list[bool | None]) -> dict[str, Any] | None:
+    """None unless every episode's task says."""
+    if any(success is None for success in episodes):
+        return None
+    count = sum(map(bool, episodes))
+    return {
+        "count": count,
+        "rate": count / len(episodes),
+        "ci95": list(evaluate.wilson_interval(count, len(episodes))),
+        "ci95_method": "Wilson score",
+    }
+
+
+def _spread(values: list[float]) -> dict[str, Any]:
+    interval = evaluate.mean_interval(values)
+    return {
+        "mean": math.fsum(values) / len(values),
+        "ci95": list(interval) if interval else None,
+        "ci95_method": "Student t",
+        "std": evaluate.deviation(values),
+        "median": evaluate.median(values),
+        "min": min(values),
+        "max": max(values),
+    }
+
+
+def _page(content: dict[str, Any], *, charts: list[Chart], film: Film | None) -> str:
+    """The page: no script, nothing loaded from anywhere."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("embodied_ppo", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "percent": percent, "short": short}
+    returns = {
+        task: histogram([e["return"] for e in content["episodes"] if e["task"] == task]) for task in content["tasks"]
+    }
+    video = poster = None
+    if film is not None and film.path is not None:
+        video = base64.b64encode(film.path.read_bytes()).decode()
+        poster = base64.b64encode(film.poster).decode()
+    return environment.get_template("report.html.j2").render(
+        report=content,
+        histograms=returns,
+        charts=charts,
+        film=film,
+        video=video,
+        poster=poster,
+        config=json.dumps(content["config"], indent=2, ensure_ascii=False),
+        episodes_shown=EPISODES_SHOWN,
+    )
+
+
+def _replace(path: Path, text: str) -> Path:
+    """Write under a temporary name, then rename: a reader sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+def number(x: float, like: float | None = None) -> str:
+    """Four significant digits, thousands in groups: 12,345 · 123.4 · 0.01235; with ``like``, as many places as it has."""
+    size = abs(x if like is None else like)
+    if (size == 0 or float(size).is_integer()) and float(x).is_integer() and abs(x) < 1e6:
+        return f"{x:,.0f}"
+    if not 1e-4 <= size < 1e6:
+        return f"{x:.3e}"
+    return f"{x:,.{max(0, 3 - math.floor(math.log10(size)))}f}"
+
+
+def percent(x: float) -> str:
+    return f"{100 * x:.1f}%"
+
+
+def short(x: float) -> str:
+    """A tick's label: 0 · 0.05 · 250 · 1.5k · 3M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(x) >= size:
+            return f"{x / size:.4g}{unit}"
+    return f"{x:.4g}"
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """About ``count`` round numbers (1, 2 or 5 times a power of ten apart) that span [low, high]."""
+    if not high > low:
+        high, low = low + max(abs(low), 1.0) * 0.5, low - max(abs(low), 1.0) * 0.5
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+# ------------------------------------------------------------------------------------------------------------- charts
+WIDTH, HEIGHT = 360, 210
+LEFT, RIGHT, TOP, BOTTOM = 48, 350, 10, 180
+"""A picture's size and its axes, in SVG units."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    label: str
+    path: str
+    """SVG path data."""
+    dots: list[tuple[float, float]]
+    """Drawn where points are few."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    x: float
+    y: float
+    width: float
+    height: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A picture in SVG units, ready for the template."""
+
+    title: str
+    x_label: str
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    lines: list[Line]
+    bars: list[Bar]
+    mark: float | None = None
+    """x of a vertical line."""
+
+
+def learning_curves(rows: Iterable[Mapping[str, Any]], points: int = 300) -> list[Chart]:
+    """The charts of CURVES that the rows of metrics.jsonl have values for; long runs are averaged to ``points``."""
+    rows = list(rows)
+    key = next((k for k in STEP_KEYS if any(k in row for row in rows)), None)
+    charts = []
+    for title, tags, floor in CURVES:
+        series = {}
+        for tag in tags:
+            values = [(float(row[key]), float(row[tag])) for row in rows if key in row and _finite(row.get(tag))]
+            if values:
+                series[tag] = _thin([(x, y if floor is None else max(floor, y)) for x, y in values], points)
+        if series and key is not None:
+            charts.append(_lines(title, key.replace("env_steps", "environment steps"), series))
+    return charts
+
+
+def _finite(x: Any) -> bool:
+    return isinstance(x, (int, float)) and math.isfinite(x)
+
+
+def _thin(values: list[tuple[float, float]], points: int) -> list[tuple[float, float]]:
+    """At most ``points`` points: the means of neighbours."""
+    size = math.ceil(len(values) / points)
+    parts = [values[i : i + size] for i in range(0, len(values), size)]
+    return [(sum(x for x, _ in p) / len(p), sum(y for _, y in p) / len(p)) for p in parts]
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    return lambda x: round(start + (x - low) / (high - low) * (end - start), 1)
+
+
+def _lines(title: str, x_label: str, series: dict[str, list[tuple[float, float]]]) -> Chart:
+    xs = [x for values in series.values() for x, _ in values]
+    ys = [y for values in series.values() for _, y in values]
+    x_ticks = [x for x in ticks(min(0.0, *xs), max(xs)) if x <= max(xs) or max(xs) <= 0]
+    y_ticks = ticks(min(ys), max(ys))
+    x_of = _scale(min(0.0, *xs), max(max(xs), x_ticks[-1], 1e-9), LEFT, RIGHT)
+    y_of = _scale(y_ticks[0], y_ticks[-1], BOTTOM, TOP)
+    lines = []
+    for label, values in series.items():
+        at = [(x_of(x), y_of(y)) for x, y in values]
+        path = "M" + " L".join(f"{x:g} {y:g}" for x, y in at)
+        lines.append(Line(label, path, at if len(at) <= 20 else []))
+    return Chart(
+        title,
+        x_label,
+        [(x_of(x), short(x)) for x in x_ticks],
+        [(y_of(y), short(y)) for y in y_ticks],
+        lines,
+        [],
+    )
+
+
+def histogram(values: list[float]) -> Chart:
+    """How many episodes had which return; a vertical line at the mean."""
+    edges = ticks(min(values), max(values), count=min(25, max(6, 2 * math.ceil(math.sqrt(len(values))))))
+    counts = [0] * (len(edges) - 1)
+    for value in values:  # a bin holds its lower edge; the last one its upper edge too
+        counts[min(len(counts) - 1, sum(value >= edge for edge in edges[1:]))] += 1
+    y_ticks = [y for y in ticks(0, max(counts)) if float(y).is_integer()]
+    x_of = _scale(edges[0], edges[-1], LEFT, RIGHT)
+    y_of = _scale(0, max(y_ticks[-1], max(counts)), BOTTOM, TOP)
+    bars = [
+        Bar(
+            x=x_of(low) + 0.5,
+            y=y_of(count),
+            width=round(max(1.0, x_of(high) - x_of(low) - 1), 1),
+            height=round(BOTTOM - y_of(count), 1),
+            label=f"{count} of {len(values)} episodes with a return of {number(low)} to {number(high)}",
+        )
+        for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
+        if count
+    ]
+    return Chart(
+        "Episodes by return",
+        "return (dashed: the mean)",
+        [(x_of(x), short(x)) for x in ticks(edges[0], edges[-1], 4) if edges[0] <= x <= edges[-1]],
+        [(y_of(y), short(y)) for y in y_ticks],
+        [],
+        bars,
+        mark=x_of(math.fsum(values) / len(values)),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- film
+@dataclass(frozen=True, slots=True)
+class Film:
+    """A film, or the reason why there is none.
+
+    path       the mp4, None without one               poster  PNG of its first frame
+    frames     pictures in it                           fps     pictures per second
+    stride     steps from one picture to the next       step_s  seconds of simulation per step, None if unknown
+    reason     why ``path`` is None, else ""
+    """
+
+    path: Path | None
+    poster: bytes = b""
+    frames: int = 0
+    fps: float = 0.0
+    stride: int = 0
+    episodes: int = 0
+    step_s: float | None = None
+    reason: str = ""
+
+
+def film(
+    policy: Policy,
+    make_env: Callable[[list[int]], VectorEnv],
+    *,
+    path: Path | str,
+    seed: int,
+    deterministic: bool = True,
+    episodes: int = 2,
+    steps: int = 300,
+    step_s: float | None = None,
+    stride: int | None = None,
+    budget_s: float = 10.0,
+    deadline_s: float = 300.0,
+) -> Film:
+    """Film the first ``steps`` steps of the first ``episodes`` evaluation episodes into an mp4 (H.264, yuv420p).
+
+    Filmed episode i is evaluated episode i: same seed, same actions. MuJoCo's shadows cost 60 ms a picture without a GPU,
+    so the first pictures are timed and every stride-th step is drawn: the smallest stride that keeps to 30 pictures per
+    second of film and to about ``budget_s``. The film runs at the simulation's speed.
+
+    A renderer without working OpenGL ends its whole process, so a process of its own does this, and its end or the
+    deadline become a warning and ``Film.reason``, never an exception.
+
+    make_env   makes environments *with pictures*; goes to another process, so a function of a module, or a partial of one
+    step_s     seconds of simulation per step; None: unknown, shown at 30 steps per second
+    stride     steps from one picture to the next; None: as above
+    budget_s   CPU seconds for drawing (starting the simulator takes 3 to 4 more)
+    deadline_s seconds after which filming is given up
+    """
+    path = Path(path).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".film") as folder:
+        reason = _film_elsewhere(
+            _Request(policy, make_env, folder, seed, deterministic, episodes, steps, step_s, stride, budget_s),
+            deadline_s,
+        )
+        if not reason:
+            facts = json.loads(Path(folder, "film.json").read_text())
+            poster = Path(folder, "poster.png").read_bytes()
+            Path(folder, "film.mp4").replace(path)
+            return Film(path=path, poster=poster, episodes=episodes, step_s=step_s, **facts)
+    _log.warning("no video: %s", reason)
+    return Film(path=None, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    policy: Policy
+    make_env: Callable[[list[int]], VectorEnv]
+    folder: str
+    seed: int
+    deterministic: bool
+    episodes: int
+    steps: int
+    step_s: float | None
+    stride: int | None
+    budget_s: float
+
+
+def _film_elsewhere(request: _Request, deadline_s: float) -> str:
+    """Run ``_shoot`` in a new interpreter; "" or the reason why there is no film."""
+    if isinstance(request.policy, nn.Module) and evaluate.policy_device(request.policy).type != "cpu":
+        request = dataclasses.replace(request, policy=copy.deepcopy(request.policy).cpu())
+    try:
+        message = pickle.dumps(request)
+    except Exception as error:  # whatever a policy's or a closure's own pickling raises
+        return f"policy or make_env cannot go to another process: {error}"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    environment.setdefault("LP_NUM_THREADS", "1")  # Mesa's software renderer: a third less CPU time, as fast
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    errors = Path(request.folder, "stderr")
+    with errors.open("wb") as stderr:
+        child = subprocess.Popen(
+            [sys.executable, "-c", f"import {__name__} as report; report._shoot_stdin()"],
+            stdin=subprocess.PIPE,
+            stdout=stderr,
+            stderr=stderr,
+            env=environment,
+            start_new_session=True,  # so that the encoder ends with it
+        )
+        try:
+            child.communicate(message, timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            return f"not finished after {deadline_s:g} s; film fewer or shorter episodes"
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+    if child.returncode == 0:
+        return ""
+    if (told := Path(request.folder, "reason")).exists():
+        return " ".join(told.read_text().split())
+    lines = [line.strip() for line in errors.read_text(errors="replace").splitlines() if line.strip()]
+    return f"{lines[-1] if lines else 'the renderer ended without a word'} (exit status {child.returncode})"
+
+
+def _shoot_stdin() -> None:
+    """Entry of the filming process: our parent's request comes in on stdin."""
+    torch.set_num_threads(1)
+    request: _Request = pickle.load(sys.stdin.buffer)
+    try:
+        _shoot(request)
+    except Exception as error:
+        Path(request.folder, "reason").write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+@torch.inference_mode()
+def _shoot(request: _Request) -> None:
+    """Write film.mp4, poster.png and film.json into the request's folder."""
+    folder = Path(request.folder)
+    rate = 30.0 if request.step_s is None else 1.0 / request.step_s  # steps per second of film
+    writer: Any = None
+    frames, stride = 0, request.stride
+    with evaluate.evaluation_mode(request.policy):
+        for index, env_seed in enumerate(evaluate.evaluation_seeds(request.seed, request.episodes)):
+            env = request.make_env([env_seed])
+            try:
+                obs = env.reset()
+                if stride is None:
+                    steps = min(request.steps, env.max_episode_steps or request.steps)
+                    affordable = max(10, math.floor(request.budget_s / _picture_s(env)))
+                    stride = max(math.ceil(rate / 30 - 1e-9), math.ceil(request.episodes * steps / affordable))
+                for picture in _pictures(env, obs, request, index, stride):
+                    if writer is None:
+                        imageio.imwrite(folder / "poster.png", picture)
+                        writer = _encoder(folder / "film.mp4", picture.shape[1], picture.shape[0], rate / stride)
+                    writer.send(picture)
+                    frames += 1
+            finally:
+                env.close()  # before the next one is made: an abandoned OpenGL context freezes its successor
+    writer.close()
+    facts = {"frames": frames, "fps": round(rate / stride, 2) if stride else 0.0, "stride": stride}
+    (folder / "film.json").write_text(json.dumps(facts))
+
+
+def _picture_s(env: VectorEnv) -> float:
+    """CPU seconds of one picture; the first one, which also makes the OpenGL context, is not counted."""
+    env.render()
+    start = time.process_time()
+    for _ in range(3):
+        env.render()
+    return max(1e-6, (time.process_time() - start) / 3)
+
+
+def _pictures(env: VectorEnv, obs: Obs, request: _Request, index: int, stride: int) -> Iterator[np.ndarray]:
+    """uint8 [H, W, 3], sides even, at the start and after every ``stride`` steps of one episode."""
+    for t in range(request.steps):
+        if t % stride == 0:
+            picture = env.render().cpu().numpy()
+            height, width, _ = picture.shape
+            yield np.ascontiguousarray(np.pad(picture, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge"))
+        action = evaluate.act(
+            request.policy,
+            obs,
+            first=index,
+            t=t,
+            seed=request.seed,
+            deterministic=request.deterministic,
+            device=env.device,
+        )
+        step = env.step(action)
+        if bool((step.terminated | step.truncated)[0]):
+            return
+        obs = step.obs
+
+
+def _encoder(path: Path, width: int, height: int, fps: float) -> Any:
+    """ffmpeg's H.264 for browsers, without dates, so that equal pictures give equal files."""
+    writer = imageio_ffmpeg.write_frames(
+        str(path),
+        (width, height),
+        fps=fps,
+        codec="libx264",
+        pix_fmt_out="yuv420p",
+        quality=None,
+        macro_block_size=1,
+        output_params=["-crf", "23", "-threads", "1", "-movflags", "+faststart", "-fflags", "+bitexact"]
+        + ["-flags:v", "+bitexact", "-map_metadata", "-1"],
+    )
+    writer.send(None)
+    return writer

@@ -1,0 +1,24 @@
+"""One thread for every test: two cores are shared, and sums in a fixed order repeat bit for bit."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch, the simulators and any process that a test starts read them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("MUJOCO_GL", "egl")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` are skipped where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))

@@ -1,0 +1,168 @@
+"""Slow twins of the maths: float64 loops over Python numbers, written from the formulas and not from the code.
+
+Arguments are nested lists; time first, as everywhere. Masked rows are handled in the one way that cannot be wrong: by
+cutting them out of their column before anything is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean, variance
+
+
+def columns(x):
+    """[T][N] -> [N][T]."""
+    return [list(column) for column in zip(*x, strict=True)]
+
+
+rows = columns
+
+
+def gae(
+    reward, value, next_value, terminated, truncated, mask, *, gamma, gae_lambda, steps=None, bootstrap_type="standard"
+):
+    """(advantage, returns) [T][N], column by column."""
+    T, N = len(reward), len(reward[0])
+    advantage = [[0.0] * N for _ in range(T)]
+    returns = [list(map(float, row)) for row in value]
+    for n in range(N):
+        real = [t for t in range(T) if mask[t][n]]
+        carry = 0.0
+        for i in reversed(range(len(real))):
+            t = real[i]
+            done = terminated[t][n] or truncated[t][n]
+            successor = next_value[t][n]
+            if not done and t + 1 < T and not mask[t + 1][n] and i + 1 < len(real):
+                successor = value[real[i + 1]][n]  # a hole inside an episode: the next row that is left
+            if terminated[t][n] and bootstrap_type == "standard":
+                successor = 0.0
+            k = 1 if steps is None else steps[t][n]
+            delta = reward[t][n] + gamma**k * successor - value[t][n]
+            carry = delta + (0.0 if done else (gamma * gae_lambda) ** k * carry)
+            advantage[t][n] = carry
+            returns[t][n] = carry + value[t][n]
+    return advantage, returns
+
+
+def return_to_go(reward, done, mask, *, gamma):
+    T, N = len(reward), len(reward[0])
+    out = [[0.0] * N for _ in range(T)]
+    for n in range(N):
+        later = 0.0
+        for t in reversed(range(T)):
+            if mask[t][n]:
+                later = reward[t][n] + (0.0 if done[t][n] else gamma * later)
+                out[t][n] = later
+    return out
+
+
+def discounted_returns(reward, done, mask, *, gamma, start):
+    """Running return of each environment: (the values at unmasked rows, the state after the last row)."""
+    seen, state = [], list(start)
+    for t in range(len(reward)):
+        for n in range(len(state)):
+            if mask[t][n]:
+                state[n] = gamma * state[n] + reward[t][n]
+                seen.append(state[n])
+                if done[t][n]:
+                    state[n] = 0.0
+    return seen, state
+
+
+def grpo(score, group_size, *, normalize_std=True, eps=1e-6):
+    out = []
+    for g in range(0, len(score), group_size):
+        group = score[g : g + group_size]
+        scale = math.sqrt(variance(group)) + eps if normalize_std else 1.0
+        out += [(s - fmean(group)) / scale for s in group]
+    return out
+
+
+def rloo(score, group_size):
+    out = []
+    for g in range(0, len(score), group_size):
+        group = score[g : g + group_size]
+        for i, s in enumerate(group):
+            out.append(s - fmean(group[:i] + group[i + 1 :]))
+    return out
+
+
+def standardise(x, mask):
+    """(x − μ)/sqrt(σ² + 1e-8), unbiased, over unmasked entries of [T][N]; 0 elsewhere."""
+    kept = [v for row, keep in zip(x, mask, strict=True) for v, k in zip(row, keep, strict=True) if k]
+    mean, scale = fmean(kept), math.sqrt(variance(kept) + 1e-8)
+    return [[(v - mean) / scale if k else 0.0 for v, k in zip(row, keep, strict=True)] for row, keep in zip(x, mask)]
+
+
+def policy_loss(lp, old, advantage, mask, *, low, high, c=None):
+    """Loss of each element of flat lists, and the sums (clipped, dual, k3, count) and largest ratio."""
+    loss, clipped, dual, k3, count, largest = [], 0, 0, 0.0, 0, 0.0
+    for new, before, a, keep in zip(lp, old, advantage, mask, strict=True):
+        if not keep:
+            loss.append(0.0)
+            continue
+        log_r = min(max(new - before, -20.0), 20.0)
+        r = math.exp(log_r)
+        inside = min(max(r, 1 - low), 1 + high)
+        l = max(-a * r, -a * inside)
+        clipped += -a * inside > -a * r
+        if c is not None and a < 0 and l > -a * c:
+            l, dual = -a * c, dual + 1
+        loss.append(l)
+        k3 += r - 1 - log_r
+        count += 1
+        largest = max(largest, r)
+    return loss, (clipped, dual, k3, count), largest
+
+
+def huber(e, delta):
+    return 0.5 * e * e if delta is None or abs(e) <= delta else delta * (abs(e) - 0.5 * delta)
+
+
+def value_loss(value, old, returns, *, clip, delta):
+    """(loss, clipped?) of each element of flat lists."""
+    loss, flags = [], []
+    for v, before, r in zip(value, old, returns, strict=True):
+        plain = huber(r - v, delta)
+        if clip is None:
+            loss.append(plain)
+            flags.append(False)
+        else:
+            near = before + min(max(v - before, -clip), clip)
+            loss.append(max(plain, huber(r - near, delta)))
+            flags.append(abs(v - before) > clip)
+    return loss, flags
+
+
+def aggregate(x, mask, *, how, length=None):
+    """[T][B] of lists of trailing elements -> one number."""
+    per_column = []
+    for b in range(len(mask[0])):
+        kept = [v for t in range(len(mask)) if mask[t][b] for v in x[t][b]]
+        if kept:
+            per_column.append(kept)
+    if not per_column:
+        return 0.0
+    if how == "token-mean":
+        return fmean([v for column in per_column for v in column])
+    if how == "seq-mean-token-sum":
+        return fmean([sum(column) for column in per_column])
+    if how == "seq-mean-token-mean":
+        return fmean([fmean(column) for column in per_column])
+    return fmean([sum(column) / length for column in per_column])
+
+
+def kl(lp, ref, kind):
+    d = lp - ref
+    if kind == "k1":
+        return d
+    if kind == "abs":
+        return abs(d)
+    if kind == "k2":
+        return d * d / 2
+    d = min(max(d, -20.0), 20.0)
+    return min(max(math.exp(-d) - 1 + d, -10.0), 10.0)
+
+
+def categorical_kl(p, q):
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
