@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -75,6 +75,11 @@ def make_env(
     )
 
 
+def evaluation_env(config: Config) -> EnvConfig:
+    """The environment as it is evaluated."""
+    return replace(config.env, kwargs={**config.env.kwargs, **config.evaluation.env_kwargs})
+
+
 def make_policy(config: Config, env: VectorEnv) -> ActorCritic:
     """The policy of ``config.model`` for the spaces of ``env``, with weights from ``config.seed``."""
     a = config.algorithm
@@ -86,7 +91,9 @@ def make_policy(config: Config, env: VectorEnv) -> ActorCritic:
             if on and getattr(a, path) == "full":
                 raise ConfigError(f"algorithm.{path}=full: needs the logits of a categorical policy; use k3")
         if a.entropy_target is not None and a.entropy_target > 50:
-            raise ConfigError(f"algorithm.entropy_target={a.entropy_target}: is above any reachable entropy; use < 50 nats")
+            raise ConfigError(
+                f"algorithm.entropy_target={a.entropy_target}: is above any reachable entropy; use < 50 nats"
+            )
     return policy.to(env.device)
 
 
@@ -137,11 +144,11 @@ def _new_run_dir(config: Config) -> Path:
     raise ConfigError(f"run_dir: {path} and 999 like it exist; name one with run_dir=DIR")
 
 
-def _locate(config: Config, say: Callable[[str], None]) -> tuple[Path, checkpoint.Checkpoint | None]:
-    """The run directory, and the checkpoint to continue from."""
+def _locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None]:
+    """The run directory, and what to continue from: a path, "newest" of the run, or None."""
     if config.resume is None:
         run_dir = Path(config.run_dir) if config.run_dir else _new_run_dir(config)
-        if run_dir.is_file():
+        if run_dir.exists() and not run_dir.is_dir():
             raise ConfigError(f"run_dir={run_dir}: is a file; name a directory")
         if any((run_dir / "checkpoints").glob("step_*")):
             raise ConfigError(f"run_dir={run_dir}: holds a run already; continue it with resume=auto or name another")
@@ -155,10 +162,16 @@ def _locate(config: Config, say: Callable[[str], None]) -> tuple[Path, checkpoin
         if run_dir is None or not any((run_dir / "checkpoints").glob("step_*")):
             say(f"resume=auto: no checkpoint of {config.name!r} with seed {config.seed} yet; starting anew")
             return run_dir or _new_run_dir(config), None
-        return run_dir, checkpoint.newest_valid(run_dir, say)
-    source = checkpoint.open_checkpoint(config.resume)
-    home = source.path.parent.parent if source.path.parent.name == "checkpoints" else source.path.parent
-    return Path(config.run_dir) if config.run_dir else home, source
+        return run_dir, "newest"
+    found = checkpoint.find(config.resume)
+    home = found.parent.parent if found.parent.name == "checkpoints" else found.parent
+    if (
+        config.run_dir
+        and Path(config.run_dir).resolve() != home
+        and any(Path(config.run_dir).glob("checkpoints/step_*"))
+    ):
+        raise ConfigError(f"run_dir={config.run_dir}: holds another run already; name a new one, or leave it out")
+    return Path(config.run_dir) if config.run_dir else home, str(found)
 
 
 def _check_resume(config: Config, source: checkpoint.Checkpoint, updates: int, say: Callable[[str], None]) -> None:
@@ -221,27 +234,45 @@ def train(config: Config, *, explicit: Any = (), quiet: bool = False, json: bool
     """
     strict.check(config, explicit)
     early: list[str] = []
-    run_dir, source = _locate(config, early.append)
+    run_dir, wanted = _locate(config, early.append)
+    with ExitStack() as stack:
+        fresh = not run_dir.exists()
+        if not fresh:
+            stack.enter_context(_locked(run_dir))
+        source = None
+        if wanted is not None:
+            newest = wanted == "newest"
+            source = checkpoint.newest_valid(run_dir, early.append) if newest else checkpoint.open_checkpoint(wanted)
+        return _train(config, run_dir, source, early, stack if fresh else None, quiet=quiet)
+
+
+def _train(
+    config: Config,
+    run_dir: Path,
+    source: checkpoint.Checkpoint | None,
+    early: list[str],
+    fresh: ExitStack | None,
+    *,
+    quiet: bool,
+) -> dict[str, Any]:
+    """Build everything, then run. ``fresh`` holds the lock of a run directory that does not exist yet."""
     updates = total_updates(config)
     if source is not None:
         _check_resume(config, source, updates, early.append)
     config = replace(config, run_dir=str(run_dir), resume=None)
     where = device(config.device, config.threads)
     a = config.algorithm
-    env = make_env(
-        env_seeds(config.seed, 0, config.env.num_envs, a.group_size), config=config.env, device=where
-    )
-    fresh = not run_dir.exists()
+    env = make_env(env_seeds(config.seed, 0, config.env.num_envs, a.group_size), config=config.env, device=where)
     try:
         policy = make_policy(config, env)
         text = yaml.safe_dump(strict.dump(config), sort_keys=False)
         notices: set[str] = set()
-        sink: list[Callable[[str], None]] = [early.append]
+        say = [early.append]  # until there is a log
 
         def notice(line: str) -> None:
             if line not in notices:
                 notices.add(line)
-                sink[0](line)
+                say[0](line)
 
         system = LocalSystem(
             policy=policy,
@@ -249,15 +280,9 @@ def train(config: Config, *, explicit: Any = (), quiet: bool = False, json: bool
                 env, policy, seed=config.seed, group_size=a.group_size, one_episode=config.env.restart_each_rollout
             ),
             learner=JointLearner(
-                policy,
-                a,
-                num_envs=config.env.num_envs,
-                updates=updates,
-                seed=config.seed,
-                dump_dir=run_dir,
-                notice=notice,
+                policy, a, num_envs=env.num_envs, updates=updates, seed=config.seed, dump_dir=run_dir, notice=notice
             ),
-            make_evaluation_env=functools.partial(make_env, config=config.env, device=where),
+            make_evaluation_env=functools.partial(make_env, config=evaluation_env(config), device=where),
             evaluation=config.evaluation,
             checkpoints=run_dir / "checkpoints",
             keep_last=config.keep_last,
@@ -266,26 +291,21 @@ def train(config: Config, *, explicit: Any = (), quiet: bool = False, json: bool
         )
         if source is not None:
             system.load(source)
-        with _locked(run_dir):
-            (run_dir / "config.yaml").write_text(text)
-            first = source.update if source is not None else 0
-            log = Log(run_dir, total_updates=updates, first_update=first, quiet=quiet)
-            sink[0] = log.say
+        if fresh is not None:
+            fresh.enter_context(_locked(run_dir))
+        (run_dir / "config.yaml").write_text(text)
+        first = source.update if source is not None else 0
+        log = Log(run_dir, total_updates=updates, first_update=first, quiet=quiet)
+        say[0] = log.say
+        try:
             for line in early:
                 log.say(line)
-            try:
-                return _run(config, system, log, first=first, updates=updates)
-            except BaseException as error:
-                if not isinstance(error, SystemExit):
-                    log.say(f"failed: {type(error).__name__}: {error}")
-                raise
-            finally:
-                log.close()
-    except (ConfigError, CheckpointError, EnvError):
-        if fresh and run_dir.exists() and not (run_dir / "config.yaml").exists():
-            (run_dir / ".lock").unlink(missing_ok=True)
-            run_dir.rmdir()
-        raise
+            return _run(config, system, log, first=first, updates=updates)
+        except Exception as error:
+            log.say(f"failed: {type(error).__name__}: {error}")
+            raise
+        finally:
+            log.close()
     finally:
         env.close()
 
@@ -323,7 +343,7 @@ def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: 
     assert system.saved is not None and system.result is not None
     checkpoint.mark_best(system.saved, final["eval/return"])
     written = write_report(
-        config,
+        replace(config, env=evaluation_env(config)),
         system.result,
         policy=system.policy,
         source=checkpoint.open_checkpoint(system.saved),
@@ -378,7 +398,7 @@ def evaluate(config: EvaluateConfig, *, quiet: bool = False, json: bool = False)
     if not isinstance(stored, dict):
         raise CheckpointError(f"{source.path / checkpoint.CONFIG}: holds no options; use another checkpoint")
     trained = strict.load(Config, {**stored, "resume": None}, source=str(source.path / checkpoint.CONFIG))
-    env_config = strict.load(EnvConfig, {**strict.dump(trained.env), **config.env}, source="env")
+    env_config = strict.load(EnvConfig, {**strict.dump(evaluation_env(trained)), **config.env}, source="env")
     where = device(config.device, config.threads)
     factory = functools.partial(make_env, config=env_config, device=where)
     probe = factory(env_seeds(0, 0, 1))
@@ -398,7 +418,11 @@ def evaluate(config: EvaluateConfig, *, quiet: bool = False, json: bool = False)
             deterministic=config.deterministic,
             on_episode=None if bar is None else lambda e: bar.advance(bar.task_ids[0]),
         )
-    out = Path(config.out) if config.out else run_dir / "reports" / f"step_{source.update:06d}-{config.episodes}x{config.seed}"
+    out = (
+        Path(config.out)
+        if config.out
+        else run_dir / "reports" / f"step_{source.update:06d}-{config.episodes}x{config.seed}"
+    )
     written = write_report(
         replace(trained, env=env_config),
         result,

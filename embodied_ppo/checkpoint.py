@@ -90,7 +90,9 @@ def save(
             _point(folder / "best", final.name)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"{final}: cannot be written ({error.strerror}); free space or choose another run_dir") from error
+        raise CheckpointError(
+            f"{final}: cannot be written ({error.strerror}); free space or choose another run_dir"
+        ) from error
     _prune(folder, keep_last)
     return final
 
@@ -161,7 +163,9 @@ def find(path: str | Path) -> Path:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = sorted(folder.glob("step_*"))
     if not steps:
-        raise CheckpointError(f"checkpoint={path}: holds no checkpoint (checkpoints/step_*); train with save_every > 0 first")
+        raise CheckpointError(
+            f"checkpoint={path}: holds no checkpoint (checkpoints/step_*); train with save_every > 0 first"
+        )
     return steps[-1]
 
 
@@ -173,11 +177,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         version, files = manifest["format"], dict(manifest["files"])
         update = int(manifest["update"])
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder / MANIFEST}: is missing; the directory is no complete checkpoint, use another") from error
+        raise CheckpointError(
+            f"{folder / MANIFEST}: is missing; the directory is no complete checkpoint, use another"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / MANIFEST}: is not a manifest ({error!r}); use another checkpoint") from error
     if version != FORMAT:
-        raise CheckpointError(f"{folder / MANIFEST}: format {version}, this version reads {FORMAT}; use the version that wrote it")
+        raise CheckpointError(
+            f"{folder / MANIFEST}: format {version}, this version reads {FORMAT}; use the version that wrote it"
+        )
     for name in (CONFIG, POLICY, TRAINING):
         if name not in files:
             raise CheckpointError(f"{folder / MANIFEST}: lists no {name}; use another checkpoint")
@@ -221,7 +229,9 @@ def _load(path: Path) -> dict[str, Any]:
             f"{path}: holds objects other than tensors and plain values, which are never executed; use a checkpoint written by embodied-ppo"
         ) from error
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({str(error).splitlines()[0]}); use another checkpoint") from error
+        raise CheckpointError(
+            f"{path}: cannot be read ({str(error).splitlines()[0]}); use another checkpoint"
+        ) from error
 
 
 def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: str | Path) -> None:
@@ -229,7 +239,9 @@ def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: st
     own = module.state_dict()
     for name, tensor in own.items():
         if name not in weights:
-            raise CheckpointError(f"{source}: has no tensor {name!r}; it is another model's, use the model it was trained with")
+            raise CheckpointError(
+                f"{source}: has no tensor {name!r}; it is another model's, use the model it was trained with"
+            )
         if weights[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{source}: tensor {name!r} is {tuple(weights[name].shape)}, this model needs {tuple(tensor.shape)}; "
@@ -237,5 +249,7 @@ def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: st
             )
     extra = sorted(set(weights) - set(own))
     if extra:
-        raise CheckpointError(f"{source}: has tensor {extra[0]!r}, which this model lacks; use the model it was trained with")
+        raise CheckpointError(
+            f"{source}: has tensor {extra[0]!r}, which this model lacks; use the model it was trained with"
+        )
     module.load_state_dict(dict(weights))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_ppo import __version__, explain
+from embodied_ppo.explain import UsageError, choose, one_line
 
 if TYPE_CHECKING:  # hydra and torch are imported inside the commands: --help answers at once
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -28,17 +29,13 @@ REFUSED, FAILED, INTERRUPTED = 2, 3, 130
 """Exit codes: nothing started, the run failed, interrupted after saving."""
 
 
-class _UsageError(Exception):
-    """A command line that no command understands."""
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         flag = message.rpartition("unrecognized arguments: ")[2].split(" ")[0]
         flags = [s for action in self._actions for s in action.option_strings if s.startswith("--")]
         near = difflib.get_close_matches(flag, flags, n=1)
         hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
-        raise _UsageError(f"{message}; {hint}")
+        raise UsageError(f"{message}; {hint}")
 
 
 # ----------------------------------------------------------------------------------------------------------- commands
@@ -60,7 +57,7 @@ def _train_one(loaded: Loaded, args: argparse.Namespace, extra: dict[str, Any]) 
 def _evaluate(args: argparse.Namespace) -> None:
     for word in args.overrides:
         if "=" not in word and not word.startswith("~"):
-            raise _UsageError(f"{word} is not of the form option=value; write checkpoint={word}")
+            raise UsageError(f"{word} is not of the form option=value; write checkpoint={word}")
     loaded = _prepare(args, args.overrides)
     _say_aliases(loaded, args)
     from embodied_ppo import build
@@ -74,7 +71,7 @@ def _config(args: argparse.Namespace) -> None:
     loaded = _prepare(args, args.overrides, check=args.command == "train" or any("=" in o for o in args.overrides))
     rows = explain.config_rows(loaded, only=args.only)
     if not rows:
-        raise _UsageError(f"--only {args.only}: no option mentions it; leave --only out to see all")
+        raise UsageError(f"--only {args.only}: no option mentions it; leave --only out to see all")
     _say_aliases(loaded, args)
     if args.json:
         print(explain.as_json(rows))
@@ -84,7 +81,7 @@ def _config(args: argparse.Namespace) -> None:
 
 def _experiments(args: argparse.Namespace) -> None:
     if args.overrides:
-        raise _UsageError(f"{args.overrides[0]} is not read by experiments; leave it out")
+        raise UsageError(f"{args.overrides[0]} is not read by experiments; leave it out")
     _config_dir(args)
     found = explain.experiments(args.config_dir)
     if args.json:
@@ -138,6 +135,7 @@ def _prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = Tr
 
 def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, Any]) -> list[tuple[str, Any]]:
     """(who, mapping) from weak to strong: files in the order of the defaults list, groups chosen by flag, flags."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.defaults_list import create_defaults_list
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -153,7 +151,7 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
     resume = next((o.value() for o in overrides if o.key_or_group == "resume" and not o.is_delete()), None)
     if args.command == "train" and name == "train" and resume not in (None, "auto") and "experiment" not in groups:
         stored = _stored(str(resume))
-        lines = [*lines, "experiment=null"]
+        lines = [*lines, "~experiment"]
     try:
         parsed, repo = loader._parse_overrides_and_create_caching_repo(name, _forced(lines, loader))
         chosen = create_defaults_list(
@@ -164,7 +162,7 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
             path = default.config_path or ""
             if path.partition("/")[0] == "hydra":
                 continue
-            node = loader._compose_config_from_defaults_list([default], repo)
+            node = ConfigLoaderImpl._compose_config_from_defaults_list(loader, [default], repo)
             node.pop("hydra", None)
             source = getattr(repo.load_config(path), "path", "")
             root = "configs" if source == f"pkg://{explain.PACKAGE}" else source.removeprefix("file://")
@@ -183,7 +181,7 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
         return [(who, _pick(OmegaConf.to_container(node), resolved)) for who, node in layers]
     except (HydraException, OmegaConfBaseException, YAMLError) as e:
-        raise ConfigError(_one_line(e)) from e
+        raise ConfigError(one_line(e)) from e
 
 
 def _pick(node: Any, resolved: Any) -> Any:
@@ -242,7 +240,7 @@ def _stored(resume: str) -> tuple[str, dict[str, Any]]:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise CheckpointError(f"resume = {resume}: {file} is damaged ({_one_line(e)}); name another checkpoint") from e
+        raise CheckpointError(f"resume = {resume}: {file} is damaged ({one_line(e)}); name another checkpoint") from e
     if not isinstance(content, dict):
         raise CheckpointError(f"resume = {resume}: {file} is damaged (no options in it); name another checkpoint")
     return str(file), {**content, "resume": None}
@@ -251,7 +249,7 @@ def _stored(resume: str) -> tuple[str, dict[str, Any]]:
 # -------------------------------------------------------------------------------------------------------------- hydra
 def _config_dir(args: argparse.Namespace) -> str | None:
     if args.config_dir and not Path(args.config_dir).is_dir():
-        raise _UsageError(f"--config-dir {args.config_dir}: no such directory")
+        raise UsageError(f"--config-dir {args.config_dir}: no such directory")
     return args.config_dir
 
 
@@ -263,6 +261,12 @@ def _loader(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
     from hydra.core.object_type import ObjectType
     from hydra.core.plugins import Plugins
     from hydra.core.utils import setup_globals
+    from omegaconf import OmegaConf
+
+    from embodied_ppo import strict
+    from embodied_ppo.config import Config
+
+    defaults = OmegaConf.create(strict.dump(Config()))  # what a sweep's interpolations may name
 
     class Loader(ConfigLoaderImpl):
         """Values are set whether or not a YAML names them: ``strict`` says what exists, not the files."""
@@ -270,10 +274,13 @@ def _loader(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
         def load_configuration(self, config_name: str | None, overrides: list[str], *rest: Any, **more: Any) -> Any:
             return super().load_configuration(config_name, _forced(overrides, self), *rest, **more)
 
-    explain.shipped()
+        def _compose_config_from_defaults_list(self, *args: Any, **more: Any) -> Any:
+            return OmegaConf.merge(defaults, super()._compose_config_from_defaults_list(*args, **more))
+
     Plugins.instance()
     setup_globals()
     version.setbase("1.3")
+    explain.shipped()
     path = create_config_search_path(f"pkg://{explain.PACKAGE}")
     if _config_dir(args):
         path.prepend(provider="command line", path=f"file://{os.path.abspath(args.config_dir)}")
@@ -282,40 +289,49 @@ def _loader(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
     name = (args.config_name or primary).removesuffix(".yaml")
     if not loader.repository.config_exists(name):
         names = sorted(set(loader.get_group_options("", ObjectType.CONFIG)))
-        raise _UsageError(f"--config-name {name}: no such config; {_choose(name, names, 'there are: ')}")
+        raise UsageError(f"--config-name {name}: no such config; {choose(name, names, 'there are: ')}")
     return loader, name
 
 
 def _parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
     """Overrides of one run; refuses what a sweep would need, and options of groups that do not exist."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     from embodied_ppo.types import ConfigError, PlacementError
 
-    parser, overrides = OverridesParser.create(config_loader=loader), []
+    overrides = []
     for line in lines:
-        if "=" not in line and not line.startswith("~"):
-            raise ConfigError(
-                f"{line} is not of the form option=value; {_choose(line, list(COMMANDS), 'write ', line)}"
-            )
-        try:
-            (override,) = parser.parse_overrides([line])
-        except HydraException as e:
-            key, _, value = line.partition("=")
-            raise ConfigError(f"{line} is not understood ({_one_line(e)}); quote the value: \"{key}='{value}'\"") from e
+        override = _parse_line(line, loader)
         if override.is_sweep_override():
             raise ConfigError(f"{line} names several values; add --multirun, or give one (a list is written [a,b])")
         if override.is_hydra_override():
             raise ConfigError(f"{line} is set but not read; hydra.* is for --multirun")
         group, value = override.key_or_group, override.value()
-        if isinstance(value, str) and _is_group(override, loader) and not override.is_delete():
+        if value is not None and not isinstance(value, list) and _is_group(override, loader):
             options = loader.get_group_options(group)
-            if value not in options:
-                error = PlacementError if group == "placement" else ConfigError
-                raise error(f"{group} = {value}: no such {group}; {_choose(value, options, 'there are: ')}")
+            if str(value) not in options:
+                if group == "placement":
+                    raise PlacementError(
+                        f"placement = {value}: this version runs everything in one process; write placement=local"
+                    )
+                raise ConfigError(f"{group} = {value}: no such {group}; {choose(str(value), options, 'there are: ')}")
         overrides.append(override)
     return overrides
+
+
+def _parse_line(line: str, loader: ConfigLoaderImpl) -> Override:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    from embodied_ppo.types import ConfigError
+
+    key, equals, value = line.partition("=")
+    if not equals and not line.startswith("~"):
+        raise ConfigError(f"{line} is not of the form option=value; write {line}=VALUE")
+    try:
+        (override,) = OverridesParser.create(config_loader=loader).parse_overrides([line])
+    except HydraException as e:
+        why = one_line(e).partition(" See https://")[0]
+        raise ConfigError(f"{line} is not understood ({why}); quote the value: \"{key}='{value}'\"") from e
+    return override
 
 
 def _is_group(override: Override, loader: ConfigLoaderImpl) -> bool:
@@ -323,19 +339,15 @@ def _is_group(override: Override, loader: ConfigLoaderImpl) -> bool:
 
 
 def _forced(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[str]:
-    """``a=1`` as ``++a=1``; groups, deletions and hydra's own options as they are."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+    """``a=1`` as ``++a=1``, ``group=null`` as ``~group``; deletions and hydra's own options as they are."""
 
     def force(line: str, override: Override) -> str:
-        plain = (
-            override.is_delete()
-            or override.is_hydra_override()
-            or loader.repository.group_exists(override.key_or_group)
-        )
-        return line if plain else "++" + line.lstrip("+")
+        if loader.repository.group_exists(override.key_or_group):
+            empty = override.value() is None and not override.is_delete()
+            return f"~{override.key_or_group}" if empty else line
+        return line if override.is_delete() or override.is_hydra_override() else "++" + line.lstrip("+")
 
-    parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(lines))
-    return [force(line, override) for line, override in zip(lines, parsed, strict=True)]
+    return [force(line, _parse_line(line, loader)) for line in lines]
 
 
 def _multirun(args: argparse.Namespace) -> None:
@@ -343,7 +355,6 @@ def _multirun(args: argparse.Namespace) -> None:
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra._internal.hydra import Hydra
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
     from hydra.types import RunMode
     from omegaconf.errors import OmegaConfBaseException
@@ -358,14 +369,21 @@ def _multirun(args: argparse.Namespace) -> None:
         GlobalHydra.instance().initialize(hydra)
         cfg = hydra.compose_config(name, lines, run_mode=RunMode.MULTIRUN).hydra
         if cfg.sweeper._target_.endswith(".BasicSweeper"):
-            params = [f"{k}={v}" for k, v in (cfg.sweeper.params or {}).items()]
-            parsed = OverridesParser.create(config_loader=loader).parse_overrides([*params, *cfg.overrides.task])
+            params = [f"{k}={v}" for k, v in _plain(cfg.sweeper.params or {}).items()]
+            parsed = [_parse_line(line, loader) for line in (*params, *_plain(cfg.overrides.task))]
             _check_jobs([job for batch in BasicSweeper.split_arguments(parsed, None) for job in batch], args)
         hydra.multirun(name, functools.partial(_job, args=args), lines)
     except (HydraException, OmegaConfBaseException) as e:
-        raise ConfigError(_one_line(e)) from e
+        raise ConfigError(one_line(e)) from e
     finally:
         GlobalHydra.instance().clear()
+
+
+def _plain(node: Any) -> Any:
+    """Lists and dictionaries of hydra's, with ``${..}`` as written: each job resolves its own."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
 
 
 def _check_jobs(jobs: Sequence[Sequence[str]], args: argparse.Namespace) -> None:
@@ -386,7 +404,7 @@ def _job(_: Any, *, args: argparse.Namespace) -> None:
     from hydra.core.hydra_config import HydraConfig
 
     job = HydraConfig.get()
-    lines = [str(line) for line in job.overrides.task]
+    lines = _plain(job.overrides.task)
     loaded = _prepare(args, lines)
     if loaded.config.run_dir is None:
         loaded = replace(loaded, config=replace(loaded.config, run_dir=job.runtime.output_dir))
@@ -395,17 +413,6 @@ def _job(_: Any, *, args: argparse.Namespace) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- texts
-def _choose(word: str, names: Sequence[str], intro: str, fallback: str = "") -> str:
-    """``did you mean x?`` and what there is."""
-    near = difflib.get_close_matches(word, names, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return hint + (f"{intro}{fallback}=VALUE" if fallback else f"{intro}{', '.join(names)}")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
 def _help() -> str:
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {line}" for name, (_, line, _) in COMMANDS.items())
@@ -413,16 +420,16 @@ def _help() -> str:
     return (
         f"usage: {PROGRAM} COMMAND [--config-dir DIR] [--config-name NAME] [--quiet] [--json] [option=value ...]\n\n"
         f"PPO for robot policies in vectorised simulators.\n\ncommands:\n{commands}\n\nexamples:\n{examples}\n\n"
-        f"exit codes: 0 done, {REFUSED} input refused (nothing started), {FAILED} the run failed, {INTERRUPTED} interrupted"
+        f"exit codes: 0 done, {REFUSED} refused (nothing started), {FAILED} the run failed, {INTERRUPTED} interrupted"
     )
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Raises _UsageError; SystemExit for --help."""
+    """Raises UsageError; SystemExit for --help."""
     name = argv[0]
     if name not in COMMANDS:
         kind = "flag" if name.startswith("-") else "command"
-        raise _UsageError(f"{name}: no such {kind}; {_choose(name, list(COMMANDS), 'commands: ')}")
+        raise UsageError(f"{name}: no such {kind}; {choose(name, list(COMMANDS), 'commands: ')}")
     _, line, example = COMMANDS[name]
     parser = _Parser(
         prog=f"{PROGRAM} {name}", description=line, epilog=f"example: {PROGRAM} {example}", allow_abbrev=False
@@ -452,8 +459,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         if not argv:
-            raise _UsageError(f"no command; commands: {', '.join(COMMANDS)}; see {PROGRAM} --help")
-        COMMANDS[argv[0]][0](args) if (args := _parse_arguments(argv)) else None
+            raise UsageError(f"no command; commands: {', '.join(COMMANDS)}; see {PROGRAM} --help")
+        args = _parse_arguments(argv)
+        COMMANDS[argv[0]][0](args)
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else 0 if e.code is None else FAILED
     except KeyboardInterrupt:
@@ -467,16 +475,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(error: Exception) -> int:
     """Print the last line, return the exit code."""
     words = sys.modules.get("embodied_ppo.types")  # nothing of it was raised where it was not imported
-    refusals = (_UsageError, FileNotFoundError) if words is None else (
-        _UsageError, words.ConfigError, words.PlacementError, words.CheckpointError, words.EnvError
-    )  # fmt: skip
-    if isinstance(error, refusals):
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+    refusals = ("ConfigError", "PlacementError", "CheckpointError", "EnvError") if words else ()
+    refused = (UsageError, *(getattr(words, name) for name in refusals))
+    if isinstance(error, refused):
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return REFUSED
     if words is None or not isinstance(error, words.TrainingError):
         traceback.print_exception(error)
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    print(f"error: {_one_line(error)}", file=sys.stderr)
+    print(f"error: {one_line(error)}", file=sys.stderr)
     return FAILED
 
 

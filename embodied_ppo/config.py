@@ -232,6 +232,8 @@ class EvaluationConfig:
     """Act with the distribution's mode; false: sample."""
     seed: Natural = 0
     """First seed of the evaluation's initial states (never one of training's)."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Changes to env.kwargs while evaluating, also in ``embodied-ppo evaluate`` (Atari: episodic_life=false)."""
     video_episodes: Natural = 0
     """Episodes filmed into an mp4."""
     video_steps: Count = 300

@@ -1,6 +1,6 @@
 """Action distributions as pure functions: Gaussian, squashed Gaussian, categorical.
 
-Log-probabilities are float32 and per dimension: [B, 1, A] for continuous actions (C = 1 action), [B] for categorical ones.
+Log-probabilities are per dimension, [B, A], for continuous actions and [B] for categorical ones, in their arguments' dtype.
 Sampling takes its randomness from the generator it is given and from nowhere else.
 """
 

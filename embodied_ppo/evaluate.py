@@ -111,8 +111,9 @@ def evaluate(
     """Measure ``episodes`` episodes of ``policy``; the same policy and seed give the same result bit for bit.
 
     Episode i is the first episode of an environment made with seed EVAL_SEED_BASE + seed + i, so neither ``num_envs``
-    nor ``episodes`` changes what episode i is. The environments come in blocks of ``num_envs``; a block lasts until each
-    has finished its first episode, and what an environment does after that is ignored. The normaliser is not updated.
+    nor ``episodes`` changes what episode i is. The environments come in blocks of ``num_envs``; a block lasts until
+    each has finished its first episode, and what an environment does after that is ignored. The normaliser is not
+    updated.
 
     make_env       seeds -> that many environments; they are closed here
     deterministic  act with the distribution's mode; False: sample, keyed by (seed, i // GROUP, step)

@@ -1,7 +1,8 @@
-"""What the console command prints to stdout: resolved options, experiments, summaries."""
+"""What the console command says: resolved options, experiments, summaries, suggestions."""
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 import sys
@@ -12,11 +13,25 @@ from typing import Any
 PACKAGE = "embodied_ppo.configs"
 
 
+class UsageError(Exception):
+    """A command line that no command understands; one line with the cure."""
+
+
+def choose(word: str, names: Sequence[str], intro: str) -> str:
+    """``did you mean x?`` where one is near, and what there is."""
+    near = difflib.get_close_matches(word, names, n=1)
+    return (f"did you mean {near[0]}? " if near else "") + intro + ", ".join(names)
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
 def shipped() -> Path:
-    """Folder of the configurations that ship. Raises FileNotFoundError where the package is not installed."""
+    """Folder of the configurations that ship. Raises UsageError where the package is not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError(f"{PACKAGE} is not installed; in a checkout run: pip install -e .")
+        raise UsageError(f"{PACKAGE} is not installed; in a checkout run: pip install -e .")
     return Path(next(iter(spec.submodule_search_locations)))
 
 

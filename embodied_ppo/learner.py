@@ -247,9 +247,7 @@ class JointLearner:
         self.optimizer.step()
         return total | {"actor_norm": actor, "critic_norm": critic, "steps": 1.0}
 
-    def _loss(
-        self, b: Batch, whole: Tensor, rows: Tensor, *, warming: bool
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def _loss(self, b: Batch, whole: Tensor, rows: Tensor, *, warming: bool) -> tuple[Tensor, dict[str, Any]]:
         """L = L_policy - c_H·H + c_kl·KL + c_V·L_value of a micro-batch; statistics are sums that add up."""
         c = self.config
         out = self._evaluate(b)
@@ -396,5 +394,3 @@ class JointLearner:
 def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     grads = [p.grad for p in parameters if p.grad is not None]
     return torch.nn.utils.get_total_norm(grads, foreach=True) if grads else torch.zeros(())
-
-

@@ -233,7 +233,7 @@ def _replace(path: Path, text: str) -> Path:
 
 # ------------------------------------------------------------------------------------------------------------ numbers
 def number(x: float, like: float | None = None) -> str:
-    """Four significant digits, thousands in groups: 12,345 · 123.4 · 0.01235; with ``like``, as many places as it has."""
+    """Four significant digits: 12,345 · 123.4 · 0.01235; with ``like``, as many decimals as that number gets."""
     size = abs(x if like is None else like)
     if (size == 0 or float(size).is_integer()) and float(x).is_integer() and abs(x) < 1e6:
         return f"{x:,.0f}"
@@ -307,6 +307,8 @@ def learning_curves(rows: Iterable[Mapping[str, Any]], points: int = 300) -> lis
     """The charts of CURVES that the rows of metrics.jsonl have values for; long runs are averaged to ``points``."""
     rows = list(rows)
     key = next((k for k in STEP_KEYS if any(k in row for row in rows)), None)
+    if key is None:
+        return []
     charts = []
     for title, tags, floor in CURVES:
         series = {}
@@ -314,7 +316,7 @@ def learning_curves(rows: Iterable[Mapping[str, Any]], points: int = 300) -> lis
             values = [(float(row[key]), float(row[tag])) for row in rows if key in row and _finite(row.get(tag))]
             if values:
                 series[tag] = _thin([(x, y if floor is None else max(floor, y)) for x, y in values], points)
-        if series and key is not None:
+        if series:
             charts.append(_lines(title, key.replace("env_steps", "environment steps"), series))
     return charts
 
@@ -424,14 +426,14 @@ def film(
 ) -> Film:
     """Film the first ``steps`` steps of the first ``episodes`` evaluation episodes into an mp4 (H.264, yuv420p).
 
-    Filmed episode i is evaluated episode i: same seed, same actions. MuJoCo's shadows cost 60 ms a picture without a GPU,
-    so the first pictures are timed and every stride-th step is drawn: the smallest stride that keeps to 30 pictures per
-    second of film and to about ``budget_s``. The film runs at the simulation's speed.
+    Filmed episode i is evaluated episode i: same seed, same actions. MuJoCo's shadows cost 60 ms a picture without a
+    GPU, so the first pictures are timed and every stride-th step is drawn: the smallest stride that keeps to 30
+    pictures per second of film and to about ``budget_s``. The film runs at the simulation's speed.
 
     A renderer without working OpenGL ends its whole process, so a process of its own does this, and its end or the
     deadline become a warning and ``Film.reason``, never an exception.
 
-    make_env   makes environments *with pictures*; goes to another process, so a function of a module, or a partial of one
+    make_env   makes environments *with pictures*; it goes to another process: a module's function or a partial of one
     step_s     seconds of simulation per step; None: unknown, shown at 30 steps per second
     stride     steps from one picture to the next; None: as above
     budget_s   CPU seconds for drawing (starting the simulator takes 3 to 4 more)
@@ -577,7 +579,8 @@ def _pictures(env: VectorEnv, obs: Obs, request: _Request, index: int, stride: i
 
 def _encoder(path: Path, width: int, height: int, fps: float) -> Any:
     """ffmpeg's H.264 for browsers, without dates, so that equal pictures give equal files."""
-    writer = imageio_ffmpeg.write_frames(
+    write_frames: Any = imageio_ffmpeg.write_frames  # its annotations forbid what its documentation allows
+    writer = write_frames(
         str(path),
         (width, height),
         fps=fps,
@@ -585,8 +588,10 @@ def _encoder(path: Path, width: int, height: int, fps: float) -> Any:
         pix_fmt_out="yuv420p",
         quality=None,
         macro_block_size=1,
-        output_params=["-crf", "23", "-threads", "1", "-movflags", "+faststart", "-fflags", "+bitexact"]
-        + ["-flags:v", "+bitexact", "-map_metadata", "-1"],
+        output_params=[
+            *("-crf", "23", "-threads", "1", "-movflags", "+faststart"),
+            *("-fflags", "+bitexact", "-flags:v", "+bitexact", "-map_metadata", "-1"),
+        ],
     )
     writer.send(None)
     return writer

@@ -66,7 +66,8 @@ class Loaded(Generic[C]):
 def load(cls: type[C], mapping: Mapping[str, Any], *, source: str | None = None) -> C:
     """One mapping -> ``cls``, checked. Raises ConfigError (PlacementError for a placement)."""
     loaded = read(cls, [(source or "", mapping)])
-    check(loaded.config, explicit=loaded.deliberate())
+    if isinstance(loaded.config, (Config, EvaluateConfig)):
+        check(loaded.config, explicit=loaded.deliberate())
     return loaded.config
 
 
@@ -390,8 +391,8 @@ def _check_algorithm(a: AlgorithmConfig, *, restart: bool) -> None:
         ),
         (
             a.clip_ratio_low >= 1,
-            f"algorithm.clip_ratio_low = {a.clip_ratio_low:g} must be < 1 (the ratio is clipped at 1 - this, which must "
-            "stay positive); the default is algorithm.clip_ratio_low=0.2",
+            f"algorithm.clip_ratio_low = {a.clip_ratio_low:g} must be < 1 (the ratio is clipped at 1 - this, which "
+            "must stay positive); the default is algorithm.clip_ratio_low=0.2",
         ),
         (
             a.use_kl_loss and a.kl_loss_type == "k1",
@@ -415,13 +416,13 @@ def _check_algorithm(a: AlgorithmConfig, *, restart: bool) -> None:
         ),
         (
             a.reward_shift and a.reward_scale,
-            "algorithm.reward_shift = true (only subtract) and algorithm.reward_scale = true (only divide) exclude each "
-            "other; for both steps leave both false",
+            "algorithm.reward_shift = true (only subtract) and algorithm.reward_scale = true (only divide) exclude "
+            "each other; for both steps leave both false",
         ),
         (
             a.entropy_target is not None and a.entropy_bonus == 0,
-            f"algorithm.entropy_target = {a.entropy_target} adapts algorithm.entropy_bonus, which starts at 0 and would "
-            "stay there; write algorithm.entropy_bonus=0.01",
+            f"algorithm.entropy_target = {a.entropy_target} adapts algorithm.entropy_bonus, which starts at 0 and "
+            "would stay there; write algorithm.entropy_bonus=0.01",
         ),
     )
     for broken, line in rules:

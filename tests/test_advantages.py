@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from statistics import fmean, pvariance
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from embodied_ppo import advantages, moments
 from embodied_ppo.types import ConfigError
 
-GAMMA = {"gamma": 0.99, "gae_lambda": 0.95}
+GAMMA: dict[str, Any] = {"gamma": 0.99, "gae_lambda": 0.95}
 NAN = float("nan")
 
 
@@ -482,7 +483,7 @@ def test_rewards_without_spread_are_not_blown_up():
 def test_reward_norm_refusals():
     with pytest.raises(ConfigError, match="reward_norm = layer: must be null, batch, group or running"):
         advantages.shape_rewards(REWARD, KEPT, norm="layer")
-    with pytest.raises(ConfigError, match="reward_shift = true: must be false with algorithm.reward_norm = running"):
+    with pytest.raises(ConfigError, match=r"reward_shift = true: must be false with algorithm.reward_norm = running"):
         advantages.shape_rewards(REWARD, KEPT, norm="running", shift=True, running_std=1.0)
     with pytest.raises(ConfigError, match="needs the running deviation"):
         advantages.shape_rewards(REWARD, KEPT, norm="running")

@@ -114,7 +114,7 @@ def test_refusals():
     x = torch.zeros(2)
     with pytest.raises(ConfigError, match="kl estimator = low_var_kl: must be one of k1"):
         kl.estimate(x, x, "low_var_kl")
-    with pytest.raises(ConfigError, match="full: needs logits .* use k3"):
+    with pytest.raises(ConfigError, match=r"full: needs logits .* use k3"):
         kl.estimate(x, x, "full", logits=torch.zeros(2, 3))
     with pytest.raises(ConfigError, match="k3: needs the reference"):
         kl.estimate(x, None, "k3")
@@ -178,7 +178,7 @@ def test_controller_by_name():
     adaptive = kl.controller("adaptive", kl_coef=0.3, horizon=1000, target_kl=0.1)
     adaptive.update(99.0, 10)
     assert adaptive.coef > 0.3
-    with pytest.raises(ConfigError, match="kl_ctrl.type = pid"):
+    with pytest.raises(ConfigError, match=r"kl_ctrl.type = pid"):
         kl.controller("pid", kl_coef=0.3, horizon=10, target_kl=0.1)
 
 

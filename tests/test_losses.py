@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from embodied_ppo import losses
 from embodied_ppo.types import ConfigError, TrainingError
 
-CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+CLIP: dict[str, Any] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
 ALL = torch.ones(1, dtype=torch.bool)
 
 
@@ -25,7 +26,7 @@ def loss_of(ratio: float, advantage: float, **options: float | None) -> tuple[fl
     """Loss, statistics and d loss / d log-prob of one element whose probability ratio is ``ratio``."""
     lp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     old, a = torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
-    loss, stats = losses.policy_loss(lp, old, a, ALL, **{**CLIP, **options})  # type: ignore[arg-type]
+    loss, stats = losses.policy_loss(lp, old, a, ALL, **{**CLIP, **options})
     loss.sum().backward()
     assert lp.grad is not None
     return loss.item(), {name: s.item() for name, s in stats.items()}, lp.grad.item()
@@ -192,7 +193,7 @@ def test_levels_that_can_be_multiplied():
     assert legal == {(a, b, "c") for a in "tac" for b in "tac"} | {(a, b, "a") for a in "ta" for b in "ta"}
     with pytest.raises(ConfigError, match=r"algorithm.logprob_type = chunk_level: .*reward_type = action_level"):
         losses.check_levels(logprob_type="chunk_level", entropy_type="action_level", reward_type="action_level")
-    with pytest.raises(ConfigError, match="algorithm.entropy_type = fine: must be one of token_level"):
+    with pytest.raises(ConfigError, match=r"algorithm.entropy_type = fine: must be one of token_level"):
         losses.check_levels(logprob_type="action_level", entropy_type="fine", reward_type="chunk_level")
 
 

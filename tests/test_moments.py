@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from embodied_ppo import moments
-from embodied_ppo.moments import Moments, RunningMoments
+from embodied_ppo.moments import RunningMoments
 from embodied_ppo.types import ConfigError
 
 # float32 numbers, so that a tensor holds exactly what the twin gets
@@ -129,11 +129,14 @@ def test_float64_inside_survives_a_large_mean():
     assert m.var.item() == pytest.approx(2 / 3, rel=1e-9)
 
 
-def test_identity_until_something_is_merged():
-    m = RunningMoments((2,))
+@pytest.mark.parametrize("eps", [1e-8, 0.5])
+def test_identity_until_something_is_merged(eps):
+    m = RunningMoments((2,), eps=eps)
     x = torch.tensor([[3.0, -400.0]])
     assert m.normalize(x).equal(x)
     assert m.normalize(x, clip=5.0).tolist() == [[3.0, -5.0]]
+    m.load_state_dict(RunningMoments((2,)).state_dict())  # a checkpoint from before the first merge
+    assert m.normalize(x).equal(x)
     m.update(torch.full((3, 2), float("nan")), torch.zeros(3, dtype=torch.bool))  # nothing: masked rows hold anything
     assert m.normalize(x).equal(x) and m.count.item() == 0.0
 
@@ -168,13 +171,19 @@ def test_state_dict_is_the_state_and_nothing_else():
     assert set(_trained().state_dict()) == {"mean", "var", "count"}
 
 
-@pytest.mark.parametrize("how", ["load", "assign", "inside another module", "copy in place", "deepcopy", "to cpu"])
+@pytest.mark.parametrize(
+    "how", ["load", "assign", "assign to a new one", "inside another module", "copy in place", "deepcopy", "to cpu"]
+)
 def test_normalize_follows_the_state_however_it_arrives(how):
     source, target, x = _trained(1), _trained(2), torch.randn(5, 4)
     if how == "load":
         target.load_state_dict(source.state_dict())
     elif how == "assign":
         target.load_state_dict(copy.deepcopy(source.state_dict()), assign=True)
+    elif how == "assign to a new one":  # neither has been written to in place: torch counts 0 writes on both sides
+        target = RunningMoments((4,))
+        new = {name: torch.tensor(x.tolist(), dtype=torch.float64) for name, x in source.state_dict().items()}
+        target.load_state_dict(new, assign=True)
     elif how == "inside another module":
         nn.Sequential(target).load_state_dict(nn.Sequential(source).state_dict())
     elif how == "copy in place":  # how weights are published

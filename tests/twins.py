@@ -134,7 +134,7 @@ def value_loss(value, old, returns, *, clip, delta):
     return loss, flags
 
 
-def aggregate(x, mask, *, how, length=None):
+def aggregate(x, mask, *, how, length=1.0):
     """[T][B] of lists of trailing elements -> one number."""
     per_column = []
     for b in range(len(mask[0])):

@@ -100,7 +100,13 @@ class NatureCNN(nn.Module):
             return _init(nn.Conv2d(size_in, size_out, kernel, stride), config.hidden_gain, config.orthogonal_init)
 
         self.layers = nn.Sequential(
-            conv(channels, 32, 8, 4), nn.ReLU(), conv(32, 64, 4, 2), nn.ReLU(), conv(64, 64, 3, 1), nn.ReLU(), nn.Flatten()
+            conv(channels, 32, 8, 4),
+            nn.ReLU(),
+            conv(32, 64, 4, 2),
+            nn.ReLU(),
+            conv(64, 64, 3, 1),
+            nn.ReLU(),
+            nn.Flatten(),
         )
         with torch.no_grad():
             self.features = self.layers(torch.zeros(1, channels, height, width)).shape[1]
@@ -116,7 +122,9 @@ class Trunk(nn.Module):
         super().__init__()
         use_cnn = config.backbone == "cnn" or (config.backbone == "auto" and bool(encoder.images))
         if use_cnn and not encoder.images:
-            raise ConfigError("model.backbone=cnn: the observation holds no uint8 image [C, H, W]; use model.backbone=mlp")
+            raise ConfigError(
+                "model.backbone=cnn: the observation holds no uint8 image [C, H, W]; use model.backbone=mlp"
+            )
         self.names = list(encoder.images)
         self.cnns = nn.ModuleDict()
         size = encoder.vector_size

@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
+from embodied_envs import envpool_env, gymnasium_env, spaces
+from embodied_envs.checks import check_env
 from embodied_ppo.types import EnvError, VectorEnv
+
+__all__ = ["SIMULATORS", "check_env", "make", "nearest"]
 
 SIMULATORS = ("auto", "envpool", "gymnasium")
 
@@ -45,11 +49,16 @@ def make(
     """
     if simulator not in SIMULATORS:
         raise EnvError(f"simulator={simulator!r} is unknown; choose one of {', '.join(SIMULATORS)}")
-    if num_envs < 1:
-        raise EnvError(f"num_envs={num_envs}: at least 1 environment is needed")
-    check_seeds(id, seeds, num_envs)
-    if max_episode_steps is not None and max_episode_steps < 1:
-        raise EnvError(f"env.id={id}: max_episode_steps={max_episode_steps} must be at least 1")
+    for name, number in (
+        ("num_envs", num_envs),
+        ("num_threads", num_threads),
+        ("max_episode_steps", max_episode_steps),
+    ):
+        if number is not None and number < 1:
+            raise EnvError(f"env.id={id}: {name}={number} must be at least 1")
+    if min(render_size) < 1:
+        raise EnvError(f"env.id={id}: render_size={render_size} must be (height, width), at least 1 each")
+    spaces.check_seeds(id, seeds, num_envs)
     options: dict[str, Any] = {
         "num_envs": num_envs,
         "seeds": seeds,
@@ -62,16 +71,16 @@ def make(
         "kwargs": kwargs,
         "device": device,
     }
-    from embodied_envs import envpool_env
-
     if simulator in ("auto", "envpool") and ":" not in id and envpool_env.knows(id):
         return envpool_env.EnvPoolEnv(id, **options)
-    raise EnvError(f"env.id={id} is unknown")
+    if simulator in ("auto", "gymnasium") and gymnasium_env.knows(id):
+        return gymnasium_env.GymnasiumEnv(id, **options)
+    families = {name: near for name, near in nearest(id).items() if simulator in ("auto", name)}
+    hints = "; ".join(f"nearest in {name}: {', '.join(near) or 'none'}" for name, near in families.items())
+    raise EnvError(f"env.id={id} is unknown to {' and '.join(families)}; {hints}")
 
 
-def check_seeds(id: str, seeds: list[int], num_envs: int) -> None:
-    """Raise EnvError unless there is one seed in [0, 2**31) for each of ``num_envs`` environments."""
-    if len(seeds) != num_envs:
-        raise EnvError(f"env.id={id}: {len(seeds)} seeds for {num_envs} environments; give one each")
-    if wrong := [seed for seed in seeds if not 0 <= seed < 2**31]:
-        raise EnvError(f"env.id={id}: seed {wrong[0]} is outside [0, 2**31); EnvPool keeps seeds in 32 bits")
+def nearest(id: str, n: int = 3) -> dict[str, list[str]]:
+    """Simulator -> its ``n`` task ids most like ``id``, best first."""
+    known = {"envpool": envpool_env.ids(), "gymnasium": gymnasium_env.ids()}
+    return {name: difflib.get_close_matches(id, ids, n=n, cutoff=0.4) for name, ids in known.items()}

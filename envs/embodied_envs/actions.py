@@ -17,7 +17,7 @@ ACTION_MAPPINGS: tuple[str, ...] = get_args(ActionMapping)
 def mapper(mapping: str, box: Box, device: torch.device | str = "cpu") -> Callable[[Tensor], Tensor]:
     """A function float32 [.., A] -> float32 [.., A] that never changes its argument.
 
-    rescale   clamp(a, -1, 1), then low + (a + 1) * (high - low) / 2. A dimension with an infinite bound passes as it is.
+    rescale   clamp(a, -1, 1), then low + (a + 1) * (high - low) / 2; a dimension with an infinite bound passes as it is
     clip      clamp(a, low, high)
     none      a
 

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import ctypes
+import difflib
 import os
 import sys
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from embodied_envs import spaces
 from embodied_ppo.types import EnvError, Obs, Step
 
-from embodied_envs import spaces
-
-_OURS = ("num_envs", "batch_size", "seed", "env_seed", "env_type", "num_threads", "max_episode_steps", "render_mode")
+_OURS = ("num_envs", "batch_size", "seed", "env_seed", "num_threads", "max_episode_steps", "render_mode")
 """Arguments of envpool.make that have an option of their own, or that the adapter depends on."""
 
-_MB_PER_ENV = {"playground": 60, "metaworld": 19, "dmc": 13, "robotics": 12}
-"""Measured resident memory of one environment by EnvPool family: each holds its own copy of the robot's meshes."""
+_HEAVY = ("envpool.mujoco.playground", "envpool.mujoco.myosuite", "envpool.mujoco.dmc", "envpool.mujoco.robotics",
+          "envpool.mujoco.metaworld")  # fmt: skip
+"""Families whose every environment holds its own copy of the robot's meshes: 8 to 170 MB (others: 1 MB)."""
+
+_SMALL_POOL = 16
+"""Up to so many environments nobody asks whether they fit: at most 3 GB."""
+
+_NO_LIMIT = 2**31 - 1
+"""EnvPool's word for a task without a clock."""
 
 _egl: str | None = None
 """Why MuJoCo pictures cannot be drawn in this process; "" if they can, None before EnvPool was loaded."""
@@ -35,7 +43,7 @@ def load() -> Any:
     global _egl
     if _egl is None:
         if "envpool" in sys.modules:
-            _egl = "envpool was imported before embodied_envs; import embodied_envs first"
+            _egl = "envpool was imported before embodied_envs loaded it; let embodied_envs.make be the first"
         else:
             try:
                 ctypes.CDLL("libEGL.so.1", mode=ctypes.RTLD_GLOBAL)
@@ -47,11 +55,6 @@ def load() -> Any:
     return envpool
 
 
-def knows(id: str) -> bool:
-    """Whether EnvPool is installed and has this task."""
-    return id in ids()
-
-
 def ids() -> list[str]:
     """Every task of EnvPool, aliases included; empty where EnvPool is not installed."""
     try:
@@ -60,12 +63,18 @@ def ids() -> list[str]:
         return []
 
 
+def knows(id: str) -> bool:
+    """Whether EnvPool is installed and has this task."""
+    return id in ids()
+
+
 class EnvPoolEnv:
     """``num_envs`` copies of an EnvPool task, stepped by EnvPool's own threads. See ``VectorEnv`` for the contract.
 
     EnvPool resets an ended episode on the step *after* it: the row that ends carries the true final observation (so
     ``final_obs`` is None), and the next row is a dummy (mask False, reward 0, action ignored).
     The simulators are built by the first ``reset`` and not before: ``restart`` costs nothing by itself.
+    Where the task ends in the very step in which the clock does, EnvPool says truncated.
     """
 
     def __init__(
@@ -88,53 +97,59 @@ class EnvPoolEnv:
         self.num_envs = num_envs
         self.device = torch.device(device)
         self._seeds = list(seeds)
+        self._render = render
         self._pool: Any = None
         self._closed = False
 
         arguments = dict(kwargs or {})
         if taken := sorted(set(arguments) & set(_OURS)):
             raise EnvError(f"env.id={id}: kwargs {', '.join(taken)} are set by the adapter; use the option of its own")
-        arguments |= {"num_envs": num_envs, "num_threads": num_threads or min(num_envs, _cores())}
+        arguments["num_threads"] = min(num_envs, _cores()) if num_threads is None else num_threads
         if max_episode_steps is not None:
             arguments["max_episode_steps"] = max_episode_steps
-        self._render = render
         if render:
             height, width = render_size
             arguments |= {"render_mode": "rgb_array", "render_height": height, "render_width": width}
         self._arguments = arguments
 
         spec = self._spec()
-        config = dict(zip(spec._config_keys, spec._config_values, strict=True))
-        if config.get("max_num_players", 1) != 1:
+        config = spec.config._asdict()
+        if config["max_num_players"] != 1:
             raise EnvError(
-                f"env.id={id}: a game of {config['max_num_players']} players, and only single-player tasks are supported; "
-                "choose another id"
+                f"env.id={id}: a game of {config['max_num_players']} players, and only single-player tasks are "
+                "supported; choose another id"
             )
-        self.max_episode_steps: int | None = config.get("max_episode_steps")
+        limit = config["max_episode_steps"]
+        self.max_episode_steps: int | None = limit if limit < _NO_LIMIT else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Gymnasium's remark that EnvPool's bounds are rounded to float32.
             observation_space, action_space = spec.gymnasium_observation_space, spec.gymnasium_action_space
         self.obs_spec, self._obs = spaces.observations(observation_space, id=id, device=self.device)
-        self.action_spec, self._action = spaces.actions(
-            action_space, id=id, mapping=action_mapping, device=self.device
-        )
+        self.action_spec, self._action = spaces.actions(action_space, id=id, mapping=action_mapping, device=self.device)
         info = sorted(key.removeprefix("info:") for key in spec.state_array_spec if key.startswith("info:"))
         if success_key is not None and success_key not in info:
             raise EnvError(f"env.id={id}: success_key={success_key!r} is not in its info; it has {', '.join(info)}")
         self._success = success_key or next((key for key in ("success", "is_success") if key in info), None)
 
+        family = self._envpool.registration.registry.specs[id][0]
+        if _egl and family.startswith("envpool.mujoco") and (render or arguments.get("from_pixels")):
+            raise EnvError(f"env.id={id}: no pictures, {_egl}")
+        if family in _HEAVY and num_envs > _SMALL_POOL:
+            self._check_memory()
+
     def reset(self) -> Obs:
         """Start every environment anew, [N, ..]; the first call builds the simulators."""
-        self._open()
+        self._check_open()
         if self._pool is None:
-            self._pool = self._make()
+            self._pool = self._make(self.num_envs)
         return self._obs(self._pool.reset()[0])
 
     def step(self, action: Tensor) -> Step:
         """Act in every environment: float32 [N, A] or int64 [N]."""
         if self._pool is None:
-            self._open()
+            self._check_open()
             raise EnvError(f"env.id={self.id}: step() before reset(); call reset() first")
+        spaces.check_batch(self.id, action, self.num_envs)
         obs, reward, terminated, truncated, info = self._pool.step(self._action(action))
         acted = info["elapsed_step"] != 0
         reward *= acted  # Some families (dm_control) repeat the last reward on the row that only resets.
@@ -154,9 +169,8 @@ class EnvPoolEnv:
 
     def restart(self, seeds: list[int]) -> None:
         """Begin again as if newly made with these seeds; ``reset`` must follow (and builds the simulators again)."""
-        self._open()
-        if len(seeds) != self.num_envs:
-            raise EnvError(f"env.id={self.id}: {len(seeds)} seeds for {self.num_envs} environments; give one each")
+        self._check_open()
+        spaces.check_seeds(self.id, seeds, self.num_envs)
         self._pool = None
         self._seeds = list(seeds)
 
@@ -169,36 +183,77 @@ class EnvPoolEnv:
         raise EnvError(f"env.id={self.id}: EnvPool cannot load a simulator's state; use restart(seeds) instead")
 
     def render(self) -> Tensor:
-        """uint8 [H, W, 3] picture of environment 0."""
+        """uint8 [H, W, 3] picture of environment 0. MuJoCo tasks without a GPU: 5 to 30 pictures a second."""
+        self._check_open()
         if not self._render:
             raise EnvError(f"env.id={self.id}: made without pictures; make it with render=True")
         if self._pool is None:
-            self._open()
             raise EnvError(f"env.id={self.id}: render() before reset(); call reset() first")
-        return torch.from_numpy(self._pool.render()[0])
+        try:
+            return torch.from_numpy(self._pool.render()[0].copy())
+        except RuntimeError as error:
+            raise EnvError(f"env.id={self.id}: EnvPool has no picture of it ({error}); use render=False") from error
 
     def close(self) -> None:
         """Free the simulators and their threads; may be called twice."""
         self._pool = None
         self._closed = True
 
-    def _open(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise EnvError(f"env.id={self.id}: it was closed; make a new one")
 
     def _spec(self) -> Any:
         """EnvPool's description of the task: nothing is simulated yet, so a wrong argument costs nothing."""
         try:
-            return self._envpool.make_spec(self.id, seed=self._seeds, **self._arguments)
+            return self._envpool.make_spec(self.id, num_envs=self.num_envs, seed=self._seeds, **self._arguments)
         except (TypeError, ValueError, AssertionError, RuntimeError, ImportError) as error:
-            raise EnvError(f"env.id={self.id}: EnvPool refuses it with {self._arguments}: {error}") from error
+            cause = str(error).splitlines()[0]
+            if "unexpected keyword argument" in cause:
+                wrong = cause.split("'")[-2]
+                known = self._envpool.make_spec(self.id).config._asdict()
+                near = difflib.get_close_matches(wrong, known, n=3, cutoff=0.4)
+                raise EnvError(
+                    f"env.id={self.id}: EnvPool has no option {wrong!r}"
+                    + (f"; nearest: {', '.join(near)}" * bool(near))
+                ) from error
+            raise EnvError(f"env.id={self.id}: EnvPool refuses it with {self._arguments}: {cause}") from error
 
-    def _make(self) -> Any:
+    def _make(self, num_envs: int) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # As above; EnvPool keeps the space it asks for here.
-            pool = self._envpool.make_gymnasium(self.id, seed=self._seeds, **self._arguments)
+            warnings.simplefilter("ignore")  # As above: EnvPool asks for the space once and keeps it.
+            pool = self._envpool.make_gymnasium(
+                self.id, num_envs=num_envs, seed=self._seeds[:num_envs], **self._arguments
+            )
             _ = pool.observation_space
         return pool
+
+    def _check_memory(self) -> None:
+        """Raise EnvError if the simulators do not fit into free memory, warn if they take more than 2 GB.
+
+        One environment's share is measured on three of them (0.1 to 1.5 s).
+        """
+        if not Path("/proc/self/statm").exists():
+            return
+        first = self._make(1)  # What all of them share is loaded with the first.
+        first.reset()
+        before = _resident_gb()
+        two = self._make(2)
+        two.reset()
+        each_gb = max((_resident_gb() - before) / 2, 0.001)
+        del first, two
+        needed_gb, free_gb = each_gb * self.num_envs, free_memory_gb()
+        if needed_gb > free_gb:
+            raise EnvError(
+                f"env.id={self.id}: {self.num_envs} environments need {needed_gb:.1f} GB ({each_gb * 1000:.0f} MB "
+                f"each), {free_gb:.1f} GB are free; num_envs={int(free_gb / each_gb)} is the most that fits"
+            )
+        if needed_gb > 2:
+            warnings.warn(
+                f"env.id={self.id}: {self.num_envs} environments will take {needed_gb:.1f} GB of memory "
+                f"({each_gb * 1000:.0f} MB each: EnvPool copies the robot's meshes); {free_gb:.1f} GB are free",
+                stacklevel=4,
+            )
 
 
 def _to(step: Step, device: torch.device) -> Step:
@@ -216,3 +271,18 @@ def _to(step: Step, device: torch.device) -> Step:
 def _cores() -> int:
     """Cores this process may use (EnvPool's own default counts the whole machine's)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _resident_gb() -> float:
+    """Memory of this process, now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+def free_memory_gb() -> float:
+    """What this process may still take: the machine's free memory, or what its container (cgroup v2) has left."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, max(int(text) - int(used.read_text()), 0))
+    return free / 1e9

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import importlib
 import os
 import sys
@@ -94,17 +93,16 @@ class GymnasiumEnv:
         self._seeds_are_new = True
         self._closed = False
         self._render_size = render_size if render else None
-        self._success_key = success_key
+        self._success_option = self._success_key = success_key
         self._done: np.ndarray | None = None
 
         spec = gymnasium.spec(self._name)
+        self._of_mujoco = str(spec.entry_point).startswith("gymnasium.envs.mujoco")
         self.max_episode_steps: int | None = max_episode_steps or spec.max_episode_steps
         self._arguments = self._make_arguments(spec, dict(kwargs or {}), max_episode_steps)
         self._env = self._make()
         self._same_step = self._autoreset_mode() == AutoresetMode.SAME_STEP
-        self.obs_spec, self._obs = spaces.observations(
-            self._env.single_observation_space, id=id, device=self.device
-        )
+        self.obs_spec, self._obs = spaces.observations(self._env.single_observation_space, id=id, device=self.device)
         self.action_spec, self._action = spaces.actions(
             self._env.single_action_space, id=id, mapping=action_mapping, device=self.device
         )
@@ -116,6 +114,7 @@ class GymnasiumEnv:
             if self._done is not None:  # Stepped before: only new environments are as if newly made.
                 self._env.close()
                 self._env = self._make()
+            self._success_key = self._success_option
             obs = self._seeded_reset()
             self._seeds_are_new = False
         else:
@@ -217,7 +216,7 @@ class GymnasiumEnv:
 
     def _make(self) -> Any:
         try:
-            with _one_warning_each():
+            with _without_settotalmass() if self._of_mujoco else contextlib.nullcontext():
                 env = gymnasium.make_vec(self._name, num_envs=self.num_envs, **self._arguments)
         except (gymnasium.error.Error, TypeError, ValueError, AssertionError, ImportError, AttributeError) as error:
             raise EnvError(
@@ -239,8 +238,9 @@ class GymnasiumEnv:
         if mode not in _AUTORESET.values():
             self.close()
             raise EnvError(
-                f"env.id={self.id}: its vector implementation says autoreset_mode={mode}; it must reset ended episodes by "
-                'itself and say how, metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP or SAME_STEP}'
+                f"env.id={self.id}: its vector implementation says autoreset_mode={mode}; it must reset ended episodes "
+                'by itself and say how: metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP} '
+                "(or SAME_STEP)"
             )
         return mode
 
@@ -273,8 +273,8 @@ class GymnasiumEnv:
         final = info.get("final_obs")
         if final is None:
             raise EnvError(
-                f"env.id={self.id}: it resets in the same step and gives no info['final_obs']; the last observation of an "
-                "episode is needed where the clock ends it"
+                f"env.id={self.id}: it resets in the same step and gives no info['final_obs']; put the last "
+                "observation of the episode there"
             )
         assert self._done is not None
         if isinstance(final, np.ndarray) and final.dtype == object:
@@ -313,12 +313,11 @@ def _cheap_pictures(env: Any) -> None:
 
 
 @contextlib.contextmanager
-def _one_warning_each() -> Iterator[None]:
-    """MuJoCo's C code writes its warnings to stderr and MUJOCO_LOG.TXT for every environment anew. Say each once, as
-    Python's warnings do, and leave out the one about ``settotalmass``: it is about Gymnasium's own model files.
+def _without_settotalmass() -> Iterator[None]:
+    """Leave out the warning about ``settotalmass`` in Gymnasium's own model files, which MuJoCo's C code writes to
+    stderr and MUJOCO_LOG.TXT once per environment; its other warnings become Python's.
     """
-    import mujoco
-
+    mujoco: Any = importlib.import_module("mujoco")
     mujoco.set_mju_user_warning(
         lambda text: None if "settotalmass" in text else warnings.warn(f"MuJoCo: {text}", stacklevel=2)
     )
@@ -326,8 +325,3 @@ def _one_warning_each() -> Iterator[None]:
         yield
     finally:
         mujoco.set_mju_user_warning(None)
-
-
-def nearest(id: str, n: int = 3) -> list[str]:
-    """The ``n`` registered ids most like ``id``."""
-    return difflib.get_close_matches(id, ids(), n=n, cutoff=0.4)

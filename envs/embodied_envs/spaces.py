@@ -10,9 +10,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from embodied_ppo.types import ActionSpec, ArraySpec, Box, Discrete, EnvError, Obs, ObsSpec
-
 from embodied_envs.actions import mapper
+from embodied_ppo.types import ActionSpec, ArraySpec, Box, Discrete, EnvError, Obs, ObsSpec
 
 Leaf = Callable[[Any], Tensor]
 
@@ -30,7 +29,9 @@ def observations(space: Any, *, id: str, device: torch.device) -> tuple[ObsSpec,
     if isinstance(space, Mapping | spaces.Dict):
         flat = _flatten(space)
         if not flat:
-            raise EnvError(f"env.id={id}: its observation dictionary is empty; wrap the environment to observe something")
+            raise EnvError(
+                f"env.id={id}: its observation dictionary is empty; wrap the environment to observe something"
+            )
         pairs = {name: _leaf(leaf, id=f"{id}, observation {name!r}", device=device) for name, leaf in flat.items()}
         spec = {name: pair[0] for name, pair in pairs.items()}
         paths = [(name, tuple(name.split("/")), pair[1]) for name, pair in pairs.items()]
@@ -63,8 +64,8 @@ def actions(
         )
     if not np.issubdtype(space.dtype, np.floating):
         raise EnvError(
-            f"env.id={id}: its actions are a Box of {space.dtype} (whole numbers), and only a Box of floats or a Discrete "
-            "is supported; wrap the environment so that it takes one choice"
+            f"env.id={id}: its actions are a Box of {space.dtype} (whole numbers), and only a Box of floats or a "
+            "Discrete is supported; wrap the environment so that it takes one choice"
         )
     low, high = (np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (space.low, space.high))
     box = Box(low=tuple(_bound(x) for x in low), high=tuple(_bound(x) for x in high))
@@ -75,36 +76,70 @@ def actions(
     return box, lambda action: apply(action).detach().cpu().numpy().reshape(-1, *shape)
 
 
+def check_seeds(id: str, seeds: list[int], num_envs: int) -> None:
+    """Raise EnvError unless there is one seed in [0, 2**31) for each of ``num_envs`` environments."""
+    if len(seeds) != num_envs:
+        raise EnvError(f"env.id={id}: {len(seeds)} seeds for {num_envs} environments; give one each")
+    if wrong := [seed for seed in seeds if not 0 <= seed < 2**31]:
+        raise EnvError(f"env.id={id}: seed {wrong[0]} is outside [0, 2**31); simulators keep seeds in 32 bits")
+
+
+def check_batch(id: str, action: Tensor, num_envs: int) -> None:
+    """Raise EnvError unless there is one action for each environment."""
+    if action.shape[0] != num_envs:
+        raise EnvError(f"env.id={id}: actions for {action.shape[0]} environments, it has {num_envs}; give one each")
+
+
+def picture(frame: np.ndarray, size: tuple[int, int]) -> Tensor:
+    """uint8 [h, w, 3] of any size -> uint8 [H, W, 3] of ``size`` = (H, W), averaging over areas."""
+    image = torch.from_numpy(np.ascontiguousarray(frame))
+    if tuple(image.shape[:2]) == tuple(size):
+        return image
+    chw = image.permute(2, 0, 1)[None].float()
+    return torch.nn.functional.interpolate(chw, size=size, mode="area")[0].permute(1, 2, 0).round().to(torch.uint8)
+
+
 def _leaf(space: Any, *, id: str, device: torch.device) -> tuple[ArraySpec, Leaf]:
     """Spec and conversion of one array."""
-    convert: Leaf
     if isinstance(space, spaces.Discrete):
-        n, start = int(space.n), int(space.start)
-        spec = ArraySpec((n,))
-
-        def convert(x: Any) -> Tensor:
-            index = torch.from_numpy(x.astype(np.int64).reshape(-1, 1) - start)
-            return torch.zeros(index.shape[0], n).scatter_(1, index, 1.0)
-
+        spec, convert = ArraySpec((int(space.n),)), _one_hot(int(space.n), int(space.start))
     elif isinstance(space, spaces.Box | spaces.MultiBinary | spaces.MultiDiscrete):
         shape = tuple(int(n) for n in space.shape)
-        spec = ArraySpec(shape or (1,), torch.uint8 if space.dtype == np.uint8 and len(shape) > 1 else torch.float32)
-        if not shape:
-            convert = lambda x: torch.from_numpy(np.asarray(x, dtype=np.float32).reshape(-1, 1))  # noqa: E731
-        elif spec.dtype == torch.uint8 or space.dtype == np.float32:
-            convert = torch.from_numpy
-        elif space.dtype == np.float64:
-            convert = lambda x: torch.from_numpy(x).float()  # noqa: E731
-        else:
-            convert = lambda x: torch.from_numpy(x.astype(np.float32))  # noqa: E731
+        image = space.dtype == np.uint8 and len(shape) > 1
+        spec = ArraySpec(shape or (1,), torch.uint8 if image else torch.float32)
+        convert = _numbers if not shape else _same if image or space.dtype == np.float32 else _to_float
     else:
         raise EnvError(
-            f"env.id={id}: observation space {_short(space)} is not supported (Box, Discrete, MultiBinary, MultiDiscrete "
-            "and dictionaries of them are); wrap the environment so that it answers arrays of a fixed shape"
+            f"env.id={id}: observation space {_short(space)} is not supported (Box, Discrete, MultiBinary, "
+            "MultiDiscrete and dictionaries of them are); wrap the environment so that it answers fixed-shape arrays"
         )
     if device.type == "cpu":
         return spec, convert
     return spec, lambda x: convert(x).to(device, non_blocking=True)
+
+
+def _same(x: np.ndarray) -> Tensor:
+    """Without a copy: simulators hand out an array of their own every step (``checks.check_env`` looks)."""
+    return torch.from_numpy(x)
+
+
+def _to_float(x: np.ndarray) -> Tensor:
+    return torch.from_numpy(x).float()
+
+
+def _numbers(x: np.ndarray) -> Tensor:
+    """[N] -> float32 [N, 1]."""
+    return torch.from_numpy(np.array(x, dtype=np.float32).reshape(-1, 1))
+
+
+def _one_hot(n: int, start: int) -> Leaf:
+    """Whole numbers [N] from ``start`` on -> float32 [N, n]."""
+
+    def convert(x: np.ndarray) -> Tensor:
+        index = torch.from_numpy(x.astype(np.int64).reshape(-1, 1) - start)
+        return torch.zeros(index.shape[0], n).scatter_(1, index, 1.0)
+
+    return convert
 
 
 def _flatten(space: Any, prefix: str = "") -> dict[str, Any]:

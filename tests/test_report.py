@@ -1,0 +1,420 @@
+"""report: the numbers in the file, the page as a browser shows it, and films decoded back."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import embodied_envs
+from embodied_ppo import evaluate, report
+from embodied_ppo.evaluate import EVAL_SEED_BASE, Episode, EvaluationResult
+from embodied_ppo.types import Decision
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PROVENANCE: dict[str, Any] = {
+    "checkpoint": "runs/demo/checkpoints/step_000020",
+    "update": 20,
+    "env_steps": 40_960,
+    "config": {"env": {"id": "CartPole-v1"}, "name": "<i>demo</i> & co"},
+    "config_hash": "9f2c41aa03be",
+    "versions": {"torch": "2.13.0", "envpool": "1.2.5"},
+}
+
+
+def result(task: str, returns: list[float], success: list[bool] | None = None) -> EvaluationResult:
+    """Episodes of these returns; episodes 0 and 1 begin in the same state."""
+    return EvaluationResult(
+        task=task,
+        seed=0,
+        deterministic=True,
+        episodes=tuple(
+            Episode(
+                index=i,
+                seed=EVAL_SEED_BASE + i,
+                initial_state=hashlib.sha256(str(max(1, i)).encode()).hexdigest(),
+                return_=value,
+                length=10 * (i + 1),
+                success=None if success is None else success[i],
+                ended="truncated" if i == 0 else "terminated",
+            )
+            for i, value in enumerate(returns)
+        ),
+    )
+
+
+def curve(updates: int = 40) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [
+        {
+            "update": u,
+            "env_steps": 2048 * u,
+            "rollout/return": 5.0 * u,
+            "policy/entropy": 3 - 0.01 * u,
+            "time/wall": 1.0,
+        }
+        for u in range(updates)
+    ]
+    rows[0]["rollout/return"] = float("nan")  # no episode has ended yet
+    rows[-1]["eval/return"] = 190.0
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------------- the numbers
+def test_json_by_hand(tmp_path: Path) -> None:
+    results = [result("A-v1", [1.0, 2.0, 3.0, 4.0]), result("B-v1", [0.0, 10.0], [False, True])]
+    written = report.write(tmp_path / "new" / "folder", results, **PROVENANCE)
+    content = json.loads(written.json.read_text())
+    a, b = content["tasks"]["A-v1"], content["tasks"]["B-v1"]
+    assert a["return"]["ci95"] == pytest.approx([0.445739, 4.554261], abs=1e-6)  # as in test_evaluate
+    assert {k: a["return"][k] for k in ("mean", "median", "min", "max")} == {
+        "mean": 2.5,
+        "median": 2.5,
+        "min": 1,
+        "max": 4,
+    }
+    assert (a["length"]["mean"], a["truncated"], a["terminated"], a["success"]) == (25.0, 1, 3, None)
+    assert (a["episodes"], a["distinct_initial_states"]) == (4, 3)
+    # 1 of 2: centre 0.5; half = 1.959964 √(0.25/2 + 3.841459/16) / (1 + 3.841459/2) = 1.184265/2.920729 = 0.405469
+    assert b["success"]["ci95"] == pytest.approx([0.094531, 0.905469], abs=2e-6)
+    assert content["overall"]["success"] is None and content["overall"]["episodes"] == 6
+    assert content["overall"]["distinct_initial_states"] == 4  # states of different tasks are different states
+    assert [e["return"] for e in content["episodes"]] == [1, 2, 3, 4, 0, 10]
+    assert content["seeds"] == {
+        "first": 1 << 30,
+        "last": (1 << 30) + 3,
+        "training_below": 1 << 30,
+        "disjoint_from_training": True,
+    }
+    assert content["config"] == PROVENANCE["config"] and content["versions"] == PROVENANCE["versions"]
+
+
+def test_a_seed_of_training_is_not_called_disjoint(tmp_path: Path) -> None:
+    one = result("A-v1", [1.0])
+    one = replace(one, episodes=(replace(one.episodes[0], seed=5),))
+    written = report.write(tmp_path, [one], **PROVENANCE)
+    assert written.content["seeds"]["disjoint_from_training"] is False
+    assert "not disjoint from training" in text_of(written.html)
+
+
+def test_the_same_evaluation_gives_the_same_bytes(tmp_path: Path) -> None:
+    paths = []
+    for name in ("a", "b"):
+        measured = evaluate.evaluate(Lean(), make_cartpole, episodes=6, num_envs=4, seed=0)
+        paths.append(report.write(tmp_path / name, [measured], **PROVENANCE, curves=curve(3 if name == "a" else 30)))
+        time.sleep(0.01)
+    assert paths[0].json.read_bytes() == paths[1].json.read_bytes()
+    assert not re.search(r"20\d\d-\d\d-\d\d", paths[0].json.read_text()), "a date"
+
+
+def test_nothing_to_report_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        report.write(tmp_path, [], **PROVENANCE)
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [(0, "0"), (500, "500"), (12345.678, "12,346"), (123.456, "123.5"), (-0.0123456, "-0.01235"), (3e-9, "3.000e-09")],
+)
+def test_number(x: float, text: str) -> None:
+    assert report.number(x) == text
+
+
+def test_number_like_another() -> None:
+    assert (report.number(233.71, 4367.2), report.number(0.5, 123.4)) == ("234", "0.5")
+
+
+def test_ticks_are_round_and_span() -> None:
+    assert report.ticks(0, 100) == [0, 50, 100]
+    assert report.ticks(-3, 7) == [-5, 0, 5, 10]
+    assert report.ticks(0.1, 0.32) == [0.1, 0.2, 0.3, 0.4]
+    assert report.ticks(5, 5)[0] < 5 < report.ticks(5, 5)[-1]
+    assert report.ticks(0, 0)[0] < 0 < report.ticks(0, 0)[-1]
+
+
+def test_histogram_counts_every_episode_once() -> None:
+    values = [float(x) for x in np.random.default_rng(0).normal(100, 30, 237)] + [-50.0, 250.0]
+    bars = report.histogram(values).bars
+    assert sum(int(bar.label.split()[0]) for bar in bars) == len(values)
+    assert len(report.histogram([500.0] * 20).bars) == 1
+    assert len(report.histogram([0.0]).bars) == 1
+
+
+def test_curves_leave_out_what_is_absent_or_not_a_number() -> None:
+    charts = report.learning_curves(curve())
+    assert [c.title for c in charts] == ["Return", "Policy entropy"]
+    assert [line.label for line in charts[0].lines] == ["rollout/return", "eval/return"]
+    assert charts[0].lines[0].path.count("L") == 38  # 39 points: one of 40 is NaN
+    assert charts[0].x_label == "environment steps"
+    assert report.learning_curves([]) == [] and report.learning_curves([{"rollout/return": 1.0}]) == []
+    assert report.learning_curves(curve(1000))[0].lines[0].path.count("L") < 300
+
+
+def test_the_worst_explained_variance_does_not_flatten_the_rest() -> None:
+    rows = [{"update": u, "value/explained_variance": v} for u, v in enumerate([-1e6, 0.5, 1.0])]
+    (chart,) = report.learning_curves(rows)
+    assert [label for _, label in chart.y_ticks] == ["-1", "-0.5", "0", "0.5", "1"]
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+class _Text(HTMLParser):
+    """Visible text, and every address the page mentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text: list[str] = []
+        self.addresses: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("src", "href", "poster", "srcset", "action")
+        ]
+
+    def handle_data(self, data: str) -> None:
+        if self.tags[-1:] != ["style"]:
+            self.text.append(data)
+
+
+def parse(page: Path) -> _Text:
+    parser = _Text()
+    parser.feed(page.read_text())
+    return parser
+
+
+def text_of(page: Path) -> str:
+    return " ".join(" ".join(parse(page).text).split())
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with everything on it: success, curves and a film."""
+    folder = tmp_path_factory.mktemp("page")
+    film = report.film(Lean(), partial(make_cartpole, render=True), path=folder / "film.mp4", seed=0, steps=20)
+    assert film.path, film.reason
+    results = [result("CartPole-v1", [float(50 + 7 * (i % 9)) for i in range(40)], [i % 4 > 0 for i in range(40)])]
+    return report.write(folder, results, **PROVENANCE, curves=curve(), film=film).html
+
+
+def test_the_page_says_what_the_file_says(page: Path) -> None:
+    text = text_of(page)
+    content = json.loads((page.parent / "report.json").read_text())
+    spread = content["tasks"]["CartPole-v1"]["return"]
+    assert "Success rate 75.0%" in text and "95% CI 59.8% to 85.8%, 30 of 40" in text
+    assert f"95% CI {report.number(spread['ci95'][0])} to {report.number(spread['ci95'][1])}" in text
+    assert "1073741824 to 1073741863" in text and "disjoint from training, whose seeds lie below 1073741824" in text
+    assert "39 distinct first observations in 40 episodes" in text
+    assert "9f2c41aa03be" in text and "torch 2.13.0" in text and "update 20, 40,960 steps" in text
+    assert "rollout/return" in text and "Policy entropy" in text and "Explained variance" not in text
+
+
+def test_the_page_is_self_contained_and_escaped(page: Path) -> None:
+    parsed = parse(page)
+    assert "script" not in parsed.tags and "link" not in parsed.tags and "video" in parsed.tags
+    assert parsed.addresses and all(address.startswith("data:") for address in parsed.addresses)
+    assert "i" not in parsed.tags and "<i>demo</i> & co" in text_of(page)
+    assert "url(" not in page.read_text() and "@import" not in page.read_text()
+
+
+def test_pages_with_less_on_them(tmp_path: Path) -> None:
+    film = report.Film(None, reason="<no> libEGL")
+    text = text_of(report.write(tmp_path, [result("A-v1", [1.0])], **PROVENANCE, film=film).html)
+    assert "No video: <no> libEGL" in text and "one episode has no interval" in text and "Training" not in text
+    two = [result("A-v1", [1.0, 2.0], [True, False]), result("B-v1", [5.0], [True])]
+    text = text_of(report.write(tmp_path, two, **PROVENANCE).html)
+    assert "A-v1, B-v1" in text and "2 of 3" in text and "No video" not in text
+
+
+def test_a_long_table_of_episodes_is_cut_and_says_so(tmp_path: Path) -> None:
+    written = report.write(tmp_path, [result("A-v1", [float(i % 7) for i in range(255)] * 2)], **PROVENANCE)
+    assert "The first 500 of 510; report.json has all." in text_of(written.html)
+
+
+PROBE = """<!doctype html><iframe id=f width=360 height=3000 srcdoc="{page}"></iframe><script>
+const until = Date.now() + 10000;
+const timer = setInterval(() => {{
+  const d = document.getElementById("f").contentDocument, v = d && d.querySelector("video");
+  if (!v || (v.readyState < 2 && !v.error && Date.now() < until)) return;
+  clearInterval(timer);
+  document.title = JSON.stringify({{
+    overflow: d.documentElement.scrollWidth - d.documentElement.clientWidth,
+    video: [v.videoWidth, v.videoHeight], duration: v.duration, error: v.error && v.error.message,
+    bars: [...d.querySelectorAll("rect.bar")].map(e => e.getBoundingClientRect().height > 0),
+    line: d.querySelector("path.line").getTotalLength(),
+    background: getComputedStyle(d.body).backgroundColor,
+  }});
+}}, 50);
+</script>"""
+
+
+def _browse(folder: Path, *arguments: str) -> str:
+    """Run the browser without a window; what it prints."""
+    assert CHROMIUM
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--disable-dev-shm-usage",
+    ]
+    command = [CHROMIUM, *flags, f"--user-data-dir={folder / 'profile'}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium: the page was checked by an HTML parser only")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_the_page_on_a_phone(page: Path, tmp_path: Path, scheme: str) -> None:
+    probe = tmp_path / "probe.html"
+    probe.write_text(PROBE.format(page=html.escape(page.read_text())))
+    setting = f"--blink-settings=preferredColorScheme={int(scheme == 'light')}"
+    dom = _browse(tmp_path, setting, "--virtual-time-budget=15000", "--dump-dom", probe.as_uri())
+    title = re.search(r"<title>(.*?)</title>", dom)
+    assert title, "the page or its film did not load"
+    seen = json.loads(html.unescape(title[1]))
+    assert seen["overflow"] == 0, "the page is wider than a phone"
+    assert seen["error"] is None and seen["video"] == [240, 320][::-1] and seen["duration"] > 0.5
+    assert len(seen["bars"]) > 3 and all(seen["bars"]) and seen["line"] > 100
+    assert seen["background"] == ("rgb(250, 250, 248)" if scheme == "light" else "rgb(20, 24, 28)")
+
+
+# ------------------------------------------------------------------------------------------------------------ the film
+class Lean(nn.Module):
+    """CartPole: push towards the side the pole leans to. InvertedPendulum: do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def encode(self, obs: Any) -> Any:
+        return obs
+
+    def act(self, inputs: Any, *, generator: torch.Generator | None = None, deterministic: bool = False) -> Decision:
+        rows = len(inputs)
+        return Decision((inputs[:, 2] * self.scale > 0).long(), torch.zeros(rows), torch.zeros(rows))
+
+    def evaluate(self, inputs: Any, action: Any, replay: Any) -> Any: ...
+    def value(self, inputs: Any) -> Any: ...
+    def parameter_groups(self) -> Any: ...
+    def observe(self, obs: Any, mask: Any) -> None: ...
+
+
+class Idle(Lean):
+    def act(self, inputs: Any, *, generator: torch.Generator | None = None, deterministic: bool = False) -> Decision:
+        rows = len(inputs)
+        return Decision(torch.full((rows, 1), 0.3), torch.zeros(rows), torch.zeros(rows))
+
+
+def make_cartpole(seeds: list[int], **options: Any) -> Any:
+    return embodied_envs.make("CartPole-v1", num_envs=len(seeds), seeds=seeds, num_threads=1, **options)
+
+
+def make_pendulum(seeds: list[int], **options: Any) -> Any:
+    return embodied_envs.make("InvertedPendulum-v4", num_envs=len(seeds), seeds=seeds, num_threads=1, **options)
+
+
+def make_nothing(seeds: list[int], how: str) -> Any:
+    if how == "killed":
+        print("ERROR: the driver is angry", file=sys.stderr, flush=True)
+        os._exit(1)
+    if how == "slow":
+        time.sleep(60)
+    if how == "raises":
+        raise RuntimeError("no\nscreen")
+    # EnvPool loaded without a global libEGL: MuJoCo ends the process at the first picture.
+    import envpool
+
+    env = envpool.make_gymnasium("InvertedPendulum-v4", num_envs=1, render_mode="rgb_array")
+    env.reset()
+    return env.render()
+
+
+def decode(path: Path) -> tuple[dict[str, Any], np.ndarray]:
+    """The film's facts and its frames, uint8 [F, H, W, 3]."""
+    reader = imageio_ffmpeg.read_frames(str(path))
+    facts: dict[str, Any] = next(reader)  # type: ignore[assignment]
+    width, height = facts["size"]
+    return facts, np.stack([np.frombuffer(f, np.uint8).reshape(height, width, 3) for f in reader])  # type: ignore[arg-type]
+
+
+def test_a_film_of_the_evaluated_episodes(tmp_path: Path) -> None:
+    measured = evaluate.evaluate(Idle(), make_pendulum, episodes=2, num_envs=2, seed=4)
+    make = partial(make_pendulum, render=True, render_size=(64, 65))
+    film = report.film(Idle(), make, path=tmp_path / "a" / "film.mp4", seed=4, step_s=0.04, stride=1)
+    assert film.path == tmp_path / "a" / "film.mp4", film.reason
+    facts, frames = decode(film.path)
+    assert facts["codec"] == "h264" and facts["pix_fmt"].startswith("yuv420p")
+    assert facts["size"] == (66, 64), "odd sides are padded: yuv420p halves them"
+    assert facts["fps"] == film.fps == 25.0  # one picture per 0.04 s
+    assert len(frames) == film.frames == sum(e.length for e in measured.episodes), "exactly the evaluated episodes"
+    moved = np.abs(frames[1:].astype(int) - frames[:-1]).max((1, 2, 3))
+    assert (moved > 20).mean() > 0.5 and frames.std() > 5, "the pole falls"
+    assert film.poster.startswith(b"\x89PNG")
+    assert [p.name for p in film.path.parent.iterdir()] == ["film.mp4"], "nothing is left behind"
+
+
+def shoot(folder: Path, **options: Any) -> dict[str, Any]:
+    """What the filming process does, in this one: CartPole is drawn without OpenGL."""
+    folder.mkdir()
+    make = partial(make_cartpole, render=True, render_size=(64, 64))
+    defaults: dict[str, Any] = {"episodes": 1, "steps": 30, "step_s": None, "stride": None, "budget_s": 10.0}
+    report._shoot(report._Request(Lean(), make, str(folder), seed=0, deterministic=True, **(defaults | options)))
+    return json.loads((folder / "film.json").read_text())
+
+
+def test_the_stride_keeps_to_30_pictures_per_second_and_to_the_budget(tmp_path: Path) -> None:
+    assert shoot(tmp_path / "a") == {"frames": 30, "fps": 30.0, "stride": 1}
+    assert shoot(tmp_path / "b", step_s=0.05) == {"frames": 30, "fps": 20.0, "stride": 1}
+    assert shoot(tmp_path / "c", step_s=0.008) == {"frames": 6, "fps": 25.0, "stride": 5}
+    # Without a budget 10 pictures remain: 2 episodes of at most 25 steps, one every 5.
+    assert shoot(tmp_path / "d", episodes=2, steps=25, budget_s=0.0) == {"frames": 10, "fps": 6.0, "stride": 5}
+
+
+def test_equal_films_are_equal_files(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shoot(tmp_path / name)
+        time.sleep(1.1)  # a date in the file would differ
+    assert (tmp_path / "a" / "film.mp4").read_bytes() == (tmp_path / "b" / "film.mp4").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("killed", r"ERROR: the driver is angry \(exit status 1\)"),
+        ("raises", r"RuntimeError: no screen"),
+        ("slow", r"not finished after 1 s; film fewer or shorter episodes"),
+        ("opengl", r"ERROR: an OpenGL platform library has not been loaded .* \(exit status 1\)"),
+    ],
+)
+def test_no_film_is_a_warning_with_its_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, reason: str
+) -> None:
+    make: Callable[[list[int]], Any] = partial(make_nothing, how=how)
+    with caplog.at_level(logging.WARNING):
+        film = report.film(Lean(), make, path=tmp_path / "f.mp4", seed=0, deadline_s=1 if how == "slow" else 60)
+    assert film.path is None and re.fullmatch(reason, film.reason)
+    assert [r.getMessage() for r in caplog.records] == [f"no video: {film.reason}"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_go_to_another_process_says_so(tmp_path: Path) -> None:
+    film = report.film(Lean(), lambda seeds: make_cartpole(seeds, render=True), path=tmp_path / "f.mp4", seed=0)
+    assert film.path is None and film.reason.startswith("policy or make_env cannot go to another process: ")

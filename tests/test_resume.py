@@ -1,0 +1,213 @@
+"""Checkpoints continue bit for bit, survive kill -9, and an interrupt saves and leaves with 130."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from embodied_ppo import build, checkpoint, strict
+from embodied_ppo.config import Config
+
+TINY = {
+    "name": "tiny",
+    "updates": 8,
+    "save_every": 4,
+    "seed": 3,
+    "env": {"id": "InvertedPendulum-v4", "num_envs": 8, "num_threads": 1, "max_episode_steps": 20},
+    "model": {"hidden": [16]},
+    "algorithm": {
+        "horizon": 16,
+        "global_batch_size": 32,
+        "update_epoch": 2,
+        "lr_schedule": "linear",
+        "reward_norm": "running",
+        "use_kl_in_reward": True,
+        "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "horizon": 50.0},
+        "entropy_bonus": 0.01,
+        "entropy_target": 0.5,
+    },
+    "evaluation": {"episodes": 4, "num_envs": 4},
+}
+
+
+def tiny(run_dir: Path, **changes: object) -> Config:
+    return replace(strict.load(Config, TINY), run_dir=str(run_dir), **changes)
+
+
+def contents(run_dir: Path, update: int) -> tuple[dict, dict]:
+    source = checkpoint.open_checkpoint(run_dir / "checkpoints" / f"step_{update:06d}")
+    return source.policy(), source.training()
+
+
+def assert_same(a: object, b: object, path: str = "") -> None:
+    assert type(a) is type(b), path
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), path  # type: ignore[attr-defined]
+        for key in a:
+            assert_same(a[key], b[key], f"{path}.{key}")  # type: ignore[index]
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path  # type: ignore[arg-type]
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):  # type: ignore[arg-type]
+            assert_same(x, y, f"{path}[{i}]")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path  # type: ignore[arg-type]
+    else:
+        assert a == b, path
+
+
+def rows(run_dir: Path) -> list[dict]:
+    """metrics.jsonl without what a clock measured."""
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "speed/", "memory/"))} for row in found]
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("adapter", ["envpool", "gymnasium"])
+def test_two_halves_equal_the_whole(tmp_path: Path, adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(run_dir: Path, **changes: object) -> Config:
+        c = tiny(run_dir, **changes)
+        return replace(c, env=replace(c.env, simulator=adapter, num_threads=0))
+
+    build.train(config(tmp_path / "whole"), quiet=True)
+
+    # the first half dies after update 6, two updates after its checkpoint
+    update = build.JointLearner.update
+
+    def dies(self: build.JointLearner, trajectory: object, *, update: int, _original=update) -> object:
+        if update == 6:
+            raise Stop
+        return _original(self, trajectory, update=update)
+
+    with monkeypatch.context() as m:
+        m.setattr(build.JointLearner, "update", dies)
+        with pytest.raises(Stop):
+            build.train(config(tmp_path / "halves"), quiet=True)
+    summary = build.train(config(tmp_path / "halves", resume="auto"), quiet=True)
+    assert summary["updates"] == 8
+    for a, b in zip(contents(tmp_path / "whole", 8), contents(tmp_path / "halves", 8), strict=True):
+        assert_same(a, b)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "halves")
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "embodied_ppo.cli", "train", *words]
+
+
+OVERRIDES = [
+    "experiment=cartpole",
+    "env.num_envs=4",
+    "algorithm.horizon=8",
+    "algorithm.global_batch_size=16",
+    "algorithm.update_epoch=1",
+    "evaluation.episodes=2",
+    "evaluation.video_episodes=0",
+    "updates=100000",
+    "save_every=5",
+]
+
+
+def start(run_dir: Path, *more: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(*OVERRIDES, f"run_dir={run_dir}", *more), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen, seconds: float = 60.0) -> None:
+    limit = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        assert time.monotonic() < limit, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_saves_and_leaves_with_130(tmp_path: Path, number: int) -> None:
+    process = start(tmp_path / "run")
+    wait_for(tmp_path / "run" / "checkpoints" / "latest", process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    newest = checkpoint.newest_valid(tmp_path / "run")
+    assert newest is not None
+    last_row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert newest.update == last_row["update"], "everything learned was saved"
+    assert f"resume={tmp_path / 'run'}" in err
+
+
+def test_kill_9_at_any_moment_leaves_only_checkpoints_that_load(tmp_path: Path) -> None:
+    run_dir, reached = tmp_path / "run", 0
+    for moment in (0.0, 0.013, 0.2):
+        process = start(run_dir, "resume=auto", "save_every=1")
+        wait_for(run_dir / "checkpoints" / f"step_{reached + 3:06d}", process)
+        time.sleep(moment)
+        process.kill()
+        process.communicate()
+        for step in (run_dir / "checkpoints").glob("step_*"):
+            source = checkpoint.open_checkpoint(step)
+            source.policy(), source.training()
+        newest = checkpoint.newest_valid(run_dir)
+        assert newest is not None and newest.update >= reached + 3
+        done = [json.loads(line)["update"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()[:-1]]
+        assert newest.update >= max(done) - 1, "at most the updates since the last save are lost"
+        reached = newest.update
+
+
+def test_a_damaged_newest_checkpoint_is_skipped_with_a_word(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    build.train(tiny(tmp_path / "run"), quiet=True)
+    (tmp_path / "run/checkpoints/step_000008/policy.pt").write_bytes(b"short")
+    build.train(tiny(tmp_path / "run", resume="auto"), quiet=False)
+    assert "step_000008/policy.pt: has 5 bytes" in capfd.readouterr().err
+    assert checkpoint.open_checkpoint(tmp_path / "run").update == 8
+
+
+def test_changed_options_are_told_and_impossible_ones_refused(tmp_path: Path) -> None:
+    build.train(tiny(tmp_path / "run"), quiet=True)
+    config = tiny(tmp_path / "run", resume="auto", updates=9)
+    build.train(replace(config, algorithm=replace(config.algorithm, gamma=0.5)), quiet=True)
+    assert "algorithm.gamma was 0.99, is 0.5" in (tmp_path / "run/log.txt").read_text()
+    with pytest.raises(ValueError, match=r"env.num_envs=16: the run to resume has 8"):
+        build.train(replace(config, env=replace(config.env, num_envs=16)), quiet=True)
+    with pytest.raises(ValueError, match=r"updates=5: .* has done 9"):
+        build.train(replace(config, updates=5), quiet=True)
+
+
+def test_only_one_process_trains_in_a_run_directory(tmp_path: Path) -> None:
+    process = start(tmp_path / "run")
+    wait_for(tmp_path / "run" / "checkpoints" / "latest", process)
+    second = subprocess.run(
+        command(*OVERRIDES, f"run_dir={tmp_path / 'run'}", "resume=auto"), capture_output=True, text=True
+    )
+    process.kill()
+    process.communicate()
+    assert second.returncode == 2
+    assert "another process is training in it" in second.stderr
+
+
+def test_nothing_older_is_lost_when_the_disk_refuses(tmp_path: Path) -> None:
+    build.train(tiny(tmp_path / "run"), quiet=True)
+    folder = tmp_path / "run" / "checkpoints"
+    before = sorted(os.listdir(folder))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(checkpoint.CheckpointError, match="cannot be written"):
+        checkpoint.save(
+            tmp_path / "file",
+            update=9,
+            policy={},
+            training={},
+            config_text="",
+            info={},
+            keep_last=1,
+        )
+    assert sorted(os.listdir(folder)) == before
