@@ -6,6 +6,7 @@ import argparse
 import difflib
 import functools
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -180,6 +181,11 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
         merged = OmegaConf.merge(OmegaConf.create(defaults), *(node for _, node in layers))
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
         return [(who, _pick(OmegaConf.to_container(node), resolved)) for who, node in layers]
+    except RecursionError:
+        raise ConfigError(
+            f"--config-name {name}: its defaults lists name each other for ever; in --config-dir give your own config "
+            "another name than the one it lists"
+        ) from None
     except (HydraException, OmegaConfBaseException, YAMLError) as e:
         raise ConfigError(one_line(e)) from e
 
@@ -288,7 +294,7 @@ def _loader(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
     primary = "evaluate" if args.command == "evaluate" else "train"
     name = (args.config_name or primary).removesuffix(".yaml")
     if not loader.repository.config_exists(name):
-        names = sorted(set(loader.get_group_options("", ObjectType.CONFIG)))
+        names = sorted({n for n in loader.get_group_options("", ObjectType.CONFIG) if not n.startswith("_")})
         raise UsageError(f"--config-name {name}: no such config; {choose(name, names, 'there are: ')}")
     return loader, name
 
@@ -326,6 +332,8 @@ def _parse_line(line: str, loader: ConfigLoaderImpl) -> Override:
     key, equals, value = line.partition("=")
     if not equals and not line.startswith("~"):
         raise ConfigError(f"{line} is not of the form option=value; write {line}=VALUE")
+    if not re.fullmatch(r"(\+\+?|~)?[A-Za-z_][\w/@-]*([.:][\w@-]+)*", key):
+        raise ConfigError(f"{line}: {key or 'nothing'} is no option's name; write section.option=value")
     try:
         (override,) = OverridesParser.create(config_loader=loader).parse_overrides([line])
     except HydraException as e:
@@ -344,7 +352,7 @@ def _forced(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[str]:
     def force(line: str, override: Override) -> str:
         if loader.repository.group_exists(override.key_or_group):
             empty = override.value() is None and not override.is_delete()
-            return f"~{override.key_or_group}" if empty else line
+            return f"~{override.key_or_group}" if empty else line.removeprefix("++")
         return line if override.is_delete() or override.is_hydra_override() else "++" + line.lstrip("+")
 
     return [force(line, _parse_line(line, loader)) for line in lines]

@@ -1,6 +1,6 @@
 """Action distributions as pure functions: Gaussian, squashed Gaussian, categorical.
 
-Log-probabilities are per dimension, [B, A], for continuous actions and [B] for categorical ones, in their arguments' dtype.
+Log-probabilities are [B, A], per dimension, for continuous actions and [B] for categorical ones.
 Sampling takes its randomness from the generator it is given and from nowhere else.
 """
 

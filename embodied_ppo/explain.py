@@ -20,7 +20,7 @@ class UsageError(Exception):
 def choose(word: str, names: Sequence[str], intro: str) -> str:
     """``did you mean x?`` where one is near, and what there is."""
     near = difflib.get_close_matches(word, names, n=1)
-    return (f"did you mean {near[0]}? " if near else "") + intro + ", ".join(names)
+    return (f"did you mean {near[0]}? " if near else "") + intro + (", ".join(names) or "none")
 
 
 def one_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from embodied_ppo import advantages, kl, losses, tree
 from embodied_ppo.config import AlgorithmConfig
-from embodied_ppo.moments import explained_variance, masked_mean, masked_moments
+from embodied_ppo.moments import expand_mask, explained_variance, masked_moments, masked_sum
 from embodied_ppo.rollout import sampling_key
 from embodied_ppo.types import Batch, ConfigError, Evaluation, Mean, Metrics, Policy, TrainingError, Trajectory
 
@@ -48,8 +48,8 @@ class JointLearner:
         dump_dir: Path | None = None,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``policy`` is an ``nn.Module``. ``updates`` is the length of the run that schedules span. ``dump_dir`` receives
-        the batch that made a loss or gradient non-finite. ``notice`` hears what a user should know once."""
+        """``policy`` is an ``nn.Module``. ``updates`` is the length of the run that schedules span. ``dump_dir``
+        receives the batch that made a loss or gradient non-finite. ``notice`` hears what a user should know once."""
         assert isinstance(policy, nn.Module)
         self.policy, self.module, self.config = policy, policy, config
         self.updates, self.seed, self.dump_dir, self.notice = updates, seed, dump_dir, notice
@@ -90,7 +90,7 @@ class JointLearner:
             for index in self._minibatches(batch, update, epoch):
                 part = self._take(batch, index)
                 stats = self._step(part, warming=warming, where=f"update {update}, epoch {epoch}")
-                ratio_max = max(ratio_max, float(stats.pop("ratio_max")))
+                ratio_max = max(ratio_max, float(stats.pop("ratio_max", 0.0)))
                 for name, value in stats.items():
                     sums[name] += value
             epochs = epoch + 1
@@ -127,20 +127,18 @@ class JointLearner:
             behaviour = self._view(self.policy, inputs, t).log_prob
             old, acted = (losses.reduce_log_prob(x, c.logprob_type, batch_dims=2) for x in (behaviour, t.log_prob))
             weight = losses.off_policy_weight(old, acted, mask, kind=c.off_policy_correction, cap=c.off_policy_cap)
-            metrics["policy/off_policy_weight"] = Mean(float(masked_mean(weight, mask)), 1.0)
+            count = float(expand_mask(mask, weight).sum())
+            metrics["policy/off_policy_weight"] = Mean(float(masked_sum(weight, mask)), count)
         reference = None
-        if self.reference is not None:
-            reference = self._view(self.reference, inputs, t)
-            if c.use_kl_in_reward:
-                logits = self._view(self.policy, inputs, t).logits if c.kl_penalty == "full" else None
-                distance = kl.estimate(
-                    losses.reduce_log_prob(behaviour, "chunk_level", batch_dims=2),
-                    losses.reduce_log_prob(reference.log_prob, "chunk_level", batch_dims=2),
-                    c.kl_penalty,
-                    logits=logits,
-                    ref_logits=reference.logits,
-                )
-                reward = kl.penalize(reward, distance, mask, coef=self.kl.coef)
+        if self.reference is not None:  # it sees raw observations through its own, frozen normaliser
+            reference = self._view(self.reference, self.reference.encode(tree.flatten_time(t.obs)), t)
+        if reference is not None and c.use_kl_in_reward:
+            logits = self._view(self.policy, inputs, t).logits if c.kl_penalty == "full" else None
+            distance = self._distance(behaviour, reference.log_prob, c.kl_penalty, logits, reference.logits, dims=2)
+            reward = kl.penalize(reward, distance, mask, coef=self.kl.coef)
+            columns = float(losses.denominator(mask, how="seq-mean-token-mean"))
+            per_column = float(losses.aggregate(distance, mask, how="seq-mean-token-mean"))
+            metrics |= {"kl/to_reference": Mean(per_column * columns, columns), "kl/coef": self.kl.coef}
         advantage, returns = advantages.estimate(
             c.adv_type,
             reward=reward,
@@ -153,6 +151,7 @@ class JointLearner:
             gae_lambda=c.gae_lambda,
             group_size=c.group_size,
             bootstrap_type=c.bootstrap_type,
+            whiten=False,  # normalize_advantages says whether
         )
         metrics |= {
             "value/explained_variance": float(explained_variance(t.value, returns, mask)),
@@ -175,8 +174,8 @@ class JointLearner:
             returns=returns,
             mask=mask,
             weight=weight,
-            ref_log_prob=None if reference is None else reference.log_prob,
-            ref_logits=None if reference is None else reference.logits,
+            ref_log_prob=reference.log_prob if reference is not None and c.use_kl_loss else None,
+            ref_logits=reference.logits if reference is not None and c.use_kl_loss else None,
         )
         return (batch if c.minibatch_unit == "column" else tree.flatten_time(batch)), metrics
 
@@ -191,6 +190,13 @@ class JointLearner:
             parts.append(policy.evaluate(tree.index(inputs, cut), action[cut], tree.index(replay, cut)))
         joined = tree.map(lambda *xs: torch.cat(xs), parts[0], *parts[1:])
         return tree.map(lambda x: x.unflatten(0, t.mask.shape), joined)
+
+    def _distance(
+        self, log_prob: Tensor, ref_log_prob: Tensor, kind: str, logits: Any, ref_logits: Any, *, dims: int
+    ) -> Tensor:
+        """KL(policy || reference) of each decision, [..] of ``dims`` dimensions."""
+        own, other = (losses.reduce_log_prob(x, "chunk_level", batch_dims=dims) for x in (log_prob, ref_log_prob))
+        return kl.estimate(own, other, kind, logits=logits, ref_logits=ref_logits)
 
     # --------------------------------------------------------------------------------------------- minibatches
     def _minibatches(self, batch: Batch, update: int, epoch: int) -> Iterator[Tensor]:
@@ -221,11 +227,16 @@ class JointLearner:
 
     # --------------------------------------------------------------------------------------------- one step
     def _step(self, part: Batch, *, warming: bool, where: str) -> dict[str, Any]:
-        """Gradient of one minibatch and one optimiser step. Raises TrainingError before training on a NaN."""
+        """Gradient of one minibatch and one optimiser step; nothing where all is masked (momentum would move weights).
+
+        Raises TrainingError before training on a NaN.
+        """
         c = self.config
+        rows = losses.denominator(part.mask)
+        if not float(rows):
+            return {}
         self.optimizer.zero_grad(set_to_none=True)
         whole = losses.denominator(part.mask, how=c.loss_agg_func)
-        rows = losses.denominator(part.mask)
         total: dict[str, Any] = {}
         for micro in self._micro(part):
             loss, stats = self._loss(micro, whole, rows, warming=warming)
@@ -277,17 +288,10 @@ class JointLearner:
         if not warming:
             loss = loss + policy_loss - self.entropy.coef * entropy_mean
         if b.ref_log_prob is not None:
-            distance = kl.estimate(
-                losses.reduce_log_prob(out.log_prob, "chunk_level", batch_dims=dims),
-                losses.reduce_log_prob(b.ref_log_prob, "chunk_level", batch_dims=dims),
-                c.kl_loss_type,
-                logits=out.logits,
-                ref_logits=b.ref_logits,
-            )
-            kl_mean = agg(distance)
-            if c.use_kl_loss and not warming:
-                loss = loss + c.kl_loss_coef * kl_mean
-            stats["kl"] = kl_mean.detach()
+            distance = self._distance(out.log_prob, b.ref_log_prob, c.kl_loss_type, out.logits, b.ref_logits, dims=dims)
+            if not warming:
+                loss = loss + c.kl_loss_coef * agg(distance)
+            stats["kl"] = masked_sum(distance.detach(), b.mask)
         return loss, stats | {
             "loss": loss.detach(),
             "policy_loss": policy_loss.detach(),
@@ -305,17 +309,20 @@ class JointLearner:
         return tree.map(lambda x: x.unflatten(0, b.mask.shape), out)
 
     def _dump(self, part: Batch, stats: dict[str, Any], norm: Tensor, where: str) -> str:
-        text = f"{where}: loss {float(stats['loss']):g}, gradient norm {float(norm):g} (not finite); nothing was trained on it"
-        if self.dump_dir is None:
-            return text
-        path = self.dump_dir / "bad_batch.pt"
-        leaves = {name: value for name in part.__slots__ if (value := getattr(part, name)) is not None}
-        torch.save({"batch": leaves, "policy": self.module.state_dict(), "where": where}, path)
-        return f"{text}; the batch is in {path}; lower algorithm.lr or look for non-finite rewards and observations"
+        """Keep the batch; the message of the error."""
+        text = f"{where}: loss {float(stats['loss']):g}, gradient norm {float(norm):g} (not finite), not trained on"
+        if self.dump_dir is not None:
+            self.dump_dir.mkdir(parents=True, exist_ok=True)
+            path = self.dump_dir / "bad_batch.pt"
+            leaves = {name: value for name in part.__slots__ if (value := getattr(part, name)) is not None}
+            torch.save({"batch": leaves, "policy": self.module.state_dict(), "where": where}, path.with_suffix(".new"))
+            path.with_suffix(".new").replace(path)
+            text += f"; the batch is in {path}"
+        return f"{text}; lower algorithm.lr or look for non-finite rewards and observations"
 
     # --------------------------------------------------------------------------------------------- after the epochs
     def _summary(self, sums: Mapping[str, Any], ratio_max: float, epochs: int) -> Metrics:
-        s = {name: float(value) for name, value in sums.items()}
+        s = defaultdict(float, {name: float(value) for name, value in sums.items()})
         steps, count, rows = s["steps"], s["count"], s["rows"]
         metrics: Metrics = {
             "policy/loss": Mean(s["policy_loss"], steps),
@@ -336,19 +343,18 @@ class JointLearner:
             metrics["value/clip_fraction"] = Mean(s["value_clipped"], rows)
         if self.config.entropy_target is not None:
             metrics["policy/entropy_coef"] = self.entropy.coef
-        if "kl" in s:
-            metrics["kl/to_reference"] = Mean(s["kl"], steps)
-        if self.config.use_kl_in_reward:
-            metrics["kl/coef"] = self.kl.coef
+        if self.config.use_kl_loss and not self.config.use_kl_in_reward:
+            metrics["kl/to_reference"] = Mean(s["kl"], rows)
         return metrics
 
     def _steer(self, metrics: Metrics, sums: Mapping[str, Any], *, warming: bool) -> None:
         """Move what adapts: entropy bonus, KL coefficient, adaptive learning rate. Metrics hold the values before."""
-        if warming:
+        if warming or not sums["steps"]:
             return
         self.entropy.update(float(sums["entropy"]) / float(sums["steps"]))
-        if self.config.use_kl_in_reward:
-            self.kl.update(float(sums["kl"]) / float(sums["steps"]), self.returns.running.shape[0])
+        distance = metrics.get("kl/to_reference")
+        if self.config.use_kl_in_reward and isinstance(distance, Mean):
+            self.kl.update(distance.value, int(distance.count))
         if self.config.lr_schedule == "adaptive":
             approx_kl = float(sums["approx_kl"]) / max(1.0, float(sums["count"]))
             if approx_kl > 2.0 * self.config.desired_kl:
@@ -378,15 +384,18 @@ class JointLearner:
         self.optimizer.load_state_dict(state["optimizer"])
         for group, option in zip(self.optimizer.param_groups, options, strict=True):
             group.update(option)  # the configuration's, should it have changed
-        self.adaptive_factor = state["adaptive_factor"]
         self.returns.load_state_dict(state["returns"])
-        self.kl.load_state_dict(state["kl"])
-        self.entropy.load_state_dict(state["entropy"])
+        if self.config.lr_schedule == "adaptive":  # what does not adapt is the configuration's
+            self.adaptive_factor = state["adaptive_factor"]
+        if self.config.kl_ctrl.type == "adaptive":
+            self.kl.load_state_dict(state["kl"])
+        if self.config.entropy_target is not None:
+            self.entropy.load_state_dict(state["entropy"])
         if self.reference is not None:
             if state["reference"] is None:
                 raise ConfigError(
-                    "algorithm.use_kl_loss/use_kl_in_reward: the checkpoint holds no reference policy to continue with; "
-                    "start a new run, or resume without the KL options"
+                    "algorithm.use_kl_loss/use_kl_in_reward: the checkpoint holds no reference policy to continue "
+                    "with; start a new run, or resume without the KL options"
                 )
             self.reference.load_state_dict(state["reference"])  # type: ignore[attr-defined]
 

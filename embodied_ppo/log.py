@@ -16,6 +16,12 @@ from typing import Any, TextIO
 
 from embodied_ppo.types import Mean, Metrics
 
+SPEED = "speed/env_steps_per_s"
+"""The tag that every update's row holds, and no other row."""
+
+LINE_EVERY_S = 10.0
+"""Seconds between progress lines where there is no terminal for a bar."""
+
 
 class Timer:
     """Wall and CPU seconds by phase; phases do not nest."""
@@ -54,18 +60,18 @@ class Log:
     """Writers of one run. Nothing is written before the first call, so a refused run leaves no trace."""
 
     def __init__(self, run_dir: Path, *, total_updates: int, first_update: int = 0, quiet: bool = False) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self.run_dir, self.total_updates, self.quiet = run_dir, total_updates, quiet
-        self._text: TextIO = open(run_dir / "log.txt", "a", buffering=1)
-        self._rows = _open_rows(run_dir / "metrics.jsonl", first_update)
+        """``first_update``: the updates that a resumed run has done already; what was written after them is dropped."""
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = None if first_update == 0 else first_update + 1
-        self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir, self.total_updates, self.first_update, self.quiet = run_dir, total_updates, first_update, quiet
+        self._text: TextIO = open(run_dir / "log.txt", "a", buffering=1)  # noqa: SIM115  (closed by close)
+        self._rows, purge_step = _open_rows(run_dir / "metrics.jsonl", first_update)
+        self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
         self._bar = None
         self._last: dict[str, float] = {}
         self._started = time.perf_counter()
-        self._last_line = 0.0
+        self._last_line = -math.inf
 
     # ------------------------------------------------------------------------------------------------- messages
     def say(self, text: str) -> None:
@@ -86,34 +92,32 @@ class Log:
             if math.isfinite(value):
                 self.board.add_scalar(tag, value, env_steps)
         self._last |= row
-        self._show(update)
+        if SPEED not in row:  # an evaluation beside the training
+            self._started = time.perf_counter() if update <= self.first_update else self._started
+        elif not self.quiet:
+            self._show(update)
 
     def _show(self, update: int) -> None:
-        if self.quiet:
-            return
+        """The progress of training, after an update."""
         if self._bar is None and sys.stderr.isatty():
-            self._bar = _progress_bar(self.total_updates)
+            self._bar = _progress_bar(self.total_updates, self.first_update)
             self._bar.start()
-        result = self._last.get("rollout/return", float("nan"))
-        rate = self._last.get("speed/env_steps_per_s", float("nan"))
+        ret, evaluated = (_word(self._last.get(tag), ".1f") for tag in ("rollout/return", "eval/return"))
+        rate = _word(self._last.get(SPEED), ",.0f")
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=update, ret=result, rate=rate)
+            self._bar.update(self._bar.task_ids[0], completed=update, ret=ret, evaluated=evaluated, rate=rate)
             return
         now = time.perf_counter()
-        if now - self._last_line < 10.0 and update < self.total_updates:
+        if now - self._last_line < LINE_EVERY_S and update < self.total_updates:
             return
         self._last_line = now
-        left = (now - self._started) / max(1, update - self._first(update)) * (self.total_updates - update)
+        left = (now - self._started) / max(1, update - self.first_update) * (self.total_updates - update)
         print(
-            f"update {update}/{self.total_updates}  return {result:.1f}  {rate:,.0f} steps/s  {_clock(left)} left",
+            f"update {update}/{self.total_updates}  return {ret}  evaluation {evaluated}  {rate} steps/s  "
+            f"{_clock(left)} left",
             file=sys.stderr,
             flush=True,
         )
-
-    def _first(self, update: int) -> int:
-        if not hasattr(self, "_first_update"):
-            self._first_update = update - 1
-        return self._first_update
 
     def hyper_parameters(self, flat: Mapping[str, Any], results: Mapping[str, float]) -> None:
         """TensorBoard's HPARAMS tab: options against final results."""
@@ -146,23 +150,35 @@ def _finite(row: Mapping[str, float]) -> dict[str, float | None]:
     return {tag: value if math.isfinite(value) else None for tag, value in row.items()}
 
 
-def _open_rows(path: Path, first_update: int) -> TextIO:
-    """metrics.jsonl without rows after ``first_update`` (they are about to be repeated) and without a torn last line."""
-    if path.exists():
-        kept = []
+def _word(value: float | None, form: str) -> str:
+    """A number for people; "-" while there is none (no episode has finished yet)."""
+    return "-" if value is None or math.isnan(value) else format(value, form)
+
+
+def _open_rows(path: Path, first_update: int) -> tuple[TextIO, int | None]:
+    """metrics.jsonl without rows after ``first_update`` (they are about to be repeated) and without a torn last line.
+
+    Also the first environment step that TensorBoard has to forget; None where the rows that would tell are lost. A new
+    run (``first_update`` 0) keeps nothing of one that was left in the directory before its first checkpoint.
+    """
+    kept: list[str] = []
+    purge_step = None if first_update else 0
+    if first_update and path.exists():
         for line in path.read_text().splitlines():
             try:
-                if json.loads(line)["update"] <= first_update:
+                row = json.loads(line)
+                if row["update"] <= first_update:
+                    purge_step = int(row["env_steps"]) + 1
                     kept.append(line)
-            except (ValueError, KeyError):
+            except (ValueError, KeyError, TypeError):
                 continue
-        temporary = path.with_suffix(".new")
-        temporary.write_text("".join(line + "\n" for line in kept))
-        os.replace(temporary, path)
-    return open(path, "a", buffering=1)
+    temporary = path.with_suffix(".new")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    os.replace(temporary, path)
+    return open(path, "a", buffering=1), purge_step
 
 
-def _progress_bar(total: int) -> Any:
+def _progress_bar(total: int, done: int) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -170,13 +186,14 @@ def _progress_bar(total: int) -> Any:
         TextColumn("training"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("return {task.fields[ret]:.1f}"),
-        TextColumn("{task.fields[rate]:,.0f} steps/s"),
+        TextColumn("return {task.fields[ret]}"),
+        TextColumn("evaluation {task.fields[evaluated]}"),
+        TextColumn("{task.fields[rate]} steps/s"),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=False,
     )
-    bar.add_task("training", total=total, ret=float("nan"), rate=float("nan"))
+    bar.add_task("training", total=total, completed=done, ret="-", evaluated="-", rate="-")
     return bar
 
 

@@ -43,8 +43,8 @@ def train(
 ) -> Outcome:
     """collect -> update -> publish until ``schedule.updates``; evaluate, save and log when due.
 
-    ``max_lag`` rollouts wait between acting and learning (0: strictly on-policy). ``should_stop`` is asked between updates;
-    what was learned until then is saved.
+    ``max_lag`` rollouts wait between acting and learning (0: strictly on-policy). ``should_stop`` is asked between
+    updates; what was learned until then is saved.
     """
     timer = timer or Timer()
     pending: deque[tuple[Any, Metrics]] = deque()

@@ -477,7 +477,7 @@ def _film_elsewhere(request: _Request, deadline_s: float) -> str:
         message = pickle.dumps(request)
     except Exception as error:  # whatever a policy's or a closure's own pickling raises
         return f"policy or make_env cannot go to another process: {error}"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
     environment.setdefault("LP_NUM_THREADS", "1")  # Mesa's software renderer: a third less CPU time, as fast
     environment.setdefault("OMP_NUM_THREADS", "1")
     errors = Path(request.folder, "stderr")
@@ -488,6 +488,7 @@ def _film_elsewhere(request: _Request, deadline_s: float) -> str:
             stdout=stderr,
             stderr=stderr,
             env=environment,
+            cwd=request.folder,  # MuJoCo leaves a log where it fails
             start_new_session=True,  # so that the encoder ends with it
         )
         try:

@@ -76,10 +76,10 @@ class Rollout:
         d = tree.stack(decisions)
         reward, mask = torch.stack([s.reward for s in steps]), torch.stack([s.mask for s in steps])
         terminated, truncated = torch.stack([s.terminated for s in steps]), torch.stack([s.truncated for s in steps])
-        metrics = self._count_episodes(reward, terminated | truncated, mask, [s.success for s in steps])
+        ended = terminated | truncated
         if self.one_episode:
-            ended = (terminated | truncated).long()
-            mask = mask & (ended.cumsum(0) - ended == 0)
+            mask = mask & (ended.cumsum(0) - ended.long() == 0)  # up to the first end, that row included
+        metrics = self._count_episodes(reward, ended & mask, mask, [s.success for s in steps])
         return Trajectory(
             obs=tree.stack(observed),
             action=d.action,
@@ -134,7 +134,7 @@ class Rollout:
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs. ``env`` is None where the simulator cannot save itself: then ``restart`` follows."""
+        """What a resumed run needs; ``env`` is None where the simulator cannot save itself (``restart`` follows)."""
         return {
             "env": self.env.state(),
             "running": self.running.clone(),

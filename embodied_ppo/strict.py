@@ -346,7 +346,8 @@ def check(config: Config | EvaluateConfig, explicit: Collection[str] = ()) -> No
         )
     _check_algorithm(config.algorithm, restart=config.env.restart_each_rollout)
     _check_sizes(config)
-    _check_length(config)
+    if config.updates is None and config.env_steps is None:
+        raise ConfigError("updates = null and env_steps = null: nothing says how long to train; write updates=100")
     model = config.model
     if not model.min_log_std < model.max_log_std:
         raise ConfigError(
@@ -420,9 +421,9 @@ def _check_algorithm(a: AlgorithmConfig, *, restart: bool) -> None:
             "each other; for both steps leave both false",
         ),
         (
-            a.entropy_target is not None and a.entropy_bonus == 0,
-            f"algorithm.entropy_target = {a.entropy_target} adapts algorithm.entropy_bonus, which starts at 0 and "
-            "would stay there; write algorithm.entropy_bonus=0.01",
+            a.reward_shift and a.reward_norm == "running",
+            "algorithm.reward_shift = true subtracts a mean, but algorithm.reward_norm = running only divides; write "
+            "algorithm.reward_norm=batch",
         ),
     )
     for broken, line in rules:
@@ -461,20 +462,6 @@ def _check_sizes(config: Config) -> None:
         cure = _nearest(_divisors(num_envs), a.group_size)
         raise ConfigError(
             f"env.num_envs = {num_envs} is not a multiple of algorithm.group_size = {a.group_size}; nearest: {cure}"
-        )
-
-
-def _check_length(config: Config) -> None:
-    """There must be something to train for; ``updates`` wins over ``env_steps``."""
-    if config.updates is not None:
-        return
-    if config.env_steps is None:
-        raise ConfigError("updates = null and env_steps = null: nothing says how long to train; write updates=100")
-    total = config.algorithm.horizon * config.env.num_envs
-    if config.env_steps < total:
-        raise ConfigError(
-            f"env_steps = {config.env_steps} is less than one rollout, algorithm.horizon x env.num_envs = "
-            f"{config.algorithm.horizon} x {config.env.num_envs} = {total}; write env_steps={total} or updates=1"
         )
 
 

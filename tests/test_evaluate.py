@@ -66,6 +66,11 @@ def make_pendulum(seeds: list[int], **kwargs: Any) -> Any:
     return embodied_envs.make("InvertedPendulum-v4", num_envs=len(seeds), seeds=seeds, num_threads=1, **kwargs)
 
 
+def make_cheetah(seeds: list[int]) -> Any:
+    n = len(seeds)
+    return embodied_envs.make("HalfCheetah-v4", num_envs=n, seeds=seeds, num_threads=1, max_episode_steps=60)
+
+
 def measure(policy: Linear, make: Any = make_cartpole, **options: Any) -> ev.EvaluationResult:
     return ev.evaluate(policy, make, **({"episodes": 10, "num_envs": 4, "seed": 0} | options))
 
@@ -93,11 +98,14 @@ def test_episodes_are_those_of_a_plain_loop_over_the_simulator() -> None:
 def test_neither_num_envs_nor_the_number_of_episodes_changes_an_episode(task: str, deterministic: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     policy, make = cartpole(), make_cartpole
-    if task == "continuous":  # too weak to hold the pole: chaotic, so that a last bit would show
-        policy, make = Linear(torch.randn(1, 4, generator=generator), discrete=False), make_pendulum
+    if task == "continuous":  # real-valued returns and wide products, so that a last bit shows
+        policy, make = Linear(torch.randn(6, 64, generator=generator) / 8, discrete=False), make_cheetah
+        inner = nn.Linear(17, 64, bias=False)
+        inner.weight.data.copy_(torch.randn(64, 17, generator=generator))
+        policy.layer = nn.Sequential(inner, nn.Tanh(), policy.layer)  # type: ignore[assignment]
     options = {"deterministic": deterministic, "seed": 3}
     whole = measure(policy, make, episodes=37, num_envs=37, **options).episodes
-    assert len({e.length for e in whole}) > 2
+    assert len({e.return_ for e in whole}) > 2
     for num_envs in (1, 5, 16):
         assert measure(policy, make, episodes=37, num_envs=num_envs, **options).episodes == whole
     assert measure(policy, make, episodes=20, num_envs=8, **options).episodes == whole[:20]

@@ -15,8 +15,8 @@ from embodied_ppo.types import ArraySpec, ConfigError, Obs, ObsSpec
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU}
-VECTOR = "vector"
-"""Name of the encoded input that holds every observation that is no image, flattened and joined."""
+VECTOR = "/vector"
+"""Name of the input that joins every observation that is no image, flattened. (The slash: no image is called so.)"""
 
 
 def is_image(spec: ArraySpec) -> bool:
@@ -29,7 +29,7 @@ def channels_last(spec: ArraySpec) -> bool:
 
 
 class Encoder(nn.Module):
-    """Raw observations -> {"vector": float32 [B, D], image name: uint8 [B, C, H, W]}.
+    """Raw observations -> {VECTOR: float32 [B, D], image name: uint8 [B, C, H, W]}.
 
     Vectors are normalised by running moments, which only ``observe`` changes: within an update every encoding of an
     observation is the same. Images pass unchanged (the trunk divides by 255).
@@ -126,13 +126,13 @@ class Trunk(nn.Module):
                 "model.backbone=cnn: the observation holds no uint8 image [C, H, W]; use model.backbone=mlp"
             )
         self.names = list(encoder.images)
-        self.cnns = nn.ModuleDict()
+        self.cnns = nn.ModuleList()  # one per image, as in names; none for an mlp
         size = encoder.vector_size
         for name, spec in encoder.images.items():
             shape = (spec.shape[2], spec.shape[0], spec.shape[1]) if channels_last(spec) else spec.shape
             if use_cnn:
                 cnn = NatureCNN(name, shape, config)  # type: ignore[arg-type]
-                self.cnns[name.replace(".", "_")] = cnn
+                self.cnns.append(cnn)
                 size += cnn.features
             else:
                 size += math.prod(shape)
@@ -151,7 +151,7 @@ class Trunk(nn.Module):
         if not self.names:
             return self.layers(inputs[VECTOR])
         parts = [inputs[VECTOR]] if VECTOR in inputs else []
-        for name in self.names:
-            x, key = inputs[name], name.replace(".", "_")
-            parts.append(self.cnns[key](x) if key in self.cnns else x.flatten(1).float() * (1.0 / 255.0))
+        for i, name in enumerate(self.names):
+            x = inputs[name]
+            parts.append(self.cnns[i](x) if self.cnns else x.flatten(1).float() * (1.0 / 255.0))
         return self.layers(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))

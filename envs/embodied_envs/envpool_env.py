@@ -24,6 +24,9 @@ _HEAVY = ("envpool.mujoco.playground", "envpool.mujoco.myosuite", "envpool.mujoc
           "envpool.mujoco.metaworld")  # fmt: skip
 """Families whose every environment holds its own copy of the robot's meshes: 8 to 170 MB (others: 1 MB)."""
 
+_OWN_CLOCK = ("envpool.highway", "envpool.jumanji")
+"""Families that ignore max_episode_steps; so do tasks that come without a limit (CliffWalking, Blackjack, 2048)."""
+
 _SMALL_POOL = 16
 """Up to so many environments nobody asks whether they fit: at most 3 GB."""
 
@@ -119,8 +122,8 @@ class EnvPoolEnv:
                 f"env.id={id}: a game of {config['max_num_players']} players, and only single-player tasks are "
                 "supported; choose another id"
             )
-        limit = config["max_episode_steps"]
-        self.max_episode_steps: int | None = limit if limit < _NO_LIMIT else None
+        family: str = self._envpool.registration.registry.specs[id][0]
+        self.max_episode_steps = self._clock(family, config["max_episode_steps"], max_episode_steps)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Gymnasium's remark that EnvPool's bounds are rounded to float32.
             observation_space, action_space = spec.gymnasium_observation_space, spec.gymnasium_action_space
@@ -131,7 +134,6 @@ class EnvPoolEnv:
             raise EnvError(f"env.id={id}: success_key={success_key!r} is not in its info; it has {', '.join(info)}")
         self._success = success_key or next((key for key in ("success", "is_success") if key in info), None)
 
-        family = self._envpool.registration.registry.specs[id][0]
         if _egl and family.startswith("envpool.mujoco") and (render or arguments.get("from_pixels")):
             raise EnvError(f"env.id={id}: no pictures, {_egl}")
         if family in _HEAVY and num_envs > _SMALL_POOL:
@@ -218,6 +220,18 @@ class EnvPoolEnv:
                     + (f"; nearest: {', '.join(near)}" * bool(near))
                 ) from error
             raise EnvError(f"env.id={self.id}: EnvPool refuses it with {self._arguments}: {cause}") from error
+
+    def _clock(self, family: str, limit: int, asked: int | None) -> int | None:
+        """Steps after which EnvPool truncates, or None; raises EnvError where it would ignore what was asked for."""
+        if asked is None:
+            return limit if limit < _NO_LIMIT else None
+        own = self._envpool.make_spec(self.id).config.max_episode_steps
+        if family in _OWN_CLOCK or own >= _NO_LIMIT:
+            clock = f"its clock is fixed at {own} steps" if own < _NO_LIMIT else "it has no clock"
+            raise EnvError(
+                f"env.id={self.id}: max_episode_steps={asked} has no effect in EnvPool ({clock}); leave it out"
+            )
+        return limit
 
     def _make(self, num_envs: int) -> Any:
         with warnings.catch_warnings():
