@@ -57,7 +57,7 @@ def numbers(metrics: Metrics) -> dict[str, float]:
 
 
 class Log:
-    """Writers of one run. Nothing is written before the first call, so a refused run leaves no trace."""
+    """Writers of one run, made when it starts: a refused run leaves no trace."""
 
     def __init__(self, run_dir: Path, *, total_updates: int, first_update: int = 0, quiet: bool = False) -> None:
         """``first_update``: the updates that a resumed run has done already; what was written after them is dropped."""

@@ -1,0 +1,201 @@
+"""Parts with numbers one can read: a scripted vector environment, a policy that counts, a Gymnasium task with success,
+and a training of a few milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodied_ppo import build, strict
+from embodied_ppo.config import Config
+from embodied_ppo.learner import JointLearner
+from embodied_ppo.rollout import Rollout, env_seeds
+from embodied_ppo.types import ArraySpec, Box, Decision, Evaluation, Mean, Obs, Step
+
+
+# ------------------------------------------------------------------------------------------------- scripted environment
+class ScriptedEnv:
+    """Environment i runs episodes of ``lengths[i]`` steps; those with ``clock[i]`` end by truncation.
+
+    obs     (i, episode, step) of what to act on next
+    reward  100 i + 10 episode + step (1 for the first step)
+    success True in the last step of odd episodes
+    same_step: the row that ends an episode carries final_obs and the next episode's first observation; else the next
+    row is a dummy (mask False).
+    """
+
+    id = "scripted"
+    max_episode_steps = None
+    obs_spec = ArraySpec((3,))
+    action_spec = Box((-1.0,), (1.0,))
+    device = torch.device("cpu")
+
+    def __init__(self, lengths: list[int], clock: list[bool], *, same_step: bool = False, saves: bool = False) -> None:
+        self.lengths, self.clock, self.same_step, self.saves = lengths, clock, same_step, saves
+        self.num_envs = len(lengths)
+        self.actions: list[Tensor] = []
+        self.seeds: list[list[int]] = []
+        self.at = [(0, 0, False)] * self.num_envs  # episode, step, ended
+
+    def reset(self) -> Obs:
+        self.at = [(0, 0, False)] * self.num_envs
+        return self._obs()
+
+    def _obs(self) -> Tensor:
+        return torch.tensor([[i, episode, step] for i, (episode, step, _) in enumerate(self.at)], dtype=torch.float32)
+
+    def step(self, action: Tensor) -> Step:
+        self.actions.append(action.clone())
+        reward, terminated, truncated, mask, success = (torch.zeros(self.num_envs) for _ in range(5))
+        for i, (episode, step, ended) in enumerate(self.at):
+            if ended:
+                self.at[i] = (episode + 1, 0, False)
+                continue
+            step += 1
+            done = step == self.lengths[i]
+            mask[i], reward[i] = 1, 100 * i + 10 * episode + step
+            terminated[i], truncated[i] = done and not self.clock[i], done and self.clock[i]
+            success[i] = done and episode % 2
+            self.at[i] = (episode, step, done)
+        flags = {"terminated": terminated.bool(), "truncated": truncated.bool(), "success": success.bool()}
+        if not self.same_step:
+            return Step(obs=self._obs(), reward=reward, mask=mask.bool(), **flags)
+        final = self._obs()
+        self.at = [(episode + 1, 0, False) if done else (episode, step, done) for episode, step, done in self.at]
+        return Step(obs=self._obs(), reward=reward, mask=mask.bool(), final_obs=final, **flags)
+
+    def restart(self, seeds: list[int]) -> None:
+        self.seeds.append(seeds)
+
+    def state(self) -> dict[str, Any] | None:
+        return {"at": list(self.at)} if self.saves else None
+
+    def load_state(self, state: Mapping[str, Any]) -> Obs:
+        self.at = [tuple(x) for x in state["at"]]
+        return self._obs()
+
+    def render(self) -> Tensor:
+        return torch.zeros(4, 4, 3, dtype=torch.uint8)
+
+    def close(self) -> None:
+        pass
+
+
+def value_of(obs: Tensor) -> Tensor:
+    """V = 1000 i + 100 episode + step + ½ of the scripted observation [.., 3]."""
+    return obs @ torch.tensor([1000.0, 100.0, 1.0]) + 0.5
+
+
+class CountingPolicy(nn.Module):
+    """V is ``value_of``; actions are noise, log-probabilities their negatives, replay repeats the observation."""
+
+    def encode(self, obs: Obs) -> Any:
+        return obs
+
+    def act(self, inputs: Any, *, generator: torch.Generator | None = None, deterministic: bool = False) -> Decision:
+        action = torch.randn(inputs.shape[0], 1, generator=generator)
+        return Decision(action, -action.unsqueeze(1), value_of(inputs), {"seen": inputs})
+
+    def evaluate(self, inputs: Any, action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
+        return Evaluation(-action.unsqueeze(1), torch.zeros_like(action).unsqueeze(1), value_of(inputs))
+
+    def value(self, inputs: Any) -> Tensor:
+        return value_of(inputs)
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        return {"actor": [], "critic": []}
+
+    def observe(self, obs: Obs, mask: Tensor) -> None:
+        pass
+
+
+# ------------------------------------------------------------------------------------------------------ Gymnasium task
+class Reach(gymnasium.Env):
+    """Move a point to the origin of the plane; info says ``success`` and ``near``, the task ends at success.
+
+    ``far`` scales the start, so that kwargs change what happens.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
+    observation_space = gymnasium.spaces.Box(-10, 10, (2,), np.float32)
+    action_space = gymnasium.spaces.Box(-2, 2, (2,), np.float32)
+
+    def __init__(self, far: float = 1.0, render_mode: str | None = None) -> None:
+        self.far = far
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.x = self.np_random.uniform(-self.far, self.far, 2).astype(np.float32)
+        return self.x.copy(), {}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.x = (self.x + 0.2 * action).clip(-10, 10).astype(np.float32)
+        distance = float(np.linalg.norm(self.x))
+        info = {"success": distance < 0.3, "near": distance < 0.6}
+        return self.x.copy(), -distance, info["success"], False, info
+
+
+if "Reach-v0" not in gymnasium.registry:
+    gymnasium.register("Reach-v0", Reach, max_episode_steps=12)
+
+
+# -------------------------------------------------------------------------------------------------------- tiny training
+BASE: dict[str, Any] = {
+    "env": {"id": "HalfCheetah-v4", "num_envs": 4, "num_threads": 1},
+    "model": {"hidden": [16]},
+    "algorithm": {"horizon": 8, "global_batch_size": 16, "update_epoch": 2},
+    "updates": 3,
+}
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} -> {"a": {"b": 1}}."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, leaf = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return tree
+
+
+def config(options: Mapping[str, Any] | None = None) -> Config:
+    """``BASE`` with ``options`` (dotted paths), checked as the command checks; every option given must be read."""
+    loaded = strict.read(Config, [("base", BASE), ("test", nested(options or {}))])
+    strict.check(loaded.config, explicit=loaded.deliberate({"test"}))
+    return loaded.config
+
+
+def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
+    """Train as ``build`` would; per update every metric that is no measurement of time, and a sum over the weights.
+
+    ``max_lag``: the rollouts that lie between acting and learning, as in ``loop.train``.
+    """
+    env = build.make_env(
+        env_seeds(c.seed, 0, c.env.num_envs, c.algorithm.group_size), config=c.env, device=torch.device("cpu")
+    )
+    try:
+        policy = build.make_policy(c, env)
+        one = c.env.restart_each_rollout
+        rollout = Rollout(env, policy, seed=c.seed, group_size=c.algorithm.group_size, one_episode=one)
+        updates = build.total_updates(c)
+        learner = JointLearner(policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=c.seed)
+        pending, rows = [], []
+        for update in range(updates + max_lag):
+            if update < updates:
+                pending.append(rollout.collect(c.algorithm.horizon, update=update, version=0))
+            if update >= max_lag:
+                trajectory, metrics = pending.pop(0)
+                metrics = metrics | learner.update(trajectory, update=update - max_lag)
+                weights = sum(float(p.double().abs().sum()) for p in policy.parameters())
+                row = {k: v.value if isinstance(v, Mean) else float(v) for k, v in metrics.items()}
+                rows.append(row | {"weights": weights})
+        return rows
+    finally:
+        env.close()
