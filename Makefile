@@ -46,7 +46,8 @@ clean: ## remove .venv, builds and caches; runs/ stays
 	python="$(PYTHON)"; \
 	[ -n "$$python" ] || { echo "make: no Python 3.11, 3.12 or 3.13 on the path. Debian: apt-get install python3 python3-venv;" \
 		"elsewhere: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }; \
-	"$$python" -c '$(SUPPORTED)' || { echo "make: PYTHON=$$python is $$("$$python" -V 2>&1); needed: 3.11, 3.12 or 3.13" >&2; exit 1; }; \
+	"$$python" -c '$(SUPPORTED)' 2>/dev/null || { echo "make: PYTHON=$$python is" \
+		"$$("$$python" -V 2>/dev/null || echo "no interpreter that runs"); needed: Python 3.11, 3.12 or 3.13" >&2; exit 1; }; \
 	"$$python" -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $$python cannot make virtual environments." \
 		"Debian: apt-get install python3-venv" >&2; exit 1; }; \
 	"$$python" -m venv --clear .venv

@@ -174,9 +174,20 @@ def _locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | Non
     return Path(config.run_dir) if config.run_dir else home, str(found)
 
 
+def _stored_options(source: checkpoint.Checkpoint) -> dict[str, Any]:
+    file = source.path / checkpoint.CONFIG
+    try:
+        options = yaml.safe_load(source.config_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: is no YAML ({' '.join(str(error).split())}); use another checkpoint") from error
+    if not isinstance(options, dict):
+        raise CheckpointError(f"{file}: holds no options; use another checkpoint")
+    return options
+
+
 def _check_resume(config: Config, source: checkpoint.Checkpoint, updates: int, say: Callable[[str], None]) -> None:
     """Tell every option that differs from the checkpoint's; refuse those that cannot."""
-    old = _flat(yaml.safe_load(source.config_text()))
+    old = _flat(_stored_options(source))
     for path, now in _flat(strict.dump(config)).items():
         if path.split(".")[0] in FREE_ON_RESUME or old.get(path) == now:
             continue
@@ -394,9 +405,7 @@ def evaluate(config: EvaluateConfig, *, quiet: bool = False, json: bool = False)
     """
     source = checkpoint.open_checkpoint(config.checkpoint)
     run_dir = source.path.parent.parent if source.path.parent.name == "checkpoints" else source.path.parent
-    stored = yaml.safe_load(source.config_text())
-    if not isinstance(stored, dict):
-        raise CheckpointError(f"{source.path / checkpoint.CONFIG}: holds no options; use another checkpoint")
+    stored = _stored_options(source)
     trained = strict.load(Config, {**stored, "resume": None}, source=str(source.path / checkpoint.CONFIG))
     env_config = strict.load(EnvConfig, {**strict.dump(evaluation_env(trained)), **config.env}, source="env")
     where = device(config.device, config.threads)

@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,8 +223,10 @@ def newest_valid(run_dir: Path, notice: Any = lambda text: None) -> Checkpoint |
 
 
 def _load(path: Path) -> dict[str, Any]:
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(f"{path}: is no file of torch.save; use another checkpoint")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: holds objects other than tensors and plain values, which are never executed; use a checkpoint written by embodied-ppo"
@@ -232,6 +235,9 @@ def _load(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: cannot be read ({str(error).splitlines()[0]}); use another checkpoint"
         ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a {type(value).__name__}, not named tensors; use another checkpoint")
+    return value
 
 
 def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: str | Path) -> None:

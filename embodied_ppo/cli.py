@@ -69,7 +69,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 def _config(args: argparse.Namespace) -> None:
     if args.overrides and args.overrides[0] in ("train", "evaluate"):
         args.command = args.overrides.pop(0)
-    loaded = _prepare(args, args.overrides, check=args.command == "train" or any("=" in o for o in args.overrides))
+    loaded = _prepare(args, args.overrides, check=args.command == "train")
     rows = explain.config_rows(loaded, only=args.only)
     if not rows:
         raise UsageError(f"--only {args.only}: no option mentions it; leave --only out to see all")
@@ -187,7 +187,15 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
             "another name than the one it lists"
         ) from None
     except (HydraException, OmegaConfBaseException, YAMLError) as e:
-        raise ConfigError(one_line(e)) from e
+        raise ConfigError(_hydra_says(e)) from e
+
+
+def _hydra_says(error: Exception) -> str:
+    """Hydra's message without its pointers to Hydra."""
+    text = one_line(error)
+    for tail in (" Config search path:", " See https://", " full_key:"):
+        text = text.partition(tail)[0]
+    return text
 
 
 def _pick(node: Any, resolved: Any) -> Any:
@@ -337,8 +345,7 @@ def _parse_line(line: str, loader: ConfigLoaderImpl) -> Override:
     try:
         (override,) = OverridesParser.create(config_loader=loader).parse_overrides([line])
     except HydraException as e:
-        why = one_line(e).partition(" See https://")[0]
-        raise ConfigError(f"{line} is not understood ({why}); quote the value: \"{key}='{value}'\"") from e
+        raise ConfigError(f"{line} is not understood ({_hydra_says(e)}); quote the value: \"{key}='{value}'\"") from e
     return override
 
 
@@ -382,7 +389,7 @@ def _multirun(args: argparse.Namespace) -> None:
             _check_jobs([job for batch in BasicSweeper.split_arguments(parsed, None) for job in batch], args)
         hydra.multirun(name, functools.partial(_job, args=args), lines)
     except (HydraException, OmegaConfBaseException) as e:
-        raise ConfigError(one_line(e)) from e
+        raise ConfigError(_hydra_says(e)) from e
     finally:
         GlobalHydra.instance().clear()
 

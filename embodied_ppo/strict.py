@@ -28,6 +28,16 @@ DUAL_CLIP = "algorithm.dual_clip_loss"
 """ROLL's switch: true means clip_ratio_c = 1 + 2 x clip_ratio_high, false means null."""
 
 
+class _DualClip:
+    """Stands for 1 + 2 x clip_ratio_high until that is known."""
+
+    def __repr__(self) -> str:
+        return "1 + 2 x clip_ratio_high"
+
+
+_DUAL_CLIP = _DualClip()
+
+
 @dataclass(frozen=True)
 class Option:
     """One option as people read it."""
@@ -91,7 +101,7 @@ def read(cls: type[C], layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Loade
         for target, (_, value) in written.items():
             values[target] = _merged(values.get(target), value)
             origin[target] = label
-    if isinstance(values.get("algorithm.clip_ratio_c"), bool):
+    if values.get("algorithm.clip_ratio_c") is _DUAL_CLIP:
         values["algorithm.clip_ratio_c"] = _dual_clip(values, origin)
     config = _build(cls, (), values, origin)
     if isinstance(config, EvaluateConfig):
@@ -132,7 +142,7 @@ def _canonical(cls: type, raw: str, value: Any, label: str, aliases: dict[str, s
         if raw == DUAL_CLIP:
             if not isinstance(value, bool):
                 raise ConfigError(f"{raw} = {show(value)}{_at(label)} must be true or false; or set {targets[0]}=3.0")
-            value = value or None
+            value = _DUAL_CLIP if value else None
     elif reason := next((why for path, why in REFUSED.items() if raw == path or raw.startswith(path + ".")), None):
         raise ConfigError(f"{raw} = {show(value)}{_at(label)} is refused: {reason}")
     else:
@@ -237,6 +247,8 @@ def _wrong(hint: Any, value: Any, path: str, label: str, verb: str = "") -> Conf
 
 def _cure(hint: Any, value: Any, path: str, allowed: str) -> str:
     """What to write instead."""
+    if allowed:
+        return f"give it {allowed}"
     plain = _members_of_union(hint)
     choices = [str(c) for h in plain for c in (get_args(h) if get_origin(h) is Literal else ())]
     near = difflib.get_close_matches(str(value), choices, n=1)
@@ -253,7 +265,7 @@ def _cure(hint: Any, value: Any, path: str, allowed: str) -> str:
         return f"write {path}=[{value}]"
     option = next((d[path] for d in (describe(Config), describe(EvaluateConfig)) if path in d), None)
     if option is None or option.default == value:
-        return f"give {path} {allowed or 'such a value'}"
+        return f"give {path} such a value"
     return f"the default is {path}={show(option.default)}"
 
 
@@ -458,6 +470,11 @@ def _check_sizes(config: Config) -> None:
     if micro is not None and micro % unit:
         cure = _nearest([unit * k for k in range(1, batch // unit + 1)], micro)
         raise ConfigError(f"algorithm.micro_batch_size = {micro} is not a multiple of {columns}; nearest: {cure}")
+    if a.use_kl_in_reward and a.kl_ctrl.type == "adaptive" and a.kl_ctrl.horizon <= 0.2 * num_envs:
+        raise ConfigError(
+            f"algorithm.kl_ctrl.horizon = {a.kl_ctrl.horizon:g} must be > 0.2 x env.num_envs = {0.2 * num_envs:g}, or "
+            f"the coefficient could turn negative; write algorithm.kl_ctrl.horizon={10 * num_envs}"
+        )
     if num_envs % a.group_size:
         cure = _nearest(_divisors(num_envs), a.group_size)
         raise ConfigError(
@@ -484,15 +501,15 @@ def _suggest(cls: type, raw: str) -> str:
     section, _, leaf = raw.rpartition(".")
     homes = [p for p in known if p.rpartition(".")[2] == leaf]
     if homes:
-        return " or ".join(f"{leaf} belongs to {p}{_reads(p, known)}" for p in homes[:2]) + _may(
-            options, known[homes[0]]
-        )
+        where = " or ".join(f"{p}{_reads(p, known)}" for p in homes[:2])
+        return f"{leaf} belongs to {where}" + _may(options, known[homes[0]])
     mates = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == section}
     everyone = {p.rpartition(".")[2]: p for p in known}
-    for names, text, cutoff in ((mates, leaf, 0.6), (known, raw, 0.75), (everyone, leaf, 0.75)):
+    whole = {} if section in sections(cls) else known  # a known section would make its shortest name look alike
+    for names, text, cutoff in ((mates, leaf, 0.6), (whole, raw, 0.75), (everyone, leaf, 0.75)):
         near = difflib.get_close_matches(text, list(names), n=1, cutoff=cutoff)
         if near:
-            path = near[0] if names is known else str(names[near[0]])
+            path = near[0] if names is whole else str(names[near[0]])
             return f"did you mean {path}{_reads(path, known)}?" + _may(options, known[path])
     home = section if section in sections(cls) else ""
     return f"{home or 'the top level'} has: {', '.join(_members(cls, home))}"

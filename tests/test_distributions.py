@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Categorical, Normal, TransformedDistribution
 from torch.distributions.transforms import TanhTransform
@@ -48,6 +48,7 @@ def test_categorical_by_hand():
 
 
 # -------------------------------------------------------------------------------------------------------------- twins
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.floats(-4, 2), st.integers(1, 5), st.integers(1, 4))
 def test_gaussian_twin(seed, level, rows, size):
     x, mean, log_std = numbers(seed, rows, size) * 3, numbers(seed + 1, rows, size), numbers(seed + 2, size) + level
@@ -58,6 +59,7 @@ def test_gaussian_twin(seed, level, rows, size):
     torch.testing.assert_close(single.double(), twin.log_prob(x), rtol=2e-5, atol=2e-5)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.floats(-2, 0.5), st.integers(1, 4))
 def test_squashed_twin(seed, level, size):
     mean, log_std = numbers(seed, 3, size), numbers(seed + 1, 3, size) * 0.3 + level
@@ -68,6 +70,7 @@ def test_squashed_twin(seed, level, size):
     torch.testing.assert_close(dist.squashed_log_prob(u, mean, log_std), expected, rtol=1e-6, atol=1e-6)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.1, 30), st.integers(2, 6))
 def test_categorical_twin(seed, scale, size):
     logits = numbers(seed, 4, size) * scale

@@ -102,10 +102,12 @@ class GymnasiumEnv:
         self._arguments = self._make_arguments(spec, dict(kwargs or {}), max_episode_steps)
         self._env = self._make()
         self._same_step = self._autoreset_mode() == AutoresetMode.SAME_STEP
-        self.obs_spec, self._obs = spaces.observations(self._env.single_observation_space, id=id, device=self.device)
+        self.obs_spec, leaves = spaces.observations(self._env.single_observation_space, id=id, device=self.device)
+        self._obs = spaces.reader(leaves)
         self.action_spec, self._action = spaces.actions(
             self._env.single_action_space, id=id, mapping=action_mapping, device=self.device
         )
+        self._action_shape = spaces.action_shape(self.action_spec, num_envs)
 
     def reset(self) -> Obs:
         """Start every environment anew, [N, ..]."""
@@ -127,7 +129,8 @@ class GymnasiumEnv:
         self._check_open()
         if self._done is None or self._seeds_are_new:
             raise EnvError(f"env.id={self.id}: step() before reset(); call reset() first")
-        spaces.check_batch(self.id, action, self.num_envs)
+        if action.shape != self._action_shape:
+            raise spaces.wrong_actions(self.id, action, self._action_shape)
         obs, reward, terminated, truncated, info = self._env.step(self._action(action))
         obs = self._own(obs)
         acted = np.ones(self.num_envs, dtype=bool) if self._same_step else ~self._done

@@ -16,30 +16,31 @@ from embodied_ppo.types import ActionSpec, ArraySpec, Box, Discrete, EnvError, O
 Leaf = Callable[[Any], Tensor]
 
 
-def observations(space: Any, *, id: str, device: torch.device) -> tuple[ObsSpec, Callable[[Any], Obs]]:
-    """Spec of one observation, and a function from a batch of them (numpy, leading N) to tensors on ``device``.
+def observations(space: Any, *, id: str, device: torch.device) -> tuple[ObsSpec, dict[str, Leaf]]:
+    """Spec of one observation, and by name what makes tensors on ``device`` of its arrays (numpy, leading N).
 
     float32      as it is, without a copy              float64, integers, bool, MultiBinary   float32
     uint8        2 or more dimensions: stays uint8     uint8 with 0 or 1 dimension            float32
     Discrete(n)  one-hot float32 [n]                   numbers, shape ()                      float32 [1]
     dictionary   dict[str, Tensor]; nested ones get flat names: {"a": {"b": x}} is {"a/b": x}
 
-    Raises EnvError for Text, Sequence, Graph and other spaces without a fixed shape.
+    One array has the name "". Raises EnvError for Text, Sequence, Graph and other spaces without a fixed shape.
     """
-    if isinstance(space, Mapping | spaces.Dict):
-        flat = _flatten(space)
-        if not flat:
-            raise EnvError(
-                f"env.id={id}: its observation dictionary is empty; wrap the environment to observe something"
-            )
-        pairs = {name: _leaf(leaf, id=f"{id}, observation {name!r}", device=device) for name, leaf in flat.items()}
-        spec = {name: pair[0] for name, pair in pairs.items()}
-        paths = [(name, tuple(name.split("/")), pair[1]) for name, pair in pairs.items()]
-        if all(len(path) == 1 for _, path, _ in paths):
-            flat_leaves = [(name, convert) for name, _, convert in paths]
-            return spec, lambda obs: {name: convert(obs[name]) for name, convert in flat_leaves}
-        return spec, lambda obs: {name: convert(_at(obs, path)) for name, path, convert in paths}
-    return _leaf(space, id=id, device=device)
+    if not isinstance(space, Mapping | spaces.Dict):
+        spec, leaf = _leaf(space, id=id, device=device)
+        return spec, {"": leaf}
+    pairs = {n: _leaf(x, id=f"{id}, observation {n!r}", device=device) for n, x in _flatten(space).items()}
+    if not pairs:
+        raise EnvError(f"env.id={id}: its observation dictionary is empty; wrap the environment to observe something")
+    return {name: spec for name, (spec, _) in pairs.items()}, {name: leaf for name, (_, leaf) in pairs.items()}
+
+
+def reader(leaves: dict[str, Leaf]) -> Callable[[Any], Obs]:
+    """A function from Gymnasium's batch of observations (an array, or nested dictionaries of them) to tensors."""
+    if "" in leaves:
+        return leaves[""]
+    paths = [(name, tuple(name.split("/")), leaf) for name, leaf in leaves.items()]
+    return lambda obs: {name: leaf(_at(obs, path)) for name, path, leaf in paths}
 
 
 def actions(
@@ -84,10 +85,14 @@ def check_seeds(id: str, seeds: list[int], num_envs: int) -> None:
         raise EnvError(f"env.id={id}: seed {wrong[0]} is outside [0, 2**31); simulators keep seeds in 32 bits")
 
 
-def check_batch(id: str, action: Tensor, num_envs: int) -> None:
-    """Raise EnvError unless there is one action for each environment."""
-    if action.shape[0] != num_envs:
-        raise EnvError(f"env.id={id}: actions for {action.shape[0]} environments, it has {num_envs}; give one each")
+def action_shape(spec: ActionSpec, num_envs: int) -> torch.Size:
+    """Of one step's actions: [N, A] or [N]."""
+    return torch.Size([num_envs] if isinstance(spec, Discrete) else [num_envs, spec.size])
+
+
+def wrong_actions(id: str, action: Tensor, shape: torch.Size) -> EnvError:
+    """What to raise for actions of another shape (C++ would read past their end)."""
+    return EnvError(f"env.id={id}: actions of shape {list(action.shape)}; it takes {list(shape)}, environments first")
 
 
 def picture(frame: np.ndarray, size: tuple[int, int]) -> Tensor:

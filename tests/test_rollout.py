@@ -1,0 +1,246 @@
+"""Rollout: row alignment with identifiable numbers, ends of episodes, metrics, seeds, and randomness that is passed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import toys
+
+from embodied_ppo import build, tree
+from embodied_ppo.rollout import TRAINING_SEEDS, WINDOW, Rollout, env_seeds, sampling_key
+from embodied_ppo.types import Mean, Trajectory
+
+
+def rollout(lengths: list[int], clock: list[bool], *, seed: int = 0, group_size: int = 1, one_episode=False, **options):
+    env = toys.ScriptedEnv(lengths, clock, **options)
+    policy = toys.CountingPolicy()
+    return env, Rollout(env, policy, seed=seed, group_size=group_size, one_episode=one_episode)
+
+
+def number(metric: Mean | float) -> float:
+    return metric.value if isinstance(metric, Mean) else metric
+
+
+def column(t: Trajectory, i: int) -> list[tuple[Any, ...]]:
+    """(episode, step, reward, next_value, terminated, truncated, mask) of every row of environment i."""
+    rows = []
+    for r in range(t.reward.shape[0]):
+        _, episode, step = (int(x) for x in t.obs[r, i])  # type: ignore[index]
+        flags = [bool(x[r, i]) for x in (t.terminated, t.truncated, t.mask)]
+        rows.append((episode, step, t.reward[r, i].item(), t.next_value[r, i].item(), *flags))
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------------------- alignment
+def test_rows_of_a_simulator_that_resets_on_the_next_step():
+    env, r = rollout([2, 3], [False, True])
+    t, _ = r.collect(5, update=0, version=7)
+    # environment 0 terminates after 2 steps: the row that ends has the final observation's value, then a dummy
+    assert column(t, 0) == [
+        (0, 0, 1.0, 1.5, False, False, True),
+        (0, 1, 2.0, 2.5, True, False, True),  # V(episode 0, step 2), not used: terminated
+        (0, 2, 0.0, 100.5, False, False, False),  # the dummy: acts on the final observation, resets
+        (1, 0, 11.0, 101.5, False, False, True),
+        (1, 1, 12.0, 102.5, True, False, True),
+    ]
+    # environment 1 is cut by the clock after 3: next_value is V of the FINAL observation (step 3), not of the next episode
+    assert column(t, 1) == [
+        (0, 0, 101.0, 1001.5, False, False, True),
+        (0, 1, 102.0, 1002.5, False, False, True),
+        (0, 2, 103.0, 1003.5, False, True, True),
+        (0, 3, 0.0, 1100.5, False, False, False),
+        (1, 0, 111.0, 1101.5, False, False, True),  # the last row: V of what comes after the rollout
+    ]
+    check_what_was_decided(t, env)
+
+
+def test_rows_of_a_simulator_that_resets_in_the_same_step():
+    env, r = rollout([2, 3], [False, True], same_step=True)
+    t, _ = r.collect(4, update=0, version=7)
+    assert column(t, 0) == [
+        (0, 0, 1.0, 1.5, False, False, True),
+        (0, 1, 2.0, 2.5, True, False, True),  # from final_obs; the next row acts on the next episode already
+        (1, 0, 11.0, 101.5, False, False, True),
+        (1, 1, 12.0, 102.5, True, False, True),
+    ]
+    assert column(t, 1) == [
+        (0, 0, 101.0, 1001.5, False, False, True),
+        (0, 1, 102.0, 1002.5, False, False, True),
+        (0, 2, 103.0, 1003.5, False, True, True),  # V(final), though obs of the next row is (1, 0)
+        (1, 0, 111.0, 1101.5, False, False, True),
+    ]
+    check_what_was_decided(t, env)
+
+
+def check_what_was_decided(t: Trajectory, env: toys.ScriptedEnv) -> None:
+    assert isinstance(t.obs, torch.Tensor)
+    assert torch.equal(t.action, torch.stack(env.actions))  # a_t is what the simulator got at t
+    assert torch.equal(t.log_prob, -t.action.unsqueeze(2))
+    assert torch.equal(t.value, toys.value_of(t.obs))
+    assert torch.equal(t.replay["seen"], t.obs)
+    assert (t.version == 7).all() and t.version.dtype == torch.int64
+    rows, n = t.reward.shape
+    assert all(leaf.shape[:2] == (rows, n) for leaf in tree.leaves(t))
+    assert all(x.dtype == torch.float32 for x in (t.log_prob, t.value, t.next_value, t.reward))
+    assert all(x.dtype == torch.bool for x in (t.terminated, t.truncated, t.mask))
+
+
+def test_rollouts_continue_where_the_last_one_stopped():
+    whole = rollout([3, 4], [False, True])[1].collect(6, update=0, version=0)[0]
+    _, r = rollout([3, 4], [False, True])
+    first, _ = r.collect(4, update=0, version=0)
+    second, _ = r.collect(2, update=1, version=0)
+    assert column(first, 0) + column(second, 0) == column(whole, 0)
+    assert column(first, 1)[:3] + column(second, 1) == column(whole, 1)[:3] + column(whole, 1)[4:]
+    assert torch.equal(torch.cat([first.next_value, second.next_value]), whole.next_value)
+
+
+def test_truncation_bootstraps_the_final_observation_in_a_real_simulator():
+    """EnvPool's InvertedPendulum with a clock of 3 steps: next_value of the cut row is V of the row after it (a dummy),
+    which acts on the final observation."""
+    c = toys.config({"env.id": "InvertedPendulum-v4", "env.max_episode_steps": 3})
+    env = build.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
+    policy = build.make_policy(c, env)
+    t, metrics = Rollout(env, policy, seed=0).collect(10, update=0, version=0)
+    env.close()
+    assert t.truncated.any() and not t.terminated.any()
+    cut = t.truncated[:-1]
+    assert torch.equal(t.next_value[:-1][cut], t.value[1:][cut])
+    assert not t.mask[1:][cut].any() and t.mask.float().mean() == pytest.approx(0.8)  # rows 3 and 7 of 10
+    assert (t.reward[1:][cut] == 0).all()
+    after = t.obs[2:][cut[:-1]]  # the row after the dummy starts anew, near the upright rest
+    assert after.abs().max() <= 0.01 + 1e-6 < t.obs[1:][cut].abs().max()
+    assert number(metrics["rollout/length"]) == 3.0
+
+
+# ------------------------------------------------------------------------------------------------------------- metrics
+def test_episode_metrics():
+    _, r = rollout([2, 3], [False, True])
+    _, metrics = r.collect(1, update=0, version=0)
+    assert metrics == {"rollout/episodes": 0.0}  # nothing finished: no number is made up
+    _, metrics = r.collect(4, update=1, version=0)
+    # environment 0: 1 + 2 and 11 + 12 (episode 1 succeeds); environment 1: 101 + 102 + 103
+    assert number(metrics["rollout/episodes"]) == 3
+    assert number(metrics["rollout/return"]) == pytest.approx((3 + 23 + 306) / 3)
+    assert number(metrics["rollout/length"]) == pytest.approx((2 + 2 + 3) / 3)
+    assert number(metrics["rollout/success"]) == pytest.approx(1 / 3)
+    assert isinstance(metrics["rollout/return"], Mean)
+
+
+def test_metrics_average_the_newest_hundred_episodes():
+    _, r = rollout([1], [False], same_step=True)
+    _, metrics = r.collect(WINDOW + 50, update=0, version=0)
+    assert number(metrics["rollout/episodes"]) == WINDOW + 50
+    # episode e returns 10 e + 1; the newest hundred are 50 .. 149
+    assert number(metrics["rollout/return"]) == pytest.approx(10 * (50 + 149) / 2 + 1)
+
+
+def test_one_episode_of_each_environment():
+    env, r = rollout([2, 3, 9], [False, True, False], same_step=True, one_episode=True)
+    for update in (4, 5):
+        t, metrics = r.collect(6, update=update, version=0)
+        assert t.mask.T.tolist() == [[True] * 2 + [False] * 4, [True] * 3 + [False] * 3, [True] * 6]
+        assert [row[:2] for row in column(t, 0)][:2] == [(0, 0), (0, 1)]  # each collect begins anew
+        assert env.seeds[-1] == env_seeds(0, update, 3)
+        # the episodes that began inside the rollout count nowhere
+        assert number(metrics["rollout/episodes"]) == 2
+        assert number(metrics["rollout/return"]) == pytest.approx((3 + 306) / 2)
+        assert number(metrics["rollout/length"]) == pytest.approx((2 + 3) / 2)
+    _, r = rollout([2, 3], [False, True], one_episode=True)
+    t, _ = r.collect(6, update=0, version=0)
+    assert t.mask.sum(0).tolist() == [2, 3]
+
+
+# --------------------------------------------------------------------------------------------------------------- seeds
+def test_seeds():
+    seeds = env_seeds(3, 0, 8, group_size=4)
+    assert seeds[:4] == [seeds[0]] * 4 and seeds[4:] == [seeds[4]] * 4 and seeds[0] != seeds[4]
+    assert len(set(env_seeds(3, 0, 64))) == 64
+    assert env_seeds(3, 0, 64)[:8] == env_seeds(3, 0, 8)  # an environment's seed does not depend on how many there are
+    assert not set(env_seeds(3, 0, 64)) & set(env_seeds(3, 1, 64)) and not set(env_seeds(3, 0, 64)) & set(
+        env_seeds(4, 0, 64)
+    )
+    assert all(0 <= s < TRAINING_SEEDS for s in env_seeds(3, 0, 64))
+
+
+def test_groups_share_their_start_and_not_their_actions():
+    c = toys.config({"algorithm.group_size": 2, "env.restart_each_rollout": True})
+    env = build.make_env(env_seeds(0, 0, 4, 2), config=c.env, device=torch.device("cpu"))
+    t, _ = Rollout(env, build.make_policy(c, env), seed=0, group_size=2, one_episode=True).collect(
+        3, update=0, version=0
+    )
+    env.close()
+    assert isinstance(t.obs, torch.Tensor)
+    assert torch.equal(t.obs[0, 0], t.obs[0, 1]) and torch.equal(t.obs[0, 2], t.obs[0, 3])
+    assert not torch.equal(t.obs[0, 0], t.obs[0, 2])
+    assert not torch.equal(t.action[0, 0], t.action[0, 1]) and not torch.equal(t.obs[1, 0], t.obs[1, 1])
+
+
+def test_sampling_key_is_the_same_in_every_process():
+    parts = [(0, 0, 0, 0), (1, 2, "shuffle", 3), (7, "env", 0, 5)]
+    code = f"from embodied_ppo.rollout import sampling_key\nfor p in {parts!r}: print(sampling_key(*p))"
+    keys = [sampling_key(*p) for p in parts]
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "12345"}
+    )
+    assert [int(line) for line in out.stdout.split()] == keys
+    assert sampling_key(0, 0, 0, 0) == 2104366155022432497  # and in every version: checkpoints rest on it
+    grid = {sampling_key(s, u, 0, t) for s in range(5) for u in range(20) for t in range(40)}
+    assert len(grid) == 5 * 20 * 40 and all(0 <= k < 2**63 for k in grid)
+
+
+# --------------------------------------------------------------------------------------------------------- determinism
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "InvertedPendulum-v4", "HalfCheetah-v4"])
+def test_the_same_seed_gives_the_same_trajectory(env_id):
+    def collect(seed: int, updates=(0, 1)) -> Trajectory:
+        c = toys.config({"env.id": env_id})
+        env = build.make_env(env_seeds(seed, 0, 4), config=c.env, device=torch.device("cpu"))
+        r = Rollout(env, build.make_policy(c, env), seed=seed)
+        parts = [r.collect(12, update=u, version=u)[0] for u in updates]
+        env.close()
+        return tree.map(lambda *xs: torch.cat(xs), parts[0], *parts[1:])
+
+    first, again, other = collect(0), collect(0), collect(1)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(first), tree.leaves(again), strict=True))
+    assert not torch.equal(first.action, other.action)
+    assert not torch.equal(first.action[:12], first.action[12:])  # another update, another key
+    renamed = collect(0, updates=(3, 4))
+    assert torch.equal(renamed.obs[0], first.obs[0]) and not torch.equal(renamed.action[0], first.action[0])  # type: ignore[index]
+
+
+def test_the_policy_that_acted_is_replayed_exactly():
+    c = toys.config({"env.id": "HalfCheetah-v4", "model.distribution": "squashed_gaussian"})
+    env = build.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
+    policy = build.make_policy(c, env)
+    t, _ = Rollout(env, policy, seed=0).collect(8, update=0, version=0)
+    env.close()
+    out = policy.evaluate(policy.encode(tree.flatten_time(t.obs)), *tree.flatten_time((t.action, t.replay)))
+    torch.testing.assert_close(out.log_prob, t.log_prob.flatten(0, 1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(out.value, t.value.flatten(), rtol=0, atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------------------- state
+@pytest.mark.parametrize("saves", [True, False])
+def test_state(saves):
+    """A simulator that saves itself continues bit for bit; one that cannot begins anew on both paths."""
+    options: dict[str, Any] = {"lengths": [4, 7], "clock": [False, True], "saves": saves}
+    env, r = rollout(**options)
+    r.collect(6, update=0, version=0)
+    state = r.state()
+    assert (state["env"] is None) == (not saves)
+    _, resumed = rollout(**options)
+    resumed.load_state(state)
+    if not saves:
+        for each in (r, resumed):
+            each.restart(1)
+        assert env.seeds[-1] == env_seeds(0, 1, 2)
+    (a, a_metrics), (b, b_metrics) = (each.collect(6, update=1, version=1) for each in (r, resumed))
+    assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+    assert a_metrics == b_metrics
+    # with the state, the episodes under way count whole: 11 + .. + 14 and 101 + .. + 107; without it they were dropped
+    assert number(a_metrics["rollout/episodes"]) == (2 if saves else 1)
+    assert number(a_metrics["rollout/return"]) == pytest.approx((10 + 50 + 728) / 3 if saves else (10 + 10) / 2)

@@ -1,0 +1,543 @@
+"""Strict loading: what is accepted becomes the right value, what is refused says path, value, limit and cure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from embodied_ppo import strict
+from embodied_ppo.config import ALIASES, REFUSED, VALUE_ALIASES, Config, EnvConfig, EvaluateConfig
+from embodied_ppo.types import ConfigError, PlacementError
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} -> {"a": {"b": 1}}."""
+    result: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, leaf = path.split(".")
+        node = result
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return result
+
+
+def get(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def refused(cls: type, flat: dict[str, Any], error: type[ValueError] = ConfigError, source: str = "my.yaml") -> str:
+    """The one line of a refusal."""
+    with pytest.raises(error) as caught:
+        strict.load(cls, nested(flat), source=source)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+# ------------------------------------------------------------------------------------------------------- description
+@pytest.mark.parametrize("cls", [Config, EvaluateConfig])
+def test_every_option_has_a_meaning_a_type_and_a_valid_default(cls: type) -> None:
+    options = strict.describe(cls)
+    for path, option in options.items():
+        assert option.meaning.strip(), f"{path}: write its meaning under the field in config.py"
+        assert option.path == path and option.type
+        assert strict.read(cls, [("", nested({path: option.default}))]).config == cls(), path
+    assert len(options) > 10
+
+
+def test_describe_gives_type_limit_and_default() -> None:
+    gamma = strict.describe(Config)["algorithm.gamma"]
+    assert (gamma.meaning, gamma.type) == ("Discount per primitive step.", "a finite number")
+    assert (gamma.limit, gamma.default) == (">= 0 and <= 1", 0.99)
+    assert strict.describe(Config)["algorithm.micro_batch_size"].allowed == "a whole number >= 1 or null"
+    assert strict.describe(Config)["env.simulator"].allowed == "one of auto, envpool, gymnasium"
+
+
+@pytest.mark.parametrize("cls", [Config, EnvConfig])
+def test_dump_is_plain_and_load_is_its_inverse(cls: type) -> None:
+    plain = strict.dump(cls())
+    assert type(plain) is dict and strict.load(cls, plain) == cls()
+    assert strict.load(cls, {}) == cls()
+
+
+def test_dump_of_a_changed_config_loads_to_the_same() -> None:
+    changed = nested({"model.hidden": [32, 16], "env.kwargs": {"a": {"b": [1]}}, "updates": 3, "algorithm.lr": 1e-3})
+    config = strict.load(Config, changed)
+    assert strict.dump(config)["model"]["hidden"] == [32, 16]
+    assert strict.load(Config, strict.dump(config)) == config
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        strict.load(Config, {}).seed = 1  # type: ignore[misc]
+
+
+# ---------------------------------------------------------------------------------------------------------- accepted
+@pytest.mark.parametrize(
+    ("path", "written", "value"),
+    [
+        ("algorithm.lr", "3e-4", 3e-4),  # YAML 1.1 reads 3e-4 as text
+        ("algorithm.lr", "1E-3", 1e-3),
+        ("algorithm.lr", ".5", 0.5),
+        ("algorithm.gamma", 1, 1.0),
+        ("algorithm.gamma", 0, 0.0),
+        ("algorithm.value_clip", None, None),
+        ("algorithm.value_clip", 1, 1.0),
+        ("algorithm.max_grad_norm", "1", 1.0),
+        ("model.init_log_std", -1, -1.0),
+        ("model.hidden", [256, 128], (256, 128)),
+        ("model.hidden", (8,), (8,)),
+        ("model.hidden", [], ()),
+        ("env.kwargs", {"frame_skip": 4, "deep": {"x": None}}, {"frame_skip": 4, "deep": {"x": None}}),
+        ("env.max_episode_steps", 10, 10),
+        ("resume", "auto", "auto"),
+        ("seed", 0, 0),
+    ],
+)
+def test_value_becomes(path: str, written: object, value: object) -> None:
+    read = get(strict.read(Config, [("", nested({path: written}))]).config, path)
+    assert read == value and type(read) is type(value)
+
+
+def test_loaded_values_share_nothing_with_what_was_written() -> None:
+    kwargs = {"a": [1]}
+    config = strict.load(Config, {"env": {"kwargs": kwargs}})
+    kwargs["a"].append(2)
+    assert config.env.kwargs == {"a": [1]}
+
+
+def test_an_empty_heading_is_no_value() -> None:
+    assert strict.load(Config, {"algorithm": None, "env": {}, "model": {"hidden": [8]}}).model.hidden == (8,)
+
+
+# ----------------------------------------------------------------------------------------------------- refused values
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("algorithm.gamma", 1.5, ["1.5", ">= 0 and <= 1", "algorithm.gamma=0.99"]),
+        ("algorithm.gamma", -0.1, ["-0.1", ">= 0 and <= 1", "0.99"]),
+        ("algorithm.gamma", True, ["true", "number"]),
+        ("algorithm.gamma", "high", ["high", "number"]),
+        ("algorithm.gamma", None, ["null", "number"]),
+        ("algorithm.gamma", math.nan, ["nan", "finite"]),
+        ("algorithm.gamma", {"x": 1}, ["{x: 1}", "number"]),
+        ("algorithm.gamma", [0.9], ["[0.9]", "number"]),
+        ("algorithm.lr", math.inf, ["inf", "finite", "> 0"]),
+        ("algorithm.lr", "inf", ["inf", "finite"]),
+        ("algorithm.lr", 10**400, ["finite"]),
+        ("algorithm.lr", 0, ["= 0", "> 0", "0.0003"]),
+        ("algorithm.lr", "???", ["???", "no value yet", "> 0"]),
+        ("algorithm.adam_beta1", 1.0, ["1.0", "< 1", "0.9"]),
+        ("algorithm.clip_ratio_c", 1.0, ["1.0", "> 1", "null"]),
+        ("algorithm.value_clip", 0, ["= 0", "> 0, or null", "0.2"]),
+        ("model.init_log_std", math.nan, ["nan", "finite"]),
+        ("env.num_envs", 0, ["= 0", ">= 1", "64"]),
+        ("env.num_envs", 64.0, ["64.0", "whole number", "env.num_envs=64"]),
+        ("env.num_envs", 6.5, ["6.5", "whole number"]),
+        ("env.num_envs", "64", ["64", "whole number"]),
+        ("env.num_envs", True, ["true", "whole number"]),
+        ("seed", -1, ["-1", ">= 0"]),
+        ("updates", 0, ["= 0", ">= 1", "null"]),
+        ("env_steps", 1e6, ["1000000.0", "env_steps=1000000"]),
+        ("algorithm.use_kl_loss", 1, ["= 1", "true or false", "algorithm.use_kl_loss=true"]),
+        ("algorithm.use_kl_loss", "yes", ["yes", "true or false", "algorithm.use_kl_loss=true"]),
+        ("algorithm.use_kl_loss", "off", ["off", "algorithm.use_kl_loss=false"]),
+        ("algorithm.adv_type", "geo", ["geo", "gae, grpo", "algorithm.adv_type=gae"]),
+        ("algorithm.adv_type", None, ["null", "gae"]),
+        ("algorithm.lr_schedule", "linea", ["did you mean algorithm.lr_schedule=linear?"]),
+        ("algorithm.reward_norm", "runing", ["batch, group, running, or null", "algorithm.reward_norm=running"]),
+        ("algorithm.kl_loss_type", "k9", ["k9", "k1+", "k3"]),
+        ("model.hidden", 64, ["= 64", "list", "model.hidden=[64]"]),
+        ("model.hidden", [64, 0], ["model.hidden[1] = 0", ">= 1"]),
+        ("model.hidden", "64,64", ["list"]),
+        ("env.kwargs", 3, ["= 3", "section"]),
+        ("env.id", 4, ["= 4", "text", "quote"]),
+        ("name", True, ["true", "text", "quote"]),
+        ("algorithm", 3, ["= 3", "section", "gamma"]),
+        ("algorithm.kl_ctrl", 0.1, ["= 0.1", "section", "kl_coef"]),
+        ("env", [1], ["[1]", "section", "num_envs"]),
+        ("device", "gpu", ["gpu", "cpu, cuda or cuda:N", "device=cpu"]),
+        ("name", "a/b", ["a/b", "without /", "name=custom"]),
+        ("name", "", ["''", "name=custom"]),
+        ("mode", "reasoning", ["reasoning", "not in this version", "mode=embodied"]),
+    ],
+)
+def test_bad_value(path: str, value: object, words: list[str]) -> None:
+    line = refused(Config, {path: value})
+    assert path in line
+    for word in words:
+        assert word in line, line
+
+
+def test_the_line_says_where_the_value_was_set() -> None:
+    assert "(my.yaml)" in refused(Config, {"algorithm.gamma": 2})
+    assert "()" not in refused(Config, {"algorithm.gamma": 2}, source="")
+
+
+@pytest.mark.parametrize("value", ["fused", "colocated", "disaggregated", "hybrid", "cluster", 3])
+def test_placement_other_than_local(value: object) -> None:
+    line = refused(Config, {"placement": value}, PlacementError)
+    for word in ("placement", str(value), "one process", "placement=local"):
+        assert word in line
+
+
+# -------------------------------------------------------------------------------------------------------- unknown keys
+@pytest.mark.parametrize(
+    ("path", "suggestion"),
+    [
+        ("algorithm.gama", "did you mean algorithm.gamma? (a finite number >= 0 and <= 1; default 0.99)"),
+        ("gamma", "gamma belongs to algorithm.gamma"),
+        ("env.gamma", "gamma belongs to algorithm.gamma"),
+        ("algo.gamma", "gamma belongs to algorithm.gamma"),
+        ("algorithm.num_envs", "num_envs belongs to env.num_envs"),
+        ("horizon", "horizon belongs to algorithm.horizon or algorithm.kl_ctrl.horizon"),
+        ("vf_coef", "vf_coef belongs to algorithm.vf_coef (= algorithm.value_loss_coef)"),
+        (
+            "algorithm.lr_shedule",
+            "algorithm.lr_schedule? (one of constant, linear, cosine, adaptive; default constant)",
+        ),
+        ("algorithm.kl_ctrl.kl_cof", "algorithm.kl_ctrl.kl_coef"),
+        ("evn.num_env", "env.num_envs"),
+        ("sed", "did you mean seed?"),
+        ("model.hiden", "did you mean model.hidden?"),
+        ("algorithm.xyz", "algorithm has: horizon, update_epoch"),
+        ("xyz", "the top level has: mode, placement"),
+    ],
+)
+def test_unknown_key(path: str, suggestion: str) -> None:
+    line = refused(Config, {path: 0.5})
+    assert line.startswith(f"{path} = 0.5 (my.yaml): no such option; ")
+    assert suggestion in line, line
+
+
+@pytest.mark.parametrize("path", [p for p in strict.describe(Config) if len(p.rpartition(".")[2]) > 3])
+def test_a_missing_letter_finds_the_option(path: str) -> None:
+    section, dot, leaf = path.rpartition(".")
+    wrong = f"{section}{dot}{leaf[:1]}{leaf[2:]}"
+    line = refused(Config, {wrong: 1})
+    assert f"{path}?" in line or f"(= {path})" in line or f"belongs to {path}" in line, line
+
+
+def test_keys_that_are_no_text() -> None:
+    with pytest.raises(ConfigError, match=r"^3 = 4"):
+        strict.load(Config, {3: 4})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("path", sorted(REFUSED))
+def test_options_with_no_meaning_here_say_why(path: str) -> None:
+    line = refused(Config, {path: 8})
+    assert line == f"{path} = 8 (my.yaml) is refused: {REFUSED[path]}"
+
+
+def test_refused_sections_refuse_what_is_in_them() -> None:
+    assert "algorithm." in refused(Config, {"critic.ppo_epochs": 3})
+    assert "placement=local" in refused(Config, {"cluster.num_nodes": 1})
+
+
+# ------------------------------------------------------------------------------------------------------------ aliases
+OPTIONS_MD = {
+    # every alias of OPTIONS.md -> what it sets; a value that is not the default
+    "algorithm.adv_estimator": ("rloo", ["adv_type"]),
+    "algorithm.lam": (0.5, ["gae_lambda"]),
+    "algorithm.lambd": (0.5, ["gae_lambda"]),
+    "algorithm.whiten_advantages": (False, ["normalize_advantages"]),
+    "algorithm.num_return_sequences_in_group": (4, ["group_size"]),
+    "algorithm.rollout.n": (4, ["group_size"]),
+    "algorithm.clip_ratio": (0.3, ["clip_ratio_low", "clip_ratio_high"]),
+    "algorithm.pg_clip": (0.3, ["clip_ratio_low", "clip_ratio_high"]),
+    "algorithm.cliprange": (0.3, ["clip_ratio_low", "clip_ratio_high"]),
+    "algorithm.entropy_coeff": (0.02, ["entropy_bonus"]),
+    "algorithm.entropy_loss_coef": (0.02, ["entropy_bonus"]),
+    "algorithm.loss_agg_mode": ("seq-mean-token-sum", ["loss_agg_func"]),
+    "algorithm.target_kl": (0.02, ["target_kl_stop"]),
+    "algorithm.add_token_level_kl": (True, ["use_kl_in_reward"]),
+    "algorithm.kl_ctrl.init_kl_coef": (0.02, ["kl_ctrl.kl_coef"]),
+    "algorithm.kl_ctrl.kl_horizon": (500.0, ["kl_ctrl.horizon"]),
+    "algorithm.init_kl_coef": (0.02, ["kl_ctrl.kl_coef"]),
+    "algorithm.kl_horizon": (500.0, ["kl_ctrl.horizon"]),
+    "algorithm.rollout_is": ("token", ["off_policy_correction"]),
+    "algorithm.importance_sampling_fix": ("sequence", ["off_policy_correction"]),
+    "algorithm.value_cliprange": (0.4, ["value_clip"]),
+    "algorithm.cliprange_value": (0.4, ["value_clip"]),
+    "algorithm.vf_coef": (0.4, ["value_loss_coef"]),
+    "algorithm.c1": (0.4, ["value_loss_coef"]),
+    "algorithm.critic_warmup_steps": (3, ["critic_warmup"]),
+    "algorithm.ppo_epochs": (3, ["update_epoch"]),
+    "algorithm.num_ppo_epochs": (3, ["update_epoch"]),
+    "algorithm.ppo_mini_batch_size": (64, ["global_batch_size"]),
+    "algorithm.ppo_micro_batch_size": (64, ["micro_batch_size"]),
+    "algorithm.rollout_micro_batch_size": (64, ["micro_batch_size"]),
+    "algorithm.logprob_forward_micro_batch_size": (64, ["micro_batch_size"]),
+}
+
+
+@pytest.mark.parametrize("alias", OPTIONS_MD)
+def test_alias_of_options_md(alias: str) -> None:
+    value, names = OPTIONS_MD[alias]
+    loaded = strict.read(Config, [("file", nested({alias: value}))])
+    paths = [f"algorithm.{name}" for name in names]
+    assert [get(loaded.config, p) for p in paths] == [value] * len(paths)
+    assert loaded.aliases == ((alias, ", ".join(paths)),)
+    assert loaded.origin == dict.fromkeys(paths, "file")
+    # the same value twice is no contradiction, another one is
+    strict.read(Config, [("file", nested({alias: value, paths[0]: value}))])
+    other = strict.describe(Config)[paths[0]].default
+    with pytest.raises(ConfigError) as caught:
+        strict.read(Config, [("file", nested({alias: value, paths[0]: other}))])
+    for word in (alias, paths[0], strict.show(value), strict.show(other), "(file)", "keep one"):
+        assert word in str(caught.value)
+
+
+def test_every_alias_names_options_that_exist() -> None:
+    known = {alias: targets for alias, targets in strict.alias_paths(Config).items() if alias != strict.DUAL_CLIP}
+    written = {f"{section}.{alias}".lstrip(".") for section, table in ALIASES.items() for alias in table}
+    assert written == set(known)
+    assert all(target in strict.describe(Config) for targets in known.values() for target in targets)
+    assert not set(known) & set(strict.describe(Config))
+
+
+@pytest.mark.parametrize(("path", "word"), [(p, w) for p, words in VALUE_ALIASES.items() for w in words])
+def test_alias_of_a_value(path: str, word: str) -> None:
+    loaded = strict.read(Config, [("", nested({path: word}))])
+    assert get(loaded.config, path) == VALUE_ALIASES[path][word]
+    assert loaded.aliases == ((f"{path}={word}", f"{path}={VALUE_ALIASES[path][word]}"),)
+
+
+def test_dual_clip_switch_is_one_plus_two_clip_ratios() -> None:
+    def c(**algorithm: Any) -> float | None:
+        return strict.load(Config, {"algorithm": algorithm}).algorithm.clip_ratio_c
+
+    assert c(dual_clip_loss=True) == pytest.approx(1.4)  # 1 + 2 x 0.2
+    assert c(dual_clip_loss=True, clip_ratio_high=0.3) == pytest.approx(1.6)
+    assert c(dual_clip_loss=True, clip_ratio=0.1) == pytest.approx(1.2)
+    assert c(dual_clip_loss=False) is None
+    assert (
+        strict.read(
+            Config, [("file", {"algorithm": {"clip_ratio_c": 3.0}}), ("flag", {"algorithm": {"dual_clip_loss": False}})]
+        ).config.algorithm.clip_ratio_c
+        is None
+    )
+    assert "true or false" in refused(Config, {"algorithm.dual_clip_loss": 3})
+    assert "keep one" in refused(Config, {"algorithm.dual_clip_loss": True, "algorithm.clip_ratio_c": 3.0})
+    assert "number" in refused(Config, {"algorithm.clip_ratio_c": True})
+
+
+# ------------------------------------------------------------------------------------------------------------- layers
+def test_later_layers_win_whatever_name_they_use() -> None:
+    low = {"algorithm": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "vf_coef": 0.5}, "env": {"kwargs": {"a": 1}}}
+    high = {"algorithm": {"clip_ratio": 0.3}, "env": {"kwargs": {"b": 2}}}
+    loaded = strict.read(Config, [("low", low), ("high", high)])
+    a = loaded.config.algorithm
+    assert (a.clip_ratio_low, a.clip_ratio_high, a.value_loss_coef) == (0.3, 0.3, 0.5)
+    assert loaded.config.env.kwargs == {"a": 1, "b": 2}
+    assert loaded.origin["algorithm.clip_ratio_low"] == "high"
+    assert loaded.origin["algorithm.value_loss_coef"] == "low"
+    # an alias below, one of its names above
+    a = strict.read(Config, [("high", high), ("flag", {"algorithm": {"clip_ratio_high": 0.28}})]).config.algorithm
+    assert (a.clip_ratio_low, a.clip_ratio_high) == (0.3, 0.28)
+
+
+def test_deliberate_is_what_differs_or_was_said_by_flag() -> None:
+    loaded = strict.read(Config, [("file", {"seed": 0, "updates": 3}), ("flag", {"save_every": 50})])
+    assert loaded.deliberate() == {"updates"}
+    assert loaded.deliberate({"flag"}) == {"updates", "save_every"}
+
+
+# ---------------------------------------------------------------------------------------------------- options compared
+GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("flat", "line"),
+    [
+        (
+            {"algorithm.global_batch_size": 300},
+            "algorithm.horizon x env.num_envs = 32 x 64 = 2048 is not a multiple of algorithm.global_batch_size = 300; "
+            "nearest: 256, 512",
+        ),
+        (
+            {"algorithm.global_batch_size": 4096},
+            "32 x 64 = 2048 is not a multiple of algorithm.global_batch_size = 4096; nearest: 2048",
+        ),
+        (
+            {"algorithm.minibatch_unit": "column", "algorithm.global_batch_size": 100},
+            "algorithm.global_batch_size = 100 is not a multiple of algorithm.horizon = 32 (algorithm.minibatch_unit = "
+            "column); nearest: 64, 128",
+        ),
+        (
+            {"algorithm.minibatch_unit": "column", "algorithm.global_batch_size": 96},
+            "algorithm.horizon x env.num_envs = 32 x 64 = 2048 is not a multiple of algorithm.global_batch_size = 96; "
+            "nearest: 64, 128",
+        ),
+        (
+            {"algorithm.micro_batch_size": 512},
+            "algorithm.micro_batch_size = 512 must be <= algorithm.global_batch_size = 256; write "
+            "algorithm.micro_batch_size=256",
+        ),
+        (
+            {"algorithm.minibatch_unit": "column", "algorithm.micro_batch_size": 40},
+            "algorithm.micro_batch_size = 40 is not a multiple of algorithm.horizon = 32 (algorithm.minibatch_unit = "
+            "column); nearest: 32, 64",
+        ),
+        (
+            {"algorithm.group_size": 5},
+            "env.num_envs = 64 is not a multiple of algorithm.group_size = 5; nearest: 4, 8",
+        ),
+        ({"algorithm.adv_type": "grpo"}, "adv_type = grpo .. algorithm.group_size = 1; .. algorithm.group_size=4"),
+        ({"algorithm.adv_type": "rloo"}, "adv_type = rloo .. algorithm.group_size = 1; .. algorithm.group_size=4"),
+        ({"algorithm.adv_type": "reinforce_plus_plus_baseline"}, "group_size = 1; .. algorithm.group_size=4"),
+        ({"algorithm.reward_norm": "group"}, "reward_norm = group .. algorithm.group_size = 1; "),
+        (
+            {"algorithm.adv_type": "grpo", "algorithm.group_size": 4},
+            "env.restart_each_rollout = false; write env.restart_each_rollout=true",
+        ),
+        (
+            {"algorithm.loss_agg_func": "seq-mean-token-sum"},
+            "loss_agg_func = seq-mean-token-sum .. minibatch_unit = step .. algorithm.minibatch_unit=column",
+        ),
+        (
+            {"algorithm.use_kl_loss": True, "algorithm.kl_loss_type": "k1"},
+            "kl_loss_type = k1 .. algorithm.kl_loss_type=k2, k3 or k1+",
+        ),
+        ({"algorithm.loss_type": "actor"}, "loss_type = actor .. algorithm.loss_type=actor_critic"),
+        ({"algorithm.clip_ratio_low": 1.0}, "clip_ratio_low = 1 must be < 1 .. algorithm.clip_ratio_low=0.2"),
+        (
+            {"algorithm.reward_norm": "batch", "algorithm.reward_shift": True, "algorithm.reward_scale": True},
+            "reward_shift = true .. reward_scale = true .. leave both false",
+        ),
+        (
+            {"algorithm.reward_norm": "running", "algorithm.reward_shift": True},
+            "reward_shift = true .. reward_norm = running .. algorithm.reward_norm=batch",
+        ),
+        (
+            {"algorithm.logprob_type": "chunk_level", "algorithm.reward_type": "action_level"},
+            "reward_type = action_level is finer than algorithm.logprob_type = chunk_level;  .. =chunk_level",
+        ),
+        (
+            {"algorithm.entropy_type": "chunk_level", "algorithm.reward_type": "action_level"},
+            "reward_type = action_level is finer than algorithm.entropy_type = chunk_level",
+        ),
+        ({"model.min_log_std": 3.0}, "model.min_log_std = 3 must be < model.max_log_std = 2"),
+        ({"model.init_log_std": 3.0}, "model.init_log_std = 3 .. model.max_log_std = 2"),
+        ({"model.init_log_std": -6.0}, "model.init_log_std = -6 must be >= model.min_log_std = -5"),
+        ({"env_steps": None}, "updates = null and env_steps = null: .. updates=100"),
+        (
+            {
+                "algorithm.use_kl_in_reward": True,
+                "algorithm.kl_ctrl.type": "adaptive",
+                "algorithm.kl_ctrl.horizon": 10,
+            },
+            "kl_ctrl.horizon = 10 must be > 0.2 x env.num_envs = 12.8, .. algorithm.kl_ctrl.horizon=640",
+        ),
+    ],
+)
+def test_options_that_exclude_each_other(flat: dict[str, Any], line: str) -> None:
+    said = refused(Config, flat)
+    for part in line.split(" .. "):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    "flat",
+    [
+        {"algorithm.minibatch_unit": "column", "algorithm.global_batch_size": 64, "algorithm.micro_batch_size": 32},
+        {"algorithm.micro_batch_size": 100},
+        {"algorithm.adv_type": "grpo", **GROUPS},
+        {"algorithm.reward_norm": "group", **GROUPS},
+        {"algorithm.loss_agg_func": "seq-mean-token-mean", "algorithm.minibatch_unit": "column"},
+        {"algorithm.use_kl_loss": True, "algorithm.kl_loss_type": "k1+"},
+        {"algorithm.entropy_target": -3.0},
+        {"algorithm.reward_norm": "batch", "algorithm.reward_shift": True},
+        {"algorithm.logprob_type": "token_level", "algorithm.reward_type": "action_level"},
+        {"env_steps": None, "updates": 1},
+        {"updates": 3, "env_steps": 5000},  # updates wins
+        {"device": "cuda:3"},
+    ],
+)
+def test_options_that_agree(flat: dict[str, Any]) -> None:
+    strict.load(Config, nested(flat))
+
+
+UNREAD = {
+    # option and a value -> what makes it read
+    ("algorithm.desired_kl", 0.02): {"algorithm.lr_schedule": "adaptive"},
+    ("algorithm.lr_end", 0.1): {"algorithm.lr_schedule": "cosine"},
+    ("algorithm.reward_shift", True): {"algorithm.reward_norm": "batch"},
+    ("algorithm.reward_scale", True): {"algorithm.reward_norm": "batch"},
+    ("algorithm.kl_loss_coef", 0.1): {"algorithm.use_kl_loss": True},
+    ("algorithm.kl_loss_type", "k2"): {"algorithm.use_kl_loss": True},
+    ("algorithm.kl_penalty", "k2"): {"algorithm.use_kl_in_reward": True},
+    ("algorithm.kl_ctrl.type", "adaptive"): {"algorithm.use_kl_in_reward": True},
+    ("algorithm.kl_ctrl.kl_coef", 0.1): {"algorithm.use_kl_in_reward": True},
+    ("algorithm.kl_ctrl.horizon", 500): {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
+    ("algorithm.kl_ctrl.target_kl", 0.2): {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
+    ("algorithm.off_policy_cap", 3.0): {"algorithm.off_policy_correction": "token"},
+    ("algorithm.gae_lambda", 0.9): None,  # read by default
+    ("model.hidden_gain", 2.0): None,
+    ("model.policy_gain", 2.0): None,
+    ("model.value_gain", 2.0): None,
+    ("model.obs_clip", 5.0): None,
+    ("model.state_dependent_std", True): None,
+    ("model.init_log_std", -1.0): None,
+    ("model.min_log_std", -4.0): None,
+    ("model.max_log_std", 1.0): None,
+    ("evaluation.video_steps", 10): {"evaluation.video_episodes": 1},
+    ("evaluation.video_size", 64): {"evaluation.video_episodes": 1},
+}
+NOT_READ = {
+    "algorithm.gae_lambda": {"algorithm.adv_type": "reinforce_plus_plus"},
+    "model.hidden_gain": {"model.orthogonal_init": False},
+    "model.policy_gain": {"model.orthogonal_init": False},
+    "model.value_gain": {"model.orthogonal_init": False},
+    "model.obs_clip": {"model.normalize_obs": False},
+    "model.state_dependent_std": {"model.distribution": "categorical"},
+    "model.init_log_std": {"model.distribution": "categorical"},
+    "model.min_log_std": {"model.distribution": "categorical"},
+    "model.max_log_std": {"model.distribution": "categorical"},
+}
+
+
+@pytest.mark.parametrize(("path", "value"), UNREAD)
+def test_an_option_that_is_set_and_not_read(path: str, value: Any) -> None:
+    line = refused(Config, {path: value, **NOT_READ.get(path, {})})
+    for word in (path, strict.show(value), "set but not read", "it needs", "leave it out"):
+        assert word in line
+    strict.load(Config, nested({path: value, **(UNREAD[path, value] or {})}))
+
+
+def test_the_table_of_unread_options_is_tested_whole() -> None:
+    assert {path for paths in strict.UNREAD for path in paths.split(",")} == {path for path, _ in UNREAD}
+    assert all(path in strict.describe(Config) for path, _ in UNREAD)
+
+
+def test_check_flags_defaults_only_where_they_were_said() -> None:
+    strict.check(Config())
+    with pytest.raises(ConfigError, match=r"desired_kl = 0\.01 is set but not read"):
+        strict.check(Config(), explicit={"algorithm.desired_kl"})
+    strict.check(Config(), explicit={"algorithm.reward_shift"})  # false: said to be off, and it is
+
+
+# ----------------------------------------------------------------------------------------------------------- evaluate
+def test_evaluate_needs_a_checkpoint() -> None:
+    assert "checkpoint=runs/" in refused(EvaluateConfig, {})
+    assert strict.load(EvaluateConfig, {"checkpoint": "runs/x"}).episodes == 100
+
+
+def test_changes_to_the_environment_are_typed_and_named_like_training() -> None:
+    config = strict.load(EvaluateConfig, nested({"checkpoint": "x", "env.env_id": "A-v1", "env.max_episode_steps": 5}))
+    assert config.env == {"id": "A-v1", "max_episode_steps": 5}
+    assert "env.max_episode_steps = 0" in refused(EvaluateConfig, {"checkpoint": "x", "env.max_episode_steps": 0})
+    assert "env.max_episode_steps" in refused(EvaluateConfig, {"checkpoint": "x", "env.max_episode_step": 5})
+    assert "set num_envs" in refused(EvaluateConfig, {"checkpoint": "x", "env.num_envs": 4})
+    assert "belongs to env.id" not in refused(EvaluateConfig, {"checkpoint": "x", "episods": 4})
+
+
+def test_film_options_without_a_film() -> None:
+    line = refused(EvaluateConfig, {"checkpoint": "x", "video": False, "video_size": 64})
+    assert "video_size = 64 is set but not read; it needs video=true" in line
