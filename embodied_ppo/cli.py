@@ -257,7 +257,8 @@ def _stored(resume: str) -> tuple[str, dict[str, Any]]:
         raise CheckpointError(f"resume = {resume}: {file} is damaged ({one_line(e)}); name another checkpoint") from e
     if not isinstance(content, dict):
         raise CheckpointError(f"resume = {resume}: {file} is damaged (no options in it); name another checkpoint")
-    return str(file), {**content, "resume": None}
+    # where the run lay when it was written is not where it lies now; resume says that
+    return str(file), {k: v for k, v in content.items() if k not in ("resume", "run_dir")}
 
 
 # -------------------------------------------------------------------------------------------------------------- hydra
@@ -477,12 +478,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(f"no command; commands: {', '.join(COMMANDS)}; see {PROGRAM} --help")
         args = _parse_arguments(argv)
         COMMANDS[argv[0]][0](args)
+        sys.stdout.flush()
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else 0 if e.code is None else FAILED
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as e:
+        if isinstance(e, BrokenPipeError) and argv[0] in ("config", "experiments"):  # .. | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         return _report(e)
     return 0
 

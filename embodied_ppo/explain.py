@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,8 +37,16 @@ def shipped() -> Path:
 
 
 def as_json(value: Any) -> str:
-    """One line."""
-    return json.dumps(value, default=str)
+    """One line of strict JSON: numbers it has no word for (nan, inf) are null."""
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, Mapping):
+            return {str(k): plain(v) for k, v in node.items()}
+        if isinstance(node, (list, tuple)):
+            return [plain(v) for v in node]
+        return None if isinstance(node, float) and not math.isfinite(node) else node
+
+    return json.dumps(plain(value), default=str, allow_nan=False)
 
 
 def table(rows: Sequence[Sequence[str]], *, title: str = "") -> None:
@@ -132,4 +141,4 @@ def print_config(rows: Mapping[str, Mapping[str, Any]]) -> None:
 def print_summary(summary: Mapping[str, Any]) -> None:
     """Numbers and words of a summary, one per line; nested entries stay in the files."""
     flat = {k: v for k, v in summary.items() if not isinstance(v, (Mapping, list, tuple))}
-    table([[k, f"{v:.6g}" if isinstance(v, float) else str(v)] for k, v in flat.items()])
+    table([[k, f"{v:.6g}" if isinstance(v, float) else "-" if v is None else str(v)] for k, v in flat.items()])

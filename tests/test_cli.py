@@ -220,7 +220,7 @@ def test_refusals_of_a_real_process() -> None:
         done = subprocess.run(command(*line.split()), capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and part in done.stderr
-        assert cpu_of_children() - before < 2, "seconds of processor time"
+        assert cpu_of_children() - before < 3, "seconds of processor time; importing torch is 1.4 of them"
     assert written() == []
 
 
@@ -340,6 +340,19 @@ def test_config_of_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+def test_output_that_nobody_reads_to_the_end_is_no_failure() -> None:
+    done = subprocess.run(["bash", "-c", f"{' '.join(command('config', '--json'))} | true; exit ${{PIPESTATUS[0]}}"],
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_json_is_strict() -> None:
+    assert (
+        explain.as_json({"a": [float("nan"), 1.5], "b": (float("inf"), Path("x"))})
+        == '{"a": [null, 1.5], "b": [null, "x"]}'
+    )
+
+
 # --------------------------------------------------------------------------------------------------------- experiments
 def test_experiments_lists_what_ships_and_what_is_mine(capsys: pytest.CaptureFixture[str], mine: Path) -> None:
     assert cli.main(["experiments"]) == 0
@@ -389,7 +402,7 @@ def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
         rows = config(capsys, f"resume={resume}", "seed=0", "updates=2")
         assert values(rows, "env.num_envs", "algorithm.value_loss_coef", "updates", "resume") == [4, 0.7, 2, resume]
         assert rows["env.num_envs"]["source"] == f"{resume}/config.yaml"
-        assert rows["updates"]["source"] == "command line"
+        assert rows["updates"]["source"] == "command line" and rows["run_dir"]["value"] is None
     assert config(capsys, "resume=run", "experiment=hopper")["env.id"]["value"] == "Hopper-v4"
     assert cli.main(["train", "--quiet", "resume=run", "updates=2"]) == 0
     out = capsys.readouterr()

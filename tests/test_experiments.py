@@ -14,7 +14,6 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 EXPERIMENTS = sorted(p.stem for p in (CONFIGS / "experiment").glob("*.yaml"))
 SMALL = [
     "env.num_envs=2",
-    "env.num_threads=1",
     "env.max_episode_steps=5",
     "algorithm.horizon=4",
     "algorithm.global_batch_size=8",

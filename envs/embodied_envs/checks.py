@@ -385,6 +385,11 @@ def _check_aliases(env: VectorEnv, handed_out: Any, copied: Any, step: Step, t: 
 # ------------------------------------------------------------------------------------------------ reset, state, close
 def _check_reset(env: VectorEnv, actions: list[Tensor]) -> None:
     """``reset`` in the middle of episodes begins new ones: no row is masked, and the clocks start at 0."""
+    env.reset()
+    for action in actions:  # Up to where an adapter that forgets to clear its flags would have some set.
+        step = env.step(action)
+        if bool((step.terminated | step.truncated).any()):
+            break
     obs = env.reset()
     _check_obs(env, obs, "a second reset()")
     limit = env.max_episode_steps

@@ -170,7 +170,10 @@ class GymnasiumEnv:
         if self._render_size is None:
             raise EnvError(f"env.id={self.id}: made without pictures; make it with render=True")
         env: Any = self._env.unwrapped
-        frame = env.envs[0].render() if isinstance(env, gymnasium.vector.SyncVectorEnv) else env.render()
+        try:
+            frame = env.envs[0].render() if isinstance(env, gymnasium.vector.SyncVectorEnv) else env.render()
+        except (gymnasium.error.Error, ImportError) as error:
+            raise EnvError(f"env.id={self.id}: no picture of it: {error}") from error
         if isinstance(frame, tuple | list):
             frame = frame[0]
         if frame is None:
@@ -221,7 +224,7 @@ class GymnasiumEnv:
         try:
             with _without_settotalmass() if self._of_mujoco else contextlib.nullcontext():
                 env = gymnasium.make_vec(self._name, num_envs=self.num_envs, **self._arguments)
-        except (gymnasium.error.Error, TypeError, ValueError, AssertionError, ImportError, AttributeError) as error:
+        except Exception as error:  # Whatever a constructor of the user's own may raise.
             raise EnvError(
                 f"env.id={self.id}: Gymnasium cannot make it with {self._arguments}: {type(error).__name__}: {error}"
             ) from error
