@@ -1,4 +1,4 @@
-"""The composition root: Config -> running system; the only place that chooses classes, and the only reader of ``mode``."""
+"""The composition root: Config -> running system; the only place that chooses classes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ import torch
 import yaml
 
 from embodied_ppo import __version__, checkpoint, loop, report, strict
-from embodied_ppo.config import Config, EnvConfig, EvaluateConfig
 from embodied_ppo import evaluate as evaluation
+from embodied_ppo.config import Config, EnvConfig, EvaluateConfig
 from embodied_ppo.evaluate import EvaluationResult
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.log import Log, Timer, numbers, peak_rss_mb
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.placement.local import LocalSystem
 from embodied_ppo.rollout import Rollout, env_seeds, sampling_key
-from embodied_ppo.types import CheckpointError, ConfigError, EnvError, Policy, VectorEnv
+from embodied_ppo.types import CheckpointError, ConfigError, Policy, VectorEnv
 
 PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "envpool", "hydra-core", "tensorboard")
 # Options that may differ between a run and its continuation without a word; every other difference is told.
@@ -199,7 +199,8 @@ def _check_resume(config: Config, source: checkpoint.Checkpoint, updates: int, s
         say(f"resume: {path} was {old.get(path)}, is {now}")
     if source.update > updates:
         raise ConfigError(
-            f"updates={updates}: the checkpoint {source.path} has done {source.update}; ask for more, or resume an earlier one"
+            f"updates={updates}: the checkpoint {source.path} has done {source.update}; "
+            "ask for more, or resume an earlier one"
         )
 
 
@@ -288,7 +289,12 @@ def _train(
         system = LocalSystem(
             policy=policy,
             rollout=Rollout(
-                env, policy, seed=config.seed, group_size=a.group_size, one_episode=config.env.restart_each_rollout
+                env,
+                policy,
+                seed=config.seed,
+                group_size=a.group_size,
+                one_episode=config.env.restart_each_rollout,
+                restart_every=config.env.restart_every,
             ),
             learner=JointLearner(
                 policy, a, num_envs=env.num_envs, updates=updates, seed=config.seed, dump_dir=run_dir, notice=notice
@@ -301,7 +307,7 @@ def _train(
             info={"versions": versions(), "config_hash": config_hash(config), "env_id": config.env.id},
         )
         if source is not None:
-            system.load(source)
+            system.load(source, notice)
         if fresh is not None:
             fresh.enter_context(_locked(run_dir))
         (run_dir / "config.yaml").write_text(text)

@@ -64,7 +64,7 @@ def save(
 ) -> Path:
     """Write ``folder/step_<update>`` and point ``latest`` at it; delete all but ``keep_last`` and the best.
 
-    ``info`` joins the manifest (env_steps, versions, seeds ..). ``score`` is an evaluation's; the highest so far is ``best``.
+    ``info`` joins the manifest (env_steps, versions, seeds ..). ``score`` is an evaluation's; the highest is ``best``.
     Raises CheckpointError if the disk refuses; nothing older is touched then.
     """
     final = folder / f"step_{update:06d}"
@@ -167,7 +167,7 @@ def find(path: str | Path) -> Path:
         raise CheckpointError(
             f"checkpoint={path}: holds no checkpoint (checkpoints/step_*); train with save_every > 0 first"
         )
-    return steps[-1]
+    return steps[-1].resolve()
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -197,7 +197,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         data = file.read_bytes()
         if len(data) != expected["bytes"]:
             raise CheckpointError(
-                f"{file}: has {len(data)} bytes, its manifest says {expected['bytes']}; it was cut short, use another checkpoint"
+                f"{file}: has {len(data)} bytes, its manifest says {expected['bytes']}; it was cut short, "
+                "use another checkpoint"
             )
         if hashlib.sha256(data).hexdigest() != expected["sha256"]:
             raise CheckpointError(f"{file}: its contents do not match the manifest's sha256; use another checkpoint")
@@ -205,7 +206,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def newest_valid(run_dir: Path, notice: Any = lambda text: None) -> Checkpoint | None:
-    """The newest checkpoint of a run that verifies; ``notice`` hears of those that do not. None if there is none at all.
+    """The newest checkpoint of a run that verifies; ``notice`` hears of those that do not. None if none is there.
 
     Raises CheckpointError if there are checkpoints and none verifies.
     """
@@ -229,7 +230,8 @@ def _load(path: Path) -> dict[str, Any]:
         value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path}: holds objects other than tensors and plain values, which are never executed; use a checkpoint written by embodied-ppo"
+            f"{path}: holds objects other than tensors and plain values, which are never executed; "
+            "use a checkpoint written by embodied-ppo"
         ) from error
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
         raise CheckpointError(
@@ -241,7 +243,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: str | Path) -> None:
-    """``module.load_state_dict`` with one line that names the first tensor that does not fit. Raises CheckpointError."""
+    """``module.load_state_dict`` that names the first tensor that does not fit, in one line: CheckpointError."""
     own = module.state_dict()
     for name, tensor in own.items():
         if name not in weights:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_ppo import __version__, explain
+from embodied_ppo.errors import CheckpointError, ConfigError, EnvError, PlacementError, TrainingError
 from embodied_ppo.explain import UsageError, choose, one_line
 
 if TYPE_CHECKING:  # hydra and torch are imported inside the commands: --help answers at once
@@ -117,7 +118,6 @@ def _prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = Tr
     """Compose, type and check. Raises ConfigError, PlacementError or CheckpointError."""
     from embodied_ppo import strict
     from embodied_ppo.config import Config, EvaluateConfig
-    from embodied_ppo.types import ConfigError
 
     cls = EvaluateConfig if args.command == "evaluate" else Config
     loaded = strict.read(cls, _layers(args, lines, strict.dump(cls())))
@@ -142,8 +142,6 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
-
-    from embodied_ppo.types import ConfigError
 
     loader, name = _loader(args)
     overrides = _parse(lines, loader)
@@ -221,8 +219,6 @@ def _delete(overrides: Sequence[Override], loader: ConfigLoaderImpl, layers: Seq
     """``~option``: as if no file had set it."""
     from omegaconf import OmegaConf
 
-    from embodied_ppo.types import ConfigError
-
     for o in overrides:
         if not o.is_delete() or loader.repository.group_exists(o.key_or_group):
             continue
@@ -238,8 +234,6 @@ def _delete(overrides: Sequence[Override], loader: ConfigLoaderImpl, layers: Seq
 def _stored(resume: str) -> tuple[str, dict[str, Any]]:
     """config.yaml of the run that ``resume`` (a run or a checkpoint of it) names."""
     import yaml
-
-    from embodied_ppo.types import CheckpointError
 
     folder = Path(resume)
     if not folder.is_dir():
@@ -310,8 +304,6 @@ def _loader(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
 
 def _parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
     """Overrides of one run; refuses what a sweep would need, and options of groups that do not exist."""
-    from embodied_ppo.types import ConfigError, PlacementError
-
     overrides = []
     for line in lines:
         override = _parse_line(line, loader)
@@ -335,8 +327,6 @@ def _parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
 def _parse_line(line: str, loader: ConfigLoaderImpl) -> Override:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
-
-    from embodied_ppo.types import ConfigError
 
     key, equals, value = line.partition("=")
     if not equals and not line.startswith("~"):
@@ -375,8 +365,6 @@ def _multirun(args: argparse.Namespace) -> None:
     from hydra.types import RunMode
     from omegaconf.errors import OmegaConfBaseException
 
-    from embodied_ppo.types import ConfigError
-
     loader, name = _loader(args)
     lines = ["hydra/job_logging=none", "hydra/hydra_logging=none", *args.overrides]
     GlobalHydra.instance().clear()
@@ -403,8 +391,6 @@ def _plain(node: Any) -> Any:
 
 
 def _check_jobs(jobs: Sequence[Sequence[str]], args: argparse.Namespace) -> None:
-    from embodied_ppo.types import ConfigError
-
     folders: dict[str, int] = {}
     for i, job in enumerate(jobs):
         try:
@@ -477,6 +463,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not argv:
             raise UsageError(f"no command; commands: {', '.join(COMMANDS)}; see {PROGRAM} --help")
         args = _parse_arguments(argv)
+        sys.path.append(os.getcwd())  # where env.id=my_module:MyTask-v0 looks
         COMMANDS[argv[0]][0](args)
         sys.stdout.flush()
     except SystemExit as e:
@@ -494,13 +481,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(error: Exception) -> int:
     """Print the last line, return the exit code."""
-    words = sys.modules.get("embodied_ppo.types")  # nothing of it was raised where it was not imported
-    refusals = ("ConfigError", "PlacementError", "CheckpointError", "EnvError") if words else ()
-    refused = (UsageError, *(getattr(words, name) for name in refusals))
-    if isinstance(error, refused):
+    if isinstance(error, (UsageError, ConfigError, PlacementError, CheckpointError, EnvError)):
         print(f"error: {one_line(error)}", file=sys.stderr)
         return REFUSED
-    if words is None or not isinstance(error, words.TrainingError):
+    if not isinstance(error, TrainingError):
         traceback.print_exception(error)
         error = RuntimeError(f"{type(error).__name__}: {error}")
     print(f"error: {one_line(error)}", file=sys.stderr)

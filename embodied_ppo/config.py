@@ -52,11 +52,14 @@ class EnvConfig:
     max_episode_steps: Count | None = None
     """Clock limit of an episode in primitive steps; null: the task's own."""
     action_mapping: Literal["rescale", "clip", "none"] = "rescale"
-    """Continuous actions: rescale clamps to [-1, 1] and maps to the bounds, clip clamps to the bounds, none passes on."""
+    """Continuous actions: rescale clamps to [-1, 1] and maps to the bounds, clip clamps to them, none passes on."""
     success_key: str | None = None
     """Entry of the simulator's info that says success; null: `success` or `is_success` where present."""
     restart_each_rollout: bool = False
-    """Begin every rollout with new episodes and use only the first of each environment (for group-relative advantages)."""
+    """Begin every rollout with new episodes, use only the first of each environment (for group advantages)."""
+    restart_every: Natural = 16384
+    """Steps of each environment after which all episodes begin anew; 0: never. It bounds what a checkpoint holds and a
+    resumed run repeats: a simulator that cannot save itself is resumed by replaying its actions since then."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the simulator's own constructor."""
 
@@ -278,7 +281,7 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
-# alias -> canonical names, each relative to the section named first. An alias is accepted wherever its canonical name is.
+# section -> alias -> canonical names. An alias is accepted wherever its canonical name is.
 ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
     "": {},
     "env": {"num_workers": ("num_threads",), "env_id": ("id",)},
@@ -333,9 +336,9 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
 # Options that are peers' and have no meaning here, or not yet: path -> reason and cure.
 REFUSED: dict[str, str] = {
     "cluster": "component placement is not in this version; write placement=local",
-    "critic": "a separate critic belongs to mode=reasoning; here algorithm.* counts for both (algorithm.value_lr apart)",
-    "algorithm.rollout_batch_size": "counts prompts (mode=reasoning); a rollout here is algorithm.horizon x env.num_envs",
-    "algorithm.train_batch_size": "counts prompts (mode=reasoning); a rollout here is algorithm.horizon x env.num_envs",
+    "critic": "a separate critic belongs to mode=reasoning; here algorithm.* is for both (but value_lr)",
+    "algorithm.rollout_batch_size": "counts prompts (mode=reasoning); here it is algorithm.horizon x env.num_envs",
+    "algorithm.train_batch_size": "counts prompts (mode=reasoning); here it is algorithm.horizon x env.num_envs",
     "algorithm.prompt_length": "belongs to mode=reasoning, which this version does not train",
     "algorithm.response_length": "belongs to mode=reasoning, which this version does not train",
     "algorithm.micro_batch_tokens": "belongs to mode=reasoning; use algorithm.micro_batch_size",

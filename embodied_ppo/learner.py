@@ -64,7 +64,7 @@ class JointLearner:
             fused=True,
         )
         self.adaptive_factor = 1.0
-        self.returns = advantages.ReturnScaler(num_envs)
+        self.returns = advantages.ReturnScaler(num_envs).to(self.critic[0].device)
         self.kl = kl.controller(**vars(config.kl_ctrl))
         self.entropy = losses.EntropyController(config.entropy_bonus, config.entropy_target)
         self.reference = None
@@ -305,7 +305,8 @@ class JointLearner:
         """The policy's view of the micro-batch; columns are flattened for the model and folded back."""
         if self.config.minibatch_unit == "step":
             return self.policy.evaluate(b.inputs, b.action, b.replay)
-        out = self.policy.evaluate(*(tree.flatten_time(x) for x in (b.inputs, b.action, b.replay)))
+        flat = tree.flatten_time
+        out = self.policy.evaluate(flat(b.inputs), flat(b.action), flat(b.replay))
         return tree.map(lambda x: x.unflatten(0, b.mask.shape), out)
 
     def _dump(self, part: Batch, stats: dict[str, Any], norm: Tensor, where: str) -> str:
@@ -402,4 +403,6 @@ class JointLearner:
 
 def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     grads = [p.grad for p in parameters if p.grad is not None]
-    return torch.nn.utils.get_total_norm(grads, foreach=True) if grads else torch.zeros(())
+    if not grads:
+        return torch.zeros((), device=parameters[0].device)
+    return torch.nn.utils.get_total_norm(grads, foreach=True)

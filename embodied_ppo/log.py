@@ -127,8 +127,9 @@ class Log:
     def video(self, tag: str, path: str | Path, *, env_steps: int) -> None:
         """An mp4 into TensorBoard, as the animated GIF its image tab plays (every second frame, 10 per second)."""
         import imageio.v3 as imageio
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto import summary_pb2
 
+        Summary: Any = vars(summary_pb2)["Summary"]  # protobuf makes its classes at import
         frames = imageio.imread(path)[::2]  # [T, H, W, 3]
         gif = imageio.imwrite("<bytes>", frames, extension=".gif", loop=0, duration=100)
         picture = Summary.Image(height=frames.shape[1], width=frames.shape[2], colorspace=3, encoded_image_string=gif)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,28 +36,42 @@ class Rollout:
     """One vector environment, and where its episodes stand."""
 
     def __init__(
-        self, env: VectorEnv, policy: Policy, *, seed: int, group_size: int = 1, one_episode: bool = False
+        self,
+        env: VectorEnv,
+        policy: Policy,
+        *,
+        seed: int,
+        group_size: int = 1,
+        one_episode: bool = False,
+        restart_every: int = 0,
     ) -> None:
-        """``one_episode``: every collect begins new episodes and only the first of each environment counts."""
+        """``one_episode``: every collect begins new episodes and only the first of each environment counts.
+
+        ``restart_every``: steps of each environment after which episodes begin anew (0: never), where the simulator
+        cannot save itself. Such a simulator is resumed by replaying every action since its last restart.
+        """
         self.env, self.policy, self.seed = env, policy, seed
-        self.group_size, self.one_episode = group_size, one_episode
+        self.group_size, self.one_episode, self.restart_every = group_size, one_episode, restart_every
         self.device = env.device
         self.generator = Generator(device=self.device)
         self.obs: Obs | None = None
         self.running = torch.zeros(3, env.num_envs)  # return, length, success of the episode under way
         self.finished: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
         self.has_success = False
+        self.round = 0  # the update whose seeds the episodes began with
+        self.actions: list[Tensor] = []  # [T, N, ..] of every collect since, unless the simulator saves itself
 
     def restart(self, round_: int) -> None:
         """Begin new episodes everywhere, from seeds derived from (seed, round_). Episodes under way are dropped."""
         self.env.restart(env_seeds(self.seed, round_, self.env.num_envs, self.group_size))
-        self.obs = None
+        self.obs, self.round, self.actions = None, round_, []
 
     @torch.no_grad()
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
         """``horizon`` steps of every environment -> Trajectory [T, N, ..] and the episodes' metrics."""
         env, policy = self.env, self.policy
-        if self.one_episode:
+        acted = sum(len(a) for a in self.actions)
+        if self.one_episode or (self.restart_every and acted and acted + horizon > self.restart_every):
             self.restart(update)
         if self.obs is None:
             self.obs = env.reset()
@@ -74,6 +88,8 @@ class Rollout:
             steps.append(step)
             self.obs = step.obs
         d = tree.stack(decisions)
+        if env.state() is None and not self.one_episode:
+            self.actions.append(d.action)
         reward, mask = torch.stack([s.reward for s in steps]), torch.stack([s.mask for s in steps])
         terminated, truncated = torch.stack([s.terminated for s in steps]), torch.stack([s.truncated for s in steps])
         ended = terminated | truncated
@@ -134,17 +150,33 @@ class Rollout:
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs; ``env`` is None where the simulator cannot save itself (``restart`` follows)."""
+        """What a resumed run needs: the simulator's own state, or the actions that lead there from its last restart."""
         return {
             "env": self.env.state(),
+            "round": self.round,
+            "actions": torch.cat(self.actions).cpu() if self.actions else None,  # [L, N, ..]
+            "obs": self.obs,
             "running": self.running.clone(),
             "finished": list(self.finished),
             "has_success": self.has_success,
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any], *, notice: Callable[[str], None] = lambda text: None) -> None:
+        """Continue from ``state``. A simulator that does not repeat itself begins anew, and ``notice`` hears it."""
         self.finished = deque((tuple(e) for e in state["finished"]), maxlen=WINDOW)
         self.has_success = state["has_success"]
         if state["env"] is not None:
             self.obs = self.env.load_state(state["env"])
-            self.running = state["running"].clone()
+        else:
+            self.restart(state["round"])
+            if state["actions"] is None:
+                return
+            notice(f"resume: replaying {state['actions'].shape[0]} steps of the simulator")
+            self.obs = self.env.reset()
+            for action in state["actions"].to(self.device):
+                self.obs = self.env.step(action).obs
+            self.actions = [state["actions"]]
+            if not all(map(torch.equal, tree.leaves(self.obs), tree.leaves(state["obs"]))):
+                notice("resume: the simulator did not repeat itself; its episodes begin anew")
+                return self.restart(state["round"])
+        self.running = state["running"].clone()

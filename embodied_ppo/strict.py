@@ -20,7 +20,7 @@ from functools import cache
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from embodied_ppo.config import ALIASES, REFUSED, VALUE_ALIASES, AlgorithmConfig, Config, EvaluateConfig, Limit
-from embodied_ppo.types import ConfigError, PlacementError
+from embodied_ppo.errors import ConfigError, PlacementError
 
 C = TypeVar("C")
 Path = tuple[str, ...]
@@ -219,6 +219,9 @@ def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> A
     elif hint is float:
         if (number := _number(value)) is not None:
             return number
+    elif hint is int and isinstance(value, (float, str)) and (number := _number(value)) is not None:
+        if number == int(number):  # 1e6
+            return int(number)
     elif isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
         return value
     raise _wrong(shown, value, path, label)

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 T = TypeVar("T")
 
 
-def map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:  # noqa: A001  (the field's word for it)
+def map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
     """Apply ``fn`` to every tensor of ``tree``, leaf by leaf with the same leaves of ``rest``.
 
     Dataclasses, dictionaries, lists and tuples keep their type; None stays None.
@@ -32,7 +31,7 @@ def map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:  # noqa: A001  (the f
     return fn(tree, *rest)
 
 
-def leaves(tree: Any) -> Iterator[Tensor]:
+def leaves(tree: Any) -> Iterator[Any]:
     """Every tensor of ``tree``, in field order, None left out."""
     if tree is None:
         return

@@ -14,29 +14,11 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Generator, Tensor, nn
 
+from embodied_ppo.errors import CheckpointError, ConfigError, EnvError, PlacementError, TrainingError
+
+__all__ = ["CheckpointError", "ConfigError", "EnvError", "PlacementError", "TrainingError"]  # re-exported
 Obs: TypeAlias = "Tensor | dict[str, Tensor]"
 """One tensor, or a flat dictionary of tensors, with equal leading dimensions."""
-
-
-# ------------------------------------------------------------------------------------------------------------- errors
-class ConfigError(ValueError):
-    """A refused option: the message names path, value, limit and cure in one line."""
-
-
-class PlacementError(ValueError):
-    """A refused placement: the message names role, devices, limit and cure in one line."""
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: the message names the file, what is wrong with it and the cure."""
-
-
-class EnvError(ValueError):
-    """A simulator that is missing or breaks its contract: the message names id, limit and cure."""
-
-
-class TrainingError(RuntimeError):
-    """Training stopped by itself (non-finite loss, dead simulator): the message names cause and dump."""
 
 
 # ------------------------------------------------------------------------------------------------------------- spaces
@@ -85,10 +67,10 @@ class Step:
     reward      [N]      float32, received for this action
     terminated  [N]      bool, the task ended
     truncated   [N]      bool, the clock ended it (never True together with terminated)
-    mask        [N]      bool, False where this step was only the reset of an ended episode: action ignored, reward 0
-    final_obs   [N, ..]  the true successor where terminated | truncated (other rows arbitrary) if ``obs`` already is the
-                         next episode's first observation; None if ``obs`` itself is the true successor (the simulator
-                         resets on the following step)
+    mask        [N]      bool, False where this step only reset an ended episode: action ignored, reward 0
+    final_obs   [N, ..]  the true successor where terminated | truncated (other rows arbitrary), if ``obs`` holds the
+                         next episode's first observation by then; None if ``obs`` itself is the true successor (the
+                         simulator resets on the following step)
     success     [N]      bool, or None if the task does not say
     """
 
@@ -243,7 +225,7 @@ class VectorEnv(Protocol):
         ...
 
     def state(self) -> dict[str, Any] | None:
-        """Everything needed to continue bit for bit, or None: then a save is a ``restart`` on both paths."""
+        """Everything needed to continue bit for bit, or None: then actions are replayed since the last ``restart``."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> Obs:

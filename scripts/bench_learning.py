@@ -3,7 +3,7 @@
     python scripts/bench_learning.py hopper ant --seeds 5 --jobs 2
     python scripts/bench_learning.py --plot              (only draw the picture again)
 
-Each run is the user's own command, `embodied-ppo train experiment=NAME seed=S`; its final deterministic evaluation counts.
+Each run is the user's own command, `embodied-ppo train experiment=NAME seed=S`; its final evaluation counts.
 A new result replaces the one of the same experiment and seed.
 """
 

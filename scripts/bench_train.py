@@ -23,8 +23,10 @@ def cpu_us() -> float:
 
 def simulator_alone(config: dict) -> float:
     """CPU microseconds per environment step with random actions."""
-    import embodied_envs
     import torch
+
+    import embodied_envs
+    from embodied_ppo.types import Discrete
 
     env_options, n = config["env"], config["env"]["num_envs"]
     env = embodied_envs.make(
@@ -36,12 +38,12 @@ def simulator_alone(config: dict) -> float:
         kwargs=env_options["kwargs"],
     )
     env.reset()
-    discrete = hasattr(env.action_spec, "n")
     steps = UPDATES * config["algorithm"]["horizon"]
-    if discrete:
-        actions = torch.randint(env.action_spec.n, (steps + 20, n))
+    spec = env.action_spec
+    if isinstance(spec, Discrete):
+        actions = torch.randint(spec.n, (steps + 20, n))
     else:
-        actions = torch.rand(steps + 20, n, env.action_spec.size) * 2 - 1
+        actions = torch.rand(steps + 20, n, spec.size) * 2 - 1
     for t in range(20):
         env.step(actions[t])
     start = cpu_us()

@@ -156,13 +156,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "bit flipped": (flip_a_bit, "policy.pt: its contents do not match the manifest's sha256; use another"),
     "pickled code": (pickled_code, "policy.pt: holds objects other than tensors .* never executed; use"),
     "garbage": (garbage, "policy.pt: .* use another"),
-    "other model": (other_model, r"policy.pt: tensor 'trunk.layers.0.weight' is \(9, 4\), this model needs \(8, 4\); use"),
+    "other model": (
+        other_model,
+        r"policy.pt: tensor 'trunk.layers.0.weight' is \(9, 4\), this model needs \(8, 4\); use",
+    ),
     "missing tensor": (missing_tensor, "policy.pt: has no tensor 'value_head.bias'.* use the model"),
     "extra tensor": (extra_tensor, "policy.pt: has tensor 'second_head.weight', which this model lacks; use"),
     "no dictionary": (not_a_dictionary, "policy.pt: holds a list, not named tensors; use"),
     "config is no mapping": (damaged_config("[1, 2"), "config.yaml: .* use another"),
     "config is a list": (damaged_config("- 1"), "config.yaml: holds no options; use another"),
-    "config with an unknown option": (damaged_config("algorithm: {gama: 0.9}"), "algorithm.gama = 0.9 .*config.yaml.*did you mean algorithm.gamma"),
+    "config with an unknown option": (
+        damaged_config("algorithm: {gama: 0.9}"),
+        "algorithm.gama = 0.9 .*config.yaml.*did you mean algorithm.gamma",
+    ),
     "manifest missing": (without("manifest.json"), "manifest.json: is missing; .* use another"),
     "manifest torn": (torn_manifest, "manifest.json: is not a manifest .* use another"),
     "manifest of the future": (edit_manifest(format=99), "format 99, this version reads 1; use the version"),
@@ -225,9 +231,7 @@ def test_manifest_says_where_it_came_from(trained: Path) -> None:
     assert len(manifest["config_hash"]) == 12
 
 
-def test_the_same_checkpoint_and_seed_give_the_same_report(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_the_same_checkpoint_and_seed_give_the_same_report(trained: Path, tmp_path: Path) -> None:
     words = ["evaluate", f"checkpoint={trained}", "episodes=5", "video=false", "--quiet", "--json"]
     for name, more in (("a", ["num_envs=2"]), ("b", ["num_envs=5"])):
         assert cli.main([*words, *more, f"out={tmp_path / name}"]) == 0

@@ -133,10 +133,10 @@ class Walk:
                 self._reset(i)
             if self.fault == "final is reset":
                 final_obs = self._obs()
-            if self.fault == "no final":
-                final_obs = None
             if self.fault == "final shape":
                 final_obs = final_obs[:, :1]
+            if self.fault == "no final":
+                final_obs = None
         elif self.fault == "off by one":
             for i in ended.nonzero().flatten().tolist():
                 self._reset(i)

@@ -94,9 +94,9 @@ def test_envpool_answers_what_its_own_step_answers() -> None:
         raw: Any = pool.reset()[0]
         obs: Any = env.reset()
         for action in random_actions(env, 20):
-            for name in raw if isinstance(raw, dict) else [None]:
-                x, y = (raw, obs) if name is None else (raw[name], obs[name])
-                assert np.array_equal(x.astype(np.float32), y.numpy())
+            given, want = (x if isinstance(x, dict) else {"": x} for x in (obs, raw))
+            for name in want:
+                assert np.array_equal(want[name].astype(np.float32), given[name].numpy())
             raw, reward, terminated, truncated, info = pool.step(action.numpy() * (high - low) / 2 + (high + low) / 2)
             step = env.step(action)
             obs = step.obs

@@ -30,7 +30,7 @@ def make(options: dict[str, Any] | None = None, *, discrete: bool = False, seed:
     config = strict.load(AlgorithmConfig, {"global_batch_size": 16, "update_epoch": 2, **(options or {})})
     torch.manual_seed(seed)
     actions = Discrete(4) if discrete else Box((-1.0,) * ACTIONS, (1.0,) * ACTIONS)
-    policy = ActorCritic(ArraySpec((OBS,)), actions, model)
+    policy = ActorCritic(ArraySpec((OBS,)), actions, model).to(rest.pop("device", "cpu"))
     return JointLearner(policy, config, **{"num_envs": N, "updates": 10, "seed": seed, **rest})
 
 
@@ -417,9 +417,11 @@ def test_adaptive_learning_rate():
     learner.update(experience(learner), update=3)
     assert learner.adaptive_factor == 30.0  # the limit
     kl = numbers(make().update(experience(make()), update=0))["policy/approx_kl"]
-    learner = make({"lr_schedule": "adaptive", "desired_kl": kl})
-    learner.update(experience(learner), update=0)
-    assert learner.adaptive_factor == 1.0  # near the wish: stays
+    # the band in which it stays: half to twice the wish
+    for wish, factor in ((kl / 2.1, 1 / 1.5), (kl / 1.9, 1.0), (kl, 1.0), (kl / 0.55, 1.0), (kl / 0.45, 1.5)):
+        learner = make({"lr_schedule": "adaptive", "desired_kl": wish})
+        learner.update(experience(learner), update=0)
+        assert learner.adaptive_factor == pytest.approx(factor)
 
 
 def test_max_grad_norm():
@@ -572,6 +574,24 @@ def test_policy_metrics_by_hand():
     assert "policy/dual_clip_fraction" not in make().update(t, update=0)
 
 
+def test_clipped_rewards_and_advantages_by_hand():
+    """gamma = 0, V = 0: A = clamp(r, +-3); at ratio 1 the loss is -mean(A)."""
+    learner = make({**PLAIN, "gamma": 0.0, "reward_clip": 3.0}, model={"value_gain": 0.0})
+    t = full(experience(learner))
+    t = replace(t, reward=torch.where(torch.arange(N) < 6, 100.0, -5.0).expand(T, N).clone())
+    metrics = numbers(learner.update(t, update=0))
+    assert metrics["advantage/mean"] == pytest.approx(3 * (6 - 2) / 8)
+    assert metrics["policy/loss"] == pytest.approx(-1.5, rel=1e-5)
+    # mean 1.5, deviation sqrt(6.75): (3 - 1.5)/2.598 = 0.577 and -1.732 are both clamped: -(6 - 2)/8 x 0.25
+    learner = make(
+        {**PLAIN, "gamma": 0.0, "reward_clip": 3.0, "advantage_clip": 0.25, "normalize_advantages": True},
+        model={"value_gain": 0.0},
+    )
+    metrics = numbers(learner.update(t, update=0))
+    assert metrics["policy/loss"] == pytest.approx(-0.125, rel=1e-5)
+    assert metrics["advantage/mean"] == pytest.approx(1.5)
+
+
 def test_value_metrics_by_hand():
     """gamma = 0: R = r. V_old is off by 0.3 in columns 0 .. 2 of 8, so |V - V_old| > 0.2 in 3/8."""
     learner = make({**PLAIN, "gamma": 0.0, "value_clip": 0.2, "huber_delta": 1.0})
@@ -650,6 +670,19 @@ def test_what_does_not_adapt_follows_the_configuration():
 
 
 # --------------------------------------------------------------------------------------------------------------- golden
+@pytest.mark.gpu
+@pytest.mark.parametrize("discrete", [False, True])
+def test_on_a_gpu_the_numbers_are_the_same(discrete):
+    found = []
+    for device in ("cpu", "cuda"):
+        options = {**EVERYTHING, **STATEFUL, "off_policy_correction": "token", "reward_norm": "running"}
+        learner = make(options, discrete=discrete, device=device)
+        t = tree.map(lambda x, device=device: x.to(device), experience(make(options, discrete=discrete), noise=0.3))
+        found.append(numbers(learner.update(t, update=0)))
+        assert all(p.is_cuda == (device == "cuda") for p in learner.module.parameters())
+    assert_close(found[0], found[1], rel=1e-3)
+
+
 GOLDEN_TAGS = ("policy/loss", "value/loss", "policy/entropy", "policy/approx_kl", "advantage/std", "policy/grad_norm")
 GOLDEN = {  # those, and the sum of all weights' absolute values
     "gaussian": [-0.034117233, 4.505033, 4.2714901, 0.0094506652, 2.3729406, 2.2682903, 31.386405],

@@ -75,14 +75,19 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("adapter", ["envpool", "gymnasium"])
-def test_two_halves_equal_the_whole(tmp_path: Path, adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("restart_every", "save_every"), [(0, 4), (48, 3)])
+def test_two_halves_equal_the_whole(
+    tmp_path: Path, adapter: str, restart_every: int, save_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the whole run saved, and whether or not episodes began anew in between."""
+
     def config(run_dir: Path, **changes: object) -> Config:
         c = tiny(run_dir, **changes)
-        return replace(c, env=replace(c.env, simulator=adapter, num_threads=0))
+        return replace(c, env=replace(c.env, simulator=adapter, num_threads=0, restart_every=restart_every))
 
     build.train(config(tmp_path / "whole"), quiet=True)
 
-    # the first half dies after update 6, two updates after its checkpoint
+    # the first half dies in its seventh update, after the checkpoint of the fourth or sixth
     update = build.JointLearner.update
 
     def dies(self: build.JointLearner, trajectory: object, *, update: int, _original=update) -> object:
@@ -93,7 +98,7 @@ def test_two_halves_equal_the_whole(tmp_path: Path, adapter: str, monkeypatch: p
     with monkeypatch.context() as m:
         m.setattr(build.JointLearner, "update", dies)
         with pytest.raises(Stop):
-            build.train(config(tmp_path / "halves"), quiet=True)
+            build.train(config(tmp_path / "halves", save_every=save_every), quiet=True)
     summary = build.train(config(tmp_path / "halves", resume="auto"), quiet=True)
     assert summary["updates"] == 8
     for a, b in zip(contents(tmp_path / "whole", 8), contents(tmp_path / "halves", 8), strict=True):

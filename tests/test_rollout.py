@@ -225,22 +225,54 @@ def test_the_policy_that_acted_is_replayed_exactly():
 
 # --------------------------------------------------------------------------------------------------------------- state
 @pytest.mark.parametrize("saves", [True, False])
-def test_state(saves):
-    """A simulator that saves itself continues bit for bit; one that cannot begins anew on both paths."""
+def test_state_continues_bit_for_bit(saves):
+    """A simulator that saves itself is loaded; one that cannot is made anew and gets the same actions again."""
     options: dict[str, Any] = {"lengths": [4, 7], "clock": [False, True], "saves": saves}
-    env, r = rollout(**options)
-    r.collect(6, update=0, version=0)
-    state = r.state()
-    assert (state["env"] is None) == (not saves)
-    _, resumed = rollout(**options)
-    resumed.load_state(state)
-    if not saves:
-        for each in (r, resumed):
-            each.restart(1)
-        assert env.seeds[-1] == env_seeds(0, 1, 2)
-    (a, a_metrics), (b, b_metrics) = (each.collect(6, update=1, version=1) for each in (r, resumed))
-    assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
-    assert a_metrics == b_metrics
-    # with the state, the episodes under way count whole: 11 + .. + 14 and 101 + .. + 107; without it they were dropped
-    assert number(a_metrics["rollout/episodes"]) == (2 if saves else 1)
-    assert number(a_metrics["rollout/return"]) == pytest.approx((10 + 50 + 728) / 3 if saves else (10 + 10) / 2)
+    _, r = rollout(**options)
+    r.collect(4, update=0, version=0)
+    r.collect(2, update=1, version=0)
+    state, said = r.state(), []
+    assert (state["env"] is None) == (not saves) and (state["actions"] is None) == saves
+    env, resumed = rollout(**options)
+    resumed.load_state(state, notice=said.append)
+    assert said == ([] if saves else ["resume: replaying 6 steps of the simulator"])
+    assert env.seeds == ([] if saves else [env_seeds(0, 0, 2)])
+    for update in (2, 3):
+        (a, a_metrics), (b, b_metrics) = (each.collect(3, update=update, version=1) for each in (r, resumed))
+        assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+        assert a_metrics == b_metrics
+        again = [each.state() for each in (r, resumed)]
+        assert saves or torch.equal(again[0]["actions"], again[1]["actions"])
+    # the episodes under way counted whole: 1 + .. + 4, 11 + .. + 14 and 101 + .. + 107
+    assert number(a_metrics["rollout/return"]) == pytest.approx((10 + 50 + 728) / 3)
+
+
+def test_a_simulator_that_does_not_repeat_itself_begins_anew():
+    _, r = rollout([4, 7], [False, True])
+    r.restart(5)
+    r.collect(6, update=5, version=0)
+    said: list[str] = []
+    env, resumed = rollout([5, 7], [False, True])  # as if physics had changed
+    resumed.load_state(r.state(), notice=said.append)
+    assert said[1:] == ["resume: the simulator did not repeat itself; its episodes begin anew"]
+    assert env.seeds == [env_seeds(0, 5, 2)] * 2
+    t, metrics = resumed.collect(5, update=6, version=0)
+    assert column(t, 0)[0][:2] == (0, 0)
+    assert number(metrics["rollout/return"]) == pytest.approx((10 + 15) / 2)  # 10 from before, 1 + .. + 5 anew
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_restart_every(saves):
+    """Where a resumed run has to replay, episodes begin anew before more than that many steps have to be."""
+    env, r = rollout([9, 9], [False, True], saves=saves)
+    r.restart_every = 12
+    firsts = []
+    for update in range(6):
+        t, _ = r.collect(5, update=update, version=0)
+        firsts.append(column(t, 0)[0][:2])
+    if saves:
+        assert not env.seeds and firsts.count((0, 0)) == 1
+    else:
+        assert env.seeds == [env_seeds(0, 2, 2), env_seeds(0, 4, 2)]
+        assert firsts == [(0, 0), (0, 5)] * 3
+        assert r.state()["actions"].shape == (10, 2, 1)

@@ -115,7 +115,7 @@ class CountingPolicy(nn.Module):
 
 
 # ------------------------------------------------------------------------------------------------------ Gymnasium task
-class Reach(gymnasium.Env):
+class Point(gymnasium.Env):
     """Move a point to the origin of the plane; info says ``success`` and ``near``, the task ends at success.
 
     ``far`` scales the start, so that kwargs change what happens.
@@ -140,15 +140,15 @@ class Reach(gymnasium.Env):
         return self.x.copy(), -distance, info["success"], False, info
 
 
-if "Reach-v0" not in gymnasium.registry:
-    gymnasium.register("Reach-v0", Reach, max_episode_steps=12)
+if "toys/Point-v0" not in gymnasium.registry:
+    gymnasium.register("toys/Point-v0", Point, max_episode_steps=12)
 
 
 # -------------------------------------------------------------------------------------------------------- tiny training
 BASE: dict[str, Any] = {
     "env": {"id": "HalfCheetah-v4", "num_envs": 4, "num_threads": 1},
     "model": {"hidden": [16]},
-    "algorithm": {"horizon": 8, "global_batch_size": 16, "update_epoch": 2},
+    "algorithm": {"horizon": 8, "global_batch_size": 16, "update_epoch": 3, "lr": 3e-3},
     "updates": 3,
 }
 
@@ -182,8 +182,14 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
     )
     try:
         policy = build.make_policy(c, env)
-        one = c.env.restart_each_rollout
-        rollout = Rollout(env, policy, seed=c.seed, group_size=c.algorithm.group_size, one_episode=one)
+        rollout = Rollout(
+            env,
+            policy,
+            seed=c.seed,
+            group_size=c.algorithm.group_size,
+            one_episode=c.env.restart_each_rollout,
+            restart_every=c.env.restart_every,
+        )
         updates = build.total_updates(c)
         learner = JointLearner(policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=c.seed)
         pending, rows = [], []
@@ -193,7 +199,7 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
             if update >= max_lag:
                 trajectory, metrics = pending.pop(0)
                 metrics = metrics | learner.update(trajectory, update=update - max_lag)
-                weights = sum(float(p.double().abs().sum()) for p in policy.parameters())
+                weights = sum(float(p.detach().double().abs().sum()) for p in policy.parameters())
                 row = {k: v.value if isinstance(v, Mean) else float(v) for k, v in metrics.items()}
                 rows.append(row | {"weights": weights})
         return rows

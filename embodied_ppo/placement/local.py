@@ -65,36 +65,30 @@ class LocalSystem:
         return self.result.metrics()
 
     def save(self, update: int, *, env_steps: int, score: float | None) -> Path:
-        """Write a checkpoint. Where the simulator cannot save its state, its episodes begin anew here and on resume."""
-        rollout = self.rollout.state()
         self.saved = checkpoint.save(
             self.checkpoints,
             update=update,
             policy=self.module.state_dict(),
-            training={"learner": self.learner.state(), "rollout": rollout},
+            training={"learner": self.learner.state(), "rollout": self.rollout.state()},
             config_text=self.config_text,
             info={**self.info, "env_steps": env_steps},
             keep_last=self.keep_last,
             score=score,
         )
-        if rollout["env"] is None:
-            self.rollout.restart(update)
         return self.saved
 
-    def load(self, source: checkpoint.Checkpoint) -> None:
+    def load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
         """Continue where ``source`` was saved, bit for bit. Raises CheckpointError where it does not fit."""
         checkpoint.load_weights(self.module, source.policy(), source.path / checkpoint.POLICY)
         training = source.training()
         try:
             self.learner.load_state(training["learner"])
-            self.rollout.load_state(training["rollout"])
+            self.rollout.load_state(training["rollout"], notice=notice)
         except (KeyError, RuntimeError, ValueError) as error:
             raise CheckpointError(
                 f"{source.path / checkpoint.TRAINING}: does not fit this run ({str(error).splitlines()[0]}); "
                 "resume with the options it was trained with"
             ) from error
-        if training["rollout"]["env"] is None:
-            self.rollout.restart(source.update)
         self.version = source.update
         self.saved = source.path
 
