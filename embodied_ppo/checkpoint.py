@@ -71,7 +71,7 @@ def save(
     temporary = folder / f".writing-{update:06d}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob(".writing-*"):
+        for stale in (*folder.glob(".writing-*"), *folder.glob(".deleting-*")):
             shutil.rmtree(stale, ignore_errors=True)
         temporary.mkdir()
         files = {}
@@ -83,7 +83,7 @@ def save(
         _write(temporary / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
         _sync_directory(temporary)
         if final.exists():
-            shutil.rmtree(final)
+            _delete(final)
         temporary.rename(final)
         _sync_directory(folder)
         _point(folder / "latest", final.name)
@@ -148,7 +148,14 @@ def _prune(folder: Path, keep_last: int) -> None:
     best = (folder / "best").resolve()
     for old in sorted(folder.glob("step_*"))[:-keep_last]:
         if old.resolve() != best:
-            shutil.rmtree(old, ignore_errors=True)
+            _delete(old)
+
+
+def _delete(path: Path) -> None:
+    """Out of sight first: a directory called step_* stays complete whenever the process is killed."""
+    aside = path.with_name(f".deleting-{path.name}-{os.getpid()}")
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- read

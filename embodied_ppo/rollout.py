@@ -171,12 +171,14 @@ class Rollout:
             self.restart(state["round"])
             if state["actions"] is None:
                 return
-            notice(f"resume: replaying {state['actions'].shape[0]} steps of the simulator")
+            actions = state["actions"].to(self.device)
+            notice(f"resume: replaying {len(actions)} steps of the simulator")
             self.obs = self.env.reset()
-            for action in state["actions"].to(self.device):
+            for action in actions:
                 self.obs = self.env.step(action).obs
-            self.actions = [state["actions"]]
-            if not all(map(torch.equal, tree.leaves(self.obs), tree.leaves(state["obs"]))):
+            self.actions = [actions]
+            now, then = (tree.leaves(tree.map(Tensor.cpu, obs)) for obs in (self.obs, state["obs"]))
+            if not all(map(torch.equal, now, then)):
                 notice("resume: the simulator did not repeat itself; its episodes begin anew")
                 return self.restart(state["round"])
         self.running = state["running"].clone()

@@ -219,9 +219,8 @@ def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> A
     elif hint is float:
         if (number := _number(value)) is not None:
             return number
-    elif hint is int and isinstance(value, (float, str)) and (number := _number(value)) is not None:
-        if number == int(number):  # 1e6
-            return int(number)
+    elif hint is int and isinstance(value, float) and value.is_integer():  # env_steps=1e6
+        return int(value)
     elif isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
         return value
     raise _wrong(shown, value, path, label)
@@ -258,8 +257,6 @@ def _cure(hint: Any, value: Any, path: str, allowed: str) -> str:
     if near:
         return f"did you mean {path}={near[0]}?"
     base = {get_args(h)[0] if get_origin(h) is Annotated else h for h in plain}
-    if int in base and isinstance(value, float) and math.isfinite(value) and value.is_integer():
-        return f"write {path}={int(value)}"
     if bool in base and str(value).lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
         return f"write {path}={str(str(value).lower() in ('true', 'yes', 'on', '1')).lower()}"
     if str in base and isinstance(value, (int, float, bool)):

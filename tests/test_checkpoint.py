@@ -223,6 +223,18 @@ def test_a_half_written_directory_is_no_checkpoint(trained: Path, tmp_path: Path
     assert not list((tmp_path / "checkpoints").glob(".writing-*")), "leftovers of a killed process are removed"
 
 
+def test_a_directory_leaves_its_name_before_its_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(update: int) -> None:
+        checkpoint.save(tmp_path, update=update, policy={}, training={}, config_text="", info={}, keep_last=1)
+
+    save(1)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)  # killed before a file is gone
+    save(2)
+    save(2)
+    assert [p.name for p in sorted(tmp_path.glob("step_*"))] == ["step_000002"]
+    assert checkpoint.open_checkpoint(tmp_path).update == 2
+
+
 def test_manifest_says_where_it_came_from(trained: Path) -> None:
     manifest = checkpoint.open_checkpoint(trained).manifest
     assert manifest["env_steps"] == 64

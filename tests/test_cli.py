@@ -115,7 +115,7 @@ REFUSALS = [
     ("train algorithm.lr=-1e-3", "algorithm.lr = -0.001 .. > 0"),
     ("train env.num_envs=many", "env.num_envs = many .. whole number >= 1"),
     ("train env.num_envs=6.5", "env.num_envs = 6.5 .. whole number"),
-    ("train env_steps=1e6", "env_steps = 1000000.0 .. write env_steps=1000000"),
+    ("train env_steps=1.5", "env_steps = 1.5 .. whole number"),
     ("train algorithm.use_kl_loss=yes", "algorithm.use_kl_loss = yes .. true or false .. =true"),
     ("train algorithm.lr_schedule=linea", "did you mean algorithm.lr_schedule=linear?"),
     ("train model.hidden=64", "model.hidden = 64 .. list .. model.hidden=[64]"),
@@ -220,7 +220,7 @@ def test_refusals_of_a_real_process() -> None:
         done = subprocess.run(command(*line.split()), capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and part in done.stderr
-        assert cpu_of_children() - before < 3, "seconds of processor time; importing torch is 1.4 of them"
+        assert cpu_of_children() - before < 2, "seconds of processor time"
     assert written() == []
 
 

@@ -644,6 +644,7 @@ def test_state_continues_bit_for_bit():
     resumed.module.load_state_dict(saved["policy"])
     resumed.load_state(saved["learner"])
     assert learner.adaptive_factor != 1.0 and learner.kl.coef != 0.1 and learner.entropy.coef != 0.01
+    a: dict[str, float] = {}
     for update in range(2, 4):
         t = experience(learner, seed=update)
         a, b = numbers(learner.update(t, update=update)), numbers(resumed.update(t, update=update))
@@ -699,7 +700,7 @@ def test_golden(name):
         "categorical": {"clip_ratio_c": 2.0, "use_kl_loss": True, "kl_loss_coef": 0.1},
         "columns": {"minibatch_unit": "column", "loss_agg_func": "seq-mean-token-sum", "reward_norm": "running"},
     }[name]
-    learner = make({"lr": 1e-3, **options}, discrete=name == "categorical")
+    learner, metrics = make({"lr": 1e-3, **options}, discrete=name == "categorical"), {}
     for update in range(3):
         metrics = numbers(learner.update(experience(learner, seed=update, noise=0.1), update=update))
     total = sum(float(p.detach().double().abs().sum()) for p in learner.module.parameters())

@@ -3,6 +3,7 @@ docs/metrics.md lists every tag."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -10,6 +11,7 @@ import os
 import pty
 import re
 import struct
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import pytest
 import torch
 import toys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
 from embodied_ppo import build
 from embodied_ppo.log import SPEED, Log, Timer, peak_rss_mb
@@ -86,7 +88,7 @@ def test_hyper_parameters(tmp_path):
     log.close()
     events = board(tmp_path / "tensorboard" / "hparams")
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    told = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    told = parse_session_start_info_plugin_data(content).hparams
     assert {name: value.WhichOneof("kind") for name, value in told.items()} == {
         "algorithm.lr": "number_value",
         "env.id": "string_value",
@@ -208,6 +210,15 @@ def test_quiet(tmp_path, capsys):
 
 def test_progress_bar_on_a_terminal(tmp_path, monkeypatch):
     master, slave = pty.openpty()
+    parts: list[bytes] = []
+
+    def drain() -> None:  # a terminal that nobody reads blocks its writer
+        with contextlib.suppress(OSError):  # closed on the other side
+            while part := os.read(master, 4096):
+                parts.append(part)
+
+    reader = threading.Thread(target=drain)
+    reader.start()
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
     with os.fdopen(slave, "w") as terminal:
@@ -218,9 +229,9 @@ def test_progress_bar_on_a_terminal(tmp_path, monkeypatch):
         log.metrics(training(2, **{"rollout/return": 3.25}), update=2, env_steps=128)
         log.close()
         monkeypatch.undo()
-        time.sleep(0.05)
-        seen = os.read(master, 1 << 16).decode()
+    reader.join(10)
     os.close(master)
+    seen = b"".join(parts).decode()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)
     assert ESCAPE in seen and "nan" not in text
     assert "return -" in text and "return 3.2" in text and "2/4" in text
@@ -237,7 +248,7 @@ def test_timer():
         sum(i * i for i in range(100_000))
         raise ValueError  # a phase that fails is measured, too
     cpu = timer.cpu["update"]
-    taken = timer.take()
+    taken: dict[str, Any] = timer.take()
     assert taken.keys() == {"time/collect_s", "time/update_s"}
     assert 0.04 <= taken["time/collect_s"] < 1.0 and cpu > 0
     assert timer.cpu["collect"] < 0.04  # asleep

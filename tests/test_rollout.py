@@ -107,6 +107,7 @@ def test_truncation_bootstraps_the_final_observation_in_a_real_simulator():
     policy = build.make_policy(c, env)
     t, metrics = Rollout(env, policy, seed=0).collect(10, update=0, version=0)
     env.close()
+    assert isinstance(t.obs, torch.Tensor)
     assert t.truncated.any() and not t.terminated.any()
     cut = t.truncated[:-1]
     assert torch.equal(t.next_value[:-1][cut], t.value[1:][cut])

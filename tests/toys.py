@@ -15,7 +15,7 @@ from embodied_ppo import build, strict
 from embodied_ppo.config import Config
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.rollout import Rollout, env_seeds
-from embodied_ppo.types import ArraySpec, Box, Decision, Evaluation, Mean, Obs, Step
+from embodied_ppo.types import ActionSpec, ArraySpec, Box, Decision, Evaluation, Mean, Obs, ObsSpec, Step
 
 
 # ------------------------------------------------------------------------------------------------- scripted environment
@@ -30,9 +30,9 @@ class ScriptedEnv:
     """
 
     id = "scripted"
-    max_episode_steps = None
-    obs_spec = ArraySpec((3,))
-    action_spec = Box((-1.0,), (1.0,))
+    max_episode_steps: int | None = None
+    obs_spec: ObsSpec = ArraySpec((3,))
+    action_spec: ActionSpec = Box((-1.0,), (1.0,))
     device = torch.device("cpu")
 
     def __init__(self, lengths: list[int], clock: list[bool], *, same_step: bool = False, saves: bool = False) -> None:
@@ -141,7 +141,7 @@ class Point(gymnasium.Env):
 
 
 if "toys/Point-v0" not in gymnasium.registry:
-    gymnasium.register("toys/Point-v0", Point, max_episode_steps=12)
+    gymnasium.register("toys/Point-v0", "toys:Point", max_episode_steps=12)
 
 
 # -------------------------------------------------------------------------------------------------------- tiny training
