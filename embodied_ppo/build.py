@@ -347,18 +347,17 @@ def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: 
         save_every=config.save_every,
         eval_every=config.eval_every,
     )
-    train_started, cpu_started = time.perf_counter(), time.process_time()
     with _stop_signals() as should_stop:
         outcome = loop.train(system, log, schedule, first_update=first, should_stop=should_stop, timer=timer)
-    train_s, cpu_s = time.perf_counter() - train_started, time.process_time() - cpu_started
+    train_s, cpu_s = timer.total(loop.TRAINING)
     steps, trained = outcome.updates * per_update, max(1, (outcome.updates - first) * per_update)
     if outcome.interrupted:
         log.say(f"interrupted after update {outcome.updates}; saved {system.saved}; continue with resume={run_dir}")
         raise SystemExit(130)
-    final = numbers(system.evaluate(outcome.updates))
-    log.metrics({**final}, update=outcome.updates, env_steps=steps)
+    if outcome.updates == first:  # a finished run resumed: nothing was trained
+        system.evaluate(first)
     assert system.saved is not None and system.result is not None
-    checkpoint.mark_best(system.saved, final["eval/return"])
+    final = numbers(system.result.metrics())
     written = write_report(
         replace(config, env=evaluation_env(config)),
         system.result,
@@ -379,7 +378,7 @@ def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: 
         "train_s": round(train_s, 3),
         "cpu_s": round(cpu_s, 3),
         "cpu_us_per_step": round(cpu_s / trained * 1e6, 2),
-        "steps_per_s": round(trained / train_s, 1),
+        "steps_per_s": round(trained / max(train_s, 1e-9), 1),
         "peak_rss_mb": round(peak_rss_mb(), 1),
         "initial_return": before,
         "final_return": final["eval/return"],

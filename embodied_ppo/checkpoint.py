@@ -98,16 +98,6 @@ def save(
     return final
 
 
-def mark_best(path: Path, score: float) -> None:
-    """Record an evaluation's score for a checkpoint already written; point ``best`` at it if it is the highest."""
-    if score > _best_score(path.parent):
-        manifest = json.loads((path / MANIFEST).read_text()) | {"score": score}
-        data = json.dumps(manifest, indent=1, sort_keys=True).encode()
-        _write(path / (MANIFEST + ".new"), data)
-        (path / (MANIFEST + ".new")).replace(path / MANIFEST)
-        _point(path.parent / "best", path.name)
-
-
 def _bytes(value: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(dict(value), buffer)

@@ -188,7 +188,8 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     """Coefficient of the KL penalty in the reward."""
     off_policy_correction: Literal["token", "sequence"] | None = None
-    """Truncated importance weights where the acting and the learning policy's log-probabilities differ; null: off."""
+    """Truncated importance weights where the acting and the learning policy's log-probabilities differ; null: off.
+    They differ where rollouts lag or another engine acts; with placement=local every weight is 1."""
     off_policy_cap: Positive = 2.0
     """Upper limit of the importance weights."""
     # --- value loss

@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,11 +24,12 @@ LINE_EVERY_S = 10.0
 
 
 class Timer:
-    """Wall and CPU seconds by phase; phases do not nest."""
+    """Wall and CPU seconds by phase; phases do not nest. ``wall`` counts since the last ``take``, the rest the run."""
 
     def __init__(self) -> None:
         self.wall: dict[str, float] = defaultdict(float)
         self.cpu: dict[str, float] = defaultdict(float)
+        self.run_wall: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -42,8 +43,15 @@ class Timer:
     def take(self) -> Metrics:
         """time/<phase> in wall seconds since the last take."""
         metrics: Metrics = {f"time/{phase}_s": seconds for phase, seconds in self.wall.items()}
+        for phase, seconds in self.wall.items():
+            self.run_wall[phase] += seconds
         self.wall.clear()
         return metrics
+
+    def total(self, phases: Iterable[str]) -> tuple[float, float]:
+        """(wall, CPU) seconds of these phases in the whole run, up to the last take."""
+        phases = list(phases)
+        return sum(self.run_wall[p] for p in phases), sum(self.cpu[p] for p in phases)
 
 
 def peak_rss_mb() -> float:

@@ -10,6 +10,9 @@ from typing import Any
 from embodied_ppo.log import Log, Timer, peak_rss_mb
 from embodied_ppo.types import Mean, Metrics, System
 
+TRAINING = ("collect", "update", "publish")
+"""The timer's phases that are training; evaluating and saving are not."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -41,7 +44,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     timer: Timer | None = None,
 ) -> Outcome:
-    """collect -> update -> publish until ``schedule.updates``; evaluate, save and log when due.
+    """collect -> update -> publish until ``schedule.updates``; evaluate, save and log when due, and after the last.
 
     ``max_lag`` rollouts wait between acting and learning (0: strictly on-policy). ``should_stop`` is asked between
     updates; what was learned until then is saved.
@@ -62,7 +65,7 @@ def train(
         with timer("publish"):
             system.publish(done)
         score = None
-        if schedule.eval_every and done % schedule.eval_every == 0 and done < schedule.updates:
+        if done == schedule.updates or (schedule.eval_every and done % schedule.eval_every == 0):
             with timer("evaluate"):
                 evaluation = system.evaluate(done)
             metrics |= evaluation

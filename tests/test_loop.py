@@ -73,7 +73,7 @@ def test_collect_update_publish(tmp_path):
         *(("collect", 0), ("update", 0, 0), ("publish", 1)),
         *(("collect", 1), ("update", 1, 1), ("publish", 2)),
         *(("collect", 2), ("update", 2, 2), ("publish", 3)),
-        ("save", 3, 192, None),
+        *(("evaluate", 3), ("save", 3, 192, 15.0)),
     ]
     assert (outcome.updates, outcome.interrupted) == (3, False)
     assert [(r["update"], r["env_steps"]) for r in rows] == [(1, 64), (2, 128), (3, 192)]
@@ -83,7 +83,8 @@ def test_collect_update_publish(tmp_path):
         seconds = sum(row[f"time/{phase}_s"] for phase in ("collect", "update", "publish"))
         assert row["speed/env_steps_per_s"] == pytest.approx(64 / seconds)
         assert row["memory/peak_gb"] > 0.05
-        assert "time/save_s" not in row and "eval/return" not in row
+        last = update == 2
+        assert ("time/save_s" in row) == ("eval/return" in row) == last
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2, 9])
@@ -102,20 +103,20 @@ def test_max_lag(tmp_path, max_lag):
 
 def test_what_is_due(tmp_path):
     calls, rows, _ = train(tmp_path, 7, save_every=3, eval_every=2)
-    assert only(calls, "evaluate") == [(2,), (4,), (6,)]
+    assert only(calls, "evaluate") == [(2,), (4,), (6,), (7,)]
     # every evaluation is saved with its score; 3 is due; 6 is due twice and saved once; 7 is the end
-    assert only(calls, "save") == [(2, 128, 20.0 / 2), (3, 192, None), (4, 256, 20.0), (6, 384, 30.0), (7, 448, None)]
-    assert [r["update"] for r in rows if "eval/return" in r] == [2, 4, 6]
-    assert [r["update"] for r in rows if "time/evaluate_s" in r] == [2, 4, 6]
-    assert [r["update"] for r in rows if "time/save_s" in r] == [2, 3, 4, 6]
+    assert only(calls, "save") == [(2, 128, 10.0), (3, 192, None), (4, 256, 20.0), (6, 384, 30.0), (7, 448, 35.0)]
+    assert [r["update"] for r in rows if "eval/return" in r] == [2, 4, 6, 7]
+    assert [r["update"] for r in rows if "time/evaluate_s" in r] == [2, 4, 6, 7]
+    assert [r["update"] for r in rows if "time/save_s" in r] == [2, 3, 4, 6, 7]
     i = calls.index(("evaluate", 2))
     assert calls[i - 1 : i + 2] == [("publish", 2), ("evaluate", 2), ("save", 2, 128, 10.0)]
 
 
-def test_the_last_update_is_saved_once_and_evaluated_by_the_caller(tmp_path):
+def test_the_last_update_is_evaluated_and_saved_once(tmp_path):
     calls, _, _ = train(tmp_path, 4, save_every=2, eval_every=2)
-    assert only(calls, "save") == [(2, 128, 10.0), (4, 256, None)]
-    assert only(calls, "evaluate") == [(2,)]
+    assert only(calls, "save") == [(2, 128, 10.0), (4, 256, 20.0)]
+    assert only(calls, "evaluate") == [(2,), (4,)]
 
 
 @pytest.mark.parametrize("after", [0, 2])
@@ -131,7 +132,7 @@ def test_resume(tmp_path):
     calls, rows, outcome = train(tmp_path, 6, first_update=4, save_every=5)
     assert only(calls, "collect") == [(4,), (5,)] and only(calls, "update") == [(4, 4), (5, 5)]
     assert only(calls, "publish") == [(5,), (6,)]
-    assert only(calls, "save") == [(5, 320, None), (6, 384, None)]
+    assert only(calls, "save") == [(5, 320, None), (6, 384, 30.0)]
     assert [(r["update"], r["env_steps"]) for r in rows] == [(5, 320), (6, 384)] and not outcome.interrupted
     calls, _, outcome = train(tmp_path / "done", 4, first_update=4)
     assert calls == [] and (outcome.updates, outcome.interrupted) == (4, False)
@@ -153,7 +154,9 @@ def test_timer_of_the_caller(tmp_path):
     timer, log = Timer(), Log(tmp_path, total_updates=2, quiet=True)
     loop.train(Notes(), log, loop.Schedule(updates=2, horizon=16, steps_per_update=64), timer=timer)
     log.close()
-    assert not timer.wall and timer.cpu.keys() == {"collect", "update", "publish"}  # CPU time adds up over the run
+    assert not timer.wall and timer.cpu.keys() == {*loop.TRAINING, "evaluate", "save"}  # CPU time adds up over the run
+    wall, cpu = timer.total(loop.TRAINING)
+    assert wall == sum(timer.run_wall[p] for p in loop.TRAINING) > 0 and cpu >= 0
 
 
 def test_lag_of_a_real_system(tmp_path):
