@@ -32,7 +32,15 @@ from embodied_ppo.log import Log, Timer, numbers, peak_rss_mb
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.placement.local import LocalSystem
 from embodied_ppo.rollout import Rollout, env_seeds, sampling_key
-from embodied_ppo.types import CheckpointError, ConfigError, Policy, VectorEnv
+from embodied_ppo.types import (
+    CheckpointError,
+    ConfigError,
+    Discrete,
+    EnvError,
+    Policy,
+    TrainingError,
+    VectorEnv,
+)
 
 PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "envpool", "hydra-core", "tensorboard")
 # Options that may differ between a run and its continuation without a word; every other difference is told.
@@ -120,7 +128,11 @@ def config_hash(config: Config) -> str:
     plain = strict.dump(config)
     for path in ("name", "description", "run_dir", "resume", "keep_last"):
         plain.pop(path)
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
+    return _digest(plain)[:12]
+
+
+def _digest(plain: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -134,6 +146,35 @@ def _flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------ run directory
+def _check_evaluation(config: Config, device: torch.device) -> None:
+    """What the first evaluation would refuse, before anything is written."""
+    e = config.evaluation
+    evaluation.evaluation_seeds(e.seed, e.episodes)
+    if e.env_kwargs:
+        probe = make_env(evaluation.evaluation_seeds(e.seed, 1), config=evaluation_env(config), device=device)
+        try:
+            probe.reset()
+        finally:
+            probe.close()
+
+
+def _unread(config: Config, env: VectorEnv) -> Iterator[str]:
+    """Options that this task gives no meaning, and settings that see little of it."""
+    if isinstance(env.action_spec, Discrete):
+        default = Config()
+        for path in ("env.action_mapping", "model.state_dependent_std", "model.init_log_std"):
+            section, name = path.split(".")
+            value = getattr(getattr(config, section), name)
+            if value != getattr(getattr(default, section), name):
+                yield f"{path}={value}: not read, the actions of {env.id} are discrete"
+    horizon, clock = config.algorithm.horizon, env.max_episode_steps
+    if config.env.restart_each_rollout and clock is not None and horizon < clock:
+        yield (
+            f"algorithm.horizon={horizon}: with env.restart_each_rollout=true only the first {horizon} of up to "
+            f"{clock} steps of an episode are ever seen; set algorithm.horizon={clock} to see all"
+        )
+
+
 def _new_run_dir(config: Config) -> Path:
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     path = Path("runs") / config.name / f"{stamp}-{config.seed}"
@@ -163,6 +204,8 @@ def _locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | Non
             say(f"resume=auto: no checkpoint of {config.name!r} with seed {config.seed} yet; starting anew")
             return run_dir or _new_run_dir(config), None
         return run_dir, "newest"
+    if (Path(config.resume) / "checkpoints").is_dir() and not config.run_dir:
+        return Path(config.resume), "newest"
     found = checkpoint.find(config.resume)
     home = found.parent.parent if found.parent.name == "checkpoints" else found.parent
     if (
@@ -171,6 +214,12 @@ def _locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | Non
         and any(Path(config.run_dir).glob("checkpoints/step_*"))
     ):
         raise ConfigError(f"run_dir={config.run_dir}: holds another run already; name a new one, or leave it out")
+    newest = max((p.name for p in found.parent.glob("step_*")), default=found.name)
+    if not config.run_dir and newest != found.name:
+        raise ConfigError(
+            f"resume={config.resume}: the run has gone on to {newest}, which continuing here would mix up; "
+            f"branch off with run_dir=NEW, or continue the run with resume={home}"
+        )
     return Path(config.run_dir) if config.run_dir else home, str(found)
 
 
@@ -198,16 +247,17 @@ def _check_resume(config: Config, source: checkpoint.Checkpoint, updates: int, s
             )
         say(f"resume: {path} was {old.get(path)}, is {now}")
     if source.update > updates:
-        raise ConfigError(
-            f"updates={updates}: the checkpoint {source.path} has done {source.update}; "
-            "ask for more, or resume an earlier one"
-        )
+        raise ConfigError(f"updates={updates}: the checkpoint {source.path} has done {source.update}; ask for more")
 
 
 @contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
     """One process per run directory."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / ".lock").touch()
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir}: cannot be written ({error.strerror}); name another") from error
     with open(run_dir / ".lock", "w") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -217,12 +267,12 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask to stop after the update under way; a second one stops at once."""
+def _stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM ask to stop after the update under way; a second one, or one while evaluating, at once."""
     asked: list[int] = []
 
     def ask(number: int, frame: Any) -> None:
-        if asked:
+        if asked or timer.phase == "evaluate":
             raise KeyboardInterrupt
         asked.append(number)
 
@@ -255,6 +305,12 @@ def train(config: Config, *, explicit: Any = (), quiet: bool = False, json: bool
         if wanted is not None:
             newest = wanted == "newest"
             source = checkpoint.newest_valid(run_dir, early.append) if newest else checkpoint.open_checkpoint(wanted)
+            if newest and source is None:
+                raise CheckpointError(
+                    f"resume={config.resume}: holds no checkpoint (checkpoints/step_*); start a new run"
+                )
+            if newest and source is not None:
+                checkpoint.set_aside(run_dir, after=source.update)
         return _train(config, run_dir, source, early, stack if fresh else None, quiet=quiet)
 
 
@@ -277,6 +333,8 @@ def _train(
     env = make_env(env_seeds(config.seed, 0, config.env.num_envs, a.group_size), config=config.env, device=where)
     try:
         policy = make_policy(config, env)
+        _check_evaluation(config, where)
+        early += _unread(config, env)
         text = yaml.safe_dump(strict.dump(config), sort_keys=False)
         notices: set[str] = set()
         say = [early.append]  # until there is a log
@@ -320,6 +378,8 @@ def _train(
             return _run(config, system, log, first=first, updates=updates)
         except Exception as error:
             log.say(f"failed: {type(error).__name__}: {error}")
+            if isinstance(error, (ConfigError, CheckpointError, EnvError)):  # no refusal: it had begun
+                raise TrainingError(str(error)) from error
             raise
         finally:
             log.close()
@@ -336,10 +396,6 @@ def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: 
     )
     started, timer = time.perf_counter(), Timer()
     before = None
-    if first == 0:
-        metrics = system.evaluate(0)
-        log.metrics(metrics, update=0, env_steps=0)
-        before = numbers(metrics).get("eval/return")
     schedule = loop.Schedule(
         updates=updates,
         horizon=a.horizon,
@@ -347,15 +403,27 @@ def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: 
         save_every=config.save_every,
         eval_every=config.eval_every,
     )
-    with _stop_signals() as should_stop:
-        outcome = loop.train(system, log, schedule, first_update=first, should_stop=should_stop, timer=timer)
+    with _stop_signals(timer) as should_stop:
+        try:
+            if first == 0:
+                with timer("evaluate"):
+                    metrics = system.evaluate(0)
+                log.metrics(metrics, update=0, env_steps=0)
+                before = numbers(metrics)["eval/return"]
+            outcome = loop.train(system, log, schedule, first_update=first, should_stop=should_stop, timer=timer)
+            if outcome.updates == first and not outcome.interrupted:  # a finished run resumed: nothing was trained
+                with timer("evaluate"):
+                    system.evaluate(first)
+        except KeyboardInterrupt:
+            log.say(
+                f"interrupted; saved: {system.saved}; continue with resume={run_dir}" if system.saved else "interrupted"
+            )
+            raise SystemExit(130) from None
     train_s, cpu_s = timer.total(loop.TRAINING)
     steps, trained = outcome.updates * per_update, max(1, (outcome.updates - first) * per_update)
     if outcome.interrupted:
         log.say(f"interrupted after update {outcome.updates}; saved {system.saved}; continue with resume={run_dir}")
         raise SystemExit(130)
-    if outcome.updates == first:  # a finished run resumed: nothing was trained
-        system.evaluate(first)
     assert system.saved is not None and system.result is not None
     final = numbers(system.result.metrics())
     written = write_report(
@@ -412,7 +480,9 @@ def evaluate(config: EvaluateConfig, *, quiet: bool = False, json: bool = False)
     run_dir = source.path.parent.parent if source.path.parent.name == "checkpoints" else source.path.parent
     stored = _stored_options(source)
     trained = strict.load(Config, {**stored, "resume": None}, source=str(source.path / checkpoint.CONFIG))
-    env_config = strict.load(EnvConfig, {**strict.dump(evaluation_env(trained)), **config.env}, source="env")
+    base = strict.dump(evaluation_env(trained))
+    kwargs = {**base["kwargs"], **dict(config.env.get("kwargs") or {})}
+    env_config = strict.load(EnvConfig, {**base, **config.env, "kwargs": kwargs}, source="env")
     where = device(config.device, config.threads)
     factory = functools.partial(make_env, config=env_config, device=where)
     probe = factory(env_seeds(0, 0, 1))
@@ -421,6 +491,14 @@ def evaluate(config: EvaluateConfig, *, quiet: bool = False, json: bool = False)
     finally:
         probe.close()
     checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
+    changed = {"env": config.env, "deterministic": config.deterministic}
+    suffix = "" if changed == {"env": {}, "deterministic": True} else f"-{_digest(changed)[:6]}"
+    name = f"step_{source.update:06d}-{config.episodes}x{config.seed}{suffix}"
+    out = Path(config.out) if config.out else run_dir / "reports" / name
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={out}: cannot be written ({error.strerror}); name another directory") from error
     bar = None if quiet else _episode_bar(config.episodes)
     with bar or _nothing():
         result = evaluation.evaluate(
@@ -432,11 +510,6 @@ def evaluate(config: EvaluateConfig, *, quiet: bool = False, json: bool = False)
             deterministic=config.deterministic,
             on_episode=None if bar is None else lambda e: bar.advance(bar.task_ids[0]),
         )
-    out = (
-        Path(config.out)
-        if config.out
-        else run_dir / "reports" / f"step_{source.update:06d}-{config.episodes}x{config.seed}"
-    )
     written = write_report(
         replace(trained, env=env_config),
         result,

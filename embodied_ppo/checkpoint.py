@@ -60,11 +60,10 @@ def save(
     config_text: str,
     info: Mapping[str, Any],
     keep_last: int,
-    score: float | None = None,
 ) -> Path:
     """Write ``folder/step_<update>`` and point ``latest`` at it; delete all but ``keep_last`` and the best.
 
-    ``info`` joins the manifest (env_steps, versions, seeds ..). ``score`` is an evaluation's; the highest is ``best``.
+    ``info`` joins the manifest (env_steps, versions, seeds ..).
     Raises CheckpointError if the disk refuses; nothing older is touched then.
     """
     final = folder / f"step_{update:06d}"
@@ -79,7 +78,7 @@ def save(
         for name, data in contents.items():
             _write(temporary / name, data)
             files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        manifest = {"format": FORMAT, "update": update, "score": score, **info, "files": files}
+        manifest = {"format": FORMAT, "update": update, "score": None, **info, "files": files}
         _write(temporary / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
         _sync_directory(temporary)
         if final.exists():
@@ -87,8 +86,6 @@ def save(
         temporary.rename(final)
         _sync_directory(folder)
         _point(folder / "latest", final.name)
-        if score is not None and score > _best_score(folder):
-            _point(folder / "best", final.name)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
@@ -96,6 +93,25 @@ def save(
         ) from error
     _prune(folder, keep_last)
     return final
+
+
+def set_score(path: Path, score: float) -> None:
+    """Record an evaluation's score of a checkpoint; ``best`` points at the highest of the run."""
+    best = _best_score(path.parent)
+    manifest = json.loads((path / MANIFEST).read_text()) | {"score": score}
+    _write(path / (MANIFEST + ".new"), json.dumps(manifest, indent=1, sort_keys=True).encode())
+    (path / (MANIFEST + ".new")).replace(path / MANIFEST)
+    if score > best or not (path.parent / "best").exists():
+        _point(path.parent / "best", path.name)
+
+
+def set_aside(run_dir: Path, *, after: int) -> None:
+    """Rename checkpoints of later updates, which do not verify, so that none counts as the run's newest."""
+    for step in (run_dir / "checkpoints").glob("step_*"):
+        if int(step.name.removeprefix("step_")) > after:
+            aside = step.with_name(f"damaged_{step.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            step.rename(aside)
 
 
 def _bytes(value: Mapping[str, Any]) -> bytes:

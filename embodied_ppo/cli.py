@@ -174,7 +174,12 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
         if stored is not None:
             files = [(stored[0], OmegaConf.create(stored[1]))]
             flagged = [f for f in flagged if any(f"/{g}/" in f[0] for g in groups)]
-        layers = [*files, *flagged, (FLAGS, _flags(overrides, loader))]
+        flags = _flags(overrides, loader)
+        task = OmegaConf.select(flags, "env.id") if stored is None and "experiment" not in groups else None
+        if name == "train" and task is not None:  # another task than the default experiment's is not called so
+            own = {"name": str(task).replace("/", "-").replace(":", "-"), "description": ""}
+            flagged.append(("env.id", OmegaConf.create(own)))
+        layers = [*files, *flagged, (FLAGS, flags)]
         _delete(overrides, loader, layers)
         merged = OmegaConf.merge(OmegaConf.create(defaults), *(node for _, node in layers))
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)

@@ -30,13 +30,16 @@ class Timer:
         self.wall: dict[str, float] = defaultdict(float)
         self.cpu: dict[str, float] = defaultdict(float)
         self.run_wall: dict[str, float] = defaultdict(float)
+        self.phase: str | None = None
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         wall, cpu = time.perf_counter(), time.process_time()
+        self.phase = phase
         try:
             yield
         finally:
+            self.phase = None
             self.wall[phase] += time.perf_counter() - wall
             self.cpu[phase] += time.process_time() - cpu
 

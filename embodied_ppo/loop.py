@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from embodied_ppo.log import Log, Timer, peak_rss_mb
-from embodied_ppo.types import Mean, Metrics, System
+from embodied_ppo.types import Metrics, System
 
 TRAINING = ("collect", "update", "publish")
 """The timer's phases that are training; evaluating and saving are not."""
@@ -64,17 +64,15 @@ def train(
         done += 1
         with timer("publish"):
             system.publish(done)
-        score = None
-        if done == schedule.updates or (schedule.eval_every and done % schedule.eval_every == 0):
-            with timer("evaluate"):
-                evaluation = system.evaluate(done)
-            metrics |= evaluation
-            score = _number(evaluation.get("eval/return"))
         steps = done * schedule.steps_per_update
-        if score is not None or (schedule.save_every and done % schedule.save_every == 0):
-            with timer("save"):
-                system.save(done, env_steps=steps, score=score)
+        evaluates = done == schedule.updates or bool(schedule.eval_every and done % schedule.eval_every == 0)
+        if evaluates or (schedule.save_every and done % schedule.save_every == 0):
+            with timer("save"):  # before the evaluation: should that fail, nothing is lost
+                system.save(done, env_steps=steps)
             saved = done
+        if evaluates:
+            with timer("evaluate"):
+                metrics |= system.evaluate(done)
         seconds = timer.wall["collect"] + timer.wall["update"] + timer.wall["publish"]
         metrics |= timer.take() | {
             "speed/env_steps_per_s": schedule.steps_per_update / seconds,
@@ -82,9 +80,5 @@ def train(
         }
         log.metrics(metrics, update=done, env_steps=steps)
     if saved != done or done == 0:
-        system.save(done, env_steps=done * schedule.steps_per_update, score=None)
+        system.save(done, env_steps=done * schedule.steps_per_update)
     return Outcome(done, done < schedule.updates, metrics)
-
-
-def _number(value: Mean | float | None) -> float | None:
-    return value.value if isinstance(value, Mean) else value

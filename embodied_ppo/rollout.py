@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from embodied_ppo import tree
-from embodied_ppo.types import Decision, Mean, Metrics, Obs, Policy, Step, Trajectory, VectorEnv
+from embodied_ppo.types import Decision, Mean, Metrics, Obs, Policy, Step, TrainingError, Trajectory, VectorEnv
 
 WINDOW = 100
 """Finished episodes over which rollout/return, length and success are averaged."""
@@ -30,6 +30,19 @@ TRAINING_SEEDS = 1 << 30
 def env_seeds(seed: int, round_: int, num_envs: int, group_size: int = 1) -> list[int]:
     """One simulator seed per environment; the members of a group share one."""
     return [sampling_key(seed, "env", round_, i // group_size) % TRAINING_SEEDS for i in range(num_envs)]
+
+
+def _finite(obs: Obs) -> bool:
+    return all(not x.is_floating_point() or bool(x.isfinite().all()) for x in tree.leaves(obs))
+
+
+def _where_not_finite(obs: Obs, id: str, update: int, t: int) -> str:
+    bad = next(x for x in tree.leaves(obs) if x.is_floating_point() and not x.isfinite().all())
+    where = (~bad.isfinite()).nonzero()[0].tolist()
+    return (
+        f"env.id={id}: observation {where[1:]} of environment {where[0]} is {float(bad[tuple(where)])} "
+        f"(update {update}, step {t}); nothing was trained on it; mend the simulator, or resume the last checkpoint"
+    )
 
 
 class Rollout:
@@ -81,6 +94,8 @@ class Rollout:
         steps: list[Step] = []
         for t in range(horizon):
             self.generator.manual_seed(sampling_key(self.seed, update, 0, t))
+            if not _finite(self.obs):
+                raise TrainingError(_where_not_finite(self.obs, env.id, update, t))
             decision = policy.act(policy.encode(self.obs), generator=self.generator)
             step = env.step(decision.action)
             observed.append(self.obs)

@@ -204,9 +204,9 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(
 def test_latest_best_and_pruning(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for update, score in ((1, 5.0), (2, 9.0), (3, 7.0), (4, None), (5, float("-1"))):
-        checkpoint.save(
-            folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=2, score=score
-        )
+        path = checkpoint.save(folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=2)
+        if score is not None:
+            checkpoint.set_score(path, score)
     assert sorted(p.name for p in folder.glob("step_*")) == ["step_000002", "step_000004", "step_000005"]
     assert (folder / "latest").resolve().name == "step_000005"
     assert (folder / "best").resolve().name == "step_000002"

@@ -45,8 +45,8 @@ class Notes:
         self.calls.append(("evaluate", update))
         return {"eval/return": Mean(10.0 * update, 2.0)}
 
-    def save(self, update: int, *, env_steps: int, score: float | None) -> Path:
-        self.calls.append(("save", update, env_steps, score))
+    def save(self, update: int, *, env_steps: int) -> Path:
+        self.calls.append(("save", update, env_steps))
         return Path()
 
     def close(self) -> None: ...
@@ -73,7 +73,7 @@ def test_collect_update_publish(tmp_path):
         *(("collect", 0), ("update", 0, 0), ("publish", 1)),
         *(("collect", 1), ("update", 1, 1), ("publish", 2)),
         *(("collect", 2), ("update", 2, 2), ("publish", 3)),
-        *(("evaluate", 3), ("save", 3, 192, 15.0)),
+        *(("save", 3, 192), ("evaluate", 3)),
     ]
     assert (outcome.updates, outcome.interrupted) == (3, False)
     assert [(r["update"], r["env_steps"]) for r in rows] == [(1, 64), (2, 128), (3, 192)]
@@ -104,18 +104,18 @@ def test_max_lag(tmp_path, max_lag):
 def test_what_is_due(tmp_path):
     calls, rows, _ = train(tmp_path, 7, save_every=3, eval_every=2)
     assert only(calls, "evaluate") == [(2,), (4,), (6,), (7,)]
-    # every evaluation is saved with its score; 3 is due; 6 is due twice and saved once; 7 is the end
-    assert only(calls, "save") == [(2, 128, 10.0), (3, 192, None), (4, 256, 20.0), (6, 384, 30.0), (7, 448, 35.0)]
+    # what is evaluated is saved before; 3 is due; 6 is due twice and saved once; 7 is the end
+    assert only(calls, "save") == [(2, 128), (3, 192), (4, 256), (6, 384), (7, 448)]
     assert [r["update"] for r in rows if "eval/return" in r] == [2, 4, 6, 7]
     assert [r["update"] for r in rows if "time/evaluate_s" in r] == [2, 4, 6, 7]
     assert [r["update"] for r in rows if "time/save_s" in r] == [2, 3, 4, 6, 7]
     i = calls.index(("evaluate", 2))
-    assert calls[i - 1 : i + 2] == [("publish", 2), ("evaluate", 2), ("save", 2, 128, 10.0)]
+    assert calls[i - 2 : i + 1] == [("publish", 2), ("save", 2, 128), ("evaluate", 2)]
 
 
 def test_the_last_update_is_evaluated_and_saved_once(tmp_path):
     calls, _, _ = train(tmp_path, 4, save_every=2, eval_every=2)
-    assert only(calls, "save") == [(2, 128, 10.0), (4, 256, 20.0)]
+    assert only(calls, "save") == [(2, 128), (4, 256)]
     assert only(calls, "evaluate") == [(2,), (4,)]
 
 
@@ -125,14 +125,14 @@ def test_stop(tmp_path, after):
     calls, rows, outcome = train(tmp_path, 9, should_stop=lambda: next(asked), save_every=2 if after else 0)
     assert (outcome.updates, outcome.interrupted) == (after, True)
     assert len(only(calls, "update")) == len(rows) == after
-    assert only(calls, "save") == [(after, 64 * after, None)]  # once, and even where nothing was learned
+    assert only(calls, "save") == [(after, 64 * after)]  # once, and even where nothing was learned
 
 
 def test_resume(tmp_path):
     calls, rows, outcome = train(tmp_path, 6, first_update=4, save_every=5)
     assert only(calls, "collect") == [(4,), (5,)] and only(calls, "update") == [(4, 4), (5, 5)]
     assert only(calls, "publish") == [(5,), (6,)]
-    assert only(calls, "save") == [(5, 320, None), (6, 384, 30.0)]
+    assert only(calls, "save") == [(5, 320), (6, 384)]
     assert [(r["update"], r["env_steps"]) for r in rows] == [(5, 320), (6, 384)] and not outcome.interrupted
     calls, _, outcome = train(tmp_path / "done", 4, first_update=4)
     assert calls == [] and (outcome.updates, outcome.interrupted) == (4, False)

@@ -216,3 +216,42 @@ def test_nothing_older_is_lost_when_the_disk_refuses(tmp_path: Path) -> None:
             keep_last=1,
         )
     assert sorted(os.listdir(folder)) == before
+
+
+def test_an_earlier_checkpoint_branches_off_into_a_new_run(tmp_path: Path) -> None:
+    build.train(tiny(tmp_path / "run"), quiet=True)
+    before = rows(tmp_path / "run")
+    earlier = tmp_path / "run/checkpoints/step_000004"
+    with pytest.raises(ValueError, match=r"gone on to step_000008.*run_dir=NEW"):
+        build.train(replace(tiny(tmp_path), run_dir=None, resume=str(earlier)), quiet=True)
+    build.train(tiny(tmp_path / "branch", resume=str(earlier)), quiet=True)
+    assert rows(tmp_path / "run") == before
+    for a, b in zip(contents(tmp_path / "run", 8), contents(tmp_path / "branch", 8), strict=True):
+        assert_same(a, b)
+
+
+def test_a_failing_last_evaluation_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate = build.LocalSystem.evaluate
+
+    def dies(self: build.LocalSystem, update: int) -> object:
+        if update == 8:
+            raise build.EnvError("the simulator died")
+        return evaluate(self, update)
+
+    monkeypatch.setattr(build.LocalSystem, "evaluate", dies)
+    with pytest.raises(build.TrainingError, match="the simulator died"):
+        build.train(tiny(tmp_path / "run", save_every=0), quiet=True)
+    assert checkpoint.open_checkpoint(tmp_path / "run").update == 8
+
+
+def test_evaluation_with_changed_options_keeps_the_others_and_has_a_report_of_its_own(tmp_path: Path) -> None:
+    c = tiny(tmp_path / "run")
+    build.train(replace(c, env=replace(c.env, kwargs={"frame_skip": 4})), quiet=True)
+    options = {"checkpoint": str(tmp_path / "run"), "episodes": 2, "video": False}
+    plain = build.evaluate(strict.load(build.EvaluateConfig, options), quiet=True)
+    changed = {**options, "env": {"kwargs": {"reset_noise_scale": 0.001}, "max_episode_steps": 7}}
+    other = build.evaluate(strict.load(build.EvaluateConfig, changed), quiet=True)
+    assert plain["report"] != other["report"]
+    stored = json.loads(Path(other["report_json"]).read_text())["config"]["env"]
+    assert stored["kwargs"] == {"frame_skip": 4, "reset_noise_scale": 0.001} and stored["max_episode_steps"] == 7
+    assert other["eval/length"] <= 7

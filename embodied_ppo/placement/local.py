@@ -10,6 +10,7 @@ from torch import nn
 
 from embodied_ppo import checkpoint, evaluate
 from embodied_ppo.config import EvaluationConfig
+from embodied_ppo.log import numbers
 from embodied_ppo.rollout import Rollout
 from embodied_ppo.types import CheckpointError, Learner, Metrics, Policy, Trajectory, VectorEnv
 
@@ -40,7 +41,8 @@ class LocalSystem:
         self.result: evaluate.EvaluationResult | None = None
         """The newest evaluation."""
         self.saved: Path | None = None
-        """The newest checkpoint."""
+        """The newest checkpoint, after ``saved_update`` updates."""
+        self.saved_update = -1
 
     def collect(self, horizon: int, *, update: int) -> tuple[Trajectory, Metrics]:
         return self.rollout.collect(horizon, update=update, version=self.version)
@@ -62,9 +64,12 @@ class LocalSystem:
             seed=e.seed,
             deterministic=e.deterministic,
         )
-        return self.result.metrics()
+        metrics = self.result.metrics()
+        if self.saved is not None and self.saved_update == update:
+            checkpoint.set_score(self.saved, numbers(metrics)["eval/return"])
+        return metrics
 
-    def save(self, update: int, *, env_steps: int, score: float | None) -> Path:
+    def save(self, update: int, *, env_steps: int) -> Path:
         self.saved = checkpoint.save(
             self.checkpoints,
             update=update,
@@ -73,8 +78,8 @@ class LocalSystem:
             config_text=self.config_text,
             info={**self.info, "env_steps": env_steps},
             keep_last=self.keep_last,
-            score=score,
         )
+        self.saved_update = update
         return self.saved
 
     def load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
@@ -90,7 +95,7 @@ class LocalSystem:
                 "resume with the options it was trained with"
             ) from error
         self.version = source.update
-        self.saved = source.path
+        self.saved, self.saved_update = source.path, source.update
 
     def close(self) -> None:
         self.rollout.env.close()

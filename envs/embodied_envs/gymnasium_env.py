@@ -43,9 +43,10 @@ def _name(id: str) -> str:
     if module:
         try:
             importlib.import_module(module)
-        except ImportError as error:
+        except Exception as error:  # whatever a user's module raises while it is imported
             raise EnvError(
-                f"env.id={id}: cannot import {module!r} ({error}); install it or put its folder on PYTHONPATH"
+                f"env.id={id}: cannot import {module!r} ({type(error).__name__}: {error}); mend or install it, "
+                "or put its folder on PYTHONPATH"
             ) from error
     return name
 
