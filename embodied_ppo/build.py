@@ -176,7 +176,7 @@ def _unread(config: Config, env: VectorEnv) -> Iterator[str]:
 
 
 def _new_run_dir(config: Config) -> Path:
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")[:-3]  # jobs of a sweep start in the same second
     path = Path("runs") / config.name / f"{stamp}-{config.seed}"
     for i in range(1, 1000):
         if not path.exists():
