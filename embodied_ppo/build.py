@@ -376,7 +376,7 @@ def _train(
             for line in early:
                 log.say(line)
             return _run(config, system, log, first=first, updates=updates)
-        except Exception as error:
+        except Exception as error:  # all of them: log.txt tells the cause, then it goes on up
             log.say(f"failed: {type(error).__name__}: {error}")
             if isinstance(error, (ConfigError, CheckpointError, EnvError)):  # no refusal: it had begun
                 raise TrainingError(str(error)) from error

@@ -476,7 +476,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception as e:
+    except Exception as e:  # the top of the program: whatever came this far becomes its last line and exit code
         if isinstance(e, BrokenPipeError) and argv[0] in ("config", "experiments"):  # .. | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0

@@ -370,7 +370,7 @@ class JointLearner:
 
     # --------------------------------------------------------------------------------------------- checkpoint
     def state(self) -> dict[str, Any]:
-        reference = None if self.reference is None else self.reference.state_dict()  # type: ignore[attr-defined]
+        reference = None if self.reference is None else self.reference.state_dict()
         return {
             "optimizer": self.optimizer.state_dict(),
             "adaptive_factor": self.adaptive_factor,
@@ -398,7 +398,7 @@ class JointLearner:
                     "algorithm.use_kl_loss/use_kl_in_reward: the checkpoint holds no reference policy to continue "
                     "with; start a new run, or resume without the KL options"
                 )
-            self.reference.load_state_dict(state["reference"])  # type: ignore[attr-defined]
+            self.reference.load_state_dict(state["reference"])
 
 
 def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:

@@ -513,7 +513,7 @@ def _shoot_stdin() -> None:
     request: _Request = pickle.load(sys.stdin.buffer)
     try:
         _shoot(request)
-    except Exception as error:
+    except Exception as error:  # whatever it is, the parent hears it; raised again
         Path(request.folder, "reason").write_text(f"{type(error).__name__}: {error}")
         raise
 

@@ -153,7 +153,8 @@ class Rollout:
                 self.has_success = True
                 self.running[2] = torch.maximum(self.running[2], won.cpu().float())
             for i in ended[t].nonzero().flatten().tolist():
-                self.finished.append(tuple(self.running[:, i].tolist()))  # type: ignore[arg-type]
+                total, length, won_once = self.running[:, i].tolist()
+                self.finished.append((total, length, won_once))
                 self.running[:, i] = 0.0
                 count += 1
         metrics: Metrics = {"rollout/episodes": float(count)}

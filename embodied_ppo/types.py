@@ -242,6 +242,10 @@ class VectorEnv(Protocol):
 class Policy(Protocol):
     """Observations to decisions; an ``nn.Module`` whose state_dict is the checkpoint."""
 
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
+
     def encode(self, obs: Obs) -> Any:
         """Raw observations [B, ..] -> model inputs [B, ..] (normalised; images stay uint8), without gradient."""
         ...

@@ -184,10 +184,10 @@ def test_an_environment_follows_its_own_seed_not_its_place(simulator: str) -> No
     """Environment 0 with seed 9 answers what environment 2 with seed 9 does, given the same actions."""
     a = make("InvertedPendulum-v4", 3, seeds=[9, 1, 2], simulator=simulator, max_episode_steps=4)
     b = make("InvertedPendulum-v4", 3, seeds=[1, 2, 9], simulator=simulator, max_episode_steps=4)
-    assert torch.equal(a.reset()[0], b.reset()[2])  # type: ignore[index]
+    assert torch.equal(a.reset()[0], b.reset()[2])
     for t in range(10):
         action = torch.full((3, 1), 0.1 * t)
-        assert torch.equal(a.step(action).obs[0], b.step(action).obs[2])  # type: ignore[index]
+        assert torch.equal(a.step(action).obs[0], b.step(action).obs[2])
 
 
 # ------------------------------------------------------------------------------------------------------------ actions
@@ -226,7 +226,7 @@ def test_actions_reach_the_simulator_in_its_units(simulator: str) -> None:
         env = make("InvertedPendulum-v5", simulator=simulator, action_mapping=mapping)
         assert env.action_spec == Box((-3.0,), (3.0,))
         env.reset()
-        return env.step(torch.full((2, 1), value)).obs  # type: ignore[return-value]
+        return env.step(torch.full((2, 1), value)).obs
 
     assert torch.equal(after("rescale", 0.5), after("none", 1.5))
     assert torch.equal(after("clip", 9.0), after("none", 3.0))
@@ -373,7 +373,7 @@ def test_a_registered_environment_of_the_users_own(mode: str) -> None:
     final: Any = last.obs if mode == "next_step" else last.final_obs
     assert final["body/x"].tolist() == [[4, -4], [-1, 1]] and final["where"][0].argmax() == 5
     if mode == "same_step":
-        assert last.obs["body/x"].tolist() == [[0, 0], [0, 0]]  # type: ignore[index]
+        assert last.obs["body/x"].tolist() == [[0, 0], [0, 0]]
     check_env(lambda seeds: make("test/Corridor-v0", 4, seeds=seeds, kwargs={"autoreset_mode": mode}), steps=30)
 
 

@@ -102,7 +102,7 @@ def test_neither_num_envs_nor_the_number_of_episodes_changes_an_episode(task: st
         policy, make = Linear(torch.randn(6, 64, generator=generator) / 8, discrete=False), make_cheetah
         inner = nn.Linear(17, 64, bias=False)
         inner.weight.data.copy_(torch.randn(64, 17, generator=generator))
-        policy.layer = nn.Sequential(inner, nn.Tanh(), policy.layer)  # type: ignore[assignment]
+        policy.layer = nn.Sequential(inner, nn.Tanh(), policy.layer)
     options = {"deterministic": deterministic, "seed": 3}
     whole = measure(policy, make, episodes=37, num_envs=37, **options).episodes
     assert len({e.return_ for e in whole}) > 2
@@ -154,7 +154,7 @@ def test_success_and_dictionary_observations() -> None:
             return Decision(action, torch.zeros(len(away)), torch.zeros(len(away)))
 
     good, idle = (measure(Reach(torch.full((1, 1), gain), False), make, episodes=4) for gain in (10.0, 0.0))
-    assert good.successes == [True] * 4 and good.metrics()["eval/success"].value == 1.0  # type: ignore[union-attr]
+    assert good.successes == [True] * 4 and good.metrics()["eval/success"].value == 1.0
     assert idle.successes is not None and sum(idle.successes) < 4
     assert good.distinct_initial_states == 4
     assert [e.initial_state for e in good.episodes] == [e.initial_state for e in idle.episodes]

@@ -317,7 +317,7 @@ def test_non_finite_batches_stop_training_before_the_weights(spoil, tmp_path):
     learner = make({} if spoil == "reward" else {"global_batch_size": T * N}, dump_dir=tmp_path / "run")
     t = full(experience(learner))
     before = weights(learner)
-    (t.reward if spoil == "reward" else t.obs)[2, 3] = torch.nan  # type: ignore[index]
+    (t.reward if spoil == "reward" else t.obs)[2, 3] = torch.nan
     with pytest.raises(TrainingError, match=r"update 4, epoch 0: .*not finite.*bad_batch.pt; lower algorithm.lr"):
         learner.update(t, update=4)
     assert all(torch.equal(x, before[name]) for name, x in weights(learner).items())

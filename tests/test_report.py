@@ -350,9 +350,9 @@ def make_nothing(seeds: list[int], how: str) -> Any:
 def decode(path: Path) -> tuple[dict[str, Any], np.ndarray]:
     """The film's facts and its frames, uint8 [F, H, W, 3]."""
     reader = imageio_ffmpeg.read_frames(str(path))
-    facts: dict[str, Any] = next(reader)  # type: ignore[assignment]
+    facts: dict[str, Any] = next(reader)
     width, height = facts["size"]
-    return facts, np.stack([np.frombuffer(f, np.uint8).reshape(height, width, 3) for f in reader])  # type: ignore[arg-type]
+    return facts, np.stack([np.frombuffer(f, np.uint8).reshape(height, width, 3) for f in reader])
 
 
 def test_a_film_of_the_evaluated_episodes(tmp_path: Path) -> None:

@@ -51,15 +51,15 @@ def contents(run_dir: Path, update: int) -> tuple[dict, dict]:
 def assert_same(a: object, b: object, path: str = "") -> None:
     assert type(a) is type(b), path
     if isinstance(a, dict):
-        assert a.keys() == b.keys(), path  # type: ignore[attr-defined]
+        assert a.keys() == b.keys(), path
         for key in a:
-            assert_same(a[key], b[key], f"{path}.{key}")  # type: ignore[index]
+            assert_same(a[key], b[key], f"{path}.{key}")
     elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), path  # type: ignore[arg-type]
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):  # type: ignore[arg-type]
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
             assert_same(x, y, f"{path}[{i}]")
     elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), path  # type: ignore[arg-type]
+        assert torch.equal(a, b), path
     else:
         assert a == b, path
 

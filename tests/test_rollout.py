@@ -29,7 +29,7 @@ def column(t: Trajectory, i: int) -> list[tuple[Any, ...]]:
     """(episode, step, reward, next_value, terminated, truncated, mask) of every row of environment i."""
     rows = []
     for r in range(t.reward.shape[0]):
-        _, episode, step = (int(x) for x in t.obs[r, i])  # type: ignore[index]
+        _, episode, step = (int(x) for x in t.obs[r, i])
         flags = [bool(x[r, i]) for x in (t.terminated, t.truncated, t.mask)]
         rows.append((episode, step, t.reward[r, i].item(), t.next_value[r, i].item(), *flags))
     return rows
@@ -210,7 +210,7 @@ def test_the_same_seed_gives_the_same_trajectory(env_id):
     assert not torch.equal(first.action, other.action)
     assert not torch.equal(first.action[:12], first.action[12:])  # another update, another key
     renamed = collect(0, updates=(3, 4))
-    assert torch.equal(renamed.obs[0], first.obs[0]) and not torch.equal(renamed.action[0], first.action[0])  # type: ignore[index]
+    assert torch.equal(renamed.obs[0], first.obs[0]) and not torch.equal(renamed.action[0], first.action[0])
 
 
 def test_the_policy_that_acted_is_replayed_exactly():

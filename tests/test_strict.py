@@ -75,7 +75,7 @@ def test_dump_of_a_changed_config_loads_to_the_same() -> None:
 
 def test_configs_are_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
-        strict.load(Config, {}).seed = 1  # type: ignore[misc]
+        strict.load(Config, {}).seed = 1
 
 
 # ---------------------------------------------------------------------------------------------------------- accepted
@@ -225,7 +225,7 @@ def test_a_missing_letter_finds_the_option(path: str) -> None:
 
 def test_keys_that_are_no_text() -> None:
     with pytest.raises(ConfigError, match=r"^3 = 4"):
-        strict.load(Config, {3: 4})  # type: ignore[dict-item]
+        strict.load(Config, {3: 4})
 
 
 @pytest.mark.parametrize("path", sorted(REFUSED))

@@ -129,9 +129,10 @@ class Trunk(nn.Module):
         self.cnns = nn.ModuleList()  # one per image, as in names; none for an mlp
         size = encoder.vector_size
         for name, spec in encoder.images.items():
-            shape = (spec.shape[2], spec.shape[0], spec.shape[1]) if channels_last(spec) else spec.shape
+            a, b, c = spec.shape
+            shape = (c, a, b) if channels_last(spec) else (a, b, c)  # (C, H, W)
             if use_cnn:
-                cnn = NatureCNN(name, shape, config)  # type: ignore[arg-type]
+                cnn = NatureCNN(name, shape, config)
                 self.cnns.append(cnn)
                 size += cnn.features
             else:

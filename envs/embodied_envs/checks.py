@@ -433,13 +433,13 @@ def _check_close(env: VectorEnv, action: Tensor) -> None:
     env.close()
     try:
         env.close()
-    except Exception as error:
+    except Exception as error:  # of the user's simulator: anything is the same fault
         raise EnvError(f"env.id={env.id}: a second close() raises {error!r}; closing twice must do nothing") from error
     try:
         env.step(action)
     except EnvError:
         return
-    except Exception as error:
+    except Exception as error:  # as above
         raise EnvError(f"env.id={env.id}: step() after close() raises {error!r}; raise EnvError instead") from error
     _fail(env, "step() works after close()", "raise EnvError: whoever holds it still has made a mistake")
 
