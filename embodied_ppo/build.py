@@ -353,6 +353,7 @@ def _train(
                 group_size=a.group_size,
                 one_episode=config.env.restart_each_rollout,
                 restart_every=config.env.restart_every,
+                stagger=config.env.stagger,
             ),
             learner=JointLearner(
                 policy, a, num_envs=env.num_envs, updates=updates, seed=config.seed, dump_dir=run_dir, notice=notice

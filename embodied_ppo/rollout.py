@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,14 +58,22 @@ class Rollout:
         group_size: int = 1,
         one_episode: bool = False,
         restart_every: int = 0,
+        stagger: bool = False,
     ) -> None:
         """``one_episode``: every collect begins new episodes and only the first of each environment counts.
 
         ``restart_every``: steps of each environment after which episodes begin anew (0: never), where the simulator
         cannot save itself. Such a simulator is resumed by replaying every action since its last restart.
+
+        ``stagger``: the first episode of environment i is cut after i/N of the clock limit. Tasks without a fall would
+        otherwise stay in step for ever: every rollout would hold N times the same phase of an episode.
         """
         self.env, self.policy, self.seed = env, policy, seed
         self.group_size, self.one_episode, self.restart_every = group_size, one_episode, restart_every
+        clock = env.max_episode_steps if stagger and group_size == 1 and not one_episode else None
+        at = torch.arange(env.num_envs) * (clock or 0) // env.num_envs  # [N], 0: not cut
+        self.cuts = {int(t): at == t for t in at.unique() if t > 0}
+        self.steps = 0  # of each environment, since the last restart
         self.device = env.device
         self.generator = Generator(device=self.device)
         self.obs: Obs | None = None
@@ -77,14 +86,33 @@ class Rollout:
     def restart(self, round_: int) -> None:
         """Begin new episodes everywhere, from seeds derived from (seed, round_). Episodes under way are dropped."""
         self.env.restart(env_seeds(self.seed, round_, self.env.num_envs, self.group_size))
-        self.obs, self.round, self.actions = None, round_, []
+        self.obs, self.round, self.actions, self.steps = None, round_, [], 0
+
+    def _step(self, action: Tensor) -> tuple[Step, Tensor | None]:
+        """One step of every environment, and where bool [N] an episode was cut to stagger them (None: nowhere)."""
+        step = self.env.step(action)
+        self.steps += 1
+        cut = self.cuts.get(self.steps)
+        if cut is None:
+            return step, None
+        cut = cut.to(self.device) & step.mask & ~(step.terminated | step.truncated)
+        fresh = self.env.reset_where(cut) if bool(cut.any()) else None
+        if fresh is None:
+            return step, None
+
+        def choose(yes: Tensor, no: Tensor) -> Tensor:
+            return torch.where(cut.view(-1, *[1] * (no.ndim - 1)), yes, no)
+
+        final = step.obs if step.final_obs is None else tree.map(choose, step.obs, step.final_obs)
+        obs, truncated = tree.map(choose, fresh, step.obs), step.truncated | cut
+        return replace(step, obs=obs, truncated=truncated, final_obs=final), cut
 
     @torch.no_grad()
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
         """``horizon`` steps of every environment -> Trajectory [T, N, ..] and the episodes' metrics."""
         env, policy = self.env, self.policy
-        acted = sum(len(a) for a in self.actions)
-        if self.one_episode or (self.restart_every and acted and acted + horizon > self.restart_every):
+        full = self.restart_every and env.state() is None and self.steps + horizon > self.restart_every
+        if self.one_episode or (full and self.steps):
             self.restart(update)
         if self.obs is None:
             self.obs = env.reset()
@@ -92,12 +120,15 @@ class Rollout:
         decisions: list[Decision] = []
         observed: list[Obs] = []
         steps: list[Step] = []
+        cuts: dict[int, Tensor] = {}
         for t in range(horizon):
             self.generator.manual_seed(sampling_key(self.seed, update, 0, t))
             if not _finite(self.obs):
                 raise TrainingError(_where_not_finite(self.obs, env.id, update, t))
             decision = policy.act(policy.encode(self.obs), generator=self.generator)
-            step = env.step(decision.action)
+            step, cut = self._step(decision.action)
+            if cut is not None:
+                cuts[t] = cut.cpu()
             observed.append(self.obs)
             decisions.append(decision)
             steps.append(step)
@@ -110,7 +141,7 @@ class Rollout:
         ended = terminated | truncated
         if self.one_episode:
             mask = mask & (ended.cumsum(0) - ended.long() == 0)  # up to the first end, that row included
-        metrics = self._count_episodes(reward, ended & mask, mask, [s.success for s in steps])
+        metrics = self._count_episodes(reward, ended & mask, mask, [s.success for s in steps], cuts)
         return Trajectory(
             obs=tree.stack(observed),
             action=d.action,
@@ -141,8 +172,13 @@ class Rollout:
                     next_value[t] = torch.where(ended, final, next_value[t])
         return next_value
 
-    def _count_episodes(self, reward: Tensor, ended: Tensor, mask: Tensor, success: list[Tensor | None]) -> Metrics:
-        """Add the episodes that ended in these steps to the window; their number and the window's means."""
+    def _count_episodes(
+        self, reward: Tensor, ended: Tensor, mask: Tensor, success: list[Tensor | None], cuts: Mapping[int, Tensor]
+    ) -> Metrics:
+        """Add the episodes that ended in these steps to the window; their number and the window's means.
+
+        ``cuts``: row -> where an episode was cut to stagger them; such an episode says nothing and is not counted.
+        """
         reward, ended, counted = reward.cpu(), ended.cpu(), mask.cpu().float()
         count = 0
         for t in range(reward.shape[0]):
@@ -152,7 +188,11 @@ class Rollout:
             if won is not None:
                 self.has_success = True
                 self.running[2] = torch.maximum(self.running[2], won.cpu().float())
-            for i in ended[t].nonzero().flatten().tolist():
+            over = ended[t]
+            if t in cuts:
+                self.running[:, cuts[t]] = 0.0
+                over = over & ~cuts[t]
+            for i in over.nonzero().flatten().tolist():
                 total, length, won_once = self.running[:, i].tolist()
                 self.finished.append((total, length, won_once))
                 self.running[:, i] = 0.0
@@ -170,6 +210,7 @@ class Rollout:
         return {
             "env": self.env.state(),
             "round": self.round,
+            "steps": self.steps,
             "actions": torch.cat(self.actions).cpu() if self.actions else None,  # [L, N, ..]
             "obs": self.obs,
             "running": self.running.clone(),
@@ -182,7 +223,7 @@ class Rollout:
         self.finished = deque((tuple(e) for e in state["finished"]), maxlen=WINDOW)
         self.has_success = state["has_success"]
         if state["env"] is not None:
-            self.obs = self.env.load_state(state["env"])
+            self.obs, self.steps = self.env.load_state(state["env"]), state["steps"]
         else:
             self.restart(state["round"])
             if state["actions"] is None:
@@ -191,7 +232,7 @@ class Rollout:
             notice(f"resume: replaying {len(actions)} steps of the simulator")
             self.obs = self.env.reset()
             for action in actions:
-                self.obs = self.env.step(action).obs
+                self.obs = self._step(action)[0].obs
             self.actions = [actions]
             now, then = (tree.leaves(tree.map(Tensor.cpu, obs)) for obs in (self.obs, state["obs"]))
             if not all(map(torch.equal, now, then)):

@@ -220,6 +220,13 @@ class VectorEnv(Protocol):
         """Act in every environment. ``action`` is float32 [N, A] or int64 [N]."""
         ...
 
+    def reset_where(self, where: Tensor) -> Obs | None:
+        """Begin a new episode where bool [N], the others stand still: [N, ..], arbitrary in the rows of the others.
+
+        Only asked for where an episode is under way. None: the simulator cannot.
+        """
+        ...
+
     def restart(self, seeds: list[int]) -> None:
         """Begin again as if newly made with one seed per environment; ``reset`` must follow."""
         ...

@@ -45,6 +45,15 @@ class Walk:
         self._closed = False
         self.restart(seeds)
 
+    def reset_where(self, where: Tensor) -> Any:
+        if self.fault == "no reset_where":
+            return None
+        for i in range(self.num_envs) if self.fault == "reset_where others" else where.nonzero().flatten().tolist():
+            self._reset(i)
+        if self.fault == "reset_where masked":
+            self.ended |= where
+        return self._obs()
+
     def restart(self, seeds: list[int]) -> None:
         if self.fault == "restart" and hasattr(self, "random"):
             return
@@ -198,6 +207,8 @@ FAULTS = {
     "time": (r"with the same seeds and actions after restart\(seeds\), observation differs in reset", False),
     "restart": (r"after restart\(seeds\), observation differs in reset", False),
     "reset mid-episode": ("the first step after reset.. is masked", False),
+    "reset_where masked": (r"first step after reset_where\(\) is masked", False),
+    "reset_where others": (r"reset_where\(\) of environment 0 changes observation of another", False),
     "state without random": (r"1 steps after load_state\(\), observation differs", False),
     "load_state answers reset": (r"load_state\(\) answered another observation", False),
     "close twice": (r"a second close\(\) raises", False),
@@ -233,6 +244,8 @@ def test_an_environment_itself_can_be_checked_and_stays_usable() -> None:
 def test_what_could_not_be_checked_is_noted() -> None:
     report = check_env(lambda seeds: Walk(seeds, fault="no state"), steps=2)
     assert [note.split(":")[0].split(" in ")[0] for note in report.notes] == ["no episode ended", "state() is None"]
+    report = check_env(lambda seeds: Walk(seeds, fault="no reset_where"), steps=60)
+    assert report.notes == ("reset_where() is None: episodes cannot be staggered",)
 
 
 @pytest.mark.parametrize("thing", [object(), 3, lambda seeds: object()])

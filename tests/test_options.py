@@ -32,6 +32,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "env.action_mapping": ("clip", {"env.id": "InvertedPendulum-v4"}),
     "env.restart_each_rollout": (True, {}),
     "env.restart_every": (8, {}),
+    "env.stagger": (False, {"env.max_episode_steps": 8}),
     "env.kwargs": ({"far": 3.0}, POINT),
     "model.backbone": ("mlp", PICTURES),
     "model.hidden": ([8], {}),

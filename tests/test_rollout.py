@@ -262,6 +262,33 @@ def test_a_simulator_that_does_not_repeat_itself_begins_anew():
     assert number(metrics["rollout/return"]) == pytest.approx((10 + 15) / 2)  # 10 from before, 1 + .. + 5 anew
 
 
+@pytest.mark.parametrize("same_step", [False, True])
+@pytest.mark.parametrize("saves", [True, False])
+def test_stagger(same_step: bool, saves: bool):
+    """First episodes end after i/N of the clock, by truncation with the final observation's value; none is counted."""
+
+    def staggered() -> tuple[toys.ScriptedEnv, Rollout]:
+        env = toys.ScriptedEnv([8, 8, 8, 3], [True] * 4, same_step=same_step, saves=saves)
+        env.max_episode_steps = 8
+        return env, Rollout(env, toys.CountingPolicy(), seed=0, stagger=True)
+
+    env, r = staggered()
+    t, metrics = r.collect(7, update=0, version=0)
+    assert list(r.cuts) == [2, 4, 6]
+    assert column(t, 0)[-1] == (0, 6, 7.0, 7.5, False, False, True)  # never cut
+    assert column(t, 1)[1:3] == [(0, 1, 102.0, 1002.5, False, True, True), (1, 0, 111.0, 1101.5, False, False, True)]
+    assert column(t, 2)[3:5] == [(0, 3, 204.0, 2004.5, False, True, True), (1, 0, 211.0, 2101.5, False, False, True)]
+    # environment 3 ends after 3 steps; its cut after 6 falls on the end of the second episode, or into its middle
+    assert t.truncated[:, 3].nonzero().flatten().tolist() == [2, 5]
+    assert number(metrics["rollout/episodes"]) == (2 if same_step else 1) and number(metrics["rollout/length"]) == 3
+    again, resumed = staggered()
+    resumed.load_state(r.state())
+    for update in (1, 2):
+        one, other = (x.collect(7, update=update, version=0) for x in (r, resumed))
+        assert all(map(torch.equal, tree.leaves(one[0]), tree.leaves(other[0]))) and one[1] == other[1]
+    assert again.at == env.at
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_restart_every(saves):
     """Where a resumed run has to replay, episodes begin anew before more than that many steps have to be."""

@@ -69,6 +69,10 @@ class ScriptedEnv:
         self.at = [(episode + 1, 0, False) if done else (episode, step, done) for episode, step, done in self.at]
         return Step(obs=self._obs(), reward=reward, mask=mask.bool(), final_obs=final, **flags)
 
+    def reset_where(self, where: Tensor) -> Obs:
+        self.at = [(at[0] + 1, 0, False) if cut else at for at, cut in zip(self.at, where.tolist(), strict=True)]
+        return self._obs()
+
     def restart(self, seeds: list[int]) -> None:
         self.seeds.append(seeds)
 
@@ -189,6 +193,7 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
             group_size=c.algorithm.group_size,
             one_episode=c.env.restart_each_rollout,
             restart_every=c.env.restart_every,
+            stagger=c.env.stagger,
         )
         updates = build.total_updates(c)
         learner = JointLearner(policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=c.seed)

@@ -89,6 +89,8 @@ def check_env(env_or_factory: VectorEnv | Factory, *, steps: int = 200) -> Repor
     env.restart([seed + 1000 for seed in seeds])
     seeded = first.difference(_run(env, actions, min(steps, 50))) is not None
 
+    if not _check_reset_where(env, actions, seeds):
+        notes.append("reset_where() is None: episodes cannot be staggered")
     env.restart(seeds)
     if not _check_state(env, actions):
         notes.append("state() is None: a resumed run begins its episodes anew")
@@ -110,7 +112,7 @@ def check_env(env_or_factory: VectorEnv | Factory, *, steps: int = 200) -> Repor
 
 # ------------------------------------------------------------------------------------------------------- declarations
 _ATTRIBUTES = ("id", "num_envs", "obs_spec", "action_spec", "max_episode_steps", "device")
-_METHODS = ("reset", "step", "restart", "state", "load_state", "render", "close")
+_METHODS = ("reset", "step", "reset_where", "restart", "state", "load_state", "render", "close")
 
 
 def _missing(candidate: Any) -> list[str]:
@@ -404,6 +406,35 @@ def _check_reset(env: VectorEnv, actions: list[Tensor]) -> None:
             )
         if bool((step.terminated | step.truncated).any()):
             return
+
+
+def _check_reset_where(env: VectorEnv, actions: list[Tensor], seeds: list[int]) -> bool:
+    """``reset_where`` of environment 0 begins its episode and touches no other; False where it is None."""
+    where = torch.zeros(env.num_envs, dtype=torch.bool, device=env.device)
+    where[0] = True
+
+    def begin() -> bool:
+        """One step from the start; whether environment 0 is still in its first episode."""
+        env.restart(seeds)
+        env.reset()
+        step = env.step(actions[0])
+        return not bool((step.terminated | step.truncated)[0])
+
+    if len(actions) < 2 or not begin():
+        return True
+    fresh = env.reset_where(where)
+    if fresh is None:
+        return False
+    _check_obs(env, fresh, "reset_where()", rows=where)
+    cut = _copy(env.step(actions[1]))
+    begin()
+    plain = _leaves(_copy(env.step(actions[1])))
+    if not bool(cut.mask[0]):
+        _fail(env, "the first step after reset_where() is masked", "reset_where() itself must begin the episode")
+    for name, x in _leaves(cut).items():
+        if not name.startswith("final_obs") and not torch.equal(x[1:], plain[name][1:]):
+            _fail(env, f"reset_where() of environment 0 changes {name} of another", "let the others stand still")
+    return True
 
 
 def _check_state(env: VectorEnv, actions: list[Tensor]) -> bool:

@@ -169,6 +169,17 @@ class EnvPoolEnv:
         )
         return step if self.device.type == "cpu" else _to(step, self.device)
 
+    def reset_where(self, where: Tensor) -> Obs:
+        """Begin a new episode where bool [N]; rows of the other environments hold nothing."""
+        env_ids = where.nonzero().flatten()
+        self._pool._reset(env_ids.cpu().numpy().astype(np.int32))
+        rows = self._obs(self._pool._recv())  # of these environments only, in their order
+
+        def spread(x: Tensor) -> Tensor:
+            return x.new_zeros((self.num_envs, *x.shape[1:])).index_copy_(0, env_ids, x)
+
+        return {name: spread(x) for name, x in rows.items()} if isinstance(rows, dict) else spread(rows)
+
     def restart(self, seeds: list[int]) -> None:
         """Begin again as if newly made with these seeds; ``reset`` must follow (and builds the simulators again)."""
         self._check_open()

@@ -150,6 +150,13 @@ class GymnasiumEnv:
             success=None if success is None else torch.from_numpy(success).to(self.device),
         )
 
+    def reset_where(self, where: Tensor) -> Obs | None:
+        """Begin a new episode where bool [N]; None where the environment brings a vector implementation of its own."""
+        if self._borrows:
+            return None
+        obs, _ = self._env.reset(options={"reset_mask": where.cpu().numpy()})
+        return self._obs(self._own(obs))
+
     def restart(self, seeds: list[int]) -> None:
         """Begin again as if newly made with these seeds; ``reset`` must follow (and makes the environments again)."""
         self._check_open()
