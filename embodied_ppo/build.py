@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import yaml
 
-from embodied_ppo import __version__, checkpoint, loop, report, strict
+from embodied_ppo import __version__, checkpoint, compiled, loop, report, strict
 from embodied_ppo import evaluate as evaluation
 from embodied_ppo.config import Config, EnvConfig, EvaluateConfig
 from embodied_ppo.evaluate import EvaluationResult
@@ -111,6 +111,32 @@ def total_updates(config: Config) -> int:
         return config.updates
     assert config.env_steps is not None
     return max(1, config.env_steps // (config.algorithm.horizon * config.env.num_envs))
+
+
+COMPILE_AFTER = 8192
+"""Optimiser steps after which compile=auto has compiled code take over: about as long as the compiler needs."""
+
+
+def compile_from(config: Config, device: torch.device, notice: Callable[[str], None]) -> int | None:
+    """The first update of compiled code, None for never: a matter of options alone, so that a run repeats itself."""
+    a = config.algorithm
+    if config.compile == "never":
+        return None
+    steps = a.update_epoch * (a.horizon * config.env.num_envs // a.global_batch_size)  # of the optimiser, per update
+    since = 0 if config.compile == "always" else -(-COMPILE_AFTER // steps)
+    if since >= total_updates(config):
+        return None
+    why = compiled.obstacle()
+    if device.type != "cpu":
+        why = f"it is for device=cpu, this is {device.type}"
+    elif a.micro_batch_size is not None and a.micro_batch_size < a.global_batch_size:
+        why = "algorithm.micro_batch_size cuts minibatches; leave it null"
+    if not why:
+        return since
+    if config.compile == "always":
+        raise ConfigError(f"compile=always: {why}; or use compile=auto")
+    notice(f"compile: not used, {why}")
+    return None
 
 
 def versions() -> dict[str, str]:
@@ -344,6 +370,7 @@ def _train(
                 notices.add(line)
                 say[0](line)
 
+        since = compile_from(config, where, notice)
         system = LocalSystem(
             policy=policy,
             rollout=Rollout(
@@ -354,9 +381,18 @@ def _train(
                 one_episode=config.env.restart_each_rollout,
                 restart_every=config.env.restart_every,
                 stagger=config.env.stagger,
+                compile_from=since,
+                notice=notice,
             ),
             learner=JointLearner(
-                policy, a, num_envs=env.num_envs, updates=updates, seed=config.seed, dump_dir=run_dir, notice=notice
+                policy,
+                a,
+                num_envs=env.num_envs,
+                updates=updates,
+                seed=config.seed,
+                compile_from=since,
+                dump_dir=run_dir,
+                notice=notice,
             ),
             make_evaluation_env=functools.partial(make_env, config=evaluation_env(config), device=where),
             evaluation=config.evaluation,
@@ -384,6 +420,7 @@ def _train(
             raise
         finally:
             log.close()
+            system.close()
     finally:
         env.close()
 
@@ -422,6 +459,8 @@ def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: 
             raise SystemExit(130) from None
     train_s, cpu_s = timer.total(loop.TRAINING)
     steps, trained = outcome.updates * per_update, max(1, (outcome.updates - first) * per_update)
+    split = system.cpu_s()
+    split["other"] = cpu_s - sum(split.values())
     if outcome.interrupted:
         log.say(f"interrupted after update {outcome.updates}; saved {system.saved}; continue with resume={run_dir}")
         raise SystemExit(130)
@@ -447,6 +486,7 @@ def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: 
         "train_s": round(train_s, 3),
         "cpu_s": round(cpu_s, 3),
         "cpu_us_per_step": round(cpu_s / trained * 1e6, 2),
+        "cpu_us_per_step_by_phase": {phase: round(s / trained * 1e6, 2) for phase, s in split.items()},
         "steps_per_s": round(trained / max(train_s, 1e-9), 1),
         "peak_rss_mb": round(peak_rss_mb(), 1),
         "initial_return": before,

@@ -7,6 +7,7 @@ Sampling takes its randomness from the generator it is given and from nowhere el
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Generator, Tensor
@@ -16,9 +17,13 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 HALF_LOG_2PI_E = HALF_LOG_2PI + 0.5
 
 
-def gaussian_sample(mean: Tensor, log_std: Tensor, generator: Generator | None) -> Tensor:
+def gaussian_noise(shape: Sequence[int], generator: Generator | None, device: torch.device | None = None) -> Tensor:
+    """N(0, 1), float32 of ``shape``: what ``gaussian_sample`` wants."""
+    return torch.randn(*shape, generator=generator, device=device)
+
+
+def gaussian_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
     """x = mean + exp(log_std) * noise, [B, A]."""
-    noise = torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
     return torch.addcmul(mean, log_std.exp(), noise)
 
 
@@ -56,9 +61,14 @@ def squashed_entropy(u: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     return gaussian_entropy(mean, log_std) + log_tanh_slope(mean + log_std.exp() * noise)
 
 
-def categorical_sample(logits: Tensor, generator: Generator | None) -> Tensor:
-    """Index [B] drawn from softmax(logits [B, K])."""
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+def categorical_noise(shape: Sequence[int], generator: Generator | None, device: torch.device | None = None) -> Tensor:
+    """Exp(1), float32 of ``shape``: what ``categorical_sample`` wants."""
+    return torch.empty(*shape, device=device).exponential_(generator=generator).clamp_(min=1e-30)  # 0/0 would win
+
+
+def categorical_sample(logits: Tensor, noise: Tensor) -> Tensor:
+    """Index [B] drawn from softmax(logits [B, K]): argmax_k p_k / e_k with e ~ Exp(1) (a race of exponentials)."""
+    return (logits.softmax(-1) / noise).argmax(-1)
 
 
 def categorical_log_prob(action: Tensor, logits: Tensor) -> Tensor:

@@ -214,8 +214,10 @@ def act(
         low, high = max(first, start), min(first + n, start + GROUP)  # the group's episodes that are here
         rows = torch.arange(start, start + GROUP).clamp(low, high - 1) - first
         inputs = tree.map(lambda x, rows=rows: x[rows.to(x.device)].to(where), obs)
-        generator.manual_seed(sampling_key(seed, "evaluate", group, t))
-        decision = policy.act(policy.encode(inputs), generator=generator, deterministic=deterministic)
+        noise = None
+        if not deterministic:
+            noise = policy.noise(GROUP, generator.manual_seed(sampling_key(seed, "evaluate", group, t)))
+        decision = policy.act(policy.encode(inputs), noise=noise)
         actions.append(decision.action[low - start : high - start])
     return torch.cat(actions).to(device)
 

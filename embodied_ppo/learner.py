@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from embodied_ppo import advantages, kl, losses, tree
+from embodied_ppo import advantages, compiled, kl, losses, tree
 from embodied_ppo.config import AlgorithmConfig
 from embodied_ppo.moments import expand_mask, explained_variance, masked_moments, masked_sum
+from embodied_ppo.objective import SETTINGS, MinibatchStep, Objective, adamw_settings, kl_distance, take
 from embodied_ppo.rollout import sampling_key
 from embodied_ppo.types import Batch, ConfigError, Evaluation, Mean, Metrics, Policy, TrainingError, Trajectory
 
@@ -45,16 +48,23 @@ class JointLearner:
         num_envs: int,
         updates: int,
         seed: int,
+        compile_from: int | None = None,
         dump_dir: Path | None = None,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``policy`` is an ``nn.Module``. ``updates`` is the length of the run that schedules span. ``dump_dir``
-        receives the batch that made a loss or gradient non-finite. ``notice`` hears what a user should know once."""
+        """``policy`` is an ``nn.Module``. ``updates`` is the length of the run that schedules span. From update
+        ``compile_from`` on (None: never) minibatches run as compiled code. ``dump_dir`` receives the batch that made a
+        loss or gradient non-finite. ``notice`` hears what a user should know once."""
         assert isinstance(policy, nn.Module)
         self.policy, self.module, self.config = policy, policy, config
+        self.objective = Objective(policy, config)
+        self.later = compiled.Later(compile_from, notice=notice)
+        self.cpu_s = {"advantages": 0.0, "update": 0.0}  # CPU seconds of this process, whole run
         self.updates, self.seed, self.dump_dir, self.notice = updates, seed, dump_dir, notice
         groups = policy.parameter_groups()
         self.actor, self.critic = groups["actor"], groups["critic"]
+        name = {id(p): n for n, p in policy.named_parameters()}
+        self.names = {who: [name[id(p)] for p in group] for who, group in groups.items()}
         self.lr = {"actor": config.lr, "critic": config.lr if config.value_lr is None else config.value_lr}
         self.optimizer = torch.optim.AdamW(
             [{"params": self.actor, "lr": self.lr["actor"]}, {"params": self.critic, "lr": self.lr["critic"]}],
@@ -82,21 +92,35 @@ class JointLearner:
         c = self.config
         warming = update < c.critic_warmup
         self._set_learning_rates(update)
+        start = time.process_time()
         batch, metrics = self._prepare(trajectory)
-        sums: dict[str, Any] = defaultdict(float)
+        prepared = time.process_time()
+        run = self._compiled(batch, update, warming=warming)
+        if run is None:
+            unit = c.minibatch_unit
+            step = lambda index, where: self._step(take(batch, index, unit), warming=warming, where=where)  # noqa: E731
+        else:
+            step = self._compiled_step(run, batch)
+        sums: dict[str, float] = defaultdict(float)
         ratio_max, epochs = 0.0, 0
         for epoch in range(c.update_epoch):
-            before = float(sums["approx_kl"]), float(sums["count"])
-            for index in self._minibatches(batch, update, epoch):
-                part = self._take(batch, index)
-                stats = self._step(part, warming=warming, where=f"update {update}, epoch {epoch}")
-                ratio_max = max(ratio_max, float(stats.pop("ratio_max", 0.0)))
-                for name, value in stats.items():
-                    sums[name] += value
+            rows = [step(index, f"update {update}, epoch {epoch}") for index in self._minibatches(batch, update, epoch)]
             epochs = epoch + 1
-            epoch_kl = (float(sums["approx_kl"]) - before[0]) / max(1.0, float(sums["count"]) - before[1])
-            if c.target_kl_stop is not None and epoch_kl > c.target_kl_stop:
+            if not rows:
+                continue
+            table = torch.stack(rows).double()  # [minibatches, statistics]
+            totals = dict(zip(self.statistics, table.sum(0).tolist(), strict=True))
+            ratio_max = max(ratio_max, float(table[:, self.statistics.index("ratio_max")].max()))
+            for name, value in totals.items():
+                sums[name] += value
+            sums["steps"] += len(rows)
+            if c.target_kl_stop is not None and totals["approx_kl"] / max(1.0, totals["count"]) > c.target_kl_stop:
                 break
+        if run is not None:
+            for count in _adam_state(self.optimizer).steps:
+                count += sums["steps"]
+        self.cpu_s["advantages"] += prepared - start
+        self.cpu_s["update"] += time.process_time() - prepared
         metrics |= self._summary(sums, ratio_max, epochs)
         self._steer(metrics, sums, warming=warming)
         self.policy.observe(tree.flatten_time(trajectory.obs), trajectory.mask.flatten())
@@ -134,7 +158,7 @@ class JointLearner:
             reference = self._view(self.reference, self.reference.encode(tree.flatten_time(t.obs)), t)
         if reference is not None and c.use_kl_in_reward:
             logits = self._view(self.policy, inputs, t).logits if c.kl_penalty == "full" else None
-            distance = self._distance(behaviour, reference.log_prob, c.kl_penalty, logits, reference.logits, dims=2)
+            distance = kl_distance(behaviour, reference.log_prob, c.kl_penalty, logits, reference.logits, dims=2)
             reward = kl.penalize(reward, distance, mask, coef=self.kl.coef)
             columns = float(losses.denominator(mask, how="seq-mean-token-mean"))
             per_column = float(losses.aggregate(distance, mask, how="seq-mean-token-mean"))
@@ -191,26 +215,16 @@ class JointLearner:
         joined = tree.map(lambda *xs: torch.cat(xs), parts[0], *parts[1:])
         return tree.map(lambda x: x.unflatten(0, t.mask.shape), joined)
 
-    def _distance(
-        self, log_prob: Tensor, ref_log_prob: Tensor, kind: str, logits: Any, ref_logits: Any, *, dims: int
-    ) -> Tensor:
-        """KL(policy || reference) of each decision, [..] of ``dims`` dimensions."""
-        own, other = (losses.reduce_log_prob(x, "chunk_level", batch_dims=dims) for x in (log_prob, ref_log_prob))
-        return kl.estimate(own, other, kind, logits=logits, ref_logits=ref_logits)
-
     # --------------------------------------------------------------------------------------------- minibatches
     def _minibatches(self, batch: Batch, update: int, epoch: int) -> Iterator[Tensor]:
-        """Index tensors of a fresh permutation; every sample (or column) once."""
+        """Index tensors of a fresh permutation; every sample (or column) once, but minibatches that are all masked."""
         columns = self.config.minibatch_unit == "column"
-        total = batch.mask.shape[1 if columns else 0]
+        mask = batch.mask.any(0) if columns else batch.mask
         size = self.config.global_batch_size // (batch.mask.shape[0] if columns else 1)
         generator = torch.Generator().manual_seed(sampling_key(self.seed, update, "shuffle", epoch))
-        order = torch.randperm(total, generator=generator).to(batch.mask.device)
-        yield from order.split(size)
-
-    def _take(self, batch: Batch, index: Tensor) -> Batch:
-        dim = 1 if self.config.minibatch_unit == "column" else 0
-        return tree.map(lambda x: x.index_select(dim, index), batch)
+        order = torch.randperm(mask.shape[0], generator=generator).to(mask.device)
+        counts = [bool(part.any()) for part in mask[order].split(size)]  # momentum alone would move weights
+        yield from (index for index, counts in zip(order.split(size), counts, strict=True) if counts)
 
     def _micro(self, part: Batch) -> Iterator[Batch]:
         """The minibatch cut so that a forward holds at most micro_batch_size samples."""
@@ -226,20 +240,52 @@ class JointLearner:
             yield tree.index(part, (slice(None), cut) if columns else cut)
 
     # --------------------------------------------------------------------------------------------- one step
-    def _step(self, part: Batch, *, warming: bool, where: str) -> dict[str, Any]:
-        """Gradient of one minibatch and one optimiser step; nothing where all is masked (momentum would move weights).
+    def _compiled(self, batch: Batch, update: int, *, warming: bool) -> compiled.Function | None:
+        """The minibatch as compiled code, None before its time. Sets the names of the statistics."""
+        c = self.config
+        program = MinibatchStep(self.objective, self.names["actor"], self.names["critic"], batch)
+        self.statistics = program.statistics()
 
-        Raises TrainingError before training on a NaN.
-        """
+        def example() -> tuple[MinibatchStep, list[Tensor]]:
+            size = c.global_batch_size // (batch.mask.shape[0] if c.minibatch_unit == "column" else 1)
+            state, index = _adam_state(self.optimizer), torch.zeros(size, dtype=torch.int64)
+            tensors = [*state.parameters, *state.first, *state.second, torch.zeros(len(SETTINGS))]
+            return program, [*tensors, index, *tree.leaves(batch)]
+
+        run = self.later.get(update, example)
+        return None if warming else run
+
+    def _compiled_step(self, run: compiled.Function, batch: Batch) -> Callable[[Tensor, str], Tensor]:
+        """``_step`` as one call into the library; equal to float32 rounding."""
+        c, state = self.config, _adam_state(self.optimizer)
+        settings = adamw_settings(
+            c,
+            c.update_epoch * (batch.mask.numel() // c.global_batch_size),
+            lr=[group["lr"] for group in self.optimizer.param_groups],
+            steps=[int(self.optimizer.state[group[0]]["step"]) for group in (self.actor, self.critic)],
+            entropy_coef=self.entropy.coef,
+        )
+        rows, leaves = iter(settings.unbind()), list(tree.leaves(batch))
+        tensors = [*state.parameters, *state.first, *state.second]
+
+        def step(index: Tensor, where: str) -> Tensor:
+            (stats,) = run([*tensors, next(rows), index, *leaves])
+            if not math.isfinite(stats[-1].item()):  # nothing has changed
+                part = take(batch, index, c.minibatch_unit)
+                raise TrainingError(self._dump(part, dict(zip(self.statistics, stats.tolist(), strict=True)), where))
+            return stats
+
+        return step
+
+    def _step(self, part: Batch, *, warming: bool, where: str) -> Tensor:
+        """Gradient of one minibatch and one optimiser step. Raises TrainingError before training on a NaN."""
         c = self.config
         rows = losses.denominator(part.mask)
-        if not float(rows):
-            return {}
         self.optimizer.zero_grad(set_to_none=True)
         whole = losses.denominator(part.mask, how=c.loss_agg_func)
         total: dict[str, Any] = {}
         for micro in self._micro(part):
-            loss, stats = self._loss(micro, whole, rows, warming=warming)
+            loss, stats = self.objective(micro, whole, rows, entropy_coef=self.entropy.coef, warming=warming)
             loss.backward()
             if not total:
                 total = stats
@@ -251,67 +297,18 @@ class JointLearner:
                 p.grad = None
         actor, critic = (_gradient_norm(group) for group in (self.actor, self.critic))
         norm = torch.hypot(actor, critic)
-        if not math.isfinite(float(norm) + float(total["loss"])):
-            raise TrainingError(self._dump(part, total, norm, where))
+        total |= {"actor_norm": actor, "critic_norm": critic, "finite": norm + total["loss"]}
+        if not math.isfinite(float(total["finite"])):
+            raise TrainingError(self._dump(part, total, where))
         if c.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_([*self.actor, *self.critic], c.max_grad_norm, norm, foreach=True)
         self.optimizer.step()
-        return total | {"actor_norm": actor, "critic_norm": critic, "steps": 1.0}
+        return torch.stack([total[name].float() for name in self.statistics])
 
-    def _loss(self, b: Batch, whole: Tensor, rows: Tensor, *, warming: bool) -> tuple[Tensor, dict[str, Any]]:
-        """L = L_policy - c_H·H + c_kl·KL + c_V·L_value of a micro-batch; statistics are sums that add up."""
-        c = self.config
-        out = self._evaluate(b)
-        dims = b.mask.ndim
-        log_prob = losses.reduce_log_prob(out.log_prob, c.logprob_type, batch_dims=dims)
-        entropy = losses.reduce_log_prob(out.entropy, c.entropy_type, batch_dims=dims)
-        elements, stats = losses.policy_loss(
-            log_prob,
-            b.log_prob,
-            b.advantage,
-            b.mask,
-            clip_ratio_low=c.clip_ratio_low,
-            clip_ratio_high=c.clip_ratio_high,
-            clip_ratio_c=c.clip_ratio_c,
-            weight=b.weight,
-        )
-
-        def agg(x: Tensor) -> Tensor:
-            return losses.aggregate(x, b.mask, how=c.loss_agg_func, denominator=whole, length=float(c.horizon))
-
-        policy_loss, entropy_mean = agg(elements), agg(entropy)
-        errors, far = losses.value_loss(
-            out.value, b.value, b.returns, value_clip=c.value_clip, huber_delta=c.huber_delta
-        )
-        value_loss = losses.aggregate(errors, b.mask, denominator=rows)
-        loss = c.value_loss_coef * value_loss
-        if not warming:
-            loss = loss + policy_loss - self.entropy.coef * entropy_mean
-        if b.ref_log_prob is not None:
-            distance = self._distance(out.log_prob, b.ref_log_prob, c.kl_loss_type, out.logits, b.ref_logits, dims=dims)
-            if not warming:
-                loss = loss + c.kl_loss_coef * agg(distance)
-            stats["kl"] = masked_sum(distance.detach(), b.mask)
-        return loss, stats | {
-            "loss": loss.detach(),
-            "policy_loss": policy_loss.detach(),
-            "value_loss": value_loss.detach(),
-            "entropy": entropy_mean.detach(),
-            "value_clipped": (far & b.mask).sum(),
-            "rows": b.mask.sum(),
-        }
-
-    def _evaluate(self, b: Batch) -> Evaluation:
-        """The policy's view of the micro-batch; columns are flattened for the model and folded back."""
-        if self.config.minibatch_unit == "step":
-            return self.policy.evaluate(b.inputs, b.action, b.replay)
-        flat = tree.flatten_time
-        out = self.policy.evaluate(flat(b.inputs), flat(b.action), flat(b.replay))
-        return tree.map(lambda x: x.unflatten(0, b.mask.shape), out)
-
-    def _dump(self, part: Batch, stats: dict[str, Any], norm: Tensor, where: str) -> str:
+    def _dump(self, part: Batch, stats: Mapping[str, Any], where: str) -> str:
         """Keep the batch; the message of the error."""
-        text = f"{where}: loss {float(stats['loss']):g}, gradient norm {float(norm):g} (not finite), not trained on"
+        norm = math.hypot(float(stats["actor_norm"]), float(stats["critic_norm"]))
+        text = f"{where}: loss {float(stats['loss']):g}, gradient norm {norm:g} (not finite), not trained on"
         if self.dump_dir is not None:
             self.dump_dir.mkdir(parents=True, exist_ok=True)
             path = self.dump_dir / "bad_batch.pt"
@@ -368,6 +365,9 @@ class JointLearner:
         for group, name in zip(self.optimizer.param_groups, ("actor", "critic"), strict=True):
             group["lr"] = self.lr[name] * factor
 
+    def close(self) -> None:
+        self.later.close()
+
     # --------------------------------------------------------------------------------------------- checkpoint
     def state(self) -> dict[str, Any]:
         reference = None if self.reference is None else self.reference.state_dict()
@@ -399,6 +399,31 @@ class JointLearner:
                     "with; start a new run, or resume without the KL options"
                 )
             self.reference.load_state_dict(state["reference"])
+
+
+@dataclass(frozen=True)
+class _AdamState:
+    """Every parameter, actor first, with its moments and its count of steps."""
+
+    parameters: list[Tensor]
+    first: list[Tensor]
+    second: list[Tensor]
+    steps: list[Tensor]
+
+
+def _adam_state(optimizer: torch.optim.Optimizer) -> _AdamState:
+    """The optimiser's state, made where its first step has not made it yet."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        if not optimizer.state[p]:
+            optimizer.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+    state = [optimizer.state[p] for p in parameters]
+    lists = ([s[key] for s in state] for key in ("exp_avg", "exp_avg_sq", "step"))
+    return _AdamState([p.detach() for p in parameters], *lists)
 
 
 def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:

@@ -113,16 +113,11 @@ class RunningMoments(nn.Module):
     """Mean and population variance, per feature, of everything ever merged.
 
     State (float64 buffers, kept float64 by ``.to(dtype)``): mean [*shape], var [*shape], count [].
-    ``normalize`` reads float32 copies that follow the state by themselves after ``update``, ``merge``,
-    ``load_state_dict`` and any in-place write to the buffers; where another process writes into shared memory, call
-    ``refresh``.
     """
 
     mean: Tensor
     var: Tensor
     count: Tensor
-    mean32: Tensor
-    inv32: Tensor
 
     def __init__(self, shape: Sequence[int] = (), eps: float = 1e-8):
         super().__init__()
@@ -131,9 +126,6 @@ class RunningMoments(nn.Module):
         self.register_buffer("mean", torch.zeros(self.shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(self.shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("mean32", torch.zeros(self.shape), persistent=False)
-        self.register_buffer("inv32", torch.ones(self.shape), persistent=False)
-        self._seen = self._writes()
 
     @torch.no_grad()
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
@@ -153,50 +145,28 @@ class RunningMoments(nn.Module):
         self.mean.lerp_(mean, w)
         self.var.lerp_(var, w).addcmul_(d, d, value=w * (1.0 - w))
         self.count.add_(n)
-        self.refresh()
 
     def normalize(self, x: Tensor, clip: float | None = None, eps: float | None = None) -> Tensor:
         """(x − mean)·rsqrt(var + eps), clamped to ±clip; x [.., *shape] of any dtype -> float32 of the same shape.
 
-        While nothing has been merged, x itself (clamped). ``eps`` None: the constructor's.
+        While nothing has been merged, x itself (clamped): mean is 0 and var 1. ``eps`` None: the constructor's.
         """
-        if self._seen != self._writes():
-            self.refresh()
-        inv = self.inv32 if eps is None or eps == self.eps else self._inverse(eps).float()
+        inv = torch.rsqrt(self.var + (self.eps if eps is None else eps)).float()
+        inv = torch.where(self.count > 0, inv, 1.0)
         x = x if x.dtype is torch.float64 else x.to(torch.float32)
-        y = (x - self.mean32) * inv
+        y = (x - self.mean.float()) * inv
         if clip is not None:
             y.clamp_(-clip, clip)
         return y.to(torch.float32)
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Recompute the float32 copies from the float64 state."""
-        self.mean32.copy_(self.mean)
-        self.inv32.copy_(self._inverse(self.eps))
-        self._seen = self._writes()
-
-    def _inverse(self, eps: float) -> Tensor:
-        """rsqrt(var + eps), float64 [*shape]; 1 while nothing has been merged."""
-        return torch.rsqrt(self.var + eps) if float(self.count) > 0 else torch.ones_like(self.var)
-
-    def _writes(self) -> int:
-        """Torch's own count of in-place writes: float64 state and float32 copies cannot drift apart unnoticed."""
-        return self.mean._version + self.var._version + self.count._version
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self.refresh()
-
     def _apply(self, fn: Any, recurse: bool = True) -> RunningMoments:
-        """Move with the module, but stay float64 / float32 when it is cast to bfloat16."""
+        """Move with the module, but stay float64 when it is cast to bfloat16."""
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
             moved = self._buffers[name]
             if moved is not None and moved.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(moved.device)
-        self._seen = self._writes()
         return self
 
     def extra_repr(self) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
-from embodied_ppo import tree
+from embodied_ppo import compiled, tree
 from embodied_ppo.types import Decision, Mean, Metrics, Obs, Policy, Step, TrainingError, Trajectory, VectorEnv
 
 WINDOW = 100
@@ -33,17 +35,81 @@ def env_seeds(seed: int, round_: int, num_envs: int, group_size: int = 1) -> lis
     return [sampling_key(seed, "env", round_, i // group_size) % TRAINING_SEEDS for i in range(num_envs)]
 
 
-def _finite(obs: Obs) -> bool:
-    return all(not x.is_floating_point() or bool(x.isfinite().all()) for x in tree.leaves(obs))
+def _check_finite(observed: Obs, id: str, update: int) -> None:
+    """Raise TrainingError where observations [T, N, ..] are not finite. One sum each: NaN and infinity survive it."""
+    for x in tree.leaves(observed):
+        if not x.is_floating_point() or math.isfinite(float(x.sum())) or bool(x.isfinite().all()):
+            continue
+        t, i, *where = (~x.isfinite()).nonzero()[0].tolist()
+        raise TrainingError(
+            f"env.id={id}: observation {where} of environment {i} is {float(x[t, i][tuple(where)])} "
+            f"(update {update}, step {t}); nothing was trained on it; mend the simulator, or resume the last checkpoint"
+        )
 
 
-def _where_not_finite(obs: Obs, id: str, update: int, t: int) -> str:
-    bad = next(x for x in tree.leaves(obs) if x.is_floating_point() and not x.isfinite().all())
-    where = (~bad.isfinite()).nonzero()[0].tolist()
-    return (
-        f"env.id={id}: observation {where[1:]} of environment {where[0]} is {float(bad[tuple(where)])} "
-        f"(update {update}, step {t}); nothing was trained on it; mend the simulator, or resume the last checkpoint"
-    )
+class _Act(nn.Module):
+    """Observation to decision as a forward, so that the policy's parameters can be handed in as tensors."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        assert isinstance(policy, nn.Module)
+        self.policy = policy
+
+    def forward(self, obs: Obs, noise: Tensor) -> Decision:
+        return self.policy.act(self.policy.encode(obs), noise=noise)
+
+
+class ActProgram:
+    """Observation to decision, of tensors only: (weights, noise, observation's leaves) -> the decision's leaves."""
+
+    def __init__(self, policy: Policy, obs: Obs) -> None:
+        """``obs``: for its structure."""
+        self.module = _Act(policy)
+        self.obs = tree.map(lambda x: x.new_empty(0), obs)
+        self.names = list(self._weights())
+
+    def _weights(self) -> dict[str, Tensor]:
+        return dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+
+    def weights(self) -> list[Tensor]:
+        """Parameters and buffers; they change in place."""
+        return [x.detach() for x in self._weights().values()]
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        noise, *leaves = tensors[len(self.names) :]
+        rest = iter(leaves)
+        obs = tree.map(lambda _: next(rest), self.obs)
+        weights = dict(zip(self.names, tensors, strict=False))
+        return tuple(tree.leaves(torch.func.functional_call(self.module, weights, (obs, noise))))
+
+
+class Acting:
+    """The policy's ``encode`` and ``act``, from update ``compile_from`` on as compiled code."""
+
+    def __init__(self, policy: Policy, *, compile_from: int | None, notice: Callable[[str], None]) -> None:
+        self.policy = policy
+        self.later = compiled.Later(compile_from, notice=notice)
+        self.weights: list[Tensor] = []
+        self.form: Any = None  # a decision, for its structure
+
+    def __call__(self, obs: Obs, noise: Tensor, update: int) -> list[Tensor]:
+        """The leaves of a Decision; the action is the first."""
+        run = self.later.get(update, lambda: self._program(obs, noise))
+        if run is not None:
+            return run([*self.weights, noise, *tree.leaves(obs)])
+        self.form = self.policy.act(self.policy.encode(obs), noise=noise)
+        return list(tree.leaves(self.form))
+
+    def stack(self, decisions: list[list[Tensor]]) -> Decision:
+        """T decisions [N, ..] as one [T, N, ..]."""
+        leaves = iter([torch.stack(xs) for xs in zip(*decisions, strict=True)])
+        return tree.map(lambda _: next(leaves), self.form)
+
+    def _program(self, obs: Obs, noise: Tensor) -> tuple[ActProgram, list[Tensor]]:
+        program = ActProgram(self.policy, obs)
+        self.weights = program.weights()
+        self.form = self.policy.act(self.policy.encode(obs), noise=noise)
+        return program, [*self.weights, noise, *tree.leaves(obs)]
 
 
 class Rollout:
@@ -59,6 +125,8 @@ class Rollout:
         one_episode: bool = False,
         restart_every: int = 0,
         stagger: bool = False,
+        compile_from: int | None = None,
+        notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         """``one_episode``: every collect begins new episodes and only the first of each environment counts.
 
@@ -67,6 +135,8 @@ class Rollout:
 
         ``stagger``: the first episode of environment i is cut after i/N of the clock limit. Tasks without a fall would
         otherwise stay in step for ever: every rollout would hold N times the same phase of an episode.
+
+        From update ``compile_from`` on (None: never) the policy acts as compiled code; ``notice`` hears why it cannot.
         """
         self.env, self.policy, self.seed = env, policy, seed
         self.group_size, self.one_episode, self.restart_every = group_size, one_episode, restart_every
@@ -74,7 +144,9 @@ class Rollout:
         at = torch.arange(env.num_envs) * (clock or 0) // env.num_envs  # [N], 0: not cut
         self.cuts = {int(t): at == t for t in at.unique() if t > 0}
         self.steps = 0  # of each environment, since the last restart
+        self.cpu_s = {"simulate": 0.0, "act": 0.0}  # CPU seconds of this process, whole run
         self.device = env.device
+        self.acting = Acting(policy, compile_from=compile_from, notice=notice)
         self.generator = Generator(device=self.device)
         self.obs: Obs | None = None
         self.running = torch.zeros(3, env.num_envs)  # return, length, success of the episode under way
@@ -117,23 +189,27 @@ class Rollout:
         if self.obs is None:
             self.obs = env.reset()
             self.running.zero_()
-        decisions: list[Decision] = []
+        decisions: list[list[Tensor]] = []
         observed: list[Obs] = []
         steps: list[Step] = []
         cuts: dict[int, Tensor] = {}
+        now = time.process_time()
         for t in range(horizon):
-            self.generator.manual_seed(sampling_key(self.seed, update, 0, t))
-            if not _finite(self.obs):
-                raise TrainingError(_where_not_finite(self.obs, env.id, update, t))
-            decision = policy.act(policy.encode(self.obs), generator=self.generator)
-            step, cut = self._step(decision.action)
+            noise = policy.noise(env.num_envs, self.generator.manual_seed(sampling_key(self.seed, update, 0, t)))
+            decision = self.acting(self.obs, noise, update)
+            before, now = now, time.process_time()
+            self.cpu_s["act"] += now - before
+            step, cut = self._step(decision[0])
+            before, now = now, time.process_time()
+            self.cpu_s["simulate"] += now - before
             if cut is not None:
                 cuts[t] = cut.cpu()
             observed.append(self.obs)
             decisions.append(decision)
             steps.append(step)
             self.obs = step.obs
-        d = tree.stack(decisions)
+        d, seen = self.acting.stack(decisions), tree.stack(observed)
+        _check_finite(seen, env.id, update)
         if env.state() is None and not self.one_episode:
             self.actions.append(d.action)
         reward, mask = torch.stack([s.reward for s in steps]), torch.stack([s.mask for s in steps])
@@ -143,7 +219,7 @@ class Rollout:
             mask = mask & (ended.cumsum(0) - ended.long() == 0)  # up to the first end, that row included
         metrics = self._count_episodes(reward, ended & mask, mask, [s.success for s in steps], cuts)
         return Trajectory(
-            obs=tree.stack(observed),
+            obs=seen,
             action=d.action,
             log_prob=d.log_prob,
             value=d.value,
@@ -204,6 +280,10 @@ class Rollout:
             if self.has_success:
                 metrics["rollout/success"] = Mean.of(e[2] for e in self.finished)
         return metrics
+
+    def close(self) -> None:
+        self.acting.later.close()
+        self.env.close()
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs: the simulator's own state, or the actions that lead there from its last restart."""

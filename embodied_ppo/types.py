@@ -257,8 +257,12 @@ class Policy(Protocol):
         """Raw observations [B, ..] -> model inputs [B, ..] (normalised; images stay uint8), without gradient."""
         ...
 
-    def act(self, inputs: Any, *, generator: Generator | None = None, deterministic: bool = False) -> Decision:
-        """Sample (or take the mode). The only randomness is ``generator``."""
+    def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
+        """The randomness of one ``act`` on so many rows, [rows, ..]; float32."""
+        ...
+
+    def act(self, inputs: Any, *, noise: Tensor | None = None) -> Decision:
+        """Sample with ``noise``, the only randomness; None: the distribution's mode. Without gradient."""
         ...
 
     def evaluate(self, inputs: Any, action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
@@ -279,6 +283,9 @@ class Policy(Protocol):
 
 
 class Learner(Protocol):
+    cpu_s: dict[str, float]
+    """CPU seconds of this process so far, by phase."""
+
     def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
         """Epochs over one trajectory; ``update`` counts from 0."""
         ...
@@ -288,6 +295,8 @@ class Learner(Protocol):
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class System(Protocol):

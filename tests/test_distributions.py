@@ -143,7 +143,7 @@ def test_extreme_actions_stay_finite(u, log_std):
 
 def test_extreme_logits_stay_finite():
     logits = torch.tensor([[1e4, -1e4, 0.0], [-1e30, 1e30, 1e30]], requires_grad=True)
-    assert dist.categorical_sample(logits[:1], torch.Generator()).tolist() == [0]
+    assert dist.categorical_sample(logits[:1], dist.categorical_noise((1, 3), torch.Generator())).tolist() == [0]
     log_p, entropy = dist.categorical_log_prob(torch.tensor([0, 1]), logits), dist.categorical_entropy(logits)
     (log_p.sum() + entropy.sum()).backward()
     assert log_p.tolist() == pytest.approx([0.0, -math.log(2)])
@@ -155,7 +155,7 @@ def test_extreme_logits_stay_finite():
 def test_gaussian_samples():
     n = 100_000
     mean, log_std = torch.tensor([[1.0, -2.0]]).expand(n, 2), torch.tensor([0.5, -1.0])
-    x = dist.gaussian_sample(mean, log_std, keyed(0, 5, 0, 3))
+    x = dist.gaussian_sample(mean, log_std, dist.gaussian_noise((n, 2), keyed(0, 5, 0, 3)))
     std = log_std.exp()
     assert ((x.mean(0) - mean[0]).abs() < 4 * std / math.sqrt(n)).all()
     assert ((x.std(0) / std - 1).abs() < 4 / math.sqrt(2 * n)).all()
@@ -168,20 +168,24 @@ def test_gaussian_samples():
 
 def test_categorical_samples():
     n, p = 100_000, torch.tensor([0.1, 0.2, 0.7])
-    action = dist.categorical_sample(p.log().expand(n, 3) + 5.0, keyed(0, "categorical"))
+    action = dist.categorical_sample(
+        p.log().expand(n, 3) + 5.0, dist.categorical_noise((n, 3), keyed(0, "categorical"))
+    )
     assert action.dtype == torch.int64 and action.shape == (n,)
     frequency = action.bincount(minlength=3) / n
     assert ((frequency - p).abs() < 4 * (p * (1 - p) / n).sqrt()).all()
 
 
 def test_samples_come_from_the_generator_alone():
-    mean, log_std, logits = torch.zeros(5, 3), torch.zeros(3), torch.zeros(5, 4)
+    def noise(*key: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return dist.gaussian_noise((5, 3), keyed(*key)), dist.categorical_noise((5, 4), keyed(*key))
+
     torch.manual_seed(0)
-    first = dist.gaussian_sample(mean, log_std, keyed(1, 2)), dist.categorical_sample(logits, keyed(1, 2))
+    first = noise(1, 2)
     before = torch.random.get_rng_state()
     torch.manual_seed(1)
-    again = dist.gaussian_sample(mean, log_std, keyed(1, 2)), dist.categorical_sample(logits, keyed(1, 2))
+    again = noise(1, 2)
     torch.manual_seed(0)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert torch.equal(before, torch.random.get_rng_state())  # the global stream was not touched
-    assert not torch.equal(first[0], dist.gaussian_sample(mean, log_std, keyed(1, 3)))
+    assert not torch.equal(first[0], noise(1, 3)[0])

@@ -13,6 +13,7 @@ from torch import nn
 
 import embodied_envs
 from embodied_envs import envpool_env
+from embodied_ppo import distributions as dist
 from embodied_ppo import evaluate as ev
 from embodied_ppo.types import Decision, EnvError, Step
 
@@ -35,16 +36,18 @@ class Linear(nn.Module):
     def encode(self, obs: Any) -> Any:
         return obs
 
-    def act(self, inputs: Any, *, generator: torch.Generator | None = None, deterministic: bool = False) -> Decision:
+    def noise(self, rows: int, generator: torch.Generator | None = None) -> torch.Tensor:
+        if self.discrete:
+            return dist.categorical_noise((rows, 2), generator)
+        return dist.gaussian_noise((rows, 1), generator)
+
+    def act(self, inputs: Any, *, noise: torch.Tensor | None = None) -> Decision:
         assert not torch.is_grad_enabled()
         out = self.dropout(self.layer(inputs))
         if self.discrete:
-            action = (
-                out.argmax(-1) if deterministic else torch.multinomial(out.softmax(-1), 1, generator=generator)[:, 0]
-            )
+            action = out.argmax(-1) if noise is None else dist.categorical_sample(out, noise)
         else:
-            noise = torch.randn(out.shape, generator=generator, device=out.device)
-            action = out if deterministic else out + 0.1 * noise
+            action = out if noise is None else out + 0.1 * noise
         return Decision(action, torch.zeros(len(out)), torch.zeros(len(out)))
 
     def evaluate(self, inputs: Any, action: Any, replay: Any) -> Any: ...
@@ -148,7 +151,7 @@ def test_success_and_dictionary_observations() -> None:
         return embodied_envs.make("FetchReach-v4", num_envs=len(seeds), seeds=seeds, num_threads=1)
 
     class Reach(Linear):
-        def act(self, inputs: Any, *, generator: Any = None, deterministic: bool = False) -> Decision:
+        def act(self, inputs: Any, *, noise: Any = None) -> Decision:
             away = inputs["desired_goal"] - inputs["achieved_goal"]
             action = torch.cat([away * self.layer.weight[0, 0], away[:, :1] * 0], 1).float()
             return Decision(action, torch.zeros(len(away)), torch.zeros(len(away)))

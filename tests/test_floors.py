@@ -17,7 +17,9 @@ FLOORS: dict[str, int] = {
     **dict.fromkeys(("errors", "types", "tree", "config"), 0),  # words
     **dict.fromkeys(("advantages", "losses", "kl", "distributions", "moments"), 1),  # maths
     **dict.fromkeys(("models.backbone", "models.actor_critic"), 2),
-    **dict.fromkeys(("rollout", "learner", "evaluate", "checkpoint", "log", "loop", "report"), 3),  # algorithm
+    **dict.fromkeys(
+        ("rollout", "objective", "compiled", "learner", "evaluate", "checkpoint", "log", "loop", "report"), 3
+    ),  # algorithm
     **dict.fromkeys(("placement.local",), 4),
     **dict.fromkeys(("cli", "build", "strict", "explain"), 5),  # edge
 }

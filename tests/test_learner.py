@@ -39,7 +39,8 @@ def experience(learner: JointLearner, *, seed: int = 0, noise: float = 0.0, rows
     """What a rollout could have been. With ``noise`` on log-probabilities and values, another policy acted."""
     g = torch.Generator().manual_seed(seed)
     obs = torch.randn(rows, N, OBS, generator=g) * 2 + 1
-    decision = learner.policy.act(learner.policy.encode(obs.flatten(0, 1)), generator=g)
+    inputs = learner.policy.encode(obs.flatten(0, 1))
+    decision = learner.policy.act(inputs, noise=learner.policy.noise(obs.shape[0] * obs.shape[1], g))
     d = tree.map(lambda x: x.unflatten(0, (rows, N)), decision)
     value = d.value + noise * torch.randn(rows, N, generator=g)
     terminated = torch.rand(rows, N, generator=g) < 0.15

@@ -77,7 +77,7 @@ def test_evaluate_reproduces_act(kind, spec, shared, dependent):
         policy_gain=1.0,  # means and scales that differ from state to state
     )
     inputs = policy.encode(observe(spec, 7))
-    decision = policy.act(inputs, generator=generator())
+    decision = policy.act(inputs, noise=policy.noise(len(next(tree.leaves(inputs))), generator()))
     shape = (7,) if actions == "discrete" else (7, 1, 3)
     assert decision.log_prob.shape == shape and decision.log_prob.dtype == torch.float32
     assert decision.action.shape == ((7,) if actions == "discrete" else (7, 3)) and decision.value.shape == (7,)
@@ -100,10 +100,10 @@ def test_evaluate_reproduces_act(kind, spec, shared, dependent):
     torch.testing.assert_close(flipped.log_prob.flip(0), out.log_prob, rtol=0, atol=1e-5)
 
     # the only randomness is the generator's; the mode needs none
-    assert torch.equal(policy.act(inputs, generator=generator()).action, decision.action)
-    assert not torch.equal(policy.act(inputs, generator=generator(1)).action, decision.action)
-    mode = policy.act(inputs, deterministic=True)
-    assert torch.equal(mode.action, policy.act(inputs, deterministic=True).action)
+    assert torch.equal(policy.act(inputs, noise=policy.noise(7, generator())).action, decision.action)
+    assert not torch.equal(policy.act(inputs, noise=policy.noise(7, generator(1))).action, decision.action)
+    mode = policy.act(inputs)
+    assert torch.equal(mode.action, policy.act(inputs).action)
     if distribution == "squashed_gaussian":
         assert decision.action.abs().max() < 1 and torch.equal(decision.replay["pre_squash"].tanh(), decision.action)
     if out.logits is not None:
@@ -113,7 +113,7 @@ def test_evaluate_reproduces_act(kind, spec, shared, dependent):
 def test_acting_and_values_carry_no_gradient():
     policy = make("vector")
     inputs = policy.encode(observe("vector", 4))
-    decision = policy.act(inputs, generator=generator())
+    decision = policy.act(inputs, noise=policy.noise(len(next(tree.leaves(inputs))), generator()))
     assert not any(x.requires_grad for x in (decision.action, decision.log_prob, policy.value(inputs), inputs[VECTOR]))
 
 
@@ -188,7 +188,7 @@ def test_gains_and_initial_scale():
     def spread(**options: Any) -> tuple[float, float]:
         policy = make("vector", **options)
         inputs = policy.encode(observation)
-        return policy.act(inputs, deterministic=True).action.std().item(), policy.value(inputs).abs().max().item()
+        return policy.act(inputs).action.std().item(), policy.value(inputs).abs().max().item()
 
     assert spread(policy_gain=0.01)[0] < 0.02 < spread(policy_gain=1.0)[0]
     assert spread(value_gain=0.0)[1] == 0.0 < spread(value_gain=1.0)[1]
@@ -216,7 +216,7 @@ def test_scale_limits(dependent):
 def test_other_trunks(options):
     policy, observation = make("vector", **options), observe("vector", 6)
     inputs = policy.encode(observation)
-    decision = policy.act(inputs, generator=generator())
+    decision = policy.act(inputs, noise=policy.noise(len(next(tree.leaves(inputs))), generator()))
     torch.testing.assert_close(policy.evaluate(inputs, decision.action, {}).log_prob, decision.log_prob)
     norms = [m for m in policy.trunk.modules() if isinstance(m, torch.nn.LayerNorm)]
     assert len(norms) == (2 if options == {"layer_norm": True} else 0)

@@ -307,10 +307,11 @@ class Lean(nn.Module):
     def encode(self, obs: Any) -> Any:
         return obs
 
-    def act(self, inputs: Any, *, generator: torch.Generator | None = None, deterministic: bool = False) -> Decision:
+    def act(self, inputs: Any, *, noise: Any = None) -> Decision:
         rows = len(inputs)
         return Decision((inputs[:, 2] * self.scale > 0).long(), torch.zeros(rows), torch.zeros(rows))
 
+    def noise(self, rows: int, generator: Any = None) -> Any: ...
     def evaluate(self, inputs: Any, action: Any, replay: Any) -> Any: ...
     def value(self, inputs: Any) -> Any: ...
     def parameter_groups(self) -> Any: ...
@@ -318,7 +319,7 @@ class Lean(nn.Module):
 
 
 class Idle(Lean):
-    def act(self, inputs: Any, *, generator: torch.Generator | None = None, deterministic: bool = False) -> Decision:
+    def act(self, inputs: Any, *, noise: Any = None) -> Decision:
         rows = len(inputs)
         return Decision(torch.full((rows, 1), 0.3), torch.zeros(rows), torch.zeros(rows))
 

@@ -101,8 +101,11 @@ class CountingPolicy(nn.Module):
     def encode(self, obs: Obs) -> Any:
         return obs
 
-    def act(self, inputs: Any, *, generator: torch.Generator | None = None, deterministic: bool = False) -> Decision:
-        action = torch.randn(inputs.shape[0], 1, generator=generator)
+    def noise(self, rows: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.randn(rows, 1, generator=generator)
+
+    def act(self, inputs: Any, *, noise: Tensor | None = None) -> Decision:
+        action = torch.zeros(inputs.shape[0], 1) if noise is None else noise
         return Decision(action, -action.unsqueeze(1), value_of(inputs), {"seen": inputs})
 
     def evaluate(self, inputs: Any, action: Tensor, replay: dict[str, Tensor]) -> Evaluation:

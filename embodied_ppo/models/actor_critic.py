@@ -26,7 +26,7 @@ class ActorCritic(nn.Module):
         self.encoder = Encoder(obs_spec, config)
         self.trunk = Trunk(self.encoder, config)
         self.value_trunk = None if config.shared_backbone else Trunk(self.encoder, config)
-        size = action_spec.n if isinstance(action_spec, Discrete) else action_spec.size
+        self.actions = size = action_spec.n if isinstance(action_spec, Discrete) else action_spec.size
         outputs = 2 * size if self.kind != "categorical" and self.state_dependent_std else size
         self.policy_head = linear(self.trunk.features, outputs, config.policy_gain, config.orthogonal_init)
         self.value_head = linear(self.trunk.features, 1, config.value_gain, config.orthogonal_init)
@@ -64,17 +64,19 @@ class ActorCritic(nn.Module):
     def observe(self, obs: Obs, mask: Tensor) -> None:
         self.encoder.observe(obs, mask)
 
+    def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
+        draw = dist.categorical_noise if self.kind == "categorical" else dist.gaussian_noise
+        return draw((rows, self.actions), generator, self.policy_head.weight.device)
+
     @torch.no_grad()
-    def act(
-        self, inputs: dict[str, Tensor], *, generator: Generator | None = None, deterministic: bool = False
-    ) -> Decision:
+    def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:
         features = self.trunk(inputs)
         value = self._value(inputs, features)
         params, log_std = self._policy(features)
         if self.kind == "categorical":
-            action = params.argmax(-1) if deterministic else dist.categorical_sample(params, generator)
+            action = params.argmax(-1) if noise is None else dist.categorical_sample(params, noise)
             return Decision(action, dist.categorical_log_prob(action, params), value)
-        x = params if deterministic else dist.gaussian_sample(params, log_std, generator)
+        x = params if noise is None else dist.gaussian_sample(params, log_std, noise)
         if self.kind == "gaussian":
             return Decision(x, dist.gaussian_log_prob(x, params, log_std).unsqueeze(1), value)
         log_prob = dist.squashed_log_prob(x, params, log_std).unsqueeze(1)

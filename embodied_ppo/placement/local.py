@@ -97,5 +97,10 @@ class LocalSystem:
         self.version = source.update
         self.saved, self.saved_update = source.path, source.update
 
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds by phase: simulate, act, advantages, update."""
+        return self.rollout.cpu_s | self.learner.cpu_s
+
     def close(self) -> None:
-        self.rollout.env.close()
+        self.rollout.close()
+        self.learner.close()

@@ -1,0 +1,206 @@
+"""Tensor functions compiled ahead of time into a shared library (torch's AOTInductor), kept on disk between runs."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import inspect
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+import embodied_ppo
+
+Function: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
+"""A loaded library: the program's tensors in, its results out."""
+
+DEADLINE_S = 900.0
+"""Longest wait for a library; a small network takes 15 to 40 s on one core."""
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept: $EMBODIED_PPO_CACHE, else embodied_ppo in the user's cache directory."""
+    if named := os.environ.get("EMBODIED_PPO_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodied_ppo"
+
+
+def obstacle() -> str:
+    """Why nothing can be compiled here; "" if it can."""
+    wanted = os.environ.get("CXX") or "g++"
+    if shutil.which(wanted) is None:
+        return f"no C++ compiler ({wanted} is not on the path; Debian: apt-get install g++)"
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=cache_folder()):
+            return ""
+    except OSError as error:
+        return f"{cache_folder()} cannot be written ({error.strerror}; EMBODIED_PPO_CACHE names another directory)"
+
+
+def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
+    """20 hex digits over all that the library depends on: sources, torch, processor, model, options and shapes."""
+    digest = hashlib.sha256()
+    package = Path(embodied_ppo.__file__).parent
+    sources = {*package.rglob("*.py")}
+    modules = [m for value in vars(program).values() if isinstance(value, nn.Module) for m in value.modules()]
+    for kind in {type(m) for m in modules}:
+        if not kind.__module__.startswith("torch."):
+            sources.add(Path(inspect.getsourcefile(kind) or package / "types.py"))
+    for path in sorted(sources):
+        digest.update(path.read_bytes())
+    words = [torch.__version__, torch.backends.cpu.get_cpu_capability(), sys.version, type(program).__qualname__]
+    words += [repr({name: value for name, value in vars(program).items() if not isinstance(value, nn.Module)})]
+    words += [repr(m) + repr({k: v for k, v in vars(m).items() if not k.startswith("_")}) for m in modules]
+    words += [f"{x.dtype}{tuple(x.shape)}{x.stride()}{x.device}" for x in example]
+    digest.update("\n".join(words).encode())
+    return digest.hexdigest()[:20]
+
+
+class Library:
+    """A compiled program: made from the moment of construction on, in another process unless the cache has it.
+
+    The program maps tensors to tensors without looking at their values; it may write into its arguments. Shapes, types
+    and strides are those of the example for ever.
+    """
+
+    def __init__(self, program: Callable[..., Any], example: Sequence[Tensor]) -> None:
+        """``program`` is an object that pickle takes. Nothing is computed with ``example``."""
+        self.path = cache_folder() / "compiled" / f"{fingerprint(program, example)}.pt2"
+        self._child: subprocess.Popen[bytes] | None = None
+        self._errors = None
+        if self.path.exists():
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        example = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in example]
+        message = pickle.dumps((program, example, str(self.path)))
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
+        environment |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor")}
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed when collected)
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", f"import {__name__} as compiled; compiled._build_stdin()"],
+            stdin=subprocess.PIPE,
+            stdout=self._errors,
+            stderr=self._errors,
+            env=environment,
+        )
+        assert self._child.stdin is not None
+        self._child.stdin.write(message)
+        self._child.stdin.close()
+
+    def load(self, deadline_s: float = DEADLINE_S) -> Function:
+        """Wait, load and return the function. Raises RuntimeError with the reason where there is none."""
+        if self._child is not None:
+            try:
+                code = self._child.wait(deadline_s)
+            except subprocess.TimeoutExpired:
+                self.close()
+                raise RuntimeError(f"not compiled after {deadline_s:g} s") from None
+            if code:
+                raise RuntimeError(f"the compiler failed ({self._last_words()})")
+            self._child = None
+        try:
+            # The public aoti_load_package imports all of inductor first: 2.5 s instead of 10 ms.
+            return vars(torch._C)["_aoti"].AOTIModelPackageLoader(str(self.path), "model", False, 1, -1).run
+        except Exception as error:  # a damaged file in the cache: whatever the loader makes of it
+            self.path.unlink(missing_ok=True)
+            raise RuntimeError(f"{self.path} was damaged and is removed ({str(error).splitlines()[0]})") from error
+
+    def busy(self) -> bool:
+        """Whether it is being compiled."""
+        return self._child is not None and self._child.poll() is None
+
+    def close(self) -> None:
+        """Give up a compilation under way."""
+        if self._child is not None and self.busy():
+            self._child.kill()
+            self._child.wait()
+
+    def _last_words(self) -> str:
+        assert self._errors is not None
+        self._errors.seek(0)
+        lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        return [*lines, *errors][-1] if lines else "without a word"
+
+
+class Later:
+    """A program that runs compiled from one update on, and before that not: the same update in every repetition.
+
+    So no result depends on what the cache holds or how long the compiler takes.
+    """
+
+    def __init__(self, since: int | None, *, notice: Callable[[str], None] = lambda text: None) -> None:
+        """``since``: the first update of compiled code; None: there is none. ``notice`` hears why it cannot be had."""
+        self.since, self.notice = since, notice
+        self._library: Library | None = None
+        self._function: Function | None = None
+
+    def get(self, update: int, make: Callable[[], tuple[Callable[..., Any], Sequence[Tensor]]]) -> Function | None:
+        """The compiled function in ``update``, None before its time; the first call begins to compile what ``make``
+        answers, a program and its example."""
+        if self.since is None or self._function is not None:
+            return self._function
+        try:
+            self._library = self._library or Library(*make())
+            if update >= self.since:
+                if self._library.busy():
+                    self.notice(f"compile: waiting for the compiler, once; the result stays in {cache_folder()}")
+                self._function = self._library.load()
+        except (RuntimeError, OSError, pickle.PicklingError, AttributeError, TypeError) as error:
+            self.notice(f"compile: {error}; training goes on without")
+            self.since = None
+        return self._function
+
+    def close(self) -> None:
+        if self._library is not None:
+            self._library.close()
+
+
+class _Program(nn.Module):
+    """What torch.export wants: a module."""
+
+    def __init__(self, graph: nn.Module) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.graph(*tensors)
+
+
+def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) -> None:
+    """Trace ``program`` (its backward pass included), compile it and put the library at ``path``."""
+    import torch._inductor
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs that want the same: the second finds it done
+        if path.exists():
+            return
+        example = [torch.zeros_like(x, device="cpu") if x.device.type == "meta" else x for x in example]
+        graph = make_fx(program, tracing_mode="fake")(*example)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        with torch.no_grad():
+            exported = torch.export.export(_Program(graph), tuple(example), strict=False)
+        temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(temporary))
+        temporary.replace(path)
+
+
+def _build_stdin() -> None:
+    """Entry of the compiling process: our parent's program comes in on stdin."""
+    os.nice(5)  # the parent trains meanwhile
+    torch.set_num_threads(1)
+    program, example, path = pickle.load(sys.stdin.buffer)
+    build(program, example, Path(path))
