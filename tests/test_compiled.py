@@ -1,0 +1,237 @@
+"""Compiled code: the same numbers, from the same update on in every repetition, and a word where it cannot be had."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+from test_learner import experience, make, numbers, weights
+from test_resume import assert_same, contents, rows, tiny
+from torch import Tensor
+
+from embodied_ppo import build, compiled, tree
+from embodied_ppo.objective import MinibatchStep
+from embodied_ppo.rollout import Acting
+from embodied_ppo.types import ConfigError, TrainingError
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def use_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMBODIED_PPO_CACHE", str(cache))
+
+
+class Double:
+    """x <- x + y in place; answers 2 x."""
+
+    def __init__(self, comment: str = "") -> None:
+        self.comment = comment
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        x.add_(y)
+        return 2 * x
+
+
+class Refuses(Double):
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        return x if float(x.sum()) > 0 else y
+
+
+# ------------------------------------------------------------------------------------------------------------- library
+def test_a_library_computes_writes_into_its_arguments_and_is_kept() -> None:
+    x, y = torch.zeros(3), torch.ones(3)
+    first = compiled.Library(Double(), [x, y])
+    assert first.busy() and not first.path.exists()
+    run = first.load()
+    assert first.path.exists() and torch.equal(x, torch.zeros(3))  # the example was only looked at
+    for i in (1.0, 2.0):
+        (out,) = run([x, y])
+        assert x.tolist() == [i] * 3 and out.tolist() == [2 * i] * 3
+    again = compiled.Library(Double(), [x, y])
+    assert not again.busy() and again.path == first.path
+    again.load()([x, y])
+    assert x.tolist() == [3.0] * 3
+
+
+def test_fingerprints_differ_with_program_options_and_shapes() -> None:
+    x = torch.zeros(3)
+    base = compiled.fingerprint(Double(), [x, x])
+    assert base == compiled.fingerprint(Double(), [x + 1, x])
+    others = [(Double("b"), [x, x]), (Refuses(), [x, x]), (Double(), [torch.zeros(4), x]), (Double(), [x.double(), x])]
+    assert len({base, *(compiled.fingerprint(p, e) for p, e in others)}) == 5
+    learners = [make(o) for o in ({}, {"clip_ratio_low": 0.1}, {"adam_eps": 1e-3}, {})] + [make(model={"hidden": [8]})]
+    batch = learners[0]._prepare(experience(learners[0]))[0]
+    steps = [MinibatchStep(one.objective, one.names["actor"], one.names["critic"], batch) for one in learners]
+    assert len({compiled.fingerprint(step, [x]) for step in steps}) == 4  # two of them are equal
+
+
+def test_a_damaged_library_is_removed_and_made_again() -> None:
+    x = torch.zeros(5)
+    path = compiled.Library(Double("damaged"), [x, x]).path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"no archive")
+    library = compiled.Library(Double("damaged"), [x, x])
+    with pytest.raises(RuntimeError, match=r"was damaged and is removed"):
+        library.load()
+    assert not path.exists()
+
+
+def test_what_cannot_be_compiled_is_told_once() -> None:
+    said: list[str] = []
+    later = compiled.Later(0, notice=said.append)
+    x = torch.zeros(3)
+    assert later.get(0, lambda: (Refuses(), [x, x])) is None
+    assert later.get(1, lambda: (Refuses(), [x, x])) is None
+    assert said[0].startswith("compile: waiting for the compiler") and len(said) == 2
+    assert "the compiler failed (" in said[1] and "training goes on without" in said[1]
+
+
+def test_a_program_that_pickle_refuses_is_told() -> None:
+    said: list[str] = []
+    later = compiled.Later(3, notice=said.append)
+    assert later.get(0, lambda: (lambda x: x, [torch.zeros(3)])) is None
+    assert len(said) == 1 and "pickle" in said[0].lower()
+
+
+def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(7)
+    library = compiled.Library(Double("hangs"), [x, x])
+    with pytest.raises(RuntimeError, match=r"not compiled after 0\.05 s"):
+        library.load(0.05)
+    assert not library.busy() and not library.path.exists()
+    library.close()
+
+
+@pytest.mark.parametrize("what", ["compiler", "cache"])
+def test_obstacles(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert compiled.obstacle() == ""
+    if what == "compiler":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        assert "no C++ compiler (no-such-compiler is not on the path" in compiled.obstacle()
+    else:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "file" / "below"))
+        assert "cannot be written (Not a directory" in compiled.obstacle()
+    said: list[str] = []
+    c = toys.config({"compile": "auto", "updates": 10_000})
+    assert build.compile_from(c, torch.device("cpu"), said.append) is None
+    assert len(said) == 1 and said[0].startswith("compile: not used, ")
+    with pytest.raises(ConfigError, match=r"compile=always: .*; or use compile=auto"):
+        build.compile_from(replace(c, compile="always"), torch.device("cpu"), said.append)
+
+
+def test_from_which_update() -> None:
+    """8192 optimiser steps; 3 epochs x 2 minibatches an update: after 1366 updates, however long the run is."""
+
+    def since(**options: Any) -> int | None:
+        return build.compile_from(toys.config({"updates": 2000, **options}), torch.device("cpu"), pytest.fail)
+
+    assert since() == 1366 and since(updates=5000) == 1366 and since(**{"algorithm.update_epoch": 6}) == 683
+    assert since(updates=1366) is None  # too short to use it
+    assert since(compile="always") == 0 and since(compile="never") is None
+    said: list[str] = []
+    c = toys.config({"updates": 2000, "algorithm.micro_batch_size": 4})
+    assert build.compile_from(c, torch.device("cpu"), said.append) is None and "micro_batch_size" in said[0]
+    assert build.compile_from(toys.config({"updates": 2000}), torch.device("cuda"), said.append) is None
+
+
+# --------------------------------------------------------------------------------------------------- learner and acting
+@pytest.mark.parametrize("discrete", [False, True])
+def test_compiled_updates_equal_eager_ones(discrete: bool) -> None:
+    options = {"update_epoch": 2, "entropy_bonus": 0.01, "critic_warmup": 1, "clip_ratio_c": 1.5, "value_clip": 0.1}
+    eager, fast = (make(options, discrete=discrete, compile_from=since) for since in (None, 1))
+    for update in range(4):  # the critic's warm-up, then three updates of compiled code
+        t = experience(eager, seed=update, noise=0.2)
+        one, other = (numbers(learner.update(t, update=update)) for learner in (eager, fast))
+        assert one.keys() == other.keys()
+        for tag, value in one.items():
+            assert other[tag] == pytest.approx(value, rel=1e-4, abs=1e-5), tag
+    for name, x in weights(eager).items():
+        torch.testing.assert_close(weights(fast)[name], x, rtol=1e-5, atol=1e-5)
+    steps = [float(fast.optimizer.state[group[0]]["step"]) for group in (fast.actor, fast.critic)]
+    assert steps == [float(eager.optimizer.state[group[0]]["step"]) for group in (eager.actor, eager.critic)]
+    assert steps == [24.0, 32.0]
+
+
+def test_compiled_updates_stop_before_they_train_on_a_nan(tmp_path: Path) -> None:
+    options = {"update_epoch": 2, "entropy_bonus": 0.01, "critic_warmup": 1, "clip_ratio_c": 1.5, "value_clip": 0.1}
+    learner = make(options, compile_from=0, dump_dir=tmp_path)  # the same library as above
+    learner.update(experience(learner), update=1)
+    before = weights(learner)
+    t = experience(learner)
+    t.reward[:] = torch.nan
+    with pytest.raises(TrainingError, match=r"update 2, epoch 0: loss nan, gradient norm nan \(not finite\)"):
+        learner.update(t, update=2)
+    assert all(torch.equal(x, before[name]) for name, x in weights(learner).items())
+    assert (tmp_path / "bad_batch.pt").exists()
+
+
+def test_compiled_acting_equals_eager_acting_and_follows_the_weights() -> None:
+    policy = make(model={"distribution": "squashed_gaussian"}).policy
+    eager, fast = (Acting(policy, compile_from=since, notice=pytest.fail) for since in (None, 1))
+    g = torch.Generator().manual_seed(0)
+    for update in range(4):
+        obs, noise = torch.randn(6, 5, generator=g) * 3, policy.noise(6, g)
+        if update == 1:
+            assert fast.later._library is not None
+            fast.notice = lambda text: None
+            fast.later.notice = lambda text: None
+        one, other = (a.stack([a(obs, noise, update)] * 2) for a in (eager, fast))
+        for a, b in zip(tree.leaves(one), tree.leaves(other), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        if update == 0:
+            assert one.replay.keys() == {"pre_squash"}
+        with torch.no_grad():  # an update moves weights and moments in place
+            policy.policy_head.bias += 0.5
+        policy.observe(obs, torch.ones(6, dtype=torch.bool))
+
+
+# --------------------------------------------------------------------------------------------------------- whole runs
+def test_a_run_repeats_and_resumes_bit_for_bit_across_the_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Compiled from update 5 of 8 on, whether the cache is cold or warm, and also in a run resumed at 4 or at 6."""
+    monkeypatch.setattr(build, "COMPILE_AFTER", 5 * 2 * (16 * 8 // 32))  # updates x epochs x minibatches
+    whole = tiny(tmp_path / "whole", save_every=2)
+    assert build.compile_from(whole, torch.device("cpu"), pytest.fail) == 5
+    build.train(whole, quiet=False)  # cold
+    assert "compile: waiting for the compiler" in capfd.readouterr().err
+    build.train(replace(whole, run_dir=str(tmp_path / "again")), quiet=False)  # warm
+    assert "compile:" not in capfd.readouterr().err
+    for at in (4, 6):
+        source = tmp_path / "whole" / "checkpoints" / f"step_{at:06d}"
+        build.train(replace(whole, run_dir=str(tmp_path / f"from{at}"), resume=str(source)), quiet=True)
+    for other in ("again", "from4", "from6"):
+        for a, b in zip(contents(tmp_path / "whole", 8), contents(tmp_path / other, 8), strict=True):
+            assert_same(a, b)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "again")
+    eager = replace(whole, run_dir=str(tmp_path / "eager"), compile="never")
+    build.train(eager, quiet=True)
+    x, y = (torch.tensor([r["policy/loss"] for r in rows(tmp_path / d)[1:]]) for d in ("whole", "eager"))
+    assert torch.equal(x[:5], y[:5]) and not torch.equal(x, y)
+    torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+
+
+def test_no_process_is_left(tmp_path: Path) -> None:
+    """A run that ends while the compiler works takes it along."""
+    x = torch.zeros(9)
+    later = compiled.Later(100)
+    later.get(0, lambda: (Double("left"), [x, x]))
+    assert later._library is not None and later._library._child is not None
+    pid = later._library._child.pid
+    later.close()
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists():
+            break
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")
