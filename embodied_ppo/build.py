@@ -28,7 +28,7 @@ from embodied_ppo import evaluate as evaluation
 from embodied_ppo.config import Config, EnvConfig, EvaluateConfig
 from embodied_ppo.evaluate import EvaluationResult
 from embodied_ppo.learner import JointLearner
-from embodied_ppo.log import Log, Timer, numbers, peak_rss_mb
+from embodied_ppo.log import Log, Timer, numbers, peak_rss_mb, process_age_s
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.placement.local import LocalSystem
 from embodied_ppo.rollout import Rollout, env_seeds, sampling_key
@@ -432,7 +432,7 @@ def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: 
         f"{config.name}: {config.env.id}, {config.env.num_envs} environments, updates {first + 1} to {updates} "
         f"of {per_update} steps, in {run_dir}"
     )
-    started, timer = time.perf_counter(), Timer()
+    started, timer, startup_s = time.perf_counter(), Timer(), process_age_s()
     before = None
     schedule = loop.Schedule(
         updates=updates,
@@ -482,6 +482,7 @@ def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: 
     summary = {
         "updates": outcome.updates,
         "env_steps": steps,
+        "startup_s": round(startup_s, 2),
         "wall_s": round(time.perf_counter() - started, 3),
         "train_s": round(train_s, 3),
         "cpu_s": round(cpu_s, 3),
