@@ -194,8 +194,9 @@ class Rollout:
         steps: list[Step] = []
         cuts: dict[int, Tensor] = {}
         now = time.process_time()
-        for t in range(horizon):
-            noise = policy.noise(env.num_envs, self.generator.manual_seed(sampling_key(self.seed, update, 0, t)))
+        keys = [sampling_key(self.seed, update, 0, t) for t in range(horizon)]
+        noises = [policy.noise(env.num_envs, self.generator.manual_seed(key)) for key in keys]  # while caches are warm
+        for t, noise in enumerate(noises):
             decision = self.acting(self.obs, noise, update)
             before, now = now, time.process_time()
             self.cpu_s["act"] += now - before

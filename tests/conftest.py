@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 
 # Before torch, the simulators and any process that a test starts read them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("MUJOCO_GL", "egl")
 
+os.environ["EMBODIED_PPO_CACHE"] = tempfile.mkdtemp(prefix="embodied_ppo_tests_")
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["EMBODIED_PPO_CACHE"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

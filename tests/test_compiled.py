@@ -21,16 +21,6 @@ from embodied_ppo.rollout import Acting
 from embodied_ppo.types import ConfigError, TrainingError
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def use_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EMBODIED_PPO_CACHE", str(cache))
-
-
 class Double:
     """x <- x + y in place; answers 2 x."""
 

@@ -22,6 +22,7 @@ SMALL = [
     "evaluation.num_envs=1",
     "evaluation.video_episodes=0",
     "updates=1",
+    "compile=never",  # bench_* wait for the compiler; test_compiled.py has it
 ]
 SUCCESS = {"metaworld"}
 """Experiments whose task says when it has succeeded."""
