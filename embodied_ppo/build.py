@@ -123,13 +123,12 @@ def compile_from(config: Config, device: torch.device, notice: Callable[[str], N
     if config.compile == "never":
         return None
     steps = a.update_epoch * (a.horizon * config.env.num_envs // a.global_batch_size)  # of the optimiser, per update
-    since = 0 if config.compile == "always" else -(-COMPILE_AFTER // steps)
+    at_once = config.compile == "always" or device.type == "cuda"  # a CUDA graph is captured in a moment
+    since = 0 if at_once else -(-COMPILE_AFTER // steps)
     if since >= total_updates(config):
         return None
-    why = compiled.obstacle()
-    if device.type != "cpu":
-        why = f"it is for device=cpu, this is {device.type}"
-    elif a.micro_batch_size is not None and a.micro_batch_size < a.global_batch_size:
+    why = compiled.obstacle() if device.type == "cpu" else ""
+    if a.micro_batch_size is not None and a.micro_batch_size < a.global_batch_size:
         why = "algorithm.micro_batch_size cuts minibatches; leave it null"
     if not why:
         return since

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -138,25 +139,74 @@ class Library:
         return [*lines, *errors][-1] if lines else "without a word"
 
 
+@dataclass(frozen=True)
+class Example:
+    """A program, the tensors it owns or changes (``state``: the same storage in every call), and other arguments."""
+
+    program: Callable[..., Any]
+    state: Sequence[Tensor]
+    arguments: Sequence[Tensor]
+
+
+class Captured:
+    """A program captured as one CUDA graph: a call is one launch, without Python or the host in between."""
+
+    def __init__(self, example: Example) -> None:
+        """Runs the program a few times to warm up; its state is as before afterwards."""
+        kept = [x.clone() for x in example.state]
+        self.arguments = [x.clone() for x in example.arguments]
+        self.last: list[Tensor | None] = [None] * len(self.arguments)
+        tensors = [*example.state, *self.arguments]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                example.program(*tensors)
+            for x, old in zip(example.state, kept, strict=True):
+                x.copy_(old)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            out = example.program(*tensors)
+        self.results = [out] if isinstance(out, Tensor) else list(out)
+
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The results in memory of their own. An argument that is the same object as in the last call is not copied."""
+        for i, x in enumerate(tensors[len(tensors) - len(self.arguments) :]):
+            if x is not self.last[i]:
+                self.arguments[i].copy_(x)
+                self.last[i] = x
+        self.graph.replay()
+        return [x.clone() for x in self.results]
+
+
 class Later:
     """A program that runs compiled from one update on, and before that not: the same update in every repetition.
 
-    So no result depends on what the cache holds or how long the compiler takes.
+    So no result depends on what the cache holds or how long the compiler takes. On a GPU it becomes a CUDA graph.
     """
 
     def __init__(self, since: int | None, *, notice: Callable[[str], None] = lambda text: None) -> None:
         """``since``: the first update of compiled code; None: there is none. ``notice`` hears why it cannot be had."""
         self.since, self.notice = since, notice
+        self.captures = False
+        """Whether the function is a CUDA graph."""
         self._library: Library | None = None
         self._function: Function | None = None
 
-    def get(self, update: int, make: Callable[[], tuple[Callable[..., Any], Sequence[Tensor]]]) -> Function | None:
+    def get(self, update: int, make: Callable[[], Example]) -> Function | None:
         """The compiled function in ``update``, None before its time; the first call begins to compile what ``make``
-        answers, a program and its example."""
+        answers."""
         if self.since is None or self._function is not None:
             return self._function
         try:
-            self._library = self._library or Library(*make())
+            if self._library is None:
+                example = make()
+                if example.arguments[0].is_cuda:
+                    if update >= self.since:
+                        self._function, self.captures = Captured(example), True
+                    return self._function
+                self._library = Library(example.program, [*example.state, *example.arguments])
             if update >= self.since:
                 if self._library.busy():
                     self.notice(f"compile: waiting for the compiler, once; the result stays in {cache_folder()}")

@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,21 +101,18 @@ class JointLearner:
             step = lambda index, where: self._step(take(batch, index, unit), warming=warming, where=where)  # noqa: E731
         else:
             step = self._compiled_step(run, batch)
-        sums: dict[str, float] = defaultdict(float)
-        ratio_max, epochs = 0.0, 0
+        told: list[Tensor] = []  # per minibatch; on the device until the last one is done
+        epochs = 0
         for epoch in range(c.update_epoch):
-            rows = [step(index, f"update {update}, epoch {epoch}") for index in self._minibatches(batch, update, epoch)]
+            before = len(told)
+            for index in self._minibatches(batch, update, epoch):
+                told.append(step(index, f"update {update}, epoch {epoch}"))
             epochs = epoch + 1
-            if not rows:
-                continue
-            table = torch.stack(rows).double()  # [minibatches, statistics]
-            totals = dict(zip(self.statistics, table.sum(0).tolist(), strict=True))
-            ratio_max = max(ratio_max, float(table[:, self.statistics.index("ratio_max")].max()))
-            for name, value in totals.items():
-                sums[name] += value
-            sums["steps"] += len(rows)
-            if c.target_kl_stop is not None and totals["approx_kl"] / max(1.0, totals["count"]) > c.target_kl_stop:
-                break
+            if c.target_kl_stop is not None and len(told) > before:
+                kl_sum, count = self._totals(told[before:], "approx_kl", "count")
+                if kl_sum / max(1.0, count) > c.target_kl_stop:
+                    break
+        sums, ratio_max = self._sums(told, f"update {update}")
         if run is not None:
             for count in _adam_state(self.optimizer).steps:
                 count += sums["steps"]
@@ -215,16 +212,39 @@ class JointLearner:
         joined = tree.map(lambda *xs: torch.cat(xs), parts[0], *parts[1:])
         return tree.map(lambda x: x.unflatten(0, t.mask.shape), joined)
 
+    def _totals(self, told: list[Tensor], *names: str) -> list[float]:
+        columns = [self.statistics.index(name) for name in names]
+        return torch.stack(told)[:, columns].double().sum(0).tolist()
+
+    def _sums(self, told: list[Tensor], where: str) -> tuple[dict[str, float], float]:
+        """Sums of the statistics over all minibatches, ``steps`` among them, and the largest ratio.
+
+        Raises TrainingError where a minibatch was not finite and nobody looked yet; it trained nothing.
+        """
+        if not told:
+            return defaultdict(float), 0.0
+        table = torch.stack(told).double().cpu()  # [minibatches, statistics]
+        column = {name: table[:, i] for i, name in enumerate(self.statistics)}
+        bad = (~column["finite"].isfinite()).nonzero().flatten().tolist()
+        if bad:
+            stats = dict(zip(self.statistics, table[bad[0]].tolist(), strict=True))
+            raise self._not_finite(stats, f"{where}, minibatch {bad[0]}")
+        sums = defaultdict(float, {name: float(x.sum()) for name, x in column.items()})
+        sums["steps"] = float((column["rows"] > 0).sum())
+        return sums, float(column["ratio_max"].max())
+
     # --------------------------------------------------------------------------------------------- minibatches
-    def _minibatches(self, batch: Batch, update: int, epoch: int) -> Iterator[Tensor]:
+    def _minibatches(self, batch: Batch, update: int, epoch: int) -> Sequence[Tensor]:
         """Index tensors of a fresh permutation; every sample (or column) once, but minibatches that are all masked."""
         columns = self.config.minibatch_unit == "column"
         mask = batch.mask.any(0) if columns else batch.mask
         size = self.config.global_batch_size // (batch.mask.shape[0] if columns else 1)
-        generator = torch.Generator().manual_seed(sampling_key(self.seed, update, "shuffle", epoch))
-        order = torch.randperm(mask.shape[0], generator=generator).to(mask.device)
+        generator = torch.Generator(mask.device).manual_seed(sampling_key(self.seed, update, "shuffle", epoch))
+        order = torch.randperm(mask.shape[0], generator=generator, device=mask.device)
+        if self.later.captures:  # the graph itself leaves them out, and nobody has to wait for the mask
+            return order.split(size)
         counts = [bool(part.any()) for part in mask[order].split(size)]  # momentum alone would move weights
-        yield from (index for index, counts in zip(order.split(size), counts, strict=True) if counts)
+        return [index for index, counts in zip(order.split(size), counts, strict=True) if counts]
 
     def _micro(self, part: Batch) -> Iterator[Batch]:
         """The minibatch cut so that a forward holds at most micro_batch_size samples."""
@@ -246,11 +266,12 @@ class JointLearner:
         program = MinibatchStep(self.objective, self.names["actor"], self.names["critic"], batch)
         self.statistics = program.statistics()
 
-        def example() -> tuple[MinibatchStep, list[Tensor]]:
+        def example() -> compiled.Example:
             size = c.global_batch_size // (batch.mask.shape[0] if c.minibatch_unit == "column" else 1)
-            state, index = _adam_state(self.optimizer), torch.zeros(size, dtype=torch.int64)
-            tensors = [*state.parameters, *state.first, *state.second, torch.zeros(len(SETTINGS))]
-            return program, [*tensors, index, *tree.leaves(batch)]
+            state, where = _adam_state(self.optimizer), batch.mask.device
+            settings, index = torch.zeros(len(SETTINGS), device=where), torch.arange(size, device=where)
+            state = [*state.parameters, *state.first, *state.second]
+            return compiled.Example(program, state, [settings, index, *tree.leaves(batch)])
 
         run = self.later.get(update, example)
         return None if warming else run
@@ -265,14 +286,14 @@ class JointLearner:
             steps=[int(self.optimizer.state[group[0]]["step"]) for group in (self.actor, self.critic)],
             entropy_coef=self.entropy.coef,
         )
-        rows, leaves = iter(settings.unbind()), list(tree.leaves(batch))
+        rows, leaves = iter(settings.to(batch.mask.device).unbind()), list(tree.leaves(batch))
         tensors = [*state.parameters, *state.first, *state.second]
 
         def step(index: Tensor, where: str) -> Tensor:
             (stats,) = run([*tensors, next(rows), index, *leaves])
-            if not math.isfinite(stats[-1].item()):  # nothing has changed
-                part = take(batch, index, c.minibatch_unit)
-                raise TrainingError(self._dump(part, dict(zip(self.statistics, stats.tolist(), strict=True)), where))
+            if not self.later.captures and not math.isfinite(stats[-1].item()):  # nothing has changed
+                named = dict(zip(self.statistics, stats.tolist(), strict=True))
+                raise self._not_finite(named, where, take(batch, index, c.minibatch_unit))
             return stats
 
         return step
@@ -299,24 +320,24 @@ class JointLearner:
         norm = torch.hypot(actor, critic)
         total |= {"actor_norm": actor, "critic_norm": critic, "finite": norm + total["loss"]}
         if not math.isfinite(float(total["finite"])):
-            raise TrainingError(self._dump(part, total, where))
+            raise self._not_finite(total, where, part)
         if c.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_([*self.actor, *self.critic], c.max_grad_norm, norm, foreach=True)
         self.optimizer.step()
         return torch.stack([total[name].float() for name in self.statistics])
 
-    def _dump(self, part: Batch, stats: Mapping[str, Any], where: str) -> str:
-        """Keep the batch; the message of the error."""
+    def _not_finite(self, stats: Mapping[str, Any], where: str, part: Batch | None = None) -> TrainingError:
+        """The error to raise; keeps the batch, where it is known, with the policy that it made non-finite."""
         norm = math.hypot(float(stats["actor_norm"]), float(stats["critic_norm"]))
         text = f"{where}: loss {float(stats['loss']):g}, gradient norm {norm:g} (not finite), not trained on"
-        if self.dump_dir is not None:
+        if part is not None and self.dump_dir is not None:
             self.dump_dir.mkdir(parents=True, exist_ok=True)
             path = self.dump_dir / "bad_batch.pt"
             leaves = {name: value for name in part.__slots__ if (value := getattr(part, name)) is not None}
             torch.save({"batch": leaves, "policy": self.module.state_dict(), "where": where}, path.with_suffix(".new"))
             path.with_suffix(".new").replace(path)
             text += f"; the batch is in {path}"
-        return f"{text}; lower algorithm.lr or look for non-finite rewards and observations"
+        return TrainingError(f"{text}; lower algorithm.lr or look for non-finite rewards and observations")
 
     # --------------------------------------------------------------------------------------------- after the epochs
     def _summary(self, sums: Mapping[str, Any], ratio_max: float, epochs: int) -> Metrics:

@@ -122,7 +122,8 @@ def adamw_settings(
 class MinibatchStep:
     """Gather, forward, loss, backward, clipping and AdamW of one minibatch: tensors in, statistics out.
 
-    Parameters, first and second moments change in place; with a non-finite loss or gradient norm none of them does.
+    Parameters, first and second moments change in place; with a non-finite loss or gradient norm, or where all is
+    masked, none of them does.
     The same numbers as ``JointLearner``'s eager step to float32 rounding, and no host decides anything in between, so
     that it can be compiled or captured as one graph.
     """
@@ -162,7 +163,7 @@ class MinibatchStep:
             actor, critic = (torch.stack(x).sum().sqrt() for x in (squares[: self.actors], squares[self.actors :]))
             norm = torch.hypot(actor, critic)
             finite = norm + loss
-            fine = torch.isfinite(finite)
+            fine = torch.isfinite(finite) & (rows > 0)  # momentum alone would move weights
             scale = 1.0 if c.max_grad_norm is None else (c.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             for i, (p, m, v, grad) in enumerate(zip(params, first, second, grads, strict=True)):
                 who = "actor" if i < self.actors else "critic"

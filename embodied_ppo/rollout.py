@@ -105,11 +105,11 @@ class Acting:
         leaves = iter([torch.stack(xs) for xs in zip(*decisions, strict=True)])
         return tree.map(lambda _: next(leaves), self.form)
 
-    def _program(self, obs: Obs, noise: Tensor) -> tuple[ActProgram, list[Tensor]]:
+    def _program(self, obs: Obs, noise: Tensor) -> compiled.Example:
         program = ActProgram(self.policy, obs)
         self.weights = program.weights()
         self.form = self.policy.act(self.policy.encode(obs), noise=noise)
-        return program, [*self.weights, noise, *tree.leaves(obs)]
+        return compiled.Example(program, self.weights, [noise, *tree.leaves(obs)])
 
 
 class Rollout:

@@ -80,8 +80,8 @@ def test_what_cannot_be_compiled_is_told_once() -> None:
     said: list[str] = []
     later = compiled.Later(0, notice=said.append)
     x = torch.zeros(3)
-    assert later.get(0, lambda: (Refuses(), [x, x])) is None
-    assert later.get(1, lambda: (Refuses(), [x, x])) is None
+    assert later.get(0, lambda: compiled.Example(Refuses(), [x], [x])) is None
+    assert later.get(1, lambda: compiled.Example(Refuses(), [x], [x])) is None
     assert said[0].startswith("compile: waiting for the compiler") and len(said) == 2
     assert "the compiler failed (" in said[1] and "training goes on without" in said[1]
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_compiled_is_told_once() -> None:
 def test_a_program_that_pickle_refuses_is_told() -> None:
     said: list[str] = []
     later = compiled.Later(3, notice=said.append)
-    assert later.get(0, lambda: (lambda x: x, [torch.zeros(3)])) is None
+    assert later.get(0, lambda: compiled.Example(lambda x: x, [], [torch.zeros(3)])) is None
     assert len(said) == 1 and "pickle" in said[0].lower()
 
 
@@ -132,7 +132,7 @@ def test_from_which_update() -> None:
     said: list[str] = []
     c = toys.config({"updates": 2000, "algorithm.micro_batch_size": 4})
     assert build.compile_from(c, torch.device("cpu"), said.append) is None and "micro_batch_size" in said[0]
-    assert build.compile_from(toys.config({"updates": 2000}), torch.device("cuda"), said.append) is None
+    assert build.compile_from(toys.config({"updates": 2000}), torch.device("cuda"), pytest.fail) == 0  # a CUDA graph
 
 
 # --------------------------------------------------------------------------------------------------- learner and acting
@@ -151,6 +151,39 @@ def test_compiled_updates_equal_eager_ones(discrete: bool) -> None:
     steps = [float(fast.optimizer.state[group[0]]["step"]) for group in (fast.actor, fast.critic)]
     assert steps == [float(eager.optimizer.state[group[0]]["step"]) for group in (eager.actor, eager.critic)]
     assert steps == [24.0, 32.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("discrete", [False, True])
+def test_updates_as_a_cuda_graph_equal_eager_ones(discrete: bool) -> None:
+    options = {"update_epoch": 2, "entropy_bonus": 0.01, "clip_ratio_c": 1.5, "value_clip": 0.1}
+    eager, fast = (make(options, discrete=discrete, compile_from=s, device="cuda") for s in (None, 1))
+    for update in range(4):
+        t = experience(make(options, discrete=discrete), seed=update, noise=0.2)
+        t = tree.map(lambda x: x.cuda(), t)
+        one, other = (numbers(learner.update(t, update=update)) for learner in (eager, fast))
+        for tag, value in one.items():
+            assert other[tag] == pytest.approx(value, rel=1e-3, abs=1e-4), tag
+    for name, x in weights(eager).items():
+        torch.testing.assert_close(weights(fast)[name], x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_minibatches_on_a_gpu_wait_for_nothing() -> None:
+    learner = make({"update_epoch": 2}, compile_from=0, device="cuda")
+    t = tree.map(lambda x: x.cuda(), experience(make({"update_epoch": 2})))
+    learner.update(t, update=0)
+    batch, _ = learner._prepare(t)
+    run = learner._compiled(batch, 1, warming=False)
+    assert isinstance(run, compiled.Captured)
+    step = learner._compiled_step(run, batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for epoch in range(2):
+            for index in learner._minibatches(batch, 1, epoch):
+                step(index, "")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_compiled_updates_stop_before_they_train_on_a_nan(tmp_path: Path) -> None:
@@ -216,7 +249,7 @@ def test_no_process_is_left(tmp_path: Path) -> None:
     """A run that ends while the compiler works takes it along."""
     x = torch.zeros(9)
     later = compiled.Later(100)
-    later.get(0, lambda: (Double("left"), [x, x]))
+    later.get(0, lambda: compiled.Example(Double("left"), [x], [x]))
     assert later._library is not None and later._library._child is not None
     pid = later._library._child.pid
     later.close()
