@@ -416,7 +416,11 @@ def _job(_: Any, *, args: argparse.Namespace) -> None:
     if loaded.config.run_dir is None:
         loaded = replace(loaded, config=replace(loaded.config, run_dir=job.runtime.output_dir))
     extra = {"job": job.job.num, "overrides": " ".join(line.lstrip("+") for line in lines)}
-    _train_one(loaded, args, extra)
+    try:
+        _train_one(loaded, args, extra)
+    except Exception:  # of any kind: the lines below it name no job
+        print(f"job {extra['job']} ({extra['overrides']}) failed:", file=sys.stderr)
+        raise
 
 
 # -------------------------------------------------------------------------------------------------------------- texts

@@ -24,7 +24,7 @@ GROUP = 16
 """Rows of one policy call. A matrix product's last bits depend on the number of rows, and a sampled action on the row's
 place; so episode i always sits in place i % GROUP of a call of GROUP rows, and num_envs changes no number."""
 
-ENDLESS = 100_000
+ENDLESS = 20_000
 """Steps after which an episode of a task without max_episode_steps is given up."""
 
 Z95 = 1.959964

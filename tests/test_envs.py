@@ -377,6 +377,17 @@ def test_a_registered_environment_of_the_users_own(mode: str) -> None:
     check_env(lambda seeds: make("test/Corridor-v0", 4, seeds=seeds, kwargs={"autoreset_mode": mode}), steps=30)
 
 
+@pytest.mark.parametrize("mode", ["next_step", "same_step"])
+def test_a_success_key_that_no_info_has_is_refused(mode: str) -> None:
+    env = make("test/Corridor-v0", 2, success_key="won", kwargs={"autoreset_mode": mode})
+    env.reset()
+    with pytest.raises(
+        EnvError, match=r"success_key='won' is not in the info of a step that ends.*; it has at, is_succ"
+    ):
+        for _ in range(4):
+            env.step(torch.tensor([1, 0]))
+
+
 def test_a_module_before_the_colon_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_tasks_for_test.py").write_text(
         "import gymnasium\n"
