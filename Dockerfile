@@ -6,10 +6,10 @@ ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 ARG BASE
 
-# EGL for pictures without a screen; Python where the base has none (Debian 12: 3.11, Ubuntu 24.04: 3.12)
+# EGL for pictures without a screen; g++ for the option compile; Python where the base has none (Debian 12: 3.11, Ubuntu 24.04: 3.12)
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        make libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri \
+        make g++ libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri \
         $(command -v python3 >/dev/null || echo python3 python3-venv) \
     && rm -rf /var/lib/apt/lists/*
 

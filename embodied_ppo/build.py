@@ -312,6 +312,16 @@ def _stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def _matmul_precision(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 # -------------------------------------------------------------------------------------------------------------- train
 def train(config: Config, *, explicit: Any = (), quiet: bool = False, json: bool = False) -> dict[str, Any]:
     """Train as configured; returns what ``summary.json`` holds.
@@ -440,7 +450,7 @@ def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: 
         save_every=config.save_every,
         eval_every=config.eval_every,
     )
-    with _stop_signals(timer) as should_stop:
+    with _stop_signals(timer) as should_stop, _matmul_precision(config.matmul_precision):
         try:
             if first == 0:
                 with timer("evaluate"):

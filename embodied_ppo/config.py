@@ -283,6 +283,9 @@ class Config:
     """Run minibatches and acting as compiled code, 2 to 10 times faster for small networks. always: from the first
     update, which waits for the compiler (15 to 60 s the first time, then cached); auto: after 8192 optimiser steps,
     during which it is made in the background. Needs a C++ compiler."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Products of float32 matrices while training: highest in float32, high in tf32 (GPU), medium in bfloat16 (GPU, and
+    CPUs with AMX); torch.set_float32_matmul_precision."""
     env: EnvConfig = field(default_factory=EnvConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

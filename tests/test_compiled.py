@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,9 @@ from embodied_ppo import build, compiled, tree
 from embodied_ppo.objective import MinibatchStep
 from embodied_ppo.rollout import Acting
 from embodied_ppo.types import ConfigError, TrainingError
+
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler (Debian: apt-get install g++)")
 
 
 class Double:
@@ -258,3 +262,16 @@ def test_no_process_is_left(tmp_path: Path) -> None:
             break
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_matmul_precision_holds_while_training_and_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    update = build.JointLearner.update
+
+    def note(self: build.JointLearner, trajectory: Any, *, update: int, _original: Any = update) -> Any:
+        seen.append(torch.get_float32_matmul_precision())
+        return _original(self, trajectory, update=update)
+
+    monkeypatch.setattr(build.JointLearner, "update", note)
+    build.train(tiny(tmp_path / "run", updates=2, matmul_precision="medium"), quiet=True)
+    assert seen == ["medium"] * 2 and torch.get_float32_matmul_precision() == "highest"
