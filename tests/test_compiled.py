@@ -21,7 +21,6 @@ from embodied_ppo.objective import MinibatchStep
 from embodied_ppo.rollout import Acting
 from embodied_ppo.types import ConfigError, TrainingError
 
-
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler (Debian: apt-get install g++)")
 
 
