@@ -88,20 +88,20 @@ class Library:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         example = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in example]
-        message = pickle.dumps((program, example, str(self.path)))
+        request = tempfile.TemporaryFile()  # noqa: SIM115  (not a pipe: nobody reads before torch is imported)
+        request.write(pickle.dumps((program, example, str(self.path))))
+        request.seek(0)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
         environment |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor")}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed when collected)
         self._child = subprocess.Popen(
             [sys.executable, "-c", f"import {__name__} as compiled; compiled._build_stdin()"],
-            stdin=subprocess.PIPE,
+            stdin=request,
             stdout=self._errors,
             stderr=self._errors,
             env=environment,
         )
-        assert self._child.stdin is not None
-        self._child.stdin.write(message)
-        self._child.stdin.close()
+        request.close()
 
     def load(self, deadline_s: float = DEADLINE_S) -> Function:
         """Wait, load and return the function. Raises RuntimeError with the reason where there is none."""
