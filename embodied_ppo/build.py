@@ -293,11 +293,12 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask to stop after the update under way; a second one, or one while evaluating, at once."""
+    """Ctrl-C and SIGTERM ask to stop after the update under way; a second one, one while evaluating, or while
+    waiting for the compiler, at once."""
     asked: list[int] = []
 
     def ask(number: int, frame: Any) -> None:
-        if asked or timer.phase == "evaluate":
+        if asked or timer.phase == "evaluate" or compiled.Later.waiting:
             raise KeyboardInterrupt
         asked.append(number)
 
@@ -390,8 +391,7 @@ def _train(
                 one_episode=config.env.restart_each_rollout,
                 restart_every=config.env.restart_every,
                 stagger=config.env.stagger,
-                compile_from=since,
-                notice=notice,
+                later=compiled.Later(since, required=config.compile == "always", notice=notice),
             ),
             learner=JointLearner(
                 policy,
@@ -399,7 +399,7 @@ def _train(
                 num_envs=env.num_envs,
                 updates=updates,
                 seed=config.seed,
-                compile_from=since,
+                later=compiled.Later(since, required=config.compile == "always", notice=notice),
                 dump_dir=run_dir,
                 notice=notice,
             ),

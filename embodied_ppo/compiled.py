@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import inspect
@@ -9,9 +10,12 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import embodied_ppo
+from embodied_ppo.types import TrainingError
 
 Function: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
 """A loaded library: the program's tensors in, its results out."""
@@ -32,15 +37,18 @@ DEADLINE_S = 900.0
 def cache_folder() -> Path:
     """Where libraries are kept: $EMBODIED_PPO_CACHE, else embodied_ppo in the user's cache directory."""
     if named := os.environ.get("EMBODIED_PPO_CACHE"):
-        return Path(named)
+        return Path(named).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodied_ppo"
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX") or "g++"
 
 
 def obstacle() -> str:
     """Why nothing can be compiled here; "" if it can."""
-    wanted = os.environ.get("CXX") or "g++"
-    if shutil.which(wanted) is None:
-        return f"no C++ compiler ({wanted} is not on the path; Debian: apt-get install g++)"
+    if shutil.which(_compiler()) is None:
+        return f"no C++ compiler ({_compiler()} is not on the path; Debian: apt-get install g++)"
     try:
         cache_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=cache_folder()):
@@ -54,15 +62,17 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
     digest = hashlib.sha256()
     package = Path(embodied_ppo.__file__).parent
     sources = {*package.rglob("*.py")}
-    modules = [m for value in vars(program).values() if isinstance(value, nn.Module) for m in value.modules()]
-    for kind in {type(m) for m in modules}:
+    parts = {name: value for name, value in vars(program).items() if isinstance(value, nn.Module)}
+    modules = {f"{part}.{name}": m for part, value in parts.items() for name, m in value.named_modules()}
+    for kind in {type(m) for m in modules.values()}:
         if not kind.__module__.startswith("torch."):
             sources.add(Path(inspect.getsourcefile(kind) or package / "types.py"))
     for path in sorted(sources):
         digest.update(path.read_bytes())
     words = [torch.__version__, torch.backends.cpu.get_cpu_capability(), sys.version, type(program).__qualname__]
-    words += [repr({name: value for name, value in vars(program).items() if not isinstance(value, nn.Module)})]
-    words += [repr(m) + repr({k: v for k, v in vars(m).items() if not k.startswith("_")}) for m in modules]
+    words += [_compiler(), repr(OPTIONS), repr({k: v for k, v in vars(program).items() if k not in parts})]
+    for name, m in modules.items():  # not repr(m): it may tell what a module has counted
+        words.append(f"{name} {type(m).__qualname__} { {k: v for k, v in vars(m).items() if not k.startswith('_')} }")
     words += [f"{x.dtype}{tuple(x.shape)}{x.stride()}{x.device}" for x in example]
     digest.update("\n".join(words).encode())
     return digest.hexdigest()[:20]
@@ -70,6 +80,15 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
 
 OPTIONS = {"cpp.use_decompose_tanh": True}
 """Of torch's compiler. tanh x = 2 / (1 + exp(-2x)) - 1 is four times faster and within 2e-7 of it."""
+
+
+def _sound(path: Path) -> bool:
+    """Whether a library is there and whole."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile, zlib.error):
+        return False
 
 
 class Library:
@@ -84,15 +103,19 @@ class Library:
         self.path = cache_folder() / "compiled" / f"{fingerprint(program, example)}.pt2"
         self._child: subprocess.Popen[bytes] | None = None
         self._errors = None
-        if self.path.exists():
+        if _sound(self.path):
             return
+        self.path.unlink(missing_ok=True)
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         example = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in example]
         request = tempfile.TemporaryFile()  # noqa: SIM115  (not a pipe: nobody reads before torch is imported)
         request.write(pickle.dumps((program, example, str(self.path))))
         request.seek(0)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
-        environment |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor")}
+        work = cache_folder() / "inductor"
+        if re.search(r"\s", str(work)):  # torch hands it to the compiler without quotes
+            work = Path(tempfile.gettempdir()) / f"embodied_ppo-inductor-{os.getuid()}"
+        environment |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(work), "CXX": _compiler()}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed when collected)
         self._child = subprocess.Popen(
             [sys.executable, "-c", f"import {__name__} as compiled; compiled._build_stdin()"],
@@ -100,6 +123,7 @@ class Library:
             stdout=self._errors,
             stderr=self._errors,
             env=environment,
+            start_new_session=True,  # a Ctrl-C is for the parent, which ends the child and its compiler
         )
         request.close()
 
@@ -112,14 +136,11 @@ class Library:
                 self.close()
                 raise RuntimeError(f"not compiled after {deadline_s:g} s") from None
             if code:
-                raise RuntimeError(f"the compiler failed ({self._last_words()})")
+                why = f"signal {-code}" if code < 0 else self._last_words()
+                raise RuntimeError(f"the compiler failed ({why})")
             self._child = None
-        try:
-            # The public aoti_load_package imports all of inductor first: 2.5 s instead of 10 ms.
-            return vars(torch._C)["_aoti"].AOTIModelPackageLoader(str(self.path), "model", False, 1, -1).run
-        except Exception as error:  # a damaged file in the cache: whatever the loader makes of it
-            self.path.unlink(missing_ok=True)
-            raise RuntimeError(f"{self.path} was damaged and is removed ({str(error).splitlines()[0]})") from error
+        # The public aoti_load_package imports all of inductor first: 2.5 s instead of 10 ms.
+        return vars(torch._C)["_aoti"].AOTIModelPackageLoader(str(self.path), "model", False, 1, -1).run
 
     def busy(self) -> bool:
         """Whether it is being compiled."""
@@ -128,7 +149,8 @@ class Library:
     def close(self) -> None:
         """Give up a compilation under way."""
         if self._child is not None and self.busy():
-            self._child.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
 
     def _last_words(self) -> str:
@@ -186,9 +208,15 @@ class Later:
     So no result depends on what the cache holds or how long the compiler takes. On a GPU it becomes a CUDA graph.
     """
 
-    def __init__(self, since: int | None, *, notice: Callable[[str], None] = lambda text: None) -> None:
-        """``since``: the first update of compiled code; None: there is none. ``notice`` hears why it cannot be had."""
-        self.since, self.notice = since, notice
+    waiting = 0
+    """How many wait for their compiler right now, in the whole process."""
+
+    def __init__(
+        self, since: int | None, *, required: bool = False, notice: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """``since``: the first update of compiled code; None: there is none. ``notice`` hears why it cannot be had,
+        unless it is ``required``: then that is a TrainingError."""
+        self.since, self.required, self.notice = since, required, notice
         self.captures = False
         """Whether the function is a CUDA graph."""
         self._library: Library | None = None
@@ -210,8 +238,14 @@ class Later:
             if update >= self.since:
                 if self._library.busy():
                     self.notice(f"compile: waiting for the compiler, once; the result stays in {cache_folder()}")
-                self._function = self._library.load()
+                Later.waiting += 1
+                try:
+                    self._function = self._library.load()
+                finally:
+                    Later.waiting -= 1
         except (RuntimeError, OSError, pickle.PicklingError, AttributeError, TypeError) as error:
+            if self.required:
+                raise TrainingError(f"compile=always: {error}; mend it, or use compile=auto") from error
             self.notice(f"compile: {error}; training goes on without")
             self.since = None
         return self._function

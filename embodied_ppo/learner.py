@@ -48,17 +48,17 @@ class JointLearner:
         num_envs: int,
         updates: int,
         seed: int,
-        compile_from: int | None = None,
+        later: compiled.Later | None = None,
         dump_dir: Path | None = None,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``policy`` is an ``nn.Module``. ``updates`` is the length of the run that schedules span. From update
-        ``compile_from`` on (None: never) minibatches run as compiled code. ``dump_dir`` receives the batch that made a
-        loss or gradient non-finite. ``notice`` hears what a user should know once."""
+        """``policy`` is an ``nn.Module``. ``updates`` is the length of the run that schedules span. ``later``: from
+        when on minibatches run as compiled code (None: never). ``dump_dir`` receives the batch that made a loss or
+        gradient non-finite. ``notice`` hears what a user should know once."""
         assert isinstance(policy, nn.Module)
         self.policy, self.module, self.config = policy, policy, config
         self.objective = Objective(policy, config)
-        self.later = compiled.Later(compile_from, notice=notice)
+        self.later = later or compiled.Later(None)
         self.cpu_s = {"advantages": 0.0, "update": 0.0}  # CPU seconds of this process, whole run
         self.updates, self.seed, self.dump_dir, self.notice = updates, seed, dump_dir, notice
         groups = policy.parameter_groups()
@@ -271,7 +271,7 @@ class JointLearner:
             state, where = _adam_state(self.optimizer), batch.mask.device
             settings, index = torch.zeros(len(SETTINGS), device=where), torch.arange(size, device=where)
             state = [*state.parameters, *state.first, *state.second]
-            return compiled.Example(program, state, [settings, index, *tree.leaves(batch)])
+            return compiled.Example(program, state, [settings, index, *(x.contiguous() for x in tree.leaves(batch))])
 
         run = self.later.get(update, example)
         return None if warming else run
@@ -286,7 +286,7 @@ class JointLearner:
             steps=[int(self.optimizer.state[group[0]]["step"]) for group in (self.actor, self.critic)],
             entropy_coef=self.entropy.coef,
         )
-        rows, leaves = iter(settings.to(batch.mask.device).unbind()), list(tree.leaves(batch))
+        rows, leaves = iter(settings.to(batch.mask.device).unbind()), [x.contiguous() for x in tree.leaves(batch)]
         tensors = [*state.parameters, *state.first, *state.second]
 
         def step(index: Tensor, where: str) -> Tensor:

@@ -84,11 +84,10 @@ class ActProgram:
 
 
 class Acting:
-    """The policy's ``encode`` and ``act``, from update ``compile_from`` on as compiled code."""
+    """The policy's ``encode`` and ``act``, in time as compiled code."""
 
-    def __init__(self, policy: Policy, *, compile_from: int | None, notice: Callable[[str], None]) -> None:
-        self.policy = policy
-        self.later = compiled.Later(compile_from, notice=notice)
+    def __init__(self, policy: Policy, later: compiled.Later) -> None:
+        self.policy, self.later = policy, later
         self.weights: list[Tensor] = []
         self.form: Any = None  # a decision, for its structure
 
@@ -96,7 +95,7 @@ class Acting:
         """The leaves of a Decision; the action is the first."""
         run = self.later.get(update, lambda: self._program(obs, noise))
         if run is not None:
-            return run([*self.weights, noise, *tree.leaves(obs)])
+            return run([*self.weights, noise, *(x.contiguous() for x in tree.leaves(obs))])
         self.form = self.policy.act(self.policy.encode(obs), noise=noise)
         return list(tree.leaves(self.form))
 
@@ -109,7 +108,7 @@ class Acting:
         program = ActProgram(self.policy, obs)
         self.weights = program.weights()
         self.form = self.policy.act(self.policy.encode(obs), noise=noise)
-        return compiled.Example(program, self.weights, [noise, *tree.leaves(obs)])
+        return compiled.Example(program, self.weights, [noise, *(x.contiguous() for x in tree.leaves(obs))])
 
 
 class Rollout:
@@ -125,8 +124,7 @@ class Rollout:
         one_episode: bool = False,
         restart_every: int = 0,
         stagger: bool = False,
-        compile_from: int | None = None,
-        notice: Callable[[str], None] = lambda text: None,
+        later: compiled.Later | None = None,
     ) -> None:
         """``one_episode``: every collect begins new episodes and only the first of each environment counts.
 
@@ -136,7 +134,7 @@ class Rollout:
         ``stagger``: the first episode of environment i is cut after i/N of the clock limit. Tasks without a fall would
         otherwise stay in step for ever: every rollout would hold N times the same phase of an episode.
 
-        From update ``compile_from`` on (None: never) the policy acts as compiled code; ``notice`` hears why it cannot.
+        ``later``: from when on the policy acts as compiled code (None: never).
         """
         self.env, self.policy, self.seed = env, policy, seed
         self.group_size, self.one_episode, self.restart_every = group_size, one_episode, restart_every
@@ -146,7 +144,7 @@ class Rollout:
         self.steps = 0  # of each environment, since the last restart
         self.cpu_s = {"simulate": 0.0, "act": 0.0}  # CPU seconds of this process, whole run
         self.device = env.device
-        self.acting = Acting(policy, compile_from=compile_from, notice=notice)
+        self.acting = Acting(policy, later or compiled.Later(None))
         self.generator = Generator(device=self.device)
         self.obs: Obs | None = None
         self.running = torch.zeros(3, env.num_envs)  # return, length, success of the episode under way

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from embodied_ppo import build, compiled, tree
 from embodied_ppo.objective import MinibatchStep
-from embodied_ppo.rollout import Acting
+from embodied_ppo.rollout import Acting, ActProgram
 from embodied_ppo.types import ConfigError, TrainingError
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler (Debian: apt-get install g++)")
@@ -68,15 +71,46 @@ def test_fingerprints_differ_with_program_options_and_shapes() -> None:
     assert len({compiled.fingerprint(step, [x]) for step in steps}) == 4  # two of them are equal
 
 
-def test_a_damaged_library_is_removed_and_made_again() -> None:
+@pytest.mark.parametrize("damage", ["nonsense", "half", "a flipped bit"])
+def test_a_damaged_library_is_made_again(damage: str) -> None:
     x = torch.zeros(5)
     path = compiled.Library(Double("damaged"), [x, x]).path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"no archive")
+    if not path.exists():
+        compiled.Library(Double("damaged"), [x, x]).load()
+    whole = path.read_bytes()
+    bad = {"nonsense": b"no archive", "half": whole[: len(whole) // 2]}
+    middle = len(whole) // 2
+    bad["a flipped bit"] = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    path.write_bytes(bad[damage])
     library = compiled.Library(Double("damaged"), [x, x])
-    with pytest.raises(RuntimeError, match=r"was damaged and is removed"):
-        library.load()
-    assert not path.exists()
+    assert library.busy() and library.load()([x, x + 1])[0].tolist() == [2.0] * 5
+
+
+def test_a_whole_library_that_does_not_load_stays(tmp_path: Path) -> None:
+    x = torch.zeros(3)
+    path = compiled.Library(Double(), [x, x]).path
+    compiled.Library(Double(), [x, x]).load()
+    script = f"import torch; torch._C._aoti.AOTIModelPackageLoader({str(path)!r}, 'model', False, 1, -1)"
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path / "nowhere")})
+    assert done.returncode and path.exists() and not compiled.Library(Double(), [x, x]).busy()
+
+
+def test_a_cache_path_with_a_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "a cache"))
+    x = torch.zeros(3)
+    assert compiled.obstacle() == ""
+    library = compiled.Library(Double("space"), [x, x])
+    assert library.load()([x, x + 1])[0].tolist() == [2.0] * 3 and "a cache" in str(library.path)
+
+
+def test_a_fingerprint_does_not_change_while_training() -> None:
+    learner = make()
+    obs = torch.randn(4, 5)
+    program = ActProgram(learner.policy, obs)
+    before = compiled.fingerprint(program, [obs])
+    learner.policy.observe(obs, torch.ones(4, dtype=torch.bool))
+    learner.update(experience(learner), update=0)
+    assert compiled.fingerprint(program, [obs]) == before
 
 
 def test_what_cannot_be_compiled_is_told_once() -> None:
@@ -87,6 +121,10 @@ def test_what_cannot_be_compiled_is_told_once() -> None:
     assert later.get(1, lambda: compiled.Example(Refuses(), [x], [x])) is None
     assert said[0].startswith("compile: waiting for the compiler") and len(said) == 2
     assert "the compiler failed (" in said[1] and "training goes on without" in said[1]
+    later = compiled.Later(0, required=True, notice=said.append)
+    with pytest.raises(TrainingError, match=r"compile=always: the compiler failed \(.*; mend it, or use compile=auto"):
+        later.get(0, lambda: compiled.Example(Refuses(), [x], [x]))
+    assert compiled.Later.waiting == 0
 
 
 def test_a_program_that_pickle_refuses_is_told() -> None:
@@ -142,7 +180,7 @@ def test_from_which_update() -> None:
 @pytest.mark.parametrize("discrete", [False, True])
 def test_compiled_updates_equal_eager_ones(discrete: bool) -> None:
     options = {"update_epoch": 2, "entropy_bonus": 0.01, "critic_warmup": 1, "clip_ratio_c": 1.5, "value_clip": 0.1}
-    eager, fast = (make(options, discrete=discrete, compile_from=since) for since in (None, 1))
+    eager, fast = (make(options, discrete=discrete, later=compiled.Later(since)) for since in (None, 1))
     for update in range(4):  # the critic's warm-up, then three updates of compiled code
         t = experience(eager, seed=update, noise=0.2)
         one, other = (numbers(learner.update(t, update=update)) for learner in (eager, fast))
@@ -160,7 +198,7 @@ def test_compiled_updates_equal_eager_ones(discrete: bool) -> None:
 @pytest.mark.parametrize("discrete", [False, True])
 def test_updates_as_a_cuda_graph_equal_eager_ones(discrete: bool) -> None:
     options = {"update_epoch": 2, "entropy_bonus": 0.01, "clip_ratio_c": 1.5, "value_clip": 0.1}
-    eager, fast = (make(options, discrete=discrete, compile_from=s, device="cuda") for s in (None, 1))
+    eager, fast = (make(options, discrete=discrete, later=compiled.Later(s), device="cuda") for s in (None, 1))
     for update in range(4):
         t = experience(make(options, discrete=discrete), seed=update, noise=0.2)
         t = tree.map(lambda x: x.cuda(), t)
@@ -173,7 +211,7 @@ def test_updates_as_a_cuda_graph_equal_eager_ones(discrete: bool) -> None:
 
 @pytest.mark.gpu
 def test_minibatches_on_a_gpu_wait_for_nothing() -> None:
-    learner = make({"update_epoch": 2}, compile_from=0, device="cuda")
+    learner = make({"update_epoch": 2}, later=compiled.Later(0), device="cuda")
     t = tree.map(lambda x: x.cuda(), experience(make({"update_epoch": 2})))
     learner.update(t, update=0)
     batch, _ = learner._prepare(t)
@@ -191,7 +229,7 @@ def test_minibatches_on_a_gpu_wait_for_nothing() -> None:
 
 def test_compiled_updates_stop_before_they_train_on_a_nan(tmp_path: Path) -> None:
     options = {"update_epoch": 2, "entropy_bonus": 0.01, "critic_warmup": 1, "clip_ratio_c": 1.5, "value_clip": 0.1}
-    learner = make(options, compile_from=0, dump_dir=tmp_path)  # the same library as above
+    learner = make(options, later=compiled.Later(0), dump_dir=tmp_path)  # the same library as above
     learner.update(experience(learner), update=1)
     before = weights(learner)
     t = experience(learner)
@@ -204,14 +242,13 @@ def test_compiled_updates_stop_before_they_train_on_a_nan(tmp_path: Path) -> Non
 
 def test_compiled_acting_equals_eager_acting_and_follows_the_weights() -> None:
     policy = make(model={"distribution": "squashed_gaussian"}).policy
-    eager, fast = (Acting(policy, compile_from=since, notice=pytest.fail) for since in (None, 1))
+    eager, fast = (Acting(policy, compiled.Later(since)) for since in (None, 1))
     g = torch.Generator().manual_seed(0)
     for update in range(4):
         obs, noise = torch.randn(6, 5, generator=g) * 3, policy.noise(6, g)
-        if update == 1:
-            assert fast.later._library is not None
-            fast.notice = lambda text: None
-            fast.later.notice = lambda text: None
+        if update == 3:
+            obs = obs.T.contiguous().T  # the same numbers in another order of memory
+            assert not obs.is_contiguous()
         one, other = (a.stack([a(obs, noise, update)] * 2) for a in (eager, fast))
         for a, b in zip(tree.leaves(one), tree.leaves(other), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -246,6 +283,22 @@ def test_a_run_repeats_and_resumes_bit_for_bit_across_the_switch(
     x, y = (torch.tensor([r["policy/loss"] for r in rows(tmp_path / d)[1:]]) for d in ("whole", "eager"))
     assert torch.equal(x[:5], y[:5]) and not torch.equal(x, y)
     torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+
+
+def test_an_interrupt_ends_the_wait_for_the_compiler(tmp_path: Path) -> None:
+    """Nothing eager is learned in the meantime, and nobody is left behind."""
+    env = os.environ | {"EMBODIED_PPO_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "embodied_ppo.cli", "train", "experiment=cartpole", "compile=always"]
+    command += ["evaluation.episodes=2", "evaluation.video_episodes=0", f"run_dir={tmp_path / 'run'}"]
+    run = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert run.stderr is not None
+    for line in run.stderr:
+        if "waiting for the compiler" in line:
+            break
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    rest = run.stderr.read()
+    assert run.wait(20) == 130 and "interrupted" in rest and "compiler failed" not in rest
+    assert not list((tmp_path / "run").glob("checkpoints/step_*"))
 
 
 def test_no_process_is_left(tmp_path: Path) -> None:

@@ -277,16 +277,16 @@ class GymnasiumEnv:
             self._success_key = next((k for k in ("success", "is_success") if k in info or k in final), None)
             if self._success_key is None:
                 return None
-        ended = self._done is not None and bool(self._done.any())
-        if ended and self._success_option not in {None, *info, *final}:
+        ended = self._done if self._done is not None and self._done.any() else None
+        if ended is not None and self._success_option not in {None, *info, *final}:
             known = ", ".join(sorted(k for k in {*info, *final} if not k.startswith(("_", "final_")))) or "nothing"
             raise EnvError(
                 f"env.id={self.id}: success_key={self._success_option!r} is not in the info of a step that ends an "
                 f"episode; it has {known}"
             )
         success = _flag(info, self._success_key, self.num_envs)
-        if self._same_step and ended:
-            success = np.where(self._done, _flag(final, self._success_key, self.num_envs), success)
+        if self._same_step and ended is not None:
+            success = np.where(ended, _flag(final, self._success_key, self.num_envs), success)
         return success & acted
 
     def _final_obs(self, obs: Any, info: Mapping[str, Any]) -> Obs:
