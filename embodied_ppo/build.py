@@ -271,6 +271,10 @@ def _check_resume(config: Config, source: checkpoint.Checkpoint, updates: int, s
                 "leave it, or start a new run"
             )
         say(f"resume: {path} was {old.get(path)}, is {now}")
+    schedule = config.algorithm.lr_schedule
+    length = [total_updates(strict.load(Config, _stored_options(source) | {"resume": None}, source="")), updates]
+    if schedule in ("linear", "cosine") and length[0] != length[1]:
+        say(f"resume: the run was to have {length[0]} updates, now {length[1]}: lr_schedule={schedule} spans them anew")
     if source.update > updates:
         raise ConfigError(f"updates={updates}: the checkpoint {source.path} has done {source.update}; ask for more")
 
@@ -346,7 +350,7 @@ def train(config: Config, *, explicit: Any = (), quiet: bool = False, json: bool
                     f"resume={config.resume}: holds no checkpoint (checkpoints/step_*); start a new run"
                 )
             if newest and source is not None:
-                checkpoint.set_aside(run_dir, after=source.update)
+                checkpoint.set_aside(run_dir, after=source.update, notice=early.append)
         return _train(config, run_dir, source, early, stack if fresh else None, quiet=quiet)
 
 
@@ -437,10 +441,8 @@ def _train(
 def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: int) -> dict[str, Any]:
     a, run_dir = config.algorithm, log.run_dir
     per_update = a.horizon * config.env.num_envs
-    log.say(
-        f"{config.name}: {config.env.id}, {config.env.num_envs} environments, updates {first + 1} to {updates} "
-        f"of {per_update} steps, in {run_dir}"
-    )
+    what = f"updates {first + 1} to {updates} of {per_update} steps" if first < updates else "nothing left to train"
+    log.say(f"{config.name}: {config.env.id}, {config.env.num_envs} environments, {what}, in {run_dir}")
     started, timer, startup_s = time.perf_counter(), Timer(), process_age_s()
     before = None
     schedule = loop.Schedule(
@@ -467,7 +469,7 @@ def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: 
             )
             raise SystemExit(130) from None
     train_s, cpu_s = timer.total(loop.TRAINING)
-    steps, trained = outcome.updates * per_update, max(1, (outcome.updates - first) * per_update)
+    steps, trained = outcome.updates * per_update, (outcome.updates - first) * per_update
     split = system.cpu_s()
     split["other"] = cpu_s - sum(split.values())
     if outcome.interrupted:
@@ -495,8 +497,8 @@ def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: 
         "wall_s": round(time.perf_counter() - started, 3),
         "train_s": round(train_s, 3),
         "cpu_s": round(cpu_s, 3),
-        "cpu_us_per_step": round(cpu_s / trained * 1e6, 2),
-        "cpu_us_per_step_by_phase": {phase: round(s / trained * 1e6, 2) for phase, s in split.items()},
+        "cpu_us_per_step": round(cpu_s / max(1, trained) * 1e6, 2),
+        "cpu_us_per_step_by_phase": {phase: round(s / max(1, trained) * 1e6, 2) for phase, s in split.items()},
         "steps_per_s": round(trained / max(train_s, 1e-9), 1),
         "peak_rss_mb": round(peak_rss_mb(), 1),
         "initial_return": before,

@@ -15,7 +15,7 @@ import os
 import pickle
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,13 +105,14 @@ def set_score(path: Path, score: float) -> None:
         _point(path.parent / "best", path.name)
 
 
-def set_aside(run_dir: Path, *, after: int) -> None:
+def set_aside(run_dir: Path, *, after: int, notice: Callable[[str], None] = lambda text: None) -> None:
     """Rename checkpoints of later updates, which do not verify, so that none counts as the run's newest."""
     for step in (run_dir / "checkpoints").glob("step_*"):
         if int(step.name.removeprefix("step_")) > after:
             aside = step.with_name(f"damaged_{step.name}")
             shutil.rmtree(aside, ignore_errors=True)
             step.rename(aside)
+            notice(f"resume: {step.name} does not verify; it is kept as {aside.name}")
 
 
 def _bytes(value: Mapping[str, Any]) -> bytes:

@@ -418,8 +418,8 @@ def _job(_: Any, *, args: argparse.Namespace) -> None:
     extra = {"job": job.job.num, "overrides": " ".join(line.lstrip("+") for line in lines)}
     try:
         _train_one(loaded, args, extra)
-    except Exception:  # of any kind: the lines below it name no job
-        print(f"job {extra['job']} ({extra['overrides']}) failed:", file=sys.stderr)
+    except Exception as error:  # of any kind: what is printed at the sweep's end names no job
+        print(f"job {extra['job']} ({extra['overrides']}) failed: {error}", file=sys.stderr)
         raise
 
 

@@ -125,7 +125,7 @@ class AlgorithmConfig:
     global_batch_size: Count = 256
     """Samples (steps) in one optimiser step, over all ranks; must divide horizon x num_envs."""
     micro_batch_size: Count | None = None
-    """Samples in one forward and backward; memory only, changes no number; null: global_batch_size."""
+    """Samples in one forward and backward: less memory, the same numbers to rounding; null: global_batch_size."""
     minibatch_unit: Literal["step", "column"] = "step"
     """Minibatches are cut by single steps, or by whole columns (all T steps of an environment)."""
     # --- advantages

@@ -447,7 +447,7 @@ def test_a_sweep_goes_on_after_a_failing_job_and_says_so(capsys: pytest.CaptureF
     assert cli.main(["train", "-m", "--json", "--quiet", *TINY, *flags]) == 2
     out = capsys.readouterr()
     assert out.err.splitlines()[-1].startswith("error: ") and "Nowhere-v1" in out.err
-    assert re.search(r"^job 0 \(.*env.id=Nowhere-v1.*\) failed:$", out.err, re.MULTILINE)
+    assert re.search(r"^job 0 \(.*env.id=Nowhere-v1.*\) failed: .*Nowhere-v1 is unknown", out.err, re.MULTILINE)
     assert json.loads(out.out)["job"] == 1
     assert Path("runs/CartPole-v1/summary.json").is_file() and not Path("runs/Nowhere-v1").exists()
 

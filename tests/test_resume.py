@@ -106,6 +106,22 @@ def test_two_halves_equal_the_whole(
     assert rows(tmp_path / "whole") == rows(tmp_path / "halves")
 
 
+def test_what_a_resumed_run_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A schedule that spans another length now; nothing left to train; a checkpoint that does not verify."""
+    run_dir = tmp_path / "run"
+    build.train(tiny(run_dir, updates=4), quiet=True)
+    build.train(tiny(run_dir, updates=4, resume="auto"))
+    assert "nothing left to train" in capfd.readouterr().err
+    build.train(tiny(run_dir, updates=8, resume="auto"))
+    told = capfd.readouterr().err
+    assert "resume: the run was to have 4 updates, now 8: lr_schedule=linear spans them anew" in told
+    weights = run_dir / "checkpoints" / "step_000008" / checkpoint.POLICY
+    weights.write_bytes(weights.read_bytes()[:-9])
+    build.train(tiny(run_dir, updates=8, resume="auto"))
+    assert "resume: step_000008 does not verify; it is kept as damaged_step_000008" in capfd.readouterr().err
+    assert (run_dir / "checkpoints" / "damaged_step_000008").is_dir()
+
+
 def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "embodied_ppo.cli", "train", *words]
 
