@@ -385,6 +385,11 @@ def _train(
                 say[0](line)
 
         since = compile_from(config, where, notice)
+        simulators = config.env.num_threads or "as many as there are cores"
+        early.append(
+            f"threads: {torch.get_num_threads()} for tensors, {simulators} for simulators; compiled code: "
+            + ("never" if since is None else f"from update {since + 1} on")
+        )
         system = LocalSystem(
             policy=policy,
             rollout=Rollout(
