@@ -464,7 +464,20 @@ def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: 
                     metrics = system.evaluate(0)
                 log.metrics(metrics, update=0, env_steps=0)
                 before = numbers(metrics)["eval/return"]
-            outcome = loop.train(system, log, schedule, first_update=first, should_stop=should_stop, timer=timer)
+            warm: dict[str, float] = {}
+
+            def after_first() -> None:
+                warm.update(system.cpu_s() | {"total": timer.total(loop.TRAINING)[1]})
+
+            outcome = loop.train(
+                system,
+                log,
+                schedule,
+                first_update=first,
+                should_stop=should_stop,
+                timer=timer,
+                after_first=after_first,
+            )
             if outcome.updates == first and not outcome.interrupted:  # a finished run resumed: nothing was trained
                 with timer("evaluate"):
                     system.evaluate(first)
@@ -475,8 +488,12 @@ def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: 
             raise SystemExit(130) from None
     train_s, cpu_s = timer.total(loop.TRAINING)
     steps, trained = outcome.updates * per_update, (outcome.updates - first) * per_update
-    split = system.cpu_s()
-    split["other"] = cpu_s - sum(split.values())
+    if trained <= per_update:  # nothing else was measured
+        warm.clear()
+    counted = trained - per_update if warm else max(1, trained)  # the first update warms up
+    split = {phase: s - warm.get(phase, 0.0) for phase, s in (system.cpu_s() | {"total": cpu_s}).items()}
+    total = split.pop("total")
+    split["other"] = total - sum(split.values())
     if outcome.interrupted:
         log.say(f"interrupted after update {outcome.updates}; saved {system.saved}; continue with resume={run_dir}")
         raise SystemExit(130)
@@ -502,8 +519,8 @@ def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: 
         "wall_s": round(time.perf_counter() - started, 3),
         "train_s": round(train_s, 3),
         "cpu_s": round(cpu_s, 3),
-        "cpu_us_per_step": round(cpu_s / max(1, trained) * 1e6, 2),
-        "cpu_us_per_step_by_phase": {phase: round(s / max(1, trained) * 1e6, 2) for phase, s in split.items()},
+        "cpu_us_per_step": round(total / counted * 1e6, 2),
+        "cpu_us_per_step_by_phase": {phase: round(s / counted * 1e6, 2) for phase, s in split.items()},
         "steps_per_s": round(trained / max(train_s, 1e-9), 1),
         "peak_rss_mb": round(peak_rss_mb(), 1),
         "initial_return": before,

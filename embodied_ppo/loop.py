@@ -43,11 +43,13 @@ def train(
     first_update: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
     timer: Timer | None = None,
+    after_first: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """collect -> update -> publish until ``schedule.updates``; evaluate, save and log when due, and after the last.
 
     ``max_lag`` rollouts wait between acting and learning (0: strictly on-policy). ``should_stop`` is asked between
-    updates; what was learned until then is saved.
+    updates; what was learned until then is saved. ``after_first`` is called after the first update: it built the
+    simulators and loaded compiled code, so measurements of speed begin there.
     """
     timer = timer or Timer()
     pending: deque[tuple[Any, Metrics]] = deque()
@@ -79,6 +81,8 @@ def train(
             "memory/peak_gb": peak_rss_mb() / 1024,
         }
         log.metrics(metrics, update=done, env_steps=steps)
+        if done == first_update + 1:
+            after_first()
     if saved != done or done == 0:
         system.save(done, env_steps=done * schedule.steps_per_update)
     return Outcome(done, done < schedule.updates, metrics)

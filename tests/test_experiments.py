@@ -42,7 +42,7 @@ def test_experiment_trains_and_evaluates(
     assert cli.main(["train", "--quiet", "--json", f"experiment={name}", *SMALL]) == 0, capsys.readouterr().err
     summary = json.loads(capsys.readouterr().out)
     assert summary["updates"] == 1 and summary["env_steps"] == 8
-    assert summary["final_return"] is not None
+    assert summary["final_return"] is not None and summary["cpu_us_per_step"] > 10
     assert (summary["final_success"] is not None) == (name in SUCCESS)
     assert Path(summary["checkpoint"]).is_dir() and Path(summary["report"]).is_file()
 
