@@ -75,10 +75,22 @@ def gae(
 
 
 def _scan(carry: Tensor, x: Tensor) -> Tensor:
-    """y_t = x_t + carry_t·y_{t+1} from the last row up, in place of x; both [T, N]. One operation per row."""
+    """y_t = x_t + carry_t·y_{t+1} from the last row up, in place of x; both [T, N]. One operation per row on a CPU."""
+    if x.is_cuda:
+        return x.copy_(_scan_by_doubling(carry, x))
     rows, factors = x.unbind(0), carry.unbind(0)
     for t in range(len(rows) - 2, -1, -1):
         rows[t].addcmul_(factors[t], rows[t + 1])
+    return x
+
+
+def _scan_by_doubling(carry: Tensor, x: Tensor) -> Tensor:
+    """``_scan`` in log2(T) passes over all rows, where a launch costs more than arithmetic (Hillis & Steele 1986)."""
+    d = 1
+    while d < len(x):  # x_t covers rows t .. t+d-1, carry_t is their product
+        x = torch.cat([x[:-d] + carry[:-d] * x[d:], x[-d:]])
+        carry = torch.cat([carry[:-d] * carry[d:], carry[-d:]])
+        d *= 2
     return x
 
 
@@ -369,9 +381,8 @@ class ReturnScaler(nn.Module):
         alive = (~done.bool()).double()
         carry = torch.where(keep, alive * discount, 1.0)  # after row t: where(mask, G_t·(1 − done_t), as before)
         after = torch.cat([self.running.double().unsqueeze(0), reward * alive])  # [T+1, N], row 0 is the last rollout's
-        rows, factors = after.unbind(0), carry.unbind(0)
-        for t in range(len(factors)):
-            rows[t + 1].addcmul_(factors[t], rows[t])
+        carry = torch.cat([torch.ones_like(carry[:1]), carry])  # [T+1, N], from the row before
+        after = _scan(carry.flip(0), after.flip(0)).flip(0)
         returns = reward + discount * after[:-1]  # [T, N]
         self.running.copy_(after[-1])
         self.moments.update(returns.flatten(), keep.flatten())

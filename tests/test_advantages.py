@@ -539,3 +539,12 @@ def test_return_scaler_cuts_of_the_rollout_change_nothing_and_it_resumes():
     torch.testing.assert_close(cut.running, whole.running, rtol=1e-12, atol=1e-12)
     assert cut.std.item() == pytest.approx(whole.std.item(), rel=1e-12)
     assert set(cut.state_dict()) == {"running", "moments.mean", "moments.var", "moments.count"}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 33])
+def test_the_scan_of_a_gpu_equals_that_of_a_cpu(rows: int) -> None:
+    g = torch.Generator().manual_seed(rows)
+    x, carry = (torch.randn(rows, 5, generator=g, dtype=torch.float64) for _ in range(2))
+    carry[torch.rand(rows, 5, generator=g) < 0.2] = 0.0
+    doubled = advantages._scan_by_doubling(carry, x.clone())
+    torch.testing.assert_close(doubled, advantages._scan(carry, x.clone()), rtol=1e-12, atol=1e-12)
