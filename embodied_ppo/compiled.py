@@ -109,7 +109,10 @@ class Library:
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         example = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in example]
         request = tempfile.TemporaryFile()  # noqa: SIM115  (not a pipe: nobody reads before torch is imported)
-        request.write(pickle.dumps((program, example, str(self.path))))
+        try:
+            request.write(pickle.dumps((program, example, str(self.path))))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # all three are pickle's way of refusing
+            raise RuntimeError(f"pickle refuses the policy ({error})") from error
         request.seek(0)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
         work = cache_folder() / "inductor"
@@ -243,7 +246,7 @@ class Later:
                     self._function = self._library.load()
                 finally:
                     Later.waiting -= 1
-        except (RuntimeError, OSError, pickle.PicklingError, AttributeError, TypeError) as error:
+        except (RuntimeError, OSError) as error:
             if self.required:
                 raise TrainingError(f"compile=always: {error}; mend it, or use compile=auto") from error
             self.notice(f"compile: {error}; training goes on without")
