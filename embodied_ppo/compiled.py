@@ -239,10 +239,10 @@ class Later:
                     return self._function
                 self._library = Library(example.program, [*example.state, *example.arguments])
             if update >= self.since:
-                if self._library.busy():
-                    self.notice(f"compile: waiting for the compiler, once; the result stays in {cache_folder()}")
-                Later.waiting += 1
+                Later.waiting += 1  # before it is said: an interrupt that answers the notice ends the wait
                 try:
+                    if self._library.busy():
+                        self.notice(f"compile: waiting for the compiler, once; the result stays in {cache_folder()}")
                     self._function = self._library.load()
                 finally:
                     Later.waiting -= 1
