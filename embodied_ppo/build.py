@@ -76,6 +76,11 @@ def make_env(
         max_episode_steps=config.max_episode_steps,
         action_mapping=config.action_mapping,
         success_key=config.success_key,
+        action_chunk=config.action_chunk,
+        cameras=config.cameras,
+        image_size=(config.image_size, config.image_size),
+        randomize=config.randomize,
+        ranges=config.ranges,
         kwargs=config.kwargs,
         device=device,
         render=render,
@@ -85,7 +90,9 @@ def make_env(
 
 def evaluation_env(config: Config) -> EnvConfig:
     """The environment as it is evaluated."""
-    return replace(config.env, kwargs={**config.env.kwargs, **config.evaluation.env_kwargs})
+    kwargs = {**config.env.kwargs, **config.evaluation.env_kwargs}
+    randomize = config.env.randomize and config.evaluation.randomize
+    return replace(config.env, kwargs=kwargs, randomize=randomize, ranges=config.env.ranges if randomize else {})
 
 
 def make_policy(config: Config, env: VectorEnv) -> ActorCritic:
@@ -105,12 +112,17 @@ def make_policy(config: Config, env: VectorEnv) -> ActorCritic:
     return policy.to(env.device)
 
 
+def steps_per_update(config: Config) -> int:
+    """Environment steps of one rollout; with chunks of actions the most there can be."""
+    return config.algorithm.horizon * config.env.num_envs * config.env.action_chunk
+
+
 def total_updates(config: Config) -> int:
     """``updates``, or as many whole updates as ``env_steps`` holds (at least one)."""
     if config.updates is not None:
         return config.updates
     assert config.env_steps is not None
-    return max(1, config.env_steps // (config.algorithm.horizon * config.env.num_envs))
+    return max(1, config.env_steps // steps_per_update(config))
 
 
 COMPILE_AFTER = 8192
@@ -400,6 +412,7 @@ def _train(
                 one_episode=config.env.restart_each_rollout,
                 restart_every=config.env.restart_every,
                 stagger=config.env.stagger,
+                gamma=a.gamma,
                 later=compiled.Later(since, required=config.compile == "always", notice=notice),
             ),
             learner=JointLearner(
@@ -444,15 +457,14 @@ def _train(
 
 
 def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: int) -> dict[str, Any]:
-    a, run_dir = config.algorithm, log.run_dir
-    per_update = a.horizon * config.env.num_envs
+    run_dir, per_update = log.run_dir, steps_per_update(config)
     what = f"updates {first + 1} to {updates} of {per_update} steps" if first < updates else "nothing left to train"
     log.say(f"{config.name}: {config.env.id}, {config.env.num_envs} environments, {what}, in {run_dir}")
     started, timer, startup_s = time.perf_counter(), Timer(), process_age_s()
     before = None
     schedule = loop.Schedule(
         updates=updates,
-        horizon=a.horizon,
+        horizon=config.algorithm.horizon,
         steps_per_update=per_update,
         save_every=config.save_every,
         eval_every=config.eval_every,

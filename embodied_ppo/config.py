@@ -42,9 +42,10 @@ Fraction = Annotated[float, Limit(ge=0, le=1)]
 @dataclass(frozen=True)
 class EnvConfig:
     id: str = "HalfCheetah-v4"
-    """Task, by the simulator's own name (EnvPool or a registered Gymnasium id)."""
-    simulator: Literal["auto", "envpool", "gymnasium"] = "auto"
-    """Which adapter; auto: EnvPool where it knows the id, else Gymnasium."""
+    """Task: one of ours, a name of EnvPool's or Gymnasium's, or package.module:Class for a Task of your own."""
+    simulator: Literal["auto", "mujoco", "warp", "envpool", "gymnasium"] = "auto"
+    """Which adapter; auto: our engine for tasks of ours (mujoco: CPU threads, warp: GPU), else EnvPool where it knows
+    the id, else Gymnasium."""
     num_envs: Count = 64
     """Environments stepped together (N)."""
     num_threads: Natural = 0
@@ -55,6 +56,18 @@ class EnvConfig:
     """Continuous actions: rescale clamps to [-1, 1] and maps to the bounds, clip clamps to them, none passes on."""
     success_key: str | None = None
     """Entry of the simulator's info that says success; null: `success` or `is_success` where present."""
+    action_chunk: Count = 1
+    """Primitive steps that one decision plans (C); an episode's end cuts it short. horizon counts decisions."""
+    cameras: tuple[str, ...] = ()
+    """Cameras of the model that the policy sees (tasks of ours); observations are then state and images."""
+    image_size: Count = 64
+    """Height and width of what they show, pixels."""
+    randomize: bool = False
+    """Domain randomisation of each episode's model by the task's own ranges (tasks of ours); evaluation.randomize says
+    whether evaluation has it, too."""
+    ranges: dict[str, Any] = field(default_factory=dict)
+    """Bounds [low, high] over the task's own: mass, friction, damping, gains, gravity, light (factors), camera_position
+    (m), camera_angle (rad), colour (0 to 1)."""
     restart_each_rollout: bool = False
     """Begin every rollout with new episodes, use only the first of each environment (for group advantages)."""
     restart_every: Natural = 16384
@@ -241,6 +254,8 @@ class EvaluationConfig:
     """First seed of the evaluation's initial states (never one of training's)."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Changes to env.kwargs while evaluating, also in ``embodied-ppo evaluate`` (Atari: episodic_life=false)."""
+    randomize: bool = False
+    """Evaluate with env.randomize's domain randomisation; false: in the model as it is."""
     video_episodes: Natural = 0
     """Episodes filmed into an mp4."""
     video_steps: Count = 300

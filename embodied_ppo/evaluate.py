@@ -165,12 +165,14 @@ def _block(
         step = env.step(act(policy, obs, first=first, t=t, seed=seed, deterministic=deterministic, device=env.device))
         obs = step.obs
         counted = running & step.mask.cpu()
-        reward = step.reward.cpu().double().where(counted, torch.zeros((), dtype=torch.float64))
+        lasted = counted if step.executed is None else counted * step.executed.cpu().sum(1)  # primitive steps
+        gained = step.reward.double() if step.executed is None else step.reward.double().sum(1)
+        reward = gained.cpu().where(counted, torch.zeros((), dtype=torch.float64))
         if not bool(reward.isfinite().all()):
             i = int((~reward.isfinite()).nonzero()[0])
             raise EnvError(f"env.id={env.id}: reward {reward[i]:g} at step {t} of the episode with seed {seeds[i]}")
         total += reward
-        length += counted
+        length += lasted
         if step.success is not None:
             won |= step.success.cpu() & counted
         terminated = step.terminated.cpu()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import json
 import math
@@ -16,12 +15,6 @@ PACKAGE = "embodied_ppo.configs"
 
 class UsageError(Exception):
     """A command line that no command understands; one line with the cure."""
-
-
-def choose(word: str, names: Sequence[str], intro: str) -> str:
-    """``did you mean x?`` where one is near, and what there is."""
-    near = difflib.get_close_matches(word, names, n=1)
-    return (f"did you mean {near[0]}? " if near else "") + intro + (", ".join(names) or "none")
 
 
 def one_line(error: BaseException) -> str:

@@ -126,12 +126,12 @@ class JointLearner:
     def _prepare(self, trajectory: Trajectory) -> tuple[Batch, Metrics]:
         """Rewards, advantages and everything the losses read, as [T*N, ..] (steps) or [T, N, ..] (columns)."""
         c, t = self.config, trajectory
-        mask, done = t.mask, t.terminated | t.truncated
+        mask, done, steps = t.mask, t.terminated | t.truncated, 1 if t.steps is None else t.steps
         inputs = self.policy.encode(tree.flatten_time(t.obs))  # [T*N, ..]
         metrics: Metrics = {}
         reward = advantages.clip(t.reward, c.reward_clip)
         if c.reward_norm == "running":
-            self.returns.update(reward, done, mask, c.gamma)
+            self.returns.update(reward, done, mask, c.gamma, steps)
         reward = advantages.shape_rewards(
             reward,
             mask,
@@ -172,6 +172,7 @@ class JointLearner:
             gae_lambda=c.gae_lambda,
             group_size=c.group_size,
             bootstrap_type=c.bootstrap_type,
+            steps=steps,
             whiten=False,  # normalize_advantages says whether
         )
         metrics |= {

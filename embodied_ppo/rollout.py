@@ -124,6 +124,7 @@ class Rollout:
         one_episode: bool = False,
         restart_every: int = 0,
         stagger: bool = False,
+        gamma: float = 1.0,
         later: compiled.Later | None = None,
     ) -> None:
         """``one_episode``: every collect begins new episodes and only the first of each environment counts.
@@ -134,9 +135,11 @@ class Rollout:
         ``stagger``: the first episode of environment i is cut after i/N of the clock limit. Tasks without a fall would
         otherwise stay in step for ever: every rollout would hold N times the same phase of an episode.
 
+        ``gamma``: discount of the rewards inside a chunk of actions.
+
         ``later``: from when on the policy acts as compiled code (None: never).
         """
-        self.env, self.policy, self.seed = env, policy, seed
+        self.env, self.policy, self.seed, self.gamma = env, policy, seed, gamma
         self.group_size, self.one_episode, self.restart_every = group_size, one_episode, restart_every
         clock = env.max_episode_steps if stagger and group_size == 1 and not one_episode else None
         at = torch.arange(env.num_envs) * (clock or 0) // env.num_envs  # [N], 0: not cut
@@ -216,7 +219,13 @@ class Rollout:
         ended = terminated | truncated
         if self.one_episode:
             mask = mask & (ended.cumsum(0) - ended.long() == 0)  # up to the first end, that row included
-        metrics = self._count_episodes(reward, ended & mask, mask, [s.success for s in steps], cuts)
+        lasted = [s.executed for s in steps if s.executed is not None]
+        count = torch.stack(lasted).sum(-1) if lasted else None  # [T, N]
+        length = mask if count is None else count * mask
+        gained = reward if count is None else reward.sum(-1)
+        metrics = self._count_episodes(gained, ended & mask, length, [s.success for s in steps], cuts)
+        if count is not None:
+            reward = reward @ self.gamma ** torch.arange(reward.shape[-1], dtype=reward.dtype, device=reward.device)
         return Trajectory(
             obs=seen,
             action=d.action,
@@ -229,6 +238,7 @@ class Rollout:
             truncated=truncated,
             mask=mask,
             version=torch.full_like(reward, version, dtype=torch.int64),
+            steps=count,
         ), metrics
 
     def _next_value(self, value: Tensor, steps: list[Step]) -> Tensor:
@@ -248,13 +258,14 @@ class Rollout:
         return next_value
 
     def _count_episodes(
-        self, reward: Tensor, ended: Tensor, mask: Tensor, success: list[Tensor | None], cuts: Mapping[int, Tensor]
+        self, reward: Tensor, ended: Tensor, length: Tensor, success: list[Tensor | None], cuts: Mapping[int, Tensor]
     ) -> Metrics:
         """Add the episodes that ended in these steps to the window; their number and the window's means.
 
-        ``cuts``: row -> where an episode was cut to stagger them; such an episode says nothing and is not counted.
+        ``length`` [T, N]: primitive steps that count. ``cuts``: row -> where an episode was cut to stagger them; such
+        an episode says nothing and is not counted.
         """
-        reward, ended, counted = reward.cpu(), ended.cpu(), mask.cpu().float()
+        reward, ended, counted = reward.cpu(), ended.cpu(), length.cpu().float()
         count = 0
         for t in range(reward.shape[0]):
             self.running[0] += reward[t]
@@ -268,8 +279,8 @@ class Rollout:
                 self.running[:, cuts[t]] = 0.0
                 over = over & ~cuts[t]
             for i in over.nonzero().flatten().tolist():
-                total, length, won_once = self.running[:, i].tolist()
-                self.finished.append((total, length, won_once))
+                total, steps, won_once = self.running[:, i].tolist()
+                self.finished.append((total, steps, won_once))
                 self.running[:, i] = 0.0
                 count += 1
         metrics: Metrics = {"rollout/episodes": float(count)}

@@ -64,7 +64,7 @@ class Step:
     """What a simulator answers to one action of every environment.
 
     obs         [N, ..]  what to act on next
-    reward      [N]      float32, received for this action
+    reward      [N]      float32, received for this action; [N, C] for a chunk of C actions, 0 where not executed
     terminated  [N]      bool, the task ended
     truncated   [N]      bool, the clock ended it (never True together with terminated)
     mask        [N]      bool, False where this step only reset an ended episode: action ignored, reward 0
@@ -72,6 +72,8 @@ class Step:
                          next episode's first observation by then; None if ``obs`` itself is the true successor (the
                          simulator resets on the following step)
     success     [N]      bool, or None if the task does not say
+    executed    [N, C]   bool, for a chunk of C actions: those before the episode's end; None: there are no chunks
+    task        [N]      int64, which of ``VectorEnv.task_names`` the episode of this step is; None if there is one kind
     """
 
     obs: Obs
@@ -81,6 +83,8 @@ class Step:
     mask: Tensor
     final_obs: Obs | None = None
     success: Tensor | None = None
+    executed: Tensor | None = None
+    task: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +129,10 @@ class Trajectory:
     log_prob    [T, N, ..]  behaviour log-probability       value    [T, N]      V(s_t) when acting
     replay      [T, N, ..]  see ``Decision.replay``
     next_value  [T, N]      V of the true successor, also where the clock cut the episode
-    reward      [T, N]      received after a_t, as the simulator gave it
+    reward      [T, N]      received after a_t, as the simulator gave it; of a chunk of actions Σ γ^i r_i
     terminated  [T, N]      bool                           truncated [T, N]     bool
     mask        [T, N]      bool, part of the objective     version  [T, N]      int64, policy version that acted
+    steps       [T, N]      int64, primitive steps that a_t lasted; None: one each
     """
 
     obs: Obs
@@ -141,6 +146,7 @@ class Trajectory:
     truncated: Tensor
     mask: Tensor
     version: Tensor
+    steps: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +214,7 @@ class VectorEnv(Protocol):
     action_spec: ActionSpec
     """Of one environment."""
     max_episode_steps: int | None
-    """Clock limit in primitive steps; None if the simulator does not say."""
+    """Clock limit in calls of ``step``; None if the simulator does not say."""
     device: torch.device
     """Where observations arrive and actions are expected."""
 
@@ -223,7 +229,7 @@ class VectorEnv(Protocol):
     def reset_where(self, where: Tensor) -> Obs | None:
         """Begin a new episode where bool [N], the others stand still: [N, ..], arbitrary in the rows of the others.
 
-        Only asked for where an episode is under way. None: the simulator cannot.
+        Asked for where an episode is under way or has just ended. None: the simulator cannot.
         """
         ...
 

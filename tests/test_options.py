@@ -18,6 +18,8 @@ POINT = {"env.id": "toys/Point-v0", "env.num_threads": 0}
 PICTURES = {"env.id": "Pong-v5", "env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 8}
 FALLING = {"env.id": "CartPole-v1", "algorithm.horizon": 32}
 """A task that ends within a rollout."""
+EYE = {"env.id": "toys:Balance", "env.num_threads": 1}
+"""A task of our own with a camera and with ranges for its model."""
 COLUMNS = {"algorithm.minibatch_unit": "column"}
 IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.0}
 ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
@@ -29,6 +31,11 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "env.simulator": ("gymnasium", {"env.id": "CartPole-v1", "env.num_threads": 0}),
     "env.num_envs": (8, {}),
     "env.max_episode_steps": (5, {}),
+    "env.action_chunk": (2, {}),
+    "env.cameras": (["eye"], EYE),
+    "env.image_size": (48, {**EYE, "env.cameras": ["eye"]}),
+    "env.randomize": (True, {**EYE, "env.ranges": {}}),
+    "env.ranges": ({"mass": [0.2, 0.4]}, {**EYE, "env.randomize": True}),
     "env.action_mapping": ("clip", {"env.id": "InvertedPendulum-v4"}),
     "env.restart_each_rollout": (True, {}),
     "env.restart_every": (8, {}),

@@ -4,13 +4,15 @@ and a training of a few milliseconds."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
+import mujoco
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embodied_envs.tasks import State, Task
 from embodied_ppo import build, strict
 from embodied_ppo.config import Config
 from embodied_ppo.learner import JointLearner
@@ -88,6 +90,73 @@ class ScriptedEnv:
 
     def close(self) -> None:
         pass
+
+
+# ------------------------------------------------------------------------------------------------ a robot of our own
+BALANCE = """<mujoco model="balance">
+  <option timestep="0.02" integrator="implicitfast"/>
+  <worldbody>
+    <light pos="0 0 3" dir="0 0 -1" castshadow="false"/>
+    <geom name="floor" type="plane" size="3 3 .1" pos="0 0 -1" rgba=".3 .3 .3 1"/>
+    <camera name="eye" pos="0 -3 .5" xyaxes="1 0 0 0 0 1"/>
+    <camera name="side" pos="3 0 .5" xyaxes="0 1 0 0 0 1"/>
+    <body name="cart">
+      <joint name="slide" type="slide" axis="1 0 0" range="-2 2" limited="true" damping=".1"/>
+      <geom type="box" size=".2 .1 .1" mass="1" rgba=".8 .2 .2 1"/>
+      <body name="pole">
+        <joint name="hinge" axis="0 1 0" damping=".01"/>
+        <geom type="capsule" fromto="0 0 0 0 0 .8" size=".05" mass=".2" rgba=".2 .4 .9 1"/>
+      </body>
+    </body>
+  </worldbody>
+  <actuator><motor name="push" joint="slide" gear="10" ctrlrange="-1 1"/></actuator>
+  <sensor><jointpos name="angle" joint="hinge"/></sensor>
+</mujoco>"""
+
+
+class Balance(Task):
+    """A pole on a cart. Observation [N, 4]: qpos, qvel. Reward: 1 a step; the end: the pole leans by over 0.5 rad.
+
+    Its variables: "pushes" [N], control steps of this episode; "gust" [N], a number drawn in every step.
+    """
+
+    id = "Balance"
+    max_episode_steps, reset_noise, step_noise = 200, 2, 1
+    ranges: ClassVar = {"mass": (0.5, 1.5)}
+
+    def __init__(self, mjcf: str = BALANCE, sensor: str = "angle", blow_up: float = 2.0) -> None:
+        """``blow_up``: an action above it makes the world's next state infinite."""
+        self.mjcf, self.sensor, self.blow_up = mjcf, sensor, blow_up
+
+    def spec(self) -> mujoco.MjSpec:
+        return mujoco.MjSpec.from_string(self.mjcf)
+
+    def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
+        self.angle = int(model.sensor(self.sensor).adr[0])
+
+    fields = ("sensordata",)
+
+    def control(self, s: State, action: Tensor) -> Tensor:
+        return torch.where(action > self.blow_up, torch.full_like(action, 1e200).to(action), action)
+
+    def observe(self, s: State) -> Tensor:
+        return torch.cat([s["qpos"], s["qvel"]], 1)
+
+    def reward(self, before: State, s: State, action: Tensor) -> Tensor:
+        return torch.ones_like(action[:, 0])
+
+    def terminated(self, s: State) -> Tensor:
+        return s["sensordata"][:, self.angle].abs() > 0.5
+
+    def success(self, s: State) -> Tensor:
+        return s["pushes"] >= 20
+
+    def advance(self, s: State, action: Tensor, u: Tensor) -> dict[str, Tensor]:
+        return {"pushes": s["pushes"] + 1, "gust": u[:, 0]}
+
+    def reset(self, u: Tensor) -> dict[str, Tensor]:
+        zeros = torch.zeros_like(u[:, 0])
+        return {"qpos": 0.1 * (2 * u - 1), "pushes": zeros.long(), "gust": zeros}
 
 
 def value_of(obs: Tensor) -> Tensor:

@@ -154,7 +154,10 @@ class GymnasiumEnv:
         """Begin a new episode where bool [N]; None where the environment brings a vector implementation of its own."""
         if self._borrows:
             return None
-        obs, _ = self._env.reset(options={"reset_mask": where.cpu().numpy()})
+        mask = where.cpu().numpy()
+        obs, _ = self._env.reset(options={"reset_mask": mask})
+        if self._done is not None:
+            self._done = self._done & ~mask
         return self._obs(self._own(obs))
 
     def restart(self, seeds: list[int]) -> None:

@@ -1,0 +1,38 @@
+"""Random numbers by counting: a pure function of (seed, stream, count), the same on every device and after a resume."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _signed(x: int) -> int:
+    """A 64-bit pattern as torch's int64."""
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+_SEED, _STREAM, _COUNT = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7))
+_PLACE, _MIX1, _MIX2 = (_signed(x) for x in (0xAEF17502108EF2D9, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _mix(z: Tensor) -> Tensor:
+    """A bijection of 64 bits in which every bit of the input changes half of the output (Steele et al. 2014, the
+    finaliser of SplitMix64). int64 multiplies modulo 2^64; its right shift copies the sign, hence the masks."""
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX1
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX2
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+def uniform(seed: Tensor, stream: int, count: Tensor, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """[N, size] in [0, 1): row n from ``seed`` [N] and ``count`` [N] (int64); streams are independent."""
+    key = _mix(seed * _SEED + stream * _STREAM) + count * _COUNT
+    place = torch.arange(size, device=seed.device) * _PLACE
+    bits = _mix(_mix(key)[:, None] + place)
+    digits = 24 if dtype == torch.float32 else 53
+    return ((bits >> (64 - digits)) & ((1 << digits) - 1)).to(dtype) * 2.0**-digits
+
+
+def normal(u: Tensor) -> Tensor:
+    """Uniform [0, 1) -> standard normal, element by element."""
+    tiny = 2.0**-25 if u.dtype == torch.float32 else 2.0**-54  # half a step: neither end of (0, 1) is met
+    return torch.special.ndtri(u + tiny)

@@ -1,0 +1,49 @@
+"""Tasks of our own, one file per robot; an engine steps them (``mujoco_batch`` on a CPU, ``mujoco_warp`` on a GPU)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from embodied_envs.tasks.task import State, Task
+from embodied_ppo.types import EnvError
+
+__all__ = ["OWN", "State", "Task", "find", "make"]
+
+OWN: dict[str, str] = {
+    "HalfCheetah": "locomotion:HalfCheetah",
+    "Hopper": "locomotion:Hopper",
+    "Walker2d": "locomotion:Walker2d",
+    "Ant": "locomotion:Ant",
+    "Humanoid": "locomotion:Humanoid",
+}
+"""env.id -> where its class lies, in this package."""
+
+
+def find(id: str) -> type[Task] | None:
+    """The class of a task: one of ours, or the user's own as "package.module:Class"; None if it is neither.
+
+    Raises EnvError if that module cannot be imported.
+    """
+    if id in OWN:
+        module, _, name = OWN[id].partition(":")
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    module, _, name = id.rpartition(":")
+    if not module:
+        return None
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # whatever a user's module raises while it is imported
+        raise EnvError(
+            f"env.id={id}: cannot import {module!r} ({type(error).__name__}: {error}); mend or install it, "
+            "or put its folder on PYTHONPATH"
+        ) from error
+    return found if isinstance(found, type) and issubclass(found, Task) else None
+
+
+def make(id: str, kind: type[Task], kwargs: dict[str, Any]) -> Task:
+    """The task with the user's options; raises EnvError for one that it does not take."""
+    try:
+        return kind(**kwargs)
+    except TypeError as error:
+        raise EnvError(f"env.id={id}: env.kwargs={kwargs}: {error}") from error

@@ -1,0 +1,148 @@
+"""HalfCheetah, Hopper, Walker2d, Ant and Humanoid with the semantics of Gymnasium's v5 environments.
+
+Models, formulas and constants are those of gymnasium.envs.mujoco.*_v5 (Towers et al. 2024); tests/test_mujoco.py steps
+both side by side. Observations carry one exception of Gymnasium's along: derived fields (xpos, cfrc_ext, ..) are those
+of the state one physics step ago (``stage``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import gymnasium
+import mujoco
+import torch
+from torch import Tensor
+
+from embodied_envs.noise import normal
+from embodied_envs.tasks.task import State, Task
+
+
+class Locomotion(Task):
+    """A body that runs along x. Reward = healthy + weight · x velocity - effort · |a|² (- contact cost)."""
+
+    file: ClassVar[str]
+    """In Gymnasium's assets."""
+    scale: ClassVar[float]
+    """Of the noise on an episode's first positions and velocities."""
+    normal_velocity: ClassVar[bool] = False
+    """Initial velocities are normal; else all noise is uniform."""
+    effort: ClassVar[float]
+    before = ("qpos",)
+    stage = "none"
+
+    def spec(self) -> mujoco.MjSpec:
+        """The model that Gymnasium ships."""
+        return mujoco.MjSpec.from_file(str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / self.file))
+
+    def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
+        """Sizes, the time of a control step and the default pose."""
+        self.nq, self.reset_noise = model.nq, model.nq + model.nv
+        self.dt_s = float(model.opt.timestep) * self.decimation
+        self.qpos0 = torch.tensor(model.qpos0, device=device, dtype=dtype)
+
+    def speed(self, before: State, s: State) -> Tensor:
+        """x velocity over the control step, m/s, [N]."""
+        return (s["qpos"][:, 0] - before["qpos"][:, 0]) / self.dt_s
+
+    def reset(self, u: Tensor) -> dict[str, Tensor]:
+        """The default pose at rest, plus noise."""
+        positions, velocities = u[:, : self.nq], u[:, self.nq :]
+        noise = normal(velocities) if self.normal_velocity else 2 * velocities - 1
+        return {"qpos": self.qpos0 + self.scale * (2 * positions - 1), "qvel": self.scale * noise}
+
+
+# ------------------------------------------------------------------------------------------------- in the x-z plane
+class HalfCheetah(Locomotion):
+    """Observation [N, 17]: qpos without x, qvel. Reward: x velocity - 0.1·|a|². It never falls."""
+
+    id, file, decimation = "HalfCheetah", "half_cheetah.xml", 5
+    scale, normal_velocity, effort = 0.1, True, 0.1
+
+    def observe(self, s: State) -> Tensor:
+        return torch.cat([s["qpos"][:, 1:], s["qvel"]], 1)
+
+    def reward(self, before: State, s: State, action: Tensor) -> Tensor:
+        return self.speed(before, s) - self.effort * action.square().sum(1)
+
+
+class Hopper(Locomotion):
+    """Observation [N, 11]: qpos without x, qvel within ±10. Reward: 1 while upright + x velocity - 0.001·|a|²."""
+
+    id, file, decimation = "Hopper", "hopper.xml", 4
+    scale, effort = 5e-3, 1e-3
+
+    def observe(self, s: State) -> Tensor:
+        return torch.cat([s["qpos"][:, 1:], s["qvel"].clamp(-10, 10)], 1)
+
+    def reward(self, before: State, s: State, action: Tensor) -> Tensor:
+        return self.speed(before, s) - self.effort * action.square().sum(1) + ~self.terminated(s)
+
+    def terminated(self, s: State) -> Tensor:
+        z, angle = s["qpos"][:, 1], s["qpos"][:, 2]
+        rest = (s["qpos"][:, 2:].abs() < 100).all(1) & (s["qvel"].abs() < 100).all(1)
+        return ~(rest & (z > 0.7) & (angle.abs() < 0.2))
+
+
+class Walker2d(Hopper):
+    """Observation [N, 17]: as Hopper's. Reward: as Hopper's."""
+
+    id, file = "Walker2d", "walker2d_v5.xml"
+
+    def terminated(self, s: State) -> Tensor:
+        z, angle = s["qpos"][:, 1], s["qpos"][:, 2]
+        return ~((z > 0.8) & (z < 2.0) & (angle.abs() < 1.0))
+
+
+# --------------------------------------------------------------------------------------------------------- in space
+class Ant(Locomotion):
+    """Observation [N, 105]: qpos without x and y, qvel, contact forces of every body but the world within ±1.
+
+    Reward: 1 while upright + x velocity of the torso - 0.5·|a|² - 5e-4·|contact forces within ±1|².
+    """
+
+    id, file, decimation = "Ant", "ant.xml", 5
+    scale, normal_velocity, effort = 0.1, True, 0.5
+    fields, before, stage = ("xpos", "cfrc_ext"), ("xpos",), "forces"
+
+    def observe(self, s: State) -> Tensor:
+        return torch.cat([s["qpos"][:, 2:], s["qvel"], s["cfrc_ext"][:, 1:].clamp(-1, 1).flatten(1)], 1)
+
+    def reward(self, before: State, s: State, action: Tensor) -> Tensor:
+        forward = (s["xpos"][:, 1, 0] - before["xpos"][:, 1, 0]) / self.dt_s
+        contact = s["cfrc_ext"].clamp(-1, 1).square().sum((1, 2))
+        return forward - self.effort * action.square().sum(1) - 5e-4 * contact + ~self.terminated(s)
+
+    def terminated(self, s: State) -> Tensor:
+        z = s["qpos"][:, 2]
+        return ~((z >= 0.2) & (z <= 1.0) & s["qpos"].isfinite().all(1) & s["qvel"].isfinite().all(1))
+
+
+class Humanoid(Locomotion):
+    """Observation [N, 348]: qpos without x and y, qvel, cinert, cvel, actuator forces, contact forces.
+
+    Reward: 5 while upright + 1.25·x velocity of the centre of mass - 0.1·|a|² - min(5e-7·|contact forces|², 10).
+    """
+
+    id, file, decimation = "Humanoid", "humanoid.xml", 5
+    scale, effort = 1e-2, 0.1
+    fields, before, stage = ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext"), ("xipos",), "forces"
+
+    def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
+        super().bind(model, device, dtype)
+        self.share = torch.tensor(model.body_mass / model.body_mass.sum(), device=device, dtype=dtype)
+
+    def observe(self, s: State) -> Tensor:
+        parts = (s["cinert"][:, 1:], s["cvel"][:, 1:], s["qfrc_actuator"][:, 6:], s["cfrc_ext"][:, 1:])
+        return torch.cat([s["qpos"][:, 2:], s["qvel"], *(x.flatten(1) for x in parts)], 1)
+
+    def reward(self, before: State, s: State, action: Tensor) -> Tensor:
+        forward = (s["xipos"][:, :, 0] - before["xipos"][:, :, 0]) @ self.share / self.dt_s
+        contact = (5e-7 * s["cfrc_ext"].square().sum((1, 2))).clamp(max=10.0)
+        cost = self.effort * action.square().sum(1) + contact
+        return 1.25 * forward - cost + 5.0 * ~self.terminated(s)
+
+    def terminated(self, s: State) -> Tensor:
+        z = s["qpos"][:, 2]
+        return ~((z > 1.0) & (z < 2.0))
