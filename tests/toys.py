@@ -109,7 +109,7 @@ BALANCE = """<mujoco model="balance">
       </body>
     </body>
   </worldbody>
-  <actuator><motor name="push" joint="slide" gear="10" ctrlrange="-1 1"/></actuator>
+  <actuator><motor name="push" joint="slide" gear="1000"/></actuator>
   <sensor><jointpos name="angle" joint="hinge"/></sensor>
 </mujoco>"""
 
@@ -125,7 +125,7 @@ class Balance(Task):
     ranges: ClassVar = {"mass": (0.5, 1.5)}
 
     def __init__(self, mjcf: str = BALANCE, sensor: str = "angle", blow_up: float = 2.0) -> None:
-        """``blow_up``: an action above it makes the world's next state infinite."""
+        """``blow_up``: an action above it is a force that no simulation survives."""
         self.mjcf, self.sensor, self.blow_up = mjcf, sensor, blow_up
 
     def spec(self) -> mujoco.MjSpec:
@@ -136,8 +136,11 @@ class Balance(Task):
 
     fields = ("sensordata",)
 
+    def action_bounds(self, model: mujoco.MjModel) -> tuple[list[float], list[float]]:
+        return [-1.0], [1.0]
+
     def control(self, s: State, action: Tensor) -> Tensor:
-        return torch.where(action > self.blow_up, torch.full_like(action, 1e200).to(action), action)
+        return torch.where(action > self.blow_up, torch.full_like(action, 9e9), 0.01 * action)
 
     def observe(self, s: State) -> Tensor:
         return torch.cat([s["qpos"], s["qvel"]], 1)

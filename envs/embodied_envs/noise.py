@@ -11,7 +11,8 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
-_SEED, _STREAM, _COUNT = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7))
+_STREAM = 0xD1B54A32D192ED03
+_SEED, _COUNT = (_signed(x) for x in (0x9E3779B97F4A7C15, 0x8CB92BA72F3D8DD7))
 _PLACE, _MIX1, _MIX2 = (_signed(x) for x in (0xAEF17502108EF2D9, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -25,7 +26,7 @@ def _mix(z: Tensor) -> Tensor:
 
 def uniform(seed: Tensor, stream: int, count: Tensor, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """[N, size] in [0, 1): row n from ``seed`` [N] and ``count`` [N] (int64); streams are independent."""
-    key = _mix(seed * _SEED + stream * _STREAM) + count * _COUNT
+    key = _mix(seed * _SEED + _signed(stream * _STREAM % 2**64)) + count * _COUNT
     place = torch.arange(size, device=seed.device) * _PLACE
     bits = _mix(_mix(key)[:, None] + place)
     digits = 24 if dtype == torch.float32 else 53
@@ -34,5 +35,5 @@ def uniform(seed: Tensor, stream: int, count: Tensor, size: int, dtype: torch.dt
 
 def normal(u: Tensor) -> Tensor:
     """Uniform [0, 1) -> standard normal, element by element."""
-    tiny = 2.0**-25 if u.dtype == torch.float32 else 2.0**-54  # half a step: neither end of (0, 1) is met
-    return torch.special.ndtri(u + tiny)
+    step = 2.0**-24 if u.dtype == torch.float32 else 2.0**-53
+    return torch.special.ndtri(u.clamp(step / 2, 1 - step))  # neither end of (0, 1) is met
