@@ -641,7 +641,7 @@ def write_report(
     plain = strict.dump(config) | {"run_dir": None}
     written = report.write(
         out,
-        [result],
+        result.by_kind(),
         checkpoint=source.path.name,
         update=source.update,
         env_steps=int(source.manifest["env_steps"]),

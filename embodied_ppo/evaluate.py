@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -40,6 +40,7 @@ class Episode:
     initial_state  sha256 of the first observation     ended    by the task, or by the clock
     return_        sum of rewards, undiscounted        length   steps
     success        reported at any step; None if the task does not say
+    kind           which of the simulator's ``task_names``; None if it has one kind of episode
     """
 
     index: int
@@ -49,6 +50,7 @@ class Episode:
     length: int
     success: bool | None
     ended: Literal["terminated", "truncated"]
+    kind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +81,19 @@ class EvaluationResult:
         """How many different situations were really measured."""
         return len({e.initial_state for e in self.episodes})
 
+    def by_kind(self) -> list[EvaluationResult]:
+        """One result for each kind of episode, by name; itself where there is one."""
+        kinds = sorted({e.kind for e in self.episodes if e.kind is not None})
+        parts = {k: tuple(e for e in self.episodes if e.kind == k) for k in kinds}
+        return [replace(self, task=f"{self.task}/{k}", episodes=part) for k, part in parts.items()] or [self]
+
     def metrics(self) -> Metrics:
-        """eval/return, eval/length and, where the task says, eval/success."""
+        """eval/return, eval/length and, where the task says, eval/success, and eval/success/<kind> of each kind."""
         metrics: Metrics = {"eval/return": Mean.of(self.returns), "eval/length": Mean.of(self.lengths)}
         if self.successes is not None:
             metrics["eval/success"] = Mean.of(map(float, self.successes))
+            for part in self.by_kind() if self.episodes[0].kind is not None else ():
+                metrics[f"eval/success/{part.episodes[0].kind}"] = Mean.of(map(float, part.successes or ()))
         return metrics
 
 
@@ -161,6 +171,7 @@ def _block(
     length = torch.zeros(n, dtype=torch.int64)  # [N]
     won = torch.zeros(n, dtype=torch.bool)  # [N]
     limit = env.max_episode_steps or ENDLESS
+    names: tuple[str, ...] = getattr(env, "task_names", ())
     for t in range(limit):
         step = env.step(act(policy, obs, first=first, t=t, seed=seed, deterministic=deterministic, device=env.device))
         obs = step.obs
@@ -186,6 +197,7 @@ def _block(
                 length=int(length[i]),
                 success=None if step.success is None else bool(won[i]),
                 ended="terminated" if bool(terminated[i]) else "truncated",
+                kind=None if step.task is None else names[int(step.task[i])],
             )
             if on_episode is not None:
                 on_episode(finished[i])

@@ -284,6 +284,9 @@ class Rollout:
                 self.running[:, i] = 0.0
                 count += 1
         metrics: Metrics = {"rollout/episodes": float(count)}
+        unstable = getattr(self.env, "unstable", None)
+        if unstable is not None:
+            metrics["rollout/unstable"] = float(unstable)
         if self.finished:
             metrics["rollout/return"] = Mean.of(e[0] for e in self.finished)
             metrics["rollout/length"] = Mean.of(e[1] for e in self.finished)

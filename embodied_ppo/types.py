@@ -73,7 +73,7 @@ class Step:
                          simulator resets on the following step)
     success     [N]      bool, or None if the task does not say
     executed    [N, C]   bool, for a chunk of C actions: those before the episode's end; None: there are no chunks
-    task        [N]      int64, which of ``VectorEnv.task_names`` the episode of this step is; None if there is one kind
+    task        [N]      int64, which of the ``task_names`` the episode of this step is; None if there is one kind
     """
 
     obs: Obs
@@ -203,7 +203,13 @@ Metrics: TypeAlias = "dict[str, Mean | float]"
 # ---------------------------------------------------------------------------------------------------------- protocols
 @runtime_checkable
 class VectorEnv(Protocol):
-    """N environments stepped together. Tensors in, tensors out, on ``device``."""
+    """N environments stepped together. Tensors in, tensors out, on ``device``.
+
+    A simulator may also have
+      task_names    tuple[str, ..]: the kinds of episode that ``Step.task`` counts
+      instructions  tuple[str, ..]: the sentences that an observation "instruction" [N] counts
+      unstable      int64 []: worlds reset because their simulation blew up, so far
+    """
 
     id: str
     """What ``env.id`` named."""

@@ -286,8 +286,8 @@ def test_every_tag_is_documented_and_every_row_is_written(run_dir):
     written = {tag for row in rows(run_dir) for tag in row} - {"update", "env_steps"}
     events = board(run_dir / "tensorboard")
     written |= set(board(run_dir / "tensorboard" / "hparams").Tags()["scalars"]) | set(events.Tags()["scalars"])
-    film = {"evaluation"}  # test_report films
-    assert sorted(documented()) == sorted(written | film)
+    elsewhere = {"evaluation", "rollout/unstable", "eval/success/<kind>"}  # test_report films; our own engines say
+    assert sorted(documented()) == sorted(written | elsewhere)
     assert all(len(cells) == 3 and all(cells) for cells in documented().values())
 
 

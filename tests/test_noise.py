@@ -32,7 +32,7 @@ def test_twin() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_uniform(dtype: torch.dtype) -> None:
     u = uniform(SEEDS, 0, torch.zeros_like(SEEDS), 1000, dtype)
-    assert u.dtype == dtype and 0 <= float(u.min()) and float(u.max()) < 1
+    assert u.dtype == dtype and float(u.min()) >= 0 and float(u.max()) < 1
     assert float(u.mean()) == pytest.approx(0.5, abs=0.002) and float(u.var()) == pytest.approx(1 / 12, abs=0.001)
     assert u.flatten().histc(20, 0, 1).sub(12800).abs().max() < 600
     # rows and columns are independent: correlations as small as 256 x 1000 numbers allow

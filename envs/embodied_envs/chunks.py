@@ -29,6 +29,8 @@ class ChunkedActions:
         self.env, self.chunk = env, chunk
         self.id, self.num_envs, self.device, self.obs_spec = env.id, env.num_envs, env.device, env.obs_spec
         self.action_spec = Box(env.action_spec.low * chunk, env.action_spec.high * chunk)
+        self.task_names: tuple[str, ...] = getattr(env, "task_names", ())
+        self.instructions: tuple[str, ...] = getattr(env, "instructions", ())
         clock = env.max_episode_steps
         self.max_episode_steps = None if clock is None else -(-clock // chunk)
 
@@ -86,6 +88,11 @@ class ChunkedActions:
     def reset_where(self, where: Tensor) -> Obs | None:
         """See ``VectorEnv``."""
         return self.env.reset_where(where)
+
+    @property
+    def unstable(self) -> Tensor | None:
+        """See ``VectorEnv``."""
+        return getattr(self.env, "unstable", None)
 
     def restart(self, seeds: list[int]) -> None:
         """See ``VectorEnv``."""

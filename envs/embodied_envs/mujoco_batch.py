@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -120,6 +120,10 @@ class BatchPhysics:
             self.fields[k].copy_(state[k])
         self.worlds.forward(everywhere)
         self.fields["qacc_warmstart"].copy_(state["qacc_warmstart"])
+
+    def captured(self, step: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """See ``Physics``."""
+        return step
 
     def close(self) -> None:
         self.cameras.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import mujoco
@@ -63,6 +63,11 @@ class Physics(Protocol):
         """Continue from there, derived fields included."""
         ...
 
+    def captured(self, step: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """``step``, or a faster program of the same results. It changes tensors that live for ever in place, and
+        nothing else; where ``waits`` is False it never looks at a value."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -113,8 +118,10 @@ class MujocoEnv:
         self.s: dict[str, Tensor] = dict(physics.fields) | {k: x.clone() for k, x in start.items() if k not in START}
         """What the task's functions see; live."""
         self._variables = [k for k in start if k not in START]
+        self._before = {k: self.s[k].clone() for k in task.before}
         self._begin(self._everywhere)
-        self._last = self._observe(self._everywhere)
+        self._last = tree.map(Tensor.clone, self._observe(self._everywhere))
+        self._programs = {sees: physics.captured(self._step) for sees in (True, False)}  # a graph holds one way to go
         spec: Any = tree.map(lambda x: ArraySpec(tuple(x.shape[1:]), x.dtype), self._last)
         self.obs_spec: ObsSpec = spec
 
@@ -124,9 +131,9 @@ class MujocoEnv:
         self._check_open()
         if self._begun:  # else: as constructed or restarted
             self._begin(self._everywhere)
-            self._last = self._observe(self._everywhere)
+            self._keep(self._observe(self._everywhere))
         self._begun = True
-        return self._out(self._last)
+        return self._present()
 
     def step(self, action: Tensor) -> Step:
         """Act in every environment: float32 [N, A]."""
@@ -135,16 +142,15 @@ class MujocoEnv:
             raise EnvError(f"env.id={self.id}: step() before reset(); call reset() first")
         if action.shape != self._action_shape:
             raise spaces.wrong_actions(self.id, action, self._action_shape)
-        step = self._step(self._map(action.to(self.physics.device)).to(self.physics.dtype))
-        return self._out(step)
+        return self._out(self._programs[self.sees](action.to(self.physics.device)))
 
     def reset_where(self, where: Tensor) -> Obs:
         """Begin a new episode where bool [N]."""
         self._check_open()
         where = where.to(self.physics.device)
         self._begin(where)
-        self._last = self._renewed(self._last, where)
-        return self._out(self._last)
+        self._keep(self._renewed(self._last, where))
+        return self._present()
 
     def restart(self, seeds: list[int]) -> None:
         """Begin again as if newly made with these seeds; ``reset`` must follow."""
@@ -153,7 +159,7 @@ class MujocoEnv:
         self._seeds.copy_(torch.tensor(seeds))
         self._episode.fill_(-1)
         self._begin(self._everywhere)
-        self._last = self._observe(self._everywhere)
+        self._keep(self._observe(self._everywhere))
         self._begun = False
 
     def state(self) -> dict[str, Any]:
@@ -174,10 +180,11 @@ class MujocoEnv:
         for k in self._variables:
             self.s[k].copy_(state["variables"][k])
         self.physics.load_state(state["physics"])
-        device = self.physics.device
-        self._before = {k: x.to(device, copy=True) for k, x in state["before"].items()}
-        self._last, self._begun = tree.map(lambda x: x.to(device, copy=True), state["obs"]), True
-        return self._out(self._last)
+        for k, x in self._before.items():
+            x.copy_(state["before"][k])
+        self._keep(state["obs"])
+        self._begun = True
+        return self._present()
 
     def render(self) -> Tensor:
         """uint8 [H, W, 3] picture of environment 0, at ``render_size``."""
@@ -193,6 +200,7 @@ class MujocoEnv:
     # -------------------------------------------------------------------------------------------------------- a step
     def _step(self, action: Tensor) -> Step:
         task, s, physics = self.task, self.s, self.physics
+        action = self._map(action).to(physics.dtype)
         physics.step(task.control(s, action), task.decimation)
         self._elapsed += 1
         reward, terminated, success = task.reward(self._before, s, action), task.terminated(s), task.success(s)
@@ -223,7 +231,7 @@ class MujocoEnv:
             obs = self._renewed(obs, ended)
         else:
             self._remember()
-        self._last = obs
+        self._keep(obs)
         return Step(
             obs=obs,
             reward=reward.to(torch.float32),
@@ -238,6 +246,13 @@ class MujocoEnv:
     def _out(self, answer: Any) -> Any:
         """Where the caller wants it."""
         return answer if self.physics.device == self.device else tree.map(lambda x: x.to(self.device), answer)
+
+    def _keep(self, obs: Obs) -> None:
+        tree.map(Tensor.copy_, self._last, obs)
+
+    def _present(self) -> Obs:
+        """The last observation, in memory of its own."""
+        return self._out(tree.map(Tensor.clone, self._last))
 
     def _start(self) -> dict[str, Tensor]:
         """What the task begins its present episodes with."""
@@ -257,7 +272,8 @@ class MujocoEnv:
         self._remember()
 
     def _remember(self) -> None:
-        self._before = {k: self.s[k].clone() for k in self.task.before}
+        for k, x in self._before.items():
+            x.copy_(self.s[k])
 
     def _observe(self, where: Tensor) -> Obs:
         """Of every world as it stands, with images where bool [N]."""

@@ -12,7 +12,7 @@ import torch
 from embodied_envs import tasks
 from embodied_envs.cameras import Cameras
 from embodied_envs.mujoco_batch import BatchPhysics
-from embodied_envs.mujoco_env import MujocoEnv
+from embodied_envs.mujoco_env import MujocoEnv, Physics
 from embodied_envs.randomization import Randomization
 from embodied_envs.tasks import Task
 from embodied_ppo.types import EnvError
@@ -39,6 +39,13 @@ def bind(task: Task, model: mujoco.MjModel, id: str, device: torch.device, dtype
         raise EnvError(f"env.id={id}: {error.args[0] if error.args else error}") from error
 
 
+def whole(id: str, name: str, value: Any) -> int:
+    """A number of at least 1, else EnvError."""
+    if not isinstance(value, int) or value < 1:
+        raise EnvError(f"env.id={id}: env.kwargs.{name}={value!r} must be a whole number, at least 1")
+    return value
+
+
 def make(
     id: str,
     *,
@@ -61,20 +68,25 @@ def make(
     kind = tasks.find(id)
     if kind is None:
         raise EnvError(f"env.id={id}: no task of ours; choose one of {', '.join(tasks.OWN)}, or package.module:Class")
-    task = tasks.make(id, kind, dict(kwargs or {}))
+    kwargs = dict(kwargs or {})
+    room = {name: whole(id, name, kwargs.pop(name)) for name in ("nconmax", "njmax") if name in kwargs}  # on a GPU
+    task = tasks.make(id, kind, kwargs)
     model = compiled(task, id)
     own = (dict(task.ranges) | dict(ranges or {})) if randomize else {}
     size, film = image_size, render_size if render else None
     pictures = Cameras(model, cameras, size=size, picture_size=film)
-    physics = BatchPhysics(
-        model,
-        num_envs,
-        num_threads or len(os.sched_getaffinity(0)),
-        fields=task.fields,
-        stage=task.stage,
-        cameras=pictures,
-        randomization=Randomization(model, own),
-    )
+    shared: dict[str, Any] = {"fields": task.fields, "stage": task.stage, "cameras": pictures}
+    shared["randomization"] = Randomization(model, own)
+    physics: Physics
+    if engine == "warp":
+        from embodied_envs.mujoco_warp import WarpPhysics  # warp takes two seconds to load
+
+        try:
+            physics = WarpPhysics(model, num_envs, device=device, **shared, **room)
+        except EnvError as error:
+            raise EnvError(f"env.id={id}: {error}") from error
+    else:
+        physics = BatchPhysics(model, num_envs, num_threads or len(os.sched_getaffinity(0)), **shared)
     bind(task, model, id, physics.device, physics.dtype)
     return MujocoEnv(
         task,

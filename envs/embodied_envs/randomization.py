@@ -19,25 +19,25 @@ class Range:
     """What one range changes: MjModel fields, and how its number x enters them.
 
     scale: multiplied by x in [low, high]    add: x is added    each: one x per element (body, geom, ..), else one
-    columns: of the field's last dimension, None for all of them
+    columns: so many of the field's last dimension, from the first on; None for all of them
     """
 
     fields: tuple[str, ...]
     how: Literal["scale", "add"]
     each: bool
-    columns: tuple[int, ...] | None = None
+    columns: int | None = None
 
 
 RANGES: dict[str, Range] = {
     "mass": Range(("body_mass", "body_inertia"), "scale", each=True),
-    "friction": Range(("geom_friction",), "scale", each=True, columns=(0,)),
+    "friction": Range(("geom_friction",), "scale", each=True, columns=1),
     "damping": Range(("dof_damping",), "scale", each=True),
     "gains": Range(("actuator_gainprm", "actuator_biasprm"), "scale", each=True),
     "gravity": Range(("opt.gravity",), "scale", each=False),
     "camera_position": Range(("cam_pos",), "add", each=True),
     "camera_angle": Range(("cam_quat",), "add", each=True),
     "light": Range(("light_diffuse",), "scale", each=True),
-    "colour": Range(("geom_rgba", "mat_rgba"), "add", each=True, columns=(0, 1, 2)),
+    "colour": Range(("geom_rgba", "mat_rgba"), "add", each=True, columns=3),
 }
 """By name of the option. mass scales body masses and inertias alike (the density), friction the sliding coefficient of
 geoms, damping that of joints, gains the strength of actuators (of a position servo: stiffness and damping alike),
@@ -87,18 +87,18 @@ class Randomization:
             at += n
             taken = 0
             for value in (out[f] for f in r.fields if f in out):
-                columns = list(r.columns or range(value.shape[-1]))
+                width = r.columns or value.shape[-1]
                 if r.how == "scale":
                     factor = x.view(len(u), n, *[1] * (value.ndim - 2))
                     if r.columns is None:
                         value *= factor
                     else:
-                        value[..., columns] *= factor
+                        value[..., :width] *= factor
                 elif name == "camera_angle":
                     value.copy_(_turned(value, x.view(len(u), -1, 3)))
                 else:
-                    count = value.shape[1] * len(columns)
-                    value[..., columns] += x[:, taken : taken + count].view(len(u), -1, len(columns))
+                    count = value.shape[1] * width
+                    value[..., :width] += x[:, taken : taken + count].view(len(u), -1, width)
                     taken += count
                 if name == "colour":
                     value.clamp_(0.0, 1.0)
