@@ -249,12 +249,12 @@ class Rollout:
         assert self.obs is not None
         policy = self.policy
         next_value = torch.cat([value[1:], policy.value(policy.encode(self.obs)).unsqueeze(0)])
-        for t, step in enumerate(steps):
-            if step.final_obs is not None:
-                ended = step.terminated | step.truncated
-                if bool(ended.any()):
-                    final = policy.value(policy.encode(step.final_obs))
-                    next_value[t] = torch.where(ended, final, next_value[t])
+        ended = torch.stack([s.terminated | s.truncated for s in steps])
+        for t, some in enumerate(ended.any(1).tolist()):  # a GPU waits here once
+            final_obs = steps[t].final_obs
+            if some and final_obs is not None:
+                final = policy.value(policy.encode(final_obs))
+                next_value[t] = torch.where(ended[t], final, next_value[t])
         return next_value
 
     def _count_episodes(
