@@ -150,6 +150,7 @@ class Rollout:
         self.acting = Acting(policy, later or compiled.Later(None))
         self.generator = Generator(device=self.device)
         self.obs: Obs | None = None
+        self.saves: bool | None = None  # whether the simulator can save itself; None: not asked yet
         self.running = torch.zeros(3, env.num_envs)  # return, length, success of the episode under way
         self.finished: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
         self.has_success = False
@@ -184,12 +185,14 @@ class Rollout:
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
         """``horizon`` steps of every environment -> Trajectory [T, N, ..] and the episodes' metrics."""
         env, policy = self.env, self.policy
-        full = self.restart_every and env.state() is None and self.steps + horizon > self.restart_every
+        full = self.restart_every and self.saves is False and self.steps + horizon > self.restart_every
         if self.one_episode or (full and self.steps):
             self.restart(update)
         if self.obs is None:
             self.obs = env.reset()
             self.running.zero_()
+        if self.saves is None:
+            self.saves = env.state() is not None
         decisions: list[list[Tensor]] = []
         observed: list[Obs] = []
         steps: list[Step] = []
@@ -212,7 +215,7 @@ class Rollout:
             self.obs = step.obs
         d, seen = self.acting.stack(decisions), tree.stack(observed)
         _check_finite(seen, env.id, update)
-        if env.state() is None and not self.one_episode:
+        if not self.saves and not self.one_episode:
             self.actions.append(d.action)
         reward, mask = torch.stack([s.reward for s in steps]), torch.stack([s.mask for s in steps])
         terminated, truncated = torch.stack([s.terminated for s in steps]), torch.stack([s.truncated for s in steps])
@@ -315,6 +318,7 @@ class Rollout:
         """Continue from ``state``. A simulator that does not repeat itself begins anew, and ``notice`` hears it."""
         self.finished = deque((tuple(e) for e in state["finished"]), maxlen=WINDOW)
         self.has_success = state["has_success"]
+        self.saves = state["env"] is not None
         if state["env"] is not None:
             self.obs, self.steps = self.env.load_state(state["env"]), state["steps"]
         else:

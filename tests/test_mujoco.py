@@ -30,11 +30,7 @@ LOCOMOTION = ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid")
 
 
 def make(id: str = "toys:Balance", n: int = 3, **options: Any) -> MujocoEnv:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*settotalmass.*")
-        env = embodied_envs.make(
-            id, num_envs=n, seeds=options.pop("seeds", list(range(n))), simulator="mujoco", **options
-        )
+    env = embodied_envs.make(id, num_envs=n, seeds=options.pop("seeds", list(range(n))), simulator="mujoco", **options)
     assert isinstance(env, MujocoEnv)
     return env
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,9 @@ def knows(id: str) -> bool:
 def compiled(task: Task, id: str) -> mujoco.MjModel:
     """The task's model; raises EnvError with MuJoCo's reason (file, line, element) where it does not compile."""
     try:
-        return task.spec().compile()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*settotalmass")  # in files of Gymnasium's
+            return task.spec().compile()
     except (ValueError, OSError, mujoco.FatalError) as error:
         raise EnvError(f"env.id={id}: MuJoCo refuses its model: {str(error).strip()}") from error
 
@@ -69,7 +72,7 @@ def make(
     if kind is None:
         raise EnvError(f"env.id={id}: no task of ours; choose one of {', '.join(tasks.OWN)}, or package.module:Class")
     kwargs = dict(kwargs or {})
-    room = {name: whole(id, name, kwargs.pop(name)) for name in ("nconmax", "njmax") if name in kwargs}  # on a GPU
+    room: dict[str, Any] = {name: whole(id, name, kwargs.pop(name)) for name in ("nconmax", "njmax") if name in kwargs}
     task = tasks.make(id, kind, kwargs)
     model = compiled(task, id)
     own = (dict(task.ranges) | dict(ranges or {})) if randomize else {}
@@ -79,8 +82,11 @@ def make(
     shared["randomization"] = Randomization(model, own)
     physics: Physics
     if engine == "warp":
-        from embodied_envs.mujoco_warp import WarpPhysics  # warp takes two seconds to load
-
+        try:
+            from embodied_envs.mujoco_warp import WarpPhysics  # warp takes two seconds to load
+        except ImportError as error:
+            cure = "pip install 'embodied-ppo[warp]', or use simulator=mujoco"
+            raise EnvError(f"env.id={id}: simulation on a GPU needs mujoco_warp ({error}): {cure}") from error
         try:
             physics = WarpPhysics(model, num_envs, device=device, **shared, **room)
         except EnvError as error:
