@@ -2,18 +2,19 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test check bench build clean
+.PHONY: help train test test-mjlab test-libero check bench build clean
 
 ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c scripts/constraints.txt
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive MUJOCO_GL=egl
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 # The first interpreter that runs and is supported (a name on the path may be a shim of a version that is not there).
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	"$$python" -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
 
 help: ## this list
-	@awk -F ' *## ' '/^[a-z]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ' *## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  ARGS='...' goes to train, test and bench:  make train ARGS='seed=1 updates=10'"
 	@echo "  PYTHON=... chooses the interpreter of .venv"
 
@@ -21,7 +22,13 @@ train: .venv/base ## train experiment=quickstart, or the one named in ARGS='expe
 	$(BIN)/embodied-ppo train $(if $(filter experiment=%,$(ARGS)),,experiment=quickstart) $(ARGS)
 
 test: .venv/dev ## the whole test suite; ARGS="-m 'not slow'" for the fast part
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive MUJOCO_GL=egl $(BIN)/python -m pytest -q $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -q $(ARGS)
+
+test-mjlab: .venv-mjlab/ready ## tests with mjlab, which needs an environment of its own (.venv-mjlab, 4 GB)
+	$(TEST_ENV) .venv-mjlab/bin/python -m pytest -q tests/extras/test_mjlab.py $(ARGS)
+
+test-libero: .venv-libero/ready ## tests with LIBERO, likewise (.venv-libero); LIBERO_ASSETS=FOLDER to run its scenes too
+	$(TEST_ENV) .venv-libero/bin/python -m pytest -q tests/extras/test_libero.py $(ARGS)
 
 check: .venv/dev ## format, lint and types
 	$(BIN)/ruff format --check .
@@ -36,13 +43,13 @@ build: .venv/dev ## source distribution and wheel into dist/, tried in an enviro
 	$(BIN)/python -m build
 	EMBODIED_PPO_DIST=dist $(BIN)/python -m pytest -q tests/test_wheel.py
 
-clean: ## remove .venv, builds and caches; runs/ stays
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .venv-*, builds and caches; runs/ stays
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find embodied_ppo envs configs tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Stamps inside .venv, so that an interrupted installation is not taken for a finished one.
-.venv/base: pyproject.toml scripts/constraints.txt
-	@$(BIN)/python -c '$(SUPPORTED)' >/dev/null 2>&1 && exit; \
+# A new environment in folder $(1), unless one is there whose Python is supported.
+define new_venv
+$(1)/bin/python -c '$(SUPPORTED)' >/dev/null 2>&1 && exit; \
 	python="$(PYTHON)"; \
 	[ -n "$$python" ] || { echo "make: no Python 3.11, 3.12 or 3.13 on the path. Debian: apt-get install python3 python3-venv;" \
 		"elsewhere: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }; \
@@ -50,10 +57,22 @@ clean: ## remove .venv, builds and caches; runs/ stays
 		"$$("$$python" -V 2>/dev/null || echo "no interpreter that runs"); needed: Python 3.11, 3.12 or 3.13" >&2; exit 1; }; \
 	"$$python" -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $$python cannot make virtual environments." \
 		"Debian: apt-get install python3-venv" >&2; exit 1; }; \
-	"$$python" -m venv --clear .venv
+	"$$python" -m venv --clear $(1)
+endef
+
+# Stamps inside .venv, so that an interrupted installation is not taken for a finished one.
+.venv/base: pyproject.toml scripts/constraints.txt
+	@$(call new_venv,.venv)
 	$(PIP) -e .
 	@touch $@
 
 .venv/dev: .venv/base
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+# torchvision comes as a dependency; its wheel does not match torch, and nothing here needs it.
+.venv-%/ready: pyproject.toml scripts/constraints-%.txt
+	@$(call new_venv,.venv-$*)
+	.venv-$*/bin/python -m pip --disable-pip-version-check install -c scripts/constraints-$*.txt -e '.[$*]' pytest
+	.venv-$*/bin/python -m pip uninstall -q -y torchvision
 	@touch $@

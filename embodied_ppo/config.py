@@ -42,10 +42,11 @@ Fraction = Annotated[float, Limit(ge=0, le=1)]
 @dataclass(frozen=True)
 class EnvConfig:
     id: str = "HalfCheetah-v4"
-    """Task: one of ours, a name of EnvPool's or Gymnasium's, or package.module:Class for a Task of your own."""
-    simulator: Literal["auto", "mujoco", "warp", "envpool", "gymnasium"] = "auto"
-    """Which adapter; auto: our engine for tasks of ours (mujoco: CPU threads, warp: GPU), else EnvPool where it knows
-    the id, else Gymnasium."""
+    """Task: one of ours, a name of EnvPool's or Gymnasium's, package.module:Class for a Task of your own,
+    package.module:function for simulator torch, Mjlab-.., libero/.."""
+    simulator: Literal["auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero"] = "auto"
+    """Which adapter; mujoco (CPU threads) and warp (GPU): our engines for tasks of ours; torch: a function that makes a
+    batched environment of tensors; auto: who knows the id, ours first, EnvPool before Gymnasium."""
     num_envs: Count = 64
     """Environments stepped together (N)."""
     num_threads: Natural = 0

@@ -16,6 +16,8 @@ os.environ["EMBODIED_PPO_CACHE"] = tempfile.mkdtemp(prefix="embodied_ppo_tests_"
 import pytest
 import torch
 
+collect_ignore = ["extras"]  # simulators with a MuJoCo of their own: make test-mjlab, make test-libero
+
 torch.set_num_threads(1)
 
 

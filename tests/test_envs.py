@@ -436,7 +436,7 @@ REFUSED = [
     ),
     ("HalfCheeta-v4", {"simulator": "gymnasium"}, "unknown to gymnasium; nearest in gymnasium: HalfCheetah"),
     ("FetchReach-v4", {"simulator": "gymnasium"}, "unknown to gymnasium"),
-    ("CartPole-v1", {"simulator": "isaac"}, "choose one of auto, mujoco, warp, envpool, gymnasium"),
+    ("CartPole-v1", {"simulator": "isaac"}, "choose one of auto, mujoco, warp, envpool, gymnasium, torch"),
     ("CartPole-v1", {"seeds": [1]}, "1 seeds for 2 environments"),
     ("CartPole-v1", {"seeds": [1, 2**31]}, r"seed 2147483648 is outside \[0, 2\*\*31\)"),
     ("CartPole-v1", {"num_threads": 0}, "num_threads=0 must be at least 1"),

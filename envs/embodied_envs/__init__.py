@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from embodied_envs import envpool_env, gymnasium_env, spaces, tasks
+from embodied_envs import envpool_env, gymnasium_env, libero_env, mjlab_env, spaces, tasks, torch_vector
 from embodied_envs.checks import check_env
 from embodied_ppo.types import EnvError, VectorEnv
 
 __all__ = ["SIMULATORS", "check_env", "make", "nearest"]
 
-SIMULATORS = ("auto", "mujoco", "warp", "envpool", "gymnasium")
+SIMULATORS = ("auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero")
 FAMILIES = {"our tasks": ("mujoco", "warp"), "envpool": ("envpool",), "gymnasium": ("gymnasium",)}
 """Who has task ids -> the simulators that step them."""
 
@@ -43,10 +43,12 @@ def make(
     """``num_envs`` environments of task ``id``, stepped together.
 
     id                 a task of ours (tasks.OWN), EnvPool's or Gymnasium's name of one; "package.module:Class" for a
-                       Task of your own, "package.module:Name-v0" for what that module registers with Gymnasium
+                       Task of your own, "package.module:Name-v0" for what that module registers with Gymnasium,
+                       "package.module:function" for simulator torch
     seeds              one per environment, each in [0, 2**31)
-    simulator          "mujoco": our engine on CPU threads; "warp": ours for a GPU; "envpool"; "gymnasium"; "auto":
-                       ours if the task is one of ours (by ``device``), else EnvPool if it has the id, else Gymnasium
+    simulator          "mujoco": our engine on CPU threads; "warp": ours for a GPU; "envpool"; "gymnasium"; "torch": a
+                       function that makes a batched environment of tensors; "mjlab"; "libero"; "auto": who knows the
+                       id, ours first (by ``device``), EnvPool before Gymnasium
     num_threads        threads of EnvPool or of our engine; None: the cores this process may use
     max_episode_steps  the clock, in primitive steps; None: the task's own
     action_mapping     "rescale" | "clip" | "none", see ``actions.mapper``; for continuous actions
@@ -113,14 +115,21 @@ def _made(
         options |= {"cameras": tuple(cameras), "image_size": image_size, "randomize": randomize, "ranges": ranges}
         mujoco_make = importlib.import_module("embodied_envs.mujoco_make")  # MuJoCo takes half a second to load
         return mujoco_make.make(id, engine=of_device if simulator == "auto" else simulator, **options)
-    for name, value in (("cameras", cameras), ("randomize", randomize)):
+    of_libero = simulator == "libero" or (simulator == "auto" and libero_env.knows(id))
+    for name, value in (("cameras", () if of_libero else cameras), ("randomize", randomize)):
         if value:
             raise EnvError(f"env.id={id}: {name}={value} is for tasks of ours: {', '.join(tasks.OWN)}")
     options["success_key"] = success_key
+    if of_libero:
+        return libero_env.LiberoEnv(id, cameras=tuple(cameras), image_size=image_size, **options)
+    if simulator == "mjlab" or (simulator == "auto" and mjlab_env.knows(id)):
+        return mjlab_env.MjlabEnv(id, **options)
     if simulator in ("auto", "envpool") and ":" not in id and envpool_env.knows(id):
         return envpool_env.EnvPoolEnv(id, **options)
     if simulator in ("auto", "gymnasium") and gymnasium_env.knows(id):
         return gymnasium_env.GymnasiumEnv(id, **options)
+    if simulator == "torch" or (simulator == "auto" and torch_vector.factory(id) is not None):
+        return torch_vector.TorchVectorEnv(id, **options)
     families = {name: near for name, near in nearest(id).items() if simulator == "auto" or simulator in FAMILIES[name]}
     hints = "; ".join(f"nearest in {name}: {', '.join(near) or 'none'}" for name, near in families.items())
     raise EnvError(f"env.id={id} is unknown to {' and '.join(families)}; {hints}")
