@@ -68,10 +68,10 @@ def measure(task: str, how: str, envs: int, seconds: float) -> dict[str, float]:
                 mujoco.mj_step(model, data, nstep=made.decimation)
     else:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        camera = {"cameras": ("front",)} if how == "camera" else {}
+        cameras = ("front",) if how == "camera" else ()
         id, simulator = (ENVPOOL[task], "envpool") if how == "envpool" else (task, "mujoco")
         env = embodied_envs.make(
-            id, num_envs=envs, seeds=list(range(envs)), simulator=simulator, num_threads=1, **camera
+            id, num_envs=envs, seeds=list(range(envs)), simulator=simulator, num_threads=1, cameras=cameras
         )
         env.reset()
         actions = torch.rand(50, envs, env.action_spec.size) * 2 - 1  # pyright: ignore[reportAttributeAccessIssue]

@@ -56,7 +56,10 @@ def test_describe_gives_type_limit_and_default() -> None:
     assert (gamma.meaning, gamma.type) == ("Discount per primitive step.", "a finite number")
     assert (gamma.limit, gamma.default) == (">= 0 and <= 1", 0.99)
     assert strict.describe(Config)["algorithm.micro_batch_size"].allowed == "a whole number >= 1 or null"
-    assert strict.describe(Config)["env.simulator"].allowed == "one of auto, mujoco, warp, envpool, gymnasium, torch, mjlab, libero"
+    assert (
+        strict.describe(Config)["env.simulator"].allowed
+        == "one of auto, mujoco, warp, envpool, gymnasium, torch, mjlab, libero"
+    )
 
 
 @pytest.mark.parametrize("cls", [Config, EnvConfig])
