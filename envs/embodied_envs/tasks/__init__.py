@@ -16,6 +16,9 @@ OWN: dict[str, str] = {
     "Walker2d": "locomotion:Walker2d",
     "Ant": "locomotion:Ant",
     "Humanoid": "locomotion:Humanoid",
+    "PandaPickCube": "panda:PandaPickCube",
+    "Go1Joystick": "go1:Go1Joystick",
+    "Tabletop": "tabletop:Tabletop",
 }
 """env.id -> where its class lies, in this package."""
 

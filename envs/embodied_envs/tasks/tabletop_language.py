@@ -1,0 +1,238 @@
+"""What Tabletop asks for, in words: families of tasks, their sentences, and which are held out of training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+from embodied_ppo.errors import EnvError, choose
+
+Split: TypeAlias = Literal["train", "unseen_combination", "unseen_wording"]
+SPLITS: tuple[str, ...] = get_args(Split)
+
+COLOURS = ("red", "green", "blue", "yellow")
+"""Of the four blocks, and of the four zones."""
+DIRECTIONS = ("left", "right", "forward", "backward")
+"""As the camera sees them: forward is away from it."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of task.
+
+    arguments  which words the sentences hold: a, b blocks, z a zone, d a direction
+    train      wordings of the splits train and unseen_combination
+    held_out   wordings of the split unseen_wording
+    symmetric  whether a and b can be exchanged: then both orders are held out together
+    """
+
+    arguments: str
+    train: tuple[str, ...]
+    held_out: tuple[str, ...]
+    symmetric: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    "reach": Family(
+        "a",
+        ("reach the {a} block", "move to the {a} block", "go to the {a} block", "bring the gripper to the {a} block"),
+        ("approach the {a} cube", "get close to the {a} block"),
+    ),
+    "touch": Family(
+        "z",
+        ("touch the {z} zone", "point at the {z} zone", "move down to the {z} zone", "put the gripper on the {z} zone"),
+        ("reach down to the {z} circle", "tap the {z} zone"),
+    ),
+    "push": Family(
+        "az",
+        (
+            "push the {a} block to the {z} zone",
+            "slide the {a} block into the {z} zone",
+            "push the {a} block onto the {z} zone",
+            "shove the {a} block into the {z} zone",
+        ),
+        ("nudge the {a} cube over to the {z} circle", "get the {a} block into the {z} zone by pushing it"),
+    ),
+    "slide": Family(
+        "ad",
+        (
+            "push the {a} block {d}",
+            "slide the {a} block {d}",
+            "move the {a} block a little {d}",
+            "shove the {a} block {d}",
+        ),
+        ("nudge the {a} cube {d}", "shift the {a} block {d} a bit"),
+    ),
+    "lift": Family(
+        "a",
+        ("lift the {a} block", "pick up the {a} block", "raise the {a} block", "take the {a} block off the table"),
+        ("hoist the {a} cube", "grab the {a} block and hold it up"),
+    ),
+    "carry": Family(
+        "az",
+        (
+            "hold the {a} block over the {z} zone",
+            "carry the {a} block above the {z} zone",
+            "lift the {a} block over the {z} zone",
+            "bring the {a} block up above the {z} zone",
+        ),
+        ("keep the {a} cube in the air over the {z} circle", "let the {a} block hover over the {z} zone"),
+    ),
+    "put": Family(
+        "az",
+        (
+            "put the {a} block in the {z} zone",
+            "place the {a} block on the {z} zone",
+            "pick up the {a} block and put it in the {z} zone",
+            "set the {a} block down in the {z} zone",
+        ),
+        ("drop the {a} cube off at the {z} circle", "the {a} block belongs in the {z} zone"),
+    ),
+    "clear": Family(
+        "az",
+        (
+            "take the {a} block out of the {z} zone",
+            "remove the {a} block from the {z} zone",
+            "move the {a} block out of the {z} zone",
+            "clear the {a} block from the {z} zone",
+        ),
+        ("free the {z} circle of the {a} cube", "the {a} block should not be in the {z} zone"),
+    ),
+    "gather": Family(
+        "abz",
+        (
+            "gather the {a} block and the {b} block in the {z} zone",
+            "put the {a} and the {b} block in the {z} zone",
+            "bring the {a} block and the {b} block to the {z} zone",
+            "collect the {a} and {b} blocks in the {z} zone",
+        ),
+        ("both the {a} cube and the {b} cube go in the {z} circle", "assemble {a} and {b} blocks in the {z} zone"),
+        symmetric=True,
+    ),
+    "sort": Family(
+        "ab",
+        (
+            "put the {a} block and the {b} block in the zones of their colours",
+            "sort the {a} and the {b} block into the zones of their own colours",
+            "put the {a} block in the {a} zone and the {b} block in the {b} zone",
+            "move the {a} and {b} blocks to the zones of the same colours",
+        ),
+        ("match the {a} cube and the {b} cube with their circles", "the {a} and {b} blocks go where their colours are"),
+        symmetric=True,
+    ),
+    "stack": Family(
+        "ab",
+        (
+            "stack the {a} block on the {b} block",
+            "put the {a} block on top of the {b} block",
+            "place the {a} block on the {b} block",
+            "pick up the {a} block and set it on the {b} block",
+        ),
+        ("build a tower with the {a} cube above the {b} cube", "the {a} block goes onto the {b} one"),
+    ),
+    "unstack": Family(
+        "ab",
+        (
+            "take the {a} block off the {b} block",
+            "unstack the {a} block from the {b} block",
+            "remove the {a} block from the top of the {b} block",
+            "put the {a} block from the {b} block down on the table",
+        ),
+        ("get the {a} cube down from the {b} cube", "the {a} block on the {b} one belongs on the table"),
+    ),
+    "beside": Family(
+        "ab",
+        (
+            "put the {a} block next to the {b} block",
+            "place the {a} block beside the {b} block",
+            "move the {a} block close to the {b} block",
+            "bring the {a} block to the side of the {b} block",
+        ),
+        ("make the {a} cube a neighbour of the {b} cube", "the {a} block should stand by the {b} one"),
+        symmetric=True,
+    ),
+    "separate": Family(
+        "ab",
+        (
+            "separate the {a} block and the {b} block",
+            "move the {a} block away from the {b} block",
+            "pull the {a} and the {b} block apart",
+            "make room between the {a} and {b} blocks",
+        ),
+        ("split up the {a} cube and the {b} cube", "the {a} and the {b} block should not be neighbours"),
+        symmetric=True,
+    ),
+}
+"""By name. ``tabletop.RULES`` says what each means."""
+
+
+class Combination(NamedTuple):
+    """A family and its arguments: indices in COLOURS and DIRECTIONS, -1 where the family has none."""
+
+    family: str
+    a: int
+    b: int
+    z: int
+    d: int
+
+    def words(self) -> dict[str, str]:
+        """Argument -> word."""
+        words = {"a": COLOURS, "b": COLOURS, "z": COLOURS, "d": DIRECTIONS}
+        return {name: words[name][getattr(self, name)] for name in FAMILIES[self.family].arguments}
+
+
+def combinations(name: str) -> tuple[Combination, ...]:
+    """Everything that family ``name`` can ask for, over all splits."""
+    free = [range(4) if argument in FAMILIES[name].arguments else (-1,) for argument in "abzd"]
+    return tuple(Combination(name, *c) for c in product(*free) if c[0] != c[1] or c[0] < 0)
+
+
+def held_out(c: Combination) -> bool:
+    """Whether a combination is kept for the split unseen_combination: a quarter to a third of each family's.
+
+    With k the family's place in FAMILIES: one argument, if it is k (mod 4); a block and a zone or a direction, if
+    they differ by k (mod 4); two blocks, if they differ by 1 + k mod 3 (mod 4), by 2 where they can be exchanged; two
+    blocks and a zone, if the three add up to k (mod 4). So every word of a family is trained in other company.
+    """
+    k, family = list(FAMILIES).index(c.family), FAMILIES[c.family]
+    match family.arguments:
+        case "ab":
+            return (c.b - c.a) % 4 == (2 if family.symmetric else 1 + k % 3)
+        case "abz":
+            return (c.a + c.b + c.z - k) % 4 == 0
+        case "az":
+            return (c.z - c.a - k) % 4 == 0
+        case "ad":
+            return (c.d - c.a - k) % 4 == 0
+    return (max(c.a, c.z) - k) % 4 == 0
+
+
+def episodes(families: Sequence[str] | None, split: str) -> dict[Combination, tuple[str, ...]]:
+    """Combination -> its sentences, those of one family together, in the order of ``families`` (None: of FAMILIES).
+
+    train               the combinations that are not held out, in the wordings that are not
+    unseen_combination  the held-out combinations, in the wordings of training
+    unseen_wording      the combinations of training, in the held-out wordings
+
+    Raises EnvError for a family or a split that does not exist, and for a family named twice.
+    """
+    if split not in SPLITS:
+        raise EnvError(f"env.id=Tabletop: split={split!r} is unknown; {choose(str(split), SPLITS, 'there are ')}")
+    if isinstance(families, str) or (families is not None and not families):
+        raise EnvError(f"env.id=Tabletop: families={families!r} must be a list of names, or null for all of them")
+    names = list(FAMILIES) if families is None else list(families)
+    for name in names:
+        if name not in FAMILIES:
+            what = choose(str(name), list(FAMILIES), "there are ")
+            raise EnvError(f"env.id=Tabletop: families has {name!r}, which is unknown; {what}")
+        if names.count(name) > 1:
+            raise EnvError(f"env.id=Tabletop: families has {name!r} more than once")
+    chosen: dict[Combination, tuple[str, ...]] = {}
+    for name in names:
+        wordings = FAMILIES[name].held_out if split == "unseen_wording" else FAMILIES[name].train
+        for c in combinations(name):
+            if held_out(c) == (split == "unseen_combination"):
+                chosen[c] = tuple(wording.format(**c.words()) for wording in wordings)
+    return chosen
