@@ -247,8 +247,8 @@ def test_pushing_earns_by_being_behind_the_block() -> None:
         phi = task._potential(qpos, s["combination"], s["spot"])
         return (float(phi) - 0.7 * 0.1 / (0.1 + float(goal.norm()))) / 0.3
 
-    assert near(-BEHIND[0]) == pytest.approx(1) == near(-0.04) == near(-BEHIND[1])
-    assert near(-BEHIND[1] - 0.1) == pytest.approx(1 / 2) == near(0.1 - BEHIND[0]) == near(-0.04, 0.1)
+    assert [near(-BEHIND[0]), near(-0.04), near(-BEHIND[1])] == pytest.approx([1, 1, 1])
+    assert [near(-BEHIND[1] - 0.1), near(0.1 - BEHIND[0]), near(-0.04, 0.1)] == pytest.approx([1 / 2] * 3)
     assert near(-BEHIND[1] - 0.03, 0.04) == pytest.approx(0.1 / 0.15)
 
 
