@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import dataclasses
 import json
@@ -262,7 +263,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 # ------------------------------------------------------------------------------------------------------------- charts
@@ -488,7 +489,6 @@ def _film_elsewhere(request: _Request, deadline_s: float) -> str:
             stdout=stderr,
             stderr=stderr,
             env=environment,
-            cwd=request.folder,  # MuJoCo leaves a log where it fails
             start_new_session=True,  # so that the encoder ends with it
         )
         try:
@@ -521,13 +521,15 @@ def _shoot_stdin() -> None:
 @torch.inference_mode()
 def _shoot(request: _Request) -> None:
     """Write film.mp4, poster.png and film.json into the request's folder."""
-    folder = Path(request.folder)
+    folder, here = Path(request.folder), Path.cwd()
+    os.chdir(folder)  # MuJoCo leaves a log where it fails
     rate = 30.0 if request.step_s is None else 1.0 / request.step_s  # steps per second of film
     writer: Any = None
     frames, stride = 0, request.stride
     with evaluate.evaluation_mode(request.policy):
         for index, env_seed in enumerate(evaluate.evaluation_seeds(request.seed, request.episodes)):
-            env = request.make_env([env_seed])
+            with contextlib.chdir(here):  # a task may name its files from there
+                env = request.make_env([env_seed])
             try:
                 obs = env.reset()
                 if stride is None:

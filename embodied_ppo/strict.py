@@ -332,6 +332,7 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
         "model.distribution=gaussian or squashed_gaussian",
         lambda c: c.model.distribution != "categorical",
     ),
+    "evaluation.randomize": ("env.randomize=true", lambda c: c.env.randomize),
     "evaluation.video_steps,evaluation.video_size": (
         "evaluation.video_episodes >= 1",
         lambda c: c.evaluation.video_episodes > 0,

@@ -46,21 +46,21 @@ def test_gymnasium_step_by_step(name: str, batch: bool, monkeypatch: pytest.Monk
     """From the same states, 100 steps: observations to float32's last bit, rewards within 1e-6."""
     if not batch:
         monkeypatch.setattr(mujoco_batch, "Batch", None)  # MuJoCo before 3.17
-    env = make(name, 2, num_threads=2, action_mapping="none")
+    env = make(name, 4, num_threads=2, action_mapping="none")
     first = env.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs: list[Any] = [gymnasium.make(f"{name}-v5").unwrapped for _ in range(2)]
+        theirs: list[Any] = [gymnasium.make(f"{name}-v5").unwrapped for _ in range(4)]
     for i, g in enumerate(theirs):
         g.reset(seed=0)
         g.set_state(env.s["qpos"][i].numpy().copy(), env.s["qvel"][i].numpy().copy())
         assert np.array_equal(g._get_obs().astype(np.float32), first[i].numpy())
     rng = np.random.default_rng(0)
     low, high = np.array(env.action_spec.low), np.array(env.action_spec.high)
-    running, compared = [True, True], 0
+    running, compared = [True] * 4, 0
     for _ in range(100):
         # small enough for Hopper, Walker2d and Humanoid not to fall at once
-        action = (0.3 * rng.uniform(low, high, (2, len(low)))).astype(np.float32)
+        action = (0.3 * rng.uniform(low, high, (4, len(low)))).astype(np.float32)
         step = env.step(torch.from_numpy(action))
         obs = step.obs if step.final_obs is None else step.final_obs
         for i, g in enumerate(theirs):
@@ -71,7 +71,7 @@ def test_gymnasium_step_by_step(name: str, batch: bool, monkeypatch: pytest.Monk
                 assert terminated == bool(step.terminated[i])
                 running[i] = not terminated
                 compared += 1
-    assert compared >= 60
+    assert compared >= 100
     env.close()
 
 
@@ -233,8 +233,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kwargs": {"sensr": "angle"}}, "env.kwargs=.*sensr"),
     ({"cameras": ("eyes",)}, "env.cameras: the model has no camera 'eyes'; it has eye, side"),
     ({"randomize": True, "ranges": {"mas": [1, 2]}}, "env.ranges: 'mas' is unknown; did you mean mass"),
-    ({"randomize": True, "ranges": {"mass": [2, 1]}}, r"env.ranges.mass=\[2, 1\]: it takes \[low, high\]"),
+    (
+        {"randomize": True, "ranges": {"mass": [2, 1]}},
+        r"env.ranges.mass=\[2, 1\]: it takes two finite numbers \[low, high\]",
+    ),
     ({"randomize": True, "ranges": {"mass": [-1, 1]}}, "factors 0 <= low <= high"),
+    ({"randomize": True, "ranges": {"mass": 1.2}}, r"env.ranges.mass=1.2: it takes two finite numbers"),
+    ({"randomize": True, "ranges": {"mass": [1, float("inf")]}}, "it takes two finite numbers"),
+    ({"kwargs": {"njmax": 3}}, "env.kwargs.njmax is read by simulator=warp only"),
+    ({"cameras": ("eye", "eye")}, "names a camera twice"),
     ({"ranges": {"mass": [1, 2]}}, "no effect without randomize=true"),
     ({"success_key": "won"}, "success_key='won' is for EnvPool and Gymnasium"),
 ]
@@ -287,6 +294,106 @@ def test_finding_tasks() -> None:
         tasks.find("no_such_module:Task")
     code = "import embodied_envs, sys; embodied_envs.tasks.find('HalfCheetah-v4'); assert 'mujoco' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_randomising_by_no_ranges_is_refused() -> None:
+    with pytest.raises(EnvError, match=r"no ranges of its own; name some: env.ranges.mass=\[0.8,1.2\]"):
+        make("HalfCheetah", randomize=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- pictures
+@pytest.mark.parametrize(("id", "camera"), [("Go1Joystick", "track"), ("PandaPickCube", "wrist")])
+def test_a_context_s_first_picture_is_like_all_others(id: str, camera: str) -> None:
+    env = make(id, 2, cameras=(camera,))
+    first: Any = env.reset()
+    for _ in range(3):
+        env.step(torch.zeros(2, env.action_spec.size))
+    env.restart([0, 1])
+    again: Any = env.reset()
+    env.close()
+    assert torch.equal(first[camera], again[camera])
+
+
+def test_a_world_that_blows_up_inside_a_chunk_keeps_its_last_picture() -> None:
+    env = embodied_envs.make(
+        "toys:Balance", num_envs=2, seeds=[0, 1], simulator="mujoco", cameras=("eye",), action_chunk=4,
+        action_mapping="none",
+    )  # fmt: skip
+    first: Any = env.reset()
+    action = torch.zeros(2, 4, 1)
+    action[0, 2] = 5.0  # above toys.Balance's blow_up
+    final: Any = env.step(action).final_obs
+    assert torch.equal(final["eye"][0], first["eye"][0]) and int(first["eye"].sum()) > 0
+    env.close()
+
+
+# ---------------------------------------------------------------------------------------------- a task with a mistake
+def _reset(**more: Any) -> Any:
+    whole = toys.Balance.reset
+    return lambda self, u: whole(self, u) | {k: f(u) for k, f in more.items()}
+
+
+MISTAKES: list[tuple[str, Any, str]] = [
+    # attribute of toys.Balance, what it is instead, what is said
+    ("decimation", 0, "Balance.decimation=0 must be a whole number, at least 1"),
+    ("decimation", 2.5, "Balance.decimation=2.5 must be a whole number"),
+    ("stage", "acceleration", "Balance.stage='acceleration' is unknown; there are velocity, none, forces"),
+    ("fields", "sensordata", "Balance.fields='sensordata' must be a tuple of names"),
+    ("fields", ("blah",), "env.id=toys:Balance: MuJoCo has no field 'blah'"),
+    ("fields", (), "Balance.terminated reads 'sensordata', .* list it in the attribute fields"),
+    ("before", ("xpos",), "Balance.before names 'xpos', which is neither in the attribute fields nor a variable"),
+    ("names", ("one", "two"), r"reset\(\)\['kind'\] and the attribute names go together"),
+    ("spec", lambda self: None, r"Balance.spec\(\) is NoneType; it must be a mujoco.MjSpec"),
+    ("spec", lambda self: mujoco.MjSpec.from_file("no.xml"), "MuJoCo refuses its model: .*no.xml.*looked for from /"),
+    ("bind", lambda self, *a: 1 / 0, "Balance.bind: ZeroDivisionError"),
+    ("reset", lambda self, u: None, r"Balance.reset\(\) is NoneType; it must be a dictionary"),
+    ("reset", _reset(qpos=lambda u: u[:, :1]), r"reset\(\)\['qpos'\] has shape \[2, 1\]; it must be \[2, 2\]"),
+    ("reset", _reset(qpos=lambda u: u.numpy()), r"reset\(\)\['qpos'\] is ndarray; it must be a tensor"),
+    ("reset", _reset(qpos=lambda u: u.long()), r"reset\(\)\['qpos'\] is torch.int64; it must be real"),
+    ("reset", _reset(qps=lambda u: u), r"reset\(\)\['qps'\] is a variable .* did you mean qpos"),
+    ("reset", _reset(goal=lambda u: u[:1]), r"reset\(\)\['goal'\] has shape \[1, 2\]; it must be \[2, 2\]"),
+    ("reset", _reset(xpos=lambda u: u), "its variable 'xpos' has the name of a MuJoCo field"),
+    ("reset", _reset(kind=lambda u: u[:, 0].long()), "'kind'.* and the attribute names go together"),
+    ("control", lambda self, s, a: a.repeat(1, 2), r"Balance.control\(\) has shape \[2, 2\]; it must be \[2, 1\]"),
+    ("observe", lambda self, s: s["qpos"][:, 0], r"Balance.observe\(\) has shape \[2\]; it must be \[2, D\]"),
+    ("observe", toys.Task.observe, r"Balance has no observe\(\); write one"),
+    ("reward", lambda self, b, s, a: 1.0, r"Balance.reward\(\) is float; it must be a tensor \[2\]"),
+    ("reward", lambda self, b, s, a: a, r"Balance.reward\(\) has shape \[2, 1\]; it must be \[2\]"),
+    ("reward", lambda self, b, s, a: b["qpos"][:, 0], "Balance.reward reads 'qpos', .* in the attribute before"),
+    ("terminated", lambda self, s: s["qpos"][:, 0], r"Balance.terminated\(\) is torch.float64; it must be bool"),
+    ("success", lambda self, s: s["qpos"] > 0, r"Balance.success\(\) has shape \[2, 2\]; it must be \[2\]"),
+    ("advance", lambda self, s, a, u: {"speed": u}, r"advance\(\)\['speed'\]: reset\(\) returns no such variable"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), MISTAKES, ids=range(len(MISTAKES)))
+def test_a_mistake_in_a_task_is_told_by_name(
+    name: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toys.Balance, name, value)
+    if "'xpos' has the name" in message:
+        monkeypatch.setattr(toys.Balance, "fields", ("sensordata", "xpos"))
+    with pytest.raises(EnvError, match=message):
+        make(n=2)
+
+
+def test_a_kind_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toys.Balance, "names", ("one",))
+    monkeypatch.setattr(toys.Balance, "reset", _reset(kind=lambda u: u[:, 0].long() + 1))
+    with pytest.raises(EnvError, match=r"reset\(\)\['kind'\] runs from 1 to 1; names has 1 entries"):
+        make(n=2)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e28])
+def test_controls_that_are_no_numbers_are_counted(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MuJoCo itself would put zeros in their place without a word."""
+    monkeypatch.setattr(toys.Balance, "control", lambda self, s, a: torch.where(a > 0.5, number, a))
+    env = make(n=3)
+    env.reset()
+    step = env.step(torch.tensor([[0.0], [1.0], [0.0]]))
+    assert step.truncated.tolist() == [False, True, False] and int(env.unstable) == 1
+    assert torch.isfinite(step.obs).all()
+    assert env.step(torch.zeros(3, 1)).truncated.tolist() == [False] * 3
 
 
 # ---------------------------------------------------------------------------------------------------- domain randomised

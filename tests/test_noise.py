@@ -18,7 +18,7 @@ def twin(seed: int, stream: int, count: int, place: int) -> float:
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
         return z ^ (z >> 31)
 
-    key = mix((seed * 0x9E3779B97F4A7C15 + stream * 0xD1B54A32D192ED03) % 2**64)
+    key = mix((seed * 0x9E3779B97F4A7C15 + (stream + 1) * 0xD1B54A32D192ED03) % 2**64)
     key = mix((key + count * 0x8CB92BA72F3D8DD7) % 2**64)
     return (mix((key + place * 0xAEF17502108EF2D9) % 2**64) >> 11) * 2.0**-53
 

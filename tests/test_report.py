@@ -148,6 +148,7 @@ def test_ticks_are_round_and_span() -> None:
     assert report.ticks(0.1, 0.32) == [0.1, 0.2, 0.3, 0.4]
     assert report.ticks(5, 5)[0] < 5 < report.ticks(5, 5)[-1]
     assert report.ticks(0, 0)[0] < 0 < report.ticks(0, 0)[-1]
+    assert report.ticks(3e-16, 2e-15) == [0, 5e-16, 1e-15, 1.5e-15, 2e-15]
 
 
 def test_histogram_counts_every_episode_once() -> None:

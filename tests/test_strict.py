@@ -472,6 +472,7 @@ UNREAD = {
     ("algorithm.lr_end", 0.1): {"algorithm.lr_schedule": "cosine"},
     ("algorithm.reward_shift", True): {"algorithm.reward_norm": "batch"},
     ("algorithm.reward_scale", True): {"algorithm.reward_norm": "batch"},
+    ("evaluation.randomize", True): {"env.randomize": True},
     ("algorithm.kl_loss_coef", 0.1): {"algorithm.use_kl_loss": True},
     ("algorithm.kl_loss_type", "k2"): {"algorithm.use_kl_loss": True},
     ("algorithm.kl_penalty", "k2"): {"algorithm.use_kl_in_reward": True},

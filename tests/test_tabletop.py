@@ -304,7 +304,7 @@ def test_chance_rarely_succeeds() -> None:
 def test_observations() -> None:
     env = make(3)
     state = env.reset()
-    assert isinstance(state, Tensor) and state.shape == (3, 77 + len(ALL)) and torch.isfinite(state).all()
+    assert isinstance(state, Tensor) and state.shape == (3, 91) and torch.isfinite(state).all()
     few = make(3, kwargs={"families": ["reach", "push"], "obs": "language"})
     language = few.reset()
     assert isinstance(language, Tensor) and language.shape == (3, 12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,12 +90,15 @@ class Cameras:
         """
         self.names, self.size, self.picture_size = tuple(names), size, picture_size
         known = [model.camera(i).name for i in range(model.ncam)]
+        if len(set(names)) < len(names):
+            raise EnvError(f"env.cameras={list(names)}: names a camera twice")
         if unknown := [n for n in names if n not in known]:
             raise EnvError(f"env.cameras: the model has no camera {unknown[0]!r}; it has {', '.join(known) or 'none'}")
         self._ids = [known.index(n) for n in names]
         self._film = 0 if known else -1
         self._source = model
         self._canvas: dict[tuple[int, int], _Canvas] = {}
+        weakref.finalize(self, _close, self._canvas)
 
     def images(self, worlds: Mapping[str, np.ndarray], where: Tensor) -> dict[str, Tensor]:
         """Camera -> uint8 [N, 3, H, W], zero where bool [N] is False.
@@ -119,12 +123,11 @@ class Cameras:
 
     def _pose(self, worlds: Mapping[str, np.ndarray], i: int, size: tuple[int, int]) -> _Canvas:
         """Put the model into the pose of world ``i``."""
-        canvas = self._canvas.get(size)
-        if canvas is None:
+        if new := size not in self._canvas:
             if not self._canvas:
                 self._prepare()
-            canvas = self._canvas[size] = _Canvas(self._model, *size)
-        model, data = self._model, self._data
+            self._canvas[size] = _Canvas(self._model, *size)
+        canvas, model, data = self._canvas[size], self._model, self._data
         for name, x in worlds.items():
             owner = data if name in ("qpos", "mocap_pos", "mocap_quat") else model
             *path, field = name.split(".")
@@ -134,6 +137,8 @@ class Cameras:
         mujoco.mj_kinematics(model, data)
         mujoco.mj_comPos(model, data)
         mujoco.mj_camlight(model, data)
+        if new:
+            canvas.draw(model, data, self._film)  # a context's first picture differs from all later ones
         return canvas
 
     def _prepare(self) -> None:
@@ -147,6 +152,10 @@ class Cameras:
         self._data = mujoco.MjData(model)
 
     def close(self) -> None:
-        for canvas in self._canvas.values():
-            canvas.close()
-        self._canvas.clear()
+        _close(self._canvas)
+
+
+def _close(canvases: dict[tuple[int, int], _Canvas]) -> None:
+    """Also called for what nobody closed, while OpenGL is still there."""
+    while canvases:
+        canvases.popitem()[1].close()

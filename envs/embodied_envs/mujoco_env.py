@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from embodied_envs import actions, noise, spaces
+from embodied_envs.rehearsal import START, Rehearsal
 from embodied_envs.tasks.task import Task
 from embodied_ppo import tree
 from embodied_ppo.types import ActionSpec, ArraySpec, Box, EnvError, Obs, ObsSpec, Step
 
-START = ("qpos", "qvel", "act", "ctrl", "mocap_pos", "mocap_quat")
-"""What ``Task.reset`` may set in the simulator; its other entries are variables of the task."""
-
 HUGE = 1e10
-"""A position or velocity at or above it is a simulation that has blown up (MuJoCo's own limit)."""
+"""A position, velocity or control at or above it is a simulation that has blown up (MuJoCo's own limit)."""
 
 _RESET, _STEP = 0, 1
 """Streams of random numbers."""
@@ -112,14 +110,14 @@ class MujocoEnv:
         self._episode, self._elapsed = zeros - 1, zeros.clone()
         self._begun = self._closed = False
         self._everywhere = torch.ones_like(zeros, dtype=torch.bool)
-        start = self._start()
-        if both := set(start) & set(physics.fields) - set(START):
-            raise EnvError(f"env.id={id}: its variable {min(both)!r} has the name of a MuJoCo field; name it otherwise")
+        self._rehearsal = Rehearsal(id, task, physics, self.num_envs)
+        start = self._rehearsal.start(self._start)
         self.s: dict[str, Tensor] = dict(physics.fields) | {k: x.clone() for k, x in start.items() if k not in START}
         """What the task's functions see; live."""
         self._variables = [k for k in start if k not in START]
-        self._before = {k: self.s[k].clone() for k in task.before}
+        self._before = self._rehearsal.before(self.s)
         self._begin(self._everywhere)
+        self._rehearsal.step(self._before, self.s, self._map(torch.zeros(self._action_shape, device=physics.device)))
         self._last = tree.map(Tensor.clone, self._observe(self._everywhere))
         self._programs = {sees: physics.captured(self._step) for sees in (True, False)}  # a graph holds one way to go
         spec: Any = tree.map(lambda x: ArraySpec(tuple(x.shape[1:]), x.dtype), self._last)
@@ -213,7 +211,8 @@ class MujocoEnv:
             s[name].copy_(value)
         truncated = (self._elapsed >= self._clock) & ~terminated
         kind = s["kind"].clone() if "kind" in s else None
-        bad = ~((s["qpos"].abs() < HUGE).all(1) & (s["qvel"].abs() < HUGE).all(1))  # NaN compares as False
+        fine = [(s[k].abs() < HUGE).all(1) for k in ("qpos", "qvel", "ctrl")]  # NaN compares as False
+        bad = ~(fine[0] & fine[1] & fine[2])
         blown_up = not physics.waits or bool(bad.any())
         if blown_up:
             reward = reward.masked_fill(bad, 0.0)
@@ -221,7 +220,7 @@ class MujocoEnv:
             success = None if success is None else success & ~bad
             self.unstable += bad.sum()
         ended = terminated | truncated
-        obs = self._observe(self._everywhere if self.sees else ended)
+        obs = self._observe(self._everywhere) if self.sees else self._renewed(self._last, ended)
         if blown_up:
             obs = _merged(bad, self._last, obs)
         final = None

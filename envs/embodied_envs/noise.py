@@ -26,7 +26,7 @@ def _mix(z: Tensor) -> Tensor:
 
 def uniform(seed: Tensor, stream: int, count: Tensor, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """[N, size] in [0, 1): row n from ``seed`` [N] and ``count`` [N] (int64); streams are independent."""
-    key = _mix(seed * _SEED + _signed(stream * _STREAM % 2**64)) + count * _COUNT
+    key = _mix(seed * _SEED + _signed((stream + 1) * _STREAM % 2**64)) + count * _COUNT
     place = torch.arange(size, device=seed.device) * _PLACE
     bits = _mix(_mix(key)[:, None] + place)
     digits = 24 if dtype == torch.float32 else 53

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import mujoco
 import numpy as np
@@ -54,9 +55,11 @@ class Randomization:
         for name, bounds in ranges.items():
             if name not in RANGES:
                 raise EnvError(f"env.ranges: {name!r} is unknown; {choose(name, list(RANGES), 'there are ')}")
-            if len(bounds) != 2 or not bounds[0] <= bounds[1] or (RANGES[name].how == "scale" and bounds[0] < 0):
-                kind = "factors 0 <= low <= high" if RANGES[name].how == "scale" else "low <= high"
-                raise EnvError(f"env.ranges.{name}={list(bounds)}: it takes [low, high], {kind}")
+            scale = RANGES[name].how == "scale"
+            if not _fine(bounds) or (scale and bounds[0] < 0):
+                kind = "factors 0 <= low <= high" if scale else "low <= high"
+                shown = list(bounds) if isinstance(bounds, (list, tuple)) else bounds
+                raise EnvError(f"env.ranges.{name}={shown}: it takes two finite numbers [low, high], {kind}")
         self.base: dict[str, Tensor] = {}
         for name in dict.fromkeys(f for r in ranges for f in RANGES[r].fields):
             x = torch.from_numpy(np.array(field(model, name), dtype=np.float64))
@@ -103,6 +106,13 @@ class Randomization:
                 if name == "colour":
                     value.clamp_(0.0, 1.0)
         return out
+
+
+def _fine(bounds: Any) -> bool:
+    """Whether they are two finite numbers in order."""
+    if not isinstance(bounds, (list, tuple)) or len(bounds) != 2:
+        return False
+    return all(isinstance(x, (int, float)) and math.isfinite(x) for x in bounds) and bounds[0] <= bounds[1]
 
 
 def _turned(quat: Tensor, angles: Tensor) -> Tensor:

@@ -48,5 +48,7 @@ def make(id: str, kind: type[Task], kwargs: dict[str, Any]) -> Task:
     """The task with the user's options; raises EnvError for one that it does not take."""
     try:
         return kind(**kwargs)
-    except TypeError as error:
-        raise EnvError(f"env.id={id}: env.kwargs={kwargs}: {error}") from error
+    except EnvError:
+        raise
+    except Exception as error:  # a user's code, or an argument that it does not take
+        raise EnvError(f"env.id={id}: env.kwargs={kwargs}: {type(error).__name__}: {error}") from error

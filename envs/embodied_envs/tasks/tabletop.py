@@ -193,7 +193,7 @@ class Tabletop(Task):
         self._weight = real([WEIGHTS[RULES[c.family].moves] for c in cs])
         self._share = real([(0.5, 0.5) if "b_flat" in RULES[c.family].bounds else (1.0, 0.0) for c in cs])
         self._pushed = torch.tensor([[RULES[c.family].moves == "push"] for c in cs], device=device)
-        self._words = real([[k == i for i in range(len(names))] + _one_hot(c) for k, c in zip(kinds, cs)])
+        self._words = real([[c.family == name for name in RULES] + _one_hot(c) for c in cs])
         # Everywhere.
         self._layouts = whole(_layouts())
         self._cells = real([((i // COLUMNS - 1) * PITCH, (i % COLUMNS - 1.5) * PITCH) for i in range(ROWS * COLUMNS)])
@@ -222,7 +222,7 @@ class Tabletop(Task):
         return torch.baddbmm(spot, self._points[combination], points)
 
     def observe(self, s: State) -> Obs:
-        """language [N, 12]: tool, fingers, targets of tool and fingers, velocity of the tool. state [N, 77 + families]:
+        """language [N, 12]: tool, fingers, targets of tool and fingers, velocity of the tool. state [N, 91]:
         also ``way``; velocities and quaternions of A and B; from the tool to all blocks and, flat, to all zones;
         one-hot the family, A, B, the zone and the direction."""
         qpos, qvel, combination = s["qpos"], s["qvel"], s["combination"]

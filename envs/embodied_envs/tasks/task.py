@@ -13,6 +13,7 @@ from embodied_ppo.types import Obs
 if TYPE_CHECKING:
     import mujoco
 
+Stage: TypeAlias = Literal["velocity", "none", "forces"]
 State: TypeAlias = "Mapping[str, Tensor]"
 """By name, [N, ..]: MjData and MjModel fields in MuJoCo's own names, shapes and units (m, rad, s, N), and the task's
 own variables. Live: a function that keeps one clones it."""
@@ -40,7 +41,7 @@ class Task:
     """MjData and MjModel fields that the functions read, besides qpos, qvel and ctrl."""
     before: tuple[str, ...] = ()
     """The entries of the state that ``reward`` wants as they were before the control step."""
-    stage: Literal["velocity", "none", "forces"] = "velocity"
+    stage: Stage = "velocity"
     """What holds after a control step. velocity: positions, velocities and their sensors (xpos, sensordata, ..) are
     those of qpos and qvel. none: all derived fields describe the state one physics step ago, as Gymnasium reads them;
     cheaper. forces: as none, and contact forces (cfrc_ext) of that step are computed."""
