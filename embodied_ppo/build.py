@@ -458,7 +458,9 @@ def _train(
 
 def _run(config: Config, system: LocalSystem, log: Log, *, first: int, updates: int) -> dict[str, Any]:
     run_dir, per_update = log.run_dir, steps_per_update(config)
-    what = f"updates {first + 1} to {updates} of {per_update} steps" if first < updates else "nothing left to train"
+    what = f"updates {first + 1} to {updates} of {per_update} steps"
+    if first >= updates:
+        what = "nothing left to train (updates= or env_steps= asks for more)"
     log.say(f"{config.name}: {config.env.id}, {config.env.num_envs} environments, {what}, in {run_dir}")
     started, timer, startup_s = time.perf_counter(), Timer(), process_age_s()
     before = None

@@ -94,6 +94,7 @@ class Log:
         self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
         self._bar = None
         self._last: dict[str, float] = {}
+        self._evaluated_at = 0
         self._started = time.perf_counter()
         self._last_line = -math.inf
 
@@ -115,6 +116,8 @@ class Log:
         values = [Summary.Value(tag=tag, simple_value=x) for tag, x in row.items() if math.isfinite(x)]
         self._write(Summary(value=values), env_steps)  # one event: a tenth of the time of one for each tag
         self._last |= row
+        if "eval/return" in row:
+            self._evaluated_at = update
         if SPEED not in row:  # an evaluation beside the training
             self._started = time.perf_counter() if update <= self.first_update else self._started
         elif not self.quiet:
@@ -126,6 +129,7 @@ class Log:
             self._bar = _progress_bar(self.total_updates, self.first_update)
             self._bar.start()
         ret, evaluated = (_word(self._last.get(tag), ".1f") for tag in ("rollout/return", "eval/return"))
+        evaluated += f" (at {self._evaluated_at})" if evaluated != "-" else ""
         rate = _word(self._last.get(SPEED), ",.0f")
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=update, ret=ret, evaluated=evaluated, rate=rate)

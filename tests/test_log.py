@@ -167,9 +167,9 @@ def test_lines_where_there_is_no_terminal(tmp_path, capsys, monkeypatch):
     assert hello == "hello [bold]you[/bold]"
     clock = r"\d+:\d\d:\d\d left"
     expected = [
-        rf"update 1/3  return -  evaluation 1\.2  1,000 steps/s  {clock}",
-        rf"update 2/3  return 3\.5  evaluation 1\.2  2,000 steps/s  {clock}",
-        r"update 3/3  return 4\.5  evaluation 1\.2  3,000 steps/s  0:00:00 left",
+        rf"update 1/3  return -  evaluation 1\.2 \(at 0\)  1,000 steps/s  {clock}",
+        rf"update 2/3  return 3\.5  evaluation 1\.2 \(at 0\)  2,000 steps/s  {clock}",
+        r"update 3/3  return 4\.5  evaluation 1\.2 \(at 0\)  3,000 steps/s  0:00:00 left",
     ]
     assert len(lines) == 3 and all(re.fullmatch(e, line) for e, line in zip(expected, lines, strict=True)), err
     assert re.fullmatch(

@@ -230,7 +230,7 @@ def test_a_name_that_the_model_lacks() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"kwargs": {"sensr": "angle"}}, "env.kwargs=.*sensr"),
+    ({"kwargs": {"sensr": "angle"}}, "env.kwargs.sensr is unknown; did you mean sensor"),
     ({"cameras": ("eyes",)}, "env.cameras: the model has no camera 'eyes'; it has eye, side"),
     ({"randomize": True, "ranges": {"mas": [1, 2]}}, "env.ranges: 'mas' is unknown; did you mean mass"),
     (
@@ -296,6 +296,25 @@ def test_finding_tasks() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize(
+    ("id", "message"),
+    [
+        ("toys:Ballance", "toys has no 'Ballance', it has Balance"),
+        ("toys", "a task of yours is named toys:Class"),
+        ("test_mujoco:Unrelated", "Unrelated is written like a task but is no subclass of embodied_envs.tasks.Task"),
+    ],
+)
+def test_what_an_unknown_id_may_have_meant(id: str, message: str) -> None:
+    with pytest.raises(EnvError, match=message):
+        embodied_envs.make(id, num_envs=1, seeds=[0])
+
+
+class Unrelated:
+    def spec(self) -> None: ...
+
+    def observe(self, s: Any) -> None: ...
+
+
 def test_randomising_by_no_ranges_is_refused() -> None:
     with pytest.raises(EnvError, match=r"no ranges of its own; name some: env.ranges.mass=\[0.8,1.2\]"):
         make("HalfCheetah", randomize=True)
@@ -340,7 +359,7 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("stage", "acceleration", "Balance.stage='acceleration' is unknown; there are velocity, none, forces"),
     ("fields", "sensordata", "Balance.fields='sensordata' must be a tuple of names"),
     ("fields", ("blah",), "env.id=toys:Balance: MuJoCo has no field 'blah'"),
-    ("fields", (), "Balance.terminated reads 'sensordata', .* list it in the attribute fields"),
+    ("fields", (), "Balance.terminated reads 'sensordata', .* in the attribute fields"),
     ("before", ("xpos",), "Balance.before names 'xpos', which is neither in the attribute fields nor a variable"),
     ("names", ("one", "two"), r"reset\(\)\['kind'\] and the attribute names go together"),
     ("spec", lambda self: None, r"Balance.spec\(\) is NoneType; it must be a mujoco.MjSpec"),
@@ -361,6 +380,9 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("reward", lambda self, b, s, a: a, r"Balance.reward\(\) has shape \[2, 1\]; it must be \[2\]"),
     ("reward", lambda self, b, s, a: b["qpos"][:, 0], "Balance.reward reads 'qpos', .* in the attribute before"),
     ("terminated", lambda self, s: s["qpos"][:, 0], r"Balance.terminated\(\) is torch.float64; it must be bool"),
+    ("success", lambda self, s: None, r"Balance.success\(\) is NoneType; it must be a tensor"),
+    ("observe", lambda self, s: s["qpos"].mul_(0.5), r"a function writes into s\['qpos'\]"),
+    ("reset", _reset(qpos=lambda u: u.float()), r"reset\(\)\['qpos'\] is torch.float32; it must be torch.float64"),
     ("success", lambda self, s: s["qpos"] > 0, r"Balance.success\(\) has shape \[2, 2\]; it must be \[2\]"),
     ("advance", lambda self, s, a, u: {"speed": u}, r"advance\(\)\['speed'\]: reset\(\) returns no such variable"),
 ]

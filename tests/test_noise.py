@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from embodied_envs.noise import normal, uniform
+from embodied_ppo.noise import normal, uniform
 
 SEEDS = torch.arange(256) + 1_000_000
 

@@ -15,10 +15,10 @@ from torch import Tensor
 import embodied_envs
 from embodied_envs.checks import check_env
 from embodied_envs.mujoco_env import MujocoEnv
-from embodied_envs.noise import uniform
 from embodied_envs.tasks import Task, panda
 from embodied_envs.tasks.go1 import Go1Joystick, gravity, velocity
 from embodied_envs.tasks.panda import PandaPickCube
+from embodied_ppo.noise import uniform
 from embodied_ppo.types import ArraySpec, Box, EnvError
 
 CPU = torch.device("cpu")

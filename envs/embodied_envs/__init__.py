@@ -132,7 +132,7 @@ def _made(
         return torch_vector.TorchVectorEnv(id, **options)
     families = {name: near for name, near in nearest(id).items() if simulator == "auto" or simulator in FAMILIES[name]}
     hints = "; ".join(f"nearest in {name}: {', '.join(near) or 'none'}" for name, near in families.items())
-    raise EnvError(f"env.id={id} is unknown to {' and '.join(families)}; {hints}")
+    raise EnvError(f"env.id={id} is unknown to {' and '.join(families)}; {hints}{tasks.hint(id)}")
 
 
 def nearest(id: str, n: int = 3) -> dict[str, list[str]]:

@@ -9,10 +9,10 @@ import mujoco
 import torch
 from torch import Tensor
 
-from embodied_envs import actions, noise, spaces
+from embodied_envs import actions, spaces
 from embodied_envs.rehearsal import START, Rehearsal
 from embodied_envs.tasks.task import Task
-from embodied_ppo import tree
+from embodied_ppo import noise, tree
 from embodied_ppo.types import ActionSpec, ArraySpec, Box, EnvError, Obs, ObsSpec, Step
 
 HUGE = 1e10

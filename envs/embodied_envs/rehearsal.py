@@ -27,6 +27,7 @@ class Rehearsal:
         """``physics`` shows the task's fields."""
         self.task, self.physics, self.n = task, physics, num_envs
         self.where = f"env.id={id}: {type(task).__name__}"
+        self.known = set(physics.fields)
 
     @contextlib.contextmanager
     def _calling(self, function: str) -> Iterator[None]:
@@ -37,10 +38,10 @@ class Rehearsal:
             raise
         except KeyError as error:
             name = error.args[0] if error.args else "?"
-            raise EnvError(
-                f"{self.where}.{function} reads {name!r}, which is no variable that reset() returns; if it is a field "
-                f"of MuJoCo, list it in the attribute {'before' if function == 'reward' else 'fields'} (or both)"
-            ) from error
+            cure = "list a field of MuJoCo in the attribute fields, let reset() return a variable of the task"
+            if function == "reward" and name in self.known:
+                cure = "list it in the attribute before"
+            raise EnvError(f"{self.where}.{function} reads {name!r}, which is not there: {cure}") from error
         except NotImplementedError as error:
             raise EnvError(f"{self.where} has no {function}(); write one ({error or 'every task has it'})") from error
         except Exception as error:  # a user's code
@@ -67,6 +68,10 @@ class Rehearsal:
             what = f"reset()[{name!r}]"
             if name in START:
                 self._tensor(what, x, tuple(fields[name].shape))
+                if x.dtype != self.physics.dtype:
+                    raise EnvError(
+                        f"{self.where}.{what} is {x.dtype}; it must be {self.physics.dtype}, the dtype that bind() gets"
+                    )
                 continue
             if name in fields:
                 raise EnvError(f"{self.where}: its variable {name!r} has the name of a MuJoCo field; name it otherwise")
@@ -100,7 +105,11 @@ class Rehearsal:
     def step(self, before: Mapping[str, Tensor], s: dict[str, Tensor], action: Tensor) -> None:
         """Everything else, on the state that episodes begin with; nothing is changed."""
         task, n = self.task, self.n
+        self.known |= set(s)
+        if not self.physics.model.nu:
+            raise EnvError(f"{self.where}: its model has no actuators; there is nothing to learn")
         action = action.to(self.physics.dtype)
+        untouched = {k: x.clone() for k, x in s.items()}
         with self._calling("control"):
             self._tensor("control()", task.control(s, action), (n, self.physics.model.nu))
         with self._calling("reward"):
@@ -108,7 +117,8 @@ class Rehearsal:
         with self._calling("terminated"):
             self._tensor("terminated()", task.terminated(s), (n,), "bool")
         with self._calling("success"):
-            if (success := task.success(s)) is not None:
+            success = task.success(s)
+            if success is not None or type(task).success is not Task.success:
                 self._tensor("success()", success, (n,), "bool")
         with self._calling("advance"):
             for name, x in task.advance(s, action, action.new_zeros(n, task.step_noise)).items():
@@ -124,3 +134,6 @@ class Rehearsal:
                 if len(shape) < 2:
                     raise EnvError(f"{self.where}.{what} has shape {list(shape)}; it must be [{n}, D]")
                 self._tensor(what, x, (n, *shape[1:]), "any")
+        for name, x in untouched.items():
+            if not torch.equal(x.nan_to_num(), s[name].nan_to_num()):
+                raise EnvError(f"{self.where}: a function writes into s[{name!r}]; let it compute a new tensor")

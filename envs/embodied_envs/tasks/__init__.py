@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import inspect
 from typing import Any
 
 from embodied_envs.tasks.task import State, Task
+from embodied_ppo.errors import choose
 from embodied_ppo.types import EnvError
 
 __all__ = ["OWN", "State", "Task", "find", "make"]
@@ -41,7 +44,26 @@ def find(id: str) -> type[Task] | None:
             f"env.id={id}: cannot import {module!r} ({type(error).__name__}: {error}); mend or install it, "
             "or put its folder on PYTHONPATH"
         ) from error
-    return found if isinstance(found, type) and issubclass(found, Task) else None
+    if not isinstance(found, type) or issubclass(found, Task):
+        return found if isinstance(found, type) else None
+    if hasattr(found, "observe") and hasattr(found, "spec"):
+        raise EnvError(f"env.id={id}: {name} is written like a task but is no subclass of embodied_envs.tasks.Task")
+    return None
+
+
+def hint(id: str) -> str:
+    """What an id of the form module:Class may have meant; "" where it is not of that form."""
+    module, _, name = id.rpartition(":")
+    try:
+        if not importlib.util.find_spec(module or name):
+            return ""
+        members = vars(importlib.import_module(module or name))
+    except Exception:  # not a module's name, or one that cannot be imported: others say so
+        return ""
+    there = [k for k, x in members.items() if isinstance(x, type) and issubclass(x, Task) and x is not Task]
+    if not module:
+        return f"; a task of yours is named {name}:Class" if there else ""
+    return f"; {module} has no {name!r}, it has {', '.join(there) or 'no subclass of embodied_envs.tasks.Task'}"
 
 
 def make(id: str, kind: type[Task], kwargs: dict[str, Any]) -> Task:
@@ -51,4 +73,8 @@ def make(id: str, kind: type[Task], kwargs: dict[str, Any]) -> Task:
     except EnvError:
         raise
     except Exception as error:  # a user's code, or an argument that it does not take
+        known = [name for name in inspect.signature(kind).parameters if name != "self"]
+        if unknown := [name for name in kwargs if name not in known]:
+            said = choose(unknown[0], known, "there are ") if known else "the task takes none"
+            raise EnvError(f"env.id={id}: env.kwargs.{unknown[0]} is unknown; {said}") from error
         raise EnvError(f"env.id={id}: env.kwargs={kwargs}: {type(error).__name__}: {error}") from error

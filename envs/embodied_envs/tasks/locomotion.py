@@ -15,8 +15,8 @@ import mujoco
 import torch
 from torch import Tensor
 
-from embodied_envs.noise import normal
 from embodied_envs.tasks.task import State, Task
+from embodied_ppo.noise import normal
 
 
 class Locomotion(Task):
