@@ -217,7 +217,7 @@ def test_minibatches_on_a_gpu_wait_for_nothing() -> None:
     batch, _ = learner._prepare(t)
     run = learner._compiled(batch, 1, warming=False)
     assert isinstance(run, compiled.Captured)
-    step = learner._compiled_step(run, batch)
+    step = learner._compiled_step(run, batch, entropy_coef=0.0)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for epoch in range(2):

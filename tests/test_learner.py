@@ -13,7 +13,8 @@ from torch import Tensor
 
 from embodied_ppo import strict, tree
 from embodied_ppo.config import AlgorithmConfig, ModelConfig
-from embodied_ppo.learner import JointLearner, learning_rate_factor
+from embodied_ppo.descent import learning_rate_factor
+from embodied_ppo.learner import JointLearner
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.backbone import VECTOR
 from embodied_ppo.rollout import sampling_key

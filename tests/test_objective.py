@@ -10,7 +10,8 @@ import torch
 from test_learner import N, T, experience, full, make
 
 from embodied_ppo import tree
-from embodied_ppo.learner import JointLearner, _adam_state
+from embodied_ppo.descent import _adam_state
+from embodied_ppo.learner import JointLearner
 from embodied_ppo.objective import SETTINGS, MinibatchStep, adamw_settings, take
 from embodied_ppo.types import Batch, TrainingError
 
@@ -64,7 +65,7 @@ def test_program_equals_the_eager_step(case: str) -> None:
     eager.statistics = fast.statistics
     unit = eager.config.minibatch_unit
     for i, index in enumerate(indices):
-        expected = eager._step(take(batch, index, unit), warming=False, where="")
+        expected = eager._step(take(batch, index, unit), warming=False, entropy_coef=eager.entropy.coef, where="")
         torch.testing.assert_close(told[i], expected, rtol=1e-5, atol=1e-5)
     for a, b, before in zip(eager.policy.parameters(), fast.policy.parameters(), start, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

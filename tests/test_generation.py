@@ -1,0 +1,171 @@
+"""The decode engine against transformers' generation and the learner's log-probabilities; batching changes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from test_language import FAMILIES, make
+from torch import Tensor
+from transformers import GenerationConfig
+
+from embodied_ppo.generation.engine import Engine, Generation
+from embodied_ppo.generation.sampling import Sampling, choose
+from embodied_ppo.models.language import LanguagePolicy
+from embodied_ppo.types import ConfigError
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15], [5, 6, 7], [5, 6, 7], [20, 21, 22, 23], [24, 25]]
+
+
+def engine(policy: LanguagePolicy, slots: int = 64, **more: Any) -> Engine:
+    return Engine(policy, slots=slots, pad_id=0, **more)
+
+
+def same(a: Generation, b: Generation) -> bool:
+    return torch.equal(a.token, b.token) and torch.equal(a.length, b.length) and torch.equal(a.stopped, b.stopped)
+
+
+# -------------------------------------------------------------------------------------------------------------- engine
+@pytest.mark.parametrize(("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)])
+def test_greedy_tokens_are_transformers(kind: str, more: dict[str, Any]) -> None:
+    policy = make(kind, **more)
+    found = engine(policy, slots=3).generate(PROMPTS, Sampling(12, temperature=0.0, stop_ids=(2, 33)), seed=0)
+    for i, prompt in enumerate(PROMPTS):
+        config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=[2, 33], pad_token_id=0)
+        theirs = policy.model.generate(torch.tensor([prompt]), generation_config=config)
+        n = int(found.length[i])
+        assert found.token[i, :n].tolist() == theirs[0, len(prompt) :].tolist()
+        assert bool(found.stopped[i]) == (int(found.token[i, n - 1]) in (2, 33)) and not found.token[i, n:].any()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 7, 64])
+def test_the_number_of_slots_changes_nothing(slots: int) -> None:
+    policy, sampling = make(), Sampling(20, stop_ids=(2, *range(30, 40)))
+    whole = engine(policy).generate(PROMPTS, sampling, seed=5)
+    assert len(set(whole.length.tolist())) > 3, "lengths should differ"
+    parts = engine(policy, slots).generate(PROMPTS, sampling, seed=5)
+    assert same(whole, parts)
+    torch.testing.assert_close(whole.log_prob, parts.log_prob, rtol=0, atol=1e-5)
+
+
+def test_a_sample_is_a_function_of_seed_and_number() -> None:
+    policy, sampling = make(), Sampling(10)
+    all_of_them = engine(policy).generate(PROMPTS, sampling, seed=5)
+    few = engine(policy).generate(PROMPTS[4:1:-1], sampling, seed=5, samples=torch.tensor([4, 3, 2]))
+    assert torch.equal(few.token, all_of_them.token[[4, 3, 2]])
+    assert not torch.equal(all_of_them.token[0], all_of_them.token[3]), "equal prompts, other randomness"
+    assert not torch.equal(engine(policy).generate(PROMPTS, sampling, seed=6).token, all_of_them.token)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probabilities_are_the_learner_s(temperature: float) -> None:
+    """After compaction and refills, too."""
+    policy = make()
+    policy.temperature = temperature
+    sampling = Sampling(15, temperature=temperature, stop_ids=(2, *range(30, 36)))
+    found = engine(policy, slots=3).generate(PROMPTS, sampling, seed=1)
+    for i, prompt in enumerate(PROMPTS):
+        n = int(found.length[i])
+        row = torch.tensor([[*prompt, *found.token[i, :n].tolist()]])
+        place = torch.arange(len(prompt) - 1, len(prompt) - 1 + n).unsqueeze(0)
+        view = policy.view(policy.hidden(row, place), row.gather(1, place + 1))
+        torch.testing.assert_close(found.log_prob[i, :n], view.log_prob[0], rtol=0, atol=1e-5)
+        assert not found.log_prob[i, n:].any()
+
+
+def test_finished_rows_are_not_computed() -> None:
+    """Tokens that go through the model: prompts, and one for each token but the last of a response."""
+    policy, seen = make(), Counter()
+    embed = policy.model.model.embed_tokens
+    embed.register_forward_hook(lambda m, args, out: seen.update(tokens=args[0].numel()))
+    found = engine(policy).generate(PROMPTS, Sampling(20, stop_ids=(2, *range(30, 40))), seed=5)
+    unique = [p for i, p in enumerate(PROMPTS) if i == 0 or p != PROMPTS[i - 1]]
+    assert seen["tokens"] == len(unique) * max(map(len, PROMPTS)) + int((found.length - 1).sum())
+
+
+def test_a_model_s_own_settings_do_not_leak_in() -> None:
+    policy, sampling = make(), Sampling(10)
+    before = engine(policy).generate(PROMPTS, sampling, seed=5)
+    policy.model.generation_config = GenerationConfig(temperature=0.1, top_k=1, repetition_penalty=1.5, eos_token_id=7)
+    assert same(engine(policy).generate(PROMPTS, sampling, seed=5), before)
+
+
+def test_stop_texts() -> None:
+    policy = make()
+    decode = lambda ids: "".join(chr(60 + i) for i in ids)  # noqa: E731
+    free = engine(policy).generate(PROMPTS, Sampling(20), seed=5)
+    text = decode(free.token[1].tolist())
+    stop = text[6:8]
+    found = engine(policy, decode=decode).generate(PROMPTS, Sampling(20, stop=(stop,)), seed=5)
+    assert (
+        bool(found.stopped[1])
+        and decode(found.token[1, : int(found.length[1])].tolist()) == text[: text.index(stop) + 2]
+    )
+
+
+def test_new_weights_are_used_at_once() -> None:
+    policy, sampling = make(), Sampling(10, temperature=0.0)
+    e = engine(policy)
+    before = e.generate(PROMPTS, sampling, seed=0)
+    with torch.no_grad():
+        policy.model.lm_head.weight.neg_()
+    e.update_weights(1)
+    assert e.version == 1 and not torch.equal(e.generate(PROMPTS, sampling, seed=0).token, before.token)
+    e.sleep()
+    e.wake()
+    assert e.generate(PROMPTS, sampling, seed=0).token.shape == (7, 10)
+
+
+# ------------------------------------------------------------------------------------------------------------ sampling
+LOGITS = torch.tensor([[0.1, 0.4, 0.05, 0.3, 0.15]]).log()
+
+
+def frequencies(sampling: Sampling, occurred: Tensor | None = None) -> list[float]:
+    """Of 1000 evenly spaced numbers."""
+    u = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    seen = None if occurred is None else occurred.expand(1000, -1)
+    token, _ = choose(LOGITS.expand(1000, -1), sampling, u, seen)
+    return [round(float((token == i).double().mean()), 3) for i in range(5)]
+
+
+def test_what_each_rule_does() -> None:
+    """By hand from p = (.1, .4, .05, .3, .15)."""
+    assert frequencies(Sampling(1)) == [0.1, 0.4, 0.05, 0.3, 0.15]
+    assert frequencies(Sampling(1, temperature=0.0)) == [0, 1, 0, 0, 0]
+    # p² / Σ p² = (.01, .16, .0025, .09, .0225) / .285
+    assert frequencies(Sampling(1, temperature=0.5)) == pytest.approx([0.035, 0.561, 0.009, 0.316, 0.079], abs=1e-3)
+    assert frequencies(Sampling(1, top_k=2)) == pytest.approx([0, 4 / 7, 0, 3 / 7, 0], abs=1e-3)
+    assert frequencies(Sampling(1, top_k=9)) == [0.1, 0.4, 0.05, 0.3, 0.15]
+    assert frequencies(Sampling(1, top_p=0.5)) == pytest.approx([0, 4 / 7, 0, 3 / 7, 0], abs=1e-3)
+    assert frequencies(Sampling(1, top_p=0.01)) == [0, 1, 0, 0, 0]
+    assert frequencies(Sampling(1, min_p=0.3)) == pytest.approx([0, 0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85], abs=1e-3)
+    # token 1 occurred: its logit log .4 < 0 doubles, p = .16; Σ = .76
+    second = torch.tensor([[False, True, False, False, False]])
+    expected = [0.1 / 0.76, 0.16 / 0.76, 0.05 / 0.76, 0.3 / 0.76, 0.15 / 0.76]
+    assert frequencies(Sampling(1, repetition_penalty=2.0), second) == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_log_probability_is_that_before_filters() -> None:
+    u = torch.tensor([0.5], dtype=torch.float64)
+    token, log_prob = choose(LOGITS, Sampling(1, top_k=1), u)
+    assert token.tolist() == [1] and float(log_prob.exp()) == pytest.approx(0.4)
+    _, log_prob = choose(LOGITS, Sampling(1, temperature=0.5), u)
+    assert float(log_prob.exp()) == pytest.approx(0.16 / 0.285)
+
+
+def test_the_ends_of_the_unit_interval_are_possible_tokens() -> None:
+    logits = torch.tensor([[-1e9, 0.0, -1e9, 0.0, -1e9]])
+    for u, expected in ((0.0, 1), (1 - 2**-53, 3)):
+        token, _ = choose(logits, Sampling(1), torch.tensor([u], dtype=torch.float64))
+        assert int(token) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", -1), ("top_k", -1), ("top_p", 0), ("min_p", 2), ("repetition_penalty", 0), ("stop", ("",))],
+)
+def test_senseless_rules_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.{field} = .*must be"):
+        Sampling(4, **{field: value})

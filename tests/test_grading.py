@@ -1,0 +1,601 @@
+"""Graders against twins and corrupted answers; the pool with processes that really crash, hang and die."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from decimal import Decimal
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodied_ppo import grading
+from embodied_ppo.grading import GRADERS, Grade, GraderPool, as_grade, format_reward, is_cheap, majority, pass_at_k
+from embodied_ppo.types import ConfigError
+
+SOURCE = "openai/gsm8k"
+# Last lines as GSM8K's have them, of our own making: what stands before ####, and the true answer as it stands there.
+SOLUTIONS = [
+    line.rsplit("|", 1)
+    for line in """\
+Ida packs 12 crates a day for 6 days: 12*6=<<12*6=72>>72 crates.|72
+The shelf holds 48/4=<<48/4=12>>12 jars per row.|12
+She saves $15 x 52 = $<<15*52=780>>780.|780
+In all that is 640 + 1,360 = <<640+1360=2000>>2,000 bricks.|2,000
+The van costs $18,500 - $2,250 = $<<18500-2250=16250>>16,250.|16,250
+The stadium sells 52,000 + 71,500 = <<52000+71500=123500>>123,500 tickets.|123,500
+Three towers have 3*1,000,000 = <<3*1000000=3000000>>3,000,000 screws.|3,000,000
+The temperature falls to 3 - 8 = <<3-8=-5>>-5 degrees.|-5
+Tom owes 40 - 65 = <<40-65=-25>>-25 dollars.|-25
+The account stands at 1,000 - 2,250 = <<1000-2250=-1250>>-1,250.|-1,250
+Each gets 7/2 = <<7/2=3.5>>3.5 litres.|3.5
+A pencil costs $3 / 12 = $<<3/12=.25>>0.25.|0.25
+The mean is 1,001.5 / 1 = <<1001.5/1=1001.5>>1001.5 points.|1001.5
+It rises by -0.75 * 2 = <<-0.75*2=-1.5>>-1.5 metres.|-1.5
+Nobody is left: 9 - 9 = <<9-9=0>>0.|0
+Only 5 - 4 = <<5-4=1>>1 cake remains.|1
+He runs 3 * 4 = <<3*4=12>>12 miles, so 12 / 2 = <<12/2=6>>6 per day.|6
+That makes 25% of 360 = <<360*.25=90>>90 degrees.|90
+After 10% off: 50 * 0.9 = <<50*.9=45>>45 dollars.|45
+The train needs 240/80 = <<240/80=3>>3 hours.|3
+Half of 26 is <<26/2=13>>13 pages.|13
+They pick 14 + 17 + 19 = <<14+17+19=50>>50 apples.|50
+Per week: 7 * 24 = <<7*24=168>>168 hours.|168
+The rope is 100 - 37 = <<100-37=63>>63 feet.|63
+A dozen dozen are 12*12=<<12*12=144>>144 eggs.|144
+The field has 30 * 45 = <<30*45=1350>>1350 square yards.|1350
+The rent is 12 * 950 = <<12*950=11400>>11400 per year.|11400
+Lee is 2*19 + 1 = <<2*19+1=39>>39 years old.|39
+Two thirds of 99 is <<99*2/3=66>>66 students.|66
+The bus makes 8 * 11 = <<8*11=88>>88 stops.|88
+Ann has 101 - 1 = <<101-1=100>>100 stickers.|100
+So 1000 / 8 = <<1000/8=125>>125 grams.|125
+There are 365 - 52 = <<365-52=313>>313 working days.|313
+The pool takes 20 * 60 = <<20*60=1200>>1200 minutes.|1200
+He sells 17 * 3 = <<17*3=51>>51 lamps.|51
+The bill is 84 * 1.25 = <<84*1.25=105>>105 dollars.|105
+Every child gets 96/16 = <<96/16=6>>6 sweets.|6
+The wall needs 4*250 = <<4*250=1000>>1000 tiles.|1000
+In 5 years: 34 + 5 = <<34+5=39>>39.|39
+Kim reads 27 * 14 = <<27*14=378>>378 pages.|378
+The cat weighs 11 - 2 = <<11-2=9>>9 pounds.|9
+The team scores 3*7 + 2*3 = <<3*7+2*3=27>>27 points.|27
+The tank lasts 480/32 = <<480/32=15>>15 days.|15
+She walks 0.5 * 14 = <<.5*14=7>>7 miles.|7
+Total: 19 + 23 = <<19+23=42>>42.|42
+It takes 36 / (4+2) = <<36/(4+2)=6>>6 trips.|6
+So the profit is 900 - 655 = <<900-655=245>>245.|245
+He needs 5*8 - 6 = <<5*8-6=34>>34 nails.|34
+The school buys 24*31 = <<24*31=744>>744 books.|744
+After tax: 200 * 1.07 = <<200*1.07=214>>214.|214
+The two share 58 / 2 = <<58/2=29>>29.|29
+The third has 180 - 95 - 40 = <<180-95-40=45>>45 degrees.|45
+Bread costs 4*3.25 = <<4*3.25=13>>13 dollars.|13
+The farm gives 16*75 = <<16*75=1200>>1200 litres.|1200
+Per person: 1,080/9 = <<1080/9=120>>120.|120
+He drives 65 * 5 = <<65*5=325>>325 miles.|325
+The rest is 77 - 58 = <<77-58=19>>19.|19
+The box holds 6*6*6 = <<6*6*6=216>>216 cubes.|216
+There were 10,000 - 125 = <<10000-125=9875>>9,875 seats.|9,875
+The ticket is 7 + 4*2 = <<7+4*2=15>>15 dollars.|15""".splitlines()
+]
+GSM8K = ("gsm8k_strict", "gsm8k_flexible", "gsm8k_numeric")
+
+
+def score(name: str, response: str, truth: str) -> float:
+    return GRADERS[name](SOURCE, response, truth, {})["score"]
+
+
+def corrupted(gold: str, rng: random.Random) -> set[str]:
+    """Other numbers that look like ``gold`` (without commas)."""
+    value, sign, body = Decimal(gold), "-" * gold.startswith("-"), gold.lstrip("-")
+    found = {str(value + 1), str(value - 1), str(value * 10), str(-value), str(value + Decimal("0.5"))}
+    found |= {f"{gold}7", f"{sign}1{body}", sign + body[::-1].strip(".")}
+    digits = [i for i, c in enumerate(body) if c.isdigit()]
+    if len(digits) > 1:
+        drop = rng.choice(digits)
+        found.add(sign + (body[:drop] + body[drop + 1 :]).strip("."))
+    return {f for f in found if Decimal(f) != value}
+
+
+# -------------------------------------------------------------------------------------------------------------- GSM8K
+@pytest.mark.parametrize("name", GSM8K)
+def test_gold_is_right_and_every_corruption_wrong(name: str) -> None:
+    assert len(SOLUTIONS) == 60
+    rng = random.Random(0)
+    for text, written in SOLUTIONS:
+        gold = written.replace(",", "")
+        for truth in (gold, written):
+            grade = as_grade(GRADERS[name](SOURCE, f"{text}\n#### {written}", truth, {}))
+            assert (grade.score, grade.correct, grade.answer) == (1.0, True, gold), (text, truth)
+        wrong = corrupted(gold, rng)
+        assert len(wrong) >= 5
+        for other in wrong:
+            grade = as_grade(GRADERS[name](SOURCE, f"{text}\n#### {other}", gold, {}))
+            assert (grade.score, grade.correct) == (0.0, False), (text, other)
+        silent = re.sub("[0-9]", "", text)
+        grade = as_grade(GRADERS[name](SOURCE, silent, gold, {}))
+        assert (grade.score, grade.correct, grade.answer) == (0.0, False, None)
+
+
+def verl_strict(solution: str, truth: str) -> float:
+    """verl/utils/reward_score/gsm8k.py, in other words."""
+    answer = None
+    for match in re.finditer(r"#### (-?[0-9.,]+)", solution[-300:] if len(solution) > 300 else solution):
+        answer = match.group(1).replace(",", "").replace("$", "")
+    return 1.0 if answer is not None and answer == truth else 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "strict", "flexible", "numeric"),
+    [
+        ("#### 72", 1, 1, 1),
+        ("#### 72.", 0, 1, 1),
+        ("#### 72.00", 0, 1, 1),
+        ("####72", 0, 1, 1),
+        ("#### $72", 0, 1, 1),
+        ("#### **72**", 0, 1, 1),
+        (r"#### $\boxed{72}$", 0, 1, 1),
+        ("#### 72 crates", 1, 1, 1),
+        ("#### +72", 0, 1, 1),
+        ("#### 72%", 1, 1, 1),
+        ("#### 70\n#### 72", 1, 1, 1),
+        ("#### 72\n#### 70", 0, 0, 0),
+        ("#### 72\n#### done", 1, 1, 1),
+        ("#### 72 and 5 more", 1, 0, 1),
+        ("The answer is 72.", 0, 1, 0),
+        ("#### -72", 0, 0, 0),
+        ("#### \N{MINUS SIGN}72", 0, 0, 0),
+        ("#### 72/5", 1, 0, 0),
+        ("#### 72e3", 1, 0, 0),
+        ("#### 72:30", 1, 0, 0),
+        ("#### 0.72", 0, 0, 0),
+        ("#### .72", 0, 0, 0),
+        ("#### 7 2", 0, 0, 0),
+        ("#### 72" + " " * 300, 0, 1, 1),
+        ("100-72", 0, 1, 0),
+        ("#### ", 0, 0, 0),
+        ("", 0, 0, 0),
+    ],
+)
+def test_ways_to_write_72(response: str, strict: float, flexible: float, numeric: float) -> None:
+    assert [score(name, response, "72") for name in GSM8K] == [strict, flexible, numeric]
+    assert verl_strict(response, "72") == strict
+    grade = as_grade(GRADERS["gsm8k_numeric"](SOURCE, response, "72", {}))
+    assert grade.format_ok == (grade.answer is not None) and (grade.format_ok or not numeric)
+
+
+def test_numbers_by_value() -> None:
+    for written in ("#### -5", "#### -$5", "#### $-5", "#### -5.0", "####-5"):
+        assert score("gsm8k_numeric", written, "-5") == 1 == score("gsm8k_flexible", written, "-5")
+        assert score("gsm8k_numeric", written, "5") == 0
+    assert score("gsm8k_numeric", "#### 1,234", "1234") == 1 == score("gsm8k_flexible", "so 1,234.", "1234")
+    assert score("gsm8k_numeric", "#### 0.1", "0.10") == 1 and score("gsm8k_numeric", "#### -0", "0") == 1
+    long = "123456789012345678901234567890"  # more digits than a Decimal's arithmetic keeps
+    assert (
+        score("gsm8k_numeric", f"#### {long}1", f"{long}2") == 0 and score("gsm8k_numeric", f"#### {long}", long) == 1
+    )
+    answers = {as_grade(GRADERS["gsm8k_numeric"](SOURCE, f"#### {x}", "72", {})).answer for x in ("72", "72.0", "$72.")}
+    assert answers == {"72"}  # votes of maj@k
+
+
+def test_true_answers_that_are_no_numbers() -> None:
+    for name in ("gsm8k_numeric", "gsm8k_flexible"):
+        pool = GraderPool(name, workers=0, timeout_s=1)
+        assert pool.grade([(SOURCE, "#### 1", "seven", {})]) == [grading.FAILED]
+        assert "ground_truth = 'seven' is no number; use exact or math_verify" in str(pool.last_failure)
+
+
+def test_exact_and_auto() -> None:
+    assert score("exact", " a  b\n", "a b") == 1 and score("exact", "ab", "a b") == 0
+    assert score("auto", "####72", "72") == 1  # GSM8K's grader is gsm8k_numeric
+    with pytest.raises(ConfigError, match=r"data_source = 'mine' has no grader of its own; name one of auto, exact"):
+        GRADERS["auto"]("mine", "", "", {})
+
+
+def test_format_reward() -> None:
+    grader = format_reward(r"<think>.*</think>.*")
+    assert as_grade(grader("", "<think>a\nb</think> 7", "", {})) == Grade(1.0, format_ok=True)
+    assert as_grade(grader("", "so <think>a</think>", "", {})) == Grade(0.0, format_ok=False)
+    with pytest.raises(ConfigError, match=r"format pattern '\(' is no regular expression"):
+        format_reward("(")
+
+
+# --------------------------------------------------------------------------------------------------- results of graders
+@pytest.mark.parametrize(
+    ("result", "grade"),
+    [
+        (0.5, Grade(0.5)),
+        (2, Grade(2.0)),
+        (True, Grade(1.0, correct=True)),
+        (False, Grade(0.0, correct=False)),
+        ({"score": -1}, Grade(-1.0)),
+        ({"score": 1, "pred": " 7  8 ", "acc": 1.0, "format": 0}, Grade(1.0, "7 8", True, False)),
+        ({"score": 1, "answer": 7, "correct": False}, Grade(1.0, "7", False)),
+        ({"score": 1, "acc": 0.5, "pred": None}, Grade(1.0, None, False)),
+        (
+            {"score": 0.1, "steps": 3, "ok": True, "text": "x", "none": None},
+            Grade(0.1, extra={"steps": 3.0, "ok": 1.0}),
+        ),
+    ],
+)
+def test_results(result: Any, grade: Grade) -> None:
+    assert as_grade(result) == grade
+
+
+def test_scalars_of_numpy_and_torch() -> None:
+    import numpy as np
+    import torch
+
+    assert as_grade(np.float32(0.5)) == Grade(0.5) == as_grade(torch.tensor(0.5))
+    assert as_grade({"score": np.int64(1), "acc": np.bool_(True), "n": np.float64(2)}) == Grade(
+        1.0, None, True, extra={"n": 2.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "result = 'None' of the grader is no finite number"),
+        ("1", "result = '1' of the grader is no finite number"),
+        (math.nan, "result = 'nan' of the grader is no finite number"),
+        ((1.0, {}), "is no finite number"),
+        ({"score": math.inf}, "score = 'inf' of the grader is no finite number"),
+        ({"score": "1"}, "score = '1' of the grader is no finite number"),
+        ({"reward": 1}, "has no 'score'; its keys: reward"),
+        ({"score": 1, "steps": math.nan}, "steps = 'nan' of the grader"),
+    ],
+)
+def test_results_that_are_no_grades(result: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        as_grade(result)
+
+
+# -------------------------------------------------------------------------------------------------------------- by name
+GRADER_FILE = '''
+import asyncio, ctypes, os, signal, subprocess, sys, time
+
+loops = set()
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    """What the response says: a number, or something to do."""
+    if solution_str == "exit":
+        os._exit(3)
+    if solution_str == "segfault":
+        ctypes.string_at(0)
+    if solution_str == "hang":
+        time.sleep(1000)
+    if solution_str == "child":  # what a grader starts ends with it
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        open(extra_info["file"], "w").write(str(child.pid))
+        time.sleep(1000)
+    if solution_str == "busy":
+        while True:
+            pass
+    if solution_str == "raise":
+        raise RuntimeError("a bad day")
+    if solution_str == "quit":
+        sys.exit(1)
+    if solution_str == "nan":
+        return float("nan")
+    if solution_str == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+        return 1
+    if solution_str == "pid":
+        return {"score": 1, "pid": os.getpid()}
+    return {"score": float(solution_str), "echo": extra_info.get("echo", 0), "same": solution_str == ground_truth}
+
+async def later(data_source, solution_str, ground_truth, extra_info):
+    loops.add(id(asyncio.get_running_loop()))
+    await asyncio.sleep(0.001)
+    if solution_str == "cancel":
+        raise asyncio.CancelledError
+    return {"score": float(solution_str), "loops": len(loops)}
+
+class Judge:
+    async def __call__(self, *, data_source, solution_str, ground_truth, extra_info):
+        return solution_str == ground_truth
+
+judge = Judge()
+number = 3
+
+def short(solution, truth):
+    return 1.0
+'''
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "rewards.py").write_text(GRADER_FILE)
+    return f"{tmp_path}/rewards.py"
+
+
+def sample(response: str, truth: str = "1", **extra: Any) -> grading.Sample:
+    return "mine", response, truth, extra
+
+
+def test_graders_of_files(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for spec in (file, f"{file}:compute_score"):
+        result = grading.resolve(spec)(data_source="", solution_str="2", ground_truth="", extra_info={})
+        assert as_grade(result).score == 2
+    monkeypatch.syspath_prepend(str(Path(file).parent))
+    assert grading.resolve("rewards:judge")(data_source="", solution_str="2", ground_truth="2", extra_info={}) is True
+
+
+def test_async_graders_run_on_one_loop(file: str) -> None:
+    pool = GraderPool(f"{file}:later", workers=0, timeout_s=1)
+    grades = pool.grade([sample("1"), sample("cancel"), sample("2")])
+    assert [g.score for g in grades] == [1, 0, 2] and grades[2].extra == {"loops": 1.0}
+    assert pool.failures == 1 and "the grader was cancelled" in str(pool.last_failure)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("gsm8k_strct", r"grader = gsm8k_strct: no such grader; did you mean gsm8k_strict\? there are: auto, exact"),
+        ("{dir}/reward.py", r"reward.py is no file; did you mean rewards.py\? in its folder: bad.py, "),
+        ("{file}:compute_scor", r"compute_scor is not there; did you mean compute_score\? in .*rewards.py: "),
+        ("{file}:number", r"number is no function; in .*: "),
+        ("{file}:short", r"(?s)rewards.py:short: .*; it is called with the keywords data_source, solution_str"),
+        ("{dir}/bad.py", r"bad.py cannot be imported \(ZeroDivisionError: division by zero, bad.py line 2\)"),
+        ("{dir}/needy.py", r"needy.py cannot be imported \(ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        ("{dir}/syntax.py", r"syntax.py cannot be imported \(SyntaxError: .*syntax.py, line 1"),
+        ("{dir}/quits.py", r"quits.py cannot be imported \(SystemExit: 1"),
+        ("jsn:loads", r"grader = jsn:loads: no module jsn; did you mean json\? set PYTHONPATH"),
+        ("json.decodr:x", r"no module json.decodr; did you mean decoder\?"),
+        ("json:load", r"it is called with the keywords data_source"),
+        ("builtins:dict", r"it is called with the keywords data_source"),
+        ("json:lods", r"lods is not there; did you mean loads\? in json: "),
+    ],
+)
+def test_graders_that_are_not_there(file: str, tmp_path: Path, spec: str, message: str) -> None:
+    broken = {"bad": "\n1 / 0", "needy": "import nowhere_to_be_found", "syntax": "def", "quits": "exit(1)"}
+    for name, text in broken.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        grading.resolve(spec.format(file=file, dir=tmp_path))
+
+
+def test_cheap() -> None:
+    assert is_cheap("exact") and is_cheap("gsm8k_numeric") and is_cheap("auto")
+    assert not is_cheap("math_verify") and not is_cheap("mine.py:f") and not is_cheap(format_reward("a"))
+    assert GraderPool("gsm8k_strict", workers=None, timeout_s=1).count == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------- pool
+@pytest.fixture
+def pool(file: str) -> Iterator[GraderPool]:
+    pool = GraderPool(file, workers=2, timeout_s=1.0)
+    yield pool
+    pids = [worker.process.pid for worker in pool._workers]
+    pool.close()
+    pool.close()
+    assert not any(map(alive, pids))
+
+
+def alive(pid: int | None) -> bool:
+    """Whether the process exists, if only as a zombie of ours."""
+    assert pid is not None
+    return Path(f"/proc/{pid}").exists()
+
+
+def wait_for_end(pid: int) -> None:
+    """Of a process that is not our child: whoever inherits it may leave it a zombie."""
+    end = time.monotonic() + 5
+    while alive(pid) and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def pids(pool: GraderPool) -> set[int | None]:
+    return {worker.process.pid for worker in pool._workers}
+
+
+def test_order_is_kept(pool: GraderPool) -> None:
+    grades = pool.grade([sample(str(i), "5", echo=i) for i in range(100)])
+    assert [g.score for g in grades] == list(range(100))
+    assert grades[5].extra == {"echo": 5.0, "same": 1.0} and grades[6].extra == {"echo": 6.0, "same": 0.0}
+    assert pool.failures == 0 and pool.last_failure is None
+    assert pool.grade([]) == []
+    big = pool.grade([("mine", "7", "x" * 2_000_000, {})])  # more than a pipe holds
+    assert big[0].score == 7
+
+
+def test_crashes_and_hangs_cost_one_sample_each(pool: GraderPool) -> None:
+    before = pids(pool)
+    bad = ["raise", "exit", "segfault", "hang", "nan", "busy", "quit"]
+    responses = [x for i, word in enumerate(bad) for x in (word, str(i), str(i + 10))]
+    grades = pool.grade([sample(r) for r in responses])
+    for response, grade in zip(responses, grades, strict=True):
+        if response in bad:
+            assert grade == Grade(0.0, failed=True), response
+        else:
+            assert grade.score == float(response) and not grade.failed
+    assert pool.failures == len(bad)
+    told = str(pool.last_failure)  # the first of the batch
+    assert told.startswith("sample 0 of 21 (data_source = mine, ground_truth = '1', response = 'raise'): RuntimeError")
+    assert re.search(r"RuntimeError: a bad day, rewards.py line \d+$", told)
+    assert len(pids(pool)) == 2 and not any(map(alive, before - pids(pool)))
+    assert [g.score for g in pool.grade([sample("1"), sample("2"), sample("3")])] == [1, 2, 3]
+    assert pool.failures == len(bad)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("exit", "the worker exited with code 3"),
+        ("segfault", "the worker died of SIGSEGV"),
+        ("hang", "took longer than timeout_s = 1"),
+        ("nan", "ValueError: result = 'nan' of the grader is no finite number"),
+        ("quit", "SystemExit: 1, rewards.py line"),
+    ],
+)
+def test_causes_are_told(pool: GraderPool, word: str, told: str) -> None:
+    before = pids(pool)
+    grades = pool.grade([sample("4"), sample(word), sample("5")])
+    assert [(g.score, g.failed) for g in grades] == [(4, False), (0, True), (5, False)]
+    assert f"response = '{word}'): {told}" in str(pool.last_failure)
+    assert len(before & pids(pool)) == (2 if word in ("nan", "quit") else 1)  # only that worker
+
+
+def test_what_a_grader_started_ends_with_it(pool: GraderPool, tmp_path: Path) -> None:
+    assert pool.grade([sample("child", file=str(tmp_path / "pid"))])[0].failed
+    child = int((tmp_path / "pid").read_text())
+    wait_for_end(child)
+
+
+def test_workers_ignore_interrupts_and_survive_idle_deaths(pool: GraderPool) -> None:
+    assert pool.grade([sample("interrupt")])[0].score == 1 and pool.failures == 0
+    for worker in pool._workers:
+        worker.process.kill()
+        worker.process.join()
+    assert [g.score for g in pool.grade([sample("1"), sample("2"), sample("3")])] == [1, 2, 3]
+    assert pool.failures == 0
+
+
+def test_an_interrupted_batch_is_not_mixed_up_with_the_next(pool: GraderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = pool._events
+
+    def interrupted() -> Iterator[Any]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(pool, "_events", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.grade([sample("1"), sample("2")])
+    monkeypatch.setattr(pool, "_events", events)
+    assert [g.score for g in pool.grade([sample("3"), sample("4"), sample("5")])] == [3, 4, 5]
+
+
+def test_workers_end_with_their_parent(file: str) -> None:
+    """Even in the middle of a sample, even if the parent is killed."""
+    code = (
+        "from embodied_ppo.grading import GraderPool\n"
+        f"pool = GraderPool({file!r}, workers=1, timeout_s=100)\n"
+        "print(pool._workers[0].process.pid, flush=True)\n"
+        "pool.grade([('', 'busy', '', {})])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        assert alive(worker)
+        time.sleep(0.2)
+        parent.kill()
+    wait_for_end(worker)
+
+
+def test_graders_that_cannot_be_loaded(file: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^grader = .*rewards.py:compute: compute is not there; did you mean"):
+        GraderPool(f"{file}:compute", workers=1, timeout_s=1)
+    (tmp_path / "dies.py").write_text("import os; os._exit(5)")
+    with pytest.raises(ConfigError, match=r"grader = .*dies.py: the worker exited with code 5"):
+        GraderPool(f"{tmp_path}/dies.py", workers=2, timeout_s=1)
+
+
+def test_a_grader_that_cannot_be_loaded_again(file: str) -> None:
+    """Its worker crashes, and the file has gone meanwhile: the batch ends, and the next one tries again."""
+    pool = GraderPool(file, workers=1, timeout_s=1)
+    text = Path(file).read_text()
+    Path(file).unlink()
+    grades = pool.grade([sample("1"), sample("exit"), sample("2")])
+    assert [(g.score, g.failed) for g in grades] == [(1, False), (0, True), (0, True)] and pool.failures == 2
+    Path(file).write_text(text)
+    assert pool.grade([sample("2")])[0].score == 2
+    pool.close()
+
+
+def test_async_in_workers(file: str) -> None:
+    pool = GraderPool(f"{file}:later", workers=1, timeout_s=5)
+    assert [g.score for g in pool.grade([sample("1"), sample("2")])] == [1, 2]
+    pool.close()
+
+
+def test_functions_in_workers() -> None:
+    pool = GraderPool(format_reward("a+"), workers=1, timeout_s=5)
+    assert [g.format_ok for g in pool.grade([sample("aa"), sample("ab")])] == [True, False]
+    pool.close()
+
+
+def test_in_this_process(file: str) -> None:
+    pool = GraderPool(file, workers=0, timeout_s=1)
+    assert pool.grade([sample("pid")])[0].extra["pid"] == os.getpid()
+    grades = pool.grade([sample("3"), sample("raise"), sample("quit"), sample("nan")])
+    assert [(g.score, g.failed) for g in grades] == [(3, False), (0, True), (0, True), (0, True)] and pool.failures == 3
+    pool.close()
+
+
+def test_mistakes_with_pools() -> None:
+    with pytest.raises(ConfigError, match="workers = -1 must be >= 0"):
+        GraderPool("exact", workers=-1, timeout_s=1)
+    for limit in (0, math.nan):
+        with pytest.raises(ConfigError, match=r"timeout_s = (0|nan) must be > 0"):
+            GraderPool("exact", workers=0, timeout_s=limit)
+
+
+# ---------------------------------------------------------------------------------------------------------- math-verify
+def test_math_verify() -> None:
+    pytest.importorskip("math_verify")
+    cases = [
+        (r"So it is \boxed{\frac{1}{2}}.", "0.5", 1),
+        (r"\boxed{1,234}", "1234", 1),
+        (r"$x = 3\sqrt{2}$", r"\sqrt{18}", 1),
+        (r"\boxed{(2,1)}", "(1,2)", 0),
+        (r"\boxed{7}", "8", 0),
+        ("no idea", "8", 0),
+    ]
+    pool = GraderPool("math_verify", workers=None, timeout_s=10)
+    assert pool.count == 2
+    grades = pool.grade([("math", response, truth, {}) for response, truth, _ in cases])
+    pool.close()
+    assert [g.score for g in grades] == [score for *_, score in cases] and pool.failures == 0
+    assert grades[0].correct is True and grades[0].answer == "1/2" and grades[5].answer is None
+
+
+def test_math_verify_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ConfigError, match=r"grader = math_verify: needs a package .*; pip install math-verify"):
+        grading.resolve("math_verify")
+
+
+# ----------------------------------------------------------------------------------------------------------- statistics
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:
+    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)  # 3 of the 6 pairs hold it
+    for n in range(1, 7):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                subsets = list(combinations(range(n), k))
+                share = sum(any(i < c for i in s) for s in subsets) / len(subsets)
+                assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-15)
+    exact = 1 - Decimal(math.comb(9990, 5000)) / Decimal(math.comb(10000, 5000))  # no float holds C(10000, 5000)
+    assert pass_at_k(10000, 10, 5000) == pytest.approx(float(exact), rel=1e-12)
+    assert pass_at_k(7, 7, 1) == 1.0 and pass_at_k(7, 0, 7) == 0.0
+    for n, c, k in ((4, 1, 5), (4, 1, 0), (4, 5, 1), (4, -1, 1)):
+        with pytest.raises(ConfigError, match="pass@k"):
+            pass_at_k(n, c, k)
+
+
+def test_majority() -> None:
+    assert majority(["7", "8", "8"], [True, False, False]) is False
+    assert majority(["7", "8", "7"], [True, False, True]) is True
+    assert majority(["7", "8"], [True, False]) is True and majority(["8", "7"], [False, True]) is False  # first seen
+    assert majority([None, None, "7"], [False, False, True]) is True  # no answer never wins ..
+    assert majority([None, None], [False, False]) is False  # .. but over nothing
+    with pytest.raises(ConfigError, match="maj@k: 0 answers"):
+        majority([], [])
+    with pytest.raises(ConfigError, match="maj@k: 2 answers and 1 verdicts"):
+        majority(["7", "8"], [True])
+
+
+def test_standard_error() -> None:
+    # p = 3/4, n = 4: sqrt(0.75 * 0.25 / 4)
+    assert grading.standard_error([1, 1, 1, 0]) == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
+    assert grading.standard_error([2.0, 4.0]) == pytest.approx(math.sqrt(1 / 2))  # deviations 1 and 1, n = 2
+    assert math.isnan(grading.standard_error([1.0])) and grading.standard_error([5.0, 5.0]) == 0

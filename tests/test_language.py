@@ -1,0 +1,171 @@
+"""Language models: our forward pass against transformers', log-probabilities against a float64 twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from embodied_ppo.models import language
+from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
+from embodied_ppo.types import ConfigError
+
+TINY: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GEMMA = {"sliding_window": 4, "query_pre_attn_scalar": 8}
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2", {}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ("qwen3", {}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("mistral", {"sliding_window": 5}),
+    ("smollm3", {"no_rope_layers": [1, 1, 1]}),
+    ("gemma", {}),
+    ("gemma2", GEMMA | {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}),
+    ("gemma3_text", GEMMA),
+]
+
+
+def make(kind: str = "qwen2", seed: int = 0, **more: Any) -> LanguagePolicy:
+    torch.manual_seed(seed)
+    model = language.load(None, {"model_type": kind, **TINY, **more}, what="actor.model")
+    with torch.no_grad():  # new models have tiny weights: nothing would depend on anything
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.mul_(5)
+    return LanguagePolicy(model)
+
+
+def rows(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens [3, 11] and places [3, 4]."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 50, (3, 11), generator=g), torch.tensor([[2, 3, 4, 5], [6, 7, 8, 9], [0, 1, 2, 3]])
+
+
+@pytest.mark.parametrize(("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)])
+def test_our_forward_pass_is_transformers(kind: str, more: dict[str, Any]) -> None:
+    """Hidden states at the places asked for, and their gradient."""
+    policy = make(kind, **more)
+    ids, place = rows()
+    theirs = policy.model(input_ids=ids, use_cache=False).logits
+    theirs = theirs.gather(1, place.unsqueeze(-1).expand(-1, -1, 50))
+    ours = policy.logits(policy.hidden(ids, place))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    weight = policy.model.model.embed_tokens.weight
+    grads = [torch.autograd.grad(x.square().sum(), weight)[0] for x in (ours, theirs)]
+    assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "phi3", "olmo2"])
+def test_another_family_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"actor.model: .* computes something else .* Qwen 2 to 3"):
+        language.load(None, {"model_type": kind, **TINY}, what="actor.model")
+
+
+@pytest.mark.parametrize(
+    ("path", "architecture", "message"),
+    [
+        ("/no/such/place", {}, "actor.model.path=/no/such/place: holds no config.json; name a directory"),
+        (None, {"model_type": "qwen9"}, "actor.model.architecture: transformers refuses: .*qwen9"),
+    ],
+)
+def test_what_cannot_be_loaded(path: str | None, architecture: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        language.load(path, architecture, what="actor.model")
+
+
+def test_a_directory_of_transformers_is_loaded(tmp_path: Any) -> None:
+    policy = make("qwen3")
+    policy.model.save_pretrained(tmp_path)
+    again = LanguagePolicy(language.load(str(tmp_path), {}, what="actor.model"))
+    ids, place = rows()
+    assert torch.equal(policy.hidden(ids, place), again.hidden(ids, place))
+
+
+def test_what_comes_after_a_place_changes_nothing() -> None:
+    """Padding on the right is never seen, nor is the token whose probability is read."""
+    policy = make()
+    ids, place = rows()
+    other = ids.clone()
+    for row, last in enumerate(place[:, -1].tolist()):
+        other[row, last + 1 :] = 7
+    assert torch.equal(policy.hidden(ids, place), policy.hidden(other, place))
+
+
+# --------------------------------------------------------------------------------------------------- what tokens weigh
+@pytest.mark.parametrize("chunk", [64 << 20, 4 * 50 * 5], ids=["at once", "in parts of 5"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_view_against_a_float64_twin(temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language, "CHUNK_BYTES", chunk)
+    policy, reference = make(), make(seed=1)
+    policy.temperature = temperature
+    ids, place = rows()
+    action = ids.gather(1, place + 1)
+    hidden, other = policy.hidden(ids, place), reference.hidden(ids, place).detach()
+    found = policy.view(hidden, action, reference=reference, ref_hidden=other)
+    p = (hidden.double() @ policy.model.lm_head.weight.double().T / temperature).softmax(-1)
+    q = (other.double() @ reference.model.lm_head.weight.double().T / temperature).softmax(-1)
+    expected = p.gather(-1, action.unsqueeze(-1)).squeeze(-1).log()
+    assert found.distance is not None
+    for ours, twin in (
+        (found.log_prob, expected),
+        (found.entropy, -(p * p.log()).sum(-1)),
+        (found.distance, (p * (p / q).log()).sum(-1)),
+    ):
+        assert ours.dtype == torch.float32 and ours.shape == (3, 4)
+        torch.testing.assert_close(ours.double(), twin, rtol=1e-5, atol=1e-5)
+    weights = [policy.model.lm_head.weight, policy.model.model.embed_tokens.weight]
+    ours = torch.autograd.grad(found.log_prob.sum() + 2 * found.entropy.sum() + 3 * found.distance.sum(), weights, retain_graph=True)  # fmt: skip  # noqa: E501
+    twin = torch.autograd.grad(expected.sum() - 2 * (p * p.log()).sum() + 3 * (p * (p / q).log()).sum(), weights)
+    for a, b in zip(ours, twin, strict=True):
+        assert float((a - b).norm() / b.norm()) < 1e-5
+
+
+def test_recomputed_layers_give_the_same_gradient() -> None:
+    policy = make()
+    ids, place = rows()
+    grads = []
+    for recompute in (False, True):
+        policy.decoder.module.recompute = recompute
+        loss = policy.view(policy.hidden(ids, place), ids.gather(1, place + 1)).log_prob.sum()
+        grads.append(torch.autograd.grad(loss, policy.model.model.embed_tokens.weight)[0])
+    torch.testing.assert_close(*grads)
+
+
+# -------------------------------------------------------------------------------------------------------------- critic
+def test_the_critic_begins_at_zero_and_learns_everywhere() -> None:
+    critic = LanguageCritic(make().model)
+    ids, place = rows()
+    value = critic.value(ids, place)
+    assert value.shape == (3, 4) and torch.equal(value, torch.zeros(3, 4))
+    with torch.no_grad():
+        critic.value_head.weight.normal_()
+    critic.value(ids, place).sum().backward()
+    missing = [name for name, p in critic.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert missing == []
+
+
+def test_dropout_never_comes_on() -> None:
+    policy = make(attention_dropout=0.5)
+    ids, place = rows()
+    policy.train()
+    assert torch.equal(policy.hidden(ids, place), policy.hidden(ids, place)) and not policy.model.training
+
+
+def test_the_state_holds_every_weight_once() -> None:
+    policy = make(tie_word_embeddings=True)
+    assert all(name.startswith("model.") for name in policy.state_dict())
+    assert len(list(policy.parameters())) == len(list(policy.model.parameters()))
