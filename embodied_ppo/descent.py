@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from embodied_ppo import compiled, losses, tree
 from embodied_ppo.config import AlgorithmConfig
-from embodied_ppo.objective import SETTINGS, MinibatchStep, Objective, adamw_settings, take
+from embodied_ppo.objective import SETTINGS, MinibatchStep, Objective, TokenObjective, adamw_settings, take
 from embodied_ppo.rollout import sampling_key
 from embodied_ppo.types import Batch, TrainingError
 
@@ -53,7 +53,7 @@ class Descent:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: Objective | TokenObjective,
         groups: Mapping[str, list[nn.Parameter]],
         config: AlgorithmConfig,
         *,
@@ -68,7 +68,9 @@ class Descent:
         ``dump_dir`` receives the batch that made a loss or gradient non-finite. ``notice`` hears what a user should
         know once."""
         self.objective, self.config = objective, config
-        self.module = objective.policy
+        self.module: nn.Module = objective.policy  # pyright: ignore[reportAttributeAccessIssue]
+        self.buffers: list[str] = []
+        """Buffers of the module that the loss reads."""
         self.later = later or compiled.Later(None)
         self.updates, self.seed, self.dump_dir, self.notice = updates, seed, dump_dir, notice
         self.actor, self.critic = groups["actor"], groups["critic"]
@@ -137,13 +139,17 @@ class Descent:
         """Index tensors of a fresh permutation; every sample (or column) once, but minibatches that are all masked."""
         columns = self.config.minibatch_unit == "column"
         mask = batch.mask.any(0) if columns else batch.mask
-        size = self.config.global_batch_size // (batch.mask.shape[0] if columns else 1)
+        size = self._size(batch)
         generator = torch.Generator(mask.device).manual_seed(sampling_key(self.seed, update, "shuffle", epoch))
         order = torch.randperm(mask.shape[0], generator=generator, device=mask.device)
         if self.later.captures:  # the graph itself leaves them out, and nobody has to wait for the mask
             return order.split(size)
         counts = [bool(part.any()) for part in mask[order].split(size)]  # momentum alone would move weights
         return [index for index, counts in zip(order.split(size), counts, strict=True) if counts]
+
+    def _size(self, batch: Batch) -> int:
+        """Samples (or columns) of a minibatch."""
+        return self.config.global_batch_size // (batch.mask.shape[0] if self.config.minibatch_unit == "column" else 1)
 
     def _micro(self, part: Batch) -> Iterator[Batch]:
         """The minibatch cut so that a forward holds at most micro_batch_size samples."""
@@ -161,19 +167,22 @@ class Descent:
     # --------------------------------------------------------------------------------------------- one step
     def _compiled(self, batch: Batch, update: int, *, warming: bool) -> compiled.Function | None:
         """The minibatch as compiled code, None before its time. Sets the names of the statistics."""
-        c = self.config
-        program = MinibatchStep(self.objective, self.names["actor"], self.names["critic"], batch)
+        program = MinibatchStep(self.objective, self.names["actor"], self.names["critic"], batch, self.buffers)
         self.statistics = program.statistics()
 
         def example() -> compiled.Example:
-            size = c.global_batch_size // (batch.mask.shape[0] if c.minibatch_unit == "column" else 1)
+            size = self._size(batch)
             state, where = _adam_state(self.optimizer), batch.mask.device
             settings, index = torch.zeros(len(SETTINGS), device=where), torch.arange(size, device=where)
             state = [*state.parameters, *state.first, *state.second]
-            return compiled.Example(program, state, [settings, index, *(x.contiguous() for x in tree.leaves(batch))])
+            return compiled.Example(program, state, [settings, index, *self._fixed(batch)])
 
         run = self.later.get(update, example)
         return None if warming else run
+
+    def _fixed(self, batch: Batch) -> list[Tensor]:
+        """What is the same in every minibatch of an update."""
+        return [*(self.module.get_buffer(name) for name in self.buffers), *(x.contiguous() for x in tree.leaves(batch))]
 
     def _compiled_step(
         self, run: compiled.Function, batch: Batch, *, entropy_coef: float
@@ -182,12 +191,12 @@ class Descent:
         c, state = self.config, _adam_state(self.optimizer)
         settings = adamw_settings(
             c,
-            c.update_epoch * (batch.mask.numel() // c.global_batch_size),
+            c.update_epoch * (batch.mask.shape[1 if c.minibatch_unit == "column" else 0] // self._size(batch)),
             lr=[group["lr"] for group in self.optimizer.param_groups],
-            steps=[int(self.optimizer.state[group[0]]["step"]) for group in (self.actor, self.critic)],
+            steps=[int(self.optimizer.state[group[0]]["step"]) if group else 0 for group in (self.actor, self.critic)],
             entropy_coef=entropy_coef,
         )
-        rows, leaves = iter(settings.to(batch.mask.device).unbind()), [x.contiguous() for x in tree.leaves(batch)]
+        rows, leaves = iter(settings.to(batch.mask.device).unbind()), self._fixed(batch)
         tensors = [*state.parameters, *state.first, *state.second]
 
         def step(index: Tensor, where: str) -> Tensor:
@@ -279,6 +288,51 @@ class Descent:
     def close(self) -> None:
         """Give up a compilation under way."""
         self.later.close()
+
+
+class TokenDescent(Descent):
+    """Of a language model: micro-batches hold a budget of tokens, rows of like length together, without their padding.
+
+    (On a CPU that is faster than packing rows into one.) The result does not depend on the budget.
+    """
+
+    def __init__(
+        self,
+        objective: TokenObjective,
+        config: AlgorithmConfig,
+        *,
+        columns: int,
+        tokens: int | None,
+        critic: bool = False,
+        **rest: Any,
+    ) -> None:
+        """``columns``: sequences in one optimiser step; ``tokens``: at most in a micro-batch, padding included (one
+        row at least); None: all at once. ``critic``: whose parameters these are. ``rest`` as for ``Descent``."""
+        parameters = list(objective.policy.parameters())
+        groups = {"actor": [] if critic else parameters, "critic": parameters if critic else []}
+        super().__init__(objective, groups, config, **rest)
+        self.columns, self.tokens = columns, tokens
+        self.buffers = [name for name, _ in self.module.named_buffers()]
+
+    def _size(self, batch: Batch) -> int:
+        return self.columns
+
+    def _micro(self, part: Batch) -> Iterator[Batch]:
+        """Columns sorted by length, cut by the budget, trimmed."""
+        last = torch.where(part.mask, part.inputs["place"], -1).amax(0) + 1  # [B] tokens that anything depends on
+        order = last.argsort(descending=True, stable=True)
+        order = order[last[order] > 0]
+        lengths = last[order].tolist()
+        start = 0
+        while start < len(lengths):
+            width = lengths[start]
+            count = len(lengths) if self.tokens is None else max(1, self.tokens // width)
+            cut = tree.map(lambda x, at=order[start : start + count]: x.index_select(1, at), part)
+            rows = int(cut.mask.any(1).nonzero().max()) + 1
+            inputs = {"row": cut.inputs["row"][:width], "place": cut.inputs["place"][:rows].clamp(max=width - 1)}
+            rest = replace(cut, inputs={})
+            yield replace(tree.map(lambda x, n=rows: x[:n], rest), inputs=inputs)
+            start += count
 
 
 @dataclass(frozen=True)

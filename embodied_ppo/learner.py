@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from embodied_ppo import advantages, compiled, kl, losses, tree
 from embodied_ppo.config import AlgorithmConfig
@@ -19,6 +21,106 @@ from embodied_ppo.objective import Objective, kl_distance
 from embodied_ppo.types import Batch, ConfigError, Evaluation, Mean, Metrics, Policy, Trajectory
 
 
+# ------------------------------------------------------------------------------------------ before and after the epochs
+def shaped(
+    reward: Tensor,
+    done: Tensor,
+    mask: Tensor,
+    c: AlgorithmConfig,
+    *,
+    returns: advantages.ReturnScaler,
+    steps: int | Tensor = 1,
+) -> Tensor:
+    """Rewards [T, N] clipped and normalised; ``returns`` sees them first, should its deviation be asked for."""
+    reward = advantages.clip(reward, c.reward_clip)
+    if c.reward_norm == "running":
+        returns.update(reward, done, mask, c.gamma, steps)
+    reward = advantages.shape_rewards(
+        reward,
+        mask,
+        norm=c.reward_norm,
+        shift=c.reward_shift,
+        scale=c.reward_scale,
+        group_size=c.group_size,
+        running_std=returns.std,
+    )
+    return advantages.whiten_rewards(reward, mask) if c.whiten_rewards else reward
+
+
+def off_policy(old: Tensor, acted: Tensor, mask: Tensor, c: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """Importance weights of the learner's log-probabilities against the acting policy's, [T, N, ..]."""
+    assert c.off_policy_correction is not None
+    weight = losses.off_policy_weight(old, acted, mask, kind=c.off_policy_correction, cap=c.off_policy_cap)
+    count = float(expand_mask(mask, weight).sum())
+    return weight, {"policy/off_policy_weight": Mean(float(masked_sum(weight, mask)), count)}
+
+
+def penalized(reward: Tensor, distance: Tensor, mask: Tensor, coef: float) -> tuple[Tensor, Metrics]:
+    """Rewards [T, N] minus coef times the distance to the reference, and that distance as a metric."""
+    columns = float(losses.denominator(mask, how="seq-mean-token-mean"))
+    per_column = float(losses.aggregate(distance, mask, how="seq-mean-token-mean"))
+    told: Metrics = {"kl/to_reference": Mean(per_column * columns, columns), "kl/coef": coef}
+    return kl.penalize(reward, distance, mask, coef=coef), told
+
+
+def estimated(
+    t: Trajectory, c: AlgorithmConfig, *, steps: int | Tensor = 1, notice: Callable[[str], None]
+) -> tuple[Tensor, Tensor, Metrics]:
+    """Advantages as the loss wants them, and returns, [T, N]."""
+    advantage, returns = advantages.estimate(
+        c.adv_type,
+        reward=t.reward,
+        value=t.value,
+        next_value=t.next_value,
+        terminated=t.terminated,
+        truncated=t.truncated,
+        mask=t.mask,
+        gamma=c.gamma,
+        gae_lambda=c.gae_lambda,
+        group_size=c.group_size,
+        bootstrap_type=c.bootstrap_type,
+        steps=steps,
+        whiten=False,  # normalize_advantages says whether
+    )
+    told: Metrics = {
+        "value/explained_variance": float(explained_variance(t.value, returns, t.mask)),
+        "advantage/mean": float((raw := masked_moments(advantage, t.mask)).mean),
+        "advantage/std": float(raw.var.sqrt()),
+        "advantage/zero_fraction": Mean(float(((advantage == 0) & t.mask).sum()), float(t.mask.sum())),
+    }
+    if c.normalize_advantages:
+        advantage, used = advantages.normalize(advantage, t.mask)
+        if float(used.count) < 2:
+            notice("algorithm.normalize_advantages: skipped, fewer than 2 samples in the rollout")
+    return advantages.clip(advantage, c.advantage_clip), returns, told
+
+
+def summary(actor: Descended, critic: Descended, c: AlgorithmConfig, *, lr: Sequence[float]) -> Metrics:
+    """What the epochs told; ``actor`` and ``critic`` are the same where one loss has both. ``lr`` of either."""
+    a, v = defaultdict(float, actor.sums), defaultdict(float, critic.sums)
+    metrics: Metrics = {
+        "policy/loss": Mean(a["policy_loss"], a["steps"]),
+        "policy/approx_kl": Mean(a["approx_kl"], a["count"]),
+        "policy/clip_fraction": Mean(a["clip_fraction"], a["count"]),
+        "policy/ratio_max": actor.ratio_max,
+        "policy/entropy": Mean(a["entropy"], a["steps"]),
+        "policy/grad_norm": Mean(a["actor_norm"], a["steps"]),
+        "policy/lr": lr[0],
+        "policy/epochs": float(actor.epochs),
+        "value/loss": Mean(v["value_loss"], v["steps"]),
+        "value/grad_norm": Mean(v["critic_norm"], v["steps"]),
+        "value/lr": lr[1],
+    }
+    if c.clip_ratio_c is not None:
+        metrics["policy/dual_clip_fraction"] = Mean(a["dual_clip_fraction"], a["count"])
+    if c.value_clip is not None:
+        metrics["value/clip_fraction"] = Mean(v["value_clipped"], v["rows"])
+    if c.use_kl_loss and not c.use_kl_in_reward:
+        metrics["kl/to_reference"] = Mean(a["kl"], a["rows"])
+    return metrics
+
+
+# ----------------------------------------------------------------------------------------------------------- one model
 class JointLearner(Descent):
     """PPO on one module with policy and value head: one loss, one backward, one AdamW with two learning rates."""
 
@@ -72,7 +174,9 @@ class JointLearner(Descent):
         done = self.descend(batch, update, warming=warming, entropy_coef=self.entropy.coef)
         self.cpu_s["advantages"] += prepared - start
         self.cpu_s["update"] += time.process_time() - prepared
-        metrics |= self._summary(done)
+        metrics |= summary(done, done, c, lr=[group["lr"] for group in self.optimizer.param_groups])
+        if c.entropy_target is not None:
+            metrics["policy/entropy_coef"] = self.entropy.coef
         self._steer(metrics, done.sums, warming=warming)
         self.policy.observe(tree.flatten_time(trajectory.obs), trajectory.mask.flatten())
         return metrics
@@ -83,63 +187,22 @@ class JointLearner(Descent):
         mask, done, steps = t.mask, t.terminated | t.truncated, 1 if t.steps is None else t.steps
         inputs = self.policy.encode(tree.flatten_time(t.obs))  # [T*N, ..]
         metrics: Metrics = {}
-        reward = advantages.clip(t.reward, c.reward_clip)
-        if c.reward_norm == "running":
-            self.returns.update(reward, done, mask, c.gamma, steps)
-        reward = advantages.shape_rewards(
-            reward,
-            mask,
-            norm=c.reward_norm,
-            shift=c.reward_shift,
-            scale=c.reward_scale,
-            group_size=c.group_size,
-            running_std=self.returns.std,
-        )
-        if c.whiten_rewards:
-            reward = advantages.whiten_rewards(reward, mask)
+        reward = shaped(t.reward, done, mask, c, returns=self.returns, steps=steps)
         weight, behaviour = None, t.log_prob
         if c.off_policy_correction is not None:
             behaviour = self._view(self.policy, inputs, t).log_prob
             old, acted = (losses.reduce_log_prob(x, c.logprob_type, batch_dims=2) for x in (behaviour, t.log_prob))
-            weight = losses.off_policy_weight(old, acted, mask, kind=c.off_policy_correction, cap=c.off_policy_cap)
-            count = float(expand_mask(mask, weight).sum())
-            metrics["policy/off_policy_weight"] = Mean(float(masked_sum(weight, mask)), count)
+            weight, metrics = off_policy(old, acted, mask, c)
         reference = None
         if self.reference is not None:  # it sees raw observations through its own, frozen normaliser
             reference = self._view(self.reference, self.reference.encode(tree.flatten_time(t.obs)), t)
         if reference is not None and c.use_kl_in_reward:
             logits = self._view(self.policy, inputs, t).logits if c.kl_penalty == "full" else None
             distance = kl_distance(behaviour, reference.log_prob, c.kl_penalty, logits, reference.logits, dims=2)
-            reward = kl.penalize(reward, distance, mask, coef=self.kl.coef)
-            columns = float(losses.denominator(mask, how="seq-mean-token-mean"))
-            per_column = float(losses.aggregate(distance, mask, how="seq-mean-token-mean"))
-            metrics |= {"kl/to_reference": Mean(per_column * columns, columns), "kl/coef": self.kl.coef}
-        advantage, returns = advantages.estimate(
-            c.adv_type,
-            reward=reward,
-            value=t.value,
-            next_value=t.next_value,
-            terminated=t.terminated,
-            truncated=t.truncated,
-            mask=mask,
-            gamma=c.gamma,
-            gae_lambda=c.gae_lambda,
-            group_size=c.group_size,
-            bootstrap_type=c.bootstrap_type,
-            steps=steps,
-            whiten=False,  # normalize_advantages says whether
-        )
-        metrics |= {
-            "value/explained_variance": float(explained_variance(t.value, returns, mask)),
-            "advantage/mean": float((raw := masked_moments(advantage, mask)).mean),
-            "advantage/std": float(raw.var.sqrt()),
-            "advantage/zero_fraction": Mean(float(((advantage == 0) & mask).sum()), float(mask.sum())),
-        }
-        if c.normalize_advantages:
-            advantage, used = advantages.normalize(advantage, mask)
-            if float(used.count) < 2:
-                self.notice("algorithm.normalize_advantages: skipped, fewer than 2 samples in the rollout")
-        advantage = advantages.clip(advantage, c.advantage_clip)
+            reward, told = penalized(reward, distance, mask, self.kl.coef)
+            metrics |= told
+        advantage, returns, told = estimated(replace(t, reward=reward), c, steps=steps, notice=self.notice)
+        metrics |= told
         batch = Batch(
             inputs=tree.map(lambda x: x.unflatten(0, mask.shape), inputs),
             action=t.action,
@@ -168,32 +231,6 @@ class JointLearner(Descent):
         return tree.map(lambda x: x.unflatten(0, t.mask.shape), joined)
 
     # --------------------------------------------------------------------------------------------- after the epochs
-    def _summary(self, done: Descended) -> Metrics:
-        s = defaultdict(float, done.sums)
-        steps, count, rows = s["steps"], s["count"], s["rows"]
-        metrics: Metrics = {
-            "policy/loss": Mean(s["policy_loss"], steps),
-            "policy/approx_kl": Mean(s["approx_kl"], count),
-            "policy/clip_fraction": Mean(s["clip_fraction"], count),
-            "policy/ratio_max": done.ratio_max,
-            "policy/entropy": Mean(s["entropy"], steps),
-            "policy/grad_norm": Mean(s["actor_norm"], steps),
-            "policy/lr": self.optimizer.param_groups[0]["lr"],
-            "policy/epochs": float(done.epochs),
-            "value/loss": Mean(s["value_loss"], steps),
-            "value/grad_norm": Mean(s["critic_norm"], steps),
-            "value/lr": self.optimizer.param_groups[1]["lr"],
-        }
-        if self.config.clip_ratio_c is not None:
-            metrics["policy/dual_clip_fraction"] = Mean(s["dual_clip_fraction"], count)
-        if self.config.value_clip is not None:
-            metrics["value/clip_fraction"] = Mean(s["value_clipped"], rows)
-        if self.config.entropy_target is not None:
-            metrics["policy/entropy_coef"] = self.entropy.coef
-        if self.config.use_kl_loss and not self.config.use_kl_in_reward:
-            metrics["kl/to_reference"] = Mean(s["kl"], rows)
-        return metrics
-
     def _steer(self, metrics: Metrics, sums: Mapping[str, Any], *, warming: bool) -> None:
         """Move what adapts: entropy bonus, KL coefficient, adaptive learning rate. Metrics hold the values before."""
         if warming or not sums["steps"]:

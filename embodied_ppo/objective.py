@@ -1,4 +1,4 @@
-"""The joint loss of a minibatch, and one whole optimiser step as a function of tensors only."""
+"""The loss of a minibatch (robot policy or language model), and one optimiser step as a function of tensors only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from embodied_ppo import kl, losses, tree
 from embodied_ppo.config import AlgorithmConfig
+from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
 from embodied_ppo.moments import masked_sum
 from embodied_ppo.types import Batch, Evaluation, Policy
 
@@ -33,6 +34,20 @@ def kl_distance(
     return kl.estimate(own, other, kind, logits=logits, ref_logits=ref_logits)
 
 
+def _surrogate(log_prob: Tensor, b: Batch, c: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """``losses.policy_loss`` with the options' clipping."""
+    return losses.policy_loss(
+        log_prob,
+        b.log_prob,
+        b.advantage,
+        b.mask,
+        clip_ratio_low=c.clip_ratio_low,
+        clip_ratio_high=c.clip_ratio_high,
+        clip_ratio_c=c.clip_ratio_c,
+        weight=b.weight,
+    )
+
+
 class Objective(nn.Module):
     """L = L_policy - c_H·H + c_kl·KL + c_V·L_value; a module, so that its parameters can be handed in as tensors."""
 
@@ -54,16 +69,7 @@ class Objective(nn.Module):
         dims = b.mask.ndim
         log_prob = losses.reduce_log_prob(out.log_prob, c.logprob_type, batch_dims=dims)
         entropy = losses.reduce_log_prob(out.entropy, c.entropy_type, batch_dims=dims)
-        elements, stats = losses.policy_loss(
-            log_prob,
-            b.log_prob,
-            b.advantage,
-            b.mask,
-            clip_ratio_low=c.clip_ratio_low,
-            clip_ratio_high=c.clip_ratio_high,
-            clip_ratio_c=c.clip_ratio_c,
-            weight=b.weight,
-        )
+        elements, stats = _surrogate(log_prob, b, c)
 
         def agg(x: Tensor) -> Tensor:
             return losses.aggregate(x, b.mask, how=c.loss_agg_func, denominator=whole, length=float(c.horizon))
@@ -92,6 +98,13 @@ class Objective(nn.Module):
             "rows": b.mask.sum(),
         }
 
+    @staticmethod
+    def statistics(batch: Batch) -> tuple[str, ...]:
+        """Names of the statistics for such a batch."""
+        names: tuple[str, ...] = ("clip_fraction", "dual_clip_fraction", "approx_kl", "ratio_max", "count")
+        names += ("kl",) if batch.ref_log_prob is not None else ()
+        return (*names, "loss", "policy_loss", "value_loss", "entropy", "value_clipped", "rows")
+
     def _evaluate(self, b: Batch) -> Evaluation:
         """The policy's view of the micro-batch; columns are flattened for the model and folded back."""
         if self.config.minibatch_unit == "step":
@@ -99,6 +112,94 @@ class Objective(nn.Module):
         flat = tree.flatten_time
         out = self.policy.evaluate(flat(b.inputs), flat(b.action), flat(b.replay))
         return tree.map(lambda x: x.unflatten(0, b.mask.shape), out)
+
+
+class TokenObjective(nn.Module):
+    """Of a language model: L = L_policy - c_H·H + c_kl·KL of an actor, or L_value of a critic, another model.
+
+    A batch's inputs are "row" int64 [L, B], prompt and response without a gap, and "place" int64 [T, B], where in its
+    row the token before each response token is; everything else is [T, B].
+    """
+
+    def __init__(
+        self,
+        model: LanguagePolicy | LanguageCritic,
+        config: AlgorithmConfig,
+        *,
+        length: int,
+        reference: LanguagePolicy | None = None,
+    ) -> None:
+        """``length``: response_length, what seq-mean-token-sum-norm divides by. ``reference``: for kl type full."""
+        super().__init__()
+        self.policy, self.config, self.length = model, config, float(length)
+        self.reference = _Aside(reference)
+
+    @staticmethod
+    def statistics(batch: Batch) -> tuple[str, ...]:
+        """As ``Objective.statistics``."""
+        return Objective.statistics(batch)
+
+    def forward(
+        self, b: Batch, whole: Tensor, rows: Tensor, *, entropy_coef: Tensor | float, warming: bool = False
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """As ``Objective.forward``."""
+        zero = b.advantage.new_zeros(())
+        ids, place = b.inputs["row"].T, b.inputs["place"].T
+        stats = dict.fromkeys(self.statistics(b), zero) | {"rows": b.mask.sum()}
+        if isinstance(self.policy, LanguageCritic):
+            value = self.policy.value(ids, place).T
+            c = self.config
+            errors, far = losses.value_loss(
+                value, b.value, b.returns, value_clip=c.value_clip, huber_delta=c.huber_delta
+            )
+            loss = losses.aggregate(errors, b.mask, denominator=rows)
+            return loss, stats | {
+                "loss": loss.detach(),
+                "value_loss": loss.detach(),
+                "value_clipped": (far & b.mask).sum(),
+            }
+        return self._actor(self.policy, b, ids, place, whole, entropy_coef, stats)
+
+    def _actor(
+        self,
+        policy: LanguagePolicy,
+        b: Batch,
+        ids: Tensor,
+        place: Tensor,
+        whole: Tensor,
+        entropy_coef: Tensor | float,
+        stats: dict[str, Tensor],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        c = self.config
+        full = b.ref_log_prob is not None and c.kl_loss_type == "full"
+        view = policy.view_where(
+            b.mask,
+            policy.hidden(ids, place),
+            b.action,
+            reference=self.reference.module if full else None,
+            ref=b.ref_logits,
+        )
+        elements, told = _surrogate(view.log_prob, b, c)
+
+        def agg(x: Tensor) -> Tensor:
+            return losses.aggregate(x, b.mask, how=c.loss_agg_func, denominator=whole, length=self.length)
+
+        policy_loss, entropy = agg(elements), agg(view.entropy)
+        loss = policy_loss - entropy_coef * entropy
+        if b.ref_log_prob is not None:
+            distance = view.distance if full else kl.estimate(view.log_prob, b.ref_log_prob, c.kl_loss_type)
+            assert distance is not None
+            loss = loss + c.kl_loss_coef * agg(distance)
+            told["kl"] = masked_sum(distance.detach(), b.mask)
+        told |= {"loss": loss.detach(), "policy_loss": policy_loss.detach(), "entropy": entropy.detach()}
+        return loss, stats | told
+
+
+class _Aside:
+    """Keeps a module out of another's parameters."""
+
+    def __init__(self, module: LanguagePolicy | None) -> None:
+        self.module = module
 
 
 def take(batch: Batch, index: Tensor, unit: str) -> Batch:
@@ -128,23 +229,31 @@ class MinibatchStep:
     that it can be compiled or captured as one graph.
     """
 
-    def __init__(self, objective: Objective, actor: Sequence[str], critic: Sequence[str], batch: Batch) -> None:
-        """``actor``, ``critic``: parameter names of the policy. ``batch``: a rollout's, for its structure."""
+    def __init__(
+        self,
+        objective: Objective | TokenObjective,
+        actor: Sequence[str],
+        critic: Sequence[str],
+        batch: Batch,
+        buffers: Sequence[str] = (),
+    ) -> None:
+        """``actor``, ``critic``: parameter names of the policy; ``buffers``: what else of it the loss reads. ``batch``:
+        a rollout's, for its structure."""
         self.objective, self.names, self.actors = objective, [f"policy.{n}" for n in (*actor, *critic)], len(actor)
+        self.buffers = [f"policy.{n}" for n in buffers]
         self.batch = tree.map(lambda x: x.new_empty(0), batch)
 
     def statistics(self) -> tuple[str, ...]:
         """Names of the result's entries, in order; the last is not finite where nothing was changed."""
-        names: tuple[str, ...] = ("clip_fraction", "dual_clip_fraction", "approx_kl", "ratio_max", "count")
-        names += ("kl",) if self.batch.ref_log_prob is not None else ()
-        names += ("loss", "policy_loss", "value_loss", "entropy", "value_clipped", "rows")
-        return (*names, "actor_norm", "critic_norm", "finite")
+        return (*self.objective.statistics(self.batch), "actor_norm", "critic_norm", "finite")
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """(parameters, first moments, second moments, settings [7], index [B], the rollout's leaves) -> float32 [K]."""
+        """(parameters, first moments, second moments, settings [7], index [B], buffers, the rollout's leaves) ->
+        float32 [K]."""
         c, n = self.objective.config, len(self.names)
         params, first, second = tensors[:n], tensors[n : 2 * n], tensors[2 * n : 3 * n]
-        settings, index, *leaves = tensors[3 * n :]
+        settings, index, *others = tensors[3 * n :]
+        frozen, leaves = others[: len(self.buffers)], others[len(self.buffers) :]
         s = dict(zip(SETTINGS, settings.unbind(), strict=True))
         rest = iter(leaves)
         batch: Batch = tree.map(lambda _: next(rest), self.batch)
@@ -153,14 +262,16 @@ class MinibatchStep:
         whole, rows = losses.denominator(part.mask, how=c.loss_agg_func), losses.denominator(part.mask)
         loss, stats = torch.func.functional_call(
             self.objective,
-            dict(zip(self.names, live, strict=True)),
+            dict(zip([*self.names, *self.buffers], [*live, *frozen], strict=True)),
             (part, whole, rows),
             {"entropy_coef": s["entropy_coef"]},
         )
         grads = torch.autograd.grad(loss, live)
         with torch.no_grad():
             squares = [g.square().sum() for g in grads]
-            actor, critic = (torch.stack(x).sum().sqrt() for x in (squares[: self.actors], squares[self.actors :]))
+            actor, critic = (
+                sum(x, loss.new_zeros(())).sqrt() for x in (squares[: self.actors], squares[self.actors :])
+            )
             norm = torch.hypot(actor, critic)
             finite = norm + loss
             fine = torch.isfinite(finite) & (rows > 0)  # momentum alone would move weights

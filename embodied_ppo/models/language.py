@@ -231,6 +231,28 @@ class LanguagePolicy(nn.Module):
         columns: Any = [torch.cat(x).view(shape) if x[0] is not None else None for x in zip(*parts, strict=True)]
         return TokenView(*columns)
 
+    def view_where(
+        self,
+        mask: Tensor,
+        hidden: Tensor,
+        action: Tensor,
+        *,
+        reference: LanguagePolicy | None = None,
+        ref: Tensor | None = None,
+    ) -> TokenView:
+        """``view`` of hidden [B, R, D] and, time first, action [R, B] and ``ref`` [R, B, D]; all [R, B], arbitrary
+        where ``mask`` is False: with a large vocabulary nothing is computed there."""
+        hidden = hidden.transpose(0, 1)
+        if 4 * mask.numel() * self.model.lm_head.weight.shape[0] <= CHUNK_BYTES:
+            return self.view(hidden, action, reference=reference, ref_hidden=ref)
+        few = self.view(hidden[mask], action[mask], reference=reference, ref_hidden=None if ref is None else ref[mask])
+
+        def spread(x: Tensor) -> Tensor:
+            return torch.zeros(mask.shape, device=x.device).index_put((mask,), x)
+
+        distance = None if few.distance is None else spread(few.distance)
+        return TokenView(spread(few.log_prob), spread(few.entropy), distance)
+
     def _part(
         self, reference: LanguagePolicy | None, hidden: Tensor, action: Tensor, ref_hidden: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
