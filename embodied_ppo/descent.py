@@ -233,7 +233,7 @@ class Descent:
         if warming:
             for p in self.actor:
                 p.grad = None
-        actor, critic = (_gradient_norm(group) for group in (self.actor, self.critic))
+        actor, critic = (_gradient_norm(group, part.mask.device) for group in (self.actor, self.critic))
         norm = torch.hypot(actor, critic)
         total |= {"actor_norm": actor, "critic_norm": critic, "finite": norm + total["loss"]}
         if not math.isfinite(float(total["finite"])):
@@ -319,20 +319,30 @@ class TokenDescent(Descent):
 
     def _micro(self, part: Batch) -> Iterator[Batch]:
         """Columns sorted by length, cut by the budget, trimmed."""
-        last = torch.where(part.mask, part.inputs["place"], -1).amax(0) + 1  # [B] tokens that anything depends on
-        order = last.argsort(descending=True, stable=True)
-        order = order[last[order] > 0]
-        lengths = last[order].tolist()
-        start = 0
-        while start < len(lengths):
-            width = lengths[start]
-            count = len(lengths) if self.tokens is None else max(1, self.tokens // width)
-            cut = tree.map(lambda x, at=order[start : start + count]: x.index_select(1, at), part)
-            rows = int(cut.mask.any(1).nonzero().max()) + 1
+        for index, width, rows in cut_columns(part.mask, part.inputs["place"], self.tokens):
+            cut = take(part, index, "column")
             inputs = {"row": cut.inputs["row"][:width], "place": cut.inputs["place"][:rows].clamp(max=width - 1)}
-            rest = replace(cut, inputs={})
-            yield replace(tree.map(lambda x, n=rows: x[:n], rest), inputs=inputs)
-            start += count
+            rest = tree.map(lambda x, n=rows: x[:n], replace(cut, inputs={}))
+            yield replace(rest, inputs=inputs)
+
+
+def cut_columns(mask: Tensor, place: Tensor, tokens: int | None) -> Iterator[tuple[Tensor, int, int]]:
+    """Columns [N] of mask and place [T, N] in parts: (index, tokens of a row that count, response tokens that count).
+
+    Sorted by length; a part holds at most ``tokens``, padding included, or one column. Those that are all masked are
+    left out.
+    """
+    last = torch.where(mask, place, -1).amax(0) + 1  # [N] what anything depends on
+    order = last.argsort(descending=True, stable=True)
+    lengths = last[order].tolist()
+    count = sum(x > 0 for x in lengths)
+    rows = (mask * torch.arange(1, len(mask) + 1, device=mask.device).unsqueeze(1)).amax(0)[order].tolist()
+    start = 0
+    while start < count:
+        size = count if tokens is None else max(1, tokens // lengths[start])
+        part = slice(start, min(count, start + size))
+        yield order[part], lengths[start], max(rows[part])
+        start = part.stop
 
 
 @dataclass(frozen=True)
@@ -360,8 +370,8 @@ def _adam_state(optimizer: torch.optim.Optimizer) -> _AdamState:
     return _AdamState([p.detach() for p in parameters], *lists)
 
 
-def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
+def _gradient_norm(parameters: list[nn.Parameter], device: torch.device) -> Tensor:
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
-        return torch.zeros((), device=parameters[0].device)
+        return torch.zeros((), device=device)
     return torch.nn.utils.get_total_norm(grads, foreach=True)

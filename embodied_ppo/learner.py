@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from embodied_ppo import advantages, compiled, kl, losses, tree
 from embodied_ppo.config import AlgorithmConfig
-from embodied_ppo.descent import Descended, Descent
+from embodied_ppo.descent import Descended, Descent, TokenDescent, cut_columns
+from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
 from embodied_ppo.moments import expand_mask, explained_variance, masked_moments, masked_sum
-from embodied_ppo.objective import Objective, kl_distance
+from embodied_ppo.objective import Objective, TokenObjective, kl_distance
 from embodied_ppo.types import Batch, ConfigError, Evaluation, Mean, Metrics, Policy, Trajectory
 
 
@@ -265,3 +266,236 @@ class JointLearner(Descent):
                     "with; start a new run, or resume without the KL options"
                 )
             self.reference.load_state_dict(state["reference"])
+
+
+# ---------------------------------------------------------------------------------------------------------- two models
+class SplitLearner:
+    """PPO on a language model and a separate critic: the same advantages, two losses, two optimisers.
+
+    A trajectory's obs are "row" int64 [L, N], prompt and response without a gap, and "place" int64 [T, N], see
+    ``TokenObjective``; its values are the critic's business: what it holds of them is not read.
+    """
+
+    def __init__(
+        self,
+        policy: LanguagePolicy,
+        critic: LanguageCritic | None,
+        config: AlgorithmConfig,
+        *,
+        critic_config: AlgorithmConfig | None = None,
+        length: int,
+        columns: int,
+        critic_columns: int | None = None,
+        tokens: int | None = None,
+        recompute: bool = False,
+        num_sequences: int,
+        updates: int,
+        seed: int,
+        later: Sequence[compiled.Later] = (),
+        dump_dir: Path | None = None,
+        notice: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """``critic``: None for estimators that read no value. ``critic_config``: of its optimiser and epochs; None: as
+        ``config``. ``length``: response_length (T). ``columns``, ``critic_columns``: sequences of an optimiser step.
+        ``tokens``: at most in a forward pass; None: no limit. ``recompute``: the behaviour's log-probabilities are
+        computed anew before the first epoch; False: the rollout's are taken. ``num_sequences``: N. ``later``: compiled
+        minibatches of actor and critic. The rest as for ``JointLearner``. Raises ConfigError."""
+        self.policy, self.config, self.tokens, self.recompute = policy, config, tokens, recompute
+        self.notice = notice
+        self.cpu_s = {"advantages": 0.0, "update": 0.0}
+        self.reference: LanguagePolicy | None = None
+        if config.use_kl_loss or config.use_kl_in_reward:
+            if config.use_kl_loss:
+                kl.check_loss_type(config.kl_loss_type)
+            self.reference = copy.deepcopy(policy).requires_grad_(False)
+        rest: dict[str, Any] = {"updates": updates, "seed": seed, "dump_dir": dump_dir, "notice": notice}
+        whole = replace(config, minibatch_unit="column", micro_batch_size=None)
+        self.actor = TokenDescent(
+            TokenObjective(policy, whole, length=length, reference=self.reference),
+            whole,
+            columns=columns,
+            tokens=tokens,
+            later=later[0] if later else None,
+            **rest,
+        )
+        self.critic: TokenDescent | None = None
+        if critic is not None:
+            own = replace(critic_config or config, minibatch_unit="column", micro_batch_size=None, target_kl_stop=None)
+            self.critic = TokenDescent(
+                TokenObjective(critic, own, length=length),
+                own,
+                columns=critic_columns or columns,
+                tokens=tokens,
+                critic=True,
+                later=later[1] if later else None,
+                **rest,
+            )
+        elif config.adv_type == "gae":
+            raise ConfigError("algorithm.adv_type = gae: needs a critic; write critic.use_critic_model=true")
+        self.returns = advantages.ReturnScaler(num_sequences).to(next(policy.parameters()).device)
+        self.kl = kl.controller(**vars(config.kl_ctrl))
+        self.entropy = losses.EntropyController(config.entropy_bonus, config.entropy_target)
+
+    # --------------------------------------------------------------------------------------------- one update
+    def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
+        """Critic first, then actor, from the same advantages; ``critic_warmup`` leaves the actor out."""
+        c = self.config
+        start = time.process_time()
+        batch, metrics = self._prepare(trajectory)
+        prepared = time.process_time()
+        nothing = Descended({}, 0.0, 0)
+        critic = actor = nothing
+        if self.critic is not None:
+            plain = replace(batch, log_prob=batch.value, weight=None, ref_log_prob=None, ref_logits=None)
+            critic = self.critic.descend(plain, update, warming=False, entropy_coef=0.0)
+        if update >= c.critic_warmup:
+            actor = self.actor.descend(batch, update, warming=False, entropy_coef=self.entropy.coef)
+        self.cpu_s["advantages"] += prepared - start
+        self.cpu_s["update"] += time.process_time() - prepared
+        rates = [self.actor.optimizer.param_groups[0]["lr"]]
+        rates.append(self.critic.optimizer.param_groups[1]["lr"] if self.critic is not None else 0.0)
+        metrics |= summary(actor, critic, c, lr=rates)
+        if c.entropy_target is not None:
+            metrics["policy/entropy_coef"] = self.entropy.coef
+        if actor is not nothing and actor.sums["steps"]:
+            self._steer(metrics, actor.sums)
+        return metrics
+
+    def _steer(self, metrics: Metrics, sums: Mapping[str, float]) -> None:
+        self.entropy.update(sums["entropy"] / sums["steps"])
+        distance = metrics.get("kl/to_reference")
+        if self.config.use_kl_in_reward and isinstance(distance, Mean):
+            self.kl.update(distance.value, int(distance.count))
+        self.actor._adapt(sums)
+
+    def _prepare(self, t: Trajectory) -> tuple[Batch, Metrics]:
+        """Values, log-probabilities, rewards and advantages, [T, N]."""
+        c, mask = self.config, t.mask
+        metrics: Metrics = {}
+        behaviour, weight = t.log_prob, None
+        full = "full" in ((c.kl_loss_type,) if c.use_kl_loss else ()) or (c.use_kl_in_reward and c.kl_penalty == "full")
+        if self.recompute or c.off_policy_correction is not None or (c.use_kl_in_reward and c.kl_penalty == "full"):
+            own = self._view(self.policy, t)
+            behaviour = own["log_prob"]
+            if c.off_policy_correction is not None:
+                weight, metrics = off_policy(behaviour, t.log_prob, mask, c)
+        other = self._view(self.reference, t, hidden=full) if self.reference is not None else {}
+        # A score belongs to the sequence: it is normalised as such and lies on the last token, where the episode ends.
+        done = t.terminated | t.truncated
+        some = mask.any(0, keepdim=True)  # [1, N]
+        score = torch.where(mask, t.reward, 0.0).sum(0, keepdim=True)
+        if c.reward_norm == "running":
+            self.returns.update(t.reward, done, mask, c.gamma)
+        plain = replace(c, whiten_rewards=False)
+        score = shaped(score, some, some, plain, returns=self.returns)
+        reward = torch.where(done & mask, score, 0.0)
+        if c.whiten_rewards:
+            reward = advantages.whiten_rewards(reward, mask)
+        if c.use_kl_in_reward:
+            distance = self._distance(t, behaviour, other)
+            reward, told = penalized(reward, distance, mask, self.kl.coef)
+            metrics |= told
+        value = self._values(t) if self.critic is not None else torch.zeros_like(t.value)
+        following = torch.cat([value[1:], torch.zeros_like(value[:1])])  # never read where the response ends
+        t = replace(t, value=value, next_value=following, reward=reward)
+        advantage, returns, told = estimated(t, c, notice=self.notice)
+        batch = Batch(
+            inputs=t.obs,
+            action=t.action,
+            replay={},
+            log_prob=behaviour,
+            value=value,
+            advantage=advantage,
+            returns=returns,
+            mask=mask,
+            weight=weight,
+            ref_log_prob=other.get("log_prob") if c.use_kl_loss else None,
+            ref_logits=other.get("hidden") if c.use_kl_loss and c.kl_loss_type == "full" else None,
+        )
+        return batch, metrics | told
+
+    # --------------------------------------------------------------------------------------------- views
+    def _parts(self, t: Trajectory) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
+        """Columns in parts of like length: (index [b], ids [b, l], place [b, r], r)."""
+        assert isinstance(t.obs, dict)
+        for part, width, rows in cut_columns(t.mask, t.obs["place"], self.tokens):
+            ids, place = t.obs["row"][:width, part], t.obs["place"][:rows, part].clamp(max=width - 1)
+            yield part, ids.T, place.T, rows
+
+    @torch.no_grad()
+    def _view(self, policy: LanguagePolicy, t: Trajectory, *, hidden: bool = False) -> dict[str, Tensor]:
+        """Log-probability, entropy [T, N] and, if asked for, hidden states [T, N, D] of the taken tokens."""
+        zero = torch.zeros_like(t.log_prob)
+        out = {"log_prob": zero, "entropy": zero.clone()}
+        if hidden:
+            out["hidden"] = zero.new_zeros(*zero.shape, policy.decoder.module.hidden_size)
+        for part, ids, place, rows in self._parts(t):
+            states = policy.hidden(ids, place)
+            view = policy.view_where(t.mask[:rows, part], states, t.action[:rows, part])
+            out["log_prob"][:rows, part], out["entropy"][:rows, part] = view.log_prob, view.entropy
+            if hidden:
+                out["hidden"][:rows, part] = states.transpose(0, 1).to(zero.dtype)
+        return out
+
+    @torch.no_grad()
+    def _values(self, t: Trajectory) -> Tensor:
+        assert self.critic is not None
+        critic: Any = self.critic.module
+        value = torch.zeros_like(t.value)
+        for part, ids, place, rows in self._parts(t):
+            value[:rows, part] = torch.where(t.mask[:rows, part], critic.value(ids, place).T, 0.0)
+        return value
+
+    @torch.no_grad()
+    def _distance(self, t: Trajectory, behaviour: Tensor, other: Mapping[str, Tensor]) -> Tensor:
+        """KL from the reference, [T, N], by the estimator kl_penalty."""
+        if self.config.kl_penalty != "full":
+            return kl.estimate(behaviour, other["log_prob"], self.config.kl_penalty)
+        distance = torch.zeros_like(behaviour)
+        for part, ids, place, rows in self._parts(t):
+            view = self.policy.view_where(
+                t.mask[:rows, part],
+                self.policy.hidden(ids, place),
+                t.action[:rows, part],
+                reference=self.reference,
+                ref=other["hidden"][:rows, part],
+            )
+            assert view.distance is not None
+            distance[:rows, part] = view.distance
+        return distance
+
+    # --------------------------------------------------------------------------------------------- checkpoint
+    def state(self) -> dict[str, Any]:
+        """Everything beyond the policy's weights that the next update depends on."""
+        return {
+            "actor": self.actor.state(),
+            "critic": None if self.critic is None else self.critic.state(),
+            "critic_weights": None if self.critic is None else self.critic.module.state_dict(),
+            "reference": None if self.reference is None else self.reference.state_dict(),
+            "returns": self.returns.state_dict(),
+            "kl": self.kl.state_dict(),
+            "entropy": self.entropy.state_dict(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state()``. Raises ConfigError where it has no critic or reference to continue with."""
+        for name, here in (("critic", self.critic), ("reference", self.reference)):
+            if here is not None and state[name] is None:
+                raise ConfigError(f"the checkpoint holds no {name} to continue with; start a new run")
+        self.actor.load_state(state["actor"])
+        if self.critic is not None:
+            self.critic.load_state(state["critic"])
+            self.critic.module.load_state_dict(state["critic_weights"])
+        if self.reference is not None:
+            self.reference.load_state_dict(state["reference"])
+        self.returns.load_state_dict(state["returns"])
+        if self.config.kl_ctrl.type == "adaptive":
+            self.kl.load_state_dict(state["kl"])
+        if self.config.entropy_target is not None:
+            self.entropy.load_state_dict(state["entropy"])
+
+    def close(self) -> None:
+        """Give up compilations under way."""
+        self.actor.close()
+        if self.critic is not None:
+            self.critic.close()
