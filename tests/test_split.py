@@ -1,0 +1,298 @@
+"""SplitLearner: what a token's loss is made of, and what must not change it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_language import make
+from torch import Tensor
+
+from embodied_ppo.config import AlgorithmConfig, KLControlConfig
+from embodied_ppo.descent import _adam_state
+from embodied_ppo.learner import SplitLearner
+from embodied_ppo.log import numbers
+from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
+from embodied_ppo.objective import MinibatchStep, adamw_settings
+from embodied_ppo.types import ConfigError, Trajectory
+
+T, N = 6, 8
+PROMPT = [3, 5, 2, 4, 3, 5, 2, 4]
+LENGTH = [6, 1, 4, 2, 3, 6, 5, 1]
+"""Tokens of each prompt and response."""
+BASE = AlgorithmConfig(
+    gamma=0.99, gae_lambda=0.9, update_epoch=2, global_batch_size=4, value_clip=0.5, huber_delta=None, lr=1e-3
+)
+
+
+def experience(policy: LanguagePolicy, *, more: int = 0, seed: int = 0, noise: float = 0.0) -> Trajectory:
+    """Ragged rows, with ``more`` columns of padding behind prompts and responses; one score a row."""
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 50, (N, 12), generator=g)
+    width, rows = 5 + T - 1 + more, T + more
+    row, action = torch.zeros(N, width, dtype=torch.int64), torch.zeros(N, rows, dtype=torch.int64)
+    for i, (p, r) in enumerate(zip(PROMPT, LENGTH, strict=True)):
+        row[i, : p + r - 1] = tokens[i, : p + r - 1]
+        action[i, :r] = tokens[i, p : p + r]
+    place = torch.tensor(PROMPT).unsqueeze(1) - 1 + torch.arange(rows)
+    place = place.clamp(max=width - 1)
+    mask = torch.arange(rows) < torch.tensor(LENGTH).unsqueeze(1)
+    with torch.no_grad():
+        log_prob = policy.view(policy.hidden(row, place), action).log_prob
+    log_prob = log_prob + noise * torch.randn(N, T + 3, generator=g)[:, :1]
+    last = torch.arange(rows) == torch.tensor(LENGTH).unsqueeze(1) - 1
+    score = torch.rand(N, 1, generator=g)
+    zero = torch.zeros(rows, N)
+    return Trajectory(
+        obs={"row": row.T, "place": place.T},
+        action=action.T,
+        log_prob=torch.where(mask, log_prob, 0.0).T,
+        value=zero,
+        replay={},
+        next_value=zero,
+        reward=torch.where(last, score, 0.0).T,
+        terminated=last.T,
+        truncated=torch.zeros_like(last.T),
+        mask=mask.T,
+        version=torch.zeros(rows, N, dtype=torch.int64),
+    )
+
+
+def learner(config: AlgorithmConfig = BASE, *, critic: bool = True, **options: Any) -> SplitLearner:
+    policy = make()
+    model = LanguageCritic(copy.deepcopy(policy.model)) if critic else None
+    if model is not None:
+        with torch.no_grad():  # values that are not all 0
+            model.value_head.weight.copy_(torch.linspace(-0.2, 0.2, 32))
+    known: dict[str, Any] = {"length": T, "columns": 4, "num_sequences": N, "updates": 10, "seed": 0} | options
+    return SplitLearner(policy, model, config, **known)
+
+
+def weights(x: SplitLearner) -> list[Tensor]:
+    modules = [x.policy, *([] if x.critic is None else [x.critic.module])]
+    return [p.detach().clone() for m in modules for p in m.parameters()]
+
+
+def differences(a: SplitLearner, b: SplitLearner) -> float:
+    return max(float((p - q).abs().max()) for p, q in zip(weights(a), weights(b), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------- what is read
+def test_advantages_are_those_of_each_row_alone() -> None:
+    """A float64 twin, row by row without padding: values at the token before the action, the score on the last one."""
+    x = learner()
+    t = experience(x.policy)
+    batch, metrics = x._prepare(t)
+    assert x.critic is not None and isinstance(t.obs, dict)
+    advantage, returns = torch.zeros(T, N, dtype=torch.float64), torch.zeros(T, N, dtype=torch.float64)
+    critic: Any = x.critic.module
+    for i, (p, r) in enumerate(zip(PROMPT, LENGTH, strict=True)):
+        ids = t.obs["row"][: p + r - 1, i].unsqueeze(0)
+        with torch.no_grad():
+            value = critic.value(ids, torch.arange(p - 1, p - 1 + r).unsqueeze(0))[0].double()
+        torch.testing.assert_close(batch.value[:r, i].double(), value, rtol=0, atol=1e-5)
+        carry = 0.0
+        for k in reversed(range(r)):
+            following = float(value[k + 1]) if k + 1 < r else 0.0
+            delta = float(t.reward[k, i]) + 0.99 * following - float(value[k])
+            carry = delta + 0.99 * 0.9 * carry
+            advantage[k, i], returns[k, i] = carry, carry + value[k]
+    torch.testing.assert_close(batch.returns.double()[t.mask], returns[t.mask], rtol=0, atol=1e-5)
+    flat = advantage[t.mask]
+    expected = (flat - flat.mean()) * torch.rsqrt(flat.var() + 1e-8)
+    torch.testing.assert_close(batch.advantage.double()[t.mask], expected, rtol=0, atol=1e-4)
+    assert not batch.advantage[~t.mask].any()
+    assert numbers(metrics)["advantage/mean"] == pytest.approx(float(flat.mean()), abs=1e-5)
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "full"])
+def test_kl_in_the_reward_is_per_token(kl: Any) -> None:
+    c = replace(BASE, use_kl_in_reward=True, kl_penalty=kl, kl_ctrl=KLControlConfig(kl_coef=0.5))
+    x = learner(c)
+    t = experience(x.policy)
+    assert x.reference is not None
+    with torch.no_grad():
+        x.reference.model.lm_head.weight.mul_(0.7)
+    plain = learner()._prepare(t)[0]
+    batch, metrics = x._prepare(t)
+    assert x.critic is not None and isinstance(t.obs, dict)
+    row, place = t.obs["row"].T, t.obs["place"].T
+    with torch.no_grad():
+        own, other = x.policy.hidden(row, place), x.reference.hidden(row, place)
+        p, q = (m.logits(h).log_softmax(-1) for m, h in ((x.policy, own), (x.reference, other)))
+    delta = (p - q).gather(-1, t.action.T.unsqueeze(-1)).squeeze(-1).T
+    distance = {"k1": delta, "k2": delta.square() / 2, "full": (p.exp() * (p - q)).sum(-1).T}[kl]
+    # returns differ by the discounted sum of penalties with λ-traces; with γ = λ = 1 exactly their sum
+    y = learner(replace(c, gamma=1.0, gae_lambda=1.0))
+    assert y.reference is not None
+    y.reference.load_state_dict(x.reference.state_dict())
+    found = y._prepare(t)[0].returns
+    penalties = torch.where(t.mask, distance, 0.0)
+    expected = t.reward.sum(0) - 0.5 * penalties.flip(0).cumsum(0).flip(0)
+    torch.testing.assert_close(found[t.mask], expected[t.mask], rtol=0, atol=1e-4)
+    assert not torch.equal(batch.returns, plain.returns)
+    columns = [float(distance[:r, i].mean()) for i, r in enumerate(LENGTH)]
+    assert numbers(metrics)["kl/to_reference"] == pytest.approx(sum(columns) / N, abs=1e-5)
+
+
+def test_scores_are_normalised_as_scores() -> None:
+    """One number a row, whatever its length; not one a token."""
+    x = learner(replace(BASE, reward_norm="batch", gamma=1.0, gae_lambda=1.0))
+    t = experience(x.policy)
+    score = t.reward.sum(0)
+    expected = (score - score.mean()) * torch.rsqrt(score.var() + 1e-8)
+    found = x._prepare(t)[0].returns
+    for i, r in enumerate(LENGTH):
+        torch.testing.assert_close(found[:r, i], expected[i].expand(r), rtol=0, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------- what changes nothing
+OPTIONS: dict[str, Any] = {
+    "plain": {},
+    "everything": {
+        "clip_ratio_c": 3.0,
+        "entropy_bonus": 0.01,
+        "use_kl_loss": True,
+        "kl_loss_type": "k3+",
+        "loss_agg_func": "seq-mean-token-mean",
+        "off_policy_correction": "sequence",
+    },
+    "full KL": {"use_kl_loss": True, "kl_loss_type": "full", "loss_agg_func": "seq-mean-token-sum-norm"},
+    "sums": {"loss_agg_func": "seq-mean-token-sum", "entropy_bonus": 0.01},
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("tokens", [1, 13, 40])
+def test_micro_batches_change_nothing(case: str, tokens: int) -> None:
+    c = replace(BASE, **OPTIONS[case])
+    whole, parts = learner(c), learner(c, tokens=tokens)
+    t = experience(whole.policy, noise=0.1)
+    for x in (whole, parts):
+        x.update(t, update=0)
+    assert differences(whole, parts) < 2e-5  # AdamW's first steps divide by tiny numbers
+    a, b = (x.actor.optimizer.state_dict()["state"][0]["exp_avg"] for x in (whole, parts))
+    assert float((a - b).norm() / a.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_padding_changes_nothing(case: str) -> None:
+    c = replace(BASE, **OPTIONS[case])
+    short, long = learner(c), learner(c)
+    told = [numbers(x.update(experience(x.policy, more=m), update=0)) for x, m in ((short, 0), (long, 3))]
+    assert differences(short, long) < 2e-5
+    assert told[0] == pytest.approx(told[1], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("which", ["actor", "critic"])
+def test_the_program_equals_the_eager_step(case: str, which: str) -> None:
+    """The function that is compiled, run as Python."""
+    c = replace(BASE, **OPTIONS[case])
+    eager, program = learner(c), learner(c)
+    t = experience(eager.policy, noise=0.1)
+    index = torch.tensor([5, 0, 3, 6])
+    batches = [x._prepare(t)[0] for x in (eager, program)]
+    if which == "critic":
+        batches = [replace(b, log_prob=b.value, weight=None, ref_log_prob=None, ref_logits=None) for b in batches]
+    one, two = getattr(eager, which), getattr(program, which)
+    step = one._eager_step(batches[0], warming=False, entropy_coef=0.01)
+    one.statistics = MinibatchStep(one.objective, one.names["actor"], one.names["critic"], batches[0]).statistics()
+    expected = step(index, "")
+    compute = MinibatchStep(two.objective, two.names["actor"], two.names["critic"], batches[1], two.buffers)
+    state = _adam_state(two.optimizer)
+    settings = adamw_settings(two.config, 1, lr=[two.config.lr] * 2, steps=[0, 0], entropy_coef=0.01)[0]
+    found = compute(*state.parameters, *state.first, *state.second, settings, index, *two._fixed(batches[1]))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert differences(eager, program) < 2e-5 and compute.statistics() == one.statistics
+
+
+# --------------------------------------------------------------------------------------------------------- what learns
+def test_critic_warmup_skips_exactly_so_many_actor_updates() -> None:
+    x = learner(replace(BASE, critic_warmup=2))
+    assert x.critic is not None
+    t, modules = experience(x.policy), (x.policy, x.critic.module)
+    for update in range(4):
+        before = [[p.detach().clone() for p in m.parameters()] for m in modules]
+        x.update(t, update=update)
+        now = [list(m.parameters()) for m in modules]
+        moved = [
+            any(not torch.equal(p, q) for p, q in zip(a, b, strict=True)) for a, b in zip(before, now, strict=True)
+        ]
+        assert moved == [update >= 2, True]
+
+
+def test_the_reference_stays_and_is_only_there_where_it_is_asked_for() -> None:
+    assert learner().reference is None
+    x = learner(replace(BASE, use_kl_loss=True))
+    assert x.reference is not None
+    before = [p.clone() for p in x.reference.parameters()]
+    first = numbers(x.update(experience(x.policy), update=0))
+    later = numbers(x.update(experience(x.policy), update=1))
+    assert all(torch.equal(p, q) for p, q in zip(before, x.reference.parameters(), strict=True))
+    assert later["kl/to_reference"] > first["kl/to_reference"] >= 0
+
+
+@pytest.mark.parametrize("adv_type", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_estimators_without_a_critic(adv_type: Any) -> None:
+    x = learner(replace(BASE, adv_type=adv_type, group_size=4, gamma=1.0), critic=False)
+    before = weights(x)
+    metrics = numbers(x.update(experience(x.policy), update=0))
+    assert any(not torch.equal(p, q) for p, q in zip(before, weights(x), strict=True))
+    assert metrics["policy/grad_norm"] > 0 and metrics["advantage/std"] > 0
+
+
+def test_gae_needs_a_critic() -> None:
+    with pytest.raises(ConfigError, match=r"adv_type = gae: needs a critic; write critic\.use_critic_model=true"):
+        learner(critic=False)
+
+
+def test_the_critic_has_its_own_schedule() -> None:
+    x = learner(BASE, critic_config=replace(BASE, lr=7e-3, update_epoch=5), critic_columns=2)
+    metrics = numbers(x.update(experience(x.policy), update=0))
+    assert metrics["policy/lr"] == 1e-3 and metrics["value/lr"] == 7e-3
+    assert x.critic is not None
+    steps = [int(d.optimizer.state_dict()["state"][0]["step"]) for d in (x.actor, x.critic)]
+    assert steps == [2 * 2, 5 * 4]
+
+
+def test_recomputed_log_probabilities_replace_the_rollout_s() -> None:
+    x = learner(recompute=True)
+    t = experience(x.policy, noise=0.3)
+    batch, _ = x._prepare(t)
+    exact = experience(x.policy)
+    torch.testing.assert_close(batch.log_prob[t.mask], exact.log_prob[t.mask], rtol=0, atol=1e-5)
+    assert torch.equal(learner()._prepare(t)[0].log_prob, t.log_prob)
+
+
+def test_it_continues_where_it_was_saved(tmp_path: Any) -> None:
+    options: dict[str, Any] = {
+        "use_kl_in_reward": True,
+        "kl_ctrl": KLControlConfig(type="adaptive", kl_coef=0.1, horizon=100),
+        "reward_norm": "running",
+        "entropy_bonus": 0.01,
+        "entropy_target": 2.0,
+    }
+    c = replace(BASE, **options)
+    x = learner(c)
+    ts = [experience(x.policy, seed=i) for i in range(4)]
+    for i in range(2):
+        x.update(ts[i], update=i)
+    torch.save({"policy": x.policy.state_dict(), "learner": x.state()}, tmp_path / "saved.pt")
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    y = learner(c)
+    y.policy.load_state_dict(saved["policy"])
+    y.load_state(saved["learner"])
+    for i in (2, 3):
+        told = [numbers(z.update(ts[i], update=i)) for z in (x, y)]
+        assert told[0] == told[1]
+    assert differences(x, y) == 0 and x.kl.coef == y.kl.coef != 0.1
+
+
+def test_a_checkpoint_without_a_critic_is_refused() -> None:
+    x = learner(replace(BASE, adv_type="grpo", group_size=4), critic=False)
+    with pytest.raises(ConfigError, match="holds no critic to continue with"):
+        learner().load_state(x.state())
