@@ -20,7 +20,7 @@ FLOORS: dict[str, int] = {
     **dict.fromkeys(
         ("rollout", "objective", "compiled", "descent", "learner", "evaluate", "checkpoint", "log", "loop", "report"), 3
     ),  # algorithm
-    **dict.fromkeys(("data", "grading"), 3),
+    **dict.fromkeys(("data", "grading", "reasoning", "exam"), 3),
     **dict.fromkeys(("generation.sampling", "generation.engine"), 3),
     **dict.fromkeys(("placement.local",), 4),
     **dict.fromkeys(("cli", "build", "strict", "explain"), 5),  # edge
