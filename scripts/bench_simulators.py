@@ -1,9 +1,10 @@
 """Environment steps per CPU-second of our engine, of a plain ``mj_step`` loop and of EnvPool, one thread each.
 
-    python scripts/bench_simulators.py [--tasks Ant Tabletop ..] [--envs 256] [--seconds 3] [--json FILE]
+    python scripts/bench_simulators.py [--tasks Ant Tabletop ..] [--envs 256] [--seconds 1] [--rounds 5] [--json FILE]
 
-Every row is a process of its own that steps random actions for --seconds of CPU time, three times, best of three; so
-other load on the machine costs little. The plain loop is what MuJoCo itself needs: Python calls mj_step with nstep =
+A round measures each of them once, one after the other, each in a process of its own that steps random actions for
+--seconds of CPU time. Machines change their speed within minutes, so a ratio is of one round; printed are the medians over
+the rounds, and of the ratio to EnvPool also the least and the largest. --json keeps every round. The plain loop is what MuJoCo itself needs: Python calls mj_step with nstep =
 decimation on one MjData after the other, and looks at nothing. Memory is what making the environments added.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -29,16 +31,13 @@ AT_MOST = {"PandaPickCube": 64, "Go1Joystick": 64}
 
 
 def rate(step: Callable[[], None], per_call: int, seconds: float) -> float:
-    """Steps per CPU-second, best of three."""
-    best = 0.0
-    for _ in range(3):
+    """Steps per CPU-second."""
+    step()
+    start, calls = time.process_time(), 0
+    while (spent := time.process_time() - start) < seconds:
         step()
-        start, calls = time.process_time(), 0
-        while (spent := time.process_time() - start) < seconds / 3:
-            step()
-            calls += 1
-        best = max(best, calls * per_call / spent)
-    return best
+        calls += 1
+    return calls * per_call / spent
 
 
 def measure(task: str, how: str, envs: int, seconds: float) -> dict[str, float]:
@@ -86,40 +85,47 @@ def measure(task: str, how: str, envs: int, seconds: float) -> dict[str, float]:
     return {"rate": found, "mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024}
 
 
+def run(task: str, how: str, args: argparse.Namespace) -> dict[str, float]:
+    """``measure`` in a process of its own."""
+    envs = min(args.envs, AT_MOST.get(task, args.envs)) if how == "envpool" else args.envs
+    command = [sys.executable, __file__, "--tasks", task, "--envs", str(envs), "--one", how]
+    command += ["--seconds", str(args.seconds)]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    return found | {"mb": found["mb"] * args.envs / envs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", default=[*ENVPOOL, "Tabletop"])
     parser.add_argument("--envs", type=int, default=256)
-    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(args.tasks[0], args.one, args.envs, args.seconds)))
         return
-    rows: dict[str, dict[str, dict[str, float]]] = {}
-    heads = ("ours /cpu-s", "mj_step loop", "EnvPool", "/ EnvPool", "MB ours", "EnvPool")
-    print(
-        f"{'task':<15}" + "".join(f"{head:>{width}}" for head, width in zip(heads, (14, 14, 14, 11, 9, 9), strict=True))
-    )
+    rows: dict[str, list[dict[str, dict[str, float]]]] = {}
+    widths = (12, 9, 9, 9, 16, 9, 9)
+    heads = ("ours /cpu-s", "mj_step", "EnvPool", "/ EnvPool", "least .. most", "MB ours", "EnvPool")
+    print(f"{'task':<15}" + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
     for task in args.tasks:
         kinds = ["ours", "loop", *(["envpool"] if task in ENVPOOL else []), *(["camera"] if task == "Tabletop" else [])]
-        rows[task] = {}
-        for how in kinds:
-            envs = min(args.envs, AT_MOST.get(task, args.envs)) if how == "envpool" else args.envs
-            command = [sys.executable, __file__, "--tasks", task, "--envs", str(envs), "--one", how]
-            command += ["--seconds", str(args.seconds)]
-            out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            rows[task][how] = json.loads(out.splitlines()[-1])
-            rows[task][how]["mb"] *= args.envs / envs
-        r = rows[task]
-        line = f"{task:<15}{r['ours']['rate']:>14,.0f}{r['loop']['rate']:>14,.0f}"
-        if "envpool" in r:
-            line += f"{r['envpool']['rate']:>14,.0f}{r['ours']['rate'] / r['envpool']['rate']:>11.2f}"
-            line += f"{r['ours']['mb']:>9.0f}{r['envpool']['mb']:>9.0f}"
-        print(line, flush=True)
-        if "camera" in r:
-            print(f"{'  with 64x64':<15}{r['camera']['rate']:>14,.0f}")
+        rows[task] = [{how: run(task, how, args) for how in kinds} for _ in range(args.rounds)]
+
+        def middle(how: str, what: str, rounds: list[dict[str, dict[str, float]]] = rows[task]) -> str:
+            return f"{statistics.median(r[how][what] for r in rounds):,.0f}"
+
+        cells = [middle("ours", "rate"), middle("loop", "rate")]
+        if task in ENVPOOL:
+            ratios = [r["ours"]["rate"] / r["envpool"]["rate"] for r in rows[task]]
+            cells += [middle("envpool", "rate"), f"{statistics.median(ratios):.2f}"]
+            cells += [f"{min(ratios):.2f} .. {max(ratios):.2f}", middle("ours", "mb"), middle("envpool", "mb")]
+        print(f"{task:<15}" + "".join(f"{x:>{w}}" for x, w in zip(cells, widths, strict=False)), flush=True)
+        if "camera" in kinds:
+            every = ", ".join(f"{r['camera']['rate']:,.0f}" for r in rows[task])
+            print(f"{'  with 64x64':<15}{middle('camera', 'rate'):>12}  ({every})", flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
