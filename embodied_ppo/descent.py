@@ -256,7 +256,7 @@ class Descent:
             text += f"; the batch is in {path}"
         return TrainingError(f"{text}; lower algorithm.lr or look for non-finite rewards and observations")
 
-    def _adapt(self, sums: Mapping[str, float]) -> None:
+    def adapt(self, sums: Mapping[str, float]) -> None:
         """lr_schedule=adaptive: hold approx_kl near desired_kl."""
         if self.config.lr_schedule != "adaptive":
             return

@@ -137,9 +137,7 @@ class JointLearner(Descent):
         dump_dir: Path | None = None,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``policy`` is an ``nn.Module``. ``updates`` is the length of the run that schedules span. ``later``: from
-        when on minibatches run as compiled code (None: never). ``dump_dir`` receives the batch that made a loss or
-        gradient non-finite. ``notice`` hears what a user should know once."""
+        """``policy`` is an ``nn.Module``; the rest as for ``Descent``."""
         super().__init__(
             Objective(policy, config),
             policy.parameter_groups(),
@@ -240,7 +238,7 @@ class JointLearner(Descent):
         distance = metrics.get("kl/to_reference")
         if self.config.use_kl_in_reward and isinstance(distance, Mean):
             self.kl.update(distance.value, int(distance.count))
-        self._adapt(sums)
+        self.adapt(sums)
 
     # --------------------------------------------------------------------------------------------- checkpoint
     def state(self) -> dict[str, Any]:
@@ -366,17 +364,17 @@ class SplitLearner:
         distance = metrics.get("kl/to_reference")
         if self.config.use_kl_in_reward and isinstance(distance, Mean):
             self.kl.update(distance.value, int(distance.count))
-        self.actor._adapt(sums)
+        self.actor.adapt(sums)
 
     def _prepare(self, t: Trajectory) -> tuple[Batch, Metrics]:
         """Values, log-probabilities, rewards and advantages, [T, N]."""
         c, mask = self.config, t.mask
         metrics: Metrics = {}
         behaviour, weight = t.log_prob, None
-        full = "full" in ((c.kl_loss_type,) if c.use_kl_loss else ()) or (c.use_kl_in_reward and c.kl_penalty == "full")
-        if self.recompute or c.off_policy_correction is not None or (c.use_kl_in_reward and c.kl_penalty == "full"):
-            own = self._view(self.policy, t)
-            behaviour = own["log_prob"]
+        full_loss = c.use_kl_loss and c.kl_loss_type == "full"
+        full = full_loss or (c.use_kl_in_reward and c.kl_penalty == "full")
+        if self.recompute or c.off_policy_correction is not None:
+            behaviour = self._view(self.policy, t)["log_prob"]
             if c.off_policy_correction is not None:
                 weight, metrics = off_policy(behaviour, t.log_prob, mask, c)
         other = self._view(self.reference, t, hidden=full) if self.reference is not None else {}
@@ -410,7 +408,7 @@ class SplitLearner:
             mask=mask,
             weight=weight,
             ref_log_prob=other.get("log_prob") if c.use_kl_loss else None,
-            ref_logits=other.get("hidden") if c.use_kl_loss and c.kl_loss_type == "full" else None,
+            ref_logits=other.get("hidden") if full_loss else None,
         )
         return batch, metrics | told
 
@@ -424,15 +422,16 @@ class SplitLearner:
 
     @torch.no_grad()
     def _view(self, policy: LanguagePolicy, t: Trajectory, *, hidden: bool = False) -> dict[str, Tensor]:
-        """Log-probability, entropy [T, N] and, if asked for, hidden states [T, N, D] of the taken tokens."""
+        """ "log_prob" [T, N] of the taken tokens and, if asked for, "hidden" states [T, N, D]."""
         zero = torch.zeros_like(t.log_prob)
-        out = {"log_prob": zero, "entropy": zero.clone()}
+        out = {"log_prob": zero}
         if hidden:
             out["hidden"] = zero.new_zeros(*zero.shape, policy.decoder.module.hidden_size)
         for part, ids, place, rows in self._parts(t):
             states = policy.hidden(ids, place)
-            view = policy.view_where(t.mask[:rows, part], states, t.action[:rows, part])
-            out["log_prob"][:rows, part], out["entropy"][:rows, part] = view.log_prob, view.entropy
+            out["log_prob"][:rows, part] = policy.view_where(
+                t.mask[:rows, part], states, t.action[:rows, part]
+            ).log_prob
             if hidden:
                 out["hidden"][:rows, part] = states.transpose(0, 1).to(zero.dtype)
         return out

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from embodied_ppo import kl, losses, tree
 from embodied_ppo.config import AlgorithmConfig
-from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
+from embodied_ppo.models.language import Aside, LanguageCritic, LanguagePolicy
 from embodied_ppo.moments import masked_sum
 from embodied_ppo.types import Batch, Evaluation, Policy
 
@@ -132,7 +132,7 @@ class TokenObjective(nn.Module):
         """``length``: response_length, what seq-mean-token-sum-norm divides by. ``reference``: for kl type full."""
         super().__init__()
         self.policy, self.config, self.length = model, config, float(length)
-        self.reference = _Aside(reference)
+        self.reference = Aside(reference)
 
     @staticmethod
     def statistics(batch: Batch) -> tuple[str, ...]:
@@ -193,13 +193,6 @@ class TokenObjective(nn.Module):
             told["kl"] = masked_sum(distance.detach(), b.mask)
         told |= {"loss": loss.detach(), "policy_loss": policy_loss.detach(), "entropy": entropy.detach()}
         return loss, stats | told
-
-
-class _Aside:
-    """Keeps a module out of another's parameters."""
-
-    def __init__(self, module: LanguagePolicy | None) -> None:
-        self.module = module
 
 
 def take(batch: Batch, index: Tensor, unit: str) -> Batch:

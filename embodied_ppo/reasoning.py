@@ -85,8 +85,6 @@ class ReasoningRollout:
         self.sampler = Sampler(len(prompts), batch, seed)
         self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
         self.cpu_s = {"generate": 0.0, "grade": 0.0}
-        self.samples: list[tuple[str, str, float]] = []
-        """(prompt, response, score) of the newest rollout's first rows, for people."""
 
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
         """``horizon`` is max_tokens (T). N = batch · group_size columns; groups are neighbours.
@@ -111,7 +109,6 @@ class ReasoningRollout:
         if self.graders.failures > failures:
             self.notice(f"reward: a response could not be graded and scores 0: {self.graders.last_failure}")
         scores = torch.tensor([g.score for g in grades], device=made.token.device)
-        self.samples = [(p.text, t, g.score) for p, t, g in zip(chosen[:8], texts, grades, strict=False)]
         return self._trajectory(chosen, made, scores, version), self._metrics(chosen, made, grades, scores)
 
     def text(self, tokens: list[int]) -> str:

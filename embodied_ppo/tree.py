@@ -25,9 +25,10 @@ def map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
         }
         return type(tree)(**values)
     if isinstance(tree, Mapping):
-        return {k: map(fn, v, *(r[k] for r in rest)) for k, v in tree.items()}  # type: ignore[return-value]
+        mapped: Any = {k: map(fn, v, *(r[k] for r in rest)) for k, v in tree.items()}
+        return mapped
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map(fn, v, *(r[i] for r in rest)) for i, v in enumerate(tree))  # type: ignore[return-value]
+        return type(tree)(map(fn, v, *(r[i] for r in rest)) for i, v in enumerate(tree))
     return fn(tree, *rest)
 
 

@@ -3,9 +3,10 @@
     python scripts/bench_simulators.py [--tasks Ant Tabletop ..] [--envs 256] [--seconds 1] [--rounds 5] [--json FILE]
 
 A round measures each of them once, one after the other, each in a process of its own that steps random actions for
---seconds of CPU time. Machines change their speed within minutes, so a ratio is of one round; printed are the medians over
-the rounds, and of the ratio to EnvPool also the least and the largest. --json keeps every round. The plain loop is what MuJoCo itself needs: Python calls mj_step with nstep =
-decimation on one MjData after the other, and looks at nothing. Memory is what making the environments added.
+--seconds of CPU time. Machines change their speed within minutes, so a ratio is of one round. Printed are medians over
+the rounds, and of the ratio to EnvPool also the least and the largest; --json keeps every round. The plain loop is what
+MuJoCo itself needs: Python calls mj_step with nstep = decimation on one MjData after the other, and looks at nothing.
+Memory is what making the environments added.
 """
 
 from __future__ import annotations

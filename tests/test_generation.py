@@ -50,6 +50,17 @@ def test_the_number_of_slots_changes_nothing(slots: int) -> None:
     torch.testing.assert_close(whole.log_prob, parts.log_prob, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("slots", [1, 2, 64])
+def test_a_repetition_penalty_knows_its_own_row_only(slots: int) -> None:
+    """transformers' rule, prompts included; a slot taken over remembers nothing of the response before."""
+    policy = make()
+    found = engine(policy, slots).generate(PROMPTS, Sampling(12, temperature=0.0, repetition_penalty=1.7), seed=0)
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, repetition_penalty=1.7, eos_token_id=None)
+    for i, prompt in enumerate(PROMPTS):
+        theirs = policy.model.generate(torch.tensor([prompt]), generation_config=config)
+        assert found.token[i].tolist() == theirs[0, len(prompt) :].tolist()
+
+
 def test_a_sample_is_a_function_of_seed_and_number() -> None:
     policy, sampling = make(), Sampling(10)
     all_of_them = engine(policy).generate(PROMPTS, sampling, seed=5)

@@ -105,15 +105,15 @@ def test_what_a_trajectory_holds() -> None:
 
 
 def test_groups_are_neighbours_and_randomness_is_a_function_of_the_update() -> None:
-    x = rollout(group_size=2, batch=2)
+    asked, again = Scripted(ANSWERS, 4), Scripted(ANSWERS, 4)
+    x = rollout(group_size=2, batch=2, generator=asked)
     t, _ = x.collect(4, update=0, version=0)
     x.collect(4, update=1, version=0)
     assert t.action.shape == (4, 4)
-    (first, seed, _), (_, other, _) = x.generator.asked  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    (first, seed, _), (_, other, _) = asked.asked
     assert first[0] == first[1] and first[2] == first[3] and first[0] != first[2] and seed != other
-    y = rollout(group_size=2, batch=2)
-    y.collect(4, update=0, version=0)
-    assert y.generator.asked[0][1] == seed  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    rollout(group_size=2, batch=2, generator=again).collect(4, update=0, version=0)
+    assert again.asked[0][1] == seed
 
 
 def test_responses_that_were_cut() -> None:

@@ -268,6 +268,13 @@ def test_recomputed_log_probabilities_replace_the_rollout_s() -> None:
     assert torch.equal(learner()._prepare(t)[0].log_prob, t.log_prob)
 
 
+def test_a_full_penalty_leaves_the_behaviour_as_it_was() -> None:
+    """It reads the policy's distribution; the ratio's denominator stays the rollout's."""
+    x = learner(replace(BASE, use_kl_in_reward=True, kl_penalty="full"))
+    t = experience(x.policy, noise=0.3)
+    assert torch.equal(x._prepare(t)[0].log_prob, t.log_prob)
+
+
 def test_it_continues_where_it_was_saved(tmp_path: Any) -> None:
     options: dict[str, Any] = {
         "use_kl_in_reward": True,

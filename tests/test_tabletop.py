@@ -316,6 +316,13 @@ def test_observations() -> None:
         arguments = [len(ALL) + 4 * at + x for at, x in enumerate((c.a, c.b, c.z, c.d)) if x >= 0]
         assert hot == [ALL.index(c.family), *arguments]
     env.close()
+    # A family's place does not depend on which are chosen, and in what order.
+    some = make(8, kwargs={"families": ["put", "reach"]})
+    state = some.reset()
+    assert isinstance(state, Tensor) and state.shape == (8, 91)
+    hot = state[:, -16 - len(ALL) : -16].argmax(1).tolist()
+    assert hot == [ALL.index(some.task_names[k]) for k in some.s["kind"].tolist()] and len(set(hot)) == 2
+    some.close()
     few.close()
 
 

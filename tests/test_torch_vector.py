@@ -153,7 +153,7 @@ def test_the_observation_before_the_last_stands_in_if_asked_and_a_warning_says_s
         step = env.step(torch.zeros(3, 1))
         assert torch.equal(torch.as_tensor(step.final_obs), obs)
         obs = torch.as_tensor(step.obs).clone()
-        step.obs.zero_()  # type: ignore[union-attr]  # what was handed out is not what stands in
+        step.obs.zero_()  # what was handed out is not what stands in
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check_env(lambda seeds: make("isaac", 4, seeds, kwargs={"final_observation": "previous"}), steps=60)

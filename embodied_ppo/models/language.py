@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from embodied_ppo.types import ConfigError
 
+M = TypeVar("M")
 Attend: TypeAlias = "Callable[[int, Tensor, Tensor, Tensor], Tensor]"
 """(layer, query [B, heads, Q, d], key and value [B, groups, L, d]) -> [B, heads, Q, d]."""
 CHUNK_BYTES = 64 << 20
@@ -190,7 +191,7 @@ class LanguagePolicy(nn.Module):
         super().__init__()
         self.model: Any = model
         self.temperature = temperature
-        self.decoder = _Shared(Decoder(self.model.model))
+        self.decoder = Aside(Decoder(self.model.model))
         self.softcap: float | None = getattr(self.model.config, "final_logit_softcapping", None)
 
     def hidden(self, ids: Tensor, place: Tensor) -> Tensor:
@@ -297,10 +298,10 @@ class LanguageCritic(nn.Module):
         return super().train(False)
 
 
-class _Shared:
-    """Hides a module whose parameters another attribute owns already, from state_dict and parameters."""
+class Aside(Generic[M]):
+    """Keeps a module out of the state_dict and the parameters of the one that holds it."""
 
-    def __init__(self, module: Decoder) -> None:
+    def __init__(self, module: M) -> None:
         self.module = module
 
 

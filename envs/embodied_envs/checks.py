@@ -470,7 +470,7 @@ def _check_close(env: VectorEnv, action: Tensor) -> None:
         env.step(action)
     except EnvError:
         return
-    except Exception as error:  # as above
+    except Exception as error:  # of the user's simulator: only EnvError is right here
         raise EnvError(f"env.id={env.id}: step() after close() raises {error!r}; raise EnvError instead") from error
     _fail(env, "step() works after close()", "raise EnvError: whoever holds it still has made a mistake")
 

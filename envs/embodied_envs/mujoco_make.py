@@ -22,11 +22,6 @@ from embodied_envs.tasks.task import Stage
 from embodied_ppo.types import EnvError
 
 
-def knows(id: str) -> bool:
-    """Whether it is a task of ours, or a Task class of the user's."""
-    return tasks.find(id) is not None
-
-
 def compiled(task: Task, id: str) -> mujoco.MjModel:
     """The task's model; raises EnvError with MuJoCo's reason (file, line, element) where it does not compile."""
     where = f"env.id={id}: {type(task).__name__}"

@@ -61,7 +61,7 @@ def test_environments_are_dealt_out_to_tasks_in_blocks(empty: str) -> None:
     env = make("libero_goal", empty, 6, kwargs={"tasks": [3, 7, 1], "processes": False}, image_size=(32, 48))
     assert env.task.tolist() == [0, 0, 1, 1, 2, 2] and env.instructions[1] == "turn on the stove"
     assert [e.unwrapped.task for e in env._env.envs] == [3, 3, 7, 7, 1, 1]
-    assert env.obs_spec["agentview"] == ArraySpec((3, 32, 48), torch.uint8)  # type: ignore[index]
+    assert env.obs_spec["agentview"] == ArraySpec((3, 32, 48), torch.uint8)
     with pytest.raises(EnvError, match=r"tasks=\[10\] must be indices from 0 to 9"):
         make("libero_goal", empty, kwargs={"tasks": [10]})
 
@@ -114,7 +114,7 @@ def test_two_processes_and_a_success() -> None:
     env = make("libero_goal", ASSETS, 2, kwargs={"tasks": [7, 3]}, max_episode_steps=4, image_size=(32, 32))
     env.reset()
     steps = [env.step(torch.zeros(2, 7)) for _ in range(5)]
-    assert steps[3].truncated.all() and not steps[4].mask.any() and steps[0].task.tolist() == [0, 1]  # type: ignore[union-attr]
+    assert steps[3].truncated.all() and not steps[4].mask.any() and steps[0].task.tolist() == [0, 1]
     env.close()
     task = libero_env.LiberoTask("libero_goal", 7, assets=ASSETS, image_size=(32, 32))
     task.reset(seed=3)

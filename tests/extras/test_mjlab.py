@@ -54,11 +54,11 @@ def test_the_last_observation_is_that_of_the_end() -> None:
 def test_a_command_that_is_fulfilled_is_a_success() -> None:
     env = make("Mjlab-Lift-Cube-Yam")
     env.reset()
-    step = env.step(torch.zeros(4, env.action_spec.size))  # type: ignore[union-attr]
+    step = env.step(torch.zeros(4, env.action_spec.size))
     assert step.success is not None and step.success.tolist() == [False] * 4
     command = env._env.env.command_manager.get_term("lift_height")
     command.cfg.success_threshold = 10.0  # m: any place is the goal
-    assert env.step(torch.zeros(4, env.action_spec.size)).success.tolist() == [True] * 4  # type: ignore[union-attr]
+    assert env.step(torch.zeros(4, env.action_spec.size)).success.tolist() == [True] * 4
 
 
 def test_pictures() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import sys
 from typing import Any
 
 from embodied_envs.tasks.task import State, Task
@@ -44,25 +45,28 @@ def find(id: str) -> type[Task] | None:
             f"env.id={id}: cannot import {module!r} ({type(error).__name__}: {error}); mend or install it, "
             "or put its folder on PYTHONPATH"
         ) from error
-    if not isinstance(found, type) or issubclass(found, Task):
-        return found if isinstance(found, type) else None
+    if not isinstance(found, type):
+        return None
+    if issubclass(found, Task):
+        return found
     if hasattr(found, "observe") and hasattr(found, "spec"):
         raise EnvError(f"env.id={id}: {name} is written like a task but is no subclass of embodied_envs.tasks.Task")
     return None
 
 
 def hint(id: str) -> str:
-    """What an id of the form module:Class may have meant; "" where it is not of that form."""
+    """What an unknown id may have meant, were it a task of the user's; "" if nothing speaks for that.
+
+    Imports nothing: ``find`` has imported the module of package.module:Class already.
+    """
     module, _, name = id.rpartition(":")
-    try:
-        if not importlib.util.find_spec(module or name):
-            return ""
-        members = vars(importlib.import_module(module or name))
-    except Exception:  # not a module's name, or one that cannot be imported: others say so
-        return ""
-    there = [k for k, x in members.items() if isinstance(x, type) and issubclass(x, Task) and x is not Task]
     if not module:
-        return f"; a task of yours is named {name}:Class" if there else ""
+        is_module = name.isidentifier() and importlib.util.find_spec(name) is not None
+        return f"; a task of yours is named {name}:Class" if is_module else ""
+    if module not in sys.modules:
+        return ""
+    members = vars(sys.modules[module])
+    there = [k for k, x in members.items() if isinstance(x, type) and issubclass(x, Task) and x is not Task]
     return f"; {module} has no {name!r}, it has {', '.join(there) or 'no subclass of embodied_envs.tasks.Task'}"
 
 
