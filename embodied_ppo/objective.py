@@ -262,9 +262,8 @@ class MinibatchStep:
         grads = torch.autograd.grad(loss, live)
         with torch.no_grad():
             squares = [g.square().sum() for g in grads]
-            actor, critic = (
-                sum(x, loss.new_zeros(())).sqrt() for x in (squares[: self.actors], squares[self.actors :])
-            )
+            groups = (squares[: self.actors], squares[self.actors :])
+            actor, critic = (torch.stack(x).sum().sqrt() if x else torch.zeros_like(loss) for x in groups)
             norm = torch.hypot(actor, critic)
             finite = norm + loss
             fine = torch.isfinite(finite) & (rows > 0)  # momentum alone would move weights
