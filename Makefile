@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-mjlab test-libero check bench build clean
+.PHONY: help train test test-mjlab test-libero test-vllm check bench build clean
 
 ARGS ?=
 BIN := .venv/bin
@@ -29,6 +29,9 @@ test-mjlab: .venv-mjlab/ready ## tests with mjlab, which needs an environment of
 
 test-libero: .venv-libero/ready ## tests with LIBERO, likewise (.venv-libero); LIBERO_ASSETS=FOLDER to run its scenes too
 	$(TEST_ENV) .venv-libero/bin/python -m pytest -q tests/extras/test_libero.py $(ARGS)
+
+test-vllm: ## tests with vLLM, in an environment that has it: VLLM_PYTHON=/path/to/python
+	$(TEST_ENV) PYTHONPATH=. $(VLLM_PYTHON) -m pytest -q tests/extras/test_vllm.py $(ARGS)
 
 check: .venv/dev ## format, lint and types
 	$(BIN)/ruff format --check .

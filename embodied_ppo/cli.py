@@ -64,7 +64,15 @@ def _evaluate(args: argparse.Namespace) -> None:
     _say_aliases(loaded, args)
     from embodied_ppo import build
 
-    _print_result(build.evaluate(loaded.config, quiet=args.quiet, json=args.json), args)
+    explicit = loaded.deliberate({FLAGS})
+    _print_result(build.evaluate(loaded.config, explicit=explicit, quiet=args.quiet, json=args.json), args)
+
+
+def _export(args: argparse.Namespace) -> None:
+    loaded = _prepare(args, args.overrides)
+    from embodied_ppo import build
+
+    _print_result(build.export(loaded.config.checkpoint, loaded.config.out), args)
 
 
 def _config(args: argparse.Namespace) -> None:
@@ -106,8 +114,13 @@ def _print_result(summary: dict[str, Any], args: argparse.Namespace) -> None:
 
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str, str]] = {
     # name -> (function, one line, example)
-    "train": (_train, "train a policy", "train experiment=quickstart seed=1 algorithm.gamma=0.98"),
+    "train": (
+        _train,
+        "train a policy or, with mode=reasoning, a language model",
+        "train experiment=quickstart seed=1 algorithm.gamma=0.98",
+    ),
     "evaluate": (_evaluate, "measure a checkpoint", "evaluate checkpoint=runs/NAME/DATE-SEED episodes=100"),
+    "export": (_export, "write a language model for transformers", "export checkpoint=runs/NAME/DATE-SEED out=DIR"),
     "config": (_config, "show every option: value, who set it, meaning", "config experiment=quickstart --only gamma"),
     "experiments": (_experiments, "list the experiments", "experiments --json"),
 }
@@ -117,9 +130,9 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str, str]] = {
 def _prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = True) -> Loaded:
     """Compose, type and check. Raises ConfigError, PlacementError or CheckpointError."""
     from embodied_ppo import strict
-    from embodied_ppo.config import Config, EvaluateConfig
+    from embodied_ppo.config import Config, EvaluateConfig, ExportConfig
 
-    cls = EvaluateConfig if args.command == "evaluate" else Config
+    cls = {"evaluate": EvaluateConfig, "export": ExportConfig}.get(args.command, Config)
     loaded = strict.read(cls, _layers(args, lines, strict.dump(cls())))
     if not check:
         return loaded
@@ -151,6 +164,8 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
     if args.command == "train" and name == "train" and resume not in (None, "auto") and "experiment" not in groups:
         stored = _stored(str(resume))
         lines = [*lines, "~experiment"]
+    elif args.command == "train" and groups.get("mode") == "reasoning" and "experiment" not in groups:
+        lines = [*lines, "experiment=arithmetic"]  # the default experiment is a robot's
     try:
         parsed, repo = loader._parse_overrides_and_create_caching_repo(name, _forced(lines, loader))
         chosen = create_defaults_list(
@@ -166,13 +181,17 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
             source = getattr(repo.load_config(path), "path", "")
             root = "configs" if source == f"pkg://{explain.PACKAGE}" else source.removeprefix("file://")
             # a group chosen by flag beats what an experiment says about the same options
-            beats = stored is not None or any(g != "experiment" and path.startswith(f"{g}/") for g in groups)
+            beats = stored is not None or any(
+                g not in ("experiment", "mode") and path.startswith(f"{g}/") for g in groups
+            )
             (flagged if beats else files).append((f"{root}/{path}.yaml", node))
             if experiment and path == f"experiment/{experiment}":
                 named = OmegaConf.create({"name": str(experiment).replace("/", "-")})
                 files.insert(0, (f"{root}/{path}.yaml", named))
         if stored is not None:
-            files = [(stored[0], OmegaConf.create(stored[1]))]
+            from embodied_ppo.strict import STORED
+
+            files = [(f"{STORED}, {stored[0]}", OmegaConf.create(stored[1]))]
             flagged = [f for f in flagged if any(f"/{g}/" in f[0] for g in groups)]
         flags = _flags(overrides, loader)
         task = OmegaConf.select(flags, "env.id") if stored is None and "experiment" not in groups else None
@@ -299,7 +318,7 @@ def _loader(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
     if _config_dir(args):
         path.prepend(provider="command line", path=f"file://{os.path.abspath(args.config_dir)}")
     loader = Loader(config_search_path=path)
-    primary = "evaluate" if args.command == "evaluate" else "train"
+    primary = args.command if args.command in ("evaluate", "export") else "train"
     name = (args.config_name or primary).removesuffix(".yaml")
     if not loader.repository.config_exists(name):
         names = sorted({n for n in loader.get_group_options("", ObjectType.CONFIG) if not n.startswith("_")})
@@ -430,7 +449,8 @@ def _help() -> str:
     examples = "\n".join(f"  {PROGRAM} {example}" for _, _, example in COMMANDS.values())
     return (
         f"usage: {PROGRAM} COMMAND [--config-dir DIR] [--config-name NAME] [--quiet] [--json] [option=value ...]\n\n"
-        f"PPO for robot policies in vectorised simulators.\n\ncommands:\n{commands}\n\nexamples:\n{examples}\n\n"
+        f"PPO for robot policies in vectorised simulators, and for language models.\n\n"
+        f"commands:\n{commands}\n\nexamples:\n{examples}\n\n"
         f"exit codes: 0 done, {REFUSED} refused (nothing started), {FAILED} the run failed, {INTERRUPTED} interrupted"
     )
 
@@ -451,7 +471,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.set_defaults(command="train" if name == "config" else name, config_name=None, multirun=False, only=None)
     if name != "experiments":
-        parser.add_argument("--config-name", metavar="NAME", help="primary config (default: train, evaluate)")
+        parser.add_argument("--config-name", metavar="NAME", help="primary config (default: the command's)")
     if name == "train":
         parser.add_argument("-m", "--multirun", action="store_true", help="one run per combination of a=1,2 b=3,4")
     if name == "config":

@@ -137,9 +137,23 @@ class AlgorithmConfig:
     update_epoch: Count = 10
     """Passes over one rollout."""
     global_batch_size: Count = 256
-    """Samples (steps) in one optimiser step, over all ranks; must divide horizon x num_envs."""
+    """Samples (steps; prompts in reasoning) in one optimiser step, over all ranks; must divide the rollout (horizon x
+    num_envs; rollout_batch_size)."""
     micro_batch_size: Count | None = None
-    """Samples in one forward and backward: less memory, the same numbers to rounding; null: global_batch_size."""
+    """Samples (steps; responses in reasoning) in one forward and backward: less memory, the same numbers to rounding;
+    null: global_batch_size."""
+    rollout_batch_size: Count = 256
+    """Prompts of one update; each gets group_size responses."""
+    prompt_length: Count = 1024
+    """Longest prompt, tokens; longer ones are left out, and counted."""
+    response_length: Count = 512
+    """Longest response, tokens (T)."""
+    micro_batch_tokens: Count | None = None
+    """Tokens in one forward and backward, padding included: columns are sorted by length, cut and trimmed; less memory,
+    and faster where lengths differ; null: no limit."""
+    recompute_log_probs: bool = False
+    """The learner computes the behaviour's log-probabilities anew before its first epoch; false: the rollout's are
+    taken (they are equal to rounding where both compute in the same type)."""
     minibatch_unit: Literal["step", "column"] = "step"
     """Minibatches are cut by single steps, or by whole columns (all T steps of an environment)."""
     # --- advantages
@@ -155,6 +169,8 @@ class AlgorithmConfig:
     """Clamp advantages to +-this after normalisation; null: not."""
     reward_clip: Positive | None = None
     """Clamp rewards to +-this, before everything else; null: not."""
+    missing_eos_penalty: NonNegative = 0.0
+    """Taken off the score of a response that response_length cut."""
     reward_norm: Literal["batch", "group", "running"] | None = None
     """Reward normalisation over the rollout, over the group, or by the running deviation of the discounted return."""
     reward_shift: bool = False
@@ -169,7 +185,7 @@ class AlgorithmConfig:
     """standard bootstraps where the clock cut the episode; always: also where the task ended."""
     # --- policy loss
     loss_type: Literal["actor_critic", "actor"] = "actor_critic"
-    """actor_critic: one model, one backward; actor: two models (mode=reasoning)."""
+    """actor_critic: one model, one backward (mode=embodied); actor: two models (mode=reasoning)."""
     clip_ratio_low: Positive = 0.2
     """Lower clip range of the probability ratio, 1 - this."""
     clip_ratio_high: Positive = 0.2
@@ -246,13 +262,27 @@ class AlgorithmConfig:
 @dataclass(frozen=True)
 class EvaluationConfig:
     episodes: Count = 10
-    """Episodes of one evaluation."""
+    """Episodes of one evaluation; in reasoning prompts, the first of the held-out ones (all, where there are fewer)."""
     num_envs: Count = 16
     """Environments evaluated together; changes no number."""
     deterministic: bool = True
-    """Act with the distribution's mode; false: sample."""
+    """Act with the distribution's mode (the likeliest token); false: sample."""
     seed: Natural = 0
     """First seed of the evaluation's initial states (never one of training's)."""
+    n: Count = 1
+    """Responses to each prompt; with more than one also pass@k and maj@n are told."""
+    response_length: Count | None = None
+    """Longest response, tokens; null: algorithm.response_length."""
+    temperature: Positive = 1.0
+    """Of sampled responses."""
+    top_k: Natural = 0
+    """Sampled responses: only the k likeliest tokens; 0: all."""
+    top_p: Annotated[float, Limit(gt=0, le=1)] = 1.0
+    """Sampled responses: only the likeliest tokens that together hold this probability; 1: all."""
+    min_p: Fraction = 0.0
+    """Sampled responses: only tokens at least this times as likely as the likeliest; 0: all."""
+    repetition_penalty: Positive = 1.0
+    """Logits of tokens that occurred are divided by it where positive, multiplied where negative; 1: nothing."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Changes to env.kwargs while evaluating, also in ``embodied-ppo evaluate`` (Atari: episodic_life=false)."""
     randomize: bool = False
@@ -263,6 +293,150 @@ class EvaluationConfig:
     """Longest filmed part of an episode, in steps."""
     video_size: Count = 256
     """Height and width of the film, pixels."""
+
+
+@dataclass(frozen=True)
+class LanguageModelConfig:
+    path: str | None = None
+    """Directory of a model as transformers writes it (config.json, safetensors, tokenizer); null: a new one."""
+    architecture: dict[str, Any] = field(default_factory=dict)
+    """Of a new model: model_type and other fields of transformers' configuration."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What it computes in; weights that learn, their moments, log-probabilities and losses are float32 in any case."""
+    gradient_checkpointing: bool = False
+    """Keep no layer's inside for the backward pass but compute it again: less memory, a third more time."""
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
+    """The language model that learns."""
+    tokenizer: str | None = None
+    """Directory of its tokenizer; null: model.path (data.task has its own: one character, one token)."""
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """Options that are null are as the actor's, in section algorithm."""
+
+    use_critic_model: bool = True
+    """A complete second model with a value head of its own; adv_type=gae needs it, the others have none."""
+    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
+    """The critic's; without path and architecture it begins as a copy of the actor's."""
+    update_epoch: Count | None = None
+    """Passes over one rollout."""
+    global_batch_size: Count | None = None
+    """Prompts in one optimiser step."""
+    lr: Positive | None = None
+    """Learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] | None = None
+    """As algorithm.lr_schedule; null there with adaptive: constant."""
+    lr_end: Fraction | None = None
+    """Final learning rate as a fraction of lr."""
+    lr_warmup: Natural | None = None
+    """First updates over which the learning rate rises linearly."""
+    max_grad_norm: Positive | None = None
+    """Gradients are scaled down to this global norm."""
+    weight_decay: NonNegative | None = None
+    """AdamW's decoupled weight decay."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    engine: Literal["builtin", "vllm"] = "builtin"
+    """What generates: our own decode loop, which shares the actor's weights, or vLLM (CUDA, installed separately)."""
+    slots: Count = 256
+    """Responses that are decoded together; memory only."""
+    temperature: Positive = 1.0
+    """Logits are divided by it, in sampling as in training."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response."""
+    stop_token_ids: tuple[Natural, ...] = ()
+    """Tokens that end a response, besides all that model and tokenizer call end of sequence."""
+    truncation: Literal["terminal", "drop"] = "terminal"
+    """A response that response_length cut is graded as it is, or left out of the loss."""
+    overlong_buffer: Natural = 0
+    """Last tokens before response_length over which a penalty rises linearly to overlong_penalty (DAPO); 0: none."""
+    overlong_penalty: NonNegative = 1.0
+    """Taken off the score of a response of full length."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    task: Literal["arithmetic", "scratchpad"] | None = None
+    """A generated task, which needs no files; null: files."""
+    train: tuple[str, ...] = ()
+    """Files (.jsonl, .json, .parquet), or directories of them: {prompt, answer}, GSM8K's or verl's layout."""
+    eval: tuple[str, ...] = ()
+    """Files of held-out prompts."""
+    prompt_key: str | None = None
+    """Where a row's prompt is; null: prompt or question."""
+    answer_key: str | None = None
+    """Where a row's true answer is; null: reward_model.ground_truth, ground_truth or answer."""
+    suffix: str | None = None
+    """Added to every prompt; null: what the layout is known to need (GSM8K)."""
+    system: str | None = None
+    """First message of every chat."""
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """Use the tokenizer's: where it has one, always, or never."""
+    shuffle: bool = True
+    """Each epoch in an order of its own; false: as the files have it."""
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    path: str | None = None
+    """Directory of a sequence-classification model with one label; its score is the reward."""
+    pairs: Natural = 0
+    """Preferences of data.task that a new reward model learns from before PPO; 0: none."""
+    steps: Count = 200
+    """Optimiser steps of that."""
+    batch_size: Count = 64
+    """Preferences in one of them."""
+    lr: Positive = 1e-3
+    """Its learning rate."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    grader: str = "auto"
+    """A built-in (exact, gsm8k_strict, gsm8k_flexible, gsm8k_numeric, math_verify), module:function or FILE.py:function
+    with verl's signature (data_source, solution_str, ground_truth, extra_info), async too; auto: by data source."""
+    path: str | None = None
+    """File of a grader, as verl's custom_reward_function has it; instead of grader."""
+    name: str = "compute_score"
+    """Function in that file."""
+    workers: Natural | None = None
+    """Processes that grade; 0: none, in this one and without time limit; null: 0 for cheap built-ins, else 2."""
+    timeout_s: Positive = 10.0
+    """Limit of one response, seconds; one that takes longer scores 0 and is counted."""
+    format: str | None = None
+    """Regular expression that a whole response should match."""
+    format_weight: NonNegative = 0.1
+    """Added to the score where it does."""
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """A model that scores instead of the grader, which then only says right or wrong."""
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    steps: Natural = 0
+    """Supervised steps on demonstrations of data.task before PPO, kept on disk between runs; 0: none."""
+    batch_size: Count = 128
+    """Demonstrations in one step."""
+    lr: Positive = 1e-3
+    """Learning rate of these steps."""
+    forget: Fraction | None = None
+    """How often the demonstrator forgets to carry; null: the task's own."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    num_nodes: Count = 1
+    """Machines."""
+    component_placement: dict[str, Any] = field(default_factory=dict)
+    """Roles to devices, as RLinf writes it: {"actor,critic,rollout,reward": all}; this version joins all roles in one
+    process on one device."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +454,7 @@ class Config:
     seed: Natural = 0
     """Seed of weights, actions, data order and environments."""
     updates: Count | None = None
-    """Updates to train for; null: as many as env_steps holds."""
+    """Updates to train for; null: as many as env_steps holds (reasoning needs a number)."""
     env_steps: Count | None = 1_000_000
     """Environment steps to train for (used where updates is null)."""
     resume: str | None = None
@@ -306,11 +480,24 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
 # section -> alias -> canonical names. An alias is accepted wherever its canonical name is.
 ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
-    "": {},
+    "": {
+        "rollout.n": ("algorithm.group_size",),
+        "component_placement": ("cluster.component_placement",),
+        "num_nodes": ("cluster.num_nodes",),
+        "custom_reward_function.path": ("reward.path",),
+        "custom_reward_function.name": ("reward.name",),
+    },
     "env": {"num_workers": ("num_threads",), "env_id": ("id",)},
     "model": {"hidden_sizes": ("hidden",), "hidden_dims": ("hidden",)},
     "algorithm": {
@@ -343,10 +530,20 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
         "ppo_micro_batch_size": ("micro_batch_size",),
         "rollout_micro_batch_size": ("micro_batch_size",),
         "logprob_forward_micro_batch_size": ("micro_batch_size",),
+        "train_batch_size": ("rollout_batch_size",),
+        "max_prompt_length": ("prompt_length",),
+        "max_response_length": ("response_length",),
         "learning_rate": ("lr",),
         "num_steps": ("horizon",),
         "num_steps_per_env": ("horizon",),
     },
+    "critic": {
+        "ppo_epochs": ("update_epoch",),
+        "num_ppo_epochs": ("update_epoch",),
+        "ppo_mini_batch_size": ("global_batch_size",),
+        "learning_rate": ("lr",),
+    },
+    "data": {"train_files": ("train",), "val_files": ("eval",)},
     "algorithm.kl_ctrl": {"init_kl_coef": ("kl_coef",), "kl_horizon": ("horizon",)},
 }
 VALUE_ALIASES: dict[str, dict[str, str]] = {
@@ -362,14 +559,9 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
 }
 # Options that are peers' and have no meaning here, or not yet: path -> reason and cure.
 REFUSED: dict[str, str] = {
-    "cluster": "component placement is not in this version; write placement=local",
-    "critic": "a separate critic belongs to mode=reasoning; here algorithm.* is for both (but value_lr)",
-    "algorithm.rollout_batch_size": "counts prompts (mode=reasoning); here it is algorithm.horizon x env.num_envs",
-    "algorithm.train_batch_size": "counts prompts (mode=reasoning); here it is algorithm.horizon x env.num_envs",
-    "algorithm.prompt_length": "belongs to mode=reasoning, which this version does not train",
-    "algorithm.response_length": "belongs to mode=reasoning, which this version does not train",
-    "algorithm.micro_batch_tokens": "belongs to mode=reasoning; use algorithm.micro_batch_size",
-    "algorithm.missing_eos_penalty": "belongs to mode=reasoning, which this version does not train",
+    f"rollout.{name}": "training on filtered samples would learn from another distribution than the one sampled; for "
+    f"evaluation there is evaluation.{name}"
+    for name in ("top_k", "top_p", "min_p", "repetition_penalty")
 }
 
 
@@ -380,7 +572,7 @@ class EvaluateConfig:
     checkpoint: str = ""
     """A checkpoint directory, or a run directory (its latest checkpoint); required."""
     episodes: Count = 100
-    """Episodes to measure; each starts from a seed of its own."""
+    """Episodes to measure, each from a seed of its own; of a language model held-out prompts, the first ones."""
     num_envs: Count = 16
     """Environments evaluated together."""
     seed: Natural = 0
@@ -403,3 +595,29 @@ class EvaluateConfig:
     """Threads of one tensor operation; 0: torch's own choice."""
     env: dict[str, Any] = field(default_factory=dict)
     """Changes to the environment the checkpoint was trained in (``env.max_episode_steps=200``)."""
+    data: tuple[str, ...] = ()
+    """Of a language model: other files of prompts than the run's data.eval."""
+    n: Count = 1
+    """Of a language model: responses to each prompt; more than one needs deterministic=false."""
+    response_length: Count | None = None
+    """Of a language model: longest response, tokens; null: as in training."""
+    temperature: Positive = 1.0
+    """Of sampled responses, as the next four."""
+    top_k: Natural = 0
+    """Only the k likeliest tokens; 0: all."""
+    top_p: Annotated[float, Limit(gt=0, le=1)] = 1.0
+    """Only the likeliest tokens that together hold this probability; 1: all."""
+    min_p: Fraction = 0.0
+    """Only tokens at least this times as likely as the likeliest; 0: all."""
+    repetition_penalty: Positive = 1.0
+    """Logits of tokens that occurred are divided by it where positive, multiplied where negative; 1: nothing."""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Options of ``embodied-ppo export``."""
+
+    checkpoint: str = ""
+    """A checkpoint of a language model, or its run directory (its latest checkpoint); required."""
+    out: str = ""
+    """New directory for weights, configuration and tokenizer; required."""

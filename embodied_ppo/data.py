@@ -229,6 +229,26 @@ def _prompt(value: Any, where: str) -> str | list[dict[str, str]]:
 
 
 # ------------------------------------------------------------------------------------------------------------ prompts
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a directory. Raises ConfigError."""
+    option = f"actor.tokenizer={path}"
+    if not [*Path(path).glob("tokenizer*"), *Path(path).glob("vocab.*")]:
+        raise ConfigError(f"{option}: holds no tokenizer (tokenizer.json); name the directory of the model's")
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+        # AutoTokenizer takes the model family's rules of splitting, even where tokenizer.json holds others
+        exact = Path(path, "tokenizer.json").is_file()
+        kind: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
+        return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except ImportError as error:
+        raise ConfigError(
+            f"mode=reasoning needs transformers ({error}): pip install 'embodied-ppo[language]'"
+        ) from error
+    except Exception as error:  # the tokenizers library has its own
+        raise ConfigError(f"{option}: transformers refuses ({' '.join(str(error).split())}); mend it") from error
+
+
 def load_prompts(
     paths: Paths,
     tokenizer: PreTrainedTokenizerBase,

@@ -319,18 +319,22 @@ class TokenDescent(Descent):
 
     def _micro(self, part: Batch) -> Iterator[Batch]:
         """Columns sorted by length, cut by the budget, trimmed."""
-        for index, width, rows in cut_columns(part.mask, part.inputs["place"], self.tokens):
+        most = self.config.micro_batch_size
+        for index, width, rows in cut_columns(part.mask, part.inputs["place"], self.tokens, most):
             cut = take(part, index, "column")
-            inputs = {"row": cut.inputs["row"][:width], "place": cut.inputs["place"][:rows].clamp(max=width - 1)}
+            place = torch.where(cut.mask, cut.inputs["place"], 0)[:rows]  # masked places would lengthen packed rows
+            inputs = {"row": cut.inputs["row"][:width], "place": place}
             rest = tree.map(lambda x, n=rows: x[:n], replace(cut, inputs={}))
             yield replace(rest, inputs=inputs)
 
 
-def cut_columns(mask: Tensor, place: Tensor, tokens: int | None) -> Iterator[tuple[Tensor, int, int]]:
+def cut_columns(
+    mask: Tensor, place: Tensor, tokens: int | None, columns: int | None = None
+) -> Iterator[tuple[Tensor, int, int]]:
     """Columns [N] of mask and place [T, N] in parts: (index, tokens of a row that count, response tokens that count).
 
-    Sorted by length; a part holds at most ``tokens``, padding included, or one column. Those that are all masked are
-    left out.
+    Sorted by length; a part holds at most ``tokens``, padding included, or one column, and at most ``columns``. Those
+    that are all masked are left out.
     """
     last = torch.where(mask, place, -1).amax(0) + 1  # [N] what anything depends on
     order = last.argsort(descending=True, stable=True)
@@ -339,7 +343,7 @@ def cut_columns(mask: Tensor, place: Tensor, tokens: int | None) -> Iterator[tup
     rows = (mask * torch.arange(1, len(mask) + 1, device=mask.device).unsqueeze(1)).amax(0)[order].tolist()
     start = 0
     while start < count:
-        size = count if tokens is None else max(1, tokens // lengths[start])
+        size = min(count if tokens is None else max(1, tokens // lengths[start]), columns or count)
         part = slice(start, min(count, start + size))
         yield order[part], lengths[start], max(rows[part])
         start = part.stop

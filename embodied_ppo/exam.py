@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from embodied_ppo.data import Prompt
+from embodied_ppo.evaluate import Episode, EvaluationResult
 from embodied_ppo.generation.engine import Generator
 from embodied_ppo.generation.sampling import Sampling
-from embodied_ppo.grading import Grade, majority, pass_at_k, standard_error
+from embodied_ppo.grading import Grade
 from embodied_ppo.reasoning import Graders
-from embodied_ppo.types import Metrics
+from embodied_ppo.types import ConfigError, Metrics
 
 EXAM_SAMPLES = 1 << 40
 """Numbers of an exam's samples begin here: none is one of training's."""
@@ -44,6 +48,13 @@ class ExamResult:
     prompts: Sequence[Prompt]
     answers: Sequence[Answer]
     n: int
+    sampling: Sampling
+    seed: int
+
+    @property
+    def deterministic(self) -> bool:
+        """Greedy: the likeliest token each time, whatever the seed."""
+        return self.sampling.temperature == 0
 
     def metrics(self) -> Metrics:
         """eval/* over all prompts, and eval/accuracy/SOURCE where there are several sources of data.
@@ -53,12 +64,65 @@ class ExamResult:
         """
         found = self._of(range(len(self.prompts)))
         metrics: Metrics = {f"eval/{name}": x for name, x in found.items()}
-        sources = sorted({p.data_source for p in self.prompts})
+        sources = self._sources()
         if len(sources) > 1:
-            for source in sources:
-                rows = [i for i, p in enumerate(self.prompts) if p.data_source == source]
-                metrics[f"eval/accuracy/{source}"] = self._of(rows)["accuracy"]
+            metrics |= {f"eval/accuracy/{source}": self._of(rows)["accuracy"] for source, rows in sources.items()}
         return metrics
+
+    def results(self) -> list[EvaluationResult]:
+        """What report.write takes: one result for each source of data, by name; each answer is an episode.
+
+        Its seed is the exam's, its initial state the sha256 of its prompt's text, its return the score, its length in
+        tokens; truncated where it did not stop by itself.
+        """
+        found = []
+        for source, rows in self._sources().items():
+            answers = [a for i in rows for a in self.answers[i * self.n : (i + 1) * self.n]]
+            episodes = tuple(self._episode(index, a) for index, a in enumerate(answers))
+            found.append(EvaluationResult(source, self.seed, self.deterministic, episodes))
+        return found
+
+    def samples(self, count: int = 20) -> list[dict[str, Any]]:
+        """``count`` answers to read, in order: half of them right, half wrong where there are so many, evenly chosen.
+
+        The keys: prompt, response, ground_truth (texts), answer (as read from the response, or None), score, right,
+        length (tokens), stopped, data_source.
+        """
+        right = [i for i, a in enumerate(self.answers) if a.right]
+        wrong = [i for i, a in enumerate(self.answers) if not a.right]
+        share = min(len(right), max(count // 2, count - len(wrong)))
+        chosen = sorted(_evenly(right, share) + _evenly(wrong, count - share))
+        return [self._sample(self.answers[i]) for i in chosen]
+
+    def _sources(self) -> dict[str, list[int]]:
+        """data_source -> rows of its prompts, by name."""
+        names = [p.data_source for p in self.prompts]
+        return {source: [i for i, name in enumerate(names) if name == source] for source in sorted(set(names))}
+
+    def _episode(self, index: int, answer: Answer) -> Episode:
+        return Episode(
+            index=index,
+            seed=self.seed,
+            initial_state=hashlib.sha256(self.prompts[answer.prompt].text.encode()).hexdigest(),
+            return_=answer.grade.score,
+            length=answer.length,
+            success=answer.right,
+            ended="terminated" if answer.stopped else "truncated",
+        )
+
+    def _sample(self, answer: Answer) -> dict[str, Any]:
+        prompt = self.prompts[answer.prompt]
+        return {
+            "prompt": prompt.text,
+            "response": answer.text,
+            "ground_truth": prompt.ground_truth,
+            "answer": answer.grade.answer,
+            "score": answer.grade.score,
+            "right": answer.right,
+            "length": answer.length,
+            "stopped": answer.stopped,
+            "data_source": prompt.data_source,
+        }
 
     def _of(self, rows: Sequence[int]) -> dict[str, float]:
         groups = [self.answers[i * self.n : (i + 1) * self.n] for i in rows]
@@ -88,6 +152,12 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
+def _evenly(rows: Sequence[int], count: int) -> list[int]:
+    """``count`` of the rows, or all there are, at equal distances."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
 def examine(
     prompts: Sequence[Prompt],
     generator: Generator,
@@ -104,7 +174,42 @@ def examine(
     made = generator.generate([p.ids for p in each], sampling, seed=seed, samples=samples)
     lengths = made.length.tolist()
     texts = [text(row[:k]) for row, k in zip(made.token.tolist(), lengths, strict=True)]
-    grades = graders.grade([(p.data_source, t, p.ground_truth, p.extra) for p, t in zip(each, texts, strict=True)])
+    responses = [(p.data_source, t, p.ground_truth, p.extra) for p, t in zip(each, texts, strict=True)]
+    grades = graders.grade(responses, each)
     stopped = made.stopped.tolist()
     answers = [Answer(i // n, texts[i], lengths[i], stopped[i], grade) for i, grade in enumerate(grades)]
-    return ExamResult(prompts, answers, n)
+    return ExamResult(prompts, answers, n, sampling, seed)
+
+
+# ----------------------------------------------------------------------------------------------------------- statistics
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that k of n samples, c of them right, hold a right one: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1).
+
+    As 1 - prod over i = n-c+1 .. n of (1 - k/i), which neither overflows nor is biased. Raises ConfigError.
+    """
+    if not 1 <= k <= n:
+        raise ConfigError(f"pass@k: k = {k} must be >= 1 and <= n = {n} samples; draw more, or ask for a smaller k")
+    if not 0 <= c <= n:
+        raise ConfigError(f"pass@k: c = {c} right ones must be >= 0 and <= n = {n}")
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> bool:
+    """Whether the most frequent answer is right (maj@k); of equally frequent ones the first seen.
+
+    None (no answer) wins only where there is nothing else. Raises ConfigError.
+    """
+    if not answers or len(answers) != len(correct):
+        raise ConfigError(f"maj@k: {len(answers)} answers and {len(correct)} verdicts must be as many, and >= 1")
+    votes = Counter(answer for answer in answers if answer is not None)
+    winner = votes.most_common(1)[0][0] if votes else None  # first seen first
+    return bool(correct[answers.index(winner)])
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of independent values: sqrt(Σ(x - mean)² / n²), sqrt(p(1-p)/n) for 0s and 1s; NaN below 2 values."""
+    n = len(values)
+    if n < 2:
+        return math.nan
+    mean = math.fsum(values) / n
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in values)) / n

@@ -94,11 +94,17 @@ def _description(file: Path) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- config
 def config_rows(loaded: Any, *, only: str | None = None) -> dict[str, dict[str, Any]]:
-    """Path -> value, default, who set it, meaning, type and limit of every option (or those that mention ``only``)."""
+    """Path -> value, default, who set it, meaning, type and limit of every option (or those that mention ``only``).
+
+    What only the other mode reads is left out unless somebody set it.
+    """
     from embodied_ppo import strict
 
     rows: dict[str, dict[str, Any]] = {}
+    mode = getattr(loaded.config, "mode", None)
     for path, option in strict.describe(type(loaded.config)).items():
+        if mode and strict.mode_of(path) not in (None, mode) and path not in loaded.origin:
+            continue
         if only and only.lower() not in f"{path} {option.meaning}".lower():
             continue
         value = loaded.config

@@ -295,7 +295,8 @@ class SplitLearner:
     ) -> None:
         """``critic``: None for estimators that read no value. ``critic_config``: of its optimiser and epochs; None: as
         ``config``. ``length``: response_length (T). ``columns``, ``critic_columns``: sequences of an optimiser step.
-        ``tokens``: at most in a forward pass; None: no limit. ``recompute``: the behaviour's log-probabilities are
+        ``tokens``: at most in a forward pass; None: no limit
+        (config.micro_batch_size: sequences in it). ``recompute``: the behaviour's log-probabilities are
         computed anew before the first epoch; False: the rollout's are taken. ``num_sequences``: N. ``later``: compiled
         minibatches of actor and critic. The rest as for ``JointLearner``. Raises ConfigError."""
         self.policy, self.config, self.tokens, self.recompute = policy, config, tokens, recompute
@@ -307,7 +308,7 @@ class SplitLearner:
                 kl.check_loss_type(config.kl_loss_type)
             self.reference = copy.deepcopy(policy).requires_grad_(False)
         rest: dict[str, Any] = {"updates": updates, "seed": seed, "dump_dir": dump_dir, "notice": notice}
-        whole = replace(config, minibatch_unit="column", micro_batch_size=None)
+        whole = replace(config, minibatch_unit="column")
         self.actor = TokenDescent(
             TokenObjective(policy, whole, length=length, reference=self.reference),
             whole,
@@ -318,7 +319,7 @@ class SplitLearner:
         )
         self.critic: TokenDescent | None = None
         if critic is not None:
-            own = replace(critic_config or config, minibatch_unit="column", micro_batch_size=None, target_kl_stop=None)
+            own = replace(critic_config or config, minibatch_unit="column", target_kl_stop=None)
             self.critic = TokenDescent(
                 TokenObjective(critic, own, length=length),
                 own,
@@ -416,9 +417,9 @@ class SplitLearner:
     def _parts(self, t: Trajectory) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
         """Columns in parts of like length: (index [b], ids [b, l], place [b, r], r)."""
         assert isinstance(t.obs, dict)
-        for part, width, rows in cut_columns(t.mask, t.obs["place"], self.tokens):
-            ids, place = t.obs["row"][:width, part], t.obs["place"][:rows, part].clamp(max=width - 1)
-            yield part, ids.T, place.T, rows
+        for part, width, rows in cut_columns(t.mask, t.obs["place"], self.tokens, self.config.micro_batch_size):
+            place = torch.where(t.mask, t.obs["place"], 0)[:rows, part]
+            yield part, t.obs["row"][:width, part].T, place.T, rows
 
     @torch.no_grad()
     def _view(self, policy: LanguagePolicy, t: Trajectory, *, hidden: bool = False) -> dict[str, Tensor]:

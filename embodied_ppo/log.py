@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from tensorboard.compat.proto import summary_pb2
 
@@ -20,11 +21,11 @@ from embodied_ppo.types import Mean, Metrics
 
 Summary: Any = vars(summary_pb2)["Summary"]  # protobuf makes its classes at import
 
-SPEED = "speed/env_steps_per_s"
-"""The tag that every update's row holds, and no other row."""
-
 LINE_EVERY_S = 10.0
 """Seconds between progress lines where there is no terminal for a bar."""
+
+CELL = 400
+"""Longest text in a cell of a table, characters."""
 
 
 class Timer:
@@ -83,14 +84,24 @@ def numbers(metrics: Metrics) -> dict[str, float]:
 class Log:
     """Writers of one run, made when it starts: a refused run leaves no trace."""
 
-    def __init__(self, run_dir: Path, *, total_updates: int, first_update: int = 0, quiet: bool = False) -> None:
-        """``first_update``: the updates that a resumed run has done already; what was written after them is dropped."""
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        total_updates: int,
+        first_update: int = 0,
+        unit: Literal["env_steps", "tokens"] = "env_steps",
+        quiet: bool = False,
+    ) -> None:
+        """``first_update``: the updates that a resumed run has done already; what was written after them is dropped.
+        ``unit``: what progress is counted in."""
         from torch.utils.tensorboard import SummaryWriter
 
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir, self.total_updates, self.first_update, self.quiet = run_dir, total_updates, first_update, quiet
+        self.unit, self.speed = unit, f"speed/{unit}_per_s"  # every update's row holds that tag, and no other row
         self._text: TextIO = open(run_dir / "log.txt", "a", buffering=1)  # noqa: SIM115  (closed by close)
-        self._rows, purge_step = _open_rows(run_dir / "metrics.jsonl", first_update)
+        self._rows, purge_step = _open_rows(run_dir / "metrics.jsonl", first_update, unit)
         self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
         self._bar = None
         self._last: dict[str, float] = {}
@@ -109,16 +120,16 @@ class Log:
                 print(text, file=sys.stderr, flush=True)
 
     # -------------------------------------------------------------------------------------------------- metrics
-    def metrics(self, metrics: Metrics, *, update: int, env_steps: int) -> None:
-        """One row of metrics.jsonl and one point in TensorBoard per tag. x axis: environment steps."""
+    def metrics(self, metrics: Metrics, *, update: int, steps: int) -> None:
+        """One row of metrics.jsonl and one point in TensorBoard per tag. x axis: steps, in ``unit``."""
         row = numbers(metrics)
-        self._rows.write(json.dumps({"update": update, "env_steps": env_steps} | _finite(row)) + "\n")
+        self._rows.write(json.dumps({"update": update, self.unit: steps} | _finite(row)) + "\n")
         values = [Summary.Value(tag=tag, simple_value=x) for tag, x in row.items() if math.isfinite(x)]
-        self._write(Summary(value=values), env_steps)  # one event: a tenth of the time of one for each tag
+        self._write(Summary(value=values), steps)  # one event: a tenth of the time of one for each tag
         self._last |= row
         if "eval/return" in row:
             self._evaluated_at = update
-        if SPEED not in row:  # an evaluation beside the training
+        if self.speed not in row:  # an evaluation beside the training
             self._started = time.perf_counter() if update <= self.first_update else self._started
         elif not self.quiet:
             self._show(update)
@@ -128,9 +139,11 @@ class Log:
         if self._bar is None and sys.stderr.isatty():
             self._bar = _progress_bar(self.total_updates, self.first_update)
             self._bar.start()
-        ret, evaluated = (_word(self._last.get(tag), ".1f") for tag in ("rollout/return", "eval/return"))
+        robot = self.unit == "env_steps"
+        tags, form = ("rollout/return", "eval/return" if robot else "eval/accuracy"), ".1f" if robot else ".3f"
+        ret, evaluated = (_word(self._last.get(tag), form) for tag in tags)
         evaluated += f" (at {self._evaluated_at})" if evaluated != "-" else ""
-        rate = _word(self._last.get(SPEED), ",.0f")
+        rate = _word(self._last.get(self.speed), ",.0f") + (" steps/s" if robot else " tokens/s")
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=update, ret=ret, evaluated=evaluated, rate=rate)
             return
@@ -140,8 +153,7 @@ class Log:
         self._last_line = now
         left = (now - self._started) / max(1, update - self.first_update) * (self.total_updates - update)
         print(
-            f"update {update}/{self.total_updates}  return {ret}  evaluation {evaluated}  {rate} steps/s  "
-            f"{_clock(left)} left",
+            f"update {update}/{self.total_updates}  return {ret}  evaluation {evaluated}  {rate}  {_clock(left)} left",
             file=sys.stderr,
             flush=True,
         )
@@ -151,19 +163,25 @@ class Log:
         plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flat.items()}
         self.board.add_hparams(plain, dict(results), run_name="hparams")
 
-    def video(self, tag: str, path: str | Path, *, env_steps: int) -> None:
+    def video(self, tag: str, path: str | Path, *, steps: int) -> None:
         """An mp4 into TensorBoard, as the animated GIF its image tab plays (every second frame, 10 per second)."""
         import imageio.v3 as imageio
 
         frames = imageio.imread(path)[::2]  # [T, H, W, 3]
         gif = imageio.imwrite("<bytes>", frames, extension=".gif", loop=0, duration=100)
         picture = Summary.Image(height=frames.shape[1], width=frames.shape[2], colorspace=3, encoded_image_string=gif)
-        self._write(Summary(value=[Summary.Value(tag=tag, image=picture)]), env_steps)
+        self._write(Summary(value=[Summary.Value(tag=tag, image=picture)]), steps)
 
-    def _write(self, summary: Any, env_steps: int) -> None:
+    def table(self, tag: str, rows: Sequence[Mapping[str, Any]], *, steps: int) -> None:
+        """One row or more, of the same keys, into TensorBoard's text tab; a cell is cut to CELL characters."""
+        head, *body = [" | ".join(map(_cell, row)) for row in (rows[0], *(row.values() for row in rows))]
+        lines = (head, " | ".join("---" for _ in rows[0]), *body)
+        self.board.add_text(tag, "\n".join(f"| {line} |" for line in lines), steps)
+
+    def _write(self, summary: Any, steps: int) -> None:
         writer = self.board.file_writer
         assert writer is not None
-        writer.add_summary(summary, env_steps)
+        writer.add_summary(summary, steps)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -179,16 +197,23 @@ def _finite(row: Mapping[str, float]) -> dict[str, float | None]:
     return {tag: value if math.isfinite(value) else None for tag, value in row.items()}
 
 
+def _cell(value: Any) -> str:
+    """Text for a cell of a markdown table, which shows it as it is."""
+    text = str(value)
+    text = text if len(text) <= CELL else text[: CELL - 1] + "…"
+    return "<br>".join(re.sub(r"[\\`*_\[\]<>&|~]", lambda m: f"&#{ord(m[0])};", text).splitlines())
+
+
 def _word(value: float | None, form: str) -> str:
     """A number for people; "-" while there is none (no episode has finished yet)."""
     return "-" if value is None or math.isnan(value) else format(value, form)
 
 
-def _open_rows(path: Path, first_update: int) -> tuple[TextIO, int | None]:
+def _open_rows(path: Path, first_update: int, unit: str) -> tuple[TextIO, int | None]:
     """metrics.jsonl without rows after ``first_update`` (they are about to be repeated) and without a torn last line.
 
-    Also the first environment step that TensorBoard has to forget; None where the rows that would tell are lost. A new
-    run (``first_update`` 0) keeps nothing of one that was left in the directory before its first checkpoint.
+    Also the first step (in ``unit``) that TensorBoard has to forget; None where the rows that would tell are lost. A
+    new run (``first_update`` 0) keeps nothing of one that was left in the directory before its first checkpoint.
     """
     kept: list[str] = []
     purge_step = None if first_update else 0
@@ -197,7 +222,7 @@ def _open_rows(path: Path, first_update: int) -> tuple[TextIO, int | None]:
             try:
                 row = json.loads(line)
                 if row["update"] <= first_update:
-                    purge_step = int(row["env_steps"]) + 1
+                    purge_step = int(row[unit]) + 1
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue
@@ -217,7 +242,7 @@ def _progress_bar(total: int, done: int) -> Any:
         MofNCompleteColumn(),
         TextColumn("return {task.fields[ret]}"),
         TextColumn("evaluation {task.fields[evaluated]}"),
-        TextColumn("{task.fields[rate]} steps/s"),
+        TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=False,

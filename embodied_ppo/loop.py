@@ -16,11 +16,10 @@ TRAINING = ("collect", "update", "publish")
 
 @dataclass(frozen=True)
 class Schedule:
-    """When things are due. Updates count from 0; ``steps_per_update`` is in environment steps."""
+    """When things are due. Updates count from 0."""
 
     updates: int
     horizon: int
-    steps_per_update: int
     save_every: int = 0
     eval_every: int = 0
     max_lag: int = 0
@@ -61,28 +60,28 @@ def train(
                 pending.append(system.collect(schedule.horizon, update=collected))
             collected += 1
         experience, rollout_metrics = pending.popleft()
+        before = system.steps
         with timer("update"):
             metrics = rollout_metrics | system.update(experience, update=done)
         done += 1
         with timer("publish"):
             system.publish(done)
-        steps = done * schedule.steps_per_update
         evaluates = done == schedule.updates or bool(schedule.eval_every and done % schedule.eval_every == 0)
         if evaluates or (schedule.save_every and done % schedule.save_every == 0):
             with timer("save"):  # before the evaluation: should that fail, nothing is lost
-                system.save(done, env_steps=steps)
+                system.save(done)
             saved = done
         if evaluates:
             with timer("evaluate"):
                 metrics |= system.evaluate(done)
         seconds = timer.wall["collect"] + timer.wall["update"] + timer.wall["publish"]
         metrics |= timer.take() | {
-            "speed/env_steps_per_s": schedule.steps_per_update / seconds,
+            f"speed/{system.unit}_per_s": (system.steps - before) / seconds,
             "memory/peak_gb": peak_rss_mb() / 1024,
         }
-        log.metrics(metrics, update=done, env_steps=steps)
+        log.metrics(metrics, update=done, steps=system.steps)
         if done == first_update + 1:
             after_first()
     if saved != done or done == 0:
-        system.save(done, env_steps=done * schedule.steps_per_update)
+        system.save(done)
     return Outcome(done, done < schedule.updates, metrics)

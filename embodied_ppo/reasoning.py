@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,13 +22,58 @@ from embodied_ppo.types import ConfigError, Mean, Metrics, Trajectory
 class Graders(Protocol):
     """What judges responses: a pool of rule graders, or a reward model."""
 
-    failures: int
-    """Samples that could not be graded, so far."""
-    last_failure: str
+    @property
+    def failures(self) -> int:
+        """Samples that could not be graded, so far."""
+        ...
 
-    def grade(self, samples: Sequence[Sample]) -> list[Grade]: ...
+    @property
+    def last_failure(self) -> str | None: ...
+
+    def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
+        """One grade per sample; prompts[i] is what sample i answers."""
+        ...
 
     def close(self) -> None: ...
+
+
+class WithFormat:
+    """Graders that add ``weight`` to the score where the whole response matches a pattern."""
+
+    def __init__(self, inner: Graders, pattern: re.Pattern[str], weight: float) -> None:
+        self.inner, self.pattern, self.weight = inner, pattern, weight
+
+    @property
+    def failures(self) -> int:
+        return self.inner.failures
+
+    @property
+    def last_failure(self) -> str | None:
+        return self.inner.last_failure
+
+    def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
+        """As ``Graders``; right or wrong stays what it was without the format."""
+        grades = []
+        for sample, grade in zip(samples, self.inner.grade(samples, prompts), strict=True):
+            matches = self.pattern.fullmatch(sample[1]) is not None
+            right = grade.score >= 1 if grade.correct is None else grade.correct
+            score = grade.score + self.weight * matches
+            grades.append(replace(grade, score=score, correct=right, format_ok=matches))
+        return grades
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def reader(decode: Callable[[list[int]], str], stop: Sequence[str]) -> Callable[[list[int]], str]:
+    """Tokens of a response to its text as people read it, up to what stopped it."""
+
+    def text(tokens: list[int]) -> str:
+        whole = decode(tokens)
+        ends = [at for one in stop if (at := whole.find(one)) >= 0]
+        return whole[: min(ends)] if ends else whole
+
+    return text
 
 
 @dataclass(frozen=True)
@@ -69,6 +115,7 @@ class ReasoningRollout:
         pad_id: int,
         seed: int,
         group_size: int = 1,
+        shuffle: bool = True,
         truncation: Truncation | None = None,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -79,10 +126,11 @@ class ReasoningRollout:
                 "rollout: top_k, top_p, min_p, repetition_penalty and temperature=0 sample from another distribution "
                 "than the one whose probabilities are trained; leave them for evaluation"
             )
-        self.prompts, self.generator, self.graders, self.decode = prompts, generator, graders, decode
+        self.prompts, self.generator, self.graders = prompts, generator, graders
+        self.text = reader(decode, sampling.stop)
         self.sampling, self.pad_id, self.seed, self.group_size = sampling, pad_id, seed, group_size
         self.truncation, self.notice = truncation or Truncation(), notice
-        self.sampler = Sampler(len(prompts), batch, seed)
+        self.sampler = Sampler(len(prompts), batch, seed, shuffle)
         self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
         self.cpu_s = {"generate": 0.0, "grade": 0.0}
 
@@ -101,21 +149,14 @@ class ReasoningRollout:
             self.text(row[:n]) for row, n in zip(made.token.tolist(), made.length.tolist(), strict=True)
         ]  # without what ended them
         failures = self.graders.failures
-        grades = self.graders.grade(
-            [(p.data_source, text, p.ground_truth, p.extra) for p, text in zip(chosen, texts, strict=True)]
-        )
+        samples = [(p.data_source, text, p.ground_truth, p.extra) for p, text in zip(chosen, texts, strict=True)]
+        grades = self.graders.grade(samples, chosen)
         self.cpu_s["generate"] += generated - start
         self.cpu_s["grade"] += time.process_time() - generated
         if self.graders.failures > failures:
-            self.notice(f"reward: a response could not be graded and scores 0: {self.graders.last_failure}")
+            self.notice(f"reward: a response could not be graded: {self.graders.last_failure}")
         scores = torch.tensor([g.score for g in grades], device=made.token.device)
         return self._trajectory(chosen, made, scores, version), self._metrics(chosen, made, grades, scores)
-
-    def text(self, tokens: list[int]) -> str:
-        """A response as people read it, up to what stopped it."""
-        text = self.decode(tokens)
-        ends = [at for stop in self.sampling.stop if (at := text.find(stop)) >= 0]
-        return text[: min(ends)] if ends else text
 
     def _trajectory(self, chosen: Sequence[Prompt], made: Generation, scores: Tensor, version: int) -> Trajectory:
         where, t = made.token.device, self.sampling.max_tokens

@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
 
 import imageio.v3 as imageio
 import imageio_ffmpeg
@@ -29,7 +30,7 @@ import torch
 from torch import nn
 
 from embodied_ppo import evaluate
-from embodied_ppo.evaluate import EvaluationResult
+from embodied_ppo.evaluate import Episode, EvaluationResult
 from embodied_ppo.rollout import TRAINING_SEEDS
 from embodied_ppo.types import Obs, Policy, VectorEnv
 
@@ -39,18 +40,76 @@ FORMAT = 1
 EPISODES_SHOWN = 500
 """Rows of the page's table of episodes; report.json has all."""
 
-CURVES = (
-    ("Return", ("rollout/return", "eval/return"), None),
-    ("Success rate", ("rollout/success", "eval/success"), None),
-    ("Episode length", ("rollout/length", "eval/length"), None),
-    ("Policy entropy", ("policy/entropy",), None),
-    ("Approximate KL", ("policy/approx_kl",), None),
-    ("Explained variance (cut at -1)", ("value/explained_variance",), -1.0),
-)
-"""Title, tags of metrics.jsonl drawn together, and the value below which a line is cut. Absent tags are left out."""
+SAMPLE_SHOWN = 600
+"""Characters of a sample's text on the page; report.json has all."""
 
-STEP_KEYS = ("env_steps", "tokens", "update")
-"""What a row of metrics.jsonl counts progress in; the first that is there becomes the x axis."""
+Unit: TypeAlias = Literal["env_steps", "tokens"]
+"""What training is counted in: of a robot, or of a language model, whose episodes are responses to prompts."""
+
+WORDS: dict[Unit, dict[str, str]] = {
+    "env_steps": {
+        "task": "task",
+        "episode": "episode",
+        "measured": "evaluation episodes",
+        "step": "step",
+        "return": "return",
+        "success": "success",
+        "success rate": "success rate",
+        "state": "initial state",
+        "states": "states",
+        "deterministic": "actions by the mode of the policy",
+        "sampled": "actions sampled from the policy",
+        "terminated": "ended by the task",
+        "truncated": "by the clock",
+        "ended": "ended by",
+        "by itself": "task",
+        "cut": "clock",
+        "intervals": "mean return and length by Student's t, success by Wilson's score",
+    },
+    "tokens": {
+        "task": "data source",
+        "episode": "response",
+        "measured": "responses",
+        "step": "token",
+        "return": "score",
+        "success": "accuracy",
+        "success rate": "accuracy",
+        "state": "prompt",
+        "states": "prompts",
+        "deterministic": "greedy",
+        "sampled": "sampled",
+        "terminated": "stopped by itself",
+        "truncated": "cut at the limit",
+        "ended": "ended",
+        "by itself": "by itself",
+        "cut": "cut at the limit",
+        "intervals": "mean score and length by Student's t, accuracy by Wilson's score; several responses "
+        "to one prompt are not taken for independent",
+    },
+}
+"""What the page calls things; all that differs between robots and language models."""
+
+CURVES: dict[Unit, tuple[tuple[str, tuple[str, ...], float | None], ...]] = {
+    "env_steps": (
+        ("Return", ("rollout/return", "eval/return"), None),
+        ("Success rate", ("rollout/success", "eval/success"), None),
+        ("Episode length", ("rollout/length", "eval/length"), None),
+        ("Policy entropy", ("policy/entropy",), None),
+        ("Approximate KL", ("policy/approx_kl",), None),
+        ("Explained variance (cut at -1)", ("value/explained_variance",), -1.0),
+    ),
+    "tokens": (
+        ("Score", ("rollout/return", "eval/return"), None),
+        ("Accuracy", ("rollout/success", "eval/accuracy"), None),
+        ("Response length", ("rollout/length", "eval/length"), None),
+        ("Responses cut at the limit", ("rollout/truncated", "eval/truncated"), None),
+        ("Policy entropy", ("policy/entropy",), None),
+        ("Approximate KL", ("policy/approx_kl",), None),
+        ("KL to the reference", ("kl/to_reference",), None),
+        ("Explained variance (cut at -1)", ("value/explained_variance",), -1.0),
+    ),
+}
+"""Title, tags of metrics.jsonl drawn together, and the value below which a line is cut. Absent tags are left out."""
 
 _log = logging.getLogger(__name__)
 
@@ -71,17 +130,23 @@ def write(
     *,
     checkpoint: str,
     update: int,
-    env_steps: int,
+    steps: int,
+    unit: Unit = "env_steps",
     config: Mapping[str, Any],
     config_hash: str,
     versions: Mapping[str, str],
+    samples: Sequence[Mapping[str, Any]] = (),
+    extra: Mapping[str, float] = MappingProxyType({}),
     curves: Iterable[Mapping[str, Any]] = (),
     film: Film | None = None,
 ) -> Report:
     """Write ``out``/report.json and ``out``/report.html, each to a temporary name first.
 
     results   one per task, in the order to show them
+    steps     of training so far, counted in ``unit``
     config    the resolved configuration, as JSON can hold it
+    samples   responses to read, as exam.ExamResult.samples gives them
+    extra     further numbers (pass@4, ..) by their names
     curves    the rows of the run's metrics.jsonl
     film      embedded in the page; without its file the page says why there is none
 
@@ -93,13 +158,16 @@ def write(
         results,
         checkpoint=checkpoint,
         update=update,
-        env_steps=env_steps,
+        steps=steps,
+        unit=unit,
         config=config,
         config_hash=config_hash,
         versions=versions,
+        samples=samples,
+        extra=extra,
     )
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
-    page = _page(json.loads(text), charts=learning_curves(curves), film=film)
+    page = _page(json.loads(text), unit=unit, charts=learning_curves(curves, unit=unit), film=film)
     return Report(_replace(out / "report.json", text + "\n"), _replace(out / "report.html", page), content)
 
 
@@ -108,20 +176,28 @@ def describe(
     *,
     checkpoint: str,
     update: int,
-    env_steps: int,
+    steps: int,
+    unit: Unit = "env_steps",
     config: Mapping[str, Any],
     config_hash: str,
     versions: Mapping[str, str],
+    samples: Sequence[Mapping[str, Any]] = (),
+    extra: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """report.json as a dictionary: everything measured, and what is needed to measure it again."""
+    """report.json as a dictionary: everything measured, and what is needed to measure it again.
+
+    ``steps`` stands under the name of its unit. A robot's report has ``seeds``; ``numbers`` (null: not finite) and
+    ``samples`` are there where they are given.
+    """
     if not results or not all(r.episodes for r in results):
         raise ValueError("a report needs at least one task with at least one episode")
-    seeds = [e.seed for r in results for e in r.episodes]
-    return {
+    episodes = [e for r in results for e in r.episodes]
+    seeds = [e.seed for e in episodes]
+    content = {
         "format": FORMAT,
         "checkpoint": checkpoint,
         "update": update,
-        "env_steps": env_steps,
+        unit: steps,
         "config_hash": config_hash,
         "deterministic": all(r.deterministic for r in results),
         "seed": results[0].seed,
@@ -134,9 +210,9 @@ def describe(
         "overall": {
             "episodes": len(seeds),
             "distinct_initial_states": len({(r.task, e.initial_state) for r in results for e in r.episodes}),
-            "success": _success([e.success for r in results for e in r.episodes]),
+            "success": _success(episodes, unit),
         },
-        "tasks": {r.task: statistics(r) for r in results},
+        "tasks": {r.task: statistics(r, unit) for r in results},
         "episodes": [
             {
                 "task": r.task,
@@ -154,38 +230,79 @@ def describe(
         "versions": dict(sorted(versions.items())),
         "config": dict(config),
     }
+    if unit == "tokens":
+        del content["seeds"]  # no simulator
+    if extra:
+        content["numbers"] = {name: x if math.isfinite(x) else None for name, x in extra.items()}
+    if samples:
+        content["samples"] = [dict(s) for s in samples]
+    return content
 
 
-def statistics(result: EvaluationResult) -> dict[str, Any]:
-    """One task's numbers. ci95 is [low, high], or null with a single episode; success is null if the task is silent."""
+def statistics(result: EvaluationResult, unit: Unit = "env_steps") -> dict[str, Any]:
+    """One task's numbers. ci95 is [low, high], or null with a single episode; success is null if the task is silent.
+
+    Responses to one prompt are not independent: a language model's intervals are over prompts.
+    """
+    groups = _by_prompt(result.episodes) if unit == "tokens" else [[e] for e in result.episodes]
     return {
         "episodes": len(result.episodes),
         "distinct_initial_states": result.distinct_initial_states,
-        "return": _spread(result.returns),
-        "length": _spread(result.lengths),
-        "success": _success([e.success for e in result.episodes]),
+        "return": _spread(result.returns, [_mean([e.return_ for e in g]) for g in groups]),
+        "length": _spread(result.lengths, [_mean([float(e.length) for e in g]) for g in groups]),
+        "success": _success(result.episodes, unit),
         "terminated": sum(e.ended == "terminated" for e in result.episodes),
         "truncated": sum(e.ended == "truncated" for e in result.episodes),
     }
 
 
-def _success(episodes: list[bool | None]) -> dict[str, Any] | None:
+def _by_prompt(episodes: Sequence[Episode]) -> list[list[Episode]]:
+    groups: dict[str, list[Episode]] = {}
+    for e in episodes:
+        groups.setdefault(e.initial_state, []).append(e)
+    return list(groups.values())
+
+
+def _success(episodes: Sequence[Episode], unit: Unit) -> dict[str, Any] | None:
     """None unless every episode's task says."""
-    if any(success is None for success in episodes):
+    known = [e.success for e in episodes if e.success is not None]
+    if len(known) < len(episodes):
         return None
-    count = sum(map(bool, episodes))
+    count = sum(known)
+    z = evaluate.Z95 * math.sqrt(_design_effect(episodes) if unit == "tokens" else 1.0)
     return {
         "count": count,
         "rate": count / len(episodes),
-        "ci95": list(evaluate.wilson_interval(count, len(episodes))),
+        "ci95": list(evaluate.wilson_interval(count, len(episodes), z)),
         "ci95_method": "Wilson score",
     }
 
 
-def _spread(values: list[float]) -> dict[str, Any]:
-    interval = evaluate.mean_interval(values)
+def _design_effect(episodes: Sequence[Episode]) -> float:
+    """How many responses count as one, because those to one prompt are alike (Kish 1965): V / (p(1-p) / N), >= 1.
+
+    V = Σ over prompts (right - p · responses)² / N² is the variance of the accuracy p of N responses. Wilson's interval
+    of N / effect responses is that of N with z · √effect: it depends on z²/N only.
+    """
+    groups, n = _by_prompt(episodes), len(episodes)
+    if len(groups) == n:
+        return 1.0
+    p = sum(bool(e.success) for e in episodes) / n
+    if p in (0.0, 1.0):
+        return n / len(groups)
+    variance = math.fsum((sum(bool(e.success) for e in g) - p * len(g)) ** 2 for g in groups) / n**2
+    return max(1.0, variance * n / (p * (1 - p)))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _spread(values: list[float], independent: list[float]) -> dict[str, Any]:
+    """``independent``: what the interval of the mean is made of."""
+    interval = evaluate.mean_interval(independent)
     return {
-        "mean": math.fsum(values) / len(values),
+        "mean": _mean(values),
         "ci95": list(interval) if interval else None,
         "ci95_method": "Student t",
         "std": evaluate.deviation(values),
@@ -195,7 +312,7 @@ def _spread(values: list[float]) -> dict[str, Any]:
     }
 
 
-def _page(content: dict[str, Any], *, charts: list[Chart], film: Film | None) -> str:
+def _page(content: dict[str, Any], *, unit: Unit, charts: list[Chart], film: Film | None) -> str:
     """The page: no script, nothing loaded from anywhere."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("embodied_ppo", "templates"),
@@ -204,9 +321,10 @@ def _page(content: dict[str, Any], *, charts: list[Chart], film: Film | None) ->
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "percent": percent, "short": short}
+    environment.filters |= {"number": number, "percent": percent, "short": short, "cut": cut}
     returns = {
-        task: histogram([e["return"] for e in content["episodes"] if e["task"] == task]) for task in content["tasks"]
+        task: histogram([e["return"] for e in content["episodes"] if e["task"] == task], unit)
+        for task in content["tasks"]
     }
     video = poster = None
     if film is not None and film.path is not None:
@@ -214,6 +332,11 @@ def _page(content: dict[str, Any], *, charts: list[Chart], film: Film | None) ->
         poster = base64.b64encode(film.poster).decode()
     return environment.get_template("report.html.j2").render(
         report=content,
+        words=WORDS[unit],
+        steps=content[unit],
+        language=unit == "tokens",
+        numbers=content.get("numbers", {}),
+        samples=content.get("samples", ()),
         histograms=returns,
         charts=charts,
         film=film,
@@ -245,6 +368,12 @@ def number(x: float, like: float | None = None) -> str:
 
 def percent(x: float) -> str:
     return f"{100 * x:.1f}%"
+
+
+def cut(text: str, length: int = SAMPLE_SHOWN) -> str:
+    """At most ``length`` characters: the beginning and, behind …, the end, where a response has its answer."""
+    head = 2 * length // 3
+    return text if len(text) <= length else f"{text[:head]} … {text[head + 3 - length :]}"
 
 
 def short(x: float) -> str:
@@ -304,14 +433,17 @@ class Chart:
     """x of a vertical line."""
 
 
-def learning_curves(rows: Iterable[Mapping[str, Any]], points: int = 300) -> list[Chart]:
-    """The charts of CURVES that the rows of metrics.jsonl have values for; long runs are averaged to ``points``."""
+def learning_curves(rows: Iterable[Mapping[str, Any]], *, unit: Unit = "env_steps", points: int = 300) -> list[Chart]:
+    """The charts of CURVES that the rows of metrics.jsonl have values for; long runs are averaged to ``points``.
+
+    The x axis is what the rows count in ``unit``, else updates.
+    """
     rows = list(rows)
-    key = next((k for k in STEP_KEYS if any(k in row for row in rows)), None)
+    key = next((k for k in (unit, "update") if any(k in row for row in rows)), None)
     if key is None:
         return []
     charts = []
-    for title, tags, floor in CURVES:
+    for title, tags, floor in CURVES[unit]:
         series = {}
         for tag in tags:
             values = [(float(row[key]), float(row[tag])) for row in rows if key in row and _finite(row.get(tag))]
@@ -320,6 +452,12 @@ def learning_curves(rows: Iterable[Mapping[str, Any]], points: int = 300) -> lis
         if series:
             charts.append(_lines(title, key.replace("env_steps", "environment steps"), series))
     return charts
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl of a run, without a torn last line; empty where there is none."""
+    file = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
 
 
 def _finite(x: Any) -> bool:
@@ -359,8 +497,9 @@ def _lines(title: str, x_label: str, series: dict[str, list[tuple[float, float]]
     )
 
 
-def histogram(values: list[float]) -> Chart:
+def histogram(values: list[float], unit: Unit = "env_steps") -> Chart:
     """How many episodes had which return; a vertical line at the mean."""
+    episodes, what = WORDS[unit]["episode"] + "s", WORDS[unit]["return"]
     edges = ticks(min(values), max(values), count=min(25, max(6, 2 * math.ceil(math.sqrt(len(values))))))
     counts = [0] * (len(edges) - 1)
     for value in values:  # a bin holds its lower edge; the last one its upper edge too
@@ -374,19 +513,19 @@ def histogram(values: list[float]) -> Chart:
             y=y_of(count),
             width=round(max(1.0, x_of(high) - x_of(low) - 1), 1),
             height=round(BOTTOM - y_of(count), 1),
-            label=f"{count} of {len(values)} episodes with a return of {number(low)} to {number(high)}",
+            label=f"{count} of {len(values)} {episodes} with a {what} of {number(low)} to {number(high)}",
         )
         for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
         if count
     ]
     return Chart(
-        "Episodes by return",
-        "return (dashed: the mean)",
+        f"{episodes.capitalize()} by {what}",
+        f"{what} (dashed: the mean)",
         [(x_of(x), short(x)) for x in ticks(edges[0], edges[-1], 4) if edges[0] <= x <= edges[-1]],
         [(y_of(y), short(y)) for y in y_ticks],
         [],
         bars,
-        mark=x_of(math.fsum(values) / len(values)),
+        mark=x_of(_mean(values)),
     )
 
 

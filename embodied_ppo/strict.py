@@ -19,11 +19,13 @@ from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replac
 from functools import cache
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from embodied_ppo.config import ALIASES, REFUSED, VALUE_ALIASES, AlgorithmConfig, Config, EvaluateConfig, Limit
+from embodied_ppo.config import ALIASES, REFUSED, VALUE_ALIASES, Config, EvaluateConfig, ExportConfig, Limit
 from embodied_ppo.errors import ConfigError, PlacementError
 
 C = TypeVar("C")
 Path = tuple[str, ...]
+SHIPPED, STORED = "configs/", "the run's config.yaml"
+"""How the labels of layers begin that are not the user's."""
 DUAL_CLIP = "algorithm.dual_clip_loss"
 """ROLL's switch: true means clip_ratio_c = 1 + 2 x clip_ratio_high, false means null."""
 
@@ -66,17 +68,28 @@ class Loaded(Generic[C]):
     """(as written, as read), each once."""
 
     def deliberate(self, always: Collection[str] = ()) -> frozenset[str]:
-        """Options set to something other than their default, or set at all by a layer named in ``always``."""
+        """Options set to something other than their default, or set at all by a layer named in ``always``.
+
+        What a file that ships or a stored run sets is a mistake only where the other mode would read it: after
+        adv_type=grpo an experiment's critic.lr may go unread.
+        """
         options = describe(type(self.config))
-        values = {path: _get(self.config, path) for path in self.origin}
-        return frozenset(p for p, v in values.items() if self.origin[p] in always or v != options[p].default)
+        mode = getattr(self.config, "mode", None)
+
+        def counts(path: str, label: str) -> bool:
+            if label in always:
+                return True
+            ours = label.startswith((SHIPPED, STORED)) and mode_of(path) in (None, mode)
+            return not ours and _get(self.config, path) != options[path].default
+
+        return frozenset(path for path, label in self.origin.items() if counts(path, label))
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
 def load(cls: type[C], mapping: Mapping[str, Any], *, source: str | None = None) -> C:
     """One mapping -> ``cls``, checked. Raises ConfigError (PlacementError for a placement)."""
     loaded = read(cls, [(source or "", mapping)])
-    if isinstance(loaded.config, (Config, EvaluateConfig)):
+    if isinstance(loaded.config, (Config, EvaluateConfig, ExportConfig)):
         check(loaded.config, explicit=loaded.deliberate())
     return loaded.config
 
@@ -114,7 +127,7 @@ def _leaves(cls: type, mapping: Any, label: str) -> Iterator[tuple[str, Any]]:
 
     def walk(node: Any, path: Path) -> Iterator[tuple[str, Any]]:
         dotted = ".".join(path)
-        if dotted in describe(cls):
+        if dotted in describe(cls) or dotted in alias_paths(cls):
             yield dotted, node
         elif isinstance(node, Mapping) and (node or not path):
             for key, child in node.items():
@@ -292,6 +305,32 @@ def _allowed(hint: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------- options compared
+MODES: dict[str, str] = {
+    # option or section -> the one mode that reads it
+    **dict.fromkeys(("env", "model", "env_steps"), "embodied"),
+    **dict.fromkeys(
+        (f"algorithm.{x}" for x in ("horizon", "minibatch_unit", "bootstrap_type", "value_lr")), "embodied"
+    ),
+    **dict.fromkeys((f"algorithm.{x}_type" for x in ("logprob", "entropy", "reward")), "embodied"),
+    "algorithm.value_loss_coef": "embodied",
+    **dict.fromkeys((f"evaluation.{x}" for x in ("num_envs", "env_kwargs", "randomize")), "embodied"),
+    **dict.fromkeys((f"evaluation.video_{x}" for x in ("episodes", "steps", "size")), "embodied"),
+    **dict.fromkeys(("actor", "critic", "rollout", "data", "reward", "warm_start"), "reasoning"),
+    **dict.fromkeys((f"algorithm.{x}_length" for x in ("prompt", "response")), "reasoning"),
+    **dict.fromkeys(("algorithm.rollout_batch_size", "algorithm.micro_batch_tokens"), "reasoning"),
+    **dict.fromkeys(("algorithm.recompute_log_probs", "algorithm.missing_eos_penalty"), "reasoning"),
+    **dict.fromkeys((f"evaluation.{x}" for x in ("n", "response_length", "temperature", "top_k")), "reasoning"),
+    **dict.fromkeys((f"evaluation.{x}" for x in ("top_p", "min_p", "repetition_penalty")), "reasoning"),
+}
+
+
+def mode_of(path: str) -> str | None:
+    """The one mode that reads an option; None where both do."""
+    parts = path.split(".")
+    heads = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
+    return next((MODES[head] for head in heads if head in MODES), None)
+
+
 UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
     # options -> (where they are read, is that so); commas join options with one rule
     "algorithm.desired_kl": (
@@ -333,6 +372,41 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
         lambda c: c.model.distribution != "categorical",
     ),
     "evaluation.randomize": ("env.randomize=true", lambda c: c.env.randomize),
+    "evaluation.temperature,evaluation.top_k,evaluation.top_p,evaluation.min_p": (
+        "evaluation.deterministic=false",
+        lambda c: not c.evaluation.deterministic,
+    ),
+    "critic.use_critic_model,critic.model.path,critic.model.architecture,critic.model.dtype,critic.update_epoch,"
+    "critic.model.gradient_checkpointing,critic.global_batch_size,critic.lr,critic.lr_schedule,critic.lr_end,"
+    "critic.lr_warmup,critic.max_grad_norm,critic.weight_decay,algorithm.critic_warmup,algorithm.value_clip,"
+    "algorithm.huber_delta": (
+        "algorithm.adv_type=gae",
+        lambda c: c.mode == "embodied" or c.algorithm.adv_type == "gae",
+    ),
+    "rollout.overlong_penalty": ("rollout.overlong_buffer >= 1", lambda c: c.rollout.overlong_buffer > 0),
+    "algorithm.missing_eos_penalty": ("rollout.truncation=terminal", lambda c: c.rollout.truncation == "terminal"),
+    "data.train,data.eval,data.prompt_key,data.answer_key,data.suffix,data.system,data.chat_template": (
+        "data.task=null",
+        lambda c: c.data.task is None,
+    ),
+    "actor.tokenizer": ("data.task=null", lambda c: c.data.task is None),
+    "actor.model.architecture": ("actor.model.path=null", lambda c: c.actor.model.path is None),
+    "warm_start.steps": ("data.task", lambda c: c.data.task is not None),
+    "warm_start.batch_size,warm_start.lr,warm_start.forget": (
+        "warm_start.steps >= 1",
+        lambda c: c.warm_start.steps > 0,
+    ),
+    "reward.path": ("reward.grader=auto", lambda c: c.reward.grader == "auto"),
+    "reward.name": ("reward.path", lambda c: c.reward.path is not None),
+    "reward.format_weight": ("reward.format", lambda c: c.reward.format is not None),
+    "reward.model.pairs": (
+        "data.task, and reward.model.path=null",
+        lambda c: c.data.task is not None and c.reward.model.path is None,
+    ),
+    "reward.model.steps,reward.model.batch_size,reward.model.lr": (
+        "reward.model.pairs >= 1",
+        lambda c: c.reward.model.pairs > 0,
+    ),
     "evaluation.video_steps,evaluation.video_size": (
         "evaluation.video_episodes >= 1",
         lambda c: c.evaluation.video_episodes > 0,
@@ -343,21 +417,44 @@ LEVELS = ("token_level", "action_level", "chunk_level")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
-def check(config: Config | EvaluateConfig, explicit: Collection[str] = ()) -> None:
+def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[str] = ()) -> None:
     """Options against each other; ``explicit`` options must be read. Raises ConfigError with the numbers in it."""
+    if isinstance(config, ExportConfig):
+        for path, example in (("checkpoint", "runs/NAME/DATE-SEED"), ("out", "my-model")):
+            if not getattr(config, path):
+                raise ConfigError(f"{path} = '' must name a directory; write {path}={example}")
+        return None
     if not DEVICE.fullmatch(config.device):
         raise ConfigError(
             f"device = {show(config.device)} must be auto, cpu, cuda or cuda:N; the safe one is device=cpu"
         )
     if isinstance(config, EvaluateConfig):
         return _check_evaluation(config, explicit)
-    if config.mode == "reasoning":
-        raise ConfigError("mode = reasoning: language models are not in this version; write mode=embodied")
     if not re.fullmatch(r"[^/\\\0]+", config.name) or config.name.startswith("."):
         raise ConfigError(
             f"name = {show(config.name)} must be one folder name without / and leading dot; try name=custom"
         )
-    _check_algorithm(config.algorithm, restart=config.env.restart_each_rollout)
+    for path in sorted(explicit):
+        if mode_of(path) not in (None, config.mode) and _get(config, path) not in (None, False):
+            told = f"{path} = {show(_get(config, path))} is set but not read"
+            raise ConfigError(f"{told}; it needs mode={mode_of(path)}, or leave it out")
+    _check_placement(config)
+    _check_algorithm(config)
+    if config.mode == "embodied":
+        _check_robot(config)
+    else:
+        _check_language(config)
+    for paths, (cure, is_read) in UNREAD.items():
+        for path in paths.split(","):
+            # null and false are how one says "not this"
+            if path in explicit and _get(config, path) not in (None, False) and not is_read(config):
+                raise ConfigError(
+                    f"{path} = {show(_get(config, path))} is set but not read; it needs {cure}, or leave it out"
+                )
+
+
+def _check_robot(config: Config) -> None:
+    """What mode=embodied needs."""
     _check_sizes(config)
     if config.updates is None and config.env_steps is None:
         raise ConfigError("updates = null and env_steps = null: nothing says how long to train; write updates=100")
@@ -372,16 +469,120 @@ def check(config: Config | EvaluateConfig, explicit: Collection[str] = ()) -> No
             f"model.init_log_std = {model.init_log_std:g} must be >= model.min_log_std = {model.min_log_std:g} and "
             f"<= model.max_log_std = {model.max_log_std:g}; move it inside"
         )
-    for paths, (cure, is_read) in UNREAD.items():
-        for path in paths.split(","):
-            # null and false are how one says "not this"
-            if path in explicit and _get(config, path) not in (None, False) and not is_read(config):
-                raise ConfigError(
-                    f"{path} = {show(_get(config, path))} is set but not read; it needs {cure}, or leave it out"
+
+
+def _check_language(config: Config) -> None:
+    """What mode=reasoning needs."""
+    a, d, e, r = config.algorithm, config.data, config.evaluation, config.rollout
+    rules = (
+        (config.updates is None, "updates = null: nothing says how long to train; write updates=100"),
+        (
+            d.task is None and not d.train,
+            "data.train = [] and data.task = null: there are no prompts; write data.train=[FILE.jsonl] or "
+            "data.task=arithmetic",
+        ),
+        (
+            d.task is None and not d.eval,
+            "data.eval = []: there is nothing to evaluate on; write data.eval=[FILE.jsonl] with held-out prompts",
+        ),
+        (
+            config.actor.model.path is None and not config.actor.model.architecture,
+            "actor.model.path = null: there is no model; name a directory that transformers wrote, or give "
+            "actor.model.architecture (experiment=arithmetic has one)",
+        ),
+        (
+            d.task is None and config.actor.model.path is None and config.actor.tokenizer is None,
+            "actor.tokenizer = null: a new model for files of prompts needs one; write actor.tokenizer=DIRECTORY",
+        ),
+        (
+            a.adv_type == "gae" and not config.critic.use_critic_model,
+            "critic.use_critic_model = false, but algorithm.adv_type = gae needs a critic; write "
+            "critic.use_critic_model=true, or algorithm.adv_type=grpo with algorithm.group_size=8",
+        ),
+        (
+            r.overlong_buffer >= a.response_length,
+            f"rollout.overlong_buffer = {r.overlong_buffer} must be < algorithm.response_length = {a.response_length}; "
+            "lower it",
+        ),
+        (
+            e.n > 1 and e.deterministic,
+            f"evaluation.n = {e.n}, but evaluation.deterministic = true: all {e.n} responses would be the same; write "
+            "evaluation.deterministic=false",
+        ),
+        (
+            config.compile == "always" and (a.micro_batch_tokens is not None or a.micro_batch_size is not None),
+            "compile = always: compiled minibatches have one shape; leave algorithm.micro_batch_tokens and "
+            "algorithm.micro_batch_size null, or write compile=never",
+        ),
+        (
+            config.critic.model.path is not None and bool(config.critic.model.architecture),
+            "critic.model.path and critic.model.architecture exclude each other; keep one of them",
+        ),
+        (
+            (r.engine == "vllm" or config.actor.model.path is not None) and config.warm_start.steps > 0,
+            f"warm_start.steps = {config.warm_start.steps} is for a new model (actor.model.path=null) and "
+            "rollout.engine=builtin; write warm_start.steps=0",
+        ),
+        (
+            r.engine == "vllm" and config.actor.model.path is None,
+            "rollout.engine = vllm needs a directory; write actor.model.path=DIRECTORY, or rollout.engine=builtin",
+        ),
+    )
+    for broken, line in rules:
+        if broken:
+            raise ConfigError(line)
+    total, responses = a.rollout_batch_size, a.rollout_batch_size * a.group_size
+    for path, batch in (
+        ("algorithm.global_batch_size", a.global_batch_size),
+        ("critic.global_batch_size", config.critic.global_batch_size or a.global_batch_size),
+    ):
+        if total % batch:
+            raise ConfigError(
+                f"algorithm.rollout_batch_size = {total} is not a multiple of {path} = {batch} (prompts); nearest: "
+                f"{_nearest(_divisors(total), batch)}"
+            )
+    if a.micro_batch_size is not None and a.micro_batch_size > a.global_batch_size * a.group_size:
+        raise ConfigError(
+            f"algorithm.micro_batch_size = {a.micro_batch_size} (responses) must be <= algorithm.global_batch_size x "
+            f"group_size = {a.global_batch_size * a.group_size}; leave it null"
+        )
+    _check_controller(config, responses, "algorithm.rollout_batch_size x group_size")
+
+
+def _check_placement(config: Config) -> None:
+    """cluster.*: what this version runs is one process on one device. Raises PlacementError."""
+    roles = ("env", "rollout", "actor") if config.mode == "embodied" else LANGUAGE_ROLES
+    cluster = config.cluster
+    if cluster.num_nodes > 1:
+        raise PlacementError(
+            f"cluster.num_nodes = {cluster.num_nodes}: this version runs everything in one process (placement=local); "
+            "write cluster.num_nodes=1"
+        )
+    for entry, devices in cluster.component_placement.items():
+        label = f"cluster.component_placement = {{{entry}: {show(devices)}}}"
+        for role in (word.strip() for word in entry.split(",")):
+            if role not in roles:
+                near = difflib.get_close_matches(role, roles, n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise PlacementError(
+                    f"{label}: {role} is no role of mode={config.mode}; {hint}roles: {', '.join(roles)}"
                 )
+        if str(devices) not in ("all", "0", "0-0"):
+            raise PlacementError(f"{label}: this version uses one device; write {{{entry}: all}}")
+    if len(cluster.component_placement) > 1:
+        joined = ",".join(cluster.component_placement)
+        raise PlacementError(
+            f"cluster.component_placement = {show(cluster.component_placement)}: entries are processes, and this "
+            f'version has one; join the roles: {{"{joined}": all}}'
+        )
+
+
+LANGUAGE_ROLES = ("rollout", "actor", "critic", "reference", "reward")
+"""Parts of a system of mode=reasoning."""
 
 
 def _check_evaluation(config: EvaluateConfig, explicit: Collection[str]) -> None:
+    """What can be said before the checkpoint is opened."""
     if not config.checkpoint:
         raise ConfigError(
             "checkpoint = '' must name a checkpoint or run directory; write checkpoint=runs/NAME/DATE-SEED"
@@ -391,17 +592,48 @@ def _check_evaluation(config: EvaluateConfig, explicit: Collection[str]) -> None
             raise ConfigError(
                 f"{path} = {getattr(config, path)} is set but not read; it needs video=true, or leave it out"
             )
+    for path in ("temperature", "top_k", "top_p", "min_p"):
+        if path in explicit and config.deterministic:
+            raise ConfigError(
+                f"{path} = {getattr(config, path)} is set but not read; it needs deterministic=false, or leave it out"
+            )
+    if config.n > 1 and config.deterministic:
+        raise ConfigError(
+            f"n = {config.n}, but deterministic = true: all {config.n} responses would be the same; write "
+            "deterministic=false"
+        )
 
 
-def _check_algorithm(a: AlgorithmConfig, *, restart: bool) -> None:
+def check_evaluation(config: EvaluateConfig, mode: str, explicit: Collection[str]) -> None:
+    """Options that the checkpoint's mode does not read. Raises ConfigError."""
+    other = EVALUATE_MODES["reasoning" if mode == "embodied" else "embodied"]
+    for path in sorted({path.partition(".")[0] for path in explicit} & set(other)):
+        if getattr(config, path) not in (None, False, ()):
+            raise ConfigError(
+                f"{path} = {show(getattr(config, path))} is set but not read: {config.checkpoint} is a "
+                f"{'robot policy' if mode == 'embodied' else 'language model'}; leave it out"
+            )
+
+
+EVALUATE_MODES = {
+    "embodied": ("env", "num_envs", "video", "video_episodes", "video_steps", "video_size"),
+    "reasoning": ("data", "n", "response_length", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+}
+"""Options of ``embodied-ppo evaluate`` that one mode reads."""
+
+
+def _check_algorithm(config: Config) -> None:
     """Options of the algorithm that exclude or need each other."""
+    a, robot = config.algorithm, config.mode == "embodied"
     grouped = a.adv_type in ("grpo", "rloo", "reinforce_plus_plus_baseline")
+    compares = grouped or a.reward_norm == "group"
     who = f"algorithm.adv_type = {a.adv_type}" if grouped else f"algorithm.reward_norm = {a.reward_norm}"
+    needed = "actor_critic" if robot else "actor"
     rules = (
         (
-            a.loss_type == "actor",
-            "algorithm.loss_type = actor needs two models (mode=reasoning, not in this version); write "
-            "algorithm.loss_type=actor_critic",
+            a.loss_type != needed,
+            f"algorithm.loss_type = {a.loss_type} is that of {'two models' if robot else 'one model'}, but mode = "
+            f"{config.mode} has {'one' if robot else 'two'}; write algorithm.loss_type={needed}",
         ),
         (
             a.clip_ratio_low >= 1,
@@ -414,17 +646,17 @@ def _check_algorithm(a: AlgorithmConfig, *, restart: bool) -> None:
             "algorithm.kl_loss_type=k2, k3 or k1+",
         ),
         (
-            (grouped or a.reward_norm == "group") and a.group_size < 2,
-            f"{who} compares environments of a group, but algorithm.group_size = {a.group_size}; it must be >= 2: "
-            "write algorithm.group_size=4",
+            compares and a.group_size < 2,
+            f"{who} compares {'environments' if robot else 'responses'} of a group, but algorithm.group_size = "
+            f"{a.group_size}; it must be >= 2: write algorithm.group_size=4",
         ),
         (
-            (grouped or a.reward_norm == "group") and not restart,
+            robot and compares and not config.env.restart_each_rollout,
             f"{who} needs groups that start together, but env.restart_each_rollout = false; write "
             "env.restart_each_rollout=true",
         ),
         (
-            a.loss_agg_func != "token-mean" and a.minibatch_unit != "column",
+            robot and a.loss_agg_func != "token-mean" and a.minibatch_unit != "column",
             f"algorithm.loss_agg_func = {a.loss_agg_func} averages over sequences, but algorithm.minibatch_unit = "
             f"{a.minibatch_unit} cuts them; write algorithm.minibatch_unit=column (or loss_agg_func=token-mean)",
         ),
@@ -471,15 +703,21 @@ def _check_sizes(config: Config) -> None:
     if micro is not None and micro % unit:
         cure = _nearest([unit * k for k in range(1, batch // unit + 1)], micro)
         raise ConfigError(f"algorithm.micro_batch_size = {micro} is not a multiple of {columns}; nearest: {cure}")
-    if a.use_kl_in_reward and a.kl_ctrl.type == "adaptive" and a.kl_ctrl.horizon <= 0.2 * num_envs:
-        raise ConfigError(
-            f"algorithm.kl_ctrl.horizon = {a.kl_ctrl.horizon:g} must be > 0.2 x env.num_envs = {0.2 * num_envs:g}, or "
-            f"the coefficient could turn negative; write algorithm.kl_ctrl.horizon={10 * num_envs}"
-        )
+    _check_controller(config, num_envs, "env.num_envs")
     if num_envs % a.group_size:
         cure = _nearest(_divisors(num_envs), a.group_size)
         raise ConfigError(
             f"env.num_envs = {num_envs} is not a multiple of algorithm.group_size = {a.group_size}; nearest: {cure}"
+        )
+
+
+def _check_controller(config: Config, sequences: int, what: str) -> None:
+    """kl_ctrl=adaptive with ``sequences`` in a rollout."""
+    a = config.algorithm
+    if a.use_kl_in_reward and a.kl_ctrl.type == "adaptive" and a.kl_ctrl.horizon <= 0.2 * sequences:
+        raise ConfigError(
+            f"algorithm.kl_ctrl.horizon = {a.kl_ctrl.horizon:g} must be > 0.2 x {what} = {0.2 * sequences:g}, or "
+            f"the coefficient could turn negative; write algorithm.kl_ctrl.horizon={10 * sequences}"
         )
 
 
@@ -590,6 +828,17 @@ def alias_paths(cls: type) -> dict[str, tuple[str, ...]]:
     if cls is Config:
         found[DUAL_CLIP] = ("algorithm.clip_ratio_c",)
     return found
+
+
+def relevant(config: Config) -> dict[str, Any]:
+    """``dump`` without the options that only the other mode reads."""
+
+    def walk(node: dict[str, Any], prefix: str) -> dict[str, Any]:
+        kept = {name: value for name, value in node.items() if mode_of(prefix + name) in (None, config.mode)}
+        nested = {name for name in kept if prefix + name in sections(Config)}
+        return {name: walk(value, f"{prefix}{name}.") if name in nested else value for name, value in kept.items()}
+
+    return walk(dump(config), "")
 
 
 def dump(config: Any) -> dict[str, Any]:

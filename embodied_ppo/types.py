@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Generator, Tensor, nn
@@ -314,6 +314,11 @@ class Learner(Protocol):
 class System(Protocol):
     """Where things run; the loop's only partner."""
 
+    unit: Literal["env_steps", "tokens"]
+    """What experience is counted in."""
+    steps: int
+    """Experience learned from so far, in ``unit``."""
+
     def collect(self, horizon: int, *, update: int) -> tuple[Any, Metrics]:
         """Experience of ``horizon`` steps per environment (a handle: tensors do not pass through the driver)."""
         ...
@@ -328,6 +333,6 @@ class System(Protocol):
         """Measure the policy; a checkpoint saved after the same update gets the score."""
         ...
 
-    def save(self, update: int, *, env_steps: int) -> Path: ...
+    def save(self, update: int) -> Path: ...
 
     def close(self) -> None: ...

@@ -4,21 +4,34 @@
 
 The first table's simulators are EnvPool's, on the CPU, so it shows acting and learning: wall-clock ms of an update, by
 phase. The second is simulation on the GPU: control steps of all worlds per second, of bare physics and of the task.
+The third is a language model of Qwen2.5-0.5B's shape with random weights. ``--tiny`` runs that alone, small, anywhere.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import embodied_envs
+from embodied_ppo.config import AlgorithmConfig
+from embodied_ppo.data import Prompt
+from embodied_ppo.generation.engine import Engine
+from embodied_ppo.generation.sampling import Sampling
+from embodied_ppo.grading import Grade, Sample
+from embodied_ppo.learner import SplitLearner
+from embodied_ppo.models import language
+from embodied_ppo.models.language import Decoder, LanguageCritic, LanguagePolicy
+from embodied_ppo.reasoning import ReasoningRollout
 
 SETTINGS = {
     "bench_fast": [],
@@ -77,7 +90,165 @@ def simulate(id: str, num_envs: int, **options: Any) -> tuple[float, float]:
     return bare * num_envs, whole * num_envs
 
 
+# ------------------------------------------------------------------------------------------------------ language model
+@dataclass(frozen=True)
+class Shape:
+    """Of a model (Qwen2, tied) and what it does: prompts of ``prompt`` tokens, ``new`` more of each."""
+
+    hidden: int = 896
+    layers: int = 24
+    heads: int = 14
+    groups: int = 2
+    mlp: int = 4864
+    vocabulary: int = 151936
+    prompts: int = 256
+    prompt: int = 100
+    new: int = 512
+    micro_tokens: int = 32768
+
+    def model(self, device: str) -> Any:
+        fields: dict[str, Any] = {
+            "model_type": "qwen2",
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.groups,
+            "intermediate_size": self.mlp,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+        }
+        return language.load(None, fields, what="bench", dtype=torch.bfloat16, device=device)
+
+    def flops(self, decoder: Decoder, lengths: Tensor, responses: Tensor) -> float:
+        """Of a forward and backward pass over rows of ``lengths`` [N] tokens, whose last ``responses`` [N] are scored:
+        6 · weights · tokens, and of each layer's attention 6 · length² · hidden; nothing is counted twice."""
+        weights = sum(p.numel() for p in decoder.layers.parameters())
+        head = self.vocabulary * self.hidden
+        attention = self.layers * float((lengths.double() ** 2).sum()) * self.hidden
+        return 6.0 * (weights * float(lengths.sum()) + head * float(responses.sum()) + attention)
+
+
+TINY = Shape(64, 2, 4, 2, 128, 512, prompts=6, prompt=5, new=12, micro_tokens=64)
+PEAK = 989e12
+"""Dense bfloat16 products of an H100 or H200, operations per second (its data sheet)."""
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Wall time of one call, the device's work included."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def decode_ms(policy: LanguagePolicy, shape: Shape, prompts: Sequence[Sequence[int]], static: bool) -> float:
+    """Of one decode step of all prompts, reading them left out; graphs are recorded before."""
+    engine = Engine(policy, slots=shape.prompts, pad_id=0, static=static)
+    few = max(2, shape.new // 16)
+    whole, part = (  # the longest first: one cache for both
+        min(seconds(lambda n=new: engine.generate(prompts, Sampling(n), seed=0)) for _ in range(3))
+        for new in (shape.new, few)
+    )
+    return (whole - part) / (shape.new - few) * 1e3
+
+
+def train_s(policy: LanguagePolicy, ids: Tensor, place: Tensor) -> float:
+    """Of log-probabilities of the tokens after ``place`` and their gradient, the second time."""
+
+    def step() -> None:
+        view = policy.view(policy.hidden(ids, place), ids.gather(1, place + 1))
+        view.log_prob.sum().backward()
+        policy.zero_grad()
+
+    return [seconds(step) for _ in range(2)][1]
+
+
+class Even:
+    """Scores a response by whether it has an even number of tokens."""
+
+    failures, last_failure = 0, ""
+
+    def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
+        return [Grade(float(len(text) % 2 == 0)) for _, text, _, _ in samples]
+
+    def close(self) -> None: ...
+
+
+def ppo_s(policy: LanguagePolicy, shape: Shape, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Of the parts of one PPO step, the second one: as many optimiser steps as four minibatches and an epoch give."""
+    where = policy.model.lm_head.weight.device
+    critic = LanguageCritic(shape.model(str(where)))
+    c = AlgorithmConfig(adv_type="gae", gamma=1.0, gae_lambda=1.0, update_epoch=1, lr=1e-6)
+    learner = SplitLearner(
+        policy,
+        critic,
+        c,
+        length=shape.new,
+        columns=-(-shape.prompts // 4),
+        tokens=shape.micro_tokens,
+        recompute=True,
+        num_sequences=shape.prompts,
+        updates=2,
+        seed=0,
+    )
+    assert learner.critic is not None
+    engine = Engine(policy, slots=shape.prompts, pad_id=0)
+    tasks = [Prompt(tuple(p), "", "", "bench", {}, i) for i, p in enumerate(prompts)]
+    text = lambda ids: "x" * len(ids)  # noqa: E731
+    sampling = Sampling(shape.new, stop_ids=tuple(range(0, shape.vocabulary, shape.new)))  # half as long on average
+    rollout = ReasoningRollout(tasks, engine, Even(), text, batch=shape.prompts, sampling=sampling, pad_id=0, seed=0)
+    found: dict[str, float] = {}
+    for update in range(2):
+        made: list[Any] = []
+        collect = lambda u=update, m=made: m.append(rollout.collect(shape.new, update=u, version=u)[0])  # noqa: E731
+        prepare = lambda m=made: m.append(learner._prepare(m[0])[0])  # noqa: E731
+        found["generate"] = seconds(collect)
+        found["values, log-probabilities, advantages"] = seconds(prepare)
+        for name, descent in (("critic", learner.critic), ("actor", learner.actor)):
+            descend = lambda d=descent, m=made, u=update: d.descend(m[1], u, warming=False, entropy_coef=0.0)  # noqa: E731
+            found[name] = seconds(descend)
+    return found
+
+
+def speak(shape: Shape, device: str) -> None:
+    """Prints the table of the language model."""
+    torch.manual_seed(0)
+    cuda = device == "cuda"
+    policy = LanguagePolicy(shape.model(device))
+    prompts = torch.randint(0, shape.vocabulary, (shape.prompts, shape.prompt)).tolist()
+    print("\n| language model | |\n|---|---|")
+    for static in (True, False):
+        how = "fixed shapes" + (", CUDA graphs" if cuda else "") if static else "as many rows and keys as there are"
+        print(f"| decode step, {shape.prompts} responses, {how} | {decode_ms(policy, shape, prompts, static):.2f} ms |")
+    rows = min(shape.prompts, max(1, shape.micro_tokens // (shape.prompt + shape.new)))
+    lengths = torch.linspace(shape.prompt + shape.new // 4, shape.prompt + shape.new - 1, rows).long()
+    responses = lengths - shape.prompt + 1
+    ids = torch.randint(0, shape.vocabulary, (rows, shape.prompt + shape.new), device=device)
+    place = torch.arange(shape.new) + shape.prompt - 1
+    place = torch.where(place < lengths.unsqueeze(1), place, shape.prompt - 1).to(device)
+    took = train_s(policy, ids, place)
+    flops = shape.flops(policy.decoder.module, lengths, responses)
+    share = flops / took / PEAK
+    print(f"| forward and backward, {int(lengths.sum())} tokens | {took * 1e3:.1f} ms, {share:.1%} of peak |")
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    for name, s in ppo_s(policy, shape, prompts).items():
+        print(f"| PPO step: {name} | {s:.3f} s |", flush=True)
+    if cuda:
+        print(f"| PPO step: peak memory | {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB |")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="the language model's part alone, small; needs no GPU")
+    if parser.parse_args().tiny:
+        speak(TINY, "cuda" if torch.cuda.is_available() else "cpu")
+        return
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to measure (docs/gpu.md says what has not been run)")
     tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-rs"])
@@ -92,6 +263,7 @@ def main() -> None:
     for id, num_envs, options in WORLDS:
         bare, whole = simulate(id, num_envs, **options)
         print(f"| {id} {options or ''} | {num_envs} | {bare:,.0f} | {whole:,.0f} |", flush=True)
+    speak(Shape(), "cuda")
     sys.exit(tests.returncode)
 
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from embodied_ppo import cli, explain, strict
-from embodied_ppo.config import Config
+from embodied_ppo.config import Config, EvaluateConfig
 
 TINY = [
     "experiment=cartpole",
@@ -133,9 +133,21 @@ REFUSALS = [
     ("train algorithm.loss_type=actor", "algorithm.loss_type=actor_critic"),
     ("train algorithm.use_kl_loss=true algorithm.kl_loss_type=kl", "kl_loss_type = k1 .. k2, k3 or k1+"),
     ("train env_steps=null updates=null", "updates = null and env_steps = null"),
-    ("train mode=reasoning", "mode = reasoning .. not in this version .. mode=embodied"),
+    ("train mode=reasoning updates=null", "updates = null: nothing says how long to train; write updates=100"),
+    ("train mode=reasoning experiment=hopper", "env.id = Hopper-v4 is set but not read; it needs mode=embodied"),
+    ("train mode=embodied experiment=arithmetic", "is set but not read; it needs mode=reasoning"),
+    ("train experiment=arithmetic env.num_envs=3", "env.num_envs = 3 is set but not read; it needs mode=embodied"),
+    ("train experiment=arithmetic algorithm.clip_ratio_c=1", "algorithm.clip_ratio_c = 1 .. > 1"),
+    ("train experiment=arithmetic algorithm.adv_type=rloo", "compares responses .. algorithm.group_size=4"),
+    ("train experiment=arithmetic algorithm.global_batch_size=100", "= 256 is not a multiple .. nearest: 64, 128"),
+    ("train experiment=arithmetic rollout.top_p=0.9", "rollout.top_p = 0.9 .. refused .. evaluation.top_p"),
+    ("train experiment=arithmetic critic.use_critic_model=false", "adv_type = gae needs a critic .. =grpo"),
+    ("train experiment=arithmetic data.task=null", "data.train = [] .. data.task=arithmetic"),
+    ("train experiment=arithmetic algorithm.loss_type=actor_critic", "write algorithm.loss_type=actor"),
+    ("train experiment=arithmetic evaluation.n=4", "evaluation.deterministic=false"),
+    ("train experiment=arithmetic component_placement={actor:all,critic:all}", '{"actor,critic": all}'),
     ("train placement=fused", "placement = fused .. one process; write placement=local"),
-    ("train algorithm.train_batch_size=8", "algorithm.train_batch_size = 8 .. counts prompts"),
+    ("train algorithm.train_batch_size=8", "algorithm.rollout_batch_size = 8 .. needs mode=reasoning"),
     ("train cluster.num_nodes=2", "cluster.num_nodes = 2 .. placement=local"),
     # syntax
     ("train algorithm.gamma", "algorithm.gamma is not of the form option=value; write algorithm.gamma=VALUE"),
@@ -150,7 +162,7 @@ REFUSALS = [
     ("train ~algorithm.adam_eps", "~algorithm.adam_eps: no file sets algorithm.adam_eps"),
     ("train algorithm@x=atari", "algorithm@x"),
     # commands, flags and paths
-    ("", "no command; commands: train, evaluate, config, experiments"),
+    ("", "no command; commands: train, evaluate, export, config, experiments"),
     ("trian", "trian: no such command; did you mean train?"),
     ("plan experiment=hopper", "plan: no such command; .. commands: train"),
     ("tune", "tune: no such command; .. commands: train"),
@@ -160,7 +172,7 @@ REFUSALS = [
     ("train --config-dir nowhere", "--config-dir nowhere: no such directory"),
     ("experiments --config-dir nowhere", "--config-dir nowhere: no such directory"),
     ("experiments hopper", "hopper is not read by experiments"),
-    ("train --config-name mine", "--config-name mine: no such config; .. there are: evaluate, train"),
+    ("train --config-name mine", "--config-name mine: no such config; .. there are: evaluate, export, train"),
     ("train resume=nowhere", "resume = nowhere: no such directory; .. resume=auto"),
     ("evaluate", "checkpoint = '' .. checkpoint=runs/"),
     ("evaluate checkpoint=nowhere", "nowhere"),
@@ -228,7 +240,7 @@ def test_refusals_of_a_real_process() -> None:
 def test_defaults_come_from_config_py(capsys: pytest.CaptureFixture[str]) -> None:
     rows = config(capsys, "experiment=null")
     assert {path for path, row in rows.items() if row["source"] != "config.py"} == {"mode", "placement"}
-    assert set(rows) == set(strict.describe(Config))
+    assert set(rows) == {path for path in strict.describe(Config) if strict.mode_of(path) != "reasoning"}
     assert rows["algorithm.gamma"] == {
         "value": 0.99,
         "default": 0.99,
@@ -319,13 +331,13 @@ def test_config_prints_value_source_and_meaning(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr()
     assert out.out == "algorithm\n  gae_lambda  0.9  command line  Decay of the advantage estimator's trace.\n"
     assert out.err == "algorithm.lam is read as algorithm.gae_lambda\n"
-    assert cli.main(["config"]) == 0
-    everything = capsys.readouterr().out
-    assert "\x1b" not in everything
-    for path, option in strict.describe(Config).items():
-        assert re.search(
-            rf"^  {re.escape(path.rpartition('.')[2])} .*{re.escape(option.meaning[:30])}", everything, re.M
-        )
+    for mode, other in (("embodied", "reasoning"), ("reasoning", "embodied")):
+        assert cli.main(["config", f"mode={mode}"]) == 0
+        everything = capsys.readouterr().out
+        assert "\x1b" not in everything
+        for path, option in strict.describe(Config).items():
+            line = rf"^  {re.escape(path.rpartition('.')[2])} .*{re.escape(option.meaning[:30])}"
+            assert strict.mode_of(path) == other or re.search(line, everything, re.M), path
     assert written() == []
 
 
@@ -334,7 +346,7 @@ def test_config_of_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
         "value": 3,
         "default": 100,
         "source": "command line",
-        "meaning": "Episodes to measure; each starts from a seed of its own.",
+        "meaning": strict.describe(EvaluateConfig)["episodes"].meaning,
         "type": "a whole number",
         "limit": ">= 1",
     }
@@ -401,7 +413,7 @@ def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     for resume in ("run", "run/checkpoints/latest"):
         rows = config(capsys, f"resume={resume}", "seed=0", "updates=2")
         assert values(rows, "env.num_envs", "algorithm.value_loss_coef", "updates", "resume") == [4, 0.7, 2, resume]
-        assert rows["env.num_envs"]["source"] == f"{resume}/config.yaml"
+        assert rows["env.num_envs"]["source"] == f"{strict.STORED}, {resume}/config.yaml"
         assert rows["updates"]["source"] == "command line" and rows["run_dir"]["value"] is None
     assert config(capsys, "resume=run", "experiment=hopper")["env.id"]["value"] == "Hopper-v4"
     assert cli.main(["train", "--quiet", "resume=run", "updates=2"]) == 0

@@ -19,7 +19,7 @@ from test_learner import experience, make, numbers, weights
 from test_resume import assert_same, contents, rows, tiny
 from torch import Tensor
 
-from embodied_ppo import build, compiled, tree
+from embodied_ppo import build, compiled, robot, tree
 from embodied_ppo.objective import MinibatchStep
 from embodied_ppo.rollout import Acting, ActProgram
 from embodied_ppo.types import ConfigError, TrainingError
@@ -155,25 +155,25 @@ def test_obstacles(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         assert "cannot be written (Not a directory" in compiled.obstacle()
     said: list[str] = []
     c = toys.config({"compile": "auto", "updates": 10_000})
-    assert build.compile_from(c, torch.device("cpu"), said.append) is None
+    assert robot.compile_from(c, torch.device("cpu"), said.append) is None
     assert len(said) == 1 and said[0].startswith("compile: not used, ")
     with pytest.raises(ConfigError, match=r"compile=always: .*; or use compile=auto"):
-        build.compile_from(replace(c, compile="always"), torch.device("cpu"), said.append)
+        robot.compile_from(replace(c, compile="always"), torch.device("cpu"), said.append)
 
 
 def test_from_which_update() -> None:
     """8192 optimiser steps; 3 epochs x 2 minibatches an update: after 1366 updates, however long the run is."""
 
     def since(**options: Any) -> int | None:
-        return build.compile_from(toys.config({"updates": 2000, **options}), torch.device("cpu"), pytest.fail)
+        return robot.compile_from(toys.config({"updates": 2000, **options}), torch.device("cpu"), pytest.fail)
 
     assert since() == 1366 and since(updates=5000) == 1366 and since(**{"algorithm.update_epoch": 6}) == 683
     assert since(updates=1366) is None  # too short to use it
     assert since(compile="always") == 0 and since(compile="never") is None
     said: list[str] = []
     c = toys.config({"updates": 2000, "algorithm.micro_batch_size": 4})
-    assert build.compile_from(c, torch.device("cpu"), said.append) is None and "micro_batch_size" in said[0]
-    assert build.compile_from(toys.config({"updates": 2000}), torch.device("cuda"), pytest.fail) == 0  # a CUDA graph
+    assert robot.compile_from(c, torch.device("cpu"), said.append) is None and "micro_batch_size" in said[0]
+    assert robot.compile_from(toys.config({"updates": 2000}), torch.device("cuda"), pytest.fail) == 0  # a CUDA graph
 
 
 # --------------------------------------------------------------------------------------------------- learner and acting
@@ -266,7 +266,7 @@ def test_a_run_repeats_and_resumes_bit_for_bit_across_the_switch(
     """Compiled from update 5 of 8 on, whether the cache is cold or warm, and also in a run resumed at 4 or at 6."""
     monkeypatch.setattr(build, "COMPILE_AFTER", 5 * 2 * (16 * 8 // 32))  # updates x epochs x minibatches
     whole = tiny(tmp_path / "whole", save_every=2)
-    assert build.compile_from(whole, torch.device("cpu"), pytest.fail) == 5
+    assert robot.compile_from(whole, torch.device("cpu"), pytest.fail) == 5
     build.train(whole, quiet=False)  # cold
     assert "compile: waiting for the compiler" in capfd.readouterr().err
     build.train(replace(whole, run_dir=str(tmp_path / "again")), quiet=False)  # warm
@@ -318,12 +318,12 @@ def test_no_process_is_left(tmp_path: Path) -> None:
 
 def test_matmul_precision_holds_while_training_and_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    update = build.JointLearner.update
+    update = robot.JointLearner.update
 
-    def note(self: build.JointLearner, trajectory: Any, *, update: int, _original: Any = update) -> Any:
+    def note(self: robot.JointLearner, trajectory: Any, *, update: int, _original: Any = update) -> Any:
         seen.append(torch.get_float32_matmul_precision())
         return _original(self, trajectory, update=update)
 
-    monkeypatch.setattr(build.JointLearner, "update", note)
+    monkeypatch.setattr(robot.JointLearner, "update", note)
     build.train(tiny(tmp_path / "run", updates=2, matmul_precision="medium"), quiet=True)
     assert seen == ["medium"] * 2 and torch.get_float32_matmul_precision() == "highest"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 from test_language import FAMILIES, make
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
+from embodied_ppo.generation import graphs
 from embodied_ppo.generation.engine import Engine, Generation
 from embodied_ppo.generation.sampling import Sampling, choose
+from embodied_ppo.generation.vllm import VllmEngine, response_seeds, sampling_arguments
 from embodied_ppo.models.language import LanguagePolicy
 from embodied_ppo.types import ConfigError
 
@@ -127,6 +131,161 @@ def test_new_weights_are_used_at_once() -> None:
     e.sleep()
     e.wake()
     assert e.generate(PROMPTS, sampling, seed=0).token.shape == (7, 10)
+
+
+# -------------------------------------------------------------------------------------------------------- fixed shapes
+RULES = [
+    Sampling(20, stop_ids=(2, *range(30, 40))),
+    Sampling(20, temperature=0.0, stop_ids=tuple(range(20, 40))),
+    Sampling(13, temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.5, stop_ids=(2,)),
+    Sampling(1),
+]
+CODE = lambda ids: "".join(chr(60 + i) for i in ids)  # noqa: E731
+
+
+def equal(a: Generation, b: Generation) -> bool:
+    torch.testing.assert_close(a.log_prob, b.log_prob, rtol=0, atol=1e-5)
+    return same(a, b)
+
+
+@pytest.fixture(params=[(8, 128, 8), (3, 8, 2), (1, 4, 1)], ids=str)
+def buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(steps of a round, keys, least slots)."""
+    for name, value in zip(("ROUND", "WIDTH", "SLOTS"), request.param, strict=True):
+        monkeypatch.setattr(graphs, name, value)
+
+
+@pytest.mark.usefixtures("buckets")
+@pytest.mark.parametrize("slots", [1, 3, 64])
+def test_fixed_shapes_change_nothing(slots: int) -> None:
+    """Ragged prompts, groups, refills, compaction, ends within a round; one engine for all rules, memory used again."""
+    policy = make()
+    static = engine(policy, slots, static=True)
+    for sampling in RULES:
+        free = engine(policy, slots).generate(PROMPTS, sampling, seed=5)
+        assert equal(static.generate(PROMPTS, sampling, seed=5), free)
+    text = CODE(engine(policy).generate(PROMPTS, Sampling(20), seed=5).token[1].tolist())
+    stops = Sampling(20, stop=(text[5:7], text[0]), stop_ids=(2,))
+    both = [engine(policy, slots, decode=CODE, static=x).generate(PROMPTS, stops, seed=5) for x in (False, True)]
+    assert equal(*both) and both[0].stopped.any()
+
+
+@pytest.mark.parametrize(("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)])
+def test_fixed_shapes_of_every_family(kind: str, more: dict[str, Any]) -> None:
+    policy = make(kind, **more)
+    both = [engine(policy, 3, static=x).generate(PROMPTS, RULES[0], seed=5) for x in (False, True)]
+    assert equal(*both)
+
+
+def test_buckets() -> None:
+    e = engine(make(), 20, static=True)
+    e.generate([PROMPTS[0]] * 30, Sampling(200), seed=0)  # 203 tokens and a round: two times 128
+    assert e._rounds is not None
+    found = [e._rounds.bucket(active, widest) for active, widest in ((1, 1), (8, 128), (9, 129), (17, 300))]
+    assert found == [(8, 128), (8, 128), (16, 256), (20, 256)]
+
+
+def test_new_weights_elsewhere_and_sleep_forget_graphs() -> None:
+    policy = make()
+    e = engine(policy, static=True)
+    e.generate(PROMPTS, RULES[0], seed=0)
+    kept = e._rounds
+    assert kept is not None
+    with torch.no_grad():
+        policy.model.lm_head.weight.neg_()  # in place
+    assert equal(e.generate(PROMPTS, RULES[0], seed=0), engine(policy).generate(PROMPTS, RULES[0], seed=0))
+    assert e._rounds is kept
+    policy.model.lm_head.weight.data = policy.model.lm_head.weight.data.clone()
+    e.generate(PROMPTS, RULES[0], seed=0)
+    assert e._rounds is not kept
+    e.sleep()
+    assert e._rounds is None and e._cache is None
+
+
+class Recordable(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot hold: looking at values, and tensors that the host makes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "lift_fresh_copy"), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sampling", RULES[:3], ids=["sample", "greedy", "filtered"])
+@pytest.mark.parametrize(("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)])
+def test_a_step_looks_at_nothing(kind: str, more: dict[str, Any], sampling: Sampling) -> None:
+    """What graphs record, on a CPU; and all that it leaves lies where it lay before."""
+    e = engine(make(kind, **more), static=True)
+    e.generate(PROMPTS, sampling, seed=0)
+    r = e._rounds
+    assert r is not None
+    places = {name: x.data_ptr() for name, x in vars(r).items() if isinstance(x, Tensor)}
+    with torch.inference_mode():
+        r.held.fill_(3)
+        r._at.zero_()
+        with Recordable():
+            r.step(4, 16, sampling)
+    assert places == {name: x.data_ptr() for name, x in vars(r).items() if isinstance(x, Tensor)}
+    assert r.held.tolist() == [4, 4, 4, 4, 3, 3, 3] and r._at.tolist() == [1]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_products_in_bfloat16(static: bool) -> None:
+    """Weights stay float32; a rounded cache; near float32's log-probabilities."""
+    policy = make()
+    whole = engine(policy, static=static).generate(PROMPTS, Sampling(1), seed=5)
+    policy.compute = torch.bfloat16
+    e = engine(policy, static=static)
+    found = e.generate(PROMPTS, Sampling(1), seed=5)
+    assert e._cache is not None and e._cache.keys[0].dtype == torch.bfloat16
+    same_token = found.token == whole.token
+    assert same_token.float().mean() > 0.5 and found.log_prob.dtype == torch.float32
+    torch.testing.assert_close(found.log_prob[same_token], whole.log_prob[same_token], rtol=0, atol=0.1)
+    assert not torch.equal(found.log_prob, whole.log_prob)
+    e.generate(PROMPTS, Sampling(12), seed=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [3, 64])
+def test_graphs_change_nothing(slots: int) -> None:
+    policy = make().cuda()
+    e = engine(policy, slots)
+    for sampling in RULES:
+        free = engine(policy, slots, static=False).generate(PROMPTS, sampling, seed=5)
+        found = e.generate(PROMPTS, sampling, seed=5)
+        assert same(found, free)
+        torch.testing.assert_close(found.log_prob, free.log_prob, rtol=0, atol=1e-4)
+    assert e._rounds is not None and e._rounds.graphs
+    with torch.no_grad():
+        policy.model.lm_head.weight.neg_()
+    e.update_weights(1)
+    free = engine(policy, slots, static=False).generate(PROMPTS, RULES[0], seed=5)
+    assert same(e.generate(PROMPTS, RULES[0], seed=5), free)
+
+
+# ---------------------------------------------------------------------------------------------------------------- vLLM
+def test_what_vllm_is_told() -> None:
+    known = sampling_arguments(Sampling(7, temperature=0.5, top_k=0, top_p=0.9, stop_ids=(2, 3), stop=("x",)), 11)
+    assert known["top_k"] == -1 and known["top_p"] == 0.9 and known["temperature"] == 0.5 and known["max_tokens"] == 7
+    assert known["stop_token_ids"] == [2, 3] and known["stop"] == ["x"] and known["detokenize"] and known["seed"] == 11
+    assert known["ignore_eos"] and known["logprobs"] == 0 and known["repetition_penalty"] == 1.0
+    plain = sampling_arguments(Sampling(7, top_k=4), 0)
+    assert plain["top_k"] == 4 and not plain["detokenize"] and plain["stop"] == []
+
+
+def test_seeds_of_responses() -> None:
+    all_of_them = response_seeds(3, torch.arange(100))
+    assert len(set(all_of_them)) == 100 and all(0 <= x < 2**53 for x in all_of_them)
+    assert response_seeds(3, torch.tensor([7, 2])) == [all_of_them[7], all_of_them[2]]
+    assert not set(response_seeds(4, torch.arange(100))) & set(all_of_them)
+
+
+def test_without_vllm_there_is_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(
+        ConfigError, match=r"rollout.engine=vllm needs vLLM .*pip install vllm .*rollout.engine=builtin"
+    ):
+        VllmEngine(make(), "/nowhere", pad_id=0)
 
 
 # ------------------------------------------------------------------------------------------------------------ sampling

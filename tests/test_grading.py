@@ -1,24 +1,20 @@
-"""Graders against twins and corrupted answers; the pool with processes that really crash, hang and die."""
+"""Graders against twins and corrupted answers, and those of other files."""
 
 from __future__ import annotations
 
 import math
-import os
 import random
 import re
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from decimal import Decimal
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from embodied_ppo import grading
-from embodied_ppo.grading import GRADERS, Grade, GraderPool, as_grade, format_reward, is_cheap, majority, pass_at_k
+from embodied_ppo.grading import GRADERS, Grade, as_grade, format_reward, is_cheap
+from embodied_ppo.grading_pool import GraderPool
 from embodied_ppo.types import ConfigError
 
 SOURCE = "openai/gsm8k"
@@ -260,45 +256,9 @@ def test_results_that_are_no_grades(result: Any, message: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- by name
-GRADER_FILE = '''
-import asyncio, ctypes, os, signal, subprocess, sys, time
-
-loops = set()
-
+GRADER_FILE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    """What the response says: a number, or something to do."""
-    if solution_str == "exit":
-        os._exit(3)
-    if solution_str == "segfault":
-        ctypes.string_at(0)
-    if solution_str == "hang":
-        time.sleep(1000)
-    if solution_str == "child":  # what a grader starts ends with it
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-        open(extra_info["file"], "w").write(str(child.pid))
-        time.sleep(1000)
-    if solution_str == "busy":
-        while True:
-            pass
-    if solution_str == "raise":
-        raise RuntimeError("a bad day")
-    if solution_str == "quit":
-        sys.exit(1)
-    if solution_str == "nan":
-        return float("nan")
-    if solution_str == "interrupt":
-        os.kill(os.getpid(), signal.SIGINT)
-        return 1
-    if solution_str == "pid":
-        return {"score": 1, "pid": os.getpid()}
-    return {"score": float(solution_str), "echo": extra_info.get("echo", 0), "same": solution_str == ground_truth}
-
-async def later(data_source, solution_str, ground_truth, extra_info):
-    loops.add(id(asyncio.get_running_loop()))
-    await asyncio.sleep(0.001)
-    if solution_str == "cancel":
-        raise asyncio.CancelledError
-    return {"score": float(solution_str), "loops": len(loops)}
+    return float(solution_str)
 
 class Judge:
     async def __call__(self, *, data_source, solution_str, ground_truth, extra_info):
@@ -309,7 +269,7 @@ number = 3
 
 def short(solution, truth):
     return 1.0
-'''
+"""
 
 
 @pytest.fixture
@@ -318,23 +278,12 @@ def file(tmp_path: Path) -> str:
     return f"{tmp_path}/rewards.py"
 
 
-def sample(response: str, truth: str = "1", **extra: Any) -> grading.Sample:
-    return "mine", response, truth, extra
-
-
 def test_graders_of_files(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for spec in (file, f"{file}:compute_score"):
         result = grading.resolve(spec)(data_source="", solution_str="2", ground_truth="", extra_info={})
         assert as_grade(result).score == 2
     monkeypatch.syspath_prepend(str(Path(file).parent))
     assert grading.resolve("rewards:judge")(data_source="", solution_str="2", ground_truth="2", extra_info={}) is True
-
-
-def test_async_graders_run_on_one_loop(file: str) -> None:
-    pool = GraderPool(f"{file}:later", workers=0, timeout_s=1)
-    grades = pool.grade([sample("1"), sample("cancel"), sample("2")])
-    assert [g.score for g in grades] == [1, 0, 2] and grades[2].extra == {"loops": 1.0}
-    assert pool.failures == 1 and "the grader was cancelled" in str(pool.last_failure)
 
 
 @pytest.mark.parametrize(
@@ -370,176 +319,6 @@ def test_cheap() -> None:
     assert GraderPool("gsm8k_strict", workers=None, timeout_s=1).count == 0
 
 
-# ----------------------------------------------------------------------------------------------------------------- pool
-@pytest.fixture
-def pool(file: str) -> Iterator[GraderPool]:
-    pool = GraderPool(file, workers=2, timeout_s=1.0)
-    yield pool
-    pids = [worker.process.pid for worker in pool._workers]
-    pool.close()
-    pool.close()
-    assert not any(map(alive, pids))
-
-
-def alive(pid: int | None) -> bool:
-    """Whether the process exists, if only as a zombie of ours."""
-    assert pid is not None
-    return Path(f"/proc/{pid}").exists()
-
-
-def wait_for_end(pid: int) -> None:
-    """Of a process that is not our child: whoever inherits it may leave it a zombie."""
-    end = time.monotonic() + 5
-    while alive(pid) and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def pids(pool: GraderPool) -> set[int | None]:
-    return {worker.process.pid for worker in pool._workers}
-
-
-def test_order_is_kept(pool: GraderPool) -> None:
-    grades = pool.grade([sample(str(i), "5", echo=i) for i in range(100)])
-    assert [g.score for g in grades] == list(range(100))
-    assert grades[5].extra == {"echo": 5.0, "same": 1.0} and grades[6].extra == {"echo": 6.0, "same": 0.0}
-    assert pool.failures == 0 and pool.last_failure is None
-    assert pool.grade([]) == []
-    big = pool.grade([("mine", "7", "x" * 2_000_000, {})])  # more than a pipe holds
-    assert big[0].score == 7
-
-
-def test_crashes_and_hangs_cost_one_sample_each(pool: GraderPool) -> None:
-    before = pids(pool)
-    bad = ["raise", "exit", "segfault", "hang", "nan", "busy", "quit"]
-    responses = [x for i, word in enumerate(bad) for x in (word, str(i), str(i + 10))]
-    grades = pool.grade([sample(r) for r in responses])
-    for response, grade in zip(responses, grades, strict=True):
-        if response in bad:
-            assert grade == Grade(0.0, failed=True), response
-        else:
-            assert grade.score == float(response) and not grade.failed
-    assert pool.failures == len(bad)
-    told = str(pool.last_failure)  # the first of the batch
-    assert told.startswith("sample 0 of 21 (data_source = mine, ground_truth = '1', response = 'raise'): RuntimeError")
-    assert re.search(r"RuntimeError: a bad day, rewards.py line \d+$", told)
-    assert len(pids(pool)) == 2 and not any(map(alive, before - pids(pool)))
-    assert [g.score for g in pool.grade([sample("1"), sample("2"), sample("3")])] == [1, 2, 3]
-    assert pool.failures == len(bad)
-
-
-@pytest.mark.parametrize(
-    ("word", "told"),
-    [
-        ("exit", "the worker exited with code 3"),
-        ("segfault", "the worker died of SIGSEGV"),
-        ("hang", "took longer than timeout_s = 1"),
-        ("nan", "ValueError: result = 'nan' of the grader is no finite number"),
-        ("quit", "SystemExit: 1, rewards.py line"),
-    ],
-)
-def test_causes_are_told(pool: GraderPool, word: str, told: str) -> None:
-    before = pids(pool)
-    grades = pool.grade([sample("4"), sample(word), sample("5")])
-    assert [(g.score, g.failed) for g in grades] == [(4, False), (0, True), (5, False)]
-    assert f"response = '{word}'): {told}" in str(pool.last_failure)
-    assert len(before & pids(pool)) == (2 if word in ("nan", "quit") else 1)  # only that worker
-
-
-def test_what_a_grader_started_ends_with_it(pool: GraderPool, tmp_path: Path) -> None:
-    assert pool.grade([sample("child", file=str(tmp_path / "pid"))])[0].failed
-    child = int((tmp_path / "pid").read_text())
-    wait_for_end(child)
-
-
-def test_workers_ignore_interrupts_and_survive_idle_deaths(pool: GraderPool) -> None:
-    assert pool.grade([sample("interrupt")])[0].score == 1 and pool.failures == 0
-    for worker in pool._workers:
-        worker.process.kill()
-        worker.process.join()
-    assert [g.score for g in pool.grade([sample("1"), sample("2"), sample("3")])] == [1, 2, 3]
-    assert pool.failures == 0
-
-
-def test_an_interrupted_batch_is_not_mixed_up_with_the_next(pool: GraderPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = pool._events
-
-    def interrupted() -> Iterator[Any]:
-        raise KeyboardInterrupt
-        yield
-
-    monkeypatch.setattr(pool, "_events", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        pool.grade([sample("1"), sample("2")])
-    monkeypatch.setattr(pool, "_events", events)
-    assert [g.score for g in pool.grade([sample("3"), sample("4"), sample("5")])] == [3, 4, 5]
-
-
-def test_workers_end_with_their_parent(file: str) -> None:
-    """Even in the middle of a sample, even if the parent is killed."""
-    code = (
-        "from embodied_ppo.grading import GraderPool\n"
-        f"pool = GraderPool({file!r}, workers=1, timeout_s=100)\n"
-        "print(pool._workers[0].process.pid, flush=True)\n"
-        "pool.grade([('', 'busy', '', {})])\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        worker = int(parent.stdout.readline())
-        assert alive(worker)
-        time.sleep(0.2)
-        parent.kill()
-    wait_for_end(worker)
-
-
-def test_graders_that_cannot_be_loaded(file: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^grader = .*rewards.py:compute: compute is not there; did you mean"):
-        GraderPool(f"{file}:compute", workers=1, timeout_s=1)
-    (tmp_path / "dies.py").write_text("import os; os._exit(5)")
-    with pytest.raises(ConfigError, match=r"grader = .*dies.py: the worker exited with code 5"):
-        GraderPool(f"{tmp_path}/dies.py", workers=2, timeout_s=1)
-
-
-def test_a_grader_that_cannot_be_loaded_again(file: str) -> None:
-    """Its worker crashes, and the file has gone meanwhile: the batch ends, and the next one tries again."""
-    pool = GraderPool(file, workers=1, timeout_s=1)
-    text = Path(file).read_text()
-    Path(file).unlink()
-    grades = pool.grade([sample("1"), sample("exit"), sample("2")])
-    assert [(g.score, g.failed) for g in grades] == [(1, False), (0, True), (0, True)] and pool.failures == 2
-    Path(file).write_text(text)
-    assert pool.grade([sample("2")])[0].score == 2
-    pool.close()
-
-
-def test_async_in_workers(file: str) -> None:
-    pool = GraderPool(f"{file}:later", workers=1, timeout_s=5)
-    assert [g.score for g in pool.grade([sample("1"), sample("2")])] == [1, 2]
-    pool.close()
-
-
-def test_functions_in_workers() -> None:
-    pool = GraderPool(format_reward("a+"), workers=1, timeout_s=5)
-    assert [g.format_ok for g in pool.grade([sample("aa"), sample("ab")])] == [True, False]
-    pool.close()
-
-
-def test_in_this_process(file: str) -> None:
-    pool = GraderPool(file, workers=0, timeout_s=1)
-    assert pool.grade([sample("pid")])[0].extra["pid"] == os.getpid()
-    grades = pool.grade([sample("3"), sample("raise"), sample("quit"), sample("nan")])
-    assert [(g.score, g.failed) for g in grades] == [(3, False), (0, True), (0, True), (0, True)] and pool.failures == 3
-    pool.close()
-
-
-def test_mistakes_with_pools() -> None:
-    with pytest.raises(ConfigError, match="workers = -1 must be >= 0"):
-        GraderPool("exact", workers=-1, timeout_s=1)
-    for limit in (0, math.nan):
-        with pytest.raises(ConfigError, match=r"timeout_s = (0|nan) must be > 0"):
-            GraderPool("exact", workers=0, timeout_s=limit)
-
-
 # ---------------------------------------------------------------------------------------------------------- math-verify
 def test_math_verify() -> None:
     pytest.importorskip("math_verify")
@@ -563,39 +342,3 @@ def test_math_verify_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ConfigError, match=r"grader = math_verify: needs a package .*; pip install math-verify"):
         grading.resolve("math_verify")
-
-
-# ----------------------------------------------------------------------------------------------------------- statistics
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:
-    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)  # 3 of the 6 pairs hold it
-    for n in range(1, 7):
-        for c in range(n + 1):
-            for k in range(1, n + 1):
-                subsets = list(combinations(range(n), k))
-                share = sum(any(i < c for i in s) for s in subsets) / len(subsets)
-                assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-15)
-    exact = 1 - Decimal(math.comb(9990, 5000)) / Decimal(math.comb(10000, 5000))  # no float holds C(10000, 5000)
-    assert pass_at_k(10000, 10, 5000) == pytest.approx(float(exact), rel=1e-12)
-    assert pass_at_k(7, 7, 1) == 1.0 and pass_at_k(7, 0, 7) == 0.0
-    for n, c, k in ((4, 1, 5), (4, 1, 0), (4, 5, 1), (4, -1, 1)):
-        with pytest.raises(ConfigError, match="pass@k"):
-            pass_at_k(n, c, k)
-
-
-def test_majority() -> None:
-    assert majority(["7", "8", "8"], [True, False, False]) is False
-    assert majority(["7", "8", "7"], [True, False, True]) is True
-    assert majority(["7", "8"], [True, False]) is True and majority(["8", "7"], [False, True]) is False  # first seen
-    assert majority([None, None, "7"], [False, False, True]) is True  # no answer never wins ..
-    assert majority([None, None], [False, False]) is False  # .. but over nothing
-    with pytest.raises(ConfigError, match="maj@k: 0 answers"):
-        majority([], [])
-    with pytest.raises(ConfigError, match="maj@k: 2 answers and 1 verdicts"):
-        majority(["7", "8"], [True])
-
-
-def test_standard_error() -> None:
-    # p = 3/4, n = 4: sqrt(0.75 * 0.25 / 4)
-    assert grading.standard_error([1, 1, 1, 0]) == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
-    assert grading.standard_error([2.0, 4.0]) == pytest.approx(math.sqrt(1 / 2))  # deviations 1 and 1, n = 2
-    assert math.isnan(grading.standard_error([1.0])) and grading.standard_error([5.0, 5.0]) == 0

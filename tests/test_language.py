@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,6 +104,63 @@ def test_what_comes_after_a_place_changes_nothing() -> None:
     for row, last in enumerate(place[:, -1].tolist()):
         other[row, last + 1 :] = 7
     assert torch.equal(policy.hidden(ids, place), policy.hidden(other, place))
+
+
+def ragged(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens [3, 11] and places [3, 4] of rows that end at different places, the first with places it does not use."""
+    ids, _ = rows(seed)
+    return ids, torch.tensor([[2, 3, 0, 0], [6, 7, 8, 9], [0, 1, 2, 3]])
+
+
+def test_packing() -> None:
+    """By hand: rows of 4, 10 and 4 tokens."""
+    p = language.pack(ragged()[1], 11)
+    assert p.start.tolist() == [0, 4, 14, 18] and p.longest == 10 and len(p.index) == 18
+    assert p.index.tolist() == [0, 1, 2, 3, *range(11, 21), 22, 23, 24, 25]
+    assert p.position.tolist() == [0, 1, 2, 3, *range(10), 0, 1, 2, 3]
+    assert p.at.tolist() == [[2, 3, 0, 0], [10, 11, 12, 13], [14, 15, 16, 17]]
+
+
+@pytest.mark.parametrize(("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)])
+def test_packed_rows_are_padded_rows(kind: str, more: dict[str, Any]) -> None:
+    """Hidden states and their gradient."""
+    policy = make(kind, **more)
+    decoder = policy.decoder.module
+    ids, place = ragged()
+    padded, packed = decoder(ids, place=place), decoder.packed(ids, place, decoder.separate)
+    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
+    weight, some = policy.model.model.embed_tokens.weight, torch.randn_like(padded)  # Σx² is constant: x is normalised
+    grads = [torch.autograd.grad((x * some).sum(), weight)[0] for x in (packed, padded)]
+    assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 1e-5
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_varlen_attention_takes_what_we_give_it(groups: int) -> None:
+    """Shapes and types alone, on no device; query and key are float32 under autocast."""
+    decoder = make(num_key_value_heads=groups).decoder.module
+    packing = language.pack(ragged()[1], 11)
+    packing = replace(packing, start=packing.start.to("meta"))
+    q, k = (torch.empty(1, h, 18, 8, device="meta", requires_grad=True) for h in (4, groups))
+    v = torch.empty(1, groups, 18, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    out = decoder.varlen(packing)(0, q, k, v)
+    assert out.shape == (1, 4, 18, 8) and out.dtype == torch.bfloat16
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [4, 2])
+def test_varlen_attention_is_that_of_separate_rows(groups: int) -> None:
+    """bfloat16 on a GPU: log-probabilities and gradient against packed rows one by one; forward takes it by itself."""
+    policy = make(num_key_value_heads=groups).to("cuda", torch.bfloat16)
+    decoder = policy.decoder.module
+    ids, place = (x.cuda() for x in ragged())
+    assert decoder._packs(ids)
+    weight, some = policy.model.model.embed_tokens.weight, torch.randn(32, device="cuda")
+    fast, slow = (decoder.packed(ids, place, how) for how in (decoder.varlen, decoder.separate))
+    assert torch.equal(decoder(ids, place=place), fast)
+    torch.testing.assert_close(fast, slow, rtol=0.05, atol=0.05)
+    grads = [torch.autograd.grad((x.float() * some).sum(), weight)[0].float() for x in (fast, slow)]
+    assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 0.05
 
 
 # --------------------------------------------------------------------------------------------------- what tokens weigh

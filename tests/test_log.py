@@ -4,6 +4,7 @@ docs/metrics.md lists every tag."""
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import json
 import math
@@ -22,14 +23,17 @@ import pytest
 import torch
 import toys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
 from embodied_ppo import build
-from embodied_ppo.log import SPEED, Log, Timer, peak_rss_mb
+from embodied_ppo.log import Log, Timer, peak_rss_mb
 from embodied_ppo.types import Mean, Metrics
 
 DOCS = Path(__file__).parent.parent / "docs" / "metrics.md"
 ESCAPE = "\x1b"
+
+SPEED = "speed/env_steps_per_s"
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -53,17 +57,17 @@ def training(update: int, **more: Any) -> Metrics:
 def write(run_dir: Path, updates: range, *, first_update: int = 0, total: int = 10, **options: Any) -> None:
     log = Log(run_dir, total_updates=total, first_update=first_update, quiet=True, **options)
     for update in updates:
-        log.metrics(training(update), update=update, env_steps=64 * update)
+        log.metrics(training(update), update=update, steps=64 * update)
     log.close()
 
 
 # ----------------------------------------------------------------------------------------------------- rows and points
 def test_rows_and_tensorboard_agree(tmp_path):
     log = Log(tmp_path, total_updates=3, quiet=True)
-    log.metrics({"eval/return": Mean.of([1.0, 2.0])}, update=0, env_steps=0)
+    log.metrics({"eval/return": Mean.of([1.0, 2.0])}, update=0, steps=0)
     for update in (1, 2, 3):
         result = {"rollout/return": Mean(0.1 * update, 3.0)} if update > 1 else {"rollout/return": math.nan}
-        log.metrics(training(update, **result), update=update, env_steps=64 * update)
+        log.metrics(training(update, **result), update=update, steps=64 * update)
     log.close()
     found = rows(tmp_path)
     assert [(r["update"], r["env_steps"]) for r in found] == [(0, 0), (1, 64), (2, 128), (3, 192)]
@@ -106,7 +110,7 @@ def test_video(tmp_path):
         frames[t, :, : 3 * t] = 255  # a bar that grows
     imageio.imwrite(tmp_path / "film.mp4", frames, fps=20)
     log = Log(tmp_path, total_updates=1, quiet=True)
-    log.video("evaluation", tmp_path / "film.mp4", env_steps=640)
+    log.video("evaluation", tmp_path / "film.mp4", steps=640)
     log.close()
     (image,) = board(tmp_path / "tensorboard").Images("evaluation")
     assert (image.step, image.height, image.width) == (640, 48, 64)
@@ -115,6 +119,21 @@ def test_video(tmp_path):
     assert played.shape == (10, 48, 64, 3)
     growth = [frame.mean() for frame in played]
     assert growth == sorted(growth) and growth[-1] > growth[0] + 50
+
+
+def test_table(tmp_path):
+    """TensorBoard shows what the model wrote, whatever it wrote."""
+    wild = "12*6=<<12*6=72>>72 | a_b_c \\\\(x\\\\) `y` <think>\r\n# so\n\n| 3 |"
+    log = Log(tmp_path, total_updates=1, quiet=True)
+    log.table("samples", [{"the_response": wild, "score": 0.5}, {"the_response": "x" * 500, "score": 1}], steps=640)
+    log.close()
+    (event,) = board(tmp_path / "tensorboard").Tensors("samples/text_summary")
+    assert event.step == 640
+    page = markdown_to_safe_html(event.tensor_proto.string_val[0].decode())
+    cells = [html.unescape(cell) for cell in re.findall(r"<t[hd]>(.*?)</t[hd]>", page)]
+    assert page.count("<tr>") == 3 and cells[:2] == ["the_response", "score"]
+    assert cells[2].split("<br>") == wild.splitlines() and cells[3] == "0.5"
+    assert cells[4:] == ["x" * 399 + "…", "1"]
 
 
 # -------------------------------------------------------------------------------------------------------------- resumed
@@ -126,7 +145,7 @@ def test_a_resumed_log_forgets_what_came_after_the_checkpoint(tmp_path):
     log = Log(tmp_path, total_updates=10, first_update=4, quiet=True)
     assert [r["update"] for r in rows(tmp_path)] == [1, 2, 3, 4]
     for update in (5, 6):
-        log.metrics({SPEED: -1.0}, update=update, env_steps=64 * update)
+        log.metrics({SPEED: -1.0}, update=update, steps=64 * update)
     log.close()
     assert [r["update"] for r in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
     # in TensorBoard, too: points up to the checkpoint stay, later ones are replaced
@@ -155,11 +174,11 @@ def test_lines_where_there_is_no_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("embodied_ppo.log.LINE_EVERY_S", 0.0)
     log = Log(tmp_path, total_updates=3)
     log.say("hello [bold]you[/bold]")
-    log.metrics({"eval/return": 1.25}, update=0, env_steps=0)
-    log.metrics(training(1), update=1, env_steps=64)
-    log.metrics(training(2, **{"rollout/return": Mean(7.0, 2.0)}), update=2, env_steps=128)
-    log.metrics(training(3, **{"rollout/return": Mean(9.0, 2.0)}), update=3, env_steps=192)
-    log.metrics({"eval/return": 99.0}, update=3, env_steps=192)  # the last evaluation is no progress
+    log.metrics({"eval/return": 1.25}, update=0, steps=0)
+    log.metrics(training(1), update=1, steps=64)
+    log.metrics(training(2, **{"rollout/return": Mean(7.0, 2.0)}), update=2, steps=128)
+    log.metrics(training(3, **{"rollout/return": Mean(9.0, 2.0)}), update=3, steps=192)
+    log.metrics({"eval/return": 99.0}, update=3, steps=192)  # the last evaluation is no progress
     log.close()
     out, err = capsys.readouterr()
     assert out == "" and ESCAPE not in err and "nan" not in err
@@ -180,7 +199,7 @@ def test_lines_where_there_is_no_terminal(tmp_path, capsys, monkeypatch):
 def test_lines_are_rare(tmp_path, capsys):
     log = Log(tmp_path, total_updates=50)
     for update in range(1, 51):
-        log.metrics(training(update), update=update, env_steps=update)
+        log.metrics(training(update), update=update, steps=update)
     log.close()
     assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["1/50", "50/50"]
 
@@ -191,7 +210,7 @@ def test_time_left_counts_this_session(tmp_path, capsys, monkeypatch):
     log = Log(tmp_path, total_updates=105, first_update=5)
     now = time.perf_counter()
     monkeypatch.setattr(log, "_started", now - 1.0)
-    log.metrics(training(6), update=6, env_steps=6)
+    log.metrics(training(6), update=6, steps=6)
     log.close()
     left = re.search(r"(\d+):(\d\d):(\d\d) left", capsys.readouterr().err)
     assert left is not None
@@ -202,7 +221,7 @@ def test_time_left_counts_this_session(tmp_path, capsys, monkeypatch):
 def test_quiet(tmp_path, capsys):
     log = Log(tmp_path, total_updates=1, quiet=True)
     log.say("only in the file")
-    log.metrics(training(1), update=1, env_steps=64)
+    log.metrics(training(1), update=1, steps=64)
     log.close()
     assert capsys.readouterr() == ("", "")
     assert "only in the file" in (tmp_path / "log.txt").read_text()
@@ -224,9 +243,9 @@ def test_progress_bar_on_a_terminal(tmp_path, monkeypatch):
     with os.fdopen(slave, "w") as terminal:
         monkeypatch.setattr("sys.stderr", terminal)
         log = Log(tmp_path, total_updates=4, first_update=0)
-        log.metrics(training(1), update=1, env_steps=64)
+        log.metrics(training(1), update=1, steps=64)
         log.say("a word in between")
-        log.metrics(training(2, **{"rollout/return": 3.25}), update=2, env_steps=128)
+        log.metrics(training(2, **{"rollout/return": 3.25}), update=2, steps=128)
         log.close()
         monkeypatch.undo()
     reader.join(10)
@@ -325,6 +344,6 @@ def test_floats_survive_the_row(tmp_path):
     log = Log(tmp_path, total_updates=1, quiet=True)
     value = struct.unpack("d", struct.pack("q", 0x3FB999999999999B))[0]
     tensor = torch.tensor(1 / 3, dtype=torch.float64)
-    log.metrics({"a/x": value, "a/y": Mean(tensor, torch.tensor(1.0)), "a/z": math.inf}, update=1, env_steps=1)
+    log.metrics({"a/x": value, "a/y": Mean(tensor, torch.tensor(1.0)), "a/z": math.inf}, update=1, steps=1)
     log.close()
     assert rows(tmp_path)[0] == {"update": 1, "env_steps": 1, "a/x": value, "a/y": tensor.item(), "a/z": None}

@@ -11,8 +11,7 @@ import pytest
 import torch
 import toys
 
-from embodied_ppo import build, loop
-from embodied_ppo.config import EvaluationConfig
+from embodied_ppo import evaluate, loop, robot
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.log import Log, Timer
 from embodied_ppo.placement.local import LocalSystem
@@ -21,11 +20,13 @@ from embodied_ppo.types import Mean, Metrics
 
 
 class Notes:
-    """A System that writes down what is asked of it."""
+    """A System that writes down what is asked of it; an update is 64 steps."""
 
-    def __init__(self) -> None:
+    unit = "env_steps"
+
+    def __init__(self, first_update: int = 0) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.version = 0
+        self.version, self.steps = first_update, 64 * first_update
 
     def collect(self, horizon: int, *, update: int) -> tuple[Any, Metrics]:
         assert horizon == 16
@@ -35,6 +36,7 @@ class Notes:
     def update(self, experience: Any, *, update: int) -> Metrics:
         collected, version = experience
         self.calls.append(("update", update, collected))
+        self.steps += 64
         return {"policy/loss": Mean(float(update), 1.0), "rollout/version_lag": float(self.version - version)}
 
     def publish(self, version: int) -> None:
@@ -45,8 +47,8 @@ class Notes:
         self.calls.append(("evaluate", update))
         return {"eval/return": Mean(10.0 * update, 2.0)}
 
-    def save(self, update: int, *, env_steps: int) -> Path:
-        self.calls.append(("save", update, env_steps))
+    def save(self, update: int) -> Path:
+        self.calls.append(("save", update, self.steps))
         return Path()
 
     def close(self) -> None: ...
@@ -54,9 +56,8 @@ class Notes:
 
 def train(tmp_path: Path, updates: int, *, first_update: int = 0, should_stop=lambda: False, **due: int):
     """(calls, rows, outcome)."""
-    system, log = Notes(), Log(tmp_path, total_updates=updates, first_update=first_update, quiet=True)
-    system.version = first_update
-    schedule = loop.Schedule(updates=updates, horizon=16, steps_per_update=64, **due)
+    system, log = Notes(first_update), Log(tmp_path, total_updates=updates, first_update=first_update, quiet=True)
+    schedule = loop.Schedule(updates=updates, horizon=16, **due)
     outcome = loop.train(system, log, schedule, first_update=first_update, should_stop=should_stop)
     log.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -145,14 +146,14 @@ def test_a_failure_is_not_swallowed(tmp_path):
 
     system, log = Broken(), Log(tmp_path, total_updates=1, quiet=True)
     with pytest.raises(RuntimeError, match="the simulator died"):
-        loop.train(system, log, loop.Schedule(updates=1, horizon=16, steps_per_update=64))
+        loop.train(system, log, loop.Schedule(updates=1, horizon=16))
     log.close()
     assert not only(system.calls, "save")
 
 
 def test_timer_of_the_caller(tmp_path):
     timer, log = Timer(), Log(tmp_path, total_updates=2, quiet=True)
-    loop.train(Notes(), log, loop.Schedule(updates=2, horizon=16, steps_per_update=64), timer=timer)
+    loop.train(Notes(), log, loop.Schedule(updates=2, horizon=16), timer=timer)
     log.close()
     assert not timer.wall and timer.cpu.keys() == {*loop.TRAINING, "evaluate", "save"}  # CPU time adds up over the run
     wall, cpu = timer.total(loop.TRAINING)
@@ -162,21 +163,30 @@ def test_timer_of_the_caller(tmp_path):
 def test_lag_of_a_real_system(tmp_path):
     """Learning from a rollout that an older policy made: the lag is told, and the ratios are wider."""
     c = toys.config({"env.id": "CartPole-v1"})
-    env = build.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
-    policy = build.make_policy(c, env)
+    env = robot.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
+    policy = robot.make_policy(c, env)
     system = LocalSystem(
         policy=policy,
         rollout=Rollout(env, policy, seed=0),
         learner=JointLearner(policy, c.algorithm, num_envs=4, updates=4, seed=0),
-        make_evaluation_env=functools.partial(build.make_env, config=c.env, device=torch.device("cpu")),
-        evaluation=EvaluationConfig(),
+        unit="env_steps",
+        count=lambda experience: 32,
+        measure=functools.partial(
+            evaluate.evaluate,
+            policy,
+            functools.partial(robot.make_env, config=c.env, device=torch.device("cpu")),
+            episodes=10,
+            num_envs=10,
+            seed=0,
+        ),
+        score="eval/return",
         checkpoints=tmp_path / "checkpoints",
         keep_last=1,
         config_text="",
         info={},
     )
     log = Log(tmp_path, total_updates=4, quiet=True)
-    loop.train(system, log, loop.Schedule(updates=4, horizon=8, steps_per_update=32, max_lag=2))
+    loop.train(system, log, loop.Schedule(updates=4, horizon=8, max_lag=2))
     log.close()
     system.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -1,9 +1,8 @@
-"""From prompts to trajectories, examinations, and a language model that learns."""
+"""From prompts to trajectories, and a language model that learns."""
 
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -16,7 +15,8 @@ from embodied_ppo.data import Prompt
 from embodied_ppo.exam import examine
 from embodied_ppo.generation.engine import Engine, Generation
 from embodied_ppo.generation.sampling import Sampling
-from embodied_ppo.grading import Grade, GraderPool
+from embodied_ppo.grading import Grade
+from embodied_ppo.grading_pool import GraderPool
 from embodied_ppo.learner import SplitLearner
 from embodied_ppo.log import numbers
 from embodied_ppo.models import language
@@ -60,7 +60,8 @@ class ByLength:
 
     failures, last_failure = 0, ""
 
-    def grade(self, samples: Any) -> list[Grade]:
+    def grade(self, samples: Any, prompts: Any) -> list[Grade]:
+        assert [(p.data_source, p.ground_truth) for p in prompts] == [(s[0], s[2]) for s in samples]
         grades = [Grade(float(len(text)), answer=text, correct=len(text) == 2) for _, text, _, _ in samples]
         grades[1] = Grade(0.0, failed=True)
         self.failures, self.last_failure = self.failures + 1, "ValueError: no"
@@ -101,7 +102,7 @@ def test_what_a_trajectory_holds() -> None:
     assert found["rollout/return"] == 5 / 4 and found["rollout/length"] == 3 and found["rollout/truncated"] == 1 / 4
     assert found["rollout/success"] == 1 / 3 and found["rollout/grader_failures"] == 1
     assert found["rollout/prompt_length"] == 2.5 and found["rollout/epoch"] == 1
-    assert heard == ["reward: a response could not be graded and scores 0: ValueError: no"]
+    assert heard == ["reward: a response could not be graded: ValueError: no"]
 
 
 def test_groups_are_neighbours_and_randomness_is_a_function_of_the_update() -> None:
@@ -149,53 +150,6 @@ def test_it_continues_where_it_was_saved() -> None:
 def test_sampling_that_cannot_be_learned_from_is_refused(rule: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="another distribution than the one whose probabilities are trained"):
         rollout(sampling=Sampling(4, **rule))
-
-
-# ---------------------------------------------------------------------------------------------------------------- exam
-class Fixed:
-    failures, last_failure = 0, ""
-
-    def __init__(self, grades: list[Grade]) -> None:
-        self.grades = grades
-
-    def grade(self, samples: Any) -> list[Grade]:
-        assert len(samples) == len(self.grades)
-        return self.grades
-
-    def close(self) -> None: ...
-
-
-def right(answer: str) -> Grade:
-    return Grade(1.0, answer=answer, correct=True, format_ok=True)
-
-
-def wrong(answer: str | None) -> Grade:
-    return Grade(0.25, answer=answer, correct=False, format_ok=answer is not None)
-
-
-def test_what_an_exam_says() -> None:
-    """Four answers to each of two prompts, by hand: 3 of 4 and 1 of 4 right."""
-    grades = [right("a"), right("a"), wrong("b"), right("a"), wrong("c"), wrong("c"), right("d"), wrong(None)]
-    generator = Scripted(ANSWERS, 4)
-    result = examine(PROMPTS[:2], generator, Fixed(grades), decode, Sampling(4, temperature=0.7), n=4)
-    found = numbers(result.metrics())
-    assert found["eval/accuracy"] == pytest.approx(0.5)
-    assert found["eval/accuracy_error"] == pytest.approx(math.sqrt(0.25**2 * 2) / 2)
-    assert found["eval/return"] == pytest.approx(0.625) and found["eval/format"] == pytest.approx(7 / 8)
-    # 1 - C(1,2)/C(4,2) = 1 and 1 - C(3,2)/C(4,2) = 1/2
-    assert found["eval/pass@2"] == pytest.approx(0.75) and found["eval/pass@4"] == 1
-    assert found["eval/maj@4"] == pytest.approx(0.5), "a wins, c wins"
-    assert found["eval/truncated"] == pytest.approx(2 / 8) and found["eval/length"] == 3
-    assert not [tag for tag in found if tag.startswith("eval/accuracy/")], "there is one source"
-    asked = generator.asked[0]
-    assert len(asked[0]) == 8 and int(asked[2].min()) >= 1 << 40
-
-
-def test_sources_are_told_apart() -> None:
-    result = examine(PROMPTS[:3:2], Scripted(ANSWERS, 4), Fixed([right("a"), wrong("b")]), decode, Sampling(4))
-    found = numbers(result.metrics())
-    assert found["eval/accuracy/source 0"] == 1 and found["eval/accuracy/source 1"] == 0
-    assert "eval/maj@1" not in found and "eval/pass@1" not in found
 
 
 # ------------------------------------------------------------------------------------------------------------ learning

@@ -27,14 +27,18 @@ from torch import nn
 
 import embodied_envs
 from embodied_ppo import evaluate, report
+from embodied_ppo.data import Prompt
 from embodied_ppo.evaluate import EVAL_SEED_BASE, Episode, EvaluationResult
+from embodied_ppo.exam import Answer, ExamResult
+from embodied_ppo.generation.sampling import Sampling
+from embodied_ppo.grading import Grade
 from embodied_ppo.types import Decision
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PROVENANCE: dict[str, Any] = {
     "checkpoint": "runs/demo/checkpoints/step_000020",
     "update": 20,
-    "env_steps": 40_960,
+    "steps": 40_960,
     "config": {"env": {"id": "CartPole-v1"}, "name": "<i>demo</i> & co"},
     "config_hash": "9f2c41aa03be",
     "versions": {"torch": "2.13.0", "envpool": "1.2.5"},
@@ -295,6 +299,143 @@ def test_a_browser_shows_the_page_on_a_phone(page: Path, tmp_path: Path, scheme:
     assert seen["error"] is None and seen["video"] == [240, 320][::-1] and seen["duration"] > 0.5
     assert len(seen["bars"]) > 3 and all(seen["bars"]) and seen["line"] > 100
     assert seen["background"] == ("rgb(250, 250, 248)" if scheme == "light" else "rgb(20, 24, 28)")
+
+
+# ------------------------------------------------------------------------------------------------ of a language model
+EVIL = "<script>document.title = 'owned'</script> <b>72</b> & co\n\n    indented\n#### 72"
+LONG = "The shelf holds 48 jars. " * 60 + "So:\n" + "9" * 400 + "\n#### 12"
+
+
+def exam(temperature: float = 1.0) -> ExamResult:
+    """Four responses to each of six prompts of two sources; right: 4, 2 and 0 of 4 in turns."""
+    question = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
+    texts = [
+        question.format("Ida packs 12 crates a day for 6 days. How many? " * (1 + 10 * (i == 2))) for i in range(6)
+    ]
+    sources = ["math", "openai/gsm8k"]
+    prompts = [Prompt((1,), f"{t}{i}", str(70 + i), sources[i % 2], {}, i) for i, t in enumerate(texts)]
+    answers = []
+    for i in range(6):
+        for j in range(4):
+            right = j < (4, 2, 0)[i % 3]
+            text = EVIL if j == 0 else LONG if j == 3 else f"12*6 = {70 + i + j}\n#### {70 + i + j}"
+            grade = Grade(float(right), answer=str(70 + i) if right else None, correct=right, format_ok=True)
+            answers.append(Answer(i, text, 40 + 10 * j, j != 3, grade))
+    return ExamResult(prompts, answers, 4, Sampling(70, temperature=temperature), seed=3)
+
+
+def tokens_curve() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [
+        {"update": u, "tokens": 50_000 * u, "rollout/return": u / 30, "rollout/truncated": 1 / (u + 1)}
+        | {"rollout/success": u / 35, "kl/to_reference": 0.001 * u, "speed/tokens_per_s": 900.0}
+        for u in range(30)
+    ]
+    for u in (0, 10, 20, 29):
+        rows[u]["eval/accuracy"] = u / 40
+    return rows
+
+
+def examined(folder: Path, **options: Any) -> report.Report:
+    result = exam(**options)
+    extra = {"pass@4": 2 / 3, "maj@4": 0.5, "accuracy_error": float("nan")}
+    return report.write(
+        folder,
+        result.results(),
+        **PROVENANCE,
+        unit="tokens",
+        samples=result.samples(8),
+        extra=extra,
+        curves=tokens_curve(),
+    )
+
+
+def test_an_exam_in_the_file(tmp_path: Path) -> None:
+    written = examined(tmp_path / "a")
+    content = json.loads(written.json.read_text())
+    assert content["tokens"] == 40_960 and not {"env_steps", "seeds"} & content.keys() and content["seed"] == 3
+    assert not content["deterministic"] and list(content["tasks"]) == ["math", "openai/gsm8k"]
+    assert content["numbers"] == {"pass@4": 2 / 3, "maj@4": 0.5, "accuracy_error": None}
+    assert len(content["samples"]) == 8 and any(s["response"] == LONG for s in content["samples"])
+    assert content["overall"]["episodes"] == 24 and content["overall"]["distinct_initial_states"] == 6
+    task = content["tasks"]["math"]  # prompts 0, 2, 4: 4, 0 and 2 of 4 right
+    assert task["truncated"] == 3 and task["terminated"] == 9 and task["success"]["count"] == 6
+    # Of prompts: mean 1/2, s = 1/2; t(0.975, 2) = 4.302653: 4.302653 · 0.5 / √3 = 1.242069
+    assert task["return"]["ci95"] == pytest.approx([0.5 - 1.242069, 0.5 + 1.242069], abs=1e-5)
+    # V = (2² + 2² + 0²) / 12² = 1/18, p(1-p)/12 = 1/48: effect 8/3, that is 4.5 responses:
+    # centre 0.5; half = 1.959964 √(0.25/4.5 + 3.841459/81) / (1 + 3.841459/4.5) = 0.628966/1.853658 = 0.339311
+    assert task["success"]["ci95"] == pytest.approx([0.160689, 0.839311], abs=2e-6)
+    assert examined(tmp_path / "b").json.read_bytes() == written.json.read_bytes()
+
+
+def test_one_response_to_each_prompt_has_plain_intervals() -> None:
+    """Also where all of them are right; several that are all right count as one each."""
+    plain = result("A", [1.0, 0.0, 1.0, 1.0], [True, False, True, True])
+    plain = replace(plain, episodes=tuple(replace(e, initial_state=str(e.index)) for e in plain.episodes))
+    assert report.statistics(plain, "tokens") == report.statistics(plain)
+    same = replace(
+        plain, episodes=tuple(replace(e, initial_state=str(e.index % 2), success=True) for e in plain.episodes)
+    )
+    found = report.statistics(same, "tokens")["success"]
+    assert found["ci95"] == pytest.approx(evaluate.wilson_interval(2, 2)) and found["count"] == 4
+
+
+def test_an_exam_on_the_page(tmp_path: Path) -> None:
+    page = examined(tmp_path).html
+    text = text_of(page)
+    assert "24 responses of" in text and "40,960 tokens of training), sampled" in text
+    assert "Accuracy 50.0%" in text and "Prompts 6 distinct, in 24 responses" in text and "pass@4 0.6667" in text
+    assert "accuracy_error –" in text and "3, of samples that training never draws" in text
+    assert "cut at the limit" in text and "by itself" in text and "KL to the reference" in text
+    wrong = re.findall("episode|step|film|video|clock|initial state|simulator|environment|return ", text.lower())
+    assert set(wrong) <= {"step"}, wrong  # the checkpoint's name
+    assert "<script>document.title = 'owned'</script> <b>72</b> & co" in text and " … " in text
+    assert LONG not in page.read_text() and "#### 12" in text, "the end is what has the answer"
+    parsed = parse(page)
+    assert "script" not in parsed.tags and "b" not in parsed.tags and "video" not in parsed.tags
+    assert parsed.addresses == []
+    assert "no part of greedy responses" in text_of(examined(tmp_path / "greedy", temperature=0.0).html)
+    one = report.write(tmp_path / "one", exam().results()[:1], **PROVENANCE, unit="tokens")
+    text = text_of(one.html)
+    assert "Mean score" in text and "Stopped by itself 9 of 12 3 cut at the limit" in text and "Samples" not in text
+    assert "Response length 55 tokens, from 40 to 70" in text and not {"samples", "numbers"} & one.content.keys()
+
+
+def test_curves_of_a_language_model() -> None:
+    charts = report.learning_curves(tokens_curve(), unit="tokens")
+    assert [c.title for c in charts] == ["Score", "Accuracy", "Responses cut at the limit", "KL to the reference"]
+    assert [line.label for line in charts[1].lines] == ["rollout/success", "eval/accuracy"]
+    assert {c.x_label for c in charts} == {"tokens"}
+
+
+def test_long_texts_keep_their_ends() -> None:
+    assert report.cut("x" * 600) == "x" * 600
+    short = report.cut("a" * 500 + "b" * 500)
+    assert len(short) == 600 and re.fullmatch("a{400} … b{197}", short)
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium: the page was checked by an HTML parser only")
+@pytest.mark.parametrize("width", [360, 1200])
+def test_a_browser_shows_the_samples(tmp_path: Path, width: int) -> None:
+    probe = tmp_path / "probe.html"
+    page = html.escape(examined(tmp_path).html.read_text())
+    probe.write_text(f"""<!doctype html><iframe id=f width={width} height=3000 srcdoc="{page}"></iframe><script>
+onload = () => {{
+  const d = document.getElementById("f").contentDocument, wide = e => e.scrollWidth - e.clientWidth;
+  document.title = JSON.stringify({{
+    title: d.title, overflow: wide(d.documentElement), table: wide(d.querySelector(".samples").parentElement),
+    wrong: d.querySelectorAll(".samples tr.wrong").length,
+    texts: [...d.querySelectorAll(".said")].map(e => [e.innerText, e.getBoundingClientRect().width]),
+  }});
+}};
+</script>""")
+    dom = _browse(tmp_path, "--window-size=1300,900", "--virtual-time-budget=5000", "--dump-dom", probe.as_uri())
+    title = re.search(r"<title>(.*?)</title>", dom)
+    assert title
+    seen = json.loads(html.unescape(title[1]))
+    assert seen["title"] == "math, openai/gsm8k – evaluation", "a response's script has run"
+    assert seen["overflow"] == 0 and seen["table"] == 0 and seen["wrong"] == 4
+    assert EVIL in [text for text, _ in seen["texts"]], "white space and all"
+    assert min(w for _, w in seen["texts"]) > 90
 
 
 # ------------------------------------------------------------------------------------------------------------ the film

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodied_ppo import build, checkpoint, strict
+from embodied_ppo import build, checkpoint, robot, strict
 from embodied_ppo.config import Config
 
 TINY = {
@@ -88,15 +88,15 @@ def test_two_halves_equal_the_whole(
     build.train(config(tmp_path / "whole"), quiet=True)
 
     # the first half dies in its seventh update, after the checkpoint of the fourth or sixth
-    update = build.JointLearner.update
+    update = robot.JointLearner.update
 
-    def dies(self: build.JointLearner, trajectory: object, *, update: int, _original=update) -> object:
+    def dies(self: robot.JointLearner, trajectory: object, *, update: int, _original=update) -> object:
         if update == 6:
             raise Stop
         return _original(self, trajectory, update=update)
 
     with monkeypatch.context() as m:
-        m.setattr(build.JointLearner, "update", dies)
+        m.setattr(robot.JointLearner, "update", dies)
         with pytest.raises(Stop):
             build.train(config(tmp_path / "halves", save_every=save_every), quiet=True)
     summary = build.train(config(tmp_path / "halves", resume="auto"), quiet=True)
@@ -247,14 +247,14 @@ def test_an_earlier_checkpoint_branches_off_into_a_new_run(tmp_path: Path) -> No
 
 
 def test_a_failing_last_evaluation_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate = build.LocalSystem.evaluate
+    evaluate = robot.LocalSystem.evaluate
 
-    def dies(self: build.LocalSystem, update: int) -> object:
+    def dies(self: robot.LocalSystem, update: int) -> object:
         if update == 8:
             raise build.EnvError("the simulator died")
         return evaluate(self, update)
 
-    monkeypatch.setattr(build.LocalSystem, "evaluate", dies)
+    monkeypatch.setattr(robot.LocalSystem, "evaluate", dies)
     with pytest.raises(build.TrainingError, match="the simulator died"):
         build.train(tiny(tmp_path / "run", save_every=0), quiet=True)
     assert checkpoint.open_checkpoint(tmp_path / "run").update == 8

@@ -10,7 +10,7 @@ import pytest
 import torch
 import toys
 
-from embodied_ppo import build, tree
+from embodied_ppo import robot, tree
 from embodied_ppo.rollout import TRAINING_SEEDS, WINDOW, Rollout, env_seeds, sampling_key
 from embodied_ppo.types import Mean, Trajectory
 
@@ -103,8 +103,8 @@ def test_truncation_bootstraps_the_final_observation_in_a_real_simulator():
     """EnvPool's InvertedPendulum with a clock of 3 steps: next_value of the cut row is V of the row after it (a dummy),
     which acts on the final observation."""
     c = toys.config({"env.id": "InvertedPendulum-v4", "env.max_episode_steps": 3})
-    env = build.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
-    policy = build.make_policy(c, env)
+    env = robot.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
+    policy = robot.make_policy(c, env)
     t, metrics = Rollout(env, policy, seed=0).collect(10, update=0, version=0)
     env.close()
     assert isinstance(t.obs, torch.Tensor)
@@ -170,8 +170,8 @@ def test_seeds():
 
 def test_groups_share_their_start_and_not_their_actions():
     c = toys.config({"algorithm.group_size": 2, "env.restart_each_rollout": True})
-    env = build.make_env(env_seeds(0, 0, 4, 2), config=c.env, device=torch.device("cpu"))
-    t, _ = Rollout(env, build.make_policy(c, env), seed=0, group_size=2, one_episode=True).collect(
+    env = robot.make_env(env_seeds(0, 0, 4, 2), config=c.env, device=torch.device("cpu"))
+    t, _ = Rollout(env, robot.make_policy(c, env), seed=0, group_size=2, one_episode=True).collect(
         3, update=0, version=0
     )
     env.close()
@@ -199,8 +199,8 @@ def test_sampling_key_is_the_same_in_every_process():
 def test_the_same_seed_gives_the_same_trajectory(env_id):
     def collect(seed: int, updates=(0, 1)) -> Trajectory:
         c = toys.config({"env.id": env_id})
-        env = build.make_env(env_seeds(seed, 0, 4), config=c.env, device=torch.device("cpu"))
-        r = Rollout(env, build.make_policy(c, env), seed=seed)
+        env = robot.make_env(env_seeds(seed, 0, 4), config=c.env, device=torch.device("cpu"))
+        r = Rollout(env, robot.make_policy(c, env), seed=seed)
         parts = [r.collect(12, update=u, version=u)[0] for u in updates]
         env.close()
         return tree.map(lambda *xs: torch.cat(xs), parts[0], *parts[1:])
@@ -215,8 +215,8 @@ def test_the_same_seed_gives_the_same_trajectory(env_id):
 
 def test_the_policy_that_acted_is_replayed_exactly():
     c = toys.config({"env.id": "HalfCheetah-v4", "model.distribution": "squashed_gaussian"})
-    env = build.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
-    policy = build.make_policy(c, env)
+    env = robot.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
+    policy = robot.make_policy(c, env)
     t, _ = Rollout(env, policy, seed=0).collect(8, update=0, version=0)
     env.close()
     out = policy.evaluate(policy.encode(tree.flatten_time(t.obs)), *tree.flatten_time((t.action, t.replay)))

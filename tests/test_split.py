@@ -303,3 +303,31 @@ def test_a_checkpoint_without_a_critic_is_refused() -> None:
     x = learner(replace(BASE, adv_type="grpo", group_size=4), critic=False)
     with pytest.raises(ConfigError, match="holds no critic to continue with"):
         learner().load_state(x.state())
+
+
+def test_products_in_bfloat16_leave_weights_and_log_probabilities_in_float32() -> None:
+    exact, rounded = learner(), learner(recompute=True)  # by the rounded policy itself
+    assert rounded.critic is not None
+    rounded.policy.compute = torch.bfloat16
+    critic: Any = rounded.critic.module
+    critic.compute = torch.bfloat16
+    t = experience(exact.policy)
+    assert isinstance(t.obs, dict)
+    ids, place = t.obs["row"].T, t.obs["place"].T
+    views = [x.policy.view(x.policy.hidden(ids, place), t.action.T) for x in (exact, rounded)]
+    assert all(x.dtype == torch.float32 for view in views for x in (view.log_prob, view.entropy))
+    error = float((views[0].log_prob - views[1].log_prob)[t.mask.T].abs().max())
+    assert 1e-5 < error < 0.3  # rounded it is, to 8 bits
+    before = weights(rounded)
+    metrics = numbers(rounded.update(t, update=0))
+    assert all(x.dtype == torch.float32 for x in weights(rounded)) and differences(exact, rounded) > 0
+    assert any(not torch.equal(a, b) for a, b in zip(before, weights(rounded), strict=True))
+    assert metrics["policy/approx_kl"] < 0.05 and not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rows_in_a_forward_pass_change_nothing(size: int) -> None:
+    whole, parts = learner(), learner(replace(BASE, micro_batch_size=size))
+    for x in (whole, parts):
+        x.update(experience(x.policy), update=0)
+    assert differences(whole, parts) < 1e-6

@@ -25,6 +25,16 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+LANGUAGE: dict[str, Any] = {
+    "mode": "reasoning",
+    "updates": 1,
+    "algorithm.loss_type": "actor",
+    "data.task": "arithmetic",
+    "actor.model.architecture": {"model_type": "qwen2"},
+}
+"""What mode=reasoning needs at least."""
+
+
 def get(config: Any, path: str) -> Any:
     for name in path.split("."):
         config = getattr(config, name)
@@ -167,7 +177,7 @@ def test_an_empty_heading_is_no_value() -> None:
         ("device", "gpu", ["gpu", "cpu, cuda or cuda:N", "device=cpu"]),
         ("name", "a/b", ["a/b", "without /", "name=custom"]),
         ("name", "", ["''", "name=custom"]),
-        ("mode", "reasoning", ["reasoning", "not in this version", "mode=embodied"]),
+        ("mode", "reasoning", ["actor_critic is that of one model", "write algorithm.loss_type=actor"]),
     ],
 )
 def test_bad_value(path: str, value: object, words: list[str]) -> None:
@@ -237,9 +247,55 @@ def test_options_with_no_meaning_here_say_why(path: str) -> None:
     assert line == f"{path} = 8 (my.yaml) is refused: {REFUSED[path]}"
 
 
-def test_refused_sections_refuse_what_is_in_them() -> None:
-    assert "algorithm." in refused(Config, {"critic.ppo_epochs": 3})
-    assert "placement=local" in refused(Config, {"cluster.num_nodes": 1})
+def test_the_other_modes_options_are_not_read() -> None:
+    for mode, other, flat in (
+        ("embodied", "reasoning", {"critic.update_epoch": 3}),
+        ("embodied", "reasoning", {"algorithm.response_length": 3}),
+        ("embodied", "reasoning", {"evaluation.n": 3}),
+        ("reasoning", "embodied", {"env.num_envs": 3}),
+        ("reasoning", "embodied", {"algorithm.horizon": 3}),
+        ("reasoning", "embodied", {"evaluation.video_episodes": 3}),
+    ):
+        ((path, value),) = flat.items()
+        line = refused(Config, {**(LANGUAGE if mode == "reasoning" else {}), **flat})
+        assert line == f"{path} = {value} is set but not read; it needs mode={other}, or leave it out"
+
+
+@pytest.mark.parametrize("mode", ["embodied", "reasoning"])
+def test_relevant_is_what_one_mode_reads(mode: str) -> None:
+    config = strict.load(Config, nested(LANGUAGE if mode == "reasoning" else {}))
+    kept = strict.relevant(config)
+    assert strict.load(Config, kept) == config
+    assert ("env" in kept) == (mode == "embodied") == ("horizon" in kept["algorithm"])
+    assert ("critic" in kept) == (mode == "reasoning") == ("n" in kept["evaluation"])
+
+
+PLACED = [
+    ({"actor,critic,rollout,reward": "all"}, None),
+    ({"actor, critic, rollout, reward": 0}, None),
+    ({"actor,critc": "all"}, "critc is no role of mode=reasoning; did you mean critic? roles: rollout, actor"),
+    ({"env": "all"}, "env is no role of mode=reasoning"),
+    ({"actor": "0-3"}, "this version uses one device; write {actor: all}"),
+    ({"actor": "all", "critic": "all"}, 'join the roles: {"actor,critic": all}'),
+]
+
+
+@pytest.mark.parametrize(("placement", "words"), PLACED)
+def test_component_placement(placement: dict[str, Any], words: str | None) -> None:
+    for name in ("component_placement", "cluster"):
+        layer = {name: placement if name != "cluster" else {"component_placement": placement}}
+        if words is None:
+            loaded = strict.read(Config, [("a.yaml", nested(LANGUAGE)), ("b.yaml", layer)]).config
+            strict.check(loaded)
+            assert loaded.cluster.component_placement == placement
+        else:
+            with pytest.raises(PlacementError) as caught:
+                strict.load(Config, {**nested(LANGUAGE), **layer})
+            assert words in str(caught.value) and "cluster.component_placement" in str(caught.value)
+
+
+def test_several_nodes_are_refused() -> None:
+    assert "write cluster.num_nodes=1" in refused(Config, {"cluster.num_nodes": 2}, PlacementError)
 
 
 # ------------------------------------------------------------------------------------------------------------ aliases
@@ -466,32 +522,75 @@ def test_options_that_agree(flat: dict[str, Any]) -> None:
     strict.load(Config, nested(flat))
 
 
+FILES = {**LANGUAGE, "data.task": None, "data.train": ["a"], "data.eval": ["b"], "actor.tokenizer": "x"}
+NO_VALUE = {**LANGUAGE, "algorithm.adv_type": "grpo", "algorithm.group_size": 2}
 UNREAD = {
-    # option and a value -> what makes it read
-    ("algorithm.desired_kl", 0.02): {"algorithm.lr_schedule": "adaptive"},
-    ("algorithm.lr_end", 0.1): {"algorithm.lr_schedule": "cosine"},
-    ("algorithm.reward_shift", True): {"algorithm.reward_norm": "batch"},
-    ("algorithm.reward_scale", True): {"algorithm.reward_norm": "batch"},
-    ("evaluation.randomize", True): {"env.randomize": True},
-    ("algorithm.kl_loss_coef", 0.1): {"algorithm.use_kl_loss": True},
-    ("algorithm.kl_loss_type", "k2"): {"algorithm.use_kl_loss": True},
-    ("algorithm.kl_penalty", "k2"): {"algorithm.use_kl_in_reward": True},
-    ("algorithm.kl_ctrl.type", "adaptive"): {"algorithm.use_kl_in_reward": True},
-    ("algorithm.kl_ctrl.kl_coef", 0.1): {"algorithm.use_kl_in_reward": True},
-    ("algorithm.kl_ctrl.horizon", 500): {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
-    ("algorithm.kl_ctrl.target_kl", 0.2): {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
-    ("algorithm.off_policy_cap", 3.0): {"algorithm.off_policy_correction": "token"},
-    ("algorithm.gae_lambda", 0.9): None,  # read by default
-    ("model.hidden_gain", 2.0): None,
-    ("model.policy_gain", 2.0): None,
-    ("model.value_gain", 2.0): None,
-    ("model.obs_clip", 5.0): None,
-    ("model.state_dependent_std", True): None,
-    ("model.init_log_std", -1.0): None,
-    ("model.min_log_std", -4.0): None,
-    ("model.max_log_std", 1.0): None,
-    ("evaluation.video_steps", 10): {"evaluation.video_episodes": 1},
-    ("evaluation.video_size", 64): {"evaluation.video_episodes": 1},
+    # option -> (a value, what makes it read; None: it is by default)
+    "algorithm.desired_kl": (0.02, {"algorithm.lr_schedule": "adaptive"}),
+    "algorithm.lr_end": (0.1, {"algorithm.lr_schedule": "cosine"}),
+    "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
+    "algorithm.reward_scale": (True, {"algorithm.reward_norm": "batch"}),
+    "evaluation.randomize": (True, {"env.randomize": True}),
+    "algorithm.kl_loss_coef": (0.1, {"algorithm.use_kl_loss": True}),
+    "algorithm.kl_loss_type": ("k2", {"algorithm.use_kl_loss": True}),
+    "algorithm.kl_penalty": ("k2", {"algorithm.use_kl_in_reward": True}),
+    "algorithm.kl_ctrl.type": ("adaptive", {"algorithm.use_kl_in_reward": True}),
+    "algorithm.kl_ctrl.kl_coef": (0.1, {"algorithm.use_kl_in_reward": True}),
+    "algorithm.kl_ctrl.horizon": (500, {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}),
+    "algorithm.kl_ctrl.target_kl": (0.2, {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}),
+    "algorithm.off_policy_cap": (3.0, {"algorithm.off_policy_correction": "token"}),
+    "algorithm.gae_lambda": (0.9, None),  # read by default
+    "model.hidden_gain": (2.0, None),
+    "model.policy_gain": (2.0, None),
+    "model.value_gain": (2.0, None),
+    "model.obs_clip": (5.0, None),
+    "model.state_dependent_std": (True, None),
+    "model.init_log_std": (-1.0, None),
+    "model.min_log_std": (-4.0, None),
+    "model.max_log_std": (1.0, None),
+    "evaluation.video_steps": (10, {"evaluation.video_episodes": 1}),
+    "evaluation.video_size": (64, {"evaluation.video_episodes": 1}),
+    "evaluation.temperature": (0.5, {**LANGUAGE, "evaluation.deterministic": False}),
+    "evaluation.top_k": (5, {**LANGUAGE, "evaluation.deterministic": False}),
+    "evaluation.top_p": (0.5, {**LANGUAGE, "evaluation.deterministic": False}),
+    "evaluation.min_p": (0.5, {**LANGUAGE, "evaluation.deterministic": False}),
+    "critic.model.path": ("x", LANGUAGE),
+    "critic.model.architecture": ({"model_type": "llama"}, LANGUAGE),
+    "critic.model.dtype": ("bfloat16", LANGUAGE),
+    "critic.model.gradient_checkpointing": (True, LANGUAGE),
+    "critic.update_epoch": (2, LANGUAGE),
+    "critic.global_batch_size": (64, LANGUAGE),
+    "critic.lr": (0.1, LANGUAGE),
+    "critic.lr_schedule": ("cosine", LANGUAGE),
+    "critic.lr_end": (0.1, LANGUAGE),
+    "critic.lr_warmup": (3, LANGUAGE),
+    "critic.max_grad_norm": (3.0, LANGUAGE),
+    "critic.weight_decay": (0.1, LANGUAGE),
+    "algorithm.critic_warmup": (3, LANGUAGE),
+    "algorithm.value_clip": (0.3, LANGUAGE),
+    "algorithm.huber_delta": (0.3, LANGUAGE),
+    "rollout.overlong_penalty": (0.5, {**LANGUAGE, "rollout.overlong_buffer": 8}),
+    "algorithm.missing_eos_penalty": (0.5, LANGUAGE),
+    "data.train": (["a.jsonl"], FILES),
+    "data.eval": (["a.jsonl"], FILES),
+    "data.prompt_key": ("q", FILES),
+    "data.answer_key": ("a", FILES),
+    "data.suffix": ("!", FILES),
+    "data.system": ("Think.", FILES),
+    "data.chat_template": ("never", FILES),
+    "actor.tokenizer": ("x", FILES),
+    "actor.model.architecture": ({"model_type": "llama"}, FILES),
+    "warm_start.steps": (3, LANGUAGE),
+    "warm_start.batch_size": (3, {**LANGUAGE, "warm_start.steps": 3}),
+    "warm_start.lr": (0.1, {**LANGUAGE, "warm_start.steps": 3}),
+    "warm_start.forget": (0.5, {**LANGUAGE, "warm_start.steps": 3}),
+    "reward.path": ("g.py", LANGUAGE),
+    "reward.name": ("score", {**LANGUAGE, "reward.path": "g.py"}),
+    "reward.format_weight": (0.5, {**LANGUAGE, "reward.format": ".*"}),
+    "reward.model.pairs": (100, LANGUAGE),
+    "reward.model.steps": (10, {**LANGUAGE, "reward.model.pairs": 100}),
+    "reward.model.batch_size": (10, {**LANGUAGE, "reward.model.pairs": 100}),
+    "reward.model.lr": (0.1, {**LANGUAGE, "reward.model.pairs": 100}),
 }
 NOT_READ = {
     "algorithm.gae_lambda": {"algorithm.adv_type": "reinforce_plus_plus"},
@@ -503,20 +602,42 @@ NOT_READ = {
     "model.init_log_std": {"model.distribution": "categorical"},
     "model.min_log_std": {"model.distribution": "categorical"},
     "model.max_log_std": {"model.distribution": "categorical"},
+    **dict.fromkeys((f"evaluation.{x}" for x in ("temperature", "top_k", "top_p", "min_p")), LANGUAGE),
+    **dict.fromkeys(
+        (f"critic.model.{x}" for x in ("path", "architecture", "dtype", "gradient_checkpointing")), NO_VALUE
+    ),
+    **dict.fromkeys((f"critic.{x}" for x in ("update_epoch", "global_batch_size", "lr", "lr_schedule")), NO_VALUE),
+    **dict.fromkeys((f"critic.{x}" for x in ("lr_end", "lr_warmup", "max_grad_norm", "weight_decay")), NO_VALUE),
+    **dict.fromkeys((f"algorithm.{x}" for x in ("critic_warmup", "value_clip", "huber_delta")), NO_VALUE),
+    "rollout.overlong_penalty": LANGUAGE,
+    "algorithm.missing_eos_penalty": {**LANGUAGE, "rollout.truncation": "drop"},
+    **dict.fromkeys((f"data.{x}" for x in ("train", "eval", "prompt_key", "answer_key")), LANGUAGE),
+    **dict.fromkeys((f"data.{x}" for x in ("suffix", "system", "chat_template")), LANGUAGE),
+    "actor.tokenizer": LANGUAGE,
+    "actor.model.architecture": {**LANGUAGE, "actor.model.path": "x"},
+    "warm_start.steps": FILES,
+    **dict.fromkeys((f"warm_start.{x}" for x in ("batch_size", "lr", "forget")), LANGUAGE),
+    "reward.path": {**LANGUAGE, "reward.grader": "exact"},
+    "reward.name": LANGUAGE,
+    "reward.format_weight": LANGUAGE,
+    "reward.model.pairs": FILES,
+    **dict.fromkeys((f"reward.model.{x}" for x in ("steps", "batch_size", "lr")), LANGUAGE),
 }
 
 
-@pytest.mark.parametrize(("path", "value"), UNREAD)
-def test_an_option_that_is_set_and_not_read(path: str, value: Any) -> None:
-    line = refused(Config, {path: value, **NOT_READ.get(path, {})})
+@pytest.mark.parametrize("path", UNREAD)
+def test_an_option_that_is_set_and_not_read(path: str) -> None:
+    value, needs = UNREAD[path]
+    base = LANGUAGE if strict.mode_of(path) == "reasoning" and path not in NOT_READ else {}
+    line = refused(Config, {**base, **NOT_READ.get(path, {}), path: value})
     for word in (path, strict.show(value), "set but not read", "it needs", "leave it out"):
         assert word in line
-    strict.load(Config, nested({path: value, **(UNREAD[path, value] or {})}))
+    strict.load(Config, nested({**(needs or {}), path: value}))
 
 
 def test_the_table_of_unread_options_is_tested_whole() -> None:
-    assert {path for paths in strict.UNREAD for path in paths.split(",")} == {path for path, _ in UNREAD}
-    assert all(path in strict.describe(Config) for path, _ in UNREAD)
+    assert {path for paths in strict.UNREAD for path in paths.split(",")} == {*UNREAD, "critic.use_critic_model"}
+    assert all(path in strict.describe(Config) for path in UNREAD)
 
 
 def test_check_flags_defaults_only_where_they_were_said() -> None:
@@ -524,6 +645,20 @@ def test_check_flags_defaults_only_where_they_were_said() -> None:
     with pytest.raises(ConfigError, match=r"desired_kl = 0\.01 is set but not read"):
         strict.check(Config(), explicit={"algorithm.desired_kl"})
     strict.check(Config(), explicit={"algorithm.reward_shift"})  # false: said to be off, and it is
+    config = strict.load(Config, nested(NO_VALUE))
+    with pytest.raises(ConfigError, match=r"use_critic_model = true is set but not read; it needs algorithm.adv_type"):
+        strict.check(config, explicit={"critic.use_critic_model"})
+
+
+def test_what_ships_may_go_unread_after_a_flag() -> None:
+    def deliberate(label: str, flat: dict[str, Any]) -> frozenset[str]:
+        return strict.read(Config, [(label, nested(flat)), ("flag", nested(NO_VALUE))]).deliberate({"flag"})
+
+    file = {"critic.lr": 0.1, "env.id": "Hopper-v4"}
+    assert "critic.lr" in deliberate("my.yaml", file)
+    assert "critic.lr" not in deliberate("configs/experiment/x.yaml", file)
+    assert "critic.lr" not in deliberate(f"{strict.STORED}, run/config.yaml", file)
+    assert "env.id" in deliberate("configs/experiment/x.yaml", file)  # the other mode's
 
 
 # ----------------------------------------------------------------------------------------------------------- evaluate

@@ -14,7 +14,7 @@ from torch import Tensor
 from embodied_envs import torch_vector
 from embodied_envs.checks import check_env
 from embodied_envs.torch_vector import TorchVectorEnv
-from embodied_ppo import build
+from embodied_ppo import robot
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.rollout import Rollout
 from embodied_ppo.types import ArraySpec, Box, EnvError
@@ -275,7 +275,7 @@ def test_ppo_learns_to_hold_the_cart() -> None:
         }
     )
     env = make("cart", 64)
-    policy = build.make_policy(c, env)
+    policy = robot.make_policy(c, env)
     rollout = Rollout(env, policy, seed=1)
     learner = JointLearner(policy, c.algorithm, num_envs=64, updates=60, seed=1)
     rewards = []

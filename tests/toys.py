@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied_envs.tasks import State, Task
-from embodied_ppo import build, strict
+from embodied_ppo import assembly, robot, strict
 from embodied_ppo.config import Config
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.rollout import Rollout, env_seeds
@@ -256,11 +256,11 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
 
     ``max_lag``: the rollouts that lie between acting and learning, as in ``loop.train``.
     """
-    env = build.make_env(
+    env = robot.make_env(
         env_seeds(c.seed, 0, c.env.num_envs, c.algorithm.group_size), config=c.env, device=torch.device("cpu")
     )
     try:
-        policy = build.make_policy(c, env)
+        policy = robot.make_policy(c, env)
         rollout = Rollout(
             env,
             policy,
@@ -270,7 +270,7 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
             restart_every=c.env.restart_every,
             stagger=c.env.stagger,
         )
-        updates = build.total_updates(c)
+        updates = assembly.total_updates(c)
         learner = JointLearner(policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=c.seed)
         pending, rows = [], []
         for update in range(updates + max_lag):

@@ -2,7 +2,8 @@
 
 S slots are decoded together; every slot holds one response. Rows that end leave at once: waiting prompts take their
 place, and when none waits the rest moves together, so no step computes what nobody reads. (With lengths as they are in
-practice this gives 2.5 times the tokens of a loop that waits for its longest row.)
+practice this gives 2.5 times the tokens of a loop that waits for its longest row.) On a GPU tokens come in rounds of
+``graphs.ROUND`` steps, each a CUDA graph, with a look at who is over in between.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from embodied_ppo import noise
+from embodied_ppo.generation import graphs
+from embodied_ppo.generation.graphs import StaticDecode
 from embodied_ppo.generation.sampling import Sampling, choose
-from embodied_ppo.models.language import Decoder, LanguagePolicy
+from embodied_ppo.models.language import Decoder, LanguagePolicy, precision
 
 REFILL = 0.25
 """Share of the slots that is free before prompts are taken in: they are read together, which is cheaper."""
@@ -65,9 +68,12 @@ class Generator(Protocol):
 class _Cache:
     """Keys and values of every layer, [S, groups, width, d]; row b's tokens lie at 0 .. length[b]-1."""
 
-    def __init__(self, decoder: Decoder, slots: int, width: int, like: Tensor) -> None:
+    def __init__(self, policy: LanguagePolicy, slots: int, width: int) -> None:
+        self.slots, self.width = slots, width
+        decoder, weight = policy.decoder.module, policy.model.lm_head.weight
+        self.dtype = policy.compute if weight.dtype == torch.float32 else weight.dtype
         shapes = [(slots, groups, width, decoder.head_dim) for groups in decoder.groups]
-        self.keys = [torch.zeros(shape, dtype=like.dtype, device=like.device) for shape in shapes]
+        self.keys = [torch.zeros(shape, dtype=self.dtype, device=weight.device) for shape in shapes]
         self.values = [torch.zeros_like(k) for k in self.keys]
 
     def move(self, source: Tensor, target: Tensor) -> None:
@@ -86,12 +92,15 @@ class Engine:
         slots: int,
         pad_id: int,
         decode: Callable[[list[int]], str] | None = None,
+        static: bool | None = None,
     ) -> None:
-        """``slots``: rows decoded together (S). ``decode``: token ids to text, for stop texts."""
+        """``slots``: rows decoded together (S). ``decode``: token ids to text, for stop texts. ``static``: whether
+        steps have fixed shapes, which CUDA graphs need; None: on a GPU. The tokens are the same."""
         self.policy, self.slots, self.pad_id, self.decode = policy, slots, pad_id, decode
+        self.static = static
         self.version = 0
         self._cache: _Cache | None = None
-        self._width = 0
+        self._rounds: StaticDecode | None = None
 
     # ------------------------------------------------------------------------------------------------------- protocol
     @torch.inference_mode()
@@ -107,8 +116,27 @@ class Engine:
         u = noise.uniform(seeds, 0, samples.cpu(), sampling.max_tokens).to(where)  # [N, T]
         slots = min(self.slots, n)
         cache = self._room(slots, longest + sampling.max_tokens)
-        state = _State(n, slots, sampling, self.pad_id, u, self.policy.model.lm_head.weight.shape[0], where)
-        waiting = list(range(n - 1, -1, -1))
+        state = _State(n, slots, sampling, self.pad_id, u, self.policy.model.lm_head.weight.shape[0], self._rounds)
+        with precision(self.policy.model.lm_head.weight, self.policy.compute):
+            self._fill(cache, state, prompts)
+        t = sampling.max_tokens
+        return Generation(state.token[:, :t], state.length, state.stopped, state.log_prob[:, :t])
+
+    def update_weights(self, version: int) -> None:
+        """Nothing to copy: the weights are the learner's own, changed in place; graphs read them there."""
+        self.version = version
+
+    def sleep(self) -> None:
+        """Forget the cache, and the graphs that write there."""
+        self._cache = self._rounds = None
+
+    def wake(self) -> None:
+        """The next ``generate`` makes a new cache."""
+
+    # ---------------------------------------------------------------------------------------------------------- passes
+    def _fill(self, cache: _Cache, state: _State, prompts: Sequence[Sequence[int]]) -> None:
+        """Every response from its first token to its last."""
+        slots, waiting = len(state.row), list(range(len(prompts) - 1, -1, -1))
         while waiting or state.active:
             free = slots - state.active
             if waiting and (free >= max(1, int(REFILL * slots)) or not state.active or free >= len(waiting)):
@@ -117,30 +145,36 @@ class Engine:
                 state.begin(rows, [prompts[r] for r in rows])
                 first = slice(state.active - len(rows), state.active)
                 state.take(first, logits, self.decode)
+            elif self._rounds is not None:
+                self._round(self._rounds, state)
             else:
                 everyone = slice(0, state.active)
                 state.take(everyone, self._step(cache, state), self.decode)
             state.leave(cache)
-        return Generation(state.token, state.length, state.stopped, state.log_prob)
 
-    def update_weights(self, version: int) -> None:
-        """Nothing to copy: the weights are the learner's own."""
-        self.version = version
-
-    def sleep(self) -> None:
-        """Forget the cache."""
-        self._cache, self._width = None, 0
-
-    def wake(self) -> None:
-        """The next ``generate`` makes a new cache."""
-
-    # ---------------------------------------------------------------------------------------------------------- passes
     def _room(self, slots: int, width: int) -> _Cache:
-        if self._cache is None or self._width < width or self._cache.keys[0].shape[0] < slots:
-            self._cache = None  # before the new one is there
-            self._width = width
-            self._cache = _Cache(self._decoder, slots, width, self.policy.model.lm_head.weight)
-        return self._cache
+        """A cache of ``slots`` rows and ``width`` tokens at least; the last one if it is."""
+        static = self._is_static()
+        if static:
+            width = -(-(width + graphs.ROUND) // graphs.WIDTH) * graphs.WIDTH
+        kept = self._cache
+        if kept is None or kept.width < width or kept.slots < slots:
+            self._cache = self._rounds = kept = None  # before the new ones are there
+            self._cache = kept = _Cache(self.policy, slots, width)
+        if not static:
+            self._rounds = None
+        elif self._rounds is None or not self._rounds.usable():
+            self._rounds = StaticDecode(self.policy, kept.keys, kept.values)
+        return kept
+
+    def _is_static(self) -> bool:
+        if self.static is not None:
+            return self.static
+        kinds = getattr(self._decoder.base.rotary_emb, "rope_type", None)
+        moving = {"dynamic", "longrope"}  # transformers looks at the positions: no graph can hold that
+        return self.policy.model.lm_head.weight.is_cuda and not moving & set(
+            kinds.values() if isinstance(kinds, dict) else [kinds]
+        )
 
     @property
     def _decoder(self) -> Decoder:
@@ -164,8 +198,8 @@ class Engine:
         causal = self._decoder.causal(width, place, where)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache.keys[i][rows, :, :width] = k[copies]
-            cache.values[i][rows, :, :width] = v[copies]
+            cache.keys[i][rows, :, :width] = k[copies].to(cache.dtype)
+            cache.values[i][rows, :, :width] = v[copies].to(cache.dtype)
             return causal(i, q, k, v)
 
         return self.policy.logits(self._decoder(ids, attend=attend, place=place)[:, 0])[copies]
@@ -180,8 +214,8 @@ class Engine:
         seen = {a: a.sees(held.unsqueeze(1), keys).unsqueeze(1) for a in dict.fromkeys(self._decoder.attention)}
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache.keys[i][slot, :, held] = k[:, :, 0]
-            cache.values[i][slot, :, held] = v[:, :, 0]
+            cache.keys[i][slot, :, held] = k[:, :, 0].to(cache.dtype)
+            cache.values[i][slot, :, held] = v[:, :, 0].to(cache.dtype)
             how = self._decoder.attention[i]
             return how(q, cache.keys[i][:n, :, :width], cache.values[i][:n, :, :width], seen[how])
 
@@ -190,28 +224,51 @@ class Engine:
         state.widest += 1
         return self.policy.logits(hidden[:, 0])
 
+    def _round(self, rounds: StaticDecode, state: _State) -> None:
+        """Up to ROUND more tokens for every active slot."""
+        n = state.active
+        row = state.row[:n]
+        t = state.length[row]
+        steps = min(graphs.ROUND, state.sampling.max_tokens - int(t.min()))
+        after = t.unsqueeze(1) + torch.arange(steps, device=t.device)  # beyond its end a row takes anything
+        rounds.u[:n, :steps] = state.u[row.unsqueeze(1), after.clamp(max=state.sampling.max_tokens - 1)]
+        token, log_prob = rounds.run(n, state.widest, steps, state.sampling)
+        state.extend(slice(0, n), token, log_prob, self.decode)
+        state.widest += steps
+
 
 class _State:
     """Where every response stands. Slots 0 .. active-1 are in use, in any order of rows."""
 
     def __init__(
-        self, n: int, slots: int, sampling: Sampling, pad_id: int, u: Tensor, vocabulary: int, where: torch.device
+        self,
+        n: int,
+        slots: int,
+        sampling: Sampling,
+        pad_id: int,
+        u: Tensor,
+        vocabulary: int,
+        rounds: StaticDecode | None,
     ) -> None:
-        self.sampling, self.u = sampling, u
-        self.token = torch.full((n, sampling.max_tokens), pad_id, dtype=torch.int64, device=where)
-        self.log_prob = torch.zeros(n, sampling.max_tokens, device=where)
+        """``rounds``: whose tensors hold what steps read and write; None: tensors of its own."""
+        self.sampling, self.pad_id, self.u = sampling, pad_id, u
+        where, spare = u.device, 0 if rounds is None else graphs.ROUND  # what a round computes after the end
+        self.token = torch.full((n, sampling.max_tokens + spare), pad_id, dtype=torch.int64, device=where)
+        self.log_prob = torch.zeros(n, sampling.max_tokens + spare, device=where)
         self.length = torch.zeros(n, dtype=torch.int64, device=where)
         self.stopped = torch.zeros(n, dtype=torch.bool, device=where)
         self.stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=where)
         self.active = self.widest = 0
         self.row = torch.zeros(slots, dtype=torch.int64, device=where)
-        self.last = torch.zeros(slots, dtype=torch.int64, device=where)
+        self.last = torch.zeros(slots, dtype=torch.int64, device=where) if rounds is None else rounds.last
         """Newest token of each slot, not in the cache yet."""
-        self.held = torch.zeros(slots, dtype=torch.int64, device=where)
+        self.held = torch.zeros(slots, dtype=torch.int64, device=where) if rounds is None else rounds.held
         """Tokens of each slot that the cache holds."""
         self.over = torch.zeros(slots, dtype=torch.bool, device=where)
-        penalised = sampling.repetition_penalty != 1.0
-        self.occurred = torch.zeros(slots, vocabulary, dtype=torch.bool, device=where) if penalised else None
+        self.occurred: Tensor | None = None
+        if sampling.repetition_penalty != 1.0:
+            own = torch.zeros(slots, vocabulary, dtype=torch.bool, device=where) if rounds is None else None
+            self.occurred = own if rounds is None else rounds.remember()
 
     def begin(self, rows: list[int], prompts: list[Sequence[int]]) -> None:
         """Rows into the slots after the active ones; the cache holds their prompts."""
@@ -227,7 +284,7 @@ class _State:
         self.active += len(rows)
 
     def take(self, slots: slice, logits: Tensor, decode: Callable[[list[int]], str] | None) -> None:
-        """The next token of some slots; says whose response is over."""
+        """The next token of some slots, logits [M, V]; says whose response is over."""
         row = self.row[slots]
         t = self.length[row]
         occurred = None if self.occurred is None else self.occurred[slots]
@@ -239,13 +296,34 @@ class _State:
             occurred[torch.arange(len(row), device=row.device), token] = True
         stopped = torch.isin(token, self.stop_ids)
         if self.sampling.stop and decode is not None:
-            stopped |= torch.tensor([self._says_stop(r, decode) for r in row.tolist()], device=row.device)
+            says = [self._says_stop(r, n, decode) for r, n in zip(row.tolist(), (t + 1).tolist(), strict=True)]
+            stopped |= torch.tensor(says, device=row.device)
         self.stopped[row] = stopped
         self.over[slots] = stopped | (t + 1 == self.sampling.max_tokens)
 
-    def _says_stop(self, row: int, decode: Callable[[list[int]], str]) -> bool:
-        """Whether the newest token completes a stop text; looks at as many tokens as that can take."""
-        length, reach = int(self.length[row]), max(map(len, self.sampling.stop)) + 8
+    def extend(self, slots: slice, token: Tensor, log_prob: Tensor, decode: Callable[[list[int]], str] | None) -> None:
+        """As ``take`` of K tokens [M, K] that are chosen already; what comes after a response's end is dropped."""
+        row = self.row[slots].unsqueeze(1)
+        t = self.length[row]  # [M, 1]
+        place = t + torch.arange(token.shape[1], device=row.device)
+        self.token[row, place] = token
+        stops = torch.isin(token, self.stop_ids)
+        if self.sampling.stop and decode is not None:
+            rows, ends = row.flatten().tolist(), (place + 1).tolist()
+            says = [[self._says_stop(r, n, decode) for n in ns] for r, ns in zip(rows, ends, strict=True)]
+            stops |= torch.tensor(says, device=row.device)
+        last = stops | (place + 1 >= self.sampling.max_tokens)
+        belongs = last.cumsum(1) - last.long() == 0
+        self.token[row, place] = token.where(belongs, self.pad_id)
+        self.log_prob[row, place] = log_prob.where(belongs, 0.0)
+        row = row.squeeze(1)
+        self.length[row] += belongs.sum(1)
+        self.stopped[row] = (stops & belongs).any(1)
+        self.over[slots] = last.any(1)
+
+    def _says_stop(self, row: int, length: int, decode: Callable[[list[int]], str]) -> bool:
+        """Whether the last of ``length`` tokens completes a stop text; looks at as many as that can take."""
+        reach = max(map(len, self.sampling.stop)) + 8
         text = decode(self.token[row, max(0, length - reach) : length].tolist())
         return any(stop in text for stop in self.sampling.stop)
 

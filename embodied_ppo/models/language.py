@@ -7,8 +7,11 @@ V are read there (facts: off by one is the commonest bug of all).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -108,8 +111,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """int64 ids and positions [B, L] (None: 0, 1, ..) -> final hidden states [B, L, D], or [B, R, D] at ``place``.
 
-        ``attend``: None for whole rows; a cache has its own.
+        ``attend``: None for whole rows; a cache has its own. Whole rows go without their padding where ``varlen`` can.
         """
+        if attend is None and positions is None and place is not None and self._packs(ids):
+            return self.packed(ids, place, self.varlen)
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
         if attend is None:
@@ -124,6 +129,51 @@ class Decoder(nn.Module):
             else:
                 x = self._layer(i, x, *kinds[kind], attend, at)
         return self.base.norm(x)
+
+    def packed(self, ids: Tensor, place: Tensor, blocks: Callable[[Packing], Attend]) -> Tensor:
+        """As ``forward`` with ``place``, all rows in one without their padding. ``blocks``: how each sees itself only.
+
+        The last layer computes every place, not only those asked for.
+        """
+        packing = pack(place, ids.shape[1])
+        one = ids.flatten()[packing.index].unsqueeze(0)
+        return self(one, packing.position.unsqueeze(0), attend=blocks(packing))[0][packing.at]
+
+    def separate(self, packing: Packing) -> Attend:
+        """Of packed rows, one after the other: what ``varlen`` computes, slowly."""
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            sizes = packing.start.diff().tolist()
+            rows = zip(*(x.split(sizes, dim=2) for x in (q, k, v)), strict=True)
+            return torch.cat([self.causal(row[0].shape[2], None, q.device)(i, *row) for row in rows], dim=2)
+
+        return attend
+
+    def varlen(self, packing: Packing) -> Attend:
+        """Of packed rows, by flash attention in half precision on a GPU."""
+        kernel, start, longest = _varlen_kernel(), packing.start, packing.longest
+        assert kernel is not None
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))  # [n, heads, d]
+            window, gqa = (-1, 0), q.shape[1] != k.shape[1]  # all before, none after
+            how = self.attention[i]
+            out = kernel(q, k, v, start, start, longest, longest, scale=how.scale, window_size=window, enable_gqa=gqa)
+            return out.transpose(0, 1).unsqueeze(0)
+
+        return attend
+
+    def _packs(self, ids: Tensor) -> bool:
+        """Whether ``varlen`` can: on a GPU, in half precision, all earlier keys seen, no graph under way (lengths go to
+        the host)."""
+        if not ids.is_cuda or torch.cuda.is_current_stream_capturing() or _varlen_kernel() is None:
+            return False
+        dtype = self.layers[0].self_attn.v_proj.weight.dtype
+        if dtype == torch.float32 and torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+        plain = all(a.softcap is None and (a.window is None or a.window >= ids.shape[1]) for a in self.attention)
+        fits = dtype in (torch.bfloat16, torch.float16) and self.head_dim % 8 == 0 and self.head_dim <= 256
+        return plain and fits and torch.cuda.get_device_capability(ids.device) >= (8, 0)
 
     def _rotation(self, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
         """cos and sin [1 or B, L, d]."""
@@ -164,6 +214,43 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.unsqueeze(1) + torch.cat((-b, a), dim=-1) * sin.unsqueeze(1)
 
 
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """B rows of [B, L] in one without padding, n tokens.
+
+    index     int64 [n]     where each was in the flattened [B·L]
+    position  int64 [n]     in its own row
+    start     int32 [B+1]   where rows begin; the last one is n
+    at        int64 [B, R]  where the places are that were asked for
+    longest   row, tokens
+    """
+
+    index: Tensor
+    position: Tensor
+    start: Tensor
+    at: Tensor
+    longest: int
+
+
+def pack(place: Tensor, width: int) -> Packing:
+    """Rows of ``width`` tokens up to their last ``place`` int64 [B, R]: nothing that is asked for depends on more."""
+    length = place.amax(1) + 1
+    inside = torch.arange(width, device=place.device) < length.unsqueeze(1)
+    index = inside.flatten().nonzero().flatten()
+    start = F.pad(length.cumsum(0), (1, 0))
+    return Packing(index, index % width, start.int(), place + start[:-1].unsqueeze(1), int(length.max()))
+
+
+@cache
+def _varlen_kernel() -> Callable[..., Any] | None:
+    """torch's attention of packed rows; None in versions without it or without grouped heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
+
+
 def _at(x: Tensor, place: Tensor) -> Tensor:
     """Rows [1 or B, L, K] at places [B, R]."""
     x = x.expand(place.shape[0], *x.shape[1:])
@@ -171,6 +258,17 @@ def _at(x: Tensor, place: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------------- policy
+def precision(weight: Tensor, compute: torch.dtype, *, again: bool = True) -> AbstractContextManager[Any]:
+    """The context in which float32 weights like ``weight`` are multiplied in ``compute``; within another: nothing.
+
+    ``again``: weights rounded in it are kept until it ends; a CUDA graph must round them each time.
+    """
+    kind = weight.device.type
+    if weight.dtype != torch.float32 or compute == torch.float32 or (again and torch.is_autocast_enabled(kind)):
+        return nullcontext()
+    return torch.autocast(kind, compute, cache_enabled=again)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenView:
     """What a policy thinks of response tokens, float32.
@@ -186,21 +284,23 @@ class TokenView:
 class LanguagePolicy(nn.Module):
     """π(token | everything before it), at the temperature that rollouts are sampled with."""
 
-    def __init__(self, model: nn.Module, *, temperature: float = 1.0) -> None:
-        """``model``: a causal language model of transformers."""
+    def __init__(self, model: nn.Module, *, temperature: float = 1.0, compute: torch.dtype = torch.float32) -> None:
+        """``model``: a causal language model of transformers. ``compute``: what matrices are multiplied in."""
         super().__init__()
         self.model: Any = model
-        self.temperature = temperature
+        self.temperature, self.compute = temperature, compute
         self.decoder = Aside(Decoder(self.model.model))
         self.softcap: float | None = getattr(self.model.config, "final_logit_softcapping", None)
 
     def hidden(self, ids: Tensor, place: Tensor) -> Tensor:
         """[B, R, D] of tokens [B, L] at places [B, R]."""
-        return self.decoder.module(ids, place=place)
+        with precision(self.model.lm_head.weight, self.compute):
+            return self.decoder.module(ids, place=place)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., D] -> float32 [.., V], at temperature 1."""
-        logits = self.model.lm_head(hidden).float()
+        with precision(self.model.lm_head.weight, self.compute):
+            logits = self.model.lm_head(hidden).float()
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
@@ -279,9 +379,10 @@ class LanguageCritic(nn.Module):
     (A random head was seen to begin with a value loss of 14 and to waste the first 20 updates.)
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """``model``: a causal language model of transformers; its head is dropped."""
+    def __init__(self, model: nn.Module, *, compute: torch.dtype = torch.float32) -> None:
+        """``model``: a causal language model of transformers; its head is dropped. ``compute`` as of the policy."""
         super().__init__()
+        self.compute = compute
         whole: Any = model
         self.decoder = Decoder(whole.model)
         like = self.decoder.base.embed_tokens.weight
@@ -291,7 +392,9 @@ class LanguageCritic(nn.Module):
 
     def value(self, ids: Tensor, place: Tensor) -> Tensor:
         """float32 [B, R] of tokens [B, L] at places [B, R]."""
-        return self.value_head(self.decoder(ids, place=place).float()).squeeze(-1)
+        with precision(self.decoder.base.embed_tokens.weight, self.compute):
+            hidden = self.decoder(ids, place=place)
+        return self.value_head(hidden.float()).squeeze(-1)
 
     def train(self, mode: bool = True) -> LanguageCritic:
         """See ``Decoder.train``."""
@@ -321,10 +424,12 @@ def load(
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging
     except ImportError as error:
         raise ConfigError(
             f"mode=reasoning needs transformers ({error}): pip install 'embodied-ppo[language]'"
         ) from error
+    logging.disable_progress_bar()
     model: Any
     try:
         if path is not None:

@@ -11,7 +11,7 @@ import toys
 from embodied_envs import mjlab_env
 from embodied_envs.checks import check_env
 from embodied_envs.mjlab_env import MjlabEnv
-from embodied_ppo import build
+from embodied_ppo import robot
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.rollout import Rollout
 from embodied_ppo.types import ArraySpec, EnvError
@@ -102,7 +102,7 @@ def test_ppo_learns_to_balance() -> None:
         | {"env.num_envs": 64, "model.hidden": (32, 32), "updates": updates}
     )
     env = make(n=64, max_episode_steps=100)
-    policy = build.make_policy(c, env)
+    policy = robot.make_policy(c, env)
     rollout = Rollout(env, policy, seed=1, stagger=True)
     learner = JointLearner(policy, c.algorithm, num_envs=64, updates=updates, seed=1)
     rewards = []

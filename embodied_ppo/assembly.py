@@ -1,0 +1,110 @@
+"""What both modes are put together with: the request for a system, and the system with what only its mode knows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from embodied_ppo import __version__, checkpoint, strict
+from embodied_ppo.config import Config
+from embodied_ppo.placement.local import LocalSystem
+from embodied_ppo.types import ConfigError
+
+PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "envpool", "hydra-core", "tensorboard", "transformers")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a mode is asked to put together.
+
+    config   resolved          device  where policy and learner run
+    run_dir  of the run         updates how many the whole run has
+    text     config.yaml        info    versions, hash .. for every checkpoint
+    notice   hears what a user should know once            early  lines for the log that is not there yet
+    fresh_start  False where a checkpoint's weights will replace those made here
+    """
+
+    config: Config
+    device: torch.device
+    run_dir: Path
+    updates: int
+    text: str
+    info: Mapping[str, Any]
+    notice: Callable[[str], None]
+    early: list[str]
+    fresh_start: bool = True
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A system that is ready to run.
+
+    title    what is trained, for the log's first line
+    horizon  steps of one rollout
+    write    an evaluation's result, its checkpoint, a folder -> paths of the report's files
+    samples  of a result, rows of a table for TensorBoard; empty where there is nothing to read
+    success  tag of the share of successes
+    """
+
+    system: LocalSystem[Any]
+    title: str
+    horizon: int
+    write: Callable[[Any, checkpoint.Checkpoint, Path], dict[str, str | None]]
+    samples: Callable[[Any], list[dict[str, Any]]] = lambda result: []
+    success: str = "eval/success"
+
+
+def device(name: str, threads: int) -> torch.device:
+    """The device an option names; sets torch's threads. Raises ConfigError where it is not there."""
+    if threads:
+        torch.set_num_threads(threads)
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = torch.device(name)
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise ConfigError(f"device={name}: this machine shows torch {count} CUDA devices; use device=cpu or auto")
+    return found
+
+
+def steps_per_update(config: Config) -> int:
+    """Environment steps of one rollout; with chunks of actions the most there can be."""
+    return config.algorithm.horizon * config.env.num_envs * config.env.action_chunk
+
+
+def total_updates(config: Config) -> int:
+    """``updates``, or as many whole updates as ``env_steps`` holds (at least one)."""
+    if config.updates is not None:
+        return config.updates
+    assert config.env_steps is not None
+    return max(1, config.env_steps // steps_per_update(config))
+
+
+def versions() -> dict[str, str]:
+    found = {"embodied_ppo": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def config_hash(config: Config) -> str:
+    """12 hex digits over every option that can change a result."""
+    plain = strict.relevant(config)
+    for path in ("name", "description", "run_dir", "resume", "keep_last"):
+        plain.pop(path)
+    return digest(plain)[:12]
+
+
+def digest(plain: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()

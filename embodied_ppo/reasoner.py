@@ -1,0 +1,461 @@
+"""What mode=reasoning is made of: prompts, language models, a decode engine, judges, examinations."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from embodied_ppo import checkpoint, compiled, exam, grading, report, reward_model, strict, synthetic
+from embodied_ppo.assembly import Assembly, Setup, versions
+from embodied_ppo.config import AlgorithmConfig, Config, CriticConfig, EvaluateConfig, EvaluationConfig
+from embodied_ppo.data import Prompt, load_prompts, load_tokenizer
+from embodied_ppo.exam import ExamResult
+from embodied_ppo.generation.engine import Engine, Generator
+from embodied_ppo.generation.sampling import Sampling
+from embodied_ppo.generation.vllm import VllmEngine
+from embodied_ppo.grading_pool import GraderPool
+from embodied_ppo.learner import SplitLearner
+from embodied_ppo.models import language
+from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
+from embodied_ppo.placement.local import LocalSystem
+from embodied_ppo.reasoning import Graders, ReasoningRollout, Truncation, WithFormat, reader
+from embodied_ppo.rollout import sampling_key
+from embodied_ppo.types import CheckpointError, ConfigError, Trajectory
+from embodied_ppo.warm_start import warm_start
+
+
+# ------------------------------------------------------------------------------------------------------------- prompts
+def make_tokenizer(config: Config) -> Any:
+    """The tokenizer of the task, or of a directory. Raises ConfigError."""
+    if config.data.task is not None:
+        return synthetic.tokenizer()
+    return load_tokenizer(config.actor.tokenizer or config.actor.model.path or "")
+
+
+def read_prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts to train on, and those held out; ``say`` hears how many, and what is wrong with them."""
+    d = config.data
+    if d.task is not None:
+        task = synthetic.TASKS[d.task]
+        found = synthetic.prompts(task, "train", tokenizer), synthetic.prompts(task, "held_out", tokenizer)
+        say(f"data: {len(found[0]):,} prompts of task {d.task}, {len(found[1]):,} held out")
+        return found
+    train, held_out = (read_files(config, files, tokenizer, say, what) for what, files in _files(config))
+    both = {p.text for p in train} & {p.text for p in held_out}
+    if both:
+        say(f"data: {len(both):,} of the {len(held_out):,} held-out prompts are in data.train, too")
+    return train, held_out
+
+
+def _files(config: Config) -> tuple[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]]:
+    return ("data.train", config.data.train), ("data.eval", config.data.eval)
+
+
+def read_files(
+    config: Config, files: Sequence[str], tokenizer: Any, say: Callable[[str], None], what: str
+) -> list[Prompt]:
+    """Prompts of data files, those that are too long left out. Raises ConfigError."""
+    d, limit = config.data, config.algorithm.prompt_length
+    try:
+        prompts, longer = load_prompts(
+            list(files),
+            tokenizer,
+            prompt_length=limit,
+            chat_template=d.chat_template,
+            system=d.system,
+            prompt_key=d.prompt_key,
+            answer_key=d.answer_key,
+            suffix=d.suffix,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{what}={strict.show(files)}: {error}") from error
+    more = f"; {longer:,} longer than algorithm.prompt_length={limit} were left out" if longer else ""
+    say(f"data: {len(prompts):,} prompts of {what}={strict.show(files)}{more}")
+    return prompts
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+def make_policy(config: Config, tokenizer: Any, device: torch.device) -> LanguagePolicy:
+    """The actor, its weights from a directory or from ``config.seed``. Raises ConfigError."""
+    m, a = config.actor.model, config.algorithm
+    with torch.random.fork_rng():
+        torch.manual_seed(sampling_key(config.seed, "weights"))
+        model = language.load(m.path, m.architecture, what="actor.model", device=device)
+    known, needed = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
+    if needed > known:
+        raise ConfigError(f"actor.model: knows {known} tokens, the tokenizer has {needed}; they do not belong together")
+    limit = getattr(model.config, "max_position_embeddings", None)
+    longest = a.prompt_length + a.response_length
+    if limit is not None and longest > limit and config.data.task is None:
+        raise ConfigError(
+            f"algorithm.prompt_length + response_length = {a.prompt_length} + {a.response_length} = {longest}: the "
+            f"model's limit is {limit} tokens; lower one of them"
+        )
+    policy = LanguagePolicy(model, temperature=config.rollout.temperature, compute=getattr(torch, m.dtype))
+    policy.decoder.module.recompute = m.gradient_checkpointing
+    return policy
+
+
+def make_critic(config: Config, policy: LanguagePolicy, device: torch.device) -> LanguageCritic | None:
+    """The critic, a copy of the actor unless it has a model of its own; None where no value is read."""
+    m = config.critic.model
+    if config.algorithm.adv_type != "gae":
+        return None
+    if m.path is None and not m.architecture:
+        model = copy.deepcopy(policy.model)
+    else:
+        with torch.random.fork_rng():
+            torch.manual_seed(sampling_key(config.seed, "critic"))
+            model = language.load(m.path, m.architecture, what="critic.model", device=device)
+        known, needed = (x.get_input_embeddings().num_embeddings for x in (model, policy.model))
+        if known < needed:
+            raise ConfigError(f"critic.model: knows {known} tokens, the actor {needed}; take one of the same family")
+    critic = LanguageCritic(model, compute=getattr(torch, m.dtype))
+    critic.decoder.recompute = m.gradient_checkpointing
+    return critic
+
+
+def critic_config(a: AlgorithmConfig, c: CriticConfig) -> AlgorithmConfig:
+    """The algorithm's options with the critic's own."""
+    names = {f.name for f in fields(AlgorithmConfig)}
+    own = {f.name: getattr(c, f.name) for f in fields(c) if f.name in names and getattr(c, f.name) is not None}
+    schedule = own.get("lr_schedule", a.lr_schedule)
+    return replace(a, **{**own, "lr_schedule": "constant" if schedule == "adaptive" else schedule})
+
+
+def stop_ids(config: Config, policy: LanguagePolicy, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that tokenizer, model or options call an end. Raises ConfigError where there is none."""
+    known = [tokenizer.eos_token_id, policy.model.config.eos_token_id, policy.model.generation_config.eos_token_id]
+    flat = [x for one in known for x in (one if isinstance(one, (list, tuple)) else [one]) if x is not None]
+    found = tuple(sorted({*flat, *config.rollout.stop_token_ids}))
+    if not found and not config.rollout.stop:
+        raise ConfigError(
+            "rollout.stop_token_ids = []: neither tokenizer nor model name a token that ends a response; name one, or "
+            "rollout.stop=[TEXT]"
+        )
+    limit = policy.model.get_input_embeddings().num_embeddings
+    if found and found[-1] >= limit:
+        raise ConfigError(f"rollout.stop_token_ids: {found[-1]} is none of the model's {limit} tokens")
+    return found
+
+
+def pad_id(tokenizer: Any, stops: Sequence[int]) -> int:
+    """What fills rows up; it may be an end."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (*stops, 0)[0]
+
+
+def decoder(tokenizer: Any, stops: Sequence[int]) -> Callable[[list[int]], str]:
+    """Token ids to text, without the token that ended them; any other special token stays to be seen, and graded."""
+
+    def decode(ids: list[int]) -> str:
+        end = len(ids) - bool(ids and ids[-1] in stops)
+        return tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    return decode
+
+
+# -------------------------------------------------------------------------------------------------------------- judges
+def make_graders(config: Config, prompts: Sequence[Prompt], stack: ExitStack) -> Graders:
+    """The rules that judge responses; ``stack`` ends their processes. Raises ConfigError."""
+    r = config.reward
+    spec: Any = r.grader
+    if r.path is not None:
+        spec = f"{r.path}:{r.name}"
+    elif r.grader == "auto" and config.data.task is not None:
+        spec = synthetic.grade
+    elif r.grader == "auto":
+        unknown = sorted({p.data_source for p in prompts} - set(grading.DEFAULTS))
+        if unknown and r.model.path is None:
+            raise ConfigError(
+                f"reward.grader = auto: data_source {unknown[0]!r} has no grader of its own; name one of "
+                f"{', '.join(g for g in grading.GRADERS if g != 'auto')}, module:function or FILE.py:function"
+            )
+        spec = "exact" if unknown else "auto"
+    workers = 0 if config.data.task is not None and r.workers is None and spec is synthetic.grade else r.workers
+    pool = GraderPool(spec, workers=workers, timeout_s=r.timeout_s)
+    stack.callback(pool.close)
+    if r.format is None:
+        return pool
+    try:
+        pattern = re.compile(r.format, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"reward.format = {r.format}: is no regular expression ({error}); mend it") from error
+    return WithFormat(pool, pattern, r.format_weight)
+
+
+def make_reward(config: Config, rule: Graders, device: torch.device, notice: Callable[[str], None]) -> Graders:
+    """The judge of training: the rules, or a reward model that may learn from preferences first."""
+    m = config.reward.model
+    if m.path is not None:
+        model, tokenizer = reward_model.load(m.path, device=device)
+        return reward_model.RewardModel(model, tokenizer, rule=rule)
+    if not m.pairs:
+        return rule
+    assert config.data.task is not None
+    task, tokenizer = synthetic.TASKS[config.data.task], synthetic.tokenizer()
+    with torch.random.fork_rng():
+        torch.manual_seed(sampling_key(config.seed, "reward model"))
+        model = reward_model.new(config.actor.model.architecture, device=device)
+    pairs = synthetic.preferences(
+        task, task.problems("train"), m.pairs, seed=sampling_key(config.seed, "preferences") % 2**32
+    )
+    notice(f"reward model: learns from {m.pairs:,} preferences of task {task.name}")
+    told = reward_model.train(
+        model,
+        tokenizer,
+        pairs,
+        steps=m.steps,
+        batch_size=m.batch_size,
+        lr=m.lr,
+        seed=sampling_key(config.seed, "reward model"),
+    )
+    notice(f"reward model: {100 * told['accuracy']:.1f} % of held-out preferences right, loss {told['loss']:.3f}")
+    return reward_model.RewardModel(model, tokenizer, rule=rule)
+
+
+# -------------------------------------------------------------------------------------------------------- examinations
+def exam_sampling(e: EvaluationConfig | EvaluateConfig, config: Config, stops: tuple[int, ...]) -> Sampling:
+    """How an examination's responses are chosen."""
+    return Sampling(
+        max_tokens=e.response_length or config.algorithm.response_length,
+        temperature=0.0 if e.deterministic else e.temperature,
+        top_k=e.top_k,
+        top_p=e.top_p,
+        min_p=e.min_p,
+        repetition_penalty=e.repetition_penalty,
+        stop_ids=stops,
+        stop=config.rollout.stop,
+    )
+
+
+def write_report(
+    config: Config, result: ExamResult, *, source: checkpoint.Checkpoint, run_dir: Path, out: Path
+) -> dict[str, str | None]:
+    """report.json and report.html of an examination; returns their paths."""
+    shown = {"eval/return", "eval/length", "eval/truncated"}
+    extra = {tag.removeprefix("eval/"): float(x) for tag, x in result.metrics().items() if tag not in shown}  # pyright: ignore[reportArgumentType]
+    written = report.write(
+        out,
+        result.results(),
+        checkpoint=source.path.name,
+        update=source.update,
+        steps=int(source.manifest["tokens"]),
+        unit="tokens",
+        config=strict.relevant(config) | {"run_dir": None},
+        config_hash=str(source.manifest["config_hash"]),
+        versions=versions(),
+        curves=report.rows(run_dir),
+        samples=result.samples(),
+        extra=extra,
+    )
+    return {"report": str(written.html), "report_json": str(written.json)}
+
+
+# ------------------------------------------------------------------------------------------------------------ assembly
+def _demonstrate(s: Setup, policy: LanguagePolicy, tokenizer: Any) -> None:
+    """The supervised steps before PPO, from the cache where they have been made."""
+    w, config = s.config.warm_start, s.config
+    if not w.steps or not s.fresh_start:
+        return
+    assert config.data.task is not None
+    task = synthetic.TASKS[config.data.task]
+    seed = sampling_key(config.seed, "demonstrations") % 2**32
+    pairs = synthetic.demonstrations(task, task.problems("train"), w.steps * w.batch_size, seed=seed, forget=w.forget)
+    prompts, responses = (synthetic.encode(texts, tokenizer) for texts in zip(*pairs, strict=True))
+    examples = [(p, (*r, synthetic.EOS)) for p, r in zip(prompts, responses, strict=True)]
+    warm_start(
+        policy,
+        examples,
+        steps=w.steps,
+        batch_size=w.batch_size,
+        lr=w.lr,
+        key={},
+        folder=compiled.cache_folder() / "warm_start",
+        notice=s.notice,
+    )
+
+
+def assemble(s: Setup, stack: ExitStack) -> Assembly:
+    """A system of mode=reasoning; ``stack`` closes what it opens. Raises ConfigError."""
+    config, a, e = s.config, s.config.algorithm, s.config.evaluation
+    tokenizer = make_tokenizer(config)
+    train, held_out = read_prompts(config, tokenizer, s.early.append)
+    rule = make_graders(config, [*train, *held_out], stack)
+    policy = make_policy(config, tokenizer, s.device)
+    stops = stop_ids(config, policy, tokenizer)
+    _demonstrate(s, policy, tokenizer)
+    reward = make_reward(config, rule, s.device, s.notice)
+    critic = make_critic(config, policy, s.device)
+    text, fill = decoder(tokenizer, stops), pad_id(tokenizer, stops)
+    longest = max(len(p.ids) for p in (*train, *held_out)) + max(a.response_length, e.response_length or 0)
+    engine = _engine(config, policy, text, fill, longest)
+    sequences = a.rollout_batch_size * a.group_size
+    rollout = ReasoningRollout(
+        train,
+        engine,
+        reward,
+        text,
+        batch=a.rollout_batch_size,
+        sampling=Sampling(
+            max_tokens=a.response_length,
+            temperature=config.rollout.temperature,
+            stop_ids=stops,
+            stop=config.rollout.stop,
+        ),
+        pad_id=fill,
+        seed=config.seed,
+        group_size=a.group_size,
+        shuffle=config.data.shuffle,
+        truncation=Truncation(
+            how=config.rollout.truncation,
+            missing_eos=a.missing_eos_penalty,
+            overlong_buffer=config.rollout.overlong_buffer,
+            overlong_penalty=config.rollout.overlong_penalty,
+        ),
+        notice=s.notice,
+    )
+    since = 0 if config.compile == "always" else None
+    if since is not None and (why := compiled.obstacle()):
+        raise ConfigError(f"compile=always: {why}; or use compile=auto")
+    own = critic_config(a, config.critic)
+    learner = SplitLearner(
+        policy,
+        critic,
+        a,
+        critic_config=own,
+        length=a.response_length,
+        columns=a.global_batch_size * a.group_size,
+        critic_columns=own.global_batch_size * a.group_size,
+        tokens=a.micro_batch_tokens,
+        recompute=a.recompute_log_probs,
+        num_sequences=sequences,
+        updates=s.updates,
+        seed=config.seed,
+        later=[compiled.Later(since, required=True, notice=s.notice) for _ in range(2)],
+        dump_dir=s.run_dir,
+        notice=s.notice,
+    )
+    system = LocalSystem(
+        unit="tokens",
+        policy=policy,
+        rollout=rollout,
+        learner=learner,
+        count=response_tokens,
+        measure=functools.partial(
+            exam.examine,
+            held_out[: e.episodes],
+            engine,
+            reward,
+            rollout.text,
+            exam_sampling(e, config, stops),
+            n=e.n,
+            seed=e.seed,
+        ),
+        score="eval/accuracy",
+        checkpoints=s.run_dir / "checkpoints",
+        keep_last=config.keep_last,
+        config_text=s.text,
+        info=s.info,
+        publish=engine.update_weights,
+    )
+
+    def write(result: ExamResult, source: checkpoint.Checkpoint, out: Path) -> dict[str, str | None]:
+        return write_report(config, result, source=source, run_dir=s.run_dir, out=out)
+
+    size = sum(p.numel() for p in policy.parameters())
+    title = (
+        f"{config.data.task or Path(config.actor.model.path or 'a new model').name}, {size / 1e6:.1f} M parameters, "
+        f"{a.rollout_batch_size} prompts x {a.group_size} responses an update"
+    )
+    return Assembly(system, title, a.response_length, write, ExamResult.samples, success="eval/accuracy")
+
+
+def _engine(
+    config: Config, policy: LanguagePolicy, text: Callable[[list[int]], str], fill: int, longest: int
+) -> Generator:
+    """What generates; ``longest`` prompt and response together, tokens."""
+    slots = config.rollout.slots
+    if config.rollout.engine == "builtin":
+        return Engine(policy, slots=slots, pad_id=fill, decode=text)
+    assert config.actor.model.path is not None
+    texts = bool(config.rollout.stop)
+    return VllmEngine(policy, config.actor.model.path, pad_id=fill, slots=slots, width=longest, texts=texts)
+
+
+def response_tokens(t: Trajectory) -> int:
+    """Tokens that were generated, those left out of the loss included."""
+    steps = torch.arange(1, len(t.terminated) + 1, device=t.terminated.device).unsqueeze(1)
+    return int((t.terminated * steps).sum())
+
+
+# ----------------------------------------------------------------------------------------------- evaluate and export
+def _restore(trained: Config, source: checkpoint.Checkpoint, device: torch.device) -> tuple[LanguagePolicy, Any]:
+    """The policy of a checkpoint and its tokenizer."""
+    tokenizer = make_tokenizer(trained)
+    policy = make_policy(trained, tokenizer, device)
+    checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
+    return policy, tokenizer
+
+
+def evaluate(
+    config: EvaluateConfig, trained: Config, source: checkpoint.Checkpoint, *, run_dir: Path, device: torch.device
+) -> Callable[[Path, Callable[[Any], None]], tuple[ExamResult, dict[str, str | None]]]:
+    """What examines a checkpoint and writes the report into a folder, telling of every answer.
+
+    Raises CheckpointError, ConfigError.
+    """
+    policy, tokenizer = _restore(trained, source, device)
+    if config.data:
+        prompts = read_files(trained, config.data, tokenizer, lambda text: None, "data")
+    else:
+        prompts = read_prompts(trained, tokenizer, lambda text: None)[1]
+    stops = stop_ids(trained, policy, tokenizer)
+    sampling = exam_sampling(config, trained, stops)
+    text, fill = decoder(tokenizer, stops), pad_id(tokenizer, stops)
+    plain = replace(trained, reward=replace(trained.reward, model=replace(trained.reward.model, pairs=0)))
+
+    def measure(out: Path, on_answer: Callable[[Any], None]) -> tuple[ExamResult, dict[str, str | None]]:
+        with ExitStack() as stack:
+            rule = make_graders(trained, prompts, stack)
+            judge = make_reward(plain, rule, device, lambda text: None)
+            engine = Engine(policy, slots=trained.rollout.slots, pad_id=fill, decode=text)
+            chosen = prompts[: config.episodes]
+            result = exam.examine(
+                chosen, engine, judge, reader(text, sampling.stop), sampling, n=config.n, seed=config.seed
+            )
+        for answer in result.answers[:: config.n]:
+            on_answer(answer)
+        return result, write_report(trained, result, source=source, run_dir=run_dir, out=out)
+
+    return measure
+
+
+def export(trained: Config, source: checkpoint.Checkpoint, out: Path) -> dict[str, Any]:
+    """Weights, configuration and tokenizer as transformers writes them, read back and compared.
+
+    Raises CheckpointError, ConfigError.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"out={out}: is not an empty directory; name a new one")
+    policy, tokenizer = _restore(trained, source, torch.device("cpu"))
+    try:
+        policy.model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+    except OSError as error:
+        raise ConfigError(f"out={out}: cannot be written ({error.strerror}); name another directory") from error
+    again = language.load(str(out), {}, what="out")
+    ids = torch.arange(8).unsqueeze(0) % policy.model.get_input_embeddings().num_embeddings
+    with torch.no_grad():
+        difference = float((again(input_ids=ids).logits - policy.model(input_ids=ids).logits).abs().max())
+    if difference:
+        raise CheckpointError(f"out={out}: read back, logits differ by {difference:g}; report this")
+    size = sum(file.stat().st_size for file in out.iterdir())
+    return {"checkpoint": str(source.path), "out": str(out), "mb": round(size / 1e6, 1), "logit_difference": difference}

@@ -1,0 +1,128 @@
+"""Where a run lives: its directory, its lock, and the checkpoint that it continues from."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from embodied_ppo import checkpoint, strict
+from embodied_ppo.assembly import total_updates
+from embodied_ppo.config import Config
+from embodied_ppo.types import CheckpointError, ConfigError
+
+# Options that may differ between a run and its continuation without a word; every other difference is told.
+FREE_ON_RESUME = ("updates", "env_steps", "save_every", "keep_last", "eval_every", "evaluation", "run_dir", "resume")
+FREE_ON_RESUME += ("device", "threads", "name", "description")
+FIXED_ON_RESUME = ("mode", "algorithm.horizon", "env.num_envs", "seed")
+
+
+def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options as one dictionary of dotted paths."""
+    found: dict[str, Any] = {}
+    for name, value in plain.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {prefix + name: value}
+    return found
+
+
+def new_run_dir(config: Config) -> Path:
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")[:-3]  # jobs of a sweep start in the same second
+    path = Path("runs") / config.name / f"{stamp}-{config.seed}"
+    for i in range(1, 1000):
+        if not path.exists():
+            return path
+        path = path.with_name(f"{stamp}.{i}-{config.seed}")
+    raise ConfigError(f"run_dir: {path} and 999 like it exist; name one with run_dir=DIR")
+
+
+def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None]:
+    """The run directory, and what to continue from: a path, "newest" of the run, or None."""
+    if config.resume is None:
+        run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
+        if run_dir.exists() and not run_dir.is_dir():
+            raise ConfigError(f"run_dir={run_dir}: is a file; name a directory")
+        if any((run_dir / "checkpoints").glob("step_*")):
+            raise ConfigError(f"run_dir={run_dir}: holds a run already; continue it with resume=auto or name another")
+        return run_dir, None
+    if config.resume == "auto":
+        if config.run_dir:
+            run_dir = Path(config.run_dir)
+        else:
+            runs = sorted((Path("runs") / config.name).glob(f"*-{config.seed}"))
+            run_dir = next((r for r in reversed(runs) if any((r / "checkpoints").glob("step_*"))), None)
+        if run_dir is None or not any((run_dir / "checkpoints").glob("step_*")):
+            say(f"resume=auto: no checkpoint of {config.name!r} with seed {config.seed} yet; starting anew")
+            return run_dir or new_run_dir(config), None
+        return run_dir, "newest"
+    if (Path(config.resume) / "checkpoints").is_dir() and not config.run_dir:
+        return Path(config.resume), "newest"
+    found = checkpoint.find(config.resume)
+    home = found.parent.parent if found.parent.name == "checkpoints" else found.parent
+    if (
+        config.run_dir
+        and Path(config.run_dir).resolve() != home
+        and any(Path(config.run_dir).glob("checkpoints/step_*"))
+    ):
+        raise ConfigError(f"run_dir={config.run_dir}: holds another run already; name a new one, or leave it out")
+    newest = max((p.name for p in found.parent.glob("step_*")), default=found.name)
+    if not config.run_dir and newest != found.name:
+        raise ConfigError(
+            f"resume={config.resume}: the run has gone on to {newest}, which continuing here would mix up; "
+            f"branch off with run_dir=NEW, or continue the run with resume={home}"
+        )
+    return Path(config.run_dir) if config.run_dir else home, str(found)
+
+
+def stored_options(source: checkpoint.Checkpoint) -> dict[str, Any]:
+    file = source.path / checkpoint.CONFIG
+    try:
+        options = yaml.safe_load(source.config_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: is no YAML ({' '.join(str(error).split())}); use another checkpoint") from error
+    if not isinstance(options, dict):
+        raise CheckpointError(f"{file}: holds no options; use another checkpoint")
+    return options
+
+
+def check_resume(config: Config, source: checkpoint.Checkpoint, updates: int, say: Callable[[str], None]) -> None:
+    """Tell every option that differs from the checkpoint's; refuse those that cannot."""
+    old = flat(stored_options(source))
+    for path, now in flat(strict.relevant(config)).items():
+        if path.split(".")[0] in FREE_ON_RESUME or old.get(path) == now:
+            continue
+        if path in FIXED_ON_RESUME:
+            raise ConfigError(
+                f"{path}={now}: the run to resume has {old.get(path)}, which its counters and random streams rest on; "
+                "leave it, or start a new run"
+            )
+        say(f"resume: {path} was {old.get(path)}, is {now}")
+    schedule = config.algorithm.lr_schedule
+    length = [
+        total_updates(strict.load(Config, stored_options(source) | {"resume": None}, source=strict.STORED)),
+        updates,
+    ]
+    if schedule in ("linear", "cosine") and length[0] != length[1]:
+        say(f"resume: the run was to have {length[0]} updates, now {length[1]}: lr_schedule={schedule} spans them anew")
+    if source.update > updates:
+        raise ConfigError(f"updates={updates}: the checkpoint {source.path} has done {source.update}; ask for more")
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """One process per run directory."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / ".lock").touch()
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir}: cannot be written ({error.strerror}); name another") from error
+    with open(run_dir / ".lock", "w") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"run_dir={run_dir}: another process is training in it; wait, or name another") from error
+        yield
