@@ -191,19 +191,21 @@ def make_graders(config: Config, prompts: Sequence[Prompt], stack: ExitStack) ->
     return WithFormat(pool, pattern, r.format_weight)
 
 
-def make_reward(config: Config, rule: Graders, device: torch.device, notice: Callable[[str], None]) -> Graders:
-    """The judge of training: the rules, or a reward model that may learn from preferences first."""
+def make_reward(
+    config: Config, rule: Graders, policy: LanguagePolicy | None, device: torch.device, notice: Callable[[str], None]
+) -> Graders:
+    """The judge of training: the rules, or a reward model by path, or one that begins as ``policy`` and learns from
+    preferences (None: the rules again)."""
     m = config.reward.model
     if m.path is not None:
         model, tokenizer = reward_model.load(m.path, device=device)
         return reward_model.RewardModel(model, tokenizer, rule=rule)
-    if not m.pairs:
+    if not m.pairs or policy is None:
         return rule
     assert config.data.task is not None
     task, tokenizer = synthetic.TASKS[config.data.task], synthetic.tokenizer()
-    with torch.random.fork_rng():
-        torch.manual_seed(sampling_key(config.seed, "reward model"))
-        model = reward_model.new(config.actor.model.architecture, device=device)
+    model = reward_model.new(config.actor.model.architecture, device=device)
+    model.base_model.load_state_dict(policy.model.base_model.state_dict())
     pairs = synthetic.preferences(
         task, task.problems("train"), m.pairs, seed=sampling_key(config.seed, "preferences") % 2**32
     )
@@ -292,7 +294,7 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
     policy = make_policy(config, tokenizer, s.device)
     stops = stop_ids(config, policy, tokenizer)
     _demonstrate(s, policy, tokenizer)
-    reward = make_reward(config, rule, s.device, s.notice)
+    reward = make_reward(config, rule, policy, s.device, s.notice)
     critic = make_critic(config, policy, s.device)
     text, fill = decoder(tokenizer, stops), pad_id(tokenizer, stops)
     longest = max(len(p.ids) for p in (*train, *held_out)) + max(a.response_length, e.response_length or 0)
@@ -420,12 +422,11 @@ def evaluate(
     stops = stop_ids(trained, policy, tokenizer)
     sampling = exam_sampling(config, trained, stops)
     text, fill = decoder(tokenizer, stops), pad_id(tokenizer, stops)
-    plain = replace(trained, reward=replace(trained.reward, model=replace(trained.reward.model, pairs=0)))
 
     def measure(out: Path, on_answer: Callable[[Any], None]) -> tuple[ExamResult, dict[str, str | None]]:
         with ExitStack() as stack:
             rule = make_graders(trained, prompts, stack)
-            judge = make_reward(plain, rule, device, lambda text: None)
+            judge = make_reward(trained, rule, None, device, lambda text: None)
             engine = Engine(policy, slots=trained.rollout.slots, pad_id=fill, decode=text)
             chosen = prompts[: config.episodes]
             result = exam.examine(
