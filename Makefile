@@ -38,8 +38,9 @@ check: .venv/dev ## format, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-bench: .venv/base ## training speed on this machine
+bench: .venv/dev ## speed of training and generation on this machine
 	$(BIN)/python scripts/bench_train.py $(ARGS)
+	$(BIN)/python scripts/bench_language.py
 
 build: .venv/dev ## source distribution and wheel into dist/, tried in an environment of their own
 	rm -rf build dist *.egg-info/SOURCES.txt

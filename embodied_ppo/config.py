@@ -323,6 +323,8 @@ class CriticConfig:
     """A complete second model with a value head of its own; adv_type=gae needs it, the others have none."""
     model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
     """The critic's; without path and architecture it begins as a copy of the actor's."""
+    concurrent: bool = False
+    """Learn in a thread of its own while the actor learns: the same numbers, and a second core."""
     update_epoch: Count | None = None
     """Passes over one rollout."""
     global_batch_size: Count | None = None

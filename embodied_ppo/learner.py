@@ -6,7 +6,9 @@ import copy
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +269,10 @@ class JointLearner(Descent):
 
 
 # ---------------------------------------------------------------------------------------------------------- two models
+NOTHING = Descended({}, 0.0, 0)
+"""What a model tells that has learnt nothing."""
+
+
 class SplitLearner:
     """PPO on a language model and a separate critic: the same advantages, two losses, two optimisers.
 
@@ -290,6 +296,7 @@ class SplitLearner:
         updates: int,
         seed: int,
         later: Sequence[compiled.Later] = (),
+        concurrent: bool = False,
         dump_dir: Path | None = None,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -298,7 +305,8 @@ class SplitLearner:
         ``tokens``: at most in a forward pass; None: no limit
         (config.micro_batch_size: sequences in it). ``recompute``: the behaviour's log-probabilities are
         computed anew before the first epoch; False: the rollout's are taken. ``num_sequences``: N. ``later``: compiled
-        minibatches of actor and critic. The rest as for ``JointLearner``. Raises ConfigError."""
+        minibatches of actor and critic. ``concurrent``: the critic learns in a thread of its own. The rest as for
+        ``JointLearner``. Raises ConfigError."""
         self.policy, self.config, self.tokens, self.recompute = policy, config, tokens, recompute
         self.notice = notice
         self.cpu_s = {"advantages": 0.0, "update": 0.0}
@@ -331,24 +339,31 @@ class SplitLearner:
             )
         elif config.adv_type == "gae":
             raise ConfigError("algorithm.adv_type = gae: needs a critic; write critic.use_critic_model=true")
+        self.pool: ThreadPoolExecutor | None = None
+        if concurrent and critic is not None:
+            threads = torch.get_num_threads()  # a thread has its own number
+            self.pool = ThreadPoolExecutor(1, "critic", initializer=torch.set_num_threads, initargs=(threads,))
         self.returns = advantages.ReturnScaler(num_sequences).to(next(policy.parameters()).device)
         self.kl = kl.controller(**vars(config.kl_ctrl))
         self.entropy = losses.EntropyController(config.entropy_bonus, config.entropy_target)
 
     # --------------------------------------------------------------------------------------------- one update
     def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
-        """Critic first, then actor, from the same advantages; ``critic_warmup`` leaves the actor out."""
+        """Critic and actor from the same advantages, one after the other or at once; ``critic_warmup`` leaves the actor
+        out."""
         c = self.config
         start = time.process_time()
         batch, metrics = self._prepare(trajectory)
         prepared = time.process_time()
-        nothing = Descended({}, 0.0, 0)
-        critic = actor = nothing
-        if self.critic is not None:
-            plain = replace(batch, log_prob=batch.value, weight=None, ref_log_prob=None, ref_logits=None)
-            critic = self.critic.descend(plain, update, warming=False, entropy_coef=0.0)
-        if update >= c.critic_warmup:
-            actor = self.actor.descend(batch, update, warming=False, entropy_coef=self.entropy.coef)
+        job = partial(self._learn_values, batch, update)
+        waiting = None if self.pool is None else self.pool.submit(job)
+        critic, actor = job() if waiting is None else NOTHING, NOTHING
+        try:
+            if update >= c.critic_warmup:
+                actor = self.actor.descend(batch, update, warming=False, entropy_coef=self.entropy.coef)
+        finally:
+            if waiting is not None:
+                critic = waiting.result()
         self.cpu_s["advantages"] += prepared - start
         self.cpu_s["update"] += time.process_time() - prepared
         rates = [self.actor.optimizer.param_groups[0]["lr"]]
@@ -356,9 +371,16 @@ class SplitLearner:
         metrics |= summary(actor, critic, c, lr=rates)
         if c.entropy_target is not None:
             metrics["policy/entropy_coef"] = self.entropy.coef
-        if actor is not nothing and actor.sums["steps"]:
+        if actor is not NOTHING and actor.sums["steps"]:
             self._steer(metrics, actor.sums)
         return metrics
+
+    def _learn_values(self, batch: Batch, update: int) -> Descended:
+        """The critic's epochs."""
+        if self.critic is None:
+            return NOTHING
+        plain = replace(batch, log_prob=batch.value, weight=None, ref_log_prob=None, ref_logits=None)
+        return self.critic.descend(plain, update, warming=False, entropy_coef=0.0)
 
     def _steer(self, metrics: Metrics, sums: Mapping[str, float]) -> None:
         self.entropy.update(sums["entropy"] / sums["steps"])
@@ -496,6 +518,8 @@ class SplitLearner:
 
     def close(self) -> None:
         """Give up compilations under way."""
+        if self.pool is not None:
+            self.pool.shutdown()
         self.actor.close()
         if self.critic is not None:
             self.critic.close()

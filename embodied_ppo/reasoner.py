@@ -204,7 +204,7 @@ def make_reward(
         return rule
     assert config.data.task is not None
     task, tokenizer = synthetic.TASKS[config.data.task], synthetic.tokenizer()
-    model = reward_model.new(config.actor.model.architecture, device=device)
+    model = reward_model.new(policy.model.config.to_diff_dict(), device=device)
     model.base_model.load_state_dict(policy.model.base_model.state_dict())
     pairs = synthetic.preferences(
         task, task.problems("train"), m.pairs, seed=sampling_key(config.seed, "preferences") % 2**32
@@ -263,9 +263,10 @@ def write_report(
 
 # ------------------------------------------------------------------------------------------------------------ assembly
 def _demonstrate(s: Setup, policy: LanguagePolicy, tokenizer: Any) -> None:
-    """The supervised steps before PPO, from the cache where they have been made."""
+    """The supervised steps before PPO, from the cache where they have been made; a resumed run needs them only where
+    its reward model begins as the actor did."""
     w, config = s.config.warm_start, s.config
-    if not w.steps or not s.fresh_start:
+    if not w.steps or not (s.fresh_start or config.reward.model.pairs):
         return
     assert config.data.task is not None
     task = synthetic.TASKS[config.data.task]
@@ -342,6 +343,7 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
         updates=s.updates,
         seed=config.seed,
         later=[compiled.Later(since, required=True, notice=s.notice) for _ in range(2)],
+        concurrent=config.critic.concurrent,
         dump_dir=s.run_dir,
         notice=s.notice,
     )

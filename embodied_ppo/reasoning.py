@@ -133,6 +133,7 @@ class ReasoningRollout:
         self.sampler = Sampler(len(prompts), batch, seed, shuffle)
         self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
         self.cpu_s = {"generate": 0.0, "grade": 0.0}
+        self._told = False
 
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
         """``horizon`` is max_tokens (T). N = batch · group_size columns; groups are neighbours.
@@ -153,7 +154,8 @@ class ReasoningRollout:
         grades = self.graders.grade(samples, chosen)
         self.cpu_s["generate"] += generated - start
         self.cpu_s["grade"] += time.process_time() - generated
-        if self.graders.failures > failures:
+        if self.graders.failures > failures and not self._told:  # once: rollout/grader_failures counts them
+            self._told = True
             self.notice(f"reward: a response could not be graded: {self.graders.last_failure}")
         scores = torch.tensor([g.score for g in grades], device=made.token.device)
         return self._trajectory(chosen, made, scores, version), self._metrics(chosen, made, grades, scores)

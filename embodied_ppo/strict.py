@@ -376,7 +376,7 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
         "evaluation.deterministic=false",
         lambda c: not c.evaluation.deterministic,
     ),
-    "critic.use_critic_model,critic.model.path,critic.model.architecture,critic.model.dtype,critic.update_epoch,"
+    "critic.use_critic_model,critic.concurrent,critic.model.path,critic.model.architecture,critic.model.dtype,critic.update_epoch,"
     "critic.model.gradient_checkpointing,critic.global_batch_size,critic.lr,critic.lr_schedule,critic.lr_end,"
     "critic.lr_warmup,critic.max_grad_norm,critic.weight_decay,algorithm.critic_warmup,algorithm.value_clip,"
     "algorithm.huber_delta": (

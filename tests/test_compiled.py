@@ -264,7 +264,7 @@ def test_a_run_repeats_and_resumes_bit_for_bit_across_the_switch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Compiled from update 5 of 8 on, whether the cache is cold or warm, and also in a run resumed at 4 or at 6."""
-    monkeypatch.setattr(build, "COMPILE_AFTER", 5 * 2 * (16 * 8 // 32))  # updates x epochs x minibatches
+    monkeypatch.setattr(robot, "COMPILE_AFTER", 5 * 2 * (16 * 8 // 32))  # updates x epochs x minibatches
     whole = tiny(tmp_path / "whole", save_every=2)
     assert robot.compile_from(whole, torch.device("cpu"), pytest.fail) == 5
     build.train(whole, quiet=False)  # cold

@@ -24,6 +24,19 @@ SMALL = [
     "updates=1",
     "compile=never",  # bench_* wait for the compiler; test_compiled.py has it
 ]
+SMALL_LANGUAGE = [
+    *(f"actor.model.architecture.{name}=16" for name in ("hidden_size", "intermediate_size")),
+    "warm_start.steps=2",
+    "warm_start.batch_size=8",
+    "algorithm.rollout_batch_size=8",
+    "algorithm.global_batch_size=8",
+    "algorithm.update_epoch=1",
+    "evaluation.episodes=4",
+    "updates=1",
+]
+SMALL_REWARD_MODEL = [f"reward.model.{x}" for x in ("pairs=20", "steps=2", "batch_size=8")]
+NEEDS_FILES = {"gsm8k_qwen2_5_0_5b"}
+"""Weights and data that do not ship; test_reasoner.py has it, with small ones."""
 SUCCESS = {"metaworld", "go1_joystick", "panda_pick_cube", "tabletop_push", "tabletop_reach"}
 """Experiments whose task says when it has succeeded."""
 
@@ -31,10 +44,19 @@ SUCCESS = {"metaworld", "go1_joystick", "panda_pick_cube", "tabletop_push", "tab
 def test_the_promised_experiments_ship() -> None:
     promised = "quickstart cartpole inverted_pendulum hopper halfcheetah walker2d ant humanoid cheetah_run"
     promised += " panda_pick_cube go1_joystick tabletop_push tabletop_reach metaworld atari gymnasium"
+    promised += " arithmetic scratchpad rlhf_tiny gsm8k_qwen2_5_0_5b"
     assert set(promised.split()) <= set(EXPERIMENTS)
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+def mode(name: str) -> str:
+    """That an experiment is for, its own or that of the one it builds on."""
+    defaults = yaml.safe_load((CONFIGS / "experiment" / f"{name}.yaml").read_text()).get("defaults", [])
+    chosen = [entry["override /mode"] for entry in defaults if isinstance(entry, dict) and "override /mode" in entry]
+    above = [entry for entry in defaults if isinstance(entry, str) and entry != "_self_"]
+    return chosen[0] if chosen else mode(above[0]) if above else "embodied"
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if mode(name) == "embodied"])
 def test_experiment_trains_and_evaluates(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,6 +67,27 @@ def test_experiment_trains_and_evaluates(
     assert summary["final_return"] is not None and summary["cpu_us_per_step"] > 10
     assert (summary["final_success"] is not None) == (name in SUCCESS)
     assert Path(summary["checkpoint"]).is_dir() and Path(summary["report"]).is_file()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in EXPERIMENTS if mode(name) == "reasoning" and name not in NEEDS_FILES]
+)
+def test_language_experiment_trains_and_evaluates(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = SMALL_LANGUAGE + (SMALL_REWARD_MODEL if name == "rlhf_tiny" else [])
+    assert cli.main(["train", "--quiet", "--json", f"experiment={name}", *small]) == 0, capsys.readouterr().err
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["updates"] == 1 and summary["tokens"] >= 8
+    assert summary["final_return"] is not None and summary["final_success"] is not None
+    assert Path(summary["checkpoint"]).is_dir() and Path(summary["report"]).is_file()
+
+
+def test_an_experiment_that_needs_files_names_them(capsys: pytest.CaptureFixture) -> None:
+    for name in NEEDS_FILES:
+        assert mode(name) == "reasoning" and cli.main(["train", f"experiment={name}"]) == 2
+        assert "has no value yet; give it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

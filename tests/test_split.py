@@ -17,7 +17,7 @@ from embodied_ppo.learner import SplitLearner
 from embodied_ppo.log import numbers
 from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
 from embodied_ppo.objective import MinibatchStep, adamw_settings
-from embodied_ppo.types import ConfigError, Trajectory
+from embodied_ppo.types import ConfigError, TrainingError, Trajectory
 
 T, N = 6, 8
 PROMPT = [3, 5, 2, 4, 3, 5, 2, 4]
@@ -334,3 +334,23 @@ def test_rows_in_a_forward_pass_change_nothing(size: int) -> None:
     for x in (whole, parts):
         x.update(experience(x.policy), update=0)
     assert differences(whole, parts) < 1e-6
+
+
+def test_at_once_is_one_after_the_other_bit_for_bit() -> None:
+    one, two = learner(), learner(concurrent=True)
+    for update in range(2):
+        metrics = [numbers(x.update(experience(x.policy), update=update)) for x in (one, two)]
+        assert metrics[0] == metrics[1]
+    assert differences(one, two) == 0
+    two.close()
+
+
+def test_a_critic_that_fails_in_its_thread_fails_the_update() -> None:
+    x = learner(concurrent=True)
+    assert x.critic is not None
+    t = experience(x.policy)
+    with torch.no_grad():
+        next(iter(x.critic.module.parameters())).fill_(float("nan"))
+    with pytest.raises(TrainingError, match="not finite"):
+        x.update(t, update=0)
+    x.close()

@@ -558,6 +558,7 @@ UNREAD = {
     "critic.model.architecture": ({"model_type": "llama"}, LANGUAGE),
     "critic.model.dtype": ("bfloat16", LANGUAGE),
     "critic.model.gradient_checkpointing": (True, LANGUAGE),
+    "critic.concurrent": (True, LANGUAGE),
     "critic.update_epoch": (2, LANGUAGE),
     "critic.global_batch_size": (64, LANGUAGE),
     "critic.lr": (0.1, LANGUAGE),
@@ -606,7 +607,9 @@ NOT_READ = {
     **dict.fromkeys(
         (f"critic.model.{x}" for x in ("path", "architecture", "dtype", "gradient_checkpointing")), NO_VALUE
     ),
-    **dict.fromkeys((f"critic.{x}" for x in ("update_epoch", "global_batch_size", "lr", "lr_schedule")), NO_VALUE),
+    **dict.fromkeys(
+        (f"critic.{x}" for x in ("concurrent", "update_epoch", "global_batch_size", "lr", "lr_schedule")), NO_VALUE
+    ),
     **dict.fromkeys((f"critic.{x}" for x in ("lr_end", "lr_warmup", "max_grad_norm", "weight_decay")), NO_VALUE),
     **dict.fromkeys((f"algorithm.{x}" for x in ("critic_warmup", "value_clip", "huber_delta")), NO_VALUE),
     "rollout.overlong_penalty": LANGUAGE,

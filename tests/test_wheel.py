@@ -137,7 +137,8 @@ def test_imports_are_declared() -> None:
     owners = packages_distributions()
     used = {canonicalize_name(owner) for name in imported for owner in owners.get(name, [name])}
 
-    assert used - base - optional == set(), "imported, not declared"
+    theirs = {"vllm"}  # users install it themselves: it pins another torch and transformers (docs/dependencies.md)
+    assert used - base - optional == theirs, "imported, not declared"
     indirect = {
         "tensorboard",  # torch.utils.tensorboard writes with it
         "imageio-ffmpeg",  # imageio writes mp4 with it
