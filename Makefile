@@ -67,7 +67,7 @@ endef
 # Stamps inside .venv, so that an interrupted installation is not taken for a finished one.
 .venv/base: pyproject.toml scripts/constraints.txt
 	@$(call new_venv,.venv)
-	$(PIP) -e .
+	$(PIP) -e '.[language]'
 	@touch $@
 
 .venv/dev: .venv/base

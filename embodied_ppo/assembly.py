@@ -29,6 +29,7 @@ class Setup:
     run_dir  of the run         updates how many the whole run has
     text     config.yaml        info    versions, hash .. for every checkpoint
     notice   hears what a user should know once            early  lines for the log that is not there yet
+    progress says at once what takes long
     fresh_start  False where a checkpoint's weights will replace those made here
     """
 
@@ -39,6 +40,7 @@ class Setup:
     text: str
     info: Mapping[str, Any]
     notice: Callable[[str], None]
+    progress: Callable[[str], None]
     early: list[str]
     fresh_start: bool = True
 

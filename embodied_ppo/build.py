@@ -19,7 +19,7 @@ from embodied_ppo import checkpoint, compiled, loop, reasoner, robot, strict
 from embodied_ppo.assembly import Assembly, Setup, config_hash, device, digest, total_updates, versions
 from embodied_ppo.config import Config, EvaluateConfig
 from embodied_ppo.log import Log, Timer, numbers, peak_rss_mb, process_age_s
-from embodied_ppo.rundir import check_resume, flat, locate, locked, stored_options
+from embodied_ppo.rundir import absolute, check_resume, flat, locate, locked, stored_options
 from embodied_ppo.types import CheckpointError, ConfigError, EnvError, TrainingError
 
 
@@ -96,7 +96,7 @@ def _train(
     updates = total_updates(config)
     if source is not None:
         check_resume(config, source, updates, early.append)
-    config = replace(config, run_dir=str(run_dir), resume=None)
+    config = replace(absolute(config), run_dir=str(run_dir), resume=None)
     where = device(config.device, config.threads)
     notices: set[str] = set()
     say = [early.append]  # until there is a log
@@ -106,9 +106,16 @@ def _train(
             notices.add(line)
             say[0](line)
 
+    shown: list[str] = []
+
+    def progress(line: str) -> None:
+        shown.append(line)
+        if not quiet:
+            print(line, file=sys.stderr, flush=True)
+
     text = yaml.safe_dump(strict.relevant(config), sort_keys=False)
     info = {"versions": versions(), "config_hash": config_hash(config)}
-    setup = Setup(config, where, run_dir, updates, text, info, notice, early, fresh_start=source is None)
+    setup = Setup(config, where, run_dir, updates, text, info, notice, progress, early, fresh_start=source is None)
     with ExitStack() as stack:
         match config.mode:
             case "embodied":
@@ -124,6 +131,8 @@ def _train(
         log = Log(run_dir, total_updates=updates, first_update=first, unit=made.system.unit, quiet=quiet)
         say[0] = log.say
         try:
+            for line in shown:
+                log.say(line, show=False)
             for line in early:
                 log.say(line)
             return _run(config, made, log, first=first, updates=updates)
@@ -250,11 +259,16 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False,
     source, run_dir, trained = _open(config.checkpoint)
     strict.check_evaluation(config, trained.mode, explicit)
     where = device(config.device, config.threads)
+
+    def say(line: str) -> None:
+        if not quiet:
+            print(line, file=sys.stderr, flush=True)
+
     match trained.mode:
         case "embodied":
             measure = robot.evaluate(config, trained, source, run_dir=run_dir, device=where)
         case "reasoning":
-            measure = reasoner.evaluate(config, trained, source, run_dir=run_dir, device=where)
+            measure = reasoner.evaluate(config, trained, source, run_dir=run_dir, device=where, say=say)
     default, free = (
         strict.dump(EvaluateConfig()),
         ("checkpoint", "episodes", "seed", "num_envs", "out", "device", "threads"),

@@ -165,7 +165,8 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
         stored = _stored(str(resume))
         lines = [*lines, "~experiment"]
     elif args.command == "train" and groups.get("mode") == "reasoning" and "experiment" not in groups:
-        lines = [*lines, "experiment=arithmetic"]  # the default experiment is a robot's
+        own = any(o.key_or_group.startswith(("actor.", "data.")) for o in overrides)
+        lines = [*lines, f"experiment={'null' if own else 'arithmetic'}"]  # the default experiment is a robot's
     try:
         parsed, repo = loader._parse_overrides_and_create_caching_repo(name, _forced(lines, loader))
         chosen = create_defaults_list(

@@ -474,7 +474,7 @@ class Config:
     compile: Literal["auto", "always", "never"] = "auto"
     """Run minibatches and acting as compiled code, 2 to 10 times faster for small networks. always: from the first
     update, which waits for the compiler (15 to 60 s the first time, then cached); auto: after 8192 optimiser steps,
-    during which it is made in the background. Needs a C++ compiler."""
+    during which it is made in the background (reasoning: never). Needs a C++ compiler."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Products of float32 matrices while training: highest in float32, high in tf32 (GPU), medium in bfloat16 (GPU, and
     CPUs with AMX); torch.set_float32_matmul_precision."""

@@ -232,6 +232,8 @@ def _prompt(value: Any, where: str) -> str | list[dict[str, str]]:
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a directory. Raises ConfigError."""
     option = f"actor.tokenizer={path}"
+    if not Path(path).is_dir():
+        raise ConfigError(f"{option}: is no directory; name one of a model (hf download NAME --local-dir DIR)")
     if not [*Path(path).glob("tokenizer*"), *Path(path).glob("vocab.*")]:
         raise ConfigError(f"{option}: holds no tokenizer (tokenizer.json); name the directory of the model's")
     try:

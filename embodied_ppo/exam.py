@@ -134,6 +134,7 @@ class ExamResult:
             "return": _mean([a.grade.score for a in flat]),
             "length": _mean([float(a.length) for a in flat]),
             "truncated": _mean([float(not a.stopped) for a in flat]),
+            "grader_failures": float(sum(a.grade.failed for a in flat)),
         }
         formats = [float(a.grade.format_ok) for a in flat if a.grade.format_ok is not None]
         if formats:

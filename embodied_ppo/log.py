@@ -110,10 +110,10 @@ class Log:
         self._last_line = -math.inf
 
     # ------------------------------------------------------------------------------------------------- messages
-    def say(self, text: str) -> None:
-        """One line for the user, on stderr and in log.txt."""
+    def say(self, text: str, *, show: bool = True) -> None:
+        """One line for the user, on stderr (unless they have seen it: not ``show``) and in log.txt."""
         self._text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        if not self.quiet:
+        if show and not self.quiet:
             if self._bar is not None:
                 self._bar.console.print(text, highlight=False, markup=False)
             else:

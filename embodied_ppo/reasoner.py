@@ -85,23 +85,28 @@ def read_files(
 # -------------------------------------------------------------------------------------------------------------- models
 def make_policy(config: Config, tokenizer: Any, device: torch.device) -> LanguagePolicy:
     """The actor, its weights from a directory or from ``config.seed``. Raises ConfigError."""
-    m, a = config.actor.model, config.algorithm
+    m = config.actor.model
     with torch.random.fork_rng():
         torch.manual_seed(sampling_key(config.seed, "weights"))
         model = language.load(m.path, m.architecture, what="actor.model", device=device)
     known, needed = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
     if needed > known:
         raise ConfigError(f"actor.model: knows {known} tokens, the tokenizer has {needed}; they do not belong together")
-    limit = getattr(model.config, "max_position_embeddings", None)
-    longest = a.prompt_length + a.response_length
-    if limit is not None and longest > limit and config.data.task is None:
-        raise ConfigError(
-            f"algorithm.prompt_length + response_length = {a.prompt_length} + {a.response_length} = {longest}: the "
-            f"model's limit is {limit} tokens; lower one of them"
-        )
     policy = LanguagePolicy(model, temperature=config.rollout.temperature, compute=getattr(torch, m.dtype))
     policy.decoder.module.recompute = m.gradient_checkpointing
     return policy
+
+
+def check_length(policy: LanguagePolicy, prompts: Sequence[Prompt], response_length: int) -> int:
+    """Tokens of the longest prompt and response together. Raises ConfigError where the model cannot hold them."""
+    longest = max(len(p.ids) for p in prompts)
+    limit = getattr(policy.model.config, "max_position_embeddings", None)
+    if limit is not None and longest + response_length > limit:
+        raise ConfigError(
+            f"response_length = {response_length}: with the longest prompt of {longest} tokens that is "
+            f"{longest + response_length}, the model's limit is {limit}; lower it, or algorithm.prompt_length"
+        )
+    return longest + response_length
 
 
 def make_critic(config: Config, policy: LanguagePolicy, device: torch.device) -> LanguageCritic | None:
@@ -170,7 +175,7 @@ def make_graders(config: Config, prompts: Sequence[Prompt], stack: ExitStack) ->
     if r.path is not None:
         spec = f"{r.path}:{r.name}"
     elif r.grader == "auto" and config.data.task is not None:
-        spec = synthetic.grade
+        spec = synthetic.grader(config.data.task)
     elif r.grader == "auto":
         unknown = sorted({p.data_source for p in prompts} - set(grading.DEFAULTS))
         if unknown and r.model.path is None:
@@ -179,16 +184,21 @@ def make_graders(config: Config, prompts: Sequence[Prompt], stack: ExitStack) ->
                 f"{', '.join(g for g in grading.GRADERS if g != 'auto')}, module:function or FILE.py:function"
             )
         spec = "exact" if unknown else "auto"
-    workers = 0 if config.data.task is not None and r.workers is None and spec is synthetic.grade else r.workers
+    workers = 0 if callable(spec) and r.workers is None else r.workers
     pool = GraderPool(spec, workers=workers, timeout_s=r.timeout_s)
     stack.callback(pool.close)
+    return pool
+
+
+def with_format(config: Config, judge: Graders) -> Graders:
+    """The judge that also rewards a form of the response, where one is asked for. Raises ConfigError."""
+    r = config.reward
     if r.format is None:
-        return pool
+        return judge
     try:
-        pattern = re.compile(r.format, re.DOTALL)
+        return WithFormat(judge, re.compile(r.format, re.DOTALL), r.format_weight)
     except re.error as error:
         raise ConfigError(f"reward.format = {r.format}: is no regular expression ({error}); mend it") from error
-    return WithFormat(pool, pattern, r.format_weight)
 
 
 def make_reward(
@@ -200,6 +210,8 @@ def make_reward(
     if m.path is not None:
         model, tokenizer = reward_model.load(m.path, device=device)
         return reward_model.RewardModel(model, tokenizer, rule=rule)
+    if m.pairs and policy is None:
+        notice("reward: the run's own reward model is not kept; scores are the rule's")
     if not m.pairs or policy is None:
         return rule
     assert config.data.task is not None
@@ -282,7 +294,7 @@ def _demonstrate(s: Setup, policy: LanguagePolicy, tokenizer: Any) -> None:
         lr=w.lr,
         key={},
         folder=compiled.cache_folder() / "warm_start",
-        notice=s.notice,
+        notice=s.progress,
     )
 
 
@@ -294,11 +306,11 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
     rule = make_graders(config, [*train, *held_out], stack)
     policy = make_policy(config, tokenizer, s.device)
     stops = stop_ids(config, policy, tokenizer)
+    longest = check_length(policy, [*train, *held_out], max(a.response_length, e.response_length or 0))
     _demonstrate(s, policy, tokenizer)
-    reward = make_reward(config, rule, policy, s.device, s.notice)
+    reward = with_format(config, make_reward(config, rule, policy, s.device, s.progress))
     critic = make_critic(config, policy, s.device)
     text, fill = decoder(tokenizer, stops), pad_id(tokenizer, stops)
-    longest = max(len(p.ids) for p in (*train, *held_out)) + max(a.response_length, e.response_length or 0)
     engine = _engine(config, policy, text, fill, longest)
     sequences = a.rollout_batch_size * a.group_size
     rollout = ReasoningRollout(
@@ -410,9 +422,15 @@ def _restore(trained: Config, source: checkpoint.Checkpoint, device: torch.devic
 
 
 def evaluate(
-    config: EvaluateConfig, trained: Config, source: checkpoint.Checkpoint, *, run_dir: Path, device: torch.device
+    config: EvaluateConfig,
+    trained: Config,
+    source: checkpoint.Checkpoint,
+    *,
+    run_dir: Path,
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> Callable[[Path, Callable[[Any], None]], tuple[ExamResult, dict[str, str | None]]]:
-    """What examines a checkpoint and writes the report into a folder, telling of every answer.
+    """What examines a checkpoint and writes the report into a folder, telling of every answer; ``say``: to the user.
 
     Raises CheckpointError, ConfigError.
     """
@@ -423,12 +441,13 @@ def evaluate(
         prompts = read_prompts(trained, tokenizer, lambda text: None)[1]
     stops = stop_ids(trained, policy, tokenizer)
     sampling = exam_sampling(config, trained, stops)
+    check_length(policy, prompts[: config.episodes], sampling.max_tokens)
     text, fill = decoder(tokenizer, stops), pad_id(tokenizer, stops)
 
     def measure(out: Path, on_answer: Callable[[Any], None]) -> tuple[ExamResult, dict[str, str | None]]:
         with ExitStack() as stack:
             rule = make_graders(trained, prompts, stack)
-            judge = make_reward(trained, rule, None, device, lambda text: None)
+            judge = with_format(trained, make_reward(trained, rule, None, device, say))
             engine = Engine(policy, slots=trained.rollout.slots, pad_id=fill, decode=text)
             chosen = prompts[: config.episodes]
             result = exam.examine(

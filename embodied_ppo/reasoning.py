@@ -16,7 +16,7 @@ from embodied_ppo.generation.engine import Generation, Generator
 from embodied_ppo.generation.sampling import Sampling
 from embodied_ppo.grading import Grade, Sample
 from embodied_ppo.rollout import sampling_key
-from embodied_ppo.types import ConfigError, Mean, Metrics, Trajectory
+from embodied_ppo.types import ConfigError, Mean, Metrics, TrainingError, Trajectory
 
 
 class Graders(Protocol):
@@ -133,7 +133,7 @@ class ReasoningRollout:
         self.sampler = Sampler(len(prompts), batch, seed, shuffle)
         self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
         self.cpu_s = {"generate": 0.0, "grade": 0.0}
-        self._told = False
+        self._told = self._equal = False
 
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
         """``horizon`` is max_tokens (T). N = batch · group_size columns; groups are neighbours.
@@ -157,7 +157,12 @@ class ReasoningRollout:
         if self.graders.failures > failures and not self._told:  # once: rollout/grader_failures counts them
             self._told = True
             self.notice(f"reward: a response could not be graded: {self.graders.last_failure}")
+        if all(g.failed for g in grades):
+            raise TrainingError(f"reward: none of {len(grades)} responses could be graded: {self.graders.last_failure}")
         scores = torch.tensor([g.score for g in grades], device=made.token.device)
+        if bool((scores == scores[0]).all()) and not self._equal:
+            self._equal = True
+            self.notice(f"reward: all {len(grades)} responses of an update scored {scores[0]:g}; that teaches nothing")
         return self._trajectory(chosen, made, scores, version), self._metrics(chosen, made, grades, scores)
 
     def _trajectory(self, chosen: Sequence[Prompt], made: Generation, scores: Tensor, version: int) -> Trajectory:

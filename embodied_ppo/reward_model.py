@@ -45,6 +45,7 @@ def load(path: str, *, dtype: torch.dtype = torch.float32, device: torch.device 
     # AutoTokenizer takes the model family's rules of splitting, even where tokenizer.json holds others
     exact = Path(path, "tokenizer.json").is_file()
     Tokenizer = transformers.PreTrainedTokenizerFast if exact else transformers.AutoTokenizer
+    transformers.utils.logging.set_verbosity_error()  # what is missing is told below
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         model, info = AutoModel.from_pretrained(path, dtype=dtype, output_loading_info=True, **local)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,31 @@ def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in plain.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {prefix + name: value}
     return found
+
+
+def absolute(config: Config) -> Config:
+    """Models, tokenizers, data and graders by full path: the run may be evaluated from anywhere."""
+
+    def full(path: str | None) -> str | None:
+        return None if path is None else str(Path(path).expanduser().absolute())
+
+    def grader(spec: str) -> str:
+        place, colon, name = spec.partition(":")
+        return f"{full(place)}{colon}{name}" if place.endswith(".py") else spec
+
+    actor, critic, data, reward = config.actor, config.critic, config.data, config.reward
+    return replace(
+        config,
+        actor=replace(actor, model=replace(actor.model, path=full(actor.model.path)), tokenizer=full(actor.tokenizer)),
+        critic=replace(critic, model=replace(critic.model, path=full(critic.model.path))),
+        data=replace(data, train=tuple(map(str, map(full, data.train))), eval=tuple(map(str, map(full, data.eval)))),
+        reward=replace(
+            reward,
+            grader=grader(reward.grader),
+            path=full(reward.path),
+            model=replace(reward.model, path=full(reward.model.path)),
+        ),
+    )
 
 
 def new_run_dir(config: Config) -> Path:

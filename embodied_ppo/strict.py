@@ -15,9 +15,12 @@ import re
 import textwrap
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
 
 from embodied_ppo.config import ALIASES, REFUSED, VALUE_ALIASES, Config, EvaluateConfig, ExportConfig, Limit
 from embodied_ppo.errors import ConfigError, PlacementError
@@ -227,6 +230,9 @@ def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> A
         if isinstance(value, (list, tuple)):
             return tuple(_coerce(arguments[0], v, f"{path}[{i}]", label) for i, v in enumerate(value))
     elif kind is dict:
+        if isinstance(value, str) and value.lstrip().startswith("{"):  # the command line has no keys with commas
+            with suppress(yaml.YAMLError):
+                value = yaml.safe_load(value)
         if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
             return _plain(value)
     elif hint is float:
@@ -274,7 +280,7 @@ def _cure(hint: Any, value: Any, path: str, allowed: str) -> str:
         return f"write {path}={str(str(value).lower() in ('true', 'yes', 'on', '1')).lower()}"
     if str in base and isinstance(value, (int, float, bool)):
         return f"quote it: {path}=\"'{show(value)}'\" (in YAML: '{show(value)}')"
-    if any(get_origin(h) is tuple for h in plain) and isinstance(value, int) and not isinstance(value, bool):
+    if any(get_origin(h) is tuple for h in plain) and isinstance(value, (int, str)) and not isinstance(value, bool):
         return f"write {path}=[{value}]"
     option = next((d[path] for d in (describe(Config), describe(EvaluateConfig)) if path in d), None)
     if option is None or option.default == value:
@@ -377,15 +383,20 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
         lambda c: not c.evaluation.deterministic,
     ),
     "critic.use_critic_model,critic.concurrent,critic.model.path,critic.model.architecture,critic.model.dtype,critic.update_epoch,"
-    "critic.model.gradient_checkpointing,critic.global_batch_size,critic.lr,critic.lr_schedule,critic.lr_end,"
+    "critic.model.gradient_checkpointing,critic.global_batch_size,critic.lr,critic.lr_schedule,"
     "critic.lr_warmup,critic.max_grad_norm,critic.weight_decay,algorithm.critic_warmup,algorithm.value_clip,"
     "algorithm.huber_delta": (
         "algorithm.adv_type=gae",
         lambda c: c.mode == "embodied" or c.algorithm.adv_type == "gae",
     ),
+    "critic.lr_end": (
+        "critic.lr_schedule=linear or cosine",
+        lambda c: (c.critic.lr_schedule or c.algorithm.lr_schedule) in ("linear", "cosine"),
+    ),
     "rollout.overlong_penalty": ("rollout.overlong_buffer >= 1", lambda c: c.rollout.overlong_buffer > 0),
     "algorithm.missing_eos_penalty": ("rollout.truncation=terminal", lambda c: c.rollout.truncation == "terminal"),
-    "data.train,data.eval,data.prompt_key,data.answer_key,data.suffix,data.system,data.chat_template": (
+    "algorithm.prompt_length,data.train,data.eval,data.prompt_key,data.answer_key,data.suffix,data.system,"
+    "data.chat_template": (
         "data.task=null",
         lambda c: c.data.task is None,
     ),
@@ -398,6 +409,7 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
     ),
     "reward.path": ("reward.grader=auto", lambda c: c.reward.grader == "auto"),
     "reward.name": ("reward.path", lambda c: c.reward.path is not None),
+    "reward.timeout_s": ("reward.workers >= 1, or null", lambda c: c.reward.workers != 0),
     "reward.format_weight": ("reward.format", lambda c: c.reward.format is not None),
     "reward.model.pairs": (
         "data.task, and reward.model.path=null",

@@ -144,6 +144,15 @@ def grade(data_source: str, solution_str: str, ground_truth: str, extra_info: An
     return {"score": float(right), "acc": right, "pred": answer, "format": bool(task.form.fullmatch(solution_str))}
 
 
+def grader(task: str) -> Callable[..., dict[str, Any]]:
+    """``grade`` for one task, whatever the data is called."""
+
+    def graded(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+        return grade(task, solution_str, ground_truth, extra_info)
+
+    return graded
+
+
 # ------------------------------------------------------------------------------------------------------ demonstrations
 def demonstrations(
     task: Task, problems: Sequence[Problem], count: int, *, seed: int, forget: float | None = None

@@ -141,11 +141,15 @@ REFUSALS = [
     ("train experiment=arithmetic algorithm.adv_type=rloo", "compares responses .. algorithm.group_size=4"),
     ("train experiment=arithmetic algorithm.global_batch_size=100", "= 256 is not a multiple .. nearest: 64, 128"),
     ("train experiment=arithmetic rollout.top_p=0.9", "rollout.top_p = 0.9 .. refused .. evaluation.top_p"),
+    ("train mode=reasoning actor.model.path=x", "data.train = [] .. data.train=[FILE.jsonl]"),
+    ("train mode=reasoning actor.model.path=x data.train=x.jsonl", "must be a list .. write data.train=[x.jsonl]"),
+    ("train experiment=gsm8k_qwen2_5_0_5b", "actor.model.path = ??? .. has no value yet"),
     ("train experiment=arithmetic critic.use_critic_model=false", "adv_type = gae needs a critic .. =grpo"),
     ("train experiment=arithmetic data.task=null", "data.train = [] .. data.task=arithmetic"),
     ("train experiment=arithmetic algorithm.loss_type=actor_critic", "write algorithm.loss_type=actor"),
     ("train experiment=arithmetic evaluation.n=4", "evaluation.deterministic=false"),
     ("train experiment=arithmetic component_placement={actor:all,critic:all}", '{"actor,critic": all}'),
+    ("train experiment=arithmetic component_placement='{\"actor,critc\":all}'", "did you mean critic?"),
     ("train placement=fused", "placement = fused .. one process; write placement=local"),
     ("train algorithm.train_batch_size=8", "algorithm.rollout_batch_size = 8 .. needs mode=reasoning"),
     ("train cluster.num_nodes=2", "cluster.num_nodes = 2 .. placement=local"),
@@ -322,7 +326,8 @@ def test_steps_by_flag_are_not_lost_to_updates_of_a_file(capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("name", [e["name"] for e in explain.experiments(None)])
 def test_every_experiment_that_ships_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = config(capsys, f"experiment={name}")
+    needs = ["actor.model.path=x", "data.train=[x]", "data.eval=[x]"] if name == "gsm8k_qwen2_5_0_5b" else []
+    rows = config(capsys, f"experiment={name}", *needs)
     assert rows["name"]["value"] == name and rows["description"]["value"]
 
 

@@ -205,11 +205,11 @@ NOTHING: dict[str, tuple[Any, str]] = {
     "critic.concurrent": (True, "speed only: actor and critic share nothing while they learn"),
     "rollout.slots": (3, "memory only: what a response is depends on its prompt and number"),
     "reward.workers": (1, "a judge gives the same grades wherever it sits"),
-    "reward.timeout_s": (20.0, "these graders take no time; test_reasoner.py has one that hangs"),
 }
 
 # option -> (value, words of the refusal)
 REFUSED: dict[str, tuple[Any, str]] = {
+    "reward.timeout_s": (20.0, r"it needs reward\.workers >= 1"),  # these grade in the process
     "algorithm.loss_type": ("actor_critic", "is that of one model"),
     "critic.use_critic_model": (False, "needs a critic"),
     "rollout.engine": ("vllm", "rollout.engine = vllm needs a directory"),  # test_vllm.py has it
@@ -264,7 +264,7 @@ def trained(options: str, lag: int = 0) -> list[dict[str, float]]:
     c = config(json.loads(options))
     rows, pending = [], []
     with ExitStack() as stack:
-        setup = Setup(c, torch.device("cpu"), FILES / "run", c.updates or 0, "", {}, lambda line: None, [])
+        setup = Setup(c, torch.device("cpu"), FILES / "run", c.updates or 0, "", {}, print, print, [])
         system: Any = reasoner.assemble(setup, stack).system
         stack.callback(system.close)
         for update in range(setup.updates + lag):

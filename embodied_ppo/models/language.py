@@ -438,11 +438,13 @@ def load(
                     f"{what}.path={path}: holds no config.json; name a directory that transformers wrote "
                     "(hf download NAME --local-dir DIR), or leave path null for a new, small model"
                 )
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, local_files_only=True, trust_remote_code=False
+            )
         else:
             fields = dict(architecture)
             config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise
