@@ -141,7 +141,7 @@ REFUSALS = [
     ("train experiment=arithmetic algorithm.adv_type=rloo", "compares responses .. algorithm.group_size=4"),
     ("train experiment=arithmetic algorithm.global_batch_size=100", "= 256 is not a multiple .. nearest: 64, 128"),
     ("train experiment=arithmetic rollout.top_p=0.9", "rollout.top_p = 0.9 .. refused .. evaluation.top_p"),
-    ("train mode=reasoning actor.model.path=x", "data.train = [] .. data.train=[FILE.jsonl]"),
+    ("train mode=reasoning updates=1 actor.model.path=x", "data.train = [] .. data.train=[FILE.jsonl]"),
     ("train mode=reasoning actor.model.path=x data.train=x.jsonl", "must be a list .. write data.train=[x.jsonl]"),
     ("train experiment=gsm8k_qwen2_5_0_5b", "actor.model.path = ??? .. has no value yet"),
     ("train experiment=arithmetic critic.use_critic_model=false", "adv_type = gae needs a critic .. =grpo"),
