@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from embodied_ppo.models import language
 from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
@@ -227,3 +228,13 @@ def test_the_state_holds_every_weight_once() -> None:
     policy = make(tie_word_embeddings=True)
     assert all(name.startswith("model.") for name in policy.state_dict())
     assert len(list(policy.parameters())) == len(list(policy.model.parameters()))
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_attention_written_out_for_a_compiler_is_the_same(seen: bool) -> None:
+    how = language.Attention(0.3, None, None)
+    q, k, v = torch.randn(3, 4, 5, 8), torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8)
+    mask = how.sees(torch.tensor([[1, 2, 3, 4, 0]]), torch.arange(5)).unsqueeze(1) if seen else None
+    graph = make_fx(lambda *x: how(*x, mask))(q, k, v)
+    assert "scaled_dot_product" not in graph.code
+    torch.testing.assert_close(graph(q, k, v), how(q, k, v, mask), rtol=1e-5, atol=1e-6)
