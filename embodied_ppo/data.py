@@ -118,7 +118,7 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
     if text.lstrip().startswith("["):
         try:
             items = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: begins like a JSON array and is none ({error}); mend it") from error
         yield from ((f"{path} row {i}", item) for i, item in enumerate(items))
         return
@@ -126,7 +126,7 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
         if line.strip():
             try:
                 yield f"{path}:{number}", json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"{path}:{number}: {line[:60]!r} is no JSON ({error}); one object per line"
                 ) from error
@@ -192,7 +192,7 @@ def _row(
         truth, label = truth.get("ground_truth") if isinstance(truth, dict) else None, "reward_model.ground_truth"
     if not isinstance(truth, (str, int, float)) or isinstance(truth, bool):
         raise ConfigError(f"{where}: {label} = {_show(truth)} must be a text or a number")
-    truth = str(truth)
+    truth = str(int(truth) if isinstance(truth, float) and truth.is_integer() else truth)  # parquet: 51 beside a null
     if gsm8k:
         _, marker, truth = truth.rpartition("####")
         truth = truth.strip().replace(",", "")
@@ -209,6 +209,11 @@ def _row(
     if extra is None:
         extra = {k: v for k, v in item.items() if k not in (key, truth_key, "data_source", "extra_info")}
     source = source or ("openai/gsm8k" if gsm8k else name)
+    for word in (truth, source, *([prompt] if isinstance(prompt, str) else [m["content"] for m in prompt])):
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{where}: {_show(word)} is no Unicode text ({error.reason}); mend it") from error
     return Row(prompt, truth, source, extra, GSM8K_SUFFIX if gsm8k else "", where)
 
 
@@ -287,10 +292,9 @@ def load_prompts(
             ids = tuple(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
         except Exception as error:  # a template may raise anything
             cause = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(
-                f"{row.where}: the tokenizer or its chat template refuses it ({cause}); mend the row or the "
-                "template, or write chat_template=never"
-            ) from error
+            cure = "the row or the template, or write chat_template=never" if chat else "it, or take another tokenizer"
+            told = f"{row.where}: the tokenizer{' or its chat template' if chat else ''} refuses {_show(text)}"
+            raise ConfigError(f"{told} ({cause}); mend {cure}") from error
         if not ids:
             raise ConfigError(f"{row.where}: the prompt {_show(text)} has no tokens; mend it")
         lengths.append(len(ids))

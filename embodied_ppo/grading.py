@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +29,10 @@ Grader: TypeAlias = Callable[..., Any]
 """Called with the keywords data_source, solution_str, ground_truth (texts) and extra_info (a dictionary)."""
 Sample: TypeAlias = tuple[str, str, str, dict[str, Any]]
 """(data_source, response, ground_truth, extra_info)."""
+
+
+LARGEST = 1e30
+"""Scores are below it: they become float32."""
 
 
 @dataclass(frozen=True)
@@ -127,19 +130,6 @@ def math_verify(data_source: str, solution_str: str, ground_truth: str, extra_in
     found = parse(solution_str, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     right = bool(found) and verify(gold, found, timeout_seconds=None)
     return _verdict(str(found[0]) if found else None, right)
-
-
-def _format(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, *, pattern: re.Pattern):
-    right = pattern.fullmatch(solution_str) is not None
-    return {"score": float(right), "format": right}
-
-
-def format_reward(pattern: str) -> Grader:
-    """A grader: 1 where the pattern matches the whole response; ``.`` matches line ends too. Raises ConfigError."""
-    try:
-        return partial(_format, pattern=re.compile(pattern, re.DOTALL))
-    except re.error as error:
-        raise ConfigError(f"format pattern {pattern!r} is no regular expression ({error}); mend it") from error
 
 
 DEFAULTS: dict[str, Grader] = {"openai/gsm8k": gsm8k_numeric}
@@ -253,13 +243,17 @@ def _cause(error: BaseException) -> str:
     """Type, text and place of an exception in one line."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and f.filename[0] != "<"]
     at = f", {Path(frames[-1].filename).name} line {frames[-1].lineno}" if frames else ""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300] + at
+    try:
+        text = str(error)
+    except Exception:  # its own doing
+        text = "(an exception that cannot tell its text)"
+    return " ".join(f"{type(error).__name__}: {text}".split())[:300] + at
 
 
 def _real(name: str, value: Any) -> float:
     value = value.item() if hasattr(value, "item") else value  # NumPy's and torch's scalars
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"{name} = {str(value)[:60]!r} of the grader is no finite number")
+    if not isinstance(value, Real) or not abs(float(value)) < LARGEST:
+        raise ValueError(f"{name} = {str(value)[:60]!r} of the grader is no finite number below {LARGEST:g}")
     return float(value)
 
 
@@ -285,10 +279,10 @@ def as_grade(result: Any) -> Grade:
     more = {str(k): v for k, v in rest.items() if isinstance(v, Real) or getattr(v, "shape", None) == ()}
     return Grade(
         score,
-        answer=None if answer is None else " ".join(str(answer).split()),
+        answer=None if answer is None else " ".join(str(answer).encode(errors="replace").decode().split()),
         correct=None if right is None else _real("acc", right) >= 1,
         format_ok=None if form is None else _real("format", form) >= 1,
-        extra={k: _real(k, v) for k, v in more.items()},
+        extra={k: float(v) for k, v in more.items() if math.isfinite(float(v))},
     )
 
 

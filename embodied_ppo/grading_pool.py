@@ -40,9 +40,13 @@ def _serve(spec: str | Grader, pipe: Connection) -> None:
     except ConfigError as error:
         return pipe.send(str(error))
     pipe.send(None)
+    me = os.getpid()
     with suppress(EOFError):
         while True:
-            pipe.send(judge(grader, pipe.recv()))
+            judged = judge(grader, pipe.recv())
+            if os.getpid() != me:  # a child that the grader forked and let come back: the answer is its parent's
+                os._exit(0)
+            pipe.send(judged)
 
 
 class _Worker:

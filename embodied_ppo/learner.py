@@ -369,6 +369,8 @@ class SplitLearner:
         rates = [self.actor.optimizer.param_groups[0]["lr"]]
         rates.append(self.critic.optimizer.param_groups[1]["lr"] if self.critic is not None else 0.0)
         metrics |= summary(actor, critic, c, lr=rates)
+        if self.critic is None:
+            metrics = {tag: x for tag, x in metrics.items() if not tag.startswith("value/")}
         if c.entropy_target is not None:
             metrics["policy/entropy_coef"] = self.entropy.coef
         if actor is not NOTHING and actor.sums["steps"]:
@@ -405,8 +407,6 @@ class SplitLearner:
         done = t.terminated | t.truncated
         some = mask.any(0, keepdim=True)  # [1, N]
         score = torch.where(mask, t.reward, 0.0).sum(0, keepdim=True)
-        if c.reward_norm == "running":
-            self.returns.update(t.reward, done, mask, c.gamma)
         plain = replace(c, whiten_rewards=False)
         score = shaped(score, some, some, plain, returns=self.returns)
         reward = torch.where(done & mask, score, 0.0)
@@ -510,7 +510,8 @@ class SplitLearner:
             self.critic.module.load_state_dict(state["critic_weights"])
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
-        self.returns.load_state_dict(state["returns"])
+        if self.config.reward_norm == "running":
+            self.returns.load_state_dict(state["returns"])
         if self.config.kl_ctrl.type == "adaptive":
             self.kl.load_state_dict(state["kl"])
         if self.config.entropy_target is not None:

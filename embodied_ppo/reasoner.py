@@ -104,7 +104,7 @@ def check_length(policy: LanguagePolicy, prompts: Sequence[Prompt], response_len
     if limit is not None and longest + response_length > limit:
         raise ConfigError(
             f"response_length = {response_length}: with the longest prompt of {longest} tokens that is "
-            f"{longest + response_length}, the model's limit is {limit}; lower it, or algorithm.prompt_length"
+            f"{longest + response_length}, the model's limit is {limit}; lower it, or take shorter prompts"
         )
     return longest + response_length
 

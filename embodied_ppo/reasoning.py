@@ -55,7 +55,7 @@ class WithFormat:
         """As ``Graders``; right or wrong stays what it was without the format."""
         grades = []
         for sample, grade in zip(samples, self.inner.grade(samples, prompts), strict=True):
-            matches = self.pattern.fullmatch(sample[1]) is not None
+            matches = self.pattern.fullmatch(sample[1]) is not None and not grade.failed
             right = grade.score >= 1 if grade.correct is None else grade.correct
             score = grade.score + self.weight * matches
             grades.append(replace(grade, score=score, correct=right, format_ok=matches))

@@ -64,7 +64,10 @@ def warm_start(
         raise ConfigError(f"warm start: {folder} cannot be written ({error.strerror}); name another folder") from error
     notice(f"warm start: {steps} supervised steps, once; the result stays in {folder}")
     _train(policy, examples, steps=steps, batch_size=batch_size, lr=lr, lr_warmup=lr_warmup)
-    _keep(weights, path)
+    try:
+        _keep(weights, path)
+    except Exception as error:  # a full disk, and whatever safetensors raises: the weights are there, training goes on
+        notice(f"warm start: not kept ({type(error).__name__}: {' '.join(str(error).split())})")
     return False
 
 
@@ -132,8 +135,11 @@ def _keep(weights: Mapping[str, Tensor], path: Path) -> None:
 
     temporary = path.with_name(f"{path.stem}.{os.getpid()}.new")
     kept = {name: x.cpu().contiguous() for name, x in weights.items()}
-    save_file(kept, temporary, metadata={"sha256": _digest(kept)})
-    temporary.replace(path)
+    try:
+        save_file(kept, temporary, metadata={"sha256": _digest(kept)})
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _take(weights: Mapping[str, Tensor], path: Path) -> str | None:

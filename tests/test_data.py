@@ -182,6 +182,12 @@ ROW = '{"prompt": "p", "answer": "1"}'
         ('{"prompt": "p", "answer": true}', r"f.jsonl:1: answer = True must be a text or a number"),
         ('{"prompt": "p", "reward_model": {"style": "rule"}}', r"f.jsonl:1: reward_model.ground_truth = None must be"),
         ('{"prompt": "p", "reward_model": "rule"}', r"f.jsonl:1: reward_model.ground_truth = None must be"),
+        (
+            '{"prompt": "p", "answer": "\\ud800"}',
+            r"f.jsonl:1: .* is no Unicode text \(surrogates not allowed\); mend it",
+        ),
+        ("[" * 100_000, r"f.jsonl: begins like a JSON array and is none"),
+        ('{"prompt": ' + "[" * 100_000, r"f.jsonl:1: .* is no JSON"),
         ('{"prompt": "p", "answer": "1", "data_source": 3}', r"data_source = 3 must be a text"),
         ('{"prompt": "p", "answer": "1", "extra_info": "x"}', r"extra_info = 'x' must be an object"),
         (
@@ -277,7 +283,7 @@ def test_mistakes_with_the_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"system = 'x' is set but not read"):
         load_prompts(file, tokenizer, prompt_length=9, chat_template="never", system="x")
     surrogate = lines(tmp_path / "s.jsonl", ROW + '\n{"prompt": "\\ud800", "answer": "1"}')
-    with pytest.raises(ConfigError, match=r"s.jsonl:2: the tokenizer or its chat template refuses it"):
+    with pytest.raises(ConfigError, match=r"s.jsonl:2: .* is no Unicode text"):
         load_prompts(surrogate, tokenizer, prompt_length=9, chat_template="never", system=None)
 
 
@@ -286,7 +292,7 @@ def test_mistakes_with_templates(chatty: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"f.jsonl:1: begins with a system message of its own; leave system out"):
         load_prompts(file, chatty, prompt_length=9, chat_template="auto", system="x")
     chatty.chat_template = "{{ raise_exception('system is not supported') }}"
-    with pytest.raises(ConfigError, match=r"f.jsonl:1: .* refuses it \(TemplateError: system is not supported\)"):
+    with pytest.raises(ConfigError, match=r"f.jsonl:1: .* refuses 's' \(TemplateError: system is not supported\)"):
         load_prompts(file, chatty, prompt_length=9, chat_template="auto", system=None)
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from embodied_ppo.generation import graphs
-from embodied_ppo.generation.engine import Engine, Generation
+from embodied_ppo.generation.engine import Engine, Generation, _State
 from embodied_ppo.generation.sampling import Sampling, choose
 from embodied_ppo.generation.vllm import VllmEngine, response_seeds, sampling_arguments
 from embodied_ppo.models.language import LanguagePolicy
@@ -118,6 +118,15 @@ def test_stop_texts() -> None:
         bool(found.stopped[1])
         and decode(found.token[1, : int(found.length[1])].tolist()) == text[: text.index(stop) + 2]
     )
+
+
+def test_a_stop_text_may_need_many_tokens_for_a_character() -> None:
+    decode = lambda ids: bytes(ids).decode(errors="replace")  # noqa: E731
+    stop = "\N{OCTAGONAL SIGN}" * 4  # 16 tokens
+    told = list(f"ab{stop}".encode())
+    state = _State(1, 1, Sampling(30, stop=(stop,)), 0, torch.zeros(1, 30), 256, None)
+    state.token[0, : len(told)] = torch.tensor(told)
+    assert state._says_stop(0, len(told), decode) and not state._says_stop(0, len(told) - 1, decode)
 
 
 def test_new_weights_are_used_at_once() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from embodied_ppo.grading import Grade, Sample, format_reward
+from embodied_ppo.grading import GRADERS, Grade, Sample
 from embodied_ppo.grading_pool import GraderPool
 from embodied_ppo.types import ConfigError
 
@@ -47,6 +47,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     if solution_str == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
         return 1
+    if solution_str.startswith("fork"):
+        os.fork()
+        return float(solution_str[4:])
+    if solution_str == "silent":
+        raise type("Silent", (Exception,), {"__str__": lambda self: 1 / 0})()
     if solution_str == "pid":
         return {"score": 1, "pid": os.getpid()}
     return {"score": float(solution_str), "echo": extra_info.get("echo", 0), "same": solution_str == ground_truth}
@@ -225,8 +230,8 @@ def test_async_in_workers(file: str) -> None:
 
 
 def test_functions_in_workers() -> None:
-    pool = GraderPool(format_reward("a+"), workers=1, timeout_s=5)
-    assert [g.format_ok for g in pool.grade([sample("aa"), sample("ab")])] == [True, False]
+    pool = GraderPool(GRADERS["exact"], workers=1, timeout_s=5)
+    assert [g.correct for g in pool.grade([sample("aa", "aa"), sample("ab", "aa")])] == [True, False]
     pool.close()
 
 
@@ -249,3 +254,23 @@ def test_mistakes_with_pools() -> None:
     for limit in (0, math.nan):
         with pytest.raises(ConfigError, match=r"timeout_s = (0|nan) must be > 0"):
             GraderPool("exact", workers=0, timeout_s=limit)
+
+
+def test_a_grader_that_forks_answers_once(file: str) -> None:
+    pool = GraderPool(file, workers=1, timeout_s=5)
+    try:
+        for _ in range(3):
+            assert [g.score for g in pool.grade([sample(f"fork{i}") for i in range(6)])] == [0, 1, 2, 3, 4, 5]
+        assert pool.failures == 0
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_exception_that_cannot_tell_its_text(file: str, workers: int) -> None:
+    pool = GraderPool(file, workers=workers, timeout_s=5)
+    try:
+        assert pool.grade([sample("silent"), sample("2")])[1].score == 2
+        assert pool.failures == 1 and "Silent: (an exception that cannot tell" in str(pool.last_failure)
+    finally:
+        pool.close()

@@ -81,6 +81,9 @@ def test_another_family_is_refused(kind: str) -> None:
     ("path", "architecture", "message"),
     [
         ("/no/such/place", {}, "actor.model.path=/no/such/place: holds no config.json; name a directory"),
+        (None, {"model_type": "qwen2", **TINY, "hidden_size": 0, "head_dim": 0}, "actor.model.*: "),
+        (None, {"model_type": "qwen2", **TINY, "num_hidden_layers": 0}, "actor.model: .* sizes do not fit"),
+        (None, {"model_type": "qwen2", **TINY, "num_attention_heads": 3}, "actor.model: .* sizes do not fit"),
         (None, {"model_type": "qwen9"}, "actor.model.architecture: transformers refuses: .*qwen9"),
     ],
 )

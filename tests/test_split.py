@@ -354,3 +354,25 @@ def test_a_critic_that_fails_in_its_thread_fails_the_update() -> None:
     with pytest.raises(TrainingError, match="not finite"):
         x.update(t, update=0)
     x.close()
+
+
+def test_running_reward_normalisation_sees_each_response_once() -> None:
+    """A score is a sequence's: the deviation is that of 8 numbers, clipped like what it divides."""
+    for clip in (None, 0.3):
+        x = learner(replace(BASE, reward_norm="running", reward_clip=clip))
+        t = experience(x.policy)
+        scores = torch.where(t.mask, t.reward, 0.0).sum(0)
+        scores = scores if clip is None else scores.clamp(-clip, clip)
+        x._prepare(t)
+        assert int(x.returns.moments.count) == N
+        assert float(x.returns.std) == pytest.approx(float(scores.double().std(correction=0)), rel=1e-3)
+
+
+def test_without_a_critic_nothing_is_said_of_values() -> None:
+    x = learner(replace(BASE, adv_type="reinforce_plus_plus"), critic=False)
+    assert not [tag for tag in x.update(experience(x.policy), update=0) if tag.startswith("value/")]
+
+
+def test_another_number_of_responses_may_continue() -> None:
+    x, y = learner(), learner(num_sequences=2 * N)
+    y.load_state(x.state())

@@ -131,3 +131,13 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         start(make(), tmp_path / "file")
+
+
+def test_weights_that_cannot_be_kept_are_there_all_the_same(tmp_path: Path) -> None:
+    one, two = make(), make()
+    assert start(one, tmp_path / "a")[0] is False
+    (kept,) = (tmp_path / "a").iterdir()
+    (tmp_path / "b" / kept.name / "in the way").mkdir(parents=True)
+    found, said = start(two, tmp_path / "b")
+    assert not found and "not kept" in said[-1] and same(one, two)
+    assert [p.name for p in (tmp_path / "b").iterdir()] == [kept.name]

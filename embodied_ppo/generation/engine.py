@@ -323,7 +323,7 @@ class _State:
 
     def _says_stop(self, row: int, length: int, decode: Callable[[list[int]], str]) -> bool:
         """Whether the last of ``length`` tokens completes a stop text; looks at as many as that can take."""
-        reach = max(map(len, self.sampling.stop)) + 8
+        reach = max(len(stop.encode()) for stop in self.sampling.stop) + 8
         text = decode(self.token[row, max(0, length - reach) : length].tolist())
         return any(stop in text for stop in self.sampling.stop)
 

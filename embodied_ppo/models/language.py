@@ -459,9 +459,9 @@ def load(
             fields = dict(architecture)
             config = AutoConfig.for_model(fields.pop("model_type"), **fields)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except Exception as error:  # of any kind: nonsense in a configuration surfaces anywhere
         text = " ".join(str(error).split())
         raise ConfigError(
             f"{what}.{f'path={path}' if path else 'architecture'}: transformers refuses: {text}"
@@ -469,8 +469,8 @@ def load(
     model = model.to(device).eval()
     try:
         error = _difference(model)
-    except (AttributeError, TypeError) as missing:
-        error = f"it is built otherwise: {missing}"
+    except Exception as missing:  # of any kind, as above
+        error = f"it is built otherwise, or its sizes do not fit: {type(missing).__name__}: {missing}"
     else:
         if error <= (SAME if model.dtype == torch.float32 else 0.05):
             return model
