@@ -211,7 +211,7 @@ def test_other_characters_are_refused(tmp_path: Path) -> None:
         synthetic.encode(["1+1=", "1aé"], TOKENIZER)
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "12+34=", "answer": "640"}\n{"prompt": "what?", "answer": "640"}\n')
-    with pytest.raises(ConfigError, match=r"rows.jsonl:2: the tokenizer .* refuses it"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl:2: the tokenizer refuses .what\?"):
         data.load_prompts(file, TOKENIZER, prompt_length=9, chat_template="auto", system=None)
 
 
