@@ -48,15 +48,12 @@ def read_prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> 
         found = synthetic.prompts(task, "train", tokenizer), synthetic.prompts(task, "held_out", tokenizer)
         say(f"data: {len(found[0]):,} prompts of task {d.task}, {len(found[1]):,} held out")
         return found
-    train, held_out = (read_files(config, files, tokenizer, say, what) for what, files in _files(config))
+    train = read_files(config, d.train, tokenizer, say, "data.train")
+    held_out = read_files(config, d.eval, tokenizer, say, "data.eval")
     both = {p.text for p in train} & {p.text for p in held_out}
     if both:
         say(f"data: {len(both):,} of the {len(held_out):,} held-out prompts are in data.train, too")
     return train, held_out
-
-
-def _files(config: Config) -> tuple[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]]:
-    return ("data.train", config.data.train), ("data.eval", config.data.eval)
 
 
 def read_files(

@@ -382,8 +382,8 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
         "evaluation.deterministic=false",
         lambda c: not c.evaluation.deterministic,
     ),
-    "critic.use_critic_model,critic.concurrent,critic.model.path,critic.model.architecture,critic.model.dtype,critic.update_epoch,"
-    "critic.model.gradient_checkpointing,critic.global_batch_size,critic.lr,critic.lr_schedule,"
+    "critic.use_critic_model,critic.concurrent,critic.model.path,critic.model.architecture,critic.model.dtype,"
+    "critic.model.gradient_checkpointing,critic.update_epoch,critic.global_batch_size,critic.lr,critic.lr_schedule,"
     "critic.lr_warmup,critic.max_grad_norm,critic.weight_decay,algorithm.critic_warmup,algorithm.value_clip,"
     "algorithm.huber_delta": (
         "algorithm.adv_type=gae",

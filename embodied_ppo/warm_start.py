@@ -66,8 +66,8 @@ def warm_start(
     _train(policy, examples, steps=steps, batch_size=batch_size, lr=lr, lr_warmup=lr_warmup)
     try:
         _keep(weights, path)
-    except Exception as error:  # a full disk, and whatever safetensors raises: the weights are there, training goes on
-        notice(f"warm start: not kept ({type(error).__name__}: {' '.join(str(error).split())})")
+    except OSError as error:  # a full disk: the weights are there, training goes on
+        notice(f"warm start: not kept ({' '.join(str(error).split())})")
     return False
 
 
@@ -130,7 +130,8 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
 
 
 def _keep(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write under a temporary name, with a digest, and rename."""
+    """Write under a temporary name, with a digest, and rename. Raises OSError."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     temporary = path.with_name(f"{path.stem}.{os.getpid()}.new")
@@ -138,6 +139,8 @@ def _keep(weights: Mapping[str, Tensor], path: Path) -> None:
     try:
         save_file(kept, temporary, metadata={"sha256": _digest(kept)})
         temporary.replace(path)
+    except SafetensorError as error:  # its word for a disk that refuses
+        raise OSError(str(error)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -461,7 +461,9 @@ def load(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except ConfigError:
         raise
-    except Exception as error:  # of any kind: nonsense in a configuration surfaces anywhere
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # safetensors has its own, and a configuration's nonsense surfaces as anything
         text = " ".join(str(error).split())
         raise ConfigError(
             f"{what}.{f'path={path}' if path else 'architecture'}: transformers refuses: {text}"
@@ -469,7 +471,9 @@ def load(
     model = model.to(device).eval()
     try:
         error = _difference(model)
-    except Exception as missing:  # of any kind, as above
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, TypeError, RuntimeError, IndexError, ZeroDivisionError) as missing:
         error = f"it is built otherwise, or its sizes do not fit: {type(missing).__name__}: {missing}"
     else:
         if error <= (SAME if model.dtype == torch.float32 else 0.05):
