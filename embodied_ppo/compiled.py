@@ -16,7 +16,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -63,7 +63,7 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
     package = Path(embodied_ppo.__file__).parent
     sources = {*package.rglob("*.py")}
     parts = {name: value for name, value in vars(program).items() if isinstance(value, nn.Module)}
-    modules = {f"{part}.{name}": m for part, value in parts.items() for name, m in value.named_modules()}
+    modules = dict(pair for part, value in parts.items() for pair in _all_modules(part, value))
     for kind in {type(m) for m in modules.values()}:
         if not kind.__module__.startswith("torch."):
             sources.add(Path(inspect.getsourcefile(kind) or package / "types.py"))
@@ -76,6 +76,15 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
     words += [f"{x.dtype}{tuple(x.shape)}{x.stride()}{x.device}" for x in example]
     digest.update("\n".join(words).encode())
     return digest.hexdigest()[:20]
+
+
+def _all_modules(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All that it computes with, by name; those that it holds aside (``models.language.Aside``) too."""
+    for inner, m in module.named_modules(prefix=name):
+        yield inner, m
+        for attribute, value in vars(m).items():
+            if isinstance(aside := getattr(value, "module", None), nn.Module):
+                yield from _all_modules(f"{inner}.{attribute}", aside)
 
 
 OPTIONS = {"cpp.use_decompose_tanh": True}
@@ -103,6 +112,8 @@ class Library:
         self.path = cache_folder() / "compiled" / f"{fingerprint(program, example)}.pt2"
         self._child: subprocess.Popen[bytes] | None = None
         self._errors = None
+        self.work: tempfile.TemporaryDirectory[str] | None = None
+        """Where it is compiled, while it is."""
         if _sound(self.path):
             return
         self.path.unlink(missing_ok=True)
@@ -115,10 +126,12 @@ class Library:
             raise RuntimeError(f"pickle refuses the policy ({error})") from error
         request.seek(0)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
-        work = cache_folder() / "inductor"
-        if re.search(r"\s", str(work)):  # torch hands it to the compiler without quotes
-            work = Path(tempfile.gettempdir()) / f"embodied_ppo-inductor-{os.getuid()}"
-        environment |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(work), "CXX": _compiler()}
+        quoted = re.search(r"\s", str(cache_folder()))  # torch hands it to the compiler without quotes
+        # of its own: torch packs what another compilation of the same code may be writing at that moment
+        self.work = tempfile.TemporaryDirectory(
+            prefix="inductor-", dir=None if quoted else cache_folder(), ignore_cleanup_errors=True
+        )
+        environment |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": self.work.name, "CXX": _compiler()}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed when collected)
         self._child = subprocess.Popen(
             [sys.executable, "-c", f"import {__name__} as compiled; compiled._build_stdin()"],
@@ -138,6 +151,7 @@ class Library:
             except subprocess.TimeoutExpired:
                 self.close()
                 raise RuntimeError(f"not compiled after {deadline_s:g} s") from None
+            self._clean()
             if code:
                 why = f"signal {-code}" if code < 0 else self._last_words()
                 raise RuntimeError(f"the compiler failed ({why})")
@@ -155,6 +169,12 @@ class Library:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
+        self._clean()
+
+    def _clean(self) -> None:
+        if self.work is not None:
+            self.work.cleanup()
+            self.work = None
 
     def _last_words(self) -> str:
         assert self._errors is not None

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 import toys
+from test_language import make as language_model
 from test_learner import experience, make, numbers, weights
 from test_resume import assert_same, contents, rows, tiny
 from torch import Tensor
 
 from embodied_ppo import build, compiled, robot, tree
-from embodied_ppo.objective import MinibatchStep
+from embodied_ppo.config import AlgorithmConfig
+from embodied_ppo.objective import MinibatchStep, TokenObjective
 from embodied_ppo.rollout import Acting, ActProgram
 from embodied_ppo.types import ConfigError, TrainingError
 
@@ -59,6 +61,17 @@ def test_a_library_computes_writes_into_its_arguments_and_is_kept() -> None:
     assert x.tolist() == [3.0] * 3
 
 
+def test_the_same_code_is_compiled_twice_at_once_in_folders_of_their_own() -> None:
+    """torch writes files named by the code's hash and packs them later: another compilation may have emptied them."""
+    x = torch.zeros(3)
+    libraries = [compiled.Library(Double(name), [x, x]) for name in ("one", "two")]
+    folders = [Path(library.work.name) for library in libraries if library.work is not None]
+    assert len({*folders}) == 2 and all(folder.is_dir() for folder in folders)
+    for library in libraries:
+        assert library.load()([torch.zeros(3), torch.ones(3)])[0].tolist() == [2.0] * 3
+    assert not any(folder.exists() for folder in folders)
+
+
 def test_fingerprints_differ_with_program_options_and_shapes() -> None:
     x = torch.zeros(3)
     base = compiled.fingerprint(Double(), [x, x])
@@ -69,6 +82,19 @@ def test_fingerprints_differ_with_program_options_and_shapes() -> None:
     batch = learners[0]._prepare(experience(learners[0]))[0]
     steps = [MinibatchStep(one.objective, one.names["actor"], one.names["critic"], batch) for one in learners]
     assert len({compiled.fingerprint(step, [x]) for step in steps}) == 4  # two of them are equal
+
+
+def test_fingerprints_of_language_models_depend_on_what_they_compute_alone() -> None:
+    """Not on where in memory a model lies: every run would compile anew. What is held aside counts."""
+    x = torch.zeros(3)
+    found, batch = [], (one := make())._prepare(experience(one))[0]
+    for eps in (1e-6, 1e-6, 1e-5):
+        objective = TokenObjective(
+            language_model(), AlgorithmConfig(), length=4, reference=language_model(rms_norm_eps=eps)
+        )
+        step = MinibatchStep(objective, [], [], batch)
+        found.append(compiled.fingerprint(step, [x]))
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize("damage", ["nonsense", "half", "a flipped bit"])

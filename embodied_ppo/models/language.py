@@ -421,6 +421,9 @@ class Aside(Generic[M]):
     def __init__(self, module: M) -> None:
         self.module = module
 
+    def __repr__(self) -> str:
+        return f"Aside({type(self.module).__name__})"  # no address: compiled libraries are known by what is in them
+
 
 # ------------------------------------------------------------------------------------------------------------- loading
 def load(
