@@ -3,9 +3,9 @@
     python scripts/bench_language.py [any.option=value ...]          (options go to the training)
 
 Training is the user's own command, `embodied-ppo train experiment=arithmetic` (256 prompts, minibatches of 128, two
-epochs, a model of 0.5 M parameters and its critic), eager and with compiled minibatches; its summary.json holds the
-same figures. Generation: 4 layers of 256, 256 prompts of 16 tokens, responses of about 16 tokens (geometric) and at
-most 64; the two take turns. One thread.
+epochs, a model of 0.5 M parameters and its critic), eager and with compiled minibatches, in float32 and bfloat16; its
+summary.json holds the same figures. Generation: 4 layers of 256, 256 prompts of 16 tokens, responses of about 16 tokens
+(geometric) and at most 64; the two take turns. One thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from embodied_ppo.generation.sampling import Sampling
 from embodied_ppo.models import language
 from embodied_ppo.models.language import LanguagePolicy
 
-ROUNDS = 5
+ROUNDS = 9
 LONGEST = 64
 ENDS = (2, 3, 4, 5)
 """4 of 64 tokens end a response: one in 16 does, since a new model likes all tokens about equally."""
@@ -99,11 +99,17 @@ def main() -> None:
     print(f"PPO, response tokens per CPU second; {' '.join(words) or 'as shipped'}; torch {torch.__version__}")
     print("| minibatches | tokens per CPU second | CPU us per token by phase | accuracy before | after | MB |")
     print("|---" * 6 + "|")
-    for how in ("never", "always"):
-        s = train([f"compile={how}", *words])
-        phases = ", ".join(f"{name} {us:.0f}" for name, us in s["cpu_us_per_token_by_phase"].items())
+    half = ["actor.model.dtype=bfloat16", "critic.model.dtype=bfloat16"]
+    for name, options in (
+        ("eager", ["compile=never"]),
+        ("compiled", ["compile=always"]),
+        ("eager, bfloat16", ["compile=never", *half]),
+        ("compiled, bfloat16", ["compile=always", *half]),
+    ):
+        s = train([*options, *words])
+        phases = ", ".join(f"{phase} {us:.0f}" for phase, us in s["cpu_us_per_token_by_phase"].items())
         speed = f"{1e6 / s['cpu_us_per_token']:,.0f}"
-        cells = [{"never": "eager", "always": "compiled"}[how], speed, phases]
+        cells = [name, speed, phases]
         cells += [f"{s['initial_success']:.3f}", f"{s['final_success']:.3f}", f"{s['peak_rss_mb']:.0f}"]
         print("| " + " | ".join(cells) + " |", flush=True)
     print("\nGeneration, useful tokens per CPU second, round by round")
