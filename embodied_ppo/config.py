@@ -83,6 +83,9 @@ class EnvConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
+    policy: Literal["actor_critic", "token"] = "actor_critic"
+    """actor_critic: trunk and two heads; token: a vision-language-action model whose actions are tokens. The options
+    from width on are the latter's, those from backbone to value_gain the former's."""
     backbone: Literal["auto", "mlp", "cnn"] = "auto"
     """Trunk; auto: cnn for uint8 images, mlp otherwise."""
     hidden: tuple[Count, ...] = (64, 64)
@@ -115,6 +118,22 @@ class ModelConfig:
     """Subtract the running mean of vector observations and divide by their deviation; images are divided by 255."""
     obs_clip: Positive | None = 10.0
     """Normalised vector observations are clamped to +-this; null: not."""
+    width: Count = 64
+    """Of tokens (D)."""
+    depth: Count = 2
+    """Blocks of the decoder."""
+    heads: Count = 4
+    """Attention heads; must divide width."""
+    bins: Annotated[int, Limit(ge=2, le=32767)] = 256
+    """Tokens of each action dimension (K), the range [-1, 1] in equal parts."""
+    decode: Literal["parallel", "autoregressive"] = "parallel"
+    """All tokens of a chunk at once, or each after those before it."""
+    temperature: Positive = 1.0
+    """Logits of action tokens are divided by it, acting and learning; deterministic evaluation takes the likeliest."""
+    detach_value: bool = True
+    """The value head learns on features that it does not change (an untrained head was seen to undo a clone)."""
+    word_buckets: Annotated[int, Limit(ge=2)] = 1024
+    """Words of instructions are known by their hash, one of so many."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from embodied_ppo.config import Config, EnvConfig, EvaluateConfig
 from embodied_ppo.evaluate import EvaluationResult
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.models.vla import TokenVLA
 from embodied_ppo.placement.local import LocalSystem
 from embodied_ppo.rollout import Rollout, env_seeds, sampling_key
 from embodied_ppo.types import ConfigError, Discrete, Policy, VectorEnv
@@ -58,13 +59,22 @@ def evaluation_env(config: Config) -> EnvConfig:
     return replace(config.env, kwargs=kwargs, randomize=randomize, ranges=config.env.ranges if randomize else {})
 
 
-def make_policy(config: Config, env: VectorEnv) -> ActorCritic:
+def make_policy(config: Config, env: VectorEnv) -> ActorCritic | TokenVLA:
     """The policy of ``config.model`` for the spaces of ``env``, with weights from ``config.seed``."""
     a = config.algorithm
     with torch.random.fork_rng():
         torch.manual_seed(sampling_key(config.seed, "weights"))
-        policy = ActorCritic(env.obs_spec, env.action_spec, config.model)
-    if policy.kind != "categorical":
+        if config.model.policy == "token":
+            policy = TokenVLA(
+                env.obs_spec,
+                env.action_spec,
+                config.model,
+                chunk=config.env.action_chunk,
+                sentences=getattr(env, "instructions", ()),
+            )
+        else:
+            policy = ActorCritic(env.obs_spec, env.action_spec, config.model)
+    if not isinstance(policy, ActorCritic) or policy.kind != "categorical":
         for path, on in (("kl_loss_type", a.use_kl_loss), ("kl_penalty", a.use_kl_in_reward)):
             if on and getattr(a, path) == "full":
                 raise ConfigError(f"algorithm.{path}=full: needs the logits of a categorical policy; use k3")

@@ -369,13 +369,21 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
     ),
     "algorithm.gae_lambda": ("algorithm.adv_type=gae", lambda c: c.algorithm.adv_type == "gae"),
     "model.hidden_gain,model.policy_gain,model.value_gain": (
-        "model.orthogonal_init=true",
-        lambda c: c.model.orthogonal_init,
+        "model.policy=actor_critic and model.orthogonal_init=true",
+        lambda c: c.model.policy == "actor_critic" and c.model.orthogonal_init,
     ),
     "model.obs_clip": ("model.normalize_obs=true", lambda c: c.model.normalize_obs),
+    "model.backbone,model.hidden,model.activation,model.layer_norm,model.distribution": (
+        "model.policy=actor_critic",
+        lambda c: c.model.policy == "actor_critic",
+    ),
+    "model.width,model.depth,model.heads,model.bins,model.decode,model.temperature,model.word_buckets": (
+        "model.policy=token",
+        lambda c: c.model.policy == "token",
+    ),
     "model.state_dependent_std,model.init_log_std,model.min_log_std,model.max_log_std": (
-        "model.distribution=gaussian or squashed_gaussian",
-        lambda c: c.model.distribution != "categorical",
+        "model.policy=actor_critic and model.distribution=gaussian or squashed_gaussian",
+        lambda c: c.model.policy == "actor_critic" and c.model.distribution != "categorical",
     ),
     "evaluation.randomize": ("env.randomize=true", lambda c: c.env.randomize),
     "evaluation.temperature,evaluation.top_k,evaluation.top_p,evaluation.min_p": (
@@ -471,6 +479,13 @@ def _check_robot(config: Config) -> None:
     if config.updates is None and config.env_steps is None:
         raise ConfigError("updates = null and env_steps = null: nothing says how long to train; write updates=100")
     model = config.model
+    if model.policy == "token" and not model.shared_backbone:
+        raise ConfigError("model.shared_backbone = false: model.policy=token has one trunk; leave it out")
+    if model.width % (2 * model.heads):
+        raise ConfigError(
+            f"model.width = {model.width}: must be a multiple of 2 x model.heads = {2 * model.heads}; write "
+            f"{max(1, round(model.width / (2 * model.heads))) * 2 * model.heads}"
+        )
     if not model.min_log_std < model.max_log_std:
         raise ConfigError(
             f"model.min_log_std = {model.min_log_std:g} must be < model.max_log_std = {model.max_log_std:g}; "

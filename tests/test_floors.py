@@ -16,12 +16,23 @@ PACKAGE = ROOT / "embodied_ppo"
 FLOORS: dict[str, int] = {
     **dict.fromkeys(("errors", "types", "tree", "config", "noise"), 0),  # words
     **dict.fromkeys(("advantages", "losses", "kl", "distributions", "moments"), 1),  # maths
-    **dict.fromkeys(("models.backbone", "models.actor_critic", "models.language"), 2),
+    **dict.fromkeys(("models.backbone", "models.actor_critic", "models.language", "models.vla", "models.openvla"), 2),
     **dict.fromkeys(
         ("rollout", "objective", "compiled", "descent", "learner", "evaluate", "checkpoint", "log", "loop", "report"), 3
     ),  # algorithm
     **dict.fromkeys(
-        ("data", "grading", "grading_pool", "reasoning", "exam", "reward_model", "synthetic", "warm_start"), 3
+        (
+            "data",
+            "grading",
+            "grading_pool",
+            "reasoning",
+            "exam",
+            "reward_model",
+            "synthetic",
+            "warm_start",
+            "demonstrations",
+        ),
+        3,
     ),
     **dict.fromkeys(("generation.sampling", "generation.graphs", "generation.engine", "generation.vllm"), 3),
     **dict.fromkeys(("placement.local",), 4),
@@ -33,11 +44,11 @@ LAZY = {"cli", "explain"}
 """May import our own modules inside functions: `embodied-ppo --help` answers before torch is loaded."""
 
 ONLY_IN = {"hydra": {"cli"}, "omegaconf": {"cli"}, "ray": {"placement.process", "placement.cluster"}}
-ONLY_IN |= {"transformers": {"models.language", "data", "reward_model", "synthetic"}}
+ONLY_IN |= {"transformers": {"models.language", "models.openvla", "data", "reward_model", "synthetic"}}
 ONLY_IN |= {"vllm": {"generation.vllm"}}
 """Third-party module -> where it may be imported."""
 
-WORDS_ONLY = {"torch"}
+WORDS_ONLY = {"torch", "safetensors"}
 """What floors 0 to 2 may import besides the standard library."""
 
 

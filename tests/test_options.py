@@ -20,6 +20,8 @@ FALLING = {"env.id": "CartPole-v1", "algorithm.horizon": 32}
 """A task that ends within a rollout."""
 EYE = {"env.id": "toys:Balance", "env.num_threads": 1}
 """A task of our own with a camera and with ranges for its model."""
+SEES = {**EYE, "env.cameras": ["eye"], "env.image_size": 40}
+TOKENS = {**SEES, "env.action_chunk": 2, "model.policy": "token", "model.width": 16, "model.bins": 8}
 COLUMNS = {"algorithm.minibatch_unit": "column"}
 IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.0}
 ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
@@ -41,6 +43,15 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "env.restart_every": (8, {}),
     "env.stagger": (False, {"env.max_episode_steps": 8}),
     "env.kwargs": ({"far": 3.0}, POINT),
+    "model.policy": ("token", SEES),
+    "model.width": (32, {k: x for k, x in TOKENS.items() if k != "model.width"}),
+    "model.depth": (1, TOKENS),
+    "model.heads": (2, TOKENS),
+    "model.bins": (16, {k: x for k, x in TOKENS.items() if k != "model.bins"}),
+    "model.decode": ("autoregressive", TOKENS),
+    "model.temperature": (0.5, TOKENS),
+    "model.detach_value": (False, TOKENS),
+    "model.word_buckets": (64, TOKENS),
     "model.backbone": ("mlp", PICTURES),
     "model.hidden": ([8], {}),
     "model.activation": ("relu", {}),

@@ -25,6 +25,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+TOKENS = {"model.policy": "token"}
 LANGUAGE: dict[str, Any] = {
     "mode": "reasoning",
     "updates": 1,
@@ -594,8 +595,21 @@ UNREAD = {
     "reward.model.steps": (10, {**LANGUAGE, "reward.model.pairs": 100}),
     "reward.model.batch_size": (10, {**LANGUAGE, "reward.model.pairs": 100}),
     "reward.model.lr": (0.1, {**LANGUAGE, "reward.model.pairs": 100}),
+    "model.backbone": ("mlp", None),
+    "model.hidden": ([8], None),
+    "model.activation": ("relu", None),
+    "model.layer_norm": (True, None),
+    "model.distribution": ("gaussian", None),
+    "model.width": (32, TOKENS),
+    "model.depth": (3, TOKENS),
+    "model.heads": (2, TOKENS),
+    "model.bins": (8, TOKENS),
+    "model.decode": ("autoregressive", TOKENS),
+    "model.temperature": (0.5, TOKENS),
+    "model.word_buckets": (64, TOKENS),
 }
 NOT_READ = {
+    **dict.fromkeys((f"model.{x}" for x in ("backbone", "hidden", "activation", "layer_norm", "distribution")), TOKENS),
     "algorithm.gae_lambda": {"algorithm.adv_type": "reinforce_plus_plus"},
     "model.hidden_gain": {"model.orthogonal_init": False},
     "model.policy_gain": {"model.orthogonal_init": False},

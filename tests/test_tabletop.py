@@ -307,7 +307,8 @@ def test_observations() -> None:
     assert isinstance(state, Tensor) and state.shape == (3, 91) and torch.isfinite(state).all()
     few = make(3, kwargs={"families": ["reach", "push"], "obs": "language"})
     language = few.reset()
-    assert isinstance(language, Tensor) and language.shape == (3, 12)
+    assert isinstance(language, dict) and language["state"].shape == (3, 12)
+    assert torch.equal(language["instruction"], few.s["instruction"])  # pyright: ignore[reportAttributeAccessIssue]
     assert few.task_names == ("reach", "push")
     # The last 16 + families entries say what the sentence says.
     for i in range(3):

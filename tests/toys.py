@@ -246,7 +246,9 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def config(options: Mapping[str, Any] | None = None) -> Config:
     """``BASE`` with ``options`` (dotted paths), checked as the command checks; every option given must be read."""
-    loaded = strict.read(Config, [("base", BASE), ("test", nested(options or {}))])
+    options = options or {}
+    base = BASE if options.get("model.policy", "actor_critic") == "actor_critic" else {**BASE, "model": {}}
+    loaded = strict.read(Config, [("base", base), ("test", nested(options))])
     strict.check(loaded.config, explicit=loaded.deliberate({"test"}))
     return loaded.config
 

@@ -277,7 +277,7 @@ class MujocoEnv:
     def _observe(self, where: Tensor) -> Obs:
         """Of every world as it stands, with images where bool [N]."""
         obs = self.task.observe(self.s)
-        obs = tree.map(lambda x: x if x.dtype == torch.uint8 else x.to(torch.float32, copy=True), obs)
+        obs = tree.map(lambda x: x.to(torch.float32, copy=True) if x.is_floating_point() else x, obs)
         images = self.physics.images(where)
         if not images:
             return obs

@@ -131,6 +131,9 @@ class Rehearsal:
             for name, x in parts.items():
                 what = f"observe(){f'[{name!r}]' if name else ''}"
                 shape: tuple[int, ...] = tuple(getattr(x, "shape", ()))
+                if name == "instruction":  # which of the task's sentences
+                    self._tensor(what, x, (n,), "int64")
+                    continue
                 if len(shape) < 2:
                     raise EnvError(f"{self.where}.{what} has shape {list(shape)}; it must be [{n}, D]")
                 self._tensor(what, x, (n, *shape[1:]), "any")

@@ -222,14 +222,15 @@ class Tabletop(Task):
         return torch.baddbmm(spot, self._points[combination], points)
 
     def observe(self, s: State) -> Obs:
-        """language [N, 12]: tool, fingers, targets of tool and fingers, velocity of the tool. state [N, 91]:
+        """language: "state" [N, 12], tool, fingers, targets of tool and fingers, velocity of the tool, and
+        "instruction" int64 [N]. state [N, 91]:
         also ``way``; velocities and quaternions of A and B; from the tool to all blocks and, flat, to all zones;
         one-hot the family, A, B, the zone and the direction."""
         qpos, qvel, combination = s["qpos"], s["qvel"], s["combination"]
         tool = qpos[:, None, :3]
         own = (qpos[:, :5], s["ctrl"][:, :4], qvel[:, :3])
         if self.obs == "language":
-            return torch.cat(own, dim=1)
+            return {"state": torch.cat(own, dim=1), "instruction": s["instruction"].clone()}
         way = self.way(qpos, combination, s["spot"]).flatten(1)
         velocities = qvel.gather(1, self._velocities[combination])
         quaternions = qpos.gather(1, self._quaternions[combination])

@@ -1,0 +1,189 @@
+"""Vision-language-action models: what they act with is what they learn with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from embodied_ppo import tree
+from embodied_ppo.config import ModelConfig
+from embodied_ppo.models.vla import TokenVLA, sentence_table, word_ids
+from embodied_ppo.types import ArraySpec, Box, ConfigError, Discrete
+
+C, A, B = 3, 2, 7
+SPEC = {
+    "state": ArraySpec((5,)),
+    "front": ArraySpec((3, 16, 24), torch.uint8),
+    "instruction": ArraySpec((), torch.int64),
+}
+SENTENCES = ("push the red block", "reach the blue block, please", "lift it")
+DECODE = ("parallel", "autoregressive")
+
+
+def make(seed: int = 0, **options: Any) -> TokenVLA:
+    torch.manual_seed(seed)
+    config = ModelConfig(**{"policy": "token", "bins": 16, "width": 32, "word_buckets": 64, **options})
+    policy = TokenVLA(SPEC, Box((-1.0,) * (C * A), (1.0,) * (C * A)), config, chunk=C, sentences=SENTENCES)
+    with torch.no_grad():  # new models think all actions equally likely, and every value 0
+        for p in policy.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return policy
+
+
+def observations(rows: int = B, seed: int = 0) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "state": torch.randn(rows, 5, generator=g),
+        "front": torch.randint(0, 256, (rows, 3, 16, 24), generator=g, dtype=torch.uint8),
+        "instruction": torch.arange(rows) % 3,
+    }
+
+
+@pytest.mark.parametrize("decode", DECODE)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_evaluate_reproduces_act_for_any_micro_batch(decode: str, temperature: float) -> None:
+    policy = make(decode=decode, temperature=temperature)
+    inputs = policy.encode(observations())
+    d = policy.act(inputs, noise=policy.noise(B, torch.Generator().manual_seed(1)))
+    assert d.log_prob.shape == (B, C, A) and d.log_prob.dtype == torch.float32 and d.action.shape == (B, C * A)
+    for size in (B, 3, 1):
+        cuts = [slice(i, i + size) for i in range(0, B, size)]
+        parts = [policy.evaluate(tree.index(inputs, c), d.action[c], tree.index(d.replay, c)) for c in cuts]
+        log_prob, value, entropy = (torch.cat([getattr(p, k) for p in parts]) for k in ("log_prob", "value", "entropy"))
+        assert (log_prob - d.log_prob).abs().max() < 1e-5 and (value - d.value).abs().max() < 1e-5
+        assert entropy.shape == (B, C, A) and bool((entropy > 0).all())
+    assert (policy.value(inputs) - d.value).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("decode", DECODE)
+def test_the_mode_is_the_likeliest_and_samples_follow_the_probabilities(decode: str) -> None:
+    policy = make(decode=decode, bins=4)
+    one = policy.encode(tree.map(lambda x: x[:1].expand(4000, *x.shape[1:]), observations()))
+    sampled = policy.act(one, noise=policy.noise(4000, torch.Generator().manual_seed(0)))
+    first = sampled.replay["bins"][:, 0, 0].long()
+    p = policy.evaluate(one, sampled.action, sampled.replay).log_prob[:, 0, 0].exp()
+    for k in range(4):
+        mine = first == k
+        if mine.any():
+            assert abs(float(mine.float().mean()) - float(p[mine][0])) < 0.03
+    mode = policy.act(one)
+    assert torch.equal(mode.action, policy.act(one).action)
+    assert bool((mode.log_prob[:, 0, 0].exp() >= p.max() - 1e-5).all())
+
+
+def test_what_an_answer_depends_on() -> None:
+    """Picture, words, state; with autoregressive tokens also those before, and never those after."""
+    for decode in DECODE:
+        policy, obs = make(decode=decode), observations()
+        d = policy.act(policy.encode(obs))
+        base = policy.evaluate(policy.encode(obs), d.action, d.replay)
+        for name in obs:
+            other = obs | {name: torch.flip(obs[name], dims=(-1,)) if name != "instruction" else (obs[name] + 1) % 3}
+            changed = policy.evaluate(policy.encode(other), d.action, d.replay)
+            assert (changed.log_prob - base.log_prob).abs().max() > 1e-4, (decode, name)
+            assert (changed.value - base.value).abs().max() > 1e-4, (decode, name)
+        bins = d.replay["bins"].clone()
+        bins[:, 1, 0] = (bins[:, 1, 0] + 1) % 16
+        changed = policy.evaluate(policy.encode(obs), d.action, {"bins": bins}).log_prob - base.log_prob
+        assert changed[:, 0].abs().max() < 1e-6  # what comes before does not see it
+        assert (changed[:, 1, 1:].abs().max() > 1e-4) == (decode == "autoregressive")
+
+
+def test_autoregressive_tokens_without_a_cache() -> None:
+    """Each token's distribution from a plain forward over the tokens before it, without a cache."""
+    policy = make(decode="autoregressive")
+    inputs = policy.encode(observations())
+    d = policy.act(inputs, noise=policy.noise(B, torch.Generator().manual_seed(2)))
+    bins = d.replay["bins"].flatten(1).long()
+    assert policy.before is not None
+    memory = policy.trunk(inputs)
+    for i in range(C * A):
+        before = torch.cat((torch.full((B, 1), 16), bins[:, :i]), dim=1)
+        x = policy.query[: i + 1] + memory.context.unsqueeze(1) + policy.before(before)
+        logits = policy._logits(policy.decoder(x, memory, causal=True)[:, -1])
+        expected = F.log_softmax(logits.double(), -1).gather(1, bins[:, i : i + 1]).squeeze(1)
+        assert (d.log_prob.flatten(1)[:, i] - expected).abs().max() < 1e-5
+
+
+def test_bins() -> None:
+    policy = make(bins=4)
+    assert policy.centre(torch.arange(4)).tolist() == [-0.75, -0.25, 0.25, 0.75]
+    assert policy.bin_of(torch.tensor([-2.0, -1.0, -0.51, -0.49, 0.0, 0.99, 1.0, 3.0])).tolist() == [
+        0,
+        0,
+        0,
+        1,
+        2,
+        3,
+        3,
+        3,
+    ]
+    assert torch.equal(policy.bin_of(policy.centre(torch.arange(4))), torch.arange(4))
+
+
+def test_cloning_counts_executed_actions_only() -> None:
+    policy, inputs = make(), make().encode(observations())
+    action, executed = torch.rand(B, C, A) * 2 - 1, torch.ones(B, C, dtype=torch.bool)
+    executed[:, -1] = False
+    loss = policy.bc_loss(inputs, action, executed)
+    other = action.clone()
+    other[:, -1] = -other[:, -1]
+    assert torch.equal(loss, policy.bc_loss(inputs, other, executed))
+    logits = policy._logits(policy._hidden(inputs, None)).view(B, C, A, 16)
+    rows = -logits.log_softmax(-1).gather(-1, policy.bin_of(action).unsqueeze(-1)).squeeze(-1)
+    assert torch.allclose(loss, rows[:, :-1].mean(), atol=1e-6)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        policy.bc_loss(inputs, action, executed).backward()
+        optimizer.step()
+    assert float(policy.bc_loss(inputs, action, executed).detach()) < 0.1 * float(loss.detach())
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_the_value_head_alone_is_the_critic(detach: bool) -> None:
+    policy = make(detach_value=detach)
+    groups = policy.parameter_groups()
+    assert {id(p) for g in groups.values() for p in g} == {id(p) for p in policy.parameters()}
+    inputs = policy.encode(observations())
+    d = policy.act(inputs)
+    policy.evaluate(inputs, d.action, d.replay).value.sum().backward()
+    assert all(p.grad is not None for p in groups["critic"])
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in groups["actor"]) != detach
+
+
+def test_words() -> None:
+    assert word_ids("Push the RED block!", 64) == word_ids("push the red block", 64)
+    assert len(word_ids("push the red block", 64)) == 4 and 0 not in word_ids("push the red block", 2)
+    table = sentence_table(SENTENCES, 64)
+    assert table.shape == (3, 5) and table[2].tolist()[2:] == [0, 0, 0]
+    # a checkpoint serves a simulator with other sentences, and padding changes nothing
+    policy, obs = make(), observations(3)
+    other = TokenVLA(
+        SPEC,
+        Box((-1.0,) * (C * A), (1.0,) * (C * A)),
+        ModelConfig(policy="token", bins=16, width=32, word_buckets=64),
+        chunk=C,
+        sentences=("a very long sentence that nobody has ever said before", *SENTENCES),
+    )
+    other.load_state_dict(policy.state_dict())
+    moved = obs | {"instruction": obs["instruction"] + 1}
+    a, b = policy.act(policy.encode(obs)), other.act(other.encode(moved))
+    assert (a.log_prob - b.log_prob).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("spec", "action", "says"),
+    [
+        ({"state": ArraySpec((5,))}, Box((-1.0,), (1.0,)), "holds no picture; name one with env.cameras=.front."),
+        ({"eye": ArraySpec((3, 20, 16), torch.uint8)}, Box((-1.0,), (1.0,)), "'eye': 20 x 16 pixels"),
+        ({"eye": ArraySpec((3, 16, 16), torch.uint8)}, Discrete(4), "the task's actions are discrete"),
+    ],
+)
+def test_what_it_refuses(spec: dict[str, ArraySpec], action: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        TokenVLA(spec, action, ModelConfig(policy="token"), chunk=1, sentences=())
