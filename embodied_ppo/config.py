@@ -452,6 +452,23 @@ class WarmStartConfig:
 
 
 @dataclass(frozen=True)
+class CloningConfig:
+    steps: Natural = 0
+    """Supervised steps on demonstrations before PPO, kept on disk between runs; 0: none. For model.policy=token."""
+    dataset: str | None = None
+    """Folder of demonstrations in LeRobot's layout (v2.0 to v3.0); null: the task's own expert records some, once
+    (Tabletop has one)."""
+    episodes: Count = 2000
+    """Demonstrations that are learned from, the first ones of a dataset."""
+    foresight_steps: Natural = 800
+    """Steps before these that predict where a demonstration ends: they teach the words (``cloning``)."""
+    batch_size: Count = 64
+    """Frames in one step."""
+    lr: Positive = 4e-3
+    """Learning rate of these steps."""
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     num_nodes: Count = 1
     """Machines."""
@@ -507,6 +524,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    cloning: CloningConfig = field(default_factory=CloningConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import hashlib
 import importlib
+import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from embodied_ppo import checkpoint, compiled, report, strict
+from embodied_ppo import checkpoint, cloning, compiled, report, strict, warm_start
 from embodied_ppo import evaluate as evaluation
 from embodied_ppo.assembly import Assembly, Setup, steps_per_update, total_updates, versions
 from embodied_ppo.config import Config, EnvConfig, EvaluateConfig
+from embodied_ppo.demonstrations import Writer
+from embodied_ppo.demonstrations import read as read_demonstrations
 from embodied_ppo.evaluate import EvaluationResult
 from embodied_ppo.learner import JointLearner
+from embodied_ppo.models import vla
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.vla import TokenVLA
 from embodied_ppo.placement.local import LocalSystem
@@ -139,6 +145,101 @@ def _unread(config: Config, env: VectorEnv) -> Iterator[str]:
         )
 
 
+# ------------------------------------------------------------------------------------------------------------ cloning
+RECORDERS = 64
+"""Environments that demonstrations are recorded in."""
+
+
+def demonstrations(config: Config, notice: Callable[[str], None]) -> Path:
+    """Folder of what ``config.cloning`` learns from; recorded by the task's expert unless it is there. ConfigError."""
+    c, env = config.cloning, config.env
+    if c.dataset is not None:
+        return Path(c.dataset)
+    if env.id != "Tabletop":
+        raise ConfigError(f"cloning.dataset = null: env.id={env.id} has no expert of its own; name a folder")
+    asked = {"kwargs": env.kwargs, "cameras": env.cameras, "size": env.image_size, "randomize": env.randomize}
+    asked["episodes"] = c.episodes  # a recording that is continued has other episodes than one made at once
+    name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:20]
+    folder = compiled.cache_folder() / "demonstrations" / name
+    recorder: Any = importlib.import_module("embodied_envs").recorder()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        open(folder.with_suffix(".lock"), "w") as lock,  # two runs that want the same: the second finds it done
+        _locked(lock),
+        Writer(
+            folder,
+            fps=recorder.FPS,
+            state=recorder.STATE,
+            action=recorder.ACTION,
+            cameras=dict.fromkeys(env.cameras, (env.image_size, env.image_size)),
+        ) as writer,
+    ):
+        missing = c.episodes - writer.episodes
+        if missing <= 0:
+            return folder
+        notice(f"cloning: recording {missing} demonstrations, once; they stay in {folder}")
+        for episode in recorder.record(
+            env.kwargs,
+            episodes=missing,
+            seed=0,
+            num_envs=RECORDERS,
+            image_size=(env.image_size, env.image_size),
+            cameras=env.cameras,
+            start=writer.episodes,
+            randomize=env.randomize,
+            num_threads=env.num_threads or None,
+        ):
+            writer.add(episode.images, episode.state, episode.action, episode.instruction)
+    return folder
+
+
+@contextmanager
+def _locked(file: IO[str]) -> Iterator[None]:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    yield
+
+
+def clone(policy: Policy, config: Config, notice: Callable[[str], None]) -> None:
+    """Behaviour cloning by ``config.cloning``, or the weights that an earlier run got by it. Raises ConfigError."""
+    c = config.cloning
+    assert isinstance(policy, TokenVLA)
+    folder = demonstrations(config, notice)
+    info = folder / "meta" / "info.json"
+    if not info.is_file():
+        raise ConfigError(f"cloning.dataset={folder}: holds no meta/info.json; name a dataset in LeRobot's layout")
+    weights = policy.state_dict()
+    around = json.dumps([strict.dump(c), str(folder), torch.__version__, config.seed, str(policy.query.device)])
+    name = hashlib.sha256(around.encode() + info.read_bytes() + warm_start.digest_of(weights).encode())
+    for module in (cloning, vla):
+        name.update(Path(str(module.__file__)).read_bytes())
+    path = compiled.cache_folder() / "cloned" / f"{name.hexdigest()[:20]}.safetensors"
+    if path.exists():
+        damage = warm_start.take(weights, path)
+        if damage is None:
+            return notice(f"cloning: taken from {path}")
+        notice(f"cloning: {path} is damaged ({damage}); it is made anew")
+    demos = read_demonstrations(folder, limit=c.episodes)
+    notice(f"cloning: {len(demos.state):,} frames of {int(demos.episode[-1]) + 1:,} demonstrations in {folder}")
+    told = cloning.clone(
+        policy,
+        demos,
+        steps=c.steps,
+        batch_size=c.batch_size,
+        lr=c.lr,
+        foresight_steps=c.foresight_steps,
+        seed=config.seed,
+        notice=notice,
+    )
+    notice(
+        f"cloning: loss {told.loss:.3f}, of held-out episodes {told.held_out_loss:.3f}, {told.cpu_s:.0f} CPU seconds"
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        warm_start.keep(policy.state_dict(), path)
+    except OSError as error:
+        notice(f"cloning: not kept ({' '.join(str(error).split())})")
+
+
 # ----------------------------------------------------------------------------------------------------------- assembly
 def assemble(s: Setup, stack: ExitStack) -> Assembly:
     """A system of mode=embodied; ``stack`` closes what it opens. Raises ConfigError, EnvError."""
@@ -147,6 +248,8 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
     stack.callback(env.close)
     policy = make_policy(config, env)
     _check_evaluation(config, s.device)
+    if config.cloning.steps and s.fresh_start:
+        clone(policy, config, s.progress)
     s.early.extend(_unread(config, env))
     since = compile_from(config, s.device, s.notice)
     simulators = config.env.num_threads or "as many as there are cores"

@@ -313,7 +313,7 @@ def _allowed(hint: Any) -> str:
 # --------------------------------------------------------------------------------------------------- options compared
 MODES: dict[str, str] = {
     # option or section -> the one mode that reads it
-    **dict.fromkeys(("env", "model", "env_steps"), "embodied"),
+    **dict.fromkeys(("env", "model", "cloning", "env_steps"), "embodied"),
     **dict.fromkeys(
         (f"algorithm.{x}" for x in ("horizon", "minibatch_unit", "bootstrap_type", "value_lr")), "embodied"
     ),
@@ -380,6 +380,11 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "model.width,model.depth,model.heads,model.bins,model.decode,model.temperature,model.word_buckets": (
         "model.policy=token",
         lambda c: c.model.policy == "token",
+    ),
+    "cloning.steps": ("model.policy=token", lambda c: c.model.policy == "token"),
+    "cloning.dataset,cloning.episodes,cloning.foresight_steps,cloning.batch_size,cloning.lr": (
+        "cloning.steps >= 1",
+        lambda c: c.cloning.steps > 0,
     ),
     "model.state_dependent_std,model.init_log_std,model.min_log_std,model.max_log_std": (
         "model.policy=actor_critic and model.distribution=gaussian or squashed_gaussian",

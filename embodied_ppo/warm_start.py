@@ -53,7 +53,7 @@ def warm_start(
     numbers = {"steps": steps, "batch_size": batch_size, "lr": lr, "lr_warmup": lr_warmup}
     path = folder / f"{_name(policy, weights, examples, {**numbers, 'key': dict(key)})}.safetensors"
     if path.exists():
-        damage = _take(weights, path)
+        damage = take(weights, path)
         if damage is None:
             notice(f"warm start: taken from {path}")
             return True
@@ -65,7 +65,7 @@ def warm_start(
     notice(f"warm start: {steps} supervised steps, once; the result stays in {folder}")
     _train(policy, examples, steps=steps, batch_size=batch_size, lr=lr, lr_warmup=lr_warmup)
     try:
-        _keep(weights, path)
+        keep(weights, path)
     except OSError as error:  # a full disk: the weights are there, training goes on
         notice(f"warm start: not kept ({' '.join(str(error).split())})")
     return False
@@ -115,12 +115,12 @@ def _name(
     digest = hashlib.sha256(json.dumps(around, sort_keys=True).encode())
     for source in (__file__, language.__file__):
         digest.update(Path(source).read_bytes())
-    digest.update(_digest(weights).encode())
+    digest.update(digest_of(weights).encode())
     digest.update(json.dumps(examples).encode())
     return digest.hexdigest()[:20]
 
 
-def _digest(weights: Mapping[str, Tensor]) -> str:
+def digest_of(weights: Mapping[str, Tensor]) -> str:
     """sha256 of names, types, shapes and bytes."""
     digest = hashlib.sha256()
     for name, x in weights.items():
@@ -129,7 +129,7 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _keep(weights: Mapping[str, Tensor], path: Path) -> None:
+def keep(weights: Mapping[str, Tensor], path: Path) -> None:
     """Write under a temporary name, with a digest, and rename. Raises OSError."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -137,7 +137,7 @@ def _keep(weights: Mapping[str, Tensor], path: Path) -> None:
     temporary = path.with_name(f"{path.stem}.{os.getpid()}.new")
     kept = {name: x.cpu().contiguous() for name, x in weights.items()}
     try:
-        save_file(kept, temporary, metadata={"sha256": _digest(kept)})
+        save_file(kept, temporary, metadata={"sha256": digest_of(kept)})
         temporary.replace(path)
     except SafetensorError as error:  # its word for a disk that refuses
         raise OSError(str(error)) from error
@@ -145,7 +145,7 @@ def _keep(weights: Mapping[str, Tensor], path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _take(weights: Mapping[str, Tensor], path: Path) -> str | None:
+def take(weights: Mapping[str, Tensor], path: Path) -> str | None:
     """What ``_keep`` wrote into the weights, or why not."""
     from safetensors import SafetensorError, safe_open
 
@@ -155,7 +155,7 @@ def _take(weights: Mapping[str, Tensor], path: Path) -> str | None:
             kept = {name: file.get_tensor(name) for name in weights}
     except (SafetensorError, OSError) as error:
         return " ".join(str(error).split())
-    if _digest(kept) != wanted:
+    if digest_of(kept) != wanted:
         return "its digest is not that of its weights"
     for name, x in weights.items():
         x.copy_(kept[name])

@@ -31,6 +31,7 @@ FLOORS: dict[str, int] = {
             "synthetic",
             "warm_start",
             "demonstrations",
+            "cloning",
         ),
         3,
     ),

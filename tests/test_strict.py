@@ -26,6 +26,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 TOKENS = {"model.policy": "token"}
+CLONING = {**TOKENS, "cloning.steps": 3}
 LANGUAGE: dict[str, Any] = {
     "mode": "reasoning",
     "updates": 1,
@@ -607,6 +608,12 @@ UNREAD = {
     "model.decode": ("autoregressive", TOKENS),
     "model.temperature": (0.5, TOKENS),
     "model.word_buckets": (64, TOKENS),
+    "cloning.steps": (3, TOKENS),
+    "cloning.dataset": ("x", CLONING),
+    "cloning.episodes": (3, CLONING),
+    "cloning.foresight_steps": (3, CLONING),
+    "cloning.batch_size": (3, CLONING),
+    "cloning.lr": (0.1, CLONING),
 }
 NOT_READ = {
     **dict.fromkeys((f"model.{x}" for x in ("backbone", "hidden", "activation", "layer_norm", "distribution")), TOKENS),

@@ -129,19 +129,19 @@ def test_cloning_counts_executed_actions_only() -> None:
     policy, inputs = make(), make().encode(observations())
     action, executed = torch.rand(B, C, A) * 2 - 1, torch.ones(B, C, dtype=torch.bool)
     executed[:, -1] = False
-    loss = policy.bc_loss(inputs, action, executed)
+    loss, hidden = policy.bc_loss(inputs, action, executed)
     other = action.clone()
     other[:, -1] = -other[:, -1]
-    assert torch.equal(loss, policy.bc_loss(inputs, other, executed))
-    logits = policy._logits(policy._hidden(inputs, None)).view(B, C, A, 16)
+    assert torch.equal(loss, policy.bc_loss(inputs, other, executed)[0]) and hidden.shape == (B, 32)
+    logits = policy._logits(policy._hidden(policy.trunk(inputs), None)).view(B, C, A, 16)
     rows = -logits.log_softmax(-1).gather(-1, policy.bin_of(action).unsqueeze(-1)).squeeze(-1)
     assert torch.allclose(loss, rows[:, :-1].mean(), atol=1e-6)
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     for _ in range(60):
         optimizer.zero_grad()
-        policy.bc_loss(inputs, action, executed).backward()
+        policy.bc_loss(inputs, action, executed)[0].backward()
         optimizer.step()
-    assert float(policy.bc_loss(inputs, action, executed).detach()) < 0.1 * float(loss.detach())
+    assert float(policy.bc_loss(inputs, action, executed)[0].detach()) < 0.1 * float(loss.detach())
 
 
 @pytest.mark.parametrize("detach", [True, False])

@@ -43,13 +43,15 @@ def sentence_table(sentences: Sequence[str], buckets: int) -> Tensor:
 class Memory(NamedTuple):
     """What is seen, once for all action tokens.
 
-    tokens   [B, P, D]  pictures, state, words        context  [B, D]  sentence and state
-    hidden   bool [B, P]  tokens that pad
+    tokens   [B, P, D]  pictures, state, words        hidden  bool [B, P]  tokens that pad
+    focus    [B, D]  what the sentence finds in the pictures
+    context  [B, D]  focus, sentence and state
     """
 
     tokens: Tensor
-    context: Tensor
     hidden: Tensor
+    focus: Tensor
+    context: Tensor
 
 
 class Stem(nn.Module):
@@ -114,6 +116,9 @@ class Trunk(nn.Module):
         self.state = nn.Linear(self.encoder.vector_size, width) if self.encoder.vector_size else None
         self.words = nn.Embedding(config.word_buckets, width)
         self.sentence = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        self.heads = config.heads
+        self.look = nn.Linear(width, width)
+        self.seen = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width))
         self.table: Tensor
         """int64 [S, L], words of the simulator's sentences; not part of a checkpoint."""
         self.register_buffer("table", sentence_table(sentences, config.word_buckets), persistent=False)
@@ -135,13 +140,17 @@ class Trunk(nn.Module):
         mean = (embedded * used.unsqueeze(-1)).sum(1) / used.sum(1, keepdim=True).clamp_min(1)
         context = self.sentence(mean)
         tokens = [stem(inputs[name], context) for name, stem in zip(self.names, self.stems, strict=True)]
+        query, (key, value) = self.look(context).unsqueeze(1), self.seen(torch.cat(tokens, dim=1)).chunk(2, dim=-1)
+        query, key, value = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (query, key, value))
+        focus = F.scaled_dot_product_attention(query, key, value).flatten(1)
+        context = context + focus
         if self.state is not None:
             state = self.state(inputs[VECTOR])
             context = context + state
             tokens.append(state.unsqueeze(1))
         seen = sum(x.shape[1] for x in tokens)
         hidden = torch.cat((used.new_zeros(len(used), seen), ~used), dim=1)
-        return Memory(torch.cat([*tokens, embedded], dim=1), context, hidden)
+        return Memory(torch.cat([*tokens, embedded], dim=1), hidden, focus, context)
 
 
 def _zeros(spec: dict[str, ArraySpec]) -> dict[str, Tensor]:
@@ -270,9 +279,8 @@ class TokenVLA(nn.Module):
         self.value_head = ValueHead(config.width, config.detach_value)
 
     # --------------------------------------------------------------------------------------------------------- tokens
-    def _hidden(self, inputs: dict[str, Tensor], bins: Tensor | None) -> Tensor:
+    def _hidden(self, memory: Memory, bins: Tensor | None) -> Tensor:
         """[B, C·A, D] at the action tokens; ``bins`` int64 [B, C·A] is read where each depends on those before."""
-        memory = self.trunk(inputs)
         x = self.query + memory.context.unsqueeze(1)
         if self.before is None:
             return self.decoder(x, memory)
@@ -295,6 +303,10 @@ class TokenVLA(nn.Module):
     def encode(self, obs: Obs) -> dict[str, Tensor]:
         return self.trunk.encode(obs)
 
+    def tell(self, sentences: Sequence[str]) -> None:
+        """The sentences that observations count, from now on."""
+        self.trunk.table = sentence_table(sentences, self.trunk.words.num_embeddings).to(self.query.device)
+
     def observe(self, obs: Obs, mask: Tensor) -> None:
         named = obs if isinstance(obs, dict) else {"obs": obs}
         self.trunk.encoder.observe({name: x for name, x in named.items() if name != INSTRUCTION}, mask)
@@ -308,7 +320,7 @@ class TokenVLA(nn.Module):
             return logits.argmax(-1) if noise is None else dist.categorical_sample(logits, noise)
 
         if self.before is None:
-            hidden = self._hidden(inputs, None)
+            hidden = self._hidden(self.trunk(inputs), None)
             logits = self._logits(hidden)
             bins, first = choose(logits, noise), hidden[:, 0]
         else:
@@ -335,7 +347,7 @@ class TokenVLA(nn.Module):
 
     def evaluate(self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
         bins = replay["bins"].flatten(1).long()
-        hidden = self._hidden(inputs, bins)
+        hidden = self._hidden(self.trunk(inputs), bins)
         logits = self._logits(hidden)
         shape = (len(bins), self.chunk, self.size)
         return Evaluation(
@@ -352,12 +364,14 @@ class TokenVLA(nn.Module):
         first = self.query[:1] + self.before.weight[self.bins] + memory.context.unsqueeze(1)
         return self.value_head(self.decoder(first, memory)[:, 0])
 
-    def bc_loss(self, inputs: dict[str, Tensor], action: Tensor, executed: Tensor) -> Tensor:
-        """Cross-entropy of demonstrated actions [B, C, A], the mean of those ``executed`` bool [B, C]."""
+    def bc_loss(self, inputs: dict[str, Tensor], action: Tensor, executed: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross-entropy of demonstrated actions [B, C, A], the mean of those ``executed`` bool [B, C], and what the
+        sentence finds in the pictures [B, D]."""
         bins = self.bin_of(action).flatten(1)
-        logits = self.head(self._hidden(inputs, bins)).float()
+        memory = self.trunk(inputs)
+        logits = self.head(self._hidden(memory, bins)).float()
         loss = F.cross_entropy(logits.flatten(0, 1), bins.flatten(), reduction="none").view(action.shape)
-        return (loss.mean(-1) * executed).sum() / executed.sum().clamp_min(1)
+        return (loss.mean(-1) * executed).sum() / executed.sum().clamp_min(1), memory.focus
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         critic = list(self.value_head.parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,11 +14,16 @@ from embodied_envs import envpool_env, gymnasium_env, libero_env, mjlab_env, spa
 from embodied_envs.checks import check_env
 from embodied_ppo.types import EnvError, VectorEnv
 
-__all__ = ["SIMULATORS", "check_env", "make", "nearest"]
+__all__ = ["SIMULATORS", "check_env", "make", "nearest", "recorder"]
 
 SIMULATORS = ("auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero")
 FAMILIES = {"our tasks": ("mujoco", "warp"), "envpool": ("envpool",), "gymnasium": ("gymnasium",)}
 """Who has task ids -> the simulators that step them."""
+
+
+def recorder() -> ModuleType:
+    """``embodied_envs.record``: Tabletop's expert, and what its demonstrations hold."""
+    return importlib.import_module("embodied_envs.record")
 
 
 def make(

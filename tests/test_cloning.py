@@ -1,0 +1,126 @@
+"""Behaviour cloning: what is learned from demonstrations, and that it is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_vla import SENTENCES, A, make
+
+from embodied_ppo import checkpoint, cli, cloning, robot
+from embodied_ppo.config import CloningConfig, Config, EnvConfig, ModelConfig
+from embodied_ppo.demonstrations import Demonstrations
+from embodied_ppo.models.vla import TokenVLA
+from embodied_ppo.types import ConfigError
+
+STEPS: dict[str, Any] = {"steps": 150, "batch_size": 16, "lr": 3e-3, "foresight_steps": 100, "seed": 0}
+
+
+def demonstrations(episodes: int = 40, length: int = 6) -> Demonstrations:
+    """A bright patch lies left or right; the sentence says whether to move there or away, and so the state ends."""
+    g = torch.Generator().manual_seed(0)
+    frames = episodes * length
+    right = torch.randint(0, 2, (episodes,), generator=g)
+    away = torch.randint(0, 2, (episodes,), generator=g)
+    way = ((2 * right - 1) * (1 - 2 * away)).float().repeat_interleave(length)
+    images = torch.zeros(frames, 16, 24, 3, dtype=torch.uint8)
+    for i in range(frames):
+        images[i, 4:8, (16 if right[i // length] else 4) :][:, :4] = 255
+    t = torch.arange(length).repeat(episodes).float()
+    state = torch.zeros(frames, 5)
+    state[:, 0] = way * t / length
+    action = torch.stack((0.8 * way, torch.zeros(frames)), dim=1)
+    episode = torch.arange(episodes).repeat_interleave(length)
+    return Demonstrations({"front": images}, state, action, episode, away[episode], SENTENCES[:2], 20)
+
+
+def test_a_clone_acts_as_demonstrated_and_says_how_well() -> None:
+    policy, demos = make(), demonstrations()
+    table, before = policy.trunk.table, cloning._measured(policy, demos, torch.arange(240))
+    said: list[str] = []
+    told = cloning.clone(policy, demos, notice=said.append, **STEPS)
+    assert told.steps == 150 and told.loss < 0.3 and told.held_out_loss < 0.5 < before and told.cpu_s > 0
+    assert policy.trunk.table is table  # the simulator's sentences again
+    policy.tell(demos.instructions)
+    obs = {"front": demos.images["front"].permute(0, 3, 1, 2), "state": demos.state, "instruction": demos.instruction}
+    action = policy.act(policy.encode(obs)).action.view(240, -1, A)[:, 0]
+    assert ((action - demos.action).abs() < 0.15).float().mean() > 0.95
+    assert said[0].startswith("foresight: step 10 of 100, loss ") and said[-1].startswith("cloning: step 150 of 150")
+    moments = policy.trunk.encoder.moments
+    assert moments is not None and torch.allclose(moments.mean.float(), demos.state.mean(0), atol=1e-4)
+
+
+def test_cloning_repeats_itself_and_foresight_changes_it() -> None:
+    def weights(**options: Any) -> float:
+        policy = make()
+        cloning.clone(policy, demonstrations(), **{**STEPS, "steps": 5, "foresight_steps": 5, **options})
+        return sum(float(p.detach().double().abs().sum()) for p in policy.parameters())
+
+    base = weights()
+    assert weights() == base
+    assert len({base, weights(foresight_steps=0), weights(seed=1), weights(batch_size=8), weights(lr=1e-3)}) == 5
+
+
+def test_where_demonstrations_end() -> None:
+    assert cloning._ends(torch.tensor([0, 0, 0, 2, 2, 7])).tolist() == [2, 2, 2, 4, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"action": torch.zeros(240, 3)}, "its actions have 3 dimensions, the task's 2"),
+        ({"images": {"wrist": torch.zeros(240, 16, 24, 3, dtype=torch.uint8)}}, "holds no camera 'front', only wrist"),
+        ({"images": {"front": torch.zeros(240, 8, 8, 3, dtype=torch.uint8)}}, "shows 8 x 8 pixels"),
+        ({"state": torch.zeros(240, 4)}, "its states have 4 numbers, the task's 5"),
+    ],
+)
+def test_demonstrations_of_another_robot(change: dict[str, Any], says: str) -> None:
+    policy = make()
+    with pytest.raises(ConfigError, match=f"cloning.dataset.*{says}"):
+        cloning.clone(policy, replace(demonstrations(), **change), **STEPS)
+
+
+def test_the_command_records_clones_and_finds_both_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "train",
+        "experiment=tabletop_token",
+        "updates=1",
+        "eval_every=0",
+        "env.num_envs=4",
+        "evaluation.episodes=4",
+    ]
+    words += ["algorithm.horizon=2", "algorithm.global_batch_size=8", "evaluation.num_envs=4", "model.width=16"]
+    words += [f"cloning.{x}" for x in ("steps=2", "foresight_steps=2", "episodes=6", "batch_size=4")]
+    words += ["evaluation.video_episodes=0"]
+    assert cli.main([*words, "run_dir=one"]) == 0
+    first = capsys.readouterr().err
+    assert "cloning: recording 6 demonstrations, once" in first and "of held-out episodes" in first
+    assert cli.main([*words, "run_dir=two"]) == 0
+    second = capsys.readouterr().err
+    assert "recording" not in second and "cloning: taken from" in second
+    assert len([*(tmp_path / "cache" / "cloned").iterdir()]) == 1
+    a, b = (checkpoint.open_checkpoint(run).policy() for run in ("one", "two"))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    # a resumed run has its weights already
+    assert cli.main([*words, "resume=one", "run_dir=three", "updates=2"]) == 0
+    assert "cloning:" not in capsys.readouterr().err
+
+
+def test_tasks_without_an_expert_need_a_dataset(tmp_path: Path) -> None:
+    config = Config(
+        env=EnvConfig(id="HalfCheetah-v5"), cloning=CloningConfig(steps=1), model=ModelConfig(policy="token")
+    )
+    with pytest.raises(ConfigError, match=r"env\.id=HalfCheetah-v5 has no expert of its own; name a folder"):
+        robot.demonstrations(config, print)
+    config = replace(config, cloning=CloningConfig(steps=1, dataset=str(tmp_path / "none")))
+    policy = make()
+    assert isinstance(policy, TokenVLA)
+    with pytest.raises(ConfigError, match=r"holds no meta/info\.json"):
+        robot.clone(policy, config, print)
