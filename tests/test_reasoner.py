@@ -424,7 +424,7 @@ def test_a_reward_model_learns_first_and_judges_then(capsys: Capture) -> None:
     assert "reward model: learns from 40 preferences of task arithmetic" in log()
     assert re.search(r"reward model: \d+\.\d % of held-out preferences right", log())
     row = rows(Path("run"))[-1]
-    assert row["kl/to_reference"] != 0 and row["kl/coef"] == 0.2
+    assert row["kl/to_reference"] != 0 and row["kl/coef"] == 0.5
     training = contents(Path("run"), 2)[1]["learner"]
     assert training["reference"] is not None and training["critic_weights"] is not None
     assert (
