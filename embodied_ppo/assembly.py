@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class Setup:
     notice   hears what a user should know once            early  lines for the log that is not there yet
     progress says at once what takes long
     fresh_start  False where a checkpoint's weights will replace those made here
+    advance  hears how much of what takes long is done: what, how many, of how many
     """
 
     config: Config
@@ -43,6 +44,7 @@ class Setup:
     progress: Callable[[str], None]
     early: list[str]
     fresh_start: bool = True
+    advance: Callable[[str, int, int], None] = lambda what, done, total: None
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Assembly:
     write    an evaluation's result, its checkpoint, a folder -> paths of the report's files
     samples  of a result, rows of a table for TensorBoard; empty where there is nothing to read
     success  tag of the share of successes
+    facts    of what came before training, for the summary
     """
 
     system: LocalSystem[Any]
@@ -62,6 +65,7 @@ class Assembly:
     write: Callable[[Any, checkpoint.Checkpoint, Path], dict[str, str | None]]
     samples: Callable[[Any], list[dict[str, Any]]] = lambda result: []
     success: str = "eval/success"
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def device(name: str, threads: int) -> torch.device:

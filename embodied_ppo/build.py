@@ -6,8 +6,8 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import yaml
 
-from embodied_ppo import checkpoint, compiled, loop, reasoner, robot, strict
+from embodied_ppo import checkpoint, compiled, loop, reasoner, robot, rules, strict
 from embodied_ppo.assembly import Assembly, Setup, config_hash, device, digest, total_updates, versions
-from embodied_ppo.config import Config, EvaluateConfig
-from embodied_ppo.log import Log, Timer, numbers, peak_rss_mb, process_age_s
+from embodied_ppo.config import Config, DemosConfig, EvaluateConfig
+from embodied_ppo.log import LINE_EVERY_S, Log, Timer, numbers, peak_rss_mb, process_age_s
 from embodied_ppo.rundir import absolute, check_resume, flat, locate, locked, stored_options
 from embodied_ppo.types import CheckpointError, ConfigError, EnvError, TrainingError
 
@@ -46,6 +46,80 @@ def _stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
+class _Interrupts:
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt: at once, or where ``whole()`` ends; a second one at once."""
+
+    def __init__(self) -> None:
+        self._before: dict[Any, Any] = {}
+        self._busy = self._asked = False
+
+    def __enter__(self) -> _Interrupts:
+        with suppress(ValueError):  # not in the main thread: the caller keeps its signals
+            self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if not self._busy or self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+        if self._asked:
+            raise KeyboardInterrupt
+
+
+class _Progress:
+    """Of what takes long before training: a bar on a terminal, else a line every LINE_EVERY_S; on stderr."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self._bar: Any = None
+        self._what, self._first, self._begun, self._told = "", 0, 0.0, 0.0
+
+    def say(self, line: str) -> None:
+        if self.quiet:
+            return
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def advance(self, what: str, done: int, total: int) -> None:
+        """``done`` of ``total``."""
+        if self.quiet:
+            return
+        now = time.perf_counter()
+        if what != self._what:
+            self._what, self._first, self._begun, self._told = what, done, now, now
+            if sys.stderr.isatty():
+                self._bar = self._bar or _bar(start=True)
+                self._bar.add_task(what, total=total)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[-1], completed=done)
+        elif now - self._told >= LINE_EVERY_S:
+            self._told = now
+            left = (now - self._begun) / max(1, done - self._first) * (total - done)
+            print(f"{what} {done}/{total}  {left:.0f} s left", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
 @contextmanager
 def _matmul_precision(precision: str) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
@@ -63,7 +137,44 @@ def train(config: Config, *, explicit: Any = (), quiet: bool = False, json: bool
     Raises ConfigError, EnvError, CheckpointError before anything is written; TrainingError if the run fails;
     SystemExit(130) after an interrupt has saved.
     """
-    strict.check(config, explicit)
+    return _start(config, explicit, quiet, imitate=False)
+
+
+def clone(config: Config, *, explicit: Any = (), quiet: bool = False, json: bool = False) -> dict[str, Any]:
+    """A run of no updates: the clone of ``config.cloning``, saved, measured and reported. As ``train``."""
+    model, steps = config.model, config.cloning.steps
+    rules_of_cloning = (
+        (
+            config.mode != "embodied",
+            f"mode = {config.mode}: clone is for robot policies; a language model is warmed up by train, see "
+            "warm_start.steps",
+        ),
+        (
+            model.policy == "actor_critic",
+            "model.policy = actor_critic: cannot be cloned; write model.policy=token, flow or gaussian, or "
+            "experiment=tabletop_token",
+        ),
+        (steps == 0, "cloning.steps = 0: nothing would be learned; write cloning.steps=1500"),
+        (
+            config.resume is not None,
+            f"resume = {config.resume}: clone begins anew; leave it out, or go on with PPO: embodied-ppo train "
+            f"resume={config.resume} run_dir=NEW",
+        ),
+        (
+            config.run_dir is not None and any(Path(config.run_dir).glob("checkpoints/step_*")),
+            f"run_dir={config.run_dir}: holds a run already; name another, or go on with PPO: embodied-ppo train "
+            f"resume={config.run_dir} run_dir=NEW",
+        ),
+    )
+    for broken, line in rules_of_cloning:
+        if broken:
+            raise ConfigError(line)
+    return _start(config, explicit, quiet, imitate=True)
+
+
+def _start(config: Config, explicit: Any, quiet: bool, *, imitate: bool) -> dict[str, Any]:
+    """``imitate``: cloning only."""
+    rules.check(config, explicit)
     early: list[str] = []
     run_dir, wanted = locate(config, early.append)
     with ExitStack() as stack:
@@ -80,7 +191,7 @@ def train(config: Config, *, explicit: Any = (), quiet: bool = False, json: bool
                 )
             if newest and source is not None:
                 checkpoint.set_aside(run_dir, after=source.update, notice=early.append)
-        return _train(config, run_dir, source, early, stack if fresh else None, quiet=quiet)
+        return _train(config, run_dir, source, early, stack if fresh else None, quiet=quiet, imitate=imitate)
 
 
 def _train(
@@ -91,6 +202,7 @@ def _train(
     fresh: ExitStack | None,
     *,
     quiet: bool,
+    imitate: bool,
 ) -> dict[str, Any]:
     """Build everything, then run. ``fresh`` holds the lock of a run directory that does not exist yet."""
     updates = total_updates(config)
@@ -108,20 +220,24 @@ def _train(
 
     shown: list[str] = []
 
+    bar = _Progress(quiet)
+
     def progress(line: str) -> None:
         shown.append(line)
-        if not quiet:
-            print(line, file=sys.stderr, flush=True)
+        bar.say(line)
 
     text = yaml.safe_dump(strict.relevant(config), sort_keys=False)
     info = {"versions": versions(), "config_hash": config_hash(config)}
-    setup = Setup(config, where, run_dir, updates, text, info, notice, progress, early, fresh_start=source is None)
+    setup = Setup(
+        config, where, run_dir, updates, text, info, notice, progress, early, source is None, advance=bar.advance
+    )
     with ExitStack() as stack:
-        match config.mode:
-            case "embodied":
-                made = robot.assemble(setup, stack)
-            case "reasoning":
-                made = reasoner.assemble(setup, stack)
+        with _Interrupts(), bar:
+            match config.mode:
+                case "embodied":
+                    made = robot.assemble(setup, stack)
+                case "reasoning":
+                    made = reasoner.assemble(setup, stack)
         if source is not None:
             made.system.load(source, notice)
         if fresh is not None:
@@ -135,6 +251,8 @@ def _train(
                 log.say(line, show=False)
             for line in early:
                 log.say(line)
+            if imitate:
+                return _imitated(config, made, log)
             return _run(config, made, log, first=first, updates=updates)
         except Exception as error:  # all of them: log.txt tells the cause, then it goes on up
             log.say(f"failed: {type(error).__name__}: {error}")
@@ -227,6 +345,7 @@ def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) 
         "final_return": final["eval/return"],
         "initial_success": before.get(made.success),
         "final_success": final.get(made.success),
+        **made.facts,
         "versions": versions(),
         "config_hash": config_hash(config),
         "run_dir": str(run_dir),
@@ -234,12 +353,88 @@ def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) 
         "tensorboard": str(run_dir / "tensorboard"),
         **written,
     }
-    results = {f"hparam/{name}": summary[name] for name in ("final_return", f"cpu_us_per_{one}")}
-    log.hyper_parameters(flat(strict.relevant(config)), results)
-    temporary = run_dir / "summary.json.new"
-    temporary.write_text(json.dumps(summary, indent=1) + "\n")
-    temporary.replace(run_dir / "summary.json")
+    _conclude(config, summary, log, ("final_return", f"cpu_us_per_{one}"))
     return summary
+
+
+def _conclude(config: Config, summary: dict[str, Any], log: Log, results: Sequence[str]) -> None:
+    """summary.json, and its ``results`` beside the options in TensorBoard."""
+    log.hyper_parameters(flat(strict.relevant(config)), {f"hparam/{name}": summary[name] for name in results})
+    temporary = log.run_dir / "summary.json.new"
+    temporary.write_text(json.dumps(summary, indent=1) + "\n")
+    temporary.replace(log.run_dir / "summary.json")
+
+
+def _imitated(config: Config, made: Assembly, log: Log) -> dict[str, Any]:
+    """Save the clone as update 0, measure it and write the report."""
+    run_dir, system, timer = log.run_dir, made.system, Timer()
+    log.say(f"{config.name}: {made.title.partition(',')[0]}, cloned, in {run_dir}")
+    started = time.perf_counter()
+    with _stop_signals(timer), _matmul_precision(config.matmul_precision):
+        try:
+            saved = system.save(0)  # before the evaluation: should that fail, nothing is lost
+            with timer("evaluate"):
+                metrics = system.evaluate(0)
+        except KeyboardInterrupt:
+            log.say(f"interrupted; saved: {system.saved}; measure it with evaluate checkpoint={run_dir}")
+            raise SystemExit(130) from None
+    log.metrics(metrics, update=0, steps=0)
+    final = numbers(metrics)
+    written = made.write(system.result, checkpoint.open_checkpoint(saved), run_dir / "reports" / "step_000000")
+    if written.get("video"):
+        log.video("evaluation", str(written["video"]), steps=0)
+    summary = {
+        "updates": 0,
+        "wall_s": round(time.perf_counter() - started, 3),
+        **made.facts,
+        "final_return": final["eval/return"],
+        "final_success": final.get(made.success),
+        "versions": versions(),
+        "config_hash": config_hash(config),
+        "run_dir": str(run_dir),
+        "checkpoint": str(saved),
+        "tensorboard": str(run_dir / "tensorboard"),
+        **written,
+    }
+    _conclude(config, summary, log, ("final_return",))
+    return summary
+
+
+# -------------------------------------------------------------------------------------------------------------- demos
+def demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
+    """Record the scripted expert; returns what was done.
+
+    Raises ConfigError, EnvError before anything is recorded; TrainingError if the recording fails; SystemExit(130)
+    after an interrupt: what is finished is on the disk.
+    """
+    robot.check_recording(config)
+    started = time.perf_counter()
+    with _Progress(quiet) as bar:
+        try:
+            with _Interrupts() as interrupts:
+                told = robot.record(
+                    config,
+                    bar.say,
+                    lambda done, total: bar.advance("recording", done, total),
+                    interrupts.whole,
+                    done=bar.say,
+                )
+        except KeyboardInterrupt:
+            bar.say(
+                f"interrupted; {robot.recorded(config.out)} of {config.episodes} demonstrations are safe in "
+                f"{config.out}; the same command goes on"
+            )
+            raise SystemExit(130) from None
+    return {
+        "folder": str(Path(config.out)),
+        "episodes": told.episodes,
+        "frames": told.frames,
+        "found": told.found,
+        "recorded": told.episodes - told.found,
+        "expert_success": told.succeeded / told.tried if told.tried else None,
+        "wall_s": round(time.perf_counter() - started, 3),
+        "families": told.families,
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------- evaluate
@@ -257,7 +452,7 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False,
     Raises CheckpointError, ConfigError, EnvError before anything is written.
     """
     source, run_dir, trained = _open(config.checkpoint)
-    strict.check_evaluation(config, trained.mode, explicit)
+    rules.check_evaluation(config, trained.mode, explicit)
     where = device(config.device, config.threads)
 
     def say(line: str) -> None:
@@ -288,8 +483,13 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False,
 
 
 def export(where: str, out: str) -> dict[str, Any]:
-    """Write a language model's checkpoint as a directory for transformers. Raises CheckpointError, ConfigError."""
+    """Write a checkpoint of a language model or of a model of action tokens as a directory of the published layout.
+
+    Raises CheckpointError, ConfigError, EnvError.
+    """
     source, _, trained = _open(where)
+    if trained.mode == "embodied" and trained.model.checkpoint is not None and trained.model.policy == "token":
+        return robot.export(trained, source, Path(out))
     if trained.mode == "embodied":
         raise ConfigError(
             f"checkpoint={where}: is a robot policy, which transformers does not know; its weights are in "
@@ -299,9 +499,17 @@ def export(where: str, out: str) -> dict[str, Any]:
 
 
 def _episode_bar(total: int) -> Any:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
+    bar = _bar(disable=not sys.stderr.isatty())
     bar.add_task("episodes", total=total)
+    return bar
+
+
+def _bar(*, start: bool = False, disable: bool = False) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), disable=disable)
+    if start:
+        bar.start()
     return bar

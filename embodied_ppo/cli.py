@@ -11,11 +11,12 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_ppo import __version__, explain
-from embodied_ppo.errors import CheckpointError, ConfigError, EnvError, PlacementError, TrainingError, choose
+from embodied_ppo.errors import CheckpointError, ConfigError, EnvError, PlacementError, TrainingError, choose, show
 from embodied_ppo.explain import UsageError, one_line
 
 if TYPE_CHECKING:  # hydra and torch are imported inside the commands: --help answers at once
@@ -68,6 +69,26 @@ def _evaluate(args: argparse.Namespace) -> None:
     _print_result(build.evaluate(loaded.config, explicit=explicit, quiet=args.quiet, json=args.json), args)
 
 
+def _demos(args: argparse.Namespace) -> None:
+    loaded = _prepare(args, args.overrides)
+    _say_aliases(loaded, args)
+    from embodied_ppo import build
+
+    told = build.demos(loaded.config, quiet=args.quiet)
+    if not args.json:  # there nested entries are shown, too
+        told["families"] = ", ".join(f"{name} {count}" for name, count in told["families"].items()) or None
+    _print_result(told, args)
+
+
+def _clone(args: argparse.Namespace) -> None:
+    loaded = _prepare(args, args.overrides)
+    _say_aliases(loaded, args)
+    from embodied_ppo import build
+
+    explicit = loaded.deliberate({FLAGS})
+    _print_result(build.clone(loaded.config, explicit=explicit, quiet=args.quiet, json=args.json), args)
+
+
 def _export(args: argparse.Namespace) -> None:
     loaded = _prepare(args, args.overrides)
     from embodied_ppo import build
@@ -76,7 +97,7 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _config(args: argparse.Namespace) -> None:
-    if args.overrides and args.overrides[0] in ("train", "evaluate"):
+    if args.overrides and args.overrides[0] in ("train", "demos", "clone", "evaluate"):
         args.command = args.overrides.pop(0)
     loaded = _prepare(args, args.overrides, check=args.command == "train")
     rows = explain.config_rows(loaded, only=args.only)
@@ -119,6 +140,16 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str, str]] = {
         "train a policy or, with mode=reasoning, a language model",
         "train experiment=quickstart seed=1 algorithm.gamma=0.98",
     ),
+    "demos": (
+        _demos,
+        "record demonstrations of a task's scripted expert",
+        "demos experiment=tabletop_token out=demos/reach episodes=2000",
+    ),
+    "clone": (
+        _clone,
+        "train a policy by cloning demonstrations only",
+        "clone experiment=tabletop_token cloning.dataset=demos/reach",
+    ),
     "evaluate": (_evaluate, "measure a checkpoint", "evaluate checkpoint=runs/NAME/DATE-SEED episodes=100"),
     "export": (_export, "write a language model for transformers", "export checkpoint=runs/NAME/DATE-SEED out=DIR"),
     "config": (_config, "show every option: value, who set it, meaning", "config experiment=quickstart --only gamma"),
@@ -129,15 +160,26 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str, str]] = {
 # ------------------------------------------------------------------------------------------------ text -> typed config
 def _prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = True) -> Loaded:
     """Compose, type and check. Raises ConfigError, PlacementError or CheckpointError."""
-    from embodied_ppo import strict
-    from embodied_ppo.config import Config, EvaluateConfig, ExportConfig
+    from embodied_ppo import rules, strict
+    from embodied_ppo.config import Config, DemosConfig, EvaluateConfig, ExportConfig
 
-    cls = {"evaluate": EvaluateConfig, "export": ExportConfig}.get(args.command, Config)
+    cls = {"demos": DemosConfig, "evaluate": EvaluateConfig, "export": ExportConfig}.get(args.command, Config)
+    if cls is DemosConfig:
+        defaults = strict.dump(Config()) | strict.dump(DemosConfig())
+        return strict.read(DemosConfig, _demos_layers(lines, _layers(args, lines, defaults)))
     loaded = strict.read(cls, _layers(args, lines, strict.dump(cls())))
     if not check:
         return loaded
     config, origin = loaded.config, loaded.origin
-    strict.check(config, explicit=loaded.deliberate({FLAGS}))
+    if args.command == "clone":
+        for path in ("updates", "env_steps", "eval_every", "save_every"):
+            if origin.get(path) == FLAGS and getattr(config, path) is not None:
+                raise ConfigError(
+                    f"{path} = {getattr(config, path)} ({FLAGS}) is set but not read by clone, which makes no updates; "
+                    f"leave it out, or write it when PPO goes on: train resume=RUN run_dir=NEW {path}=.."
+                )
+        return loaded  # build.clone compares the rest
+    rules.check(config, explicit=loaded.deliberate({FLAGS}))
     if isinstance(config, Config) and config.updates is not None:
         if origin.get("env_steps") == FLAGS and origin["updates"] != FLAGS:
             raise ConfigError(
@@ -145,6 +187,48 @@ def _prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = Tr
                 f"({origin['updates']}) wins; add updates=null"
             )
     return loaded
+
+
+def _demos_layers(lines: Sequence[str], layers: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """What demos reads of the layers: of files the section env, of the command line everything. Raises ConfigError."""
+    from embodied_ppo import strict
+    from embodied_ppo.config import Config, DemosConfig
+
+    mode = [node["mode"] for _, node in layers if "mode" in node][-1:]
+    if mode and mode != ["embodied"]:
+        raise ConfigError(
+            f"mode = {mode[0]}: demos records a robot's expert; write experiment=tabletop_token, or another robot's"
+        )
+    ours = strict.describe(DemosConfig)
+    reads = [*(path for path in ours if "." not in path), *(f"env.{name}" for name in DEMOS_ENV)]
+    written = [
+        f"{key} = .." for key in ("algorithm", "model", "placement") if any(x.startswith(f"{key}=") for x in lines)
+    ]
+    for who, node in layers:
+        if who == FLAGS:
+            known = strict.read(Config, [_known(who, node)])
+            written += [
+                f"{path} = {show(attrgetter(path)(known.config))}" for path in known.origin if path not in reads
+            ]
+    if written:
+        raise ConfigError(
+            f"{written[0]} ({FLAGS}) is set but not read by demos; leave it out. Read are {', '.join(reads)}"
+        )
+    own = {path.partition(".")[0] for path in ours}
+    return [(who, node if who == FLAGS else {k: v for k, v in node.items() if k in own}) for who, node in layers]
+
+
+DEMOS_ENV = ("id", "kwargs", "cameras", "image_size", "randomize", "num_threads")
+"""Options of the section env that demos reads."""
+
+
+def _known(who: str, node: Any) -> tuple[str, Any]:
+    """The part of a layer that train would know."""
+    from embodied_ppo import strict
+    from embodied_ppo.config import Config
+
+    tops = {path.partition(".")[0] for path in strict.describe(Config)}
+    return who, {k: v for k, v in node.items() if k in tops}
 
 
 def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -196,7 +280,9 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
             flagged = [f for f in flagged if any(f"/{g}/" in f[0] for g in groups)]
         flags = _flags(overrides, loader)
         task = OmegaConf.select(flags, "env.id") if stored is None and "experiment" not in groups else None
-        if name == "train" and task is not None:  # another task than the default experiment's is not called so
+        if (
+            name in ("train", "clone") and task is not None
+        ):  # another task than the default experiment's is not called so
             own = {"name": str(task).replace("/", "-").replace(":", "-"), "description": ""}
             flagged.append(("env.id", OmegaConf.create(own)))
         layers = [*files, *flagged, (FLAGS, flags)]
@@ -319,7 +405,7 @@ def _loader(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
     if _config_dir(args):
         path.prepend(provider="command line", path=f"file://{os.path.abspath(args.config_dir)}")
     loader = Loader(config_search_path=path)
-    primary = args.command if args.command in ("evaluate", "export") else "train"
+    primary = args.command if args.command in ("demos", "clone", "evaluate", "export") else "train"
     name = (args.config_name or primary).removesuffix(".yaml")
     if not loader.repository.config_exists(name):
         names = sorted({n for n in loader.get_group_options("", ObjectType.CONFIG) if not n.startswith("_")})

@@ -83,9 +83,10 @@ class EnvConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    policy: Literal["actor_critic", "token"] = "actor_critic"
-    """actor_critic: trunk and two heads; token: a vision-language-action model whose actions are tokens. The options
-    from width on are the latter's, those from backbone to value_gain the former's."""
+    policy: Literal["actor_critic", "token", "flow", "gaussian"] = "actor_critic"
+    """actor_critic: trunk and two heads; the others are vision-language-action models, told what to do: their actions
+    are tokens, flow out of noise, or are Gaussian. The options from width on are theirs, those from backbone to
+    value_gain actor_critic's."""
     backbone: Literal["auto", "mlp", "cnn"] = "auto"
     """Trunk; auto: cnn for uint8 images, mlp otherwise."""
     hidden: tuple[Count, ...] = (64, 64)
@@ -129,7 +130,34 @@ class ModelConfig:
     decode: Literal["parallel", "autoregressive"] = "parallel"
     """All tokens of a chunk at once, or each after those before it."""
     temperature: Positive = 1.0
-    """Logits of action tokens are divided by it, acting and learning; deterministic evaluation takes the likeliest."""
+    """Logits of action tokens are divided by it, deviations multiplied, acting and learning; deterministic evaluation
+    takes the likeliest."""
+    flow_steps: Count = 4
+    """Steps from noise to an action (K)."""
+    flow_noise: Literal["sde", "learned"] = "sde"
+    """Deviation of a stochastic step: from flow_eta (Flow-SDE), or learned (Flow-Noise, which has an entropy)."""
+    flow_eta: Positive = 0.5
+    """Noise of flow_noise=sde: the deviation of the first step."""
+    flow_chain: Literal["one", "sum", "mean"] = "one"
+    """one: a single step of a chain is stochastic, drawn anew for each; sum: all are and their log-probabilities are
+    added; mean: their mean, and so a clip range K + 1 times as wide, as RLinf's joint_logprob."""
+    freeze_trunk: bool = False
+    """What sees is not trained by PPO, and run once for all epochs of an update (cloning trains it in any case, unless
+    it is a checkpoint's). pi0: PaliGemma; its keys and values are kept while half of the memory holds them."""
+    checkpoint: str | None = None
+    """Directory of a published model instead of a small new one: OpenVLA, OpenVLA-OFT or a vision-language model of
+    transformers (policy=token), pi0 (policy=flow). Needs the extra [vla]."""
+    unnorm_key: str | None = None
+    """Whose action statistics of an OpenVLA checkpoint to use; null: the only ones there are."""
+    lora_rank: Natural = 0
+    """Rank of low-rank adapters on the language model of a checkpoint, which stays as it is otherwise (Hu et al.
+    2021); 0: none, everything is trained. A run's checkpoints then hold adapters and heads only."""
+    lora_alpha: Positive = 32.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the arithmetic of a checkpoint's model; what is trained is kept in float32 in any case."""
+    gradient_checkpointing: bool = False
+    """A checkpoint's model computes activations twice instead of keeping them."""
     detach_value: bool = True
     """The value head learns on features that it does not change (an untrained head was seen to undo a clone)."""
     word_buckets: Annotated[int, Limit(ge=2)] = 1024
@@ -454,7 +482,8 @@ class WarmStartConfig:
 @dataclass(frozen=True)
 class CloningConfig:
     steps: Natural = 0
-    """Supervised steps on demonstrations before PPO, kept on disk between runs; 0: none. For model.policy=token."""
+    """Supervised steps on demonstrations before PPO, kept on disk between runs; 0: none. For vision-language-action
+    models."""
     dataset: str | None = None
     """Folder of demonstrations in LeRobot's layout (v2.0 to v3.0); null: the task's own expert records some, once
     (Tabletop has one)."""
@@ -466,6 +495,9 @@ class CloningConfig:
     """Frames in one step."""
     lr: Positive = 4e-3
     """Learning rate of these steps."""
+    coef: NonNegative = 0.0
+    """Weight of the cloning loss of batch_size demonstrated frames that every minibatch of PPO adds to its own; 0:
+    PPO alone."""
 
 
 @dataclass(frozen=True)
@@ -641,7 +673,7 @@ class EvaluateConfig:
     response_length: Count | None = None
     """Of a language model: longest response, tokens; null: as in training."""
     temperature: Positive = 1.0
-    """Of sampled responses, as the next four."""
+    """Of sampled responses, as the next four, and of sampled actions of vision-language-action models."""
     top_k: Natural = 0
     """Only the k likeliest tokens; 0: all."""
     top_p: Annotated[float, Limit(gt=0, le=1)] = 1.0
@@ -660,3 +692,20 @@ class ExportConfig:
     """A checkpoint of a language model, or its run directory (its latest checkpoint); required."""
     out: str = ""
     """New directory for weights, configuration and tokenizer; required."""
+
+
+@dataclass(frozen=True)
+class DemosConfig:
+    """Options of ``embodied-ppo demos``."""
+
+    out: str = ""
+    """Folder to record into, LeRobot v3.0; a recording that was begun there is continued; required."""
+    episodes: Count = 2000
+    """Demonstrations that the folder will hold, with those that are there already."""
+    seed: Natural = 0
+    """Seed of the initial states and the noise."""
+    noise: Annotated[float, Limit(ge=0, lt=1)] = 0.05
+    """Probability with which a step executes a random action; recorded is what the expert would have done, so that a
+    clone learns to come back. 0: executed as recorded."""
+    env: EnvConfig = field(default_factory=EnvConfig)
+    """Of the experiment; read are id, kwargs, cameras, image_size, randomize and num_threads."""

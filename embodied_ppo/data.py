@@ -252,7 +252,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ConfigError(
             f"mode=reasoning needs transformers ({error}): pip install 'embodied-ppo[language]'"
         ) from error
-    except Exception as error:  # the tokenizers library has its own
+    except Exception as error:  # tokenizers raises Exception itself, transformers a KeyError where a field is missing
         raise ConfigError(f"{option}: transformers refuses ({' '.join(str(error).split())}); mend it") from error
 
 

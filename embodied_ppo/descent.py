@@ -86,11 +86,17 @@ class Descent:
         )
         self.adaptive_factor = 1.0
         self.statistics: tuple[str, ...] = ()
+        self.beside: Callable[[torch.Generator], Tensor] | None = None
+        """A loss that eager minibatches of the actor add to theirs, of samples that it draws."""
+        self.drawn = torch.Generator()
+        self.beside_told: list[float] = []
 
     def descend(self, batch: Batch, update: int, *, warming: bool, entropy_coef: float) -> Descended:
         """``update_epoch`` passes over a batch. ``warming``: only the critic learns. Raises TrainingError."""
         c = self.config
         self._set_learning_rates(update)
+        self.drawn.manual_seed(sampling_key(self.seed, update, "beside"))
+        self.beside_told.clear()
         run = self._compiled(batch, update, warming=warming)
         if run is None:
             step = self._eager_step(batch, warming=warming, entropy_coef=entropy_coef)
@@ -233,6 +239,10 @@ class Descent:
         if warming:
             for p in self.actor:
                 p.grad = None
+        elif self.beside is not None:
+            beside = self.beside(self.drawn)
+            beside.backward()
+            self.beside_told.append(float(beside.detach()))
         actor, critic = (_gradient_norm(group, part.mask.device) for group in (self.actor, self.critic))
         norm = torch.hypot(actor, critic)
         total |= {"actor_norm": actor, "critic_norm": critic, "finite": norm + total["loss"]}

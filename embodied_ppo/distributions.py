@@ -1,4 +1,4 @@
-"""Action distributions as pure functions: Gaussian, squashed Gaussian, categorical.
+"""Action distributions as pure functions: Gaussian, squashed Gaussian, categorical, a step of a stochastic flow.
 
 Log-probabilities are [B, A], per dimension, for continuous actions and [B] for categorical ones.
 Sampling takes its randomness from the generator it is given and from nowhere else.
@@ -80,3 +80,18 @@ def categorical_entropy(logits: Tensor) -> Tensor:
     """H = -sum p log p, [B, K] -> [B]."""
     log_p = logits.log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
+
+
+def flow_step(x: Tensor, v: Tensor, tau: Tensor, delta: float, eta: float) -> tuple[Tensor, Tensor]:
+    """Mean [B, ..] and deviation (of ``tau``'s shape) of a step from x at time ``tau`` to ``tau`` - ``delta``.
+
+    The stochastic flow of Flow-GRPO (Liu et al. 2025, arXiv 2505.05470), with v = dx/dtau and sigma = eta sqrt(tau /
+    (1 - tau)): the action is estimated as a = x - tau v and the noise as e = x + (1 - tau) v,
+
+        mean = a (1 - (tau - delta)) + e (tau - delta - sigma^2 delta / (2 tau)),    std = sigma sqrt(delta)
+
+    At tau = 1 sigma has 1 - delta in place of tau below the line. eta -> 0 gives the flow itself, x - delta v.
+    """
+    var = eta * eta * delta * tau / (1 - tau.clamp(max=1 - delta))
+    a, e = x - tau * v, x + (1 - tau) * v
+    return a * (1 - (tau - delta)) + e * (tau - delta - var / (2 * tau)), var.sqrt()

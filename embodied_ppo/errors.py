@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -30,3 +31,16 @@ def choose(word: str, names: Sequence[str], intro: str) -> str:
     """``did you mean x?`` where one is near, and what there is."""
     near = difflib.get_close_matches(word, names, n=1)
     return (f"did you mean {near[0]}? " if near else "") + intro + (", ".join(names) or "none")
+
+
+def show(value: Any) -> str:
+    """A value as the command line would take it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return value if value and value.isprintable() else repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(show, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k}: {show(v)}" for k, v in value.items()) + "}"
+    return repr(value)

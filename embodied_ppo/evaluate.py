@@ -61,6 +61,8 @@ class EvaluationResult:
     seed: int
     deterministic: bool
     episodes: tuple[Episode, ...]
+    temperature: float | None = None
+    """Of sampled actions; None: the policy's own."""
 
     @property
     def returns(self) -> list[float]:
@@ -116,6 +118,7 @@ def evaluate(
     num_envs: int,
     seed: int,
     deterministic: bool = True,
+    temperature: float | None = None,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> EvaluationResult:
     """Measure ``episodes`` episodes of ``policy``; the same policy and seed give the same result bit for bit.
@@ -127,6 +130,7 @@ def evaluate(
 
     make_env       seeds -> that many environments; they are closed here
     deterministic  act with the distribution's mode; False: sample, keyed by (seed, i // GROUP, step)
+    temperature    of sampled actions, for policies that have one; None: as it is
     on_episode     called as each episode ends
 
     Raises EnvError if an episode does not end or its reward is not finite.
@@ -134,7 +138,7 @@ def evaluate(
     seeds = evaluation_seeds(seed, episodes)
     env: VectorEnv | None = None
     measured: list[Episode] = []
-    with evaluation_mode(policy):
+    with evaluation_mode(policy, temperature):
         try:
             for first in range(0, episodes, num_envs):
                 block = seeds[first : first + num_envs]
@@ -149,7 +153,7 @@ def evaluate(
             if env is not None:
                 env.close()
     assert env is not None, "episodes and num_envs are at least 1"
-    return EvaluationResult(task=env.id, seed=seed, deterministic=deterministic, episodes=tuple(measured))
+    return EvaluationResult(env.id, seed, deterministic, tuple(measured), temperature)
 
 
 def _block(
@@ -237,8 +241,11 @@ def act(
 
 
 @contextmanager
-def evaluation_mode(policy: Policy) -> Iterator[None]:
-    """``eval()`` inside; afterwards every submodule is as it was."""
+def evaluation_mode(policy: Policy, temperature: float | None = None) -> Iterator[None]:
+    """``eval()`` and, where given, another ``temperature`` inside; afterwards everything is as it was."""
+    own = getattr(policy, "temperature", None)
+    if temperature is not None:
+        setattr(policy, "temperature", temperature)  # noqa: B010, not every policy has one
     modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
     training = [m.training for m in modules]
     for m in modules:
@@ -246,6 +253,8 @@ def evaluation_mode(policy: Policy) -> Iterator[None]:
     try:
         yield
     finally:
+        if temperature is not None:
+            setattr(policy, "temperature", own)  # noqa: B010
         for m, flag in zip(modules, training, strict=True):
             m.training = flag
 

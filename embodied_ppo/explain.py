@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from embodied_ppo.errors import show
+
 PACKAGE = "embodied_ppo.configs"
 
 
@@ -98,12 +100,12 @@ def config_rows(loaded: Any, *, only: str | None = None) -> dict[str, dict[str, 
 
     What only the other mode reads is left out unless somebody set it.
     """
-    from embodied_ppo import strict
+    from embodied_ppo import rules, strict
 
     rows: dict[str, dict[str, Any]] = {}
     mode = getattr(loaded.config, "mode", None)
     for path, option in strict.describe(type(loaded.config)).items():
-        if mode and strict.mode_of(path) not in (None, mode) and path not in loaded.origin:
+        if mode and rules.mode_of(path) not in (None, mode) and path not in loaded.origin:
             continue
         if only and only.lower() not in f"{path} {option.meaning}".lower():
             continue
@@ -123,12 +125,10 @@ def config_rows(loaded: Any, *, only: str | None = None) -> dict[str, dict[str, 
 
 def print_config(rows: Mapping[str, Mapping[str, Any]]) -> None:
     """One table per section: name, value, who set it, meaning."""
-    from embodied_ppo import strict
-
     grouped: dict[str, list[list[str]]] = {}
     for path, row in rows.items():
         section, _, name = path.rpartition(".")
-        cells = [name, strict.show(row["value"]), row["source"], " ".join(row["meaning"].split())]
+        cells = [name, show(row["value"]), row["source"], " ".join(row["meaning"].split())]
         grouped.setdefault(section, []).append(cells)
     for i, (section, cells) in enumerate(grouped.items()):
         if i:

@@ -138,8 +138,10 @@ class JointLearner(Descent):
         later: compiled.Later | None = None,
         dump_dir: Path | None = None,
         notice: Callable[[str], None] = lambda text: None,
+        beside: Callable[[torch.Generator], Tensor] | None = None,
     ) -> None:
-        """``policy`` is an ``nn.Module``; the rest as for ``Descent``."""
+        """``policy`` is an ``nn.Module``; ``beside``: the loss of behaviour cloning that every minibatch adds, see
+        ``cloning.Beside``; the rest as for ``Descent``."""
         super().__init__(
             Objective(policy, config),
             policy.parameter_groups(),
@@ -150,7 +152,7 @@ class JointLearner(Descent):
             dump_dir=dump_dir,
             notice=notice,
         )
-        self.policy = policy
+        self.policy, self.beside = policy, beside
         self.cpu_s = {"advantages": 0.0, "update": 0.0}  # CPU seconds of this process, whole run
         self.returns = advantages.ReturnScaler(num_envs).to(self.critic[0].device)
         self.kl = kl.controller(**vars(config.kl_ctrl))
@@ -178,6 +180,8 @@ class JointLearner(Descent):
         metrics |= summary(done, done, c, lr=[group["lr"] for group in self.optimizer.param_groups])
         if c.entropy_target is not None:
             metrics["policy/entropy_coef"] = self.entropy.coef
+        if self.beside is not None:
+            metrics["policy/cloning_loss"] = Mean.of(self.beside_told)
         self._steer(metrics, done.sums, warming=warming)
         self.policy.observe(tree.flatten_time(trajectory.obs), trajectory.mask.flatten())
         return metrics

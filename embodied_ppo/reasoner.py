@@ -17,6 +17,7 @@ from embodied_ppo import checkpoint, compiled, exam, grading, report, reward_mod
 from embodied_ppo.assembly import Assembly, Setup, versions
 from embodied_ppo.config import AlgorithmConfig, Config, CriticConfig, EvaluateConfig, EvaluationConfig
 from embodied_ppo.data import Prompt, load_prompts, load_tokenizer
+from embodied_ppo.errors import show
 from embodied_ppo.exam import ExamResult
 from embodied_ppo.generation.engine import Engine, Generator
 from embodied_ppo.generation.sampling import Sampling
@@ -73,9 +74,9 @@ def read_files(
             suffix=d.suffix,
         )
     except ConfigError as error:
-        raise ConfigError(f"{what}={strict.show(files)}: {error}") from error
+        raise ConfigError(f"{what}={show(files)}: {error}") from error
     more = f"; {longer:,} longer than algorithm.prompt_length={limit} were left out" if longer else ""
-    say(f"data: {len(prompts):,} prompts of {what}={strict.show(files)}{more}")
+    say(f"data: {len(prompts):,} prompts of {what}={show(files)}{more}")
     return prompts
 
 

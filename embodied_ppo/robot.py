@@ -8,26 +8,33 @@ import hashlib
 import importlib
 import json
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
-from embodied_ppo import checkpoint, cloning, compiled, report, strict, warm_start
+from embodied_ppo import checkpoint, cloning, compiled, film, report, strict, warm_start
 from embodied_ppo import evaluate as evaluation
 from embodied_ppo.assembly import Assembly, Setup, steps_per_update, total_updates, versions
-from embodied_ppo.config import Config, EnvConfig, EvaluateConfig
-from embodied_ppo.demonstrations import Writer
+from embodied_ppo.config import Config, DemosConfig, EnvConfig, EvaluateConfig
 from embodied_ppo.demonstrations import read as read_demonstrations
+from embodied_ppo.errors import EnvError, TrainingError, show
 from embodied_ppo.evaluate import EvaluationResult
 from embodied_ppo.learner import JointLearner
-from embodied_ppo.models import vla
+from embodied_ppo.models import vla, vla_checkpoint
 from embodied_ppo.models.actor_critic import ActorCritic
-from embodied_ppo.models.vla import TokenVLA
+from embodied_ppo.models.pi0 import PI0
+from embodied_ppo.models.vla_checkpoint import CheckpointVLA
+from embodied_ppo.models.vla_flow import FlowVLA
+from embodied_ppo.models.vla_gaussian import GaussianVLA
+from embodied_ppo.models.vla_token import TokenVLA
 from embodied_ppo.placement.local import LocalSystem
+from embodied_ppo.recording import SAFE, Writer
 from embodied_ppo.rollout import Rollout, env_seeds, sampling_key
 from embodied_ppo.types import ConfigError, Discrete, Policy, VectorEnv
 
@@ -65,21 +72,37 @@ def evaluation_env(config: Config) -> EnvConfig:
     return replace(config.env, kwargs=kwargs, randomize=randomize, ranges=config.env.ranges if randomize else {})
 
 
-def make_policy(config: Config, env: VectorEnv) -> ActorCritic | TokenVLA:
+FAMILIES: dict[str, type[TokenVLA] | type[FlowVLA] | type[GaussianVLA]] = {
+    "token": TokenVLA,
+    "flow": FlowVLA,
+    "gaussian": GaussianVLA,
+}
+
+
+def make_policy(config: Config, env: VectorEnv) -> ActorCritic | cloning.Family:
     """The policy of ``config.model`` for the spaces of ``env``, with weights from ``config.seed``."""
     a = config.algorithm
     with torch.random.fork_rng():
         torch.manual_seed(sampling_key(config.seed, "weights"))
-        if config.model.policy == "token":
-            policy = TokenVLA(
+        if config.model.policy == "actor_critic":
+            policy = ActorCritic(env.obs_spec, env.action_spec, config.model)
+        elif config.model.checkpoint is not None:
+            rest: dict[str, Any] = {"chunk": config.env.action_chunk, "mapping": config.env.action_mapping}
+            rest["sentences"] = getattr(env, "instructions", ())
+            if config.model.policy == "flow":
+                policy = PI0.of(env.obs_spec, env.action_spec, config.model, **rest)
+            else:
+                closes = getattr(env, "gripper_closes", None)
+                policy = CheckpointVLA.of(env.obs_spec, env.action_spec, config.model, closes=closes, **rest)
+        else:
+            policy = FAMILIES[config.model.policy](
                 env.obs_spec,
                 env.action_spec,
                 config.model,
                 chunk=config.env.action_chunk,
                 sentences=getattr(env, "instructions", ()),
             )
-        else:
-            policy = ActorCritic(env.obs_spec, env.action_spec, config.model)
+            policy.freeze(config.model.freeze_trunk)
     if not isinstance(policy, ActorCritic) or policy.kind != "categorical":
         for path, on in (("kl_loss_type", a.use_kl_loss), ("kl_penalty", a.use_kl_in_reward)):
             if on and getattr(a, path) == "full":
@@ -108,6 +131,10 @@ def compile_from(config: Config, device: torch.device, notice: Callable[[str], N
     why = compiled.obstacle() if device.type == "cpu" else ""
     if a.micro_batch_size is not None and a.micro_batch_size < a.global_batch_size:
         why = "algorithm.micro_batch_size cuts minibatches; leave it null"
+    if config.model.checkpoint is not None:
+        why = "the model of model.checkpoint runs as it is"
+    if config.cloning.coef:
+        why = "cloning.coef adds demonstrations to minibatches; leave it 0"
     if not why:
         return since
     if config.compile == "always":
@@ -148,9 +175,32 @@ def _unread(config: Config, env: VectorEnv) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------------------ cloning
 RECORDERS = 64
 """Environments that demonstrations are recorded in."""
+ASKED = "meta/embodied_ppo.json"
+"""Of a recording: what it was asked for, besides what LeRobot's own files say."""
 
 
-def demonstrations(config: Config, notice: Callable[[str], None]) -> Path:
+@dataclass(frozen=True)
+class Recorded:
+    """What ``record`` did.
+
+    found      demonstrations that were there before     episodes, frames  those that are there now
+    tried      episodes that the expert ended            succeeded         those of them that it solved
+    families   kind of episode -> how many were recorded now
+    """
+
+    found: int
+    episodes: int
+    frames: int
+    tried: int
+    succeeded: int
+    families: dict[str, int]
+
+
+def demonstrations(
+    config: Config,
+    notice: Callable[[str], None],
+    advance: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Path:
     """Folder of what ``config.cloning`` learns from; recorded by the task's expert unless it is there. ConfigError."""
     c, env = config.cloning, config.env
     if c.dataset is not None:
@@ -161,83 +211,181 @@ def demonstrations(config: Config, notice: Callable[[str], None]) -> Path:
     asked["episodes"] = c.episodes  # a recording that is continued has other episodes than one made at once
     name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:20]
     folder = compiled.cache_folder() / "demonstrations" / name
-    recorder: Any = importlib.import_module("embodied_envs").recorder()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        open(folder.with_suffix(".lock"), "w") as lock,  # two runs that want the same: the second finds it done
-        _locked(lock),
-        Writer(
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs that want the same: the second finds it done
+        record(
+            DemosConfig(out=str(folder), episodes=c.episodes, env=env),
+            lambda line: notice(f"cloning: {line}"),
+            lambda done, total: advance("recording", done, total),
+        )
+    return folder
+
+
+def check_recording(config: DemosConfig) -> None:
+    """What ``record`` would refuse, before there is a folder. Raises ConfigError, EnvError."""
+    env = config.env
+    if not config.out:
+        raise ConfigError("out = '' must name a folder to record into; write out=demos/reach")
+    if Path(config.out).exists() and not Path(config.out).is_dir():
+        raise ConfigError(f"out = {config.out}: is a file; name a folder")
+    if env.id != "Tabletop":
+        raise ConfigError(
+            f"env.id = {env.id}: has no expert to record; write experiment=tabletop_token (env.id=Tabletop), or bring "
+            "demonstrations of your own as cloning.dataset=FOLDER (LeRobot's layout)"
+        )
+    if not env.cameras:
+        raise ConfigError(
+            "env.cameras = []: demonstrations are of what cameras see; write env.cameras=[front], or "
+            "experiment=tabletop_token"
+        )
+    if env.kwargs.get("obs", "language") != "language":
+        raise ConfigError(
+            f"env.kwargs.obs = {show(env.kwargs['obs'])}: demonstrations are of obs=language; write "
+            "env.kwargs.obs=language"
+        )
+    if env.randomize and env.ranges:
+        raise ConfigError(
+            f"env.ranges = {show(env.ranges)}: demonstrations are randomised by the task's own ranges; take them away "
+            "(~env.ranges), or write env.randomize=false"
+        )
+    kwargs = {**env.kwargs, "obs": "language"}
+    make_env([0], config=replace(env, simulator="mujoco", kwargs=kwargs), device=torch.device("cpu")).close()
+
+
+def record(
+    config: DemosConfig,
+    notice: Callable[[str], None],
+    advance: Callable[[int, int], None] = lambda done, total: None,
+    whole: Callable[[], AbstractContextManager[object]] = nullcontext,
+    done: Callable[[str], None] = lambda line: None,
+) -> Recorded:
+    """Go on recording the task's expert into ``config.out`` until it holds ``config.episodes``.
+
+    ``advance`` hears how many there are; an episode is written inside of ``whole()``, which may put off an interrupt;
+    ``done`` hears that all are there already.
+    Raises ConfigError, EnvError; TrainingError once something was recorded.
+    """
+    env, folder = config.env, Path(config.out)
+    recorder: Any = importlib.import_module("embodied_envs").recorder()
+    tally, families = Counter[bool](), Counter[str]()
+    try:
+        with Writer(
             folder,
             fps=recorder.FPS,
             state=recorder.STATE,
             action=recorder.ACTION,
             cameras=dict.fromkeys(env.cameras, (env.image_size, env.image_size)),
-        ) as writer,
-    ):
-        missing = c.episodes - writer.episodes
-        if missing <= 0:
-            return folder
-        notice(f"cloning: recording {missing} demonstrations, once; they stay in {folder}")
-        for episode in recorder.record(
-            env.kwargs,
-            episodes=missing,
-            seed=0,
-            num_envs=RECORDERS,
-            image_size=(env.image_size, env.image_size),
-            cameras=env.cameras,
-            start=writer.episodes,
-            randomize=env.randomize,
-            num_threads=env.num_threads or None,
-        ):
-            writer.add(episode.images, episode.state, episode.action, episode.instruction)
-    return folder
+        ) as writer:
+            found = writer.episodes
+            _check_asked(config, begun=found > 0)
+            missing = config.episodes - found
+            if missing <= 0:
+                done(f"{folder} holds {found} demonstrations; nothing is left to record")
+            else:
+                notice(f"recording {missing} demonstrations into {folder}{f', which holds {found}' if found else ''}")
+                advance(found, config.episodes)
+                for episode in recorder.record(
+                    env.kwargs,
+                    episodes=missing,
+                    seed=config.seed,
+                    num_envs=RECORDERS,
+                    image_size=(env.image_size, env.image_size),
+                    cameras=env.cameras,
+                    on_episode=lambda family, success: tally.update([success]),
+                    noise=config.noise,
+                    start=found,
+                    randomize=env.randomize,
+                    num_threads=env.num_threads or None,
+                ):
+                    with whole():
+                        writer.add(episode.images, episode.state, episode.action, episode.instruction)
+                    families[episode.family] += 1
+                    advance(writer.episodes, config.episodes)
+    except OSError as error:
+        cause = error.strerror or " ".join(str(error).split())
+        if families:
+            raise TrainingError(f"{folder}: cannot be written ({cause}); is the disk full? {SAFE}") from error
+        raise ConfigError(f"{folder}: cannot be written ({cause}); choose another folder") from error
+    except (ConfigError, EnvError) as error:
+        if families:  # no refusal: it had begun
+            raise TrainingError(str(error)) from error
+        raise
+    return Recorded(found, writer.episodes, writer.frames, tally.total(), tally[True], dict(sorted(families.items())))
 
 
-@contextmanager
-def _locked(file: IO[str]) -> Iterator[None]:
-    fcntl.flock(file, fcntl.LOCK_EX)
-    yield
+def recorded(folder: str) -> int:
+    """How many demonstrations of a recording are finished."""
+    try:
+        return int(json.loads((Path(folder) / "meta/info.json").read_text())["total_episodes"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
-def clone(policy: Policy, config: Config, notice: Callable[[str], None]) -> None:
-    """Behaviour cloning by ``config.cloning``, or the weights that an earlier run got by it. Raises ConfigError."""
+def _check_asked(config: DemosConfig, *, begun: bool) -> None:
+    """One folder holds what was asked for with the same options: ``ASKED`` says with which. Raises ConfigError."""
+    path, env = Path(config.out) / ASKED, config.env
+    asked = {"env.id": env.id, "env.kwargs": env.kwargs, "env.randomize": env.randomize, "noise": config.noise}
+    asked["seed"] = config.seed
+    if begun:
+        try:
+            there = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):  # recorded by something else; the Writer has compared the features
+            return
+        for name, value in asked.items():
+            if name in there and there[name] != json.loads(json.dumps(value)):
+                raise ConfigError(
+                    f"{config.out}: holds demonstrations with {name}={show(there[name])}, not {show(value)}; choose "
+                    "another folder, or the options it was begun with"
+                )
+        return
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+    temporary.write_text(json.dumps(asked, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def clone(
+    policy: cloning.Family,
+    config: Config,
+    notice: Callable[[str], None],
+    advance: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> dict[str, float]:
+    """Behaviour cloning by ``config.cloning``, or the weights that an earlier run got by it; its losses, by name.
+
+    Raises ConfigError, EnvError, TrainingError.
+    """
     c = config.cloning
-    assert isinstance(policy, TokenVLA)
-    folder = demonstrations(config, notice)
+    folder = demonstrations(config, notice, advance)
     info = folder / "meta" / "info.json"
     if not info.is_file():
         raise ConfigError(f"cloning.dataset={folder}: holds no meta/info.json; name a dataset in LeRobot's layout")
     weights = policy.state_dict()
-    around = json.dumps([strict.dump(c), str(folder), torch.__version__, config.seed, str(policy.query.device)])
-    name = hashlib.sha256(around.encode() + info.read_bytes() + warm_start.digest_of(weights).encode())
-    for module in (cloning, vla):
+    around = [strict.dump(c), str(folder.resolve()), torch.__version__, config.seed, str(policy.query.device)]
+    name = hashlib.sha256(json.dumps(around).encode() + warm_start.digest_of(weights).encode())
+    for file in sorted(path for path in info.parent.rglob("*") if path.is_file()):  # statistics of all that it holds
+        name.update(file.read_bytes())
+    for module in (cloning, vla, sys.modules[type(policy).__module__]):
         name.update(Path(str(module.__file__)).read_bytes())
     path = compiled.cache_folder() / "cloned" / f"{name.hexdigest()[:20]}.safetensors"
-    if path.exists():
-        damage = warm_start.take(weights, path)
-        if damage is None:
-            return notice(f"cloning: taken from {path}")
-        notice(f"cloning: {path} is damaged ({damage}); it is made anew")
-    demos = read_demonstrations(folder, limit=c.episodes)
-    notice(f"cloning: {len(demos.state):,} frames of {int(demos.episode[-1]) + 1:,} demonstrations in {folder}")
-    told = cloning.clone(
-        policy,
-        demos,
-        steps=c.steps,
-        batch_size=c.batch_size,
-        lr=c.lr,
-        foresight_steps=c.foresight_steps,
-        seed=config.seed,
-        notice=notice,
-    )
-    notice(
-        f"cloning: loss {told.loss:.3f}, of held-out episodes {told.held_out_loss:.3f}, {told.cpu_s:.0f} CPU seconds"
-    )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        warm_start.keep(policy.state_dict(), path)
-    except OSError as error:
-        notice(f"cloning: not kept ({' '.join(str(error).split())})")
+    losses = path.with_suffix(".json")
+
+    def make() -> None:
+        demos = read_demonstrations(folder, limit=c.episodes)
+        notice(f"cloning: {len(demos.state):,} frames of {int(demos.episode[-1]) + 1:,} demonstrations in {folder}")
+        told = cloning.clone(policy, demos, c, seed=config.seed, notice=notice, advance=advance)
+        notice(
+            f"cloning: loss {told.loss:.3f}, of held-out episodes {told.held_out_loss:.3f}, {told.cpu_s:.0f} CPU "
+            "seconds"
+        )
+        found.update(cloning_loss=told.loss, held_out_loss=told.held_out_loss)
+        with suppress(OSError):  # a full disk: ``once`` says so
+            losses.write_text(json.dumps(found))
+
+    found: dict[str, float] = {}
+    if warm_start.once(weights, path, make, what="cloning", saying=f"{c.steps} supervised steps", notice=notice):
+        with suppress(OSError, ValueError):
+            found.update(json.loads(losses.read_text()))
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------- assembly
@@ -248,9 +396,18 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
     stack.callback(env.close)
     policy = make_policy(config, env)
     _check_evaluation(config, s.device)
+    facts: dict[str, float] = {}
     if config.cloning.steps and s.fresh_start:
-        clone(policy, config, s.progress)
+        assert not isinstance(policy, ActorCritic)  # strict
+        facts = clone(policy, config, s.progress, s.advance)
+    beside = None
+    if config.cloning.coef:
+        assert not isinstance(policy, ActorCritic)  # strict
+        demos = read_demonstrations(demonstrations(config, s.progress), limit=config.cloning.episodes)
+        beside = cloning.Beside(policy, demos, config.cloning)
     s.early.extend(_unread(config, env))
+    if isinstance(policy, PI0) and (told := policy.memory_notice(a.horizon * env.num_envs)):
+        s.early.append(told)
     since = compile_from(config, s.device, s.notice)
     simulators = config.env.num_threads or "as many as there are cores"
     s.early.append(
@@ -285,6 +442,7 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
             later=later(),
             dump_dir=s.run_dir,
             notice=s.notice,
+            beside=beside,
         ),
         count=lambda experience: steps_per_update(config),
         measure=functools.partial(
@@ -295,6 +453,7 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
             num_envs=e.num_envs,
             seed=e.seed,
             deterministic=e.deterministic,
+            temperature=None if e.deterministic else sampling_temperature(policy, e.temperature),
         ),
         score="eval/return",
         checkpoints=s.run_dir / "checkpoints",
@@ -314,10 +473,11 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
             film_episodes=e.video_episodes,
             film_steps=e.video_steps,
             film_size=e.video_size,
+            notice=s.notice,
         )
 
     title = f"{config.env.id}, {config.env.num_envs} environments, {steps_per_update(config)} steps an update"
-    return Assembly(system, title, a.horizon, write)
+    return Assembly(system, title, a.horizon, write, facts=facts)
 
 
 # ----------------------------------------------------------------------------------------------------------- evaluate
@@ -344,6 +504,8 @@ def evaluate(
         probe.close()
     checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
 
+    temperature = None if config.deterministic else sampling_temperature(policy, config.temperature)
+
     def measure(out: Path, on_episode: Callable[[Any], None]) -> tuple[EvaluationResult, dict[str, str | None]]:
         result = evaluation.evaluate(
             policy,
@@ -352,6 +514,7 @@ def evaluate(
             num_envs=config.num_envs,
             seed=config.seed,
             deterministic=config.deterministic,
+            temperature=temperature,
             on_episode=on_episode,
         )
         written = write_report(
@@ -370,6 +533,44 @@ def evaluate(
     return measure
 
 
+def sampling_temperature(policy: Policy, asked: float) -> float | None:
+    """``asked`` for policies that have one. Raises ConfigError for another than 1 where there is none."""
+    if hasattr(policy, "temperature"):
+        return asked
+    if asked != 1:
+        raise ConfigError(f"temperature = {asked:g}: model.policy=actor_critic has none; leave it out")
+    return None
+
+
+def export(trained: Config, source: checkpoint.Checkpoint, out: Path) -> dict[str, Any]:
+    """The directory of model.checkpoint with what was learned, read back and compared.
+
+    Raises CheckpointError, ConfigError, EnvError.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"out={out}: is not an empty directory; name a new one")
+    env = make_env(env_seeds(0, 0, 2), config=replace(trained.env, num_envs=2), device=torch.device("cpu"))
+    try:
+        policy = make_policy(trained, env)
+        assert isinstance(policy, CheckpointVLA) and trained.model.checkpoint is not None
+        checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
+        obs = env.reset()
+        before = policy.act(policy.encode(obs))
+        try:
+            vla_checkpoint.export(policy, trained.model.checkpoint, out)
+        except OSError as error:
+            raise ConfigError(f"out={out}: cannot be written ({error.strerror}); name another directory") from error
+        merged = replace(trained.model, checkpoint=str(out), lora_rank=0)
+        again = make_policy(replace(trained, model=merged), env)
+        assert isinstance(again, CheckpointVLA)
+        difference = again.evaluate(again.encode(obs), before.action, before.replay).log_prob - before.log_prob
+    finally:
+        env.close()
+    size = sum(file.stat().st_size for file in out.iterdir())
+    largest = float(difference.detach().abs().max())
+    return {"checkpoint": str(source.path), "out": str(out), "mb": round(size / 1e6, 1), "logit_difference": largest}
+
+
 def write_report(
     config: Config,
     result: EvaluationResult,
@@ -381,19 +582,24 @@ def write_report(
     film_episodes: int,
     film_steps: int,
     film_size: int,
+    notice: Callable[[str], None] | None = None,
 ) -> dict[str, str | None]:
-    """report.json, report.html and an mp4 of an evaluation; returns their paths."""
-    film = None
+    """report.json, report.html and an mp4 of an evaluation; their paths. ``notice`` hears why there is no mp4."""
+    filmed = None
     if film_episodes:
-        film = report.film(
+        filmed = film.film(
             policy,
             functools.partial(make_env, config=config.env, device=torch.device("cpu"), render=True, size=film_size),
             path=run_dir / "videos" / f"{out.name}.mp4",
             seed=result.seed,
             deterministic=result.deterministic,
+            temperature=result.temperature,
             episodes=film_episodes,
             steps=film_steps,
+            notice=notice,
         )
+    elif notice is not None:
+        notice("no video: evaluation.video_episodes=0")
     plain = strict.relevant(config) | {"run_dir": None}
     written = report.write(
         out,
@@ -405,7 +611,7 @@ def write_report(
         config_hash=str(source.manifest["config_hash"]),
         versions=versions(),
         curves=report.rows(run_dir),
-        film=film,
+        film=filmed,
     )
-    video = None if film is None or film.path is None else os.path.relpath(film.path)
+    video = None if filmed is None or filmed.path is None else os.path.relpath(filmed.path)
     return {"report": str(written.html), "report_json": str(written.json), "video": video}

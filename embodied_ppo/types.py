@@ -208,6 +208,7 @@ class VectorEnv(Protocol):
     A simulator may also have
       task_names    tuple[str, ..]: the kinds of episode that ``Step.task`` counts
       instructions  tuple[str, ..]: the sentences that an observation "instruction" [N] counts
+      gripper_closes  float: the last action of a step that closes a gripper; its negative opens it
       unstable      int64 []: worlds reset because their simulation blew up, so far
     """
 

@@ -52,23 +52,14 @@ def warm_start(
     weights = {name: p.detach() for name, p in policy.named_parameters()}
     numbers = {"steps": steps, "batch_size": batch_size, "lr": lr, "lr_warmup": lr_warmup}
     path = folder / f"{_name(policy, weights, examples, {**numbers, 'key': dict(key)})}.safetensors"
-    if path.exists():
-        damage = take(weights, path)
-        if damage is None:
-            notice(f"warm start: taken from {path}")
-            return True
-        notice(f"warm start: {path} is damaged ({damage}); it is made anew")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"warm start: {folder} cannot be written ({error.strerror}); name another folder") from error
-    notice(f"warm start: {steps} supervised steps, once; the result stays in {folder}")
-    _train(policy, examples, steps=steps, batch_size=batch_size, lr=lr, lr_warmup=lr_warmup)
-    try:
-        keep(weights, path)
-    except OSError as error:  # a full disk: the weights are there, training goes on
-        notice(f"warm start: not kept ({' '.join(str(error).split())})")
-    return False
+    return once(
+        weights,
+        path,
+        lambda: _train(policy, examples, steps=steps, batch_size=batch_size, lr=lr, lr_warmup=lr_warmup),
+        what="warm start",
+        saying=f"{steps} supervised steps",
+        notice=notice,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -106,6 +97,38 @@ def _batch(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------------------- on disk
+def once(
+    weights: Mapping[str, Tensor],
+    path: Path,
+    make: Callable[[], object],
+    *,
+    what: str,
+    saying: str,
+    notice: Callable[[str], None],
+) -> bool:
+    """``weights`` as ``make`` leaves them, or, True, as it left them when ``path`` was written.
+
+    Raises ConfigError where the folder cannot be written.
+    """
+    if path.exists():
+        damage = take(weights, path)
+        if damage is None:
+            notice(f"{what}: taken from {path}")
+            return True
+        notice(f"{what}: {path} is damaged ({damage}); it is made anew")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{what}: {path.parent} cannot be written ({error.strerror}); name another folder") from error
+    notice(f"{what}: {saying}, once; the result stays in {path.parent}")
+    make()
+    try:
+        keep(weights, path)
+    except OSError as error:  # a full disk: the weights are there, training goes on
+        notice(f"{what}: not kept ({' '.join(str(error).split())})")
+    return False
+
+
 def _name(
     policy: LanguagePolicy, weights: Mapping[str, Tensor], examples: Sequence[Example], numbers: Mapping[str, Any]
 ) -> str:
@@ -146,7 +169,7 @@ def keep(weights: Mapping[str, Tensor], path: Path) -> None:
 
 
 def take(weights: Mapping[str, Tensor], path: Path) -> str | None:
-    """What ``_keep`` wrote into the weights, or why not."""
+    """What ``keep`` wrote into the weights, or why not."""
     from safetensors import SafetensorError, safe_open
 
     try:

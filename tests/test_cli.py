@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from embodied_ppo import cli, explain, strict
+from embodied_ppo import cli, explain, rules, strict
 from embodied_ppo.config import Config, EvaluateConfig
 
 TINY = [
@@ -166,7 +166,7 @@ REFUSALS = [
     ("train ~algorithm.adam_eps", "~algorithm.adam_eps: no file sets algorithm.adam_eps"),
     ("train algorithm@x=atari", "algorithm@x"),
     # commands, flags and paths
-    ("", "no command; commands: train, evaluate, export, config, experiments"),
+    ("", "no command; commands: train, demos, clone, evaluate, export, config, experiments"),
     ("trian", "trian: no such command; did you mean train?"),
     ("plan experiment=hopper", "plan: no such command; .. commands: train"),
     ("tune", "tune: no such command; .. commands: train"),
@@ -176,7 +176,10 @@ REFUSALS = [
     ("train --config-dir nowhere", "--config-dir nowhere: no such directory"),
     ("experiments --config-dir nowhere", "--config-dir nowhere: no such directory"),
     ("experiments hopper", "hopper is not read by experiments"),
-    ("train --config-name mine", "--config-name mine: no such config; .. there are: evaluate, export, train"),
+    (
+        "train --config-name mine",
+        "--config-name mine: no such config; .. there are: clone, demos, evaluate, export, train",
+    ),
     ("train resume=nowhere", "resume = nowhere: no such directory; .. resume=auto"),
     ("evaluate", "checkpoint = '' .. checkpoint=runs/"),
     ("evaluate checkpoint=nowhere", "nowhere"),
@@ -184,6 +187,38 @@ REFUSALS = [
     ("evaluate checkpoint=x episods=3", "episods = 3 .. did you mean episodes?"),
     ("evaluate checkpoint=x episodes=0", "episodes = 0 .. >= 1"),
     ("evaluate checkpoint=x env.max_episode_step=3", "env.max_episode_step = 3 .. env.max_episode_steps"),
+    # demonstrations and cloning
+    ("demos", "out = '' must name a folder to record into; write out=demos/reach"),
+    ("demos out=x episods=3", "episods = 3 (command line): no such option; did you mean episodes? .. default 2000"),
+    ("demos out=x episodes=0", "episodes = 0 (command line) must be a whole number >= 1; give episodes such a value"),
+    ("demos out=x noise=1", "noise = 1 (command line) must be a finite number >= 0 and < 1"),
+    ("demos out=x seed=-1", "seed = -1 (command line) must be .. >= 0; the default is seed=0"),
+    ("demos out=x algorithm.lam=0.9", "algorithm.gae_lambda = 0.9 (command line) is set but not read by demos"),
+    (
+        "demos out=x algorithm=mujoco",
+        "algorithm = .. is set but not read by demos; leave it out. Read are out, episodes",
+    ),
+    ("demos out=x algorithm.gama=1", "algorithm.gama = 1 .. no such option"),
+    ("demos out=x env.num_envs=8", "env.num_envs = 8 .. is set but not read by demos"),
+    ("demos out=x env.simulator=warp", "env.simulator = warp .. is set but not read by demos"),
+    ("demos out=x env.camera=[a]", "env.camera = [a] .. did you mean env.cameras?"),
+    ("demos out=x env.cameras=[]", "env.cameras = []: .. write env.cameras=[front]"),
+    ("demos out=x env.cameras=[back]", "the model has no camera 'back'; it has front"),
+    ("demos out=x env.kwargs.families=[fly]", "families has 'fly', which is unknown; there are reach"),
+    ("demos out=x env.kwargs.obs=state", "env.kwargs.obs = state .. write env.kwargs.obs=language"),
+    ("demos out=x env.randomize=true env.ranges.mass=[0.5,1]", "env.ranges = .. is set but not read by demos"),
+    ("demos out=x experiment=hopper", "env.id = Hopper-v4: has no expert .. experiment=tabletop_token .. LeRobot"),
+    ("demos out=x experiment=arithmetic", "mode = reasoning: demos records a robot's expert; write experiment="),
+    ("demos out=x resume=auto", "resume = auto .. is set but not read by demos"),
+    ("clone cloning.steps=0", "cloning.steps = 0: nothing would be learned; write cloning.steps=1500"),
+    ("clone experiment=hopper", "model.policy = actor_critic: cannot be cloned; write model.policy=token, flow or"),
+    ("clone experiment=arithmetic", "mode = reasoning: clone is for robot policies .. warm_start.steps"),
+    ("clone updates=3", "updates = 3 (command line) is set but not read by clone .. resume=RUN run_dir=NEW updates="),
+    ("clone env_steps=3", "env_steps = 3 (command line) is set but not read by clone"),
+    ("clone resume=nowhere", "resume = nowhere: clone begins anew; leave it out"),
+    ("clone cloning.dataset=nowhere", "cloning.dataset=nowhere: holds no meta/info.json"),
+    ("clone cloning.step=3", "cloning.step = 3 .. did you mean cloning.steps?"),
+    ("config demos env.num_envs=8", "env.num_envs = 8 .. is set but not read by demos"),
     ("config algorithm.gama=1", "did you mean algorithm.gamma?"),
     ("config --only qqq", "--only qqq: no option mentions it"),
     # sweeps: no job starts when one of them is refused
@@ -244,7 +279,7 @@ def test_refusals_of_a_real_process() -> None:
 def test_defaults_come_from_config_py(capsys: pytest.CaptureFixture[str]) -> None:
     rows = config(capsys, "experiment=null")
     assert {path for path, row in rows.items() if row["source"] != "config.py"} == {"mode", "placement"}
-    assert set(rows) == {path for path in strict.describe(Config) if strict.mode_of(path) != "reasoning"}
+    assert set(rows) == {path for path in strict.describe(Config) if rules.mode_of(path) != "reasoning"}
     assert rows["algorithm.gamma"] == {
         "value": 0.99,
         "default": 0.99,
@@ -327,6 +362,8 @@ def test_steps_by_flag_are_not_lost_to_updates_of_a_file(capsys: pytest.CaptureF
 @pytest.mark.parametrize("name", [e["name"] for e in explain.experiments(None)])
 def test_every_experiment_that_ships_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     needs = ["actor.model.path=x", "data.train=[x]", "data.eval=[x]"] if name == "gsm8k_qwen2_5_0_5b" else []
+    text = (explain.shipped() / "experiment" / f"{name}.yaml").read_text()
+    needs += [f"{s}.{x}=x" for s, x in (("model", "checkpoint"), ("cloning", "dataset")) if f"  {x}: ???" in text]
     rows = config(capsys, f"experiment={name}", *needs)
     assert rows["name"]["value"] == name and rows["description"]["value"]
 
@@ -342,7 +379,7 @@ def test_config_prints_value_source_and_meaning(capsys: pytest.CaptureFixture[st
         assert "\x1b" not in everything
         for path, option in strict.describe(Config).items():
             line = rf"^  {re.escape(path.rpartition('.')[2])} .*{re.escape(option.meaning[:30])}"
-            assert strict.mode_of(path) == other or re.search(line, everything, re.M), path
+            assert rules.mode_of(path) == other or re.search(line, everything, re.M), path
     assert written() == []
 
 

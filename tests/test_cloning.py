@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_vla import SENTENCES, A, make
+from test_vla import SENTENCES, SPEC, A, C, make
 
 from embodied_ppo import checkpoint, cli, cloning, robot
 from embodied_ppo.config import CloningConfig, Config, EnvConfig, ModelConfig
 from embodied_ppo.demonstrations import Demonstrations
-from embodied_ppo.models.vla import TokenVLA
-from embodied_ppo.types import ConfigError
+from embodied_ppo.models.vla_token import TokenVLA
+from embodied_ppo.types import ArraySpec, Box, ConfigError
 
-STEPS: dict[str, Any] = {"steps": 150, "batch_size": 16, "lr": 3e-3, "foresight_steps": 100, "seed": 0}
+STEPS = CloningConfig(steps=150, batch_size=16, lr=3e-3, foresight_steps=100)
 
 
 def demonstrations(episodes: int = 40, length: int = 6) -> Demonstrations:
@@ -41,7 +42,7 @@ def test_a_clone_acts_as_demonstrated_and_says_how_well() -> None:
     policy, demos = make(), demonstrations()
     table, before = policy.trunk.table, cloning._measured(policy, demos, torch.arange(240))
     said: list[str] = []
-    told = cloning.clone(policy, demos, notice=said.append, **STEPS)
+    told = cloning.clone(policy, demos, STEPS, seed=0, notice=said.append)
     assert told.steps == 150 and told.loss < 0.3 and told.held_out_loss < 0.5 < before and told.cpu_s > 0
     assert policy.trunk.table is table  # the simulator's sentences again
     policy.tell(demos.instructions)
@@ -54,18 +55,22 @@ def test_a_clone_acts_as_demonstrated_and_says_how_well() -> None:
 
 
 def test_cloning_repeats_itself_and_foresight_changes_it() -> None:
-    def weights(**options: Any) -> float:
+    def weights(seed: int = 0, **options: Any) -> float:
         policy = make()
-        cloning.clone(policy, demonstrations(), **{**STEPS, "steps": 5, "foresight_steps": 5, **options})
+        torch.rand(next(counted))  # whatever else drew random numbers before
+        config = replace(STEPS, **{"steps": 5, "foresight_steps": 5, **options})
+        cloning.clone(policy, demonstrations(), config, seed=seed)
         return sum(float(p.detach().double().abs().sum()) for p in policy.parameters())
 
+    counted = itertools.count()
     base = weights()
     assert weights() == base
     assert len({base, weights(foresight_steps=0), weights(seed=1), weights(batch_size=8), weights(lr=1e-3)}) == 5
 
 
-def test_where_demonstrations_end() -> None:
-    assert cloning._ends(torch.tensor([0, 0, 0, 2, 2, 7])).tolist() == [2, 2, 2, 4, 4, 5]
+def test_what_is_foreseen() -> None:
+    episode = torch.tensor([0, 0, 0, 2, 2, 7])
+    assert cloning._along(episode, (0.5, 1.0)).tolist() == [[1, 2], [1, 2], [1, 2], [3, 4], [3, 4], [5, 5]]
 
 
 @pytest.mark.parametrize(
@@ -73,14 +78,83 @@ def test_where_demonstrations_end() -> None:
     [
         ({"action": torch.zeros(240, 3)}, "its actions have 3 dimensions, the task's 2"),
         ({"images": {"wrist": torch.zeros(240, 16, 24, 3, dtype=torch.uint8)}}, "holds no camera 'front', only wrist"),
-        ({"images": {"front": torch.zeros(240, 8, 8, 3, dtype=torch.uint8)}}, "shows 8 x 8 pixels"),
-        ({"state": torch.zeros(240, 4)}, "its states have 4 numbers, the task's 5"),
+        ({"images": {}}, r"holds no camera 'front', only none; .*env.cameras=\[front\]"),
+        (
+            {"images": {"front": torch.zeros(240, 8, 8, 3, dtype=torch.uint8)}},
+            "camera 'front' shows 8 x 8 pixels, the task's 16 x 24; set env.image_size",
+        ),
+        ({"state": torch.zeros(240, 4)}, r"its observation.state has 4 numbers, the task's state \(5\) 5"),
     ],
 )
 def test_demonstrations_of_another_robot(change: dict[str, Any], says: str) -> None:
     policy = make()
     with pytest.raises(ConfigError, match=f"cloning.dataset.*{says}"):
-        cloning.clone(policy, replace(demonstrations(), **change), **STEPS)
+        cloning.clone(policy, replace(demonstrations(), **change), STEPS, seed=0)
+
+
+def relabelled(**spec: ArraySpec) -> Any:
+    """A policy with other observations and, name for name of ``SPEC``, the weights of ``make()``."""
+    config = ModelConfig(policy="token", bins=16, width=32, word_buckets=64)
+    box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
+    policy = TokenVLA({**spec, "instruction": SPEC["instruction"]}, box, config, chunk=C, sentences=SENTENCES)
+    policy.load_state_dict(make().state_dict())
+    return policy
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"proprio": SPEC["state"], "front": SPEC["front"]},
+        {"joints": ArraySpec((3,)), "front": SPEC["front"], "gripper": ArraySpec((2,))},
+        {"joints": ArraySpec((2, 2)), "gripper": ArraySpec((1,)), "front": SPEC["front"]},
+        {"state": SPEC["state"], "front": ArraySpec((16, 24, 3), torch.uint8)},
+    ],
+    ids=["another name", "two vectors", "a matrix", "channels last"],
+)
+def test_observations_of_other_names_and_layouts_are_learned_from_alike(spec: dict[str, ArraySpec]) -> None:
+    policies, said, config = (make(), relabelled(**spec)), [], replace(STEPS, steps=3, foresight_steps=3)
+    told = [cloning.clone(p, demonstrations(), config, seed=0, notice=said.append) for p in policies]
+    assert told[0].loss == told[1].loss and told[0].held_out_loss == told[1].held_out_loss
+    a, b = (p.state_dict() for p in policies)
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    read = "cloning: the dataset's observation.state is read as joints, then gripper"
+    assert (read in said) == ("joints" in spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (
+            {"front": ArraySpec((24, 16, 3), torch.uint8), "state": SPEC["state"]},
+            "shows 16 x 24 pixels, the task's 24 x 16",
+        ),
+        ({"front": ArraySpec((1, 16, 24), torch.uint8), "state": SPEC["state"]}, "shows 3 channels .*, the task's 1"),
+        (
+            {"front": SPEC["front"], "joints": ArraySpec((4,)), "gripper": ArraySpec((2,))},
+            r"observation.state has 5 numbers, the task's joints \(4\) \+ gripper \(2\) 6",
+        ),
+    ],
+)
+def test_what_does_not_match_is_named(spec: dict[str, ArraySpec], says: str) -> None:
+    box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
+    policy = TokenVLA(spec, box, ModelConfig(policy="token", width=32), chunk=C, sentences=())
+    with pytest.raises(ConfigError, match=f"cloning.dataset.*{says}"):
+        cloning.check(policy, demonstrations())
+
+
+def test_a_policy_that_has_only_pictures_needs_no_state() -> None:
+    box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
+    policy = TokenVLA({"front": SPEC["front"]}, box, ModelConfig(policy="token", width=32), chunk=C, sentences=())
+    steps: list[tuple[str, int, int]] = []
+    told = cloning.clone(
+        policy,
+        demonstrations(),
+        replace(STEPS, steps=2, foresight_steps=3),
+        seed=0,
+        advance=lambda *step: steps.append(step),
+    )
+    assert told.loss > 0
+    assert steps == [*(("foresight", i, 3) for i in (1, 2, 3)), ("cloning", 1, 2), ("cloning", 2, 2)]
 
 
 def test_the_command_records_clones_and_finds_both_again(
@@ -101,11 +175,11 @@ def test_the_command_records_clones_and_finds_both_again(
     words += ["evaluation.video_episodes=0"]
     assert cli.main([*words, "run_dir=one"]) == 0
     first = capsys.readouterr().err
-    assert "cloning: recording 6 demonstrations, once" in first and "of held-out episodes" in first
+    assert "cloning: recording 6 demonstrations into" in first and "of held-out episodes" in first
     assert cli.main([*words, "run_dir=two"]) == 0
     second = capsys.readouterr().err
     assert "recording" not in second and "cloning: taken from" in second
-    assert len([*(tmp_path / "cache" / "cloned").iterdir()]) == 1
+    assert sorted(path.suffix for path in (tmp_path / "cache" / "cloned").iterdir()) == [".json", ".safetensors"]
     a, b = (checkpoint.open_checkpoint(run).policy() for run in ("one", "two"))
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     # a resumed run has its weights already

@@ -24,7 +24,8 @@ import embodied_envs
 from embodied_envs import record
 from embodied_envs.mujoco_env import MujocoEnv
 from embodied_ppo import demonstrations
-from embodied_ppo.demonstrations import Demonstrations, Writer, read
+from embodied_ppo.demonstrations import Demonstrations, read
+from embodied_ppo.recording import Writer
 from embodied_ppo.types import ConfigError, EnvError
 
 H, W = 16, 24
@@ -358,6 +359,68 @@ def test_pyarrow_is_asked_for(good: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # ----------------------------------------------------------------------------------------------------------------- v2.1
+def in_tables(folder: Path, encoded: list[list[bytes]], size: tuple[int, int]) -> Path:
+    """A dataset of v2.1 whose pictures, one file each, stand in its tables: ``encoded`` by episode and frame."""
+    key, meta = "observation.images.front", folder / "meta"
+    for path in (meta, folder / "data"):
+        path.mkdir(parents=True)
+    features = {
+        key: {"dtype": "image", "shape": [*size, 3]},
+        "observation.state": {"dtype": "float32", "shape": [3]},
+        "action": {"dtype": "float32", "shape": [2]},
+    }
+    whole = {"codebase_version": "v2.1", "fps": 10, "total_episodes": len(encoded), "features": features}
+    (meta / "info.json").write_text(json.dumps(whole | {"data_path": "data/{episode_index}.parquet", "video_path": ""}))
+    (meta / "tasks.jsonl").write_text(json.dumps({"task_index": 0, "task": "lift it"}))
+    rows = [{"episode_index": i, "length": len(pictures)} for i, pictures in enumerate(encoded)]
+    (meta / "episodes.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for i, pictures in enumerate(encoded):
+        length = len(pictures)
+        columns: dict[str, Any] = {key: [{"bytes": x, "path": None} for x in pictures]}
+        columns |= {"observation.state": [[0.0] * 3] * length, "action": [[0.0] * 2] * length}
+        columns |= {"frame_index": list(range(length)), "episode_index": [i] * length, "task_index": [0] * length}
+        pq.write_table(pa.table(columns), folder / f"data/{i}.parquet")
+    return folder
+
+
+@pytest.mark.parametrize("kind", [".png", ".jpeg", ".webp"])
+def test_damaged_pictures_in_tables_are_told_with_file_episode_and_frame(tmp_path: Path, kind: str) -> None:
+    whole = imageio.imwrite("<bytes>", episode(0)["images"]["front"][0], extension=kind)
+    good = in_tables(tmp_path / "good", [[whole] * 2] * 2, (H, W))
+    assert read(good).images["front"].shape == (4, H, W, 3)
+    spoiled = {
+        "half": whole[: len(whole) // 2],
+        "header": bytes(8) + whole[8:],
+        "no picture": b"a description",
+        "nothing": b"",
+    }
+    for name, data in spoiled.items():
+        folder = in_tables(tmp_path / name, [[whole] * 2, [whole, data]], (H, W))
+        message = (
+            r"data/1\.parquet: episode 1, frame 1: observation\.images\.front cannot be decoded .*; record or down"
+        )
+        with pytest.raises(ConfigError, match=message) as caught:
+            read(folder)
+        assert str(folder) in str(caught.value) and "unexpected keyword" not in str(caught.value)
+
+
+def test_whatever_a_damaged_picture_raises_is_told(tmp_path: Path) -> None:
+    """Bytes changed at random in animated pictures, whose frames pillow reads with the fewest checks."""
+    frames = np.stack([episode(i)["images"]["front"][0] for i in range(3)])
+    rng, refused = np.random.default_rng(0), 0
+    for kind in (".gif", ".webp", ".png"):
+        whole = np.frombuffer(imageio.imwrite("<bytes>", frames, extension=kind, plugin="pillow"), np.uint8)
+        for i in range(100):
+            data = whole.copy()
+            data[rng.integers(0, len(data), 5)] = rng.integers(0, 256, 5)
+            folder = in_tables(tmp_path / f"{i}{kind}", [[data[: rng.integers(1, len(data))].tobytes()]], (H, W))
+            try:
+                read(folder)
+            except ConfigError as error:
+                refused += "episode 0, frame 0" in str(error)
+    assert refused > 200
+
+
 @pytest.mark.parametrize("kind", ["video", "image"])
 def test_v2_1_is_read(tmp_path: Path, kind: str) -> None:
     """As LeRobot wrote it until 2025; pictures in videos (with loss, flat colours) or in the tables."""

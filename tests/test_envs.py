@@ -496,7 +496,8 @@ def test_many_heavy_robots_are_announced() -> None:
     before = make("PandaPickCube-v1", 3)
     before.reset()
     before.close()  # what it gives back to the C library must not hide what others take
-    with pytest.warns(UserWarning, match=r"60 environments will take \d.\d GB of memory \(\d\d+ MB each"):
+    # 55 MB each; 48 where the first of all is among them, 100 where the C library cannot say what is in use
+    with pytest.warns(UserWarning, match=r"60 environments will take \d\.\d GB of memory \(([4-9]|10)\d MB each"):
         make("PandaPickCube-v1", 60)  # nothing is built for them before reset()
 
 

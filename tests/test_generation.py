@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from embodied_ppo.generation import graphs
-from embodied_ppo.generation.engine import Engine, Generation, _State
+from embodied_ppo.generation.engine import READ_TOKENS, Engine, Generation, _State
 from embodied_ppo.generation.sampling import Sampling, choose
 from embodied_ppo.generation.vllm import VllmEngine, response_seeds, sampling_arguments
 from embodied_ppo.models.language import LanguagePolicy
@@ -98,6 +98,40 @@ def test_finished_rows_are_not_computed() -> None:
     found = engine(policy).generate(PROMPTS, Sampling(20, stop_ids=(2, *range(30, 40))), seed=5)
     unique = [p for i, p in enumerate(PROMPTS) if i == 0 or p != PROMPTS[i - 1]]
     assert seen["tokens"] == len(unique) * max(map(len, PROMPTS)) + int((found.length - 1).sum())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parts"),
+    [(1, [[1], [1], [1], [2], [1], [1]]), (14, [[1, 1], [1, 2], [1, 1]]), (1024, [[1, 1, 1, 2, 1, 1]])],
+)
+def test_prompts_read_in_parts_change_nothing(
+    tokens: int, parts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``parts``: copies of each prompt in a pass. The longest has 7 tokens: 14 are two prompts, 1 is one."""
+    policy, sampling = make(), Sampling(12, stop_ids=(2, *range(30, 40)))
+    monkeypatch.setitem(READ_TOKENS, "cpu", 1 << 15)
+    whole = engine(policy).generate(PROMPTS, sampling, seed=5)
+    monkeypatch.setitem(READ_TOKENS, "cpu", tokens)
+    read, found = Engine._read_part, []
+
+    def note(self: Engine, cache: Any, rows: slice, prompts: Any, copies: list[int]) -> Tensor:
+        found.append(copies)
+        return read(self, cache, rows, prompts, copies)
+
+    monkeypatch.setattr(Engine, "_read_part", note)
+    assert equal(engine(policy).generate(PROMPTS, sampling, seed=5), whole)
+    assert found == parts
+
+
+@pytest.mark.parametrize(("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)])
+def test_a_step_of_even_rows_equals_one_of_uneven_rows(kind: str, more: dict[str, Any]) -> None:
+    """Prompts of one length alone take the path that writes a column of the cache; with a longer one they do not."""
+    policy, sampling = make(kind, **more), Sampling(12)
+    even = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
+    alone = engine(policy).generate(even, sampling, seed=5)
+    among = engine(policy).generate([*even, [20, 21, 22, 23, 24]], sampling, seed=5)
+    assert torch.equal(among.token[:3], alone.token)
+    torch.testing.assert_close(among.log_prob[:3], alone.log_prob, rtol=0, atol=1e-5)
 
 
 def test_a_model_s_own_settings_do_not_leak_in() -> None:

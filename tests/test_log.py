@@ -310,7 +310,7 @@ def test_every_tag_is_documented_and_every_row_is_written(run_dir):
     written = {tag for row in rows(run_dir) for tag in row} - {"update", "env_steps"}
     events = board(run_dir / "tensorboard")
     written |= set(board(run_dir / "tensorboard" / "hparams").Tags()["scalars"]) | set(events.Tags()["scalars"])
-    elsewhere = {"evaluation", "rollout/unstable", "eval/success/<kind>"}  # test_report films; our own engines say
+    elsewhere = {"evaluation", "rollout/unstable", "eval/success/<kind>"}  # test_film films; our own engines say
     assert sorted(set(documented()) - LANGUAGE_ONLY) == sorted(written | elsewhere)
     assert all(len(cells) == 3 and all(cells) for cells in documented().values())
 

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from embodied_ppo.models import openvla
-from embodied_ppo.models.openvla import ActionTokens, OpenVLABody, OpenVLAConfig, TowerConfig
+from embodied_ppo.models import openvla_checkpoint
+from embodied_ppo.models.openvla import OpenVLABody, OpenVLAConfig, TowerConfig
+from embodied_ppo.models.openvla_checkpoint import ActionTokens
 from embodied_ppo.types import ConfigError
 
 STATS = {"q01": [-2.0, 0.0, 0.0], "q99": [2.0, 1.0, 0.5], "mask": [True, True, False]}
@@ -382,7 +383,7 @@ def test_prompts() -> None:
         texts.append(text)
         return [1, *(300 + len(word) for word in text.split()), *([29871] if "cube" in text else [])]
 
-    ids, mask = openvla.encode_prompts(tokenize, ["Lift the CUBE", "push"], pad=32000)
+    ids, mask = openvla_checkpoint.encode_prompts(tokenize, ["Lift the CUBE", "push"], pad=32000)
     assert texts[0] == "In: What action should the robot take to lift the cube?\nOut:"
     assert ids.shape == mask.shape == (2, 14) and ids.dtype == torch.int64
     assert ids[0].tolist()[0] == 1 and mask[0].all()
@@ -392,7 +393,7 @@ def test_prompts() -> None:
 
 def test_a_tokenizer_without_begin_of_sequence_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"gives \[5, 6\]\.\. but must begin with BOS = 1, once"):
-        openvla.encode_prompts(lambda text: [5, 6], ["lift"])
+        openvla_checkpoint.encode_prompts(lambda text: [5, 6], ["lift"])
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoint
@@ -493,7 +494,7 @@ def checkpoint(folder: Path, tensors: dict[str, Tensor] | None = None, **fields:
 
 
 def filled_by_hand(t: dict[str, Tensor]) -> OpenVLABody:
-    """A body whose parameters are set from published tensors one family at a time, not by ``openvla.layout``."""
+    """A body whose parameters are set from published tensors one family at a time, not by ``layout``."""
     body = OpenVLABody(CONFIG)
     state: dict[str, Tensor] = {
         f"projector.fc{i}.{end}": t[f"projector.fc{i}.{end}"] for i in (1, 2, 3) for end in ("weight", "bias")
@@ -559,7 +560,7 @@ def timm_block(x: Tensor, t: dict[str, Tensor], block: str, heads: int) -> Tenso
 @torch.no_grad()
 def test_loaded_towers_compute_what_timms_do(tmp_path: Path) -> None:
     """The towers written out on published tensors: patches + positions, then class and registers before them."""
-    body, t = openvla.load(checkpoint(tmp_path)), synthetic()
+    body, t = openvla_checkpoint.load(checkpoint(tmp_path)), synthetic()
     pixels = torch.randn(2, 6, 28, 28, generator=torch.Generator().manual_seed(3))
     found = []
     for key, x, heads, blocks in (("featurizer", pixels[:, :3], 2, 3), ("fused_featurizer", pixels[:, 3:], 3, 4)):
@@ -577,7 +578,7 @@ def test_loaded_towers_compute_what_timms_do(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_a_loaded_checkpoint_is_a_body_with_those_weights(tmp_path: Path) -> None:
     tensors = synthetic()
-    loaded, direct = openvla.load(checkpoint(tmp_path, tensors)), filled_by_hand(tensors)
+    loaded, direct = openvla_checkpoint.load(checkpoint(tmp_path, tensors)), filled_by_hand(tensors)
     ours, theirs = loaded.state_dict(), direct.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert torch.equal(loaded.hidden(*batch(), bins()), direct.hidden(*batch(), bins()))
@@ -592,8 +593,8 @@ def test_a_loaded_checkpoint_is_a_body_with_those_weights(tmp_path: Path) -> Non
 def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
     """Load, save: the same keys, bits and configuration."""
     tensors = {key: value.to(dtype) for key, value in synthetic().items()}
-    body = openvla.load(checkpoint(tmp_path / "a", tensors), dtype=dtype)
-    openvla.save(body, tmp_path / "b")
+    body = openvla_checkpoint.load(checkpoint(tmp_path / "a", tensors), dtype=dtype)
+    openvla_checkpoint.save(body, tmp_path / "b")
     again = load_file(tmp_path / "b" / "model.safetensors")
     assert again.keys() == tensors.keys()
     assert all(again[key].dtype == dtype and torch.equal(again[key], tensors[key]) for key in tensors)
@@ -607,8 +608,8 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def test_a_new_body_is_saved_and_loaded(tmp_path: Path) -> None:
     body = shared()
-    openvla.save(body, tmp_path)
-    again = openvla.load(tmp_path)
+    openvla_checkpoint.save(body, tmp_path)
+    again = openvla_checkpoint.load(tmp_path)
     assert again.config.dino == CONFIG.dino and again.config.norm_stats == CONFIG.norm_stats
     assert torch.equal(body.hidden(*batch(), bins()), again.hidden(*batch(), bins()))
 
@@ -617,12 +618,12 @@ def test_the_published_configuration_has_the_published_sizes() -> None:
     """openvla-7b's: 256 patches of 14 pixels; nothing of ours is written into it."""
     raw = config_json() | {"text_config": {"model_type": "llama", "pad_token_id": 32000, "vocab_size": 32064}}
     del raw["vision_sizes"]
-    config = openvla.read_config(raw)
+    config = openvla_checkpoint.read_config(raw)
     assert config.grid**2 == 256 and config.vocab_size == 32000
     assert (config.dino.hidden_size, config.dino.layers, config.dino.heads) == (1024, 24, 16)
     assert (config.siglip.hidden_size, config.siglip.layers, config.siglip.intermediate_size) == (1152, 27, 4304)
-    assert openvla.write_config(config) == raw
-    keys = openvla.layout(config)
+    assert openvla_checkpoint.write_config(config) == raw
+    keys = openvla_checkpoint.layout(config)
     assert len(keys) == 6 + 7 + 24 * 14 + 5 + 27 * 12 + 13
     with torch.device("meta"):
         assert sum(p.numel() for p in OpenVLABody(config, device="meta").parameters()) == 7_541_237_184 + 1024
@@ -638,17 +639,17 @@ def test_shards_and_the_original_name_of_layer_scales(tmp_path: Path) -> None:
         save_file({name: tensors[name] for name in names if where[name] == file}, tmp_path / file)
     index = {"metadata": {}, "weight_map": where}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    ours, theirs = openvla.load(tmp_path).state_dict(), filled_by_hand(synthetic()).state_dict()
+    ours, theirs = openvla_checkpoint.load(tmp_path).state_dict(), filled_by_hand(synthetic()).state_dict()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model-00002-of-00002.safetensors is in .* but missing"):
-        openvla.load(tmp_path)
+        openvla_checkpoint.load(tmp_path)
 
 
 def test_statistics_of_a_fine_tuned_model_go_first(tmp_path: Path) -> None:
     mine = {"libero_spatial": {"action": STATS}, "bridge_orig": {"action": STATS | {"q99": [9.0, 9.0, 9.0]}}}
     (checkpoint(tmp_path) / "dataset_statistics.json").write_text(json.dumps(mine))
-    assert openvla.load(tmp_path).config.norm_stats == mine
+    assert openvla_checkpoint.load(tmp_path).config.norm_stats == mine
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -683,7 +684,7 @@ DINO_BLOCK = "vision_backbone.featurizer.blocks.0"
 )
 def test_every_key_is_used_once(tmp_path: Path, tensors: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ConfigError, match=r"policy.path=\S+: the weights are not .*" + message):
-        openvla.load(checkpoint(tmp_path, tensors), what="policy")
+        openvla_checkpoint.load(checkpoint(tmp_path, tensors), what="policy.path")
 
 
 @pytest.mark.parametrize(
@@ -715,23 +716,23 @@ def test_every_key_is_used_once(tmp_path: Path, tensors: dict[str, Tensor], mess
 )
 def test_a_configuration_that_cannot_be_read(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=r"model.path=\S+: .*" + message):
-        openvla.load(checkpoint(tmp_path, {}, **fields))
+        openvla_checkpoint.load(checkpoint(tmp_path, {}, **fields))
 
 
 def test_directories_that_hold_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path=\S+: holds no config.json; name the directory"):
-        openvla.load(tmp_path / "nowhere")
+        openvla_checkpoint.load(tmp_path / "nowhere")
     checkpoint(tmp_path)
     (tmp_path / "action_head--150000_checkpoint.pt").touch()
     with pytest.raises(ConfigError, match=r"holds action_head--150000_checkpoint.pt: a head .* action tokens alone"):
-        openvla.load(tmp_path)
+        openvla_checkpoint.load(tmp_path)
     (tmp_path / "action_head--150000_checkpoint.pt").unlink()
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match=r"model.path=\S+: weights cannot be read \(SafetensorError"):
-        openvla.load(tmp_path)
+        openvla_checkpoint.load(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"holds neither model.safetensors nor .* convert them to safetensors"):
-        openvla.load(tmp_path)
+        openvla_checkpoint.load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config.json cannot be read \(JSONDecodeError"):
-        openvla.load(tmp_path)
+        openvla_checkpoint.load(tmp_path)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
+from pathlib import Path
 from typing import Any
 
+import published
 import pytest
 import toys
 
-from embodied_ppo import strict
+from embodied_ppo import rules, strict
 from embodied_ppo.config import Config
 from embodied_ppo.types import ConfigError
 
@@ -22,6 +25,12 @@ EYE = {"env.id": "toys:Balance", "env.num_threads": 1}
 """A task of our own with a camera and with ranges for its model."""
 SEES = {**EYE, "env.cameras": ["eye"], "env.image_size": 40}
 TOKENS = {**SEES, "env.action_chunk": 2, "model.policy": "token", "model.width": 16, "model.bins": 8}
+GAUSSIAN = {**{k: x for k, x in TOKENS.items() if k != "model.bins"}, "model.policy": "gaussian"}
+FLOW = {**GAUSSIAN, "model.policy": "flow"}
+ROOT = Path(os.environ["EMBODIED_PPO_CACHE"]) / "published"
+FEW = {"env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 8, "updates": 1}
+VLM = {**SEES, **FEW, "model.policy": "token", "model.checkpoint": str(ROOT / "smolvlm"), "model.bins": 16}
+OPENVLA = {**VLM, "model.checkpoint": str(ROOT / "openvla"), "model.unnorm_key": "slow"}
 COLUMNS = {"algorithm.minibatch_unit": "column"}
 IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.0}
 ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
@@ -52,6 +61,16 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.temperature": (0.5, TOKENS),
     "model.detach_value": (False, TOKENS),
     "model.word_buckets": (64, TOKENS),
+    "model.freeze_trunk": (True, TOKENS),
+    "model.checkpoint": (str(ROOT / "smolvlm"), {k: x for k, x in VLM.items() if k != "model.checkpoint"}),
+    "model.unnorm_key": ("fast", OPENVLA),
+    "model.lora_rank": (2, VLM),
+    "model.lora_alpha": (4.0, {**VLM, "model.lora_rank": 2}),
+    "model.dtype": ("bfloat16", VLM),
+    "model.flow_steps": (3, FLOW),
+    "model.flow_noise": ("learned", {**FLOW, "model.flow_chain": "sum"}),
+    "model.flow_eta": (0.3, FLOW),
+    "model.flow_chain": ("sum", FLOW),
     "model.backbone": ("mlp", PICTURES),
     "model.hidden": ([8], {}),
     "model.activation": ("relu", {}),
@@ -132,6 +151,7 @@ TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
 NOTHING: dict[str, tuple[Any, str]] = {
     "env.num_threads": (2, "speed only: environments do not see each other"),
     "algorithm.micro_batch_size": (4, "memory only"),
+    "model.gradient_checkpointing": (True, "memory only"),
     "algorithm.reward_type": ("action_level", "a decision is one action (C = 1), so both levels are the same rewards"),
 }
 
@@ -139,6 +159,14 @@ NOTHING: dict[str, tuple[Any, str]] = {
 REFUSED: dict[str, tuple[Any, str]] = {
     "algorithm.loss_type": ("actor", "is that of two models"),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models() -> None:
+    """What model.checkpoint names."""
+    published.make("smolvlm", ROOT / "smolvlm")
+    stats = {name: {"action": {"q01": [-x], "q99": [x]}} for name, x in (("slow", 0.1), ("fast", 1.0))}
+    (published.make("openvla", ROOT / "openvla") / "dataset_statistics.json").write_text(json.dumps(stats))
 
 
 @functools.cache
@@ -152,7 +180,7 @@ def train(options: dict[str, Any], lag: int = 0) -> list[dict[str, float]]:
 
 def test_every_option_has_a_case():
     sections = ("algorithm.", "model.", "env.")
-    options = {p for p in strict.describe(Config) if p.startswith(sections) and strict.mode_of(p) != "reasoning"}
+    options = {p for p in strict.describe(Config) if p.startswith(sections) and rules.mode_of(p) != "reasoning"}
     tables = [*CHANGES, *TOLD, *NOTHING, *REFUSED]
     assert sorted(tables) == sorted(options)
 
@@ -223,6 +251,8 @@ OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "algorithm.kl_penalty": [(kind, IN_REWARD) for kind in ("k1", "abs", "k2", "k3")],
     "algorithm.lr_schedule": [(kind, {}) for kind in ("constant", "linear", "cosine", "adaptive")],
     "algorithm.off_policy_correction": [(kind, COLUMNS) for kind in ("token", "sequence")],
+    "model.policy": [(kind, SEES) for kind in ("actor_critic", "token", "flow", "gaussian")],
+    "model.flow_chain": [(kind, FLOW) for kind in ("one", "sum", "mean")],
     "model.distribution": [("auto", {}), ("squashed_gaussian", {})],
     "model.activation": [(kind, {}) for kind in ("tanh", "relu", "elu", "silu", "gelu")],
     "env.action_mapping": [(kind, {**POINT, "model.init_log_std": 1.0}) for kind in ("rescale", "clip", "none")],

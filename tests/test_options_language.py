@@ -16,7 +16,7 @@ import pytest
 import torch
 import toys
 
-from embodied_ppo import reasoner, reward_model, strict, synthetic
+from embodied_ppo import reasoner, reward_model, rules, strict, synthetic
 from embodied_ppo.assembly import Setup
 from embodied_ppo.config import Config
 from embodied_ppo.log import numbers
@@ -250,7 +250,7 @@ def files() -> Iterator[None]:
 def config(options: dict[str, Any]) -> Config:
     """``BASE`` as a file that ships, ``options`` as flags, checked as the command checks."""
     loaded = strict.read(Config, [("configs/base", BASE), ("test", toys.nested(options))])
-    strict.check(loaded.config, explicit=loaded.deliberate({"test"}))
+    rules.check(loaded.config, explicit=loaded.deliberate({"test"}))
     return loaded.config
 
 
@@ -293,7 +293,7 @@ def learned(rows: list[dict[str, float]]) -> tuple[float, float]:
 # --------------------------------------------------------------------------------------------------------------- tests
 def test_every_option_has_a_case() -> None:
     sections = ("algorithm.", "actor.", "critic.", "rollout.", "data.", "reward.", "warm_start.", "evaluation.")
-    options = {p for p in strict.describe(Config) if p.startswith(sections) and strict.mode_of(p) != "embodied"}
+    options = {p for p in strict.describe(Config) if p.startswith(sections) and rules.mode_of(p) != "embodied"}
     tables = [*CHANGES, *TOLD, *NOTHING, *REFUSED]
     assert sorted(tables) == sorted(options)
 

@@ -1,38 +1,30 @@
-"""report: the numbers in the file, the page as a browser shows it, and films decoded back."""
+"""report: the numbers in the file, and the page as a browser shows it."""
 
 from __future__ import annotations
 
 import hashlib
 import html
 import json
-import logging
-import os
 import re
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import imageio_ffmpeg
 import numpy as np
 import pytest
-import torch
-from torch import nn
+from test_film import Lean, make_cartpole
 
-import embodied_envs
-from embodied_ppo import evaluate, report
+from embodied_ppo import evaluate, film, report
 from embodied_ppo.data import Prompt
 from embodied_ppo.evaluate import EVAL_SEED_BASE, Episode, EvaluationResult
 from embodied_ppo.exam import Answer, ExamResult
 from embodied_ppo.generation.sampling import Sampling
 from embodied_ppo.grading import Grade
-from embodied_ppo.types import Decision
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PROVENANCE: dict[str, Any] = {
@@ -214,10 +206,10 @@ def text_of(page: Path) -> str:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with everything on it: success, curves and a film."""
     folder = tmp_path_factory.mktemp("page")
-    film = report.film(Lean(), partial(make_cartpole, render=True), path=folder / "film.mp4", seed=0, steps=20)
-    assert film.path, film.reason
+    made = film.film(Lean(), partial(make_cartpole, render=True), path=folder / "film.mp4", seed=0, steps=20)
+    assert made.path, made.reason
     results = [result("CartPole-v1", [float(50 + 7 * (i % 9)) for i in range(40)], [i % 4 > 0 for i in range(40)])]
-    return report.write(folder, results, **PROVENANCE, curves=curve(), film=film).html
+    return report.write(folder, results, **PROVENANCE, curves=curve(), film=made).html
 
 
 def test_the_page_says_what_the_file_says(page: Path) -> None:
@@ -241,8 +233,8 @@ def test_the_page_is_self_contained_and_escaped(page: Path) -> None:
 
 
 def test_pages_with_less_on_them(tmp_path: Path) -> None:
-    film = report.Film(None, reason="<no> libEGL")
-    text = text_of(report.write(tmp_path, [result("A-v1", [1.0])], **PROVENANCE, film=film).html)
+    none = film.Film(None, reason="<no> libEGL")
+    text = text_of(report.write(tmp_path, [result("A-v1", [1.0])], **PROVENANCE, film=none).html)
     assert "No video: <no> libEGL" in text and "one episode has no interval" in text and "Training" not in text
     two = [result("A-v1", [1.0, 2.0], [True, False]), result("B-v1", [5.0], [True])]
     text = text_of(report.write(tmp_path, two, **PROVENANCE).html)
@@ -436,128 +428,3 @@ onload = () => {{
     assert seen["overflow"] == 0 and seen["table"] == 0 and seen["wrong"] == 4
     assert EVIL in [text for text, _ in seen["texts"]], "white space and all"
     assert min(w for _, w in seen["texts"]) > 90
-
-
-# ------------------------------------------------------------------------------------------------------------ the film
-class Lean(nn.Module):
-    """CartPole: push towards the side the pole leans to. InvertedPendulum: do nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def encode(self, obs: Any) -> Any:
-        return obs
-
-    def act(self, inputs: Any, *, noise: Any = None) -> Decision:
-        rows = len(inputs)
-        return Decision((inputs[:, 2] * self.scale > 0).long(), torch.zeros(rows), torch.zeros(rows))
-
-    def noise(self, rows: int, generator: Any = None) -> Any: ...
-    def evaluate(self, inputs: Any, action: Any, replay: Any) -> Any: ...
-    def value(self, inputs: Any) -> Any: ...
-    def parameter_groups(self) -> Any: ...
-    def observe(self, obs: Any, mask: Any) -> None: ...
-
-
-class Idle(Lean):
-    def act(self, inputs: Any, *, noise: Any = None) -> Decision:
-        rows = len(inputs)
-        return Decision(torch.full((rows, 1), 0.3), torch.zeros(rows), torch.zeros(rows))
-
-
-def make_cartpole(seeds: list[int], **options: Any) -> Any:
-    return embodied_envs.make("CartPole-v1", num_envs=len(seeds), seeds=seeds, num_threads=1, **options)
-
-
-def make_pendulum(seeds: list[int], **options: Any) -> Any:
-    return embodied_envs.make("InvertedPendulum-v4", num_envs=len(seeds), seeds=seeds, num_threads=1, **options)
-
-
-def make_nothing(seeds: list[int], how: str) -> Any:
-    if how == "killed":
-        print("ERROR: the driver is angry", file=sys.stderr, flush=True)
-        os._exit(1)
-    if how == "slow":
-        time.sleep(60)
-    if how == "raises":
-        raise RuntimeError("no\nscreen")
-    # EnvPool loaded without a global libEGL: MuJoCo ends the process at the first picture.
-    import envpool
-
-    env = envpool.make_gymnasium("InvertedPendulum-v4", num_envs=1, render_mode="rgb_array")
-    env.reset()
-    return env.render()
-
-
-def decode(path: Path) -> tuple[dict[str, Any], np.ndarray]:
-    """The film's facts and its frames, uint8 [F, H, W, 3]."""
-    reader = imageio_ffmpeg.read_frames(str(path))
-    facts: dict[str, Any] = next(reader)
-    width, height = facts["size"]
-    return facts, np.stack([np.frombuffer(f, np.uint8).reshape(height, width, 3) for f in reader])
-
-
-def test_a_film_of_the_evaluated_episodes(tmp_path: Path) -> None:
-    measured = evaluate.evaluate(Idle(), make_pendulum, episodes=2, num_envs=2, seed=4)
-    make = partial(make_pendulum, render=True, render_size=(64, 65))
-    film = report.film(Idle(), make, path=tmp_path / "a" / "film.mp4", seed=4, step_s=0.04, stride=1)
-    assert film.path == tmp_path / "a" / "film.mp4", film.reason
-    facts, frames = decode(film.path)
-    assert facts["codec"] == "h264" and facts["pix_fmt"].startswith("yuv420p")
-    assert facts["size"] == (66, 64), "odd sides are padded: yuv420p halves them"
-    assert facts["fps"] == film.fps == 25.0  # one picture per 0.04 s
-    assert len(frames) == film.frames == sum(e.length for e in measured.episodes), "exactly the evaluated episodes"
-    moved = np.abs(frames[1:].astype(int) - frames[:-1]).max((1, 2, 3))
-    assert (moved > 20).mean() > 0.5 and frames.std() > 5, "the pole falls"
-    assert film.poster.startswith(b"\x89PNG")
-    assert [p.name for p in film.path.parent.iterdir()] == ["film.mp4"], "nothing is left behind"
-
-
-def shoot(folder: Path, **options: Any) -> dict[str, Any]:
-    """What the filming process does, in this one: CartPole is drawn without OpenGL."""
-    folder.mkdir()
-    make = partial(make_cartpole, render=True, render_size=(64, 64))
-    defaults: dict[str, Any] = {"episodes": 1, "steps": 30, "step_s": None, "stride": None, "budget_s": 10.0}
-    report._shoot(report._Request(Lean(), make, str(folder), seed=0, deterministic=True, **(defaults | options)))
-    return json.loads((folder / "film.json").read_text())
-
-
-def test_the_stride_keeps_to_30_pictures_per_second_and_to_the_budget(tmp_path: Path) -> None:
-    assert shoot(tmp_path / "a") == {"frames": 30, "fps": 30.0, "stride": 1}
-    assert shoot(tmp_path / "b", step_s=0.05) == {"frames": 30, "fps": 20.0, "stride": 1}
-    assert shoot(tmp_path / "c", step_s=0.008) == {"frames": 6, "fps": 25.0, "stride": 5}
-    # Without a budget 10 pictures remain: 2 episodes of at most 25 steps, one every 5.
-    assert shoot(tmp_path / "d", episodes=2, steps=25, budget_s=0.0) == {"frames": 10, "fps": 6.0, "stride": 5}
-
-
-def test_equal_films_are_equal_files(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        shoot(tmp_path / name)
-        time.sleep(1.1)  # a date in the file would differ
-    assert (tmp_path / "a" / "film.mp4").read_bytes() == (tmp_path / "b" / "film.mp4").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("killed", r"ERROR: the driver is angry \(exit status 1\)"),
-        ("raises", r"RuntimeError: no screen"),
-        ("slow", r"not finished after 1 s; film fewer or shorter episodes"),
-        ("opengl", r"ERROR: an OpenGL platform library has not been loaded .* \(exit status 1\)"),
-    ],
-)
-def test_no_film_is_a_warning_with_its_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, reason: str
-) -> None:
-    make: Callable[[list[int]], Any] = partial(make_nothing, how=how)
-    with caplog.at_level(logging.WARNING):
-        film = report.film(Lean(), make, path=tmp_path / "f.mp4", seed=0, deadline_s=1 if how == "slow" else 60)
-    assert film.path is None and re.fullmatch(reason, film.reason)
-    assert [r.getMessage() for r in caplog.records] == [f"no video: {film.reason}"]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_cannot_go_to_another_process_says_so(tmp_path: Path) -> None:
-    film = report.film(Lean(), lambda seeds: make_cartpole(seeds, render=True), path=tmp_path / "f.mp4", seed=0)
-    assert film.path is None and film.reason.startswith("policy or make_env cannot go to another process: ")

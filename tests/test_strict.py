@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from embodied_ppo import strict
+from embodied_ppo import rules, strict
 from embodied_ppo.config import ALIASES, REFUSED, VALUE_ALIASES, Config, EnvConfig, EvaluateConfig
-from embodied_ppo.types import ConfigError, PlacementError
+from embodied_ppo.errors import ConfigError, PlacementError, show
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -26,6 +26,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 TOKENS = {"model.policy": "token"}
+FLOW = {"model.policy": "flow"}
 CLONING = {**TOKENS, "cloning.steps": 3}
 LANGUAGE: dict[str, Any] = {
     "mode": "reasoning",
@@ -288,7 +289,7 @@ def test_component_placement(placement: dict[str, Any], words: str | None) -> No
         layer = {name: placement if name != "cluster" else {"component_placement": placement}}
         if words is None:
             loaded = strict.read(Config, [("a.yaml", nested(LANGUAGE)), ("b.yaml", layer)]).config
-            strict.check(loaded)
+            rules.check(loaded)
             assert loaded.cluster.component_placement == placement
         else:
             with pytest.raises(PlacementError) as caught:
@@ -350,7 +351,7 @@ def test_alias_of_options_md(alias: str) -> None:
     other = strict.describe(Config)[paths[0]].default
     with pytest.raises(ConfigError) as caught:
         strict.read(Config, [("file", nested({alias: value, paths[0]: other}))])
-    for word in (alias, paths[0], strict.show(value), strict.show(other), "(file)", "keep one"):
+    for word in (alias, paths[0], show(value), show(other), "(file)", "keep one"):
         assert word in str(caught.value)
 
 
@@ -486,6 +487,9 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
         ({"model.min_log_std": 3.0}, "model.min_log_std = 3 must be < model.max_log_std = 2"),
         ({"model.init_log_std": 3.0}, "model.init_log_std = 3 .. model.max_log_std = 2"),
         ({"model.init_log_std": -6.0}, "model.init_log_std = -6 must be >= model.min_log_std = -5"),
+        ({**TOKENS, "model.shared_backbone": False}, "model.shared_backbone = false: model.policy=token has one trunk"),
+        ({**TOKENS, "model.width": 100, "model.heads": 4}, "width = 100: .. 2 x model.heads = 8; write 96"),
+        ({**TOKENS, "model.width": 4, "model.heads": 4}, "width = 4: .. 2 x model.heads = 8; write 8"),
         ({"env_steps": None}, "updates = null and env_steps = null: .. updates=100"),
         (
             {
@@ -608,7 +612,13 @@ UNREAD = {
     "model.decode": ("autoregressive", TOKENS),
     "model.temperature": (0.5, TOKENS),
     "model.word_buckets": (64, TOKENS),
+    "model.freeze_trunk": (True, TOKENS),
+    "model.flow_steps": (3, FLOW),
+    "model.flow_noise": ("learned", {**FLOW, "model.flow_chain": "sum"}),
+    "model.flow_chain": ("sum", FLOW),
+    "model.flow_eta": (0.3, FLOW),
     "cloning.steps": (3, TOKENS),
+    "cloning.coef": (0.5, TOKENS),
     "cloning.dataset": ("x", CLONING),
     "cloning.episodes": (3, CLONING),
     "cloning.foresight_steps": (3, CLONING),
@@ -657,26 +667,26 @@ NOT_READ = {
 @pytest.mark.parametrize("path", UNREAD)
 def test_an_option_that_is_set_and_not_read(path: str) -> None:
     value, needs = UNREAD[path]
-    base = LANGUAGE if strict.mode_of(path) == "reasoning" and path not in NOT_READ else {}
+    base = LANGUAGE if rules.mode_of(path) == "reasoning" and path not in NOT_READ else {}
     line = refused(Config, {**base, **NOT_READ.get(path, {}), path: value})
-    for word in (path, strict.show(value), "set but not read", "it needs", "leave it out"):
+    for word in (path, show(value), "set but not read", "it needs", "leave it out"):
         assert word in line
     strict.load(Config, nested({**(needs or {}), path: value}))
 
 
 def test_the_table_of_unread_options_is_tested_whole() -> None:
-    assert {path for paths in strict.UNREAD for path in paths.split(",")} == {*UNREAD, "critic.use_critic_model"}
+    assert {path for paths in rules.UNREAD for path in paths.split(",")} == {*UNREAD, "critic.use_critic_model"}
     assert all(path in strict.describe(Config) for path in UNREAD)
 
 
 def test_check_flags_defaults_only_where_they_were_said() -> None:
-    strict.check(Config())
+    rules.check(Config())
     with pytest.raises(ConfigError, match=r"desired_kl = 0\.01 is set but not read"):
-        strict.check(Config(), explicit={"algorithm.desired_kl"})
-    strict.check(Config(), explicit={"algorithm.reward_shift"})  # false: said to be off, and it is
+        rules.check(Config(), explicit={"algorithm.desired_kl"})
+    rules.check(Config(), explicit={"algorithm.reward_shift"})  # false: said to be off, and it is
     config = strict.load(Config, nested(NO_VALUE))
     with pytest.raises(ConfigError, match=r"use_critic_model = true is set but not read; it needs algorithm.adv_type"):
-        strict.check(config, explicit={"critic.use_critic_model"})
+        rules.check(config, explicit={"critic.use_critic_model"})
 
 
 def test_what_ships_may_go_unread_after_a_flag() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied_envs.tasks import State, Task
-from embodied_ppo import assembly, robot, strict
+from embodied_ppo import assembly, robot, rules, strict
 from embodied_ppo.config import Config
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.rollout import Rollout, env_seeds
@@ -249,7 +249,7 @@ def config(options: Mapping[str, Any] | None = None) -> Config:
     options = options or {}
     base = BASE if options.get("model.policy", "actor_critic") == "actor_critic" else {**BASE, "model": {}}
     loaded = strict.read(Config, [("base", base), ("test", nested(options))])
-    strict.check(loaded.config, explicit=loaded.deliberate({"test"}))
+    rules.check(loaded.config, explicit=loaded.deliberate({"test"}))
     return loaded.config
 
 

@@ -133,7 +133,10 @@ class Decoder(nn.Module):
             positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
         if attend is None:
             attend = self.causal(ids.shape[1], place, ids.device)
-        x = self.base.embed_tokens(ids)
+        return self.run(self.base.embed_tokens(ids), positions, attend, place)
+
+    def run(self, x: Tensor, positions: Tensor, attend: Attend, place: Tensor | None) -> Tensor:
+        """The layers on embeddings [B, L, D] at int64 positions [1 or B, L] -> as ``forward``."""
         kinds = {kind: self._rotation(x, positions, kind) for kind in dict.fromkeys(self.types)}
         last = len(self.layers) - 1
         for i, kind in enumerate(self.types):
@@ -462,9 +465,7 @@ def load(
             fields = dict(architecture)
             config = AutoConfig.for_model(fields.pop("model_type"), **fields)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except ConfigError:
-        raise
-    except torch.OutOfMemoryError:
+    except (ConfigError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # safetensors has its own, and a configuration's nonsense surfaces as anything
         text = " ".join(str(error).split())

@@ -1,26 +1,27 @@
-"""A small vision-language-action model: pictures, a sentence and the robot's own state to chunks of action tokens.
+"""A small vision-language-action model: pictures, a sentence and the robot's own state to what actions are read from.
 
-B rows, C actions of a chunk, A dimensions of each, K bins of a dimension, D width, P tokens of what is seen.
+B rows, C actions of a chunk, A dimensions of each, D width, P tokens of what is seen, Q of what is decided.
 
 The stem is modulated by the sentence (FiLM, Perez et al. 2018): at this size a plain transformer clones the motion and
-ignores the words. What is seen becomes the decoder's memory once; action tokens attend to it and to each other.
+ignores the words. What is seen becomes the decoder's memory once; the tokens that actions are read from attend to it
+and to each other. Families of action heads stand in ``vla_token``, ``vla_gaussian`` and ``vla_flow``.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
-from embodied_ppo import distributions as dist
 from embodied_ppo.config import ModelConfig
-from embodied_ppo.models.backbone import VECTOR, Encoder
-from embodied_ppo.types import ActionSpec, ArraySpec, Box, ConfigError, Decision, Evaluation, Obs, ObsSpec
+from embodied_ppo.models.backbone import VECTOR, Encoder, channels_last
+from embodied_ppo.types import ActionSpec, ArraySpec, Box, ConfigError, Obs, ObsSpec
 
 INSTRUCTION = "instruction"
 """The observation that counts the simulator's sentences."""
@@ -33,7 +34,8 @@ def word_ids(sentence: str, buckets: int) -> list[int]:
     return [1 + zlib.crc32(word.encode()) % (buckets - 1) for word in re.findall(r"\w+", sentence.lower())]
 
 
-def sentence_table(sentences: Sequence[str], buckets: int) -> Tensor:
+@functools.lru_cache(maxsize=4)
+def sentence_table(sentences: tuple[str, ...], buckets: int) -> Tensor:
     """int64 [S, L], a row for each sentence."""
     rows = [word_ids(sentence, buckets) for sentence in sentences]
     width = max(1, *(len(row) for row in rows)) if rows else 1
@@ -44,7 +46,7 @@ class Memory(NamedTuple):
     """What is seen, once for all action tokens.
 
     tokens   [B, P, D]  pictures, state, words        hidden  bool [B, P]  tokens that pad
-    focus    [B, D]  what the sentence finds in the pictures
+    focus    [B, D]  where in the pictures is what the sentence speaks of
     context  [B, D]  focus, sentence and state
     """
 
@@ -110,18 +112,26 @@ class Trunk(nn.Module):
                 "or use model.policy=actor_critic"
             )
         width = config.width
-        shapes = {name: tuple(self.encoder(_zeros(named))[name].shape[1:]) for name in self.encoder.images}
-        self.names = list(shapes)
-        self.stems = nn.ModuleList(Stem(name, shape, width) for name, shape in shapes.items())  # type: ignore[arg-type]
+        self.names = list(self.encoder.images)
+        self.stems = nn.ModuleList(Stem(name, _chw(s), width) for name, s in self.encoder.images.items())
         self.state = nn.Linear(self.encoder.vector_size, width) if self.encoder.vector_size else None
         self.words = nn.Embedding(config.word_buckets, width)
+        self.beside = nn.Conv1d(width, width, 3, padding=1)
+        """A word and the two beside it: without, "the red block to the blue zone" is the same bag of words as "the blue
+        block to the red zone"."""
         self.sentence = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.heads = config.heads
         self.look = nn.Linear(width, width)
-        self.seen = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width))
+        self.seen = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width))
+        self.place = nn.Linear(width, width)
         self.table: Tensor
         """int64 [S, L], words of the simulator's sentences; not part of a checkpoint."""
-        self.register_buffer("table", sentence_table(sentences, config.word_buckets), persistent=False)
+        self.register_buffer("table", sentence_table(tuple(sentences), config.word_buckets), persistent=False)
+
+    def _positions(self, i: int) -> Tensor:
+        stem = self.stems[i]
+        assert isinstance(stem, Stem)
+        return stem.position
 
     def encode(self, obs: Obs) -> dict[str, Tensor]:
         named = obs if isinstance(obs, dict) else {"obs": obs}
@@ -136,11 +146,15 @@ class Trunk(nn.Module):
         if words is None:
             words = some.new_zeros((len(some), 1), dtype=torch.int64)
         used = words > 0  # [B, L]
-        embedded = self.words(words)
+        embedded = self.words(words) * used.unsqueeze(-1)
+        embedded = embedded + F.silu(self.beside(embedded.transpose(1, 2)).transpose(1, 2))
         mean = (embedded * used.unsqueeze(-1)).sum(1) / used.sum(1, keepdim=True).clamp_min(1)
         context = self.sentence(mean)
         tokens = [stem(inputs[name], context) for name, stem in zip(self.names, self.stems, strict=True)]
-        query, (key, value) = self.look(context).unsqueeze(1), self.seen(torch.cat(tokens, dim=1)).chunk(2, dim=-1)
+        # Where, not what: only by attending to the right place can it be told (as spatial softmax, Finn et al. 2016).
+        places = self.place(torch.cat([self._positions(i) for i in range(len(self.names))]))
+        query, key = self.look(context).unsqueeze(1), self.seen(torch.cat(tokens, dim=1))
+        value = places.expand(len(key), -1, -1)
         query, key, value = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (query, key, value))
         focus = F.scaled_dot_product_attention(query, key, value).flatten(1)
         context = context + focus
@@ -153,8 +167,9 @@ class Trunk(nn.Module):
         return Memory(torch.cat([*tokens, embedded], dim=1), hidden, focus, context)
 
 
-def _zeros(spec: dict[str, ArraySpec]) -> dict[str, Tensor]:
-    return {name: torch.zeros(1, *s.shape, dtype=s.dtype) for name, s in spec.items()}
+def _chw(spec: ArraySpec) -> tuple[int, int, int]:
+    a, b, c = spec.shape
+    return (c, a, b) if channels_last(spec) else (a, b, c)
 
 
 class Block(nn.Module):
@@ -211,12 +226,12 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.width)
 
+    def _all(self) -> list[Block]:
+        return cast("list[Block]", list(self.blocks))
+
     def remember(self, memory: Memory) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each block: all that is needed of a memory."""
         return [block.remember(memory.tokens) for block in self._all()]
-
-    def _all(self) -> list[Block]:
-        return list(self.blocks)  # type: ignore[arg-type]
 
     def forward(
         self,
@@ -251,129 +266,74 @@ class ValueHead(nn.Module):
         return self.layers(hidden.detach() if self.detach else hidden).float().squeeze(-1)
 
 
-def chunk_size(spec: ActionSpec, chunk: int, policy: str) -> tuple[int, int]:
-    """(C, A) of an action space that holds whole chunks, C·A numbers."""
-    if not isinstance(spec, Box):
-        raise ConfigError(f"model.policy={policy}: the task's actions are discrete; use model.policy=actor_critic")
-    return chunk, spec.size // chunk
+class VLA(nn.Module):
+    """What all families have: a trunk that sees, a decoder that decides, a head that values.
 
-
-class TokenVLA(nn.Module):
-    """Every dimension of every action of a chunk is one of K bins (RT-2, OpenVLA; in parallel as OpenVLA-OFT).
-
-    The value is read at the first action token. Log-probabilities are [B, C, A].
+    A frozen trunk is run once for every observation, in ``encode``; the epochs of an update begin from what it saw.
     """
 
+    FROZEN_ROWS = 256
+    """Observations that a frozen trunk reads together."""
+
     def __init__(
-        self, obs_spec: ObsSpec, action_spec: ActionSpec, config: ModelConfig, *, chunk: int, sentences: Sequence[str]
+        self,
+        obs_spec: ObsSpec,
+        action_spec: ActionSpec,
+        config: ModelConfig,
+        *,
+        chunk: int,
+        sentences: Sequence[str],
+        queries: Callable[[int, int], int],
     ) -> None:
+        """``queries(C, A)`` is Q. Raises ConfigError."""
         super().__init__()
-        self.chunk, self.size = chunk_size(action_spec, chunk, config.policy)
-        self.bins, self.temperature = config.bins, config.temperature
-        self.autoregressive = config.decode == "autoregressive"
+        if not isinstance(action_spec, Box):
+            raise ConfigError(
+                f"model.policy={config.policy}: the task's actions are discrete; use model.policy=actor_critic"
+            )
+        self.chunk, self.size = chunk, action_spec.size // chunk
         self.trunk, self.decoder = Trunk(obs_spec, sentences, config), Decoder(config)
-        self.query = nn.Parameter(torch.randn(self.chunk * self.size, config.width))
-        self.before = nn.Embedding(config.bins + 1, config.width) if self.autoregressive else None
-        """Of the token before: bin, or K at the beginning."""
-        self.head = nn.Linear(config.width, config.bins)
+        self.query = nn.Parameter(torch.randn(queries(self.chunk, self.size), config.width))
         self.value_head = ValueHead(config.width, config.detach_value)
+        self.temperature = config.temperature
+        self.sentences = tuple(sentences)
+        self.frozen = False
 
-    # --------------------------------------------------------------------------------------------------------- tokens
-    def _hidden(self, memory: Memory, bins: Tensor | None) -> Tensor:
-        """[B, C·A, D] at the action tokens; ``bins`` int64 [B, C·A] is read where each depends on those before."""
-        x = self.query + memory.context.unsqueeze(1)
-        if self.before is None:
-            return self.decoder(x, memory)
-        assert bins is not None
-        return self.decoder(x + self.before(F.pad(bins[:, :-1], (1, 0), value=self.bins)), memory, causal=True)
+    def freeze(self, frozen: bool) -> None:
+        """Whether the trunk stays as it is."""
+        self.frozen = frozen
+        self.trunk.requires_grad_(not frozen)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """float32 [.., K] at the temperature."""
-        return self.head(hidden).float() / self.temperature
-
-    def centre(self, bins: Tensor) -> Tensor:
-        """Actions in [-1, 1]: the middles of their bins."""
-        return (2 * bins.float() + 1) / self.bins - 1
-
-    def bin_of(self, action: Tensor) -> Tensor:
-        """int64, the bin that holds each action."""
-        return ((action + 1) * (0.5 * self.bins)).long().clamp(0, self.bins - 1)
-
-    # ------------------------------------------------------------------------------------------------------- protocol
     def encode(self, obs: Obs) -> dict[str, Tensor]:
-        return self.trunk.encode(obs)
+        inputs = self.trunk.encode(obs)
+        if not self.frozen:
+            return inputs
+        with torch.no_grad():
+            rows = len(next(iter(inputs.values())))
+            cuts = (slice(i, i + self.FROZEN_ROWS) for i in range(0, rows, self.FROZEN_ROWS))
+            parts = [self.trunk({name: x[cut] for name, x in inputs.items()}) for cut in cuts]
+        return {f"/{name}": torch.cat([getattr(part, name) for part in parts]) for name in Memory._fields}
+
+    def see(self, inputs: dict[str, Tensor]) -> Memory:
+        """Of what ``encode`` gave."""
+        return Memory(*(inputs[f"/{name}"] for name in Memory._fields)) if self.frozen else self.trunk(inputs)
 
     def tell(self, sentences: Sequence[str]) -> None:
         """The sentences that observations count, from now on."""
-        self.trunk.table = sentence_table(sentences, self.trunk.words.num_embeddings).to(self.query.device)
+        self.sentences = tuple(sentences)
+        self.trunk.table = sentence_table(self.sentences, self.trunk.words.num_embeddings).to(self.query.device)
 
     def observe(self, obs: Obs, mask: Tensor) -> None:
         named = obs if isinstance(obs, dict) else {"obs": obs}
         self.trunk.encoder.observe({name: x for name, x in named.items() if name != INSTRUCTION}, mask)
 
-    def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
-        return dist.categorical_noise((rows, self.chunk * self.size, self.bins), generator, self.query.device)
-
-    @torch.no_grad()
-    def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:
-        def choose(logits: Tensor, noise: Tensor | None) -> Tensor:
-            return logits.argmax(-1) if noise is None else dist.categorical_sample(logits, noise)
-
-        if self.before is None:
-            hidden = self._hidden(self.trunk(inputs), None)
-            logits = self._logits(hidden)
-            bins, first = choose(logits, noise), hidden[:, 0]
-        else:
-            memory = self.trunk(inputs)
-            kept, past = self.decoder.remember(memory), [[] for _ in self.decoder.blocks]
-            token = torch.full((len(memory.context),), self.bins, device=self.query.device)
-            hidden, rows = [], []
-            chosen: list[Tensor] = []
-            for i, query in enumerate(self.query):
-                x = (query + memory.context + self.before(token)).unsqueeze(1)
-                hidden.append(self.decoder(x, memory, kept, past=past)[:, 0])
-                rows.append(self._logits(hidden[-1]))
-                token = choose(rows[-1], None if noise is None else noise[:, i])
-                chosen.append(token)
-            bins, logits, first = torch.stack(chosen, 1), torch.stack(rows, 1), hidden[0]
-        log_prob = dist.categorical_log_prob(bins, logits)
-        shape = (len(bins), self.chunk, self.size)
-        return Decision(
-            self.centre(bins).flatten(1),
-            log_prob.view(shape),
-            self.value_head(first),
-            {"bins": bins.view(shape).short()},
-        )
-
-    def evaluate(self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
-        bins = replay["bins"].flatten(1).long()
-        hidden = self._hidden(self.trunk(inputs), bins)
-        logits = self._logits(hidden)
-        shape = (len(bins), self.chunk, self.size)
-        return Evaluation(
-            dist.categorical_log_prob(bins, logits).view(shape),
-            dist.categorical_entropy(logits).view(shape),
-            self.value_head(hidden[:, 0]),
-        )
-
-    @torch.no_grad()
-    def value(self, inputs: dict[str, Tensor]) -> Tensor:
-        memory = self.trunk(inputs)
-        if self.before is None:
-            return self.value_head(self.decoder(self.query + memory.context.unsqueeze(1), memory)[:, 0])
-        first = self.query[:1] + self.before.weight[self.bins] + memory.context.unsqueeze(1)
-        return self.value_head(self.decoder(first, memory)[:, 0])
-
-    def bc_loss(self, inputs: dict[str, Tensor], action: Tensor, executed: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-entropy of demonstrated actions [B, C, A], the mean of those ``executed`` bool [B, C], and what the
-        sentence finds in the pictures [B, D]."""
-        bins = self.bin_of(action).flatten(1)
-        memory = self.trunk(inputs)
-        logits = self.head(self._hidden(memory, bins)).float()
-        loss = F.cross_entropy(logits.flatten(0, 1), bins.flatten(), reduction="none").view(action.shape)
-        return (loss.mean(-1) * executed).sum() / executed.sum().clamp_min(1), memory.focus
-
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         critic = list(self.value_head.parameters())
         names = {id(p) for p in critic}
-        return {"actor": [p for p in self.parameters() if id(p) not in names], "critic": critic}
+        actor = [p for p in self.parameters() if p.requires_grad and id(p) not in names]
+        return {"actor": actor, "critic": critic}
+
+
+def mean_executed(loss: Tensor, executed: Tensor) -> Tensor:
+    """Mean of [B, C, A] over the actions that were ``executed`` bool [B, C]."""
+    return (loss.mean(-1) * executed).sum() / executed.sum().clamp_min(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import importlib
 import os
@@ -98,7 +99,7 @@ class Cameras:
         self._film = 0 if known else -1
         self._source = model
         self._canvas: dict[tuple[int, int], _Canvas] = {}
-        weakref.finalize(self, _close, self._canvas)
+        self._end = weakref.finalize(self, _close, self._canvas)
 
     def images(self, worlds: Mapping[str, np.ndarray], where: Tensor) -> dict[str, Tensor]:
         """Camera -> uint8 [N, 3, H, W], zero where bool [N] is False.
@@ -124,9 +125,11 @@ class Cameras:
     def _pose(self, worlds: Mapping[str, np.ndarray], i: int, size: tuple[int, int]) -> _Canvas:
         """Put the model into the pose of world ``i``."""
         if new := size not in self._canvas:
-            if not self._canvas:
+            if first := not self._canvas:
                 self._prepare()
             self._canvas[size] = _Canvas(self._model, *size)
+            if first:
+                atexit.register(self._end)  # last in, first out: before the end of OpenGL, registered by now
         canvas, model, data = self._canvas[size], self._model, self._data
         for name, x in worlds.items():
             owner = data if name in ("qpos", "mocap_pos", "mocap_quat") else model

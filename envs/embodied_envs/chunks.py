@@ -31,6 +31,7 @@ class ChunkedActions:
         self.action_spec = Box(env.action_spec.low * chunk, env.action_spec.high * chunk)
         self.task_names: tuple[str, ...] = getattr(env, "task_names", ())
         self.instructions: tuple[str, ...] = getattr(env, "instructions", ())
+        self.gripper_closes: float | None = getattr(env, "gripper_closes", None)
         clock = env.max_episode_steps
         self.max_episode_steps = None if clock is None else -(-clock // chunk)
 

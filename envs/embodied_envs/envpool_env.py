@@ -292,11 +292,11 @@ class EnvPoolEnv:
             return
         first = self._make(1)  # What all of them share is loaded with the first.
         first.reset()
-        _return_freed_memory()  # which the next two would take without growing the process
-        before = _resident_gb()
+        _return_freed_memory()  # where memory is what is resident, the next two would take it without growing that
+        before = _allocated_gb()
         two = self._make(2)
         two.reset()
-        each_gb = max((_resident_gb() - before) / 2, 0.001)
+        each_gb = max((_allocated_gb() - before) / 2, 0.001)
         del first, two
         needed_gb, free_gb = each_gb * self.num_envs, free_memory_gb()
         if needed_gb > free_gb:
@@ -329,9 +329,23 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _resident_gb() -> float:
-    """Memory of this process, now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+class _Mallinfo2(ctypes.Structure):
+    """What glibc knows about the memory it hands out, bytes but for the counts (man 3 mallinfo)."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def _allocated_gb() -> float:
+    """Memory that this process has asked for and not freed; where the C library cannot say (glibc can since 2.33), what
+    is resident: that also grows by what simulators free again while they are made.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+    library.mallinfo2.restype = _Mallinfo2
+    info = library.mallinfo2()
+    return (info.uordblks + info.hblkhd) / 1e9
 
 
 def _return_freed_memory() -> None:

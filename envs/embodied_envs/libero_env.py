@@ -76,6 +76,9 @@ class LiberoEnv(GymnasiumEnv):
     chosen task, ``task`` int64 [N] and ``Step.task`` which of them an environment has.
     """
 
+    gripper_closes = 1.0
+    """The last action that closes the gripper; its negative opens it."""
+
     def __init__(
         self,
         id: str,

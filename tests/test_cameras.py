@@ -1,0 +1,23 @@
+"""cameras: OpenGL of our own simulations."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("end", ["", "env.close()", "del env"])
+def test_a_process_ends_in_silence_whoever_closes_its_cameras(end: str) -> None:
+    """EGL ends at the interpreter's exit, too, and complains of contexts that are freed after it."""
+    code = f"""
+import embodied_envs
+options = {{"cameras": ["front"], "image_size": (16, 16), "render": True, "render_size": (20, 30), "num_threads": 1}}
+env = embodied_envs.make("Tabletop", num_envs=2, seeds=[0, 1], simulator="mujoco", **options)
+env.reset()
+env.render()
+{end}
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

@@ -1,0 +1,83 @@
+"""A directory of π0 as lerobot publishes it, with few and random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def tiny_config(*, key_heads: int = 1, **fields: Any) -> Any:
+    """transformers' PI0Config: pictures of 16 x 16, a plan of 6 actions, 8 numbers in each and in a state."""
+    from transformers import PI0Config
+
+    gemma = {"model_type": "gemma", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": key_heads}
+    gemma |= {"head_dim": 8, "vocab_size": 300}
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "patch_size": 8}
+    vision |= {"image_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vision_use_head": False}
+    vlm = {
+        "model_type": "paligemma",
+        "text_config": gemma | {"hidden_size": 64, "intermediate_size": 128},
+        "vision_config": vision,
+        "projection_dim": 64,
+        "image_token_id": 300,
+    }
+    options = {"chunk_size": 6, "max_state_dim": 8, "max_action_dim": 8} | fields
+    return PI0Config(vlm_config=vlm, dit_config=gemma | {"hidden_size": 32, "intermediate_size": 64}, **options)
+
+
+def tiny_model(seed: int = 0, **fields: Any) -> Any:
+    """Larger weights than new ones have: everything matters."""
+    from transformers import PI0ForConditionalGeneration
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = PI0ForConditionalGeneration(tiny_config(**fields))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def published_key(key: str) -> str:
+    """transformers' name of a weight -> lerobot's (0.4; lerobot/pi0_base)."""
+    key = key.replace("embed_action_time.", "")
+    for ours, theirs in (
+        ("model.vlm.language_model.embed_tokens", "paligemma_with_expert.paligemma.lm_head"),
+        ("model.vlm.vision_tower.", "paligemma_with_expert.paligemma.model.vision_tower.vision_model."),
+        ("model.vlm.", "paligemma_with_expert.paligemma.model."),
+        ("model.dit.embed_tokens", "paligemma_with_expert.gemma_expert.lm_head"),
+        ("model.dit.", "paligemma_with_expert.gemma_expert.model."),
+    ):
+        key = key.replace(ours, theirs)
+    return f"model.{key}"
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One byte, one token: 3 to 258."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<pad>": 0, "<eos>": 1, "<bos>": 2} | {c: i + 3 for i, c in enumerate(alphabet)}
+    words = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    words.decoder = decoders.ByteLevel()  # pyright: ignore
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+    fast.save_pretrained(folder)
+
+
+def write_tiny(folder: Path, *, statistics: dict[str, Tensor] | None = None, seed: int = 0, **fields: Any) -> Path:
+    """``statistics``: lerobot's names -> numbers, as its normaliser keeps them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = tiny_model(seed, **fields)
+    save_file({published_key(k): x.contiguous() for k, x in model.state_dict().items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
+    write_tokenizer(folder)
+    if statistics:
+        save_file(statistics, folder / "policy_preprocessor_step_5_normalizer_processor.safetensors")
+    return folder
