@@ -489,7 +489,7 @@ class CloningConfig:
     (Tabletop has one)."""
     episodes: Count = 2000
     """Demonstrations that are learned from, the first ones of a dataset."""
-    foresight_steps: Natural = 800
+    foresight_steps: Natural = 400
     """Steps before these that predict where a demonstration ends: they teach the words (``cloning``)."""
     batch_size: Count = 64
     """Frames in one step."""

@@ -80,8 +80,11 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
         "model.policy=actor_critic",
         lambda c: c.model.policy == "actor_critic",
     ),
-    "model.width,model.depth,model.heads,model.temperature,model.word_buckets,model.freeze_trunk,"
-    "cloning.steps,cloning.coef": (
+    "model.width,model.depth,model.heads,model.word_buckets": (
+        "model.policy=token, flow or gaussian and model.checkpoint=null",
+        lambda c: c.model.policy != "actor_critic" and c.model.checkpoint is None,
+    ),
+    "model.temperature,model.freeze_trunk,cloning.steps,cloning.coef": (
         "model.policy=token, flow or gaussian",
         lambda c: c.model.policy != "actor_critic",
     ),

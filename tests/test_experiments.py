@@ -38,14 +38,16 @@ SMALL_REWARD_MODEL = [f"reward.model.{x}" for x in ("pairs=20", "steps=2", "batc
 SMALL_CLONING = [f"cloning.{x}" for x in ("steps=2", "foresight_steps=2", "episodes=8", "batch_size=4")]
 NEEDS_FILES = {"gsm8k_qwen2_5_0_5b", "pi0_tabletop", "pi0_libero", "libero_vla", "openvla_7b", "openvla_oft"}
 """Weights and data that do not ship; test_reasoner.py, test_pi0.py and test_vla_checkpoints.py have small ones."""
-SUCCESS = {"metaworld", "go1_joystick", "panda_pick_cube", "tabletop_push", "tabletop_reach", "tabletop_token"}
+TOLD = {"tabletop_token", "tabletop_flow", "tabletop_gaussian"}
+"""Policies that are told what to do, cloned first."""
+SUCCESS = TOLD | {"metaworld", "go1_joystick", "panda_pick_cube", "tabletop_push", "tabletop_reach"}
 """Experiments whose task says when it has succeeded."""
 
 
 def test_the_promised_experiments_ship() -> None:
     promised = "quickstart cartpole inverted_pendulum hopper halfcheetah walker2d ant humanoid cheetah_run"
     promised += " panda_pick_cube go1_joystick tabletop_push tabletop_reach metaworld atari gymnasium"
-    promised += " tabletop_token arithmetic scratchpad rlhf_tiny gsm8k_qwen2_5_0_5b"
+    promised += " tabletop_token tabletop_flow tabletop_gaussian arithmetic scratchpad rlhf_tiny gsm8k_qwen2_5_0_5b"
     assert set(promised.split()) <= set(EXPERIMENTS)
 
 
@@ -62,10 +64,10 @@ def test_experiment_trains_and_evaluates(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    small = SMALL + (SMALL_CLONING if name == "tabletop_token" else [])
+    small = SMALL + (SMALL_CLONING if name in TOLD else [])
     assert cli.main(["train", "--quiet", "--json", f"experiment={name}", *small]) == 0, capsys.readouterr().err
     summary = json.loads(capsys.readouterr().out)
-    assert summary["updates"] == 1 and summary["env_steps"] == (32 if name == "tabletop_token" else 8)
+    assert summary["updates"] == 1 and summary["env_steps"] == (32 if name in TOLD else 8)
     assert summary["final_return"] is not None and summary["cpu_us_per_step"] > 10
     assert (summary["final_success"] is not None) == (name in SUCCESS)
     assert Path(summary["checkpoint"]).is_dir() and Path(summary["report"]).is_file()

@@ -362,9 +362,9 @@ def test_bins_are_those_of_the_published_arithmetic() -> None:
 @pytest.mark.parametrize(
     ("stats", "key", "message"),
     [
-        ({"a": {"action": STATS}, "b": {"action": STATS}}, None, r"unnorm_key=None: norm_stats has: a, b"),
+        ({"a": {"action": STATS}, "b": {"action": STATS}}, None, r"unnorm_key=null: norm_stats has: a, b"),
         ({"bridge_orig": {"action": STATS}}, "bridge_org", r"unnorm_key=bridge_org: did you mean bridge_orig\?"),
-        ({}, None, r"unnorm_key=None: norm_stats has: none"),
+        ({}, None, r"unnorm_key=null: norm_stats has: none"),
         ({"a": {"action": {"mean": [0.0]}}}, "a", r"norm_stats.a.action: has no q01 but \['mean'\]"),
         ({"a": {"action": STATS | {"mask": [True]}}}, "a", r"shapes \(3,\), \(3,\), \(1,\) but must be one list each"),
         ({"a": {"action": STATS | {"q99": [3.0, -1.0, 1.0]}}}, "a", r"q01 must not exceed q99 .* dimension 1"),

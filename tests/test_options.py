@@ -147,12 +147,16 @@ TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "env.success_key": ("near", {**POINT, "env.kwargs": {"far": 0.8}, "algorithm.horizon": 16}, "rollout/success"),
 }
 
-# option -> (changed value, why no number may change)
-NOTHING: dict[str, tuple[Any, str]] = {
-    "env.num_threads": (2, "speed only: environments do not see each other"),
-    "algorithm.micro_batch_size": (4, "memory only"),
-    "model.gradient_checkpointing": (True, "memory only"),
-    "algorithm.reward_type": ("action_level", "a decision is one action (C = 1), so both levels are the same rewards"),
+# option -> (changed value, options that it needs, why no number may change)
+NOTHING: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "env.num_threads": (2, {}, "speed only: environments do not see each other"),
+    "algorithm.micro_batch_size": (4, {}, "memory only"),
+    "model.gradient_checkpointing": (True, VLM, "memory only"),
+    "algorithm.reward_type": (
+        "action_level",
+        {},
+        "a decision is one action (C = 1), so both levels are the same rewards",
+    ),
 }
 
 # option -> (value, words of the refusal)
@@ -211,8 +215,8 @@ def test_option_changes_what_is_told(path):
 
 @pytest.mark.parametrize("path", NOTHING)
 def test_option_changes_nothing(path):
-    value, _ = NOTHING[path]
-    for base, changed in zip(train({}), train({path: value}), strict=True):
+    value, needs, _ = NOTHING[path]
+    for base, changed in zip(train(needs), train({**needs, path: value}), strict=True):
         assert base.keys() == changed.keys()
         for tag in base:
             assert changed[tag] == pytest.approx(base[tag], rel=1e-3, abs=1e-3), tag  # test_learner is stricter

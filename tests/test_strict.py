@@ -26,6 +26,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 TOKENS = {"model.policy": "token"}
+PUBLISHED = {**TOKENS, "model.checkpoint": "x"}
 FLOW = {"model.policy": "flow"}
 CLONING = {**TOKENS, "cloning.steps": 3}
 LANGUAGE: dict[str, Any] = {
@@ -613,6 +614,12 @@ UNREAD = {
     "model.temperature": (0.5, TOKENS),
     "model.word_buckets": (64, TOKENS),
     "model.freeze_trunk": (True, TOKENS),
+    "model.checkpoint": ("x", TOKENS),
+    "model.unnorm_key": ("x", PUBLISHED),
+    "model.lora_rank": (4, PUBLISHED),
+    "model.lora_alpha": (4.0, {**PUBLISHED, "model.lora_rank": 4}),
+    "model.dtype": ("bfloat16", PUBLISHED),
+    "model.gradient_checkpointing": (True, PUBLISHED),
     "model.flow_steps": (3, FLOW),
     "model.flow_noise": ("learned", {**FLOW, "model.flow_chain": "sum"}),
     "model.flow_chain": ("sum", FLOW),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from published import KINDS, SIDE, make
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from embodied_ppo import checkpoint, cli, tree
@@ -384,13 +385,25 @@ def test_directories_of_another_kind(folders: Any, tmp_path: Path) -> None:
         policy_of(tmp_path / "nowhere")
 
 
+def test_weights_that_are_missing_are_not_drawn_at_random(tmp_path: Path) -> None:
+    folder = make("smolvlm", tmp_path / "smolvlm")
+    weights = load_file(folder / "model.safetensors")
+    gone = next(name for name in weights if "q_proj" in name and "text_model" in name)
+    del weights[gone]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=r"model.checkpoint=\S+: the weights lack \S*q_proj.weight, 1 in all; download"
+    ):
+        policy_of(folder)
+
+
 def test_options_that_do_not_fit_a_directory(folders: Any) -> None:
     vlm, openvla = folders("smolvlm"), folders("openvla")
     for folder, options, message in (
         (vlm, {"unnorm_key": "x"}, r"model.unnorm_key=x: \S+ holds a smolvlm, which has no statistics"),
         (vlm, {"bins": 1000}, r"model.bins=1000: the vocabulary has only \d+ words that no prompt uses"),
         (openvla, {"unnorm_key": "bridge"}, r"model.unnorm_key=bridge: did you mean bridge_orig\? .*, tabletop"),
-        (openvla, {"unnorm_key": None}, r"model.unnorm_key=None: .*bridge_orig, tabletop"),
+        (openvla, {"unnorm_key": None}, r"model.unnorm_key=null: .*bridge_orig, tabletop"),
         (openvla, {"bins": 256}, r"model.bins=256: the checkpoint has 16 words for actions; write model.bins=16"),
         (
             vlm,

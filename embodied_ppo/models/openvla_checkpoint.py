@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embodied_ppo.errors import choose
+from embodied_ppo.errors import choose, show
 from embodied_ppo.models.openvla import BOS, DINO, EMPTY, SIGLIP, OpenVLABody, OpenVLAConfig, TowerConfig
 from embodied_ppo.types import ConfigError
 
@@ -168,7 +168,7 @@ class ActionTokens:
         if unnorm_key is None and len(names) == 1:
             unnorm_key = names[0]
         if unnorm_key is None or unnorm_key not in config.norm_stats:
-            raise ConfigError(f"unnorm_key={unnorm_key}: " + choose(str(unnorm_key), names, "norm_stats has: "))
+            raise ConfigError(f"unnorm_key={show(unnorm_key)}: " + choose(str(unnorm_key), names, "norm_stats has: "))
         where, stats = f"norm_stats.{unnorm_key}.action", config.norm_stats[unnorm_key].get("action", {})
         for name in ("q01", "q99"):
             if name not in stats:

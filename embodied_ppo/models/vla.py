@@ -253,10 +253,11 @@ class Decoder(nn.Module):
 class ValueHead(nn.Module):
     """V of a hidden state, float32 [B]; 0 everywhere at the start."""
 
-    def __init__(self, width: int, detach: bool) -> None:
+    def __init__(self, width: int, detach: bool, hidden: int | None = None) -> None:
+        """``hidden``: units in between; None: 4 x width."""
         super().__init__()
-        self.detach = detach
-        self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, 1))
+        self.detach, hidden = detach, hidden or 4 * width
+        self.layers = nn.Sequential(nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, 1))
         last = self.layers[-1]
         assert isinstance(last, nn.Linear)
         nn.init.zeros_(last.weight)

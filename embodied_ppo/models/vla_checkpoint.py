@@ -44,6 +44,8 @@ OTHERS = {
     "diffusion": "it was not made for sentences",
 }
 """Kinds of directories that hold policies of another family."""
+VALUE_UNITS = 512
+"""Most units within the value head, as RLinf's; it reads 4096 numbers of a model of 7 B."""
 
 
 class Body(Protocol):
@@ -204,7 +206,8 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         self.actions: ActionTokens | None = None
         """OpenVLA's; None: bins are equal parts of [-1, 1]."""
         self.body: Any = self._open(config)
-        self.value_head = ValueHead(self.body.hidden_size, config.detach_value)
+        width = self.body.hidden_size
+        self.value_head = ValueHead(width, config.detach_value, min(4 * width, VALUE_UNITS))
         self.body.recompute = config.gradient_checkpointing
         for module in self.modules():  # some models' own dropout
             module.training = False

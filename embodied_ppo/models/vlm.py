@@ -205,9 +205,8 @@ class VisionLanguage(nn.Module):
     # --------------------------------------------------------------------------------------------------------- prompts
     def tokens(self) -> set[int]:
         """Ids with a meaning of their own, which no action has."""
-        named = {self.image_id, *self.tokenizer.all_special_ids}
-        named |= set(getattr(self.tokenizer, "added_tokens_decoder", {}))
-        return {i for i in named if i is not None}
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {self.image_id, *self.tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
 
     def prompt(self, sentence: str) -> list[int]:
         """Ids with the image tokens of every camera in their places. Raises ConfigError."""
@@ -400,9 +399,16 @@ class VisionLanguage(nn.Module):
         known = raw.get("model_type")
         try:
             lens = lens_of(Path(folder), raw, picture)
-            model = AutoModelForImageTextToText.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+            model, told = AutoModelForImageTextToText.from_pretrained(
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
             )
+            if lacking := sorted(map(str, told["missing_keys"])):  # transformers would draw them at random
+                raise ConfigError(f"the weights lack {lacking[0]}, {len(lacking)} in all; download them again")
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
