@@ -134,8 +134,8 @@ class VisionLanguage(nn.Module):
         self.tokenizer, self.lens, self.cameras, self.template = tokenizer, lens, cameras, template
         self.bins = bins
         self.kind = str(self.model.config.model_type)
-        self.image_id = getattr(self.model.config, "image_token_id", None)
-        if self.image_id is None or not hasattr(self.core, "get_image_features"):
+        self.image_id: int = getattr(self.model.config, "image_token_id", None) or -1
+        if self.image_id < 0 or not hasattr(self.core, "get_image_features"):
             raise ConfigError(f"model_type={self.kind}: it has no image tokens; name a vision-language model")
         embed = self.language.get_input_embeddings()
         self.hidden_size = int(embed.weight.shape[1])
@@ -206,7 +206,8 @@ class VisionLanguage(nn.Module):
     def tokens(self) -> set[int]:
         """Ids with a meaning of their own, which no action has."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        return {self.image_id, *self.tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+        named = {i for i, token in added.items() if token.special}
+        return named | {self.image_id} | set(self.tokenizer.all_special_ids)
 
     def prompt(self, sentence: str) -> list[int]:
         """Ids with the image tokens of every camera in their places. Raises ConfigError."""
@@ -399,7 +400,8 @@ class VisionLanguage(nn.Module):
         known = raw.get("model_type")
         try:
             lens = lens_of(Path(folder), raw, picture)
-            model, told = AutoModelForImageTextToText.from_pretrained(
+            read: Any = AutoModelForImageTextToText.from_pretrained  # with loading_info it gives two
+            model, told = read(
                 folder,
                 dtype=dtype,
                 local_files_only=True,
