@@ -47,7 +47,7 @@ def make(seed: int = 0, **options: Any) -> Any:
     policy.freeze(config.freeze_trunk)
     with torch.no_grad():  # new models think all actions equally likely, and every value 0
         for p in policy.parameters():
-            p.add_(0.2 * torch.randn_like(p))
+            p.add_(0.15 * torch.randn_like(p))
     return policy
 
 

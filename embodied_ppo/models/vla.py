@@ -122,7 +122,7 @@ class Trunk(nn.Module):
         self.sentence = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.heads = config.heads
         self.look = nn.Linear(width, width)
-        self.seen = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width))
+        self.seen = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width))
         self.place = nn.Linear(width, width)
         self.table: Tensor
         """int64 [S, L], words of the simulator's sentences; not part of a checkpoint."""
@@ -151,13 +151,15 @@ class Trunk(nn.Module):
         mean = (embedded * used.unsqueeze(-1)).sum(1) / used.sum(1, keepdim=True).clamp_min(1)
         context = self.sentence(mean)
         tokens = [stem(inputs[name], context) for name, stem in zip(self.names, self.stems, strict=True)]
-        # Where, not what: only by attending to the right place can it be told (as spatial softmax, Finn et al. 2016).
+        # Where and what. Only by attending to the right place can be told where it is (as spatial softmax, Finn et al.
+        # 2016); what is there may not help with that: contents are learned sooner, and nothing is found.
         places = self.place(torch.cat([self._positions(i) for i in range(len(self.names))]))
-        query, key = self.look(context).unsqueeze(1), self.seen(torch.cat(tokens, dim=1))
-        value = places.expand(len(key), -1, -1)
-        query, key, value = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (query, key, value))
-        focus = F.scaled_dot_product_attention(query, key, value).flatten(1)
-        context = context + focus
+        key, content = self.seen(torch.cat(tokens, dim=1)).chunk(2, dim=-1)
+        parts = (self.look(context).unsqueeze(1), key, places.expand_as(key), content)
+        query, key, where, what = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in parts)
+        found = F.scaled_dot_product_attention(query, key, torch.cat((where, what), dim=-1)).squeeze(2)
+        focus, detail = (x.flatten(1) for x in found.chunk(2, dim=-1))
+        context = context + focus + detail
         if self.state is not None:
             state = self.state(inputs[VECTOR])
             context = context + state
