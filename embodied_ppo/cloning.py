@@ -66,8 +66,7 @@ def clone(
     check(policy, demos)
     start = time.process_time()
     device = policy.query.device
-    kept: Any = policy.trunk.table
-    frozen = policy.frozen
+    told, frozen = policy.sentences, policy.frozen
     policy.tell(demos.instructions)
     policy.freeze(False)
     try:
@@ -82,7 +81,7 @@ def clone(
         loss = lesson.learn(train, config.steps, "cloning", seed + 1)
         return Cloned(config.steps, loss, _measured(policy, demos, held_out), time.process_time() - start)
     finally:
-        policy.trunk.table = kept
+        policy.tell(told)
         policy.freeze(frozen)
 
 

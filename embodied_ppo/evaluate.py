@@ -148,6 +148,7 @@ def evaluate(
                     if env is not None:
                         env.close()
                     env = make_env(block)
+                    tell(policy, getattr(env, "instructions", ()))
                 measured += _block(env, policy, block, first, seed, deterministic, on_episode)
         finally:
             if env is not None:
@@ -242,8 +243,8 @@ def act(
 
 @contextmanager
 def evaluation_mode(policy: Policy, temperature: float | None = None) -> Iterator[None]:
-    """``eval()`` and, where given, another ``temperature`` inside; afterwards everything is as it was."""
-    own = getattr(policy, "temperature", None)
+    """``eval()`` and, where given, another ``temperature`` inside; afterwards all is as it was, sentences too."""
+    own, told = getattr(policy, "temperature", None), getattr(policy, "sentences", ())
     if temperature is not None:
         setattr(policy, "temperature", temperature)  # noqa: B010, not every policy has one
     modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
@@ -255,8 +256,16 @@ def evaluation_mode(policy: Policy, temperature: float | None = None) -> Iterato
     finally:
         if temperature is not None:
             setattr(policy, "temperature", own)  # noqa: B010
+        tell(policy, told)
         for m, flag in zip(modules, training, strict=True):
             m.training = flag
+
+
+def tell(policy: Policy, sentences: Sequence[str]) -> None:
+    """What observations count from now on, where a policy is told sentences."""
+    if sentences and tuple(sentences) != getattr(policy, "sentences", None) and hasattr(policy, "tell"):
+        with torch.inference_mode(False):  # training goes on with these
+            policy.tell(sentences)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def policy_device(policy: Policy) -> torch.device:

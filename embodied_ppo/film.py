@@ -177,6 +177,7 @@ def _shoot(request: _Request) -> None:
         for index, env_seed in enumerate(evaluate.evaluation_seeds(request.seed, request.episodes)):
             with contextlib.chdir(here):  # a task may name its files from there
                 env = request.make_env([env_seed])
+                evaluate.tell(request.policy, getattr(env, "instructions", ()))
             try:
                 obs = env.reset()
                 if stride is None:

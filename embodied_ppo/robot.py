@@ -26,7 +26,7 @@ from embodied_ppo.demonstrations import read as read_demonstrations
 from embodied_ppo.errors import EnvError, TrainingError, show
 from embodied_ppo.evaluate import EvaluationResult
 from embodied_ppo.learner import JointLearner
-from embodied_ppo.models import vla, vla_checkpoint
+from embodied_ppo.models import vla_checkpoint
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.pi0 import PI0
 from embodied_ppo.models.vla_checkpoint import CheckpointVLA
@@ -360,12 +360,14 @@ def clone(
     if not info.is_file():
         raise ConfigError(f"cloning.dataset={folder}: holds no meta/info.json; name a dataset in LeRobot's layout")
     weights = policy.state_dict()
-    around = [strict.dump(c), str(folder.resolve()), torch.__version__, config.seed, str(policy.query.device)]
+    around = [strict.dump(replace(c, coef=0.0)), str(folder.resolve()), torch.__version__, config.seed]
+    around += [str(policy.query.device), strict.dump(config.model), config.env.cameras]
     name = hashlib.sha256(json.dumps(around).encode() + warm_start.digest_of(weights).encode())
     for file in sorted(path for path in info.parent.rglob("*") if path.is_file()):  # statistics of all that it holds
         name.update(file.read_bytes())
-    for module in (cloning, vla, sys.modules[type(policy).__module__]):
-        name.update(Path(str(module.__file__)).read_bytes())
+    for kind in sorted({type(m).__module__ for m in policy.modules()} | {cloning.__name__}):
+        if kind.startswith("embodied_ppo."):
+            name.update(Path(str(sys.modules[kind].__file__)).read_bytes())
     path = compiled.cache_folder() / "cloned" / f"{name.hexdigest()[:20]}.safetensors"
     losses = path.with_suffix(".json")
 

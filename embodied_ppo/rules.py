@@ -94,6 +94,10 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
         lambda c: c.model.checkpoint is not None,
     ),
     "model.lora_alpha": ("model.lora_rank >= 1", lambda c: c.model.lora_rank > 0),
+    "algorithm.entropy_bonus,algorithm.entropy_target": (
+        "model.flow_noise=learned, as flow_noise=sde has an entropy that nothing can change",
+        lambda c: c.mode == "reasoning" or c.model.policy != "flow" or c.model.flow_noise == "learned",
+    ),
     "model.bins,model.decode": ("model.policy=token", lambda c: c.model.policy == "token"),
     "model.flow_steps,model.flow_noise,model.flow_chain": ("model.policy=flow", lambda c: c.model.policy == "flow"),
     "model.flow_eta": (

@@ -32,7 +32,7 @@ def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def absolute(config: Config) -> Config:
-    """Models, tokenizers, data and graders by full path: the run may be evaluated from anywhere."""
+    """Models, tokenizers, data, demonstrations and graders by full path: the run may be evaluated from anywhere."""
 
     def full(path: str | None) -> str | None:
         return None if path is None else str(Path(path).expanduser().absolute())
@@ -44,6 +44,8 @@ def absolute(config: Config) -> Config:
     actor, critic, data, reward = config.actor, config.critic, config.data, config.reward
     return replace(
         config,
+        model=replace(config.model, checkpoint=full(config.model.checkpoint)),
+        cloning=replace(config.cloning, dataset=full(config.cloning.dataset)),
         actor=replace(actor, model=replace(actor.model, path=full(actor.model.path)), tokenizer=full(actor.tokenizer)),
         critic=replace(critic, model=replace(critic.model, path=full(critic.model.path))),
         data=replace(data, train=tuple(map(str, map(full, data.train))), eval=tuple(map(str, map(full, data.eval)))),

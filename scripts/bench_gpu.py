@@ -4,7 +4,8 @@
 
 The first table's simulators are EnvPool's, on the CPU, so it shows acting and learning: wall-clock ms of an update, by
 phase. The second is simulation on the GPU: control steps of all worlds per second, of bare physics and of the task.
-The third is a language model of Qwen2.5-0.5B's shape with random weights. ``--tiny`` runs that alone, small, anywhere.
+The third is a language model of Qwen2.5-0.5B's shape with random weights; the others are vision-language-action models
+(``bench_gpu_vla.py``). ``--tiny`` runs these alone, small, anywhere.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -243,12 +245,17 @@ def speak(shape: Shape, device: str) -> None:
         print(f"| PPO step: peak memory | {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB |")
 
 
+def see(*options: str) -> int:
+    """Vision-language-action models; 0 where all was measured."""
+    return subprocess.run([sys.executable, Path(__file__).with_name("bench_gpu_vla.py"), *options]).returncode
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="the language model's part alone, small; needs no GPU")
+    parser.add_argument("--tiny", action="store_true", help="the models' parts alone, small; needs no GPU")
     if parser.parse_args().tiny:
         speak(TINY, "cuda" if torch.cuda.is_available() else "cpu")
-        return
+        sys.exit(see("--tiny"))
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to measure (docs/gpu.md says what has not been run)")
     tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-rs"])
@@ -259,12 +266,13 @@ def main() -> None:
             t = train(name, words, device, compile_)
             cells = [name, device, compile_, f"{t['collect'] * 1e3:.1f}", f"{t['update'] * 1e3:.1f}"]
             print("| " + " | ".join(cells) + " |", flush=True)
+    seen = see()  # while this process holds no memory of the GPU
     print("\n| task | worlds | physics, steps/s | environment, steps/s |\n|---|---|---|---|")
     for id, num_envs, options in WORLDS:
         bare, whole = simulate(id, num_envs, **options)
         print(f"| {id} {options or ''} | {num_envs} | {bare:,.0f} | {whole:,.0f} |", flush=True)
     speak(Shape(), "cuda")
-    sys.exit(tests.returncode)
+    sys.exit(tests.returncode or seen)
 
 
 if __name__ == "__main__":

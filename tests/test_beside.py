@@ -33,6 +33,32 @@ def test_it_is_the_cloning_loss_in_the_words_of_the_demonstrations() -> None:
     assert not torch.allclose(other, expected)
 
 
+def test_a_policy_that_was_just_cloned_is_told_the_simulators_sentences() -> None:
+    demos = replace(demonstrations(), instructions=("go there", "go away"))
+    policy = make()
+    before = policy.encode(observations())["/words"]
+    cloning.clone(policy, demos, replace(STEPS, steps=2, foresight_steps=2), seed=0)
+    cloning.Beside(policy, demos, replace(STEPS, coef=0.3))(torch.Generator())
+    assert policy.sentences == SENTENCES and torch.equal(policy.encode(observations())["/words"], before)
+
+
+def test_an_evaluation_in_other_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training evaluates in the evaluation's sentences, as the command does, and goes on with its own."""
+    monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    words = ["experiment=tabletop_token", "eval_every=1", "env.num_envs=4", "evaluation.episodes=8", "model.width=16"]
+    words += ["algorithm.horizon=2", "algorithm.global_batch_size=8", "evaluation.num_envs=4", "cloning.steps=0"]
+    words += ["evaluation.video_episodes=0", "updates=2"]
+    assert cli.main(["train", *words, "run_dir=a", "evaluation.env_kwargs.split=unseen_wording"]) == 0
+    assert cli.main(["train", *words, "run_dir=b"]) == 0
+    a, b = (checkpoint.open_checkpoint(run).policy() for run in ("a", "b"))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert cli.main(["evaluate", "checkpoint=a", "episodes=8", "num_envs=4", "video=false", "out=again"]) == 0
+    reports = [json.loads(path.read_text()) for path in (*Path("a").rglob("report.json"), Path("again/report.json"))]
+    returns = [[e["return"] for e in report["episodes"]] for report in reports]
+    assert returns[0] == returns[1]
+
+
 def rollout(policy: torch.nn.Module, columns: int = 2) -> Trajectory:
     """One step of B environments, twice, without any advantage."""
     obs = tree.map(lambda x: torch.stack([x] * columns), observations())
@@ -85,7 +111,7 @@ def test_the_command_and_its_resumption(tmp_path: Path, monkeypatch: pytest.Monk
     words = ["experiment=tabletop_token", "eval_every=0", "env.num_envs=4", "evaluation.episodes=4", "model.width=16"]
     words += ["algorithm.horizon=2", "algorithm.global_batch_size=8", "evaluation.num_envs=4", "cloning.coef=0.1"]
     words += ["cloning.steps=0", "cloning.episodes=6", "cloning.batch_size=4", "evaluation.video_episodes=0"]
-    words += ["algorithm.critic_warmup=0"]
+    words += ["algorithm.critic_warmup=0", "algorithm.lr_schedule=constant"]
     assert cli.main(["train", *words, "updates=4", "run_dir=whole"]) == 0
     assert cli.main(["train", *words, "updates=2", "run_dir=part"]) == 0
     assert cli.main(["train", *words, "updates=4", "resume=part", "run_dir=rest"]) == 0

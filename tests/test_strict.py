@@ -624,6 +624,8 @@ UNREAD = {
     "model.flow_noise": ("learned", {**FLOW, "model.flow_chain": "sum"}),
     "model.flow_chain": ("sum", FLOW),
     "model.flow_eta": (0.3, FLOW),
+    "algorithm.entropy_bonus": (0.1, TOKENS),
+    "algorithm.entropy_target": (0.1, {**TOKENS, "algorithm.entropy_bonus": 0.1}),
     "cloning.steps": (3, TOKENS),
     "cloning.coef": (0.5, TOKENS),
     "cloning.dataset": ("x", CLONING),
@@ -633,6 +635,8 @@ UNREAD = {
     "cloning.lr": (0.1, CLONING),
 }
 NOT_READ = {
+    "algorithm.entropy_bonus": {"model.policy": "flow"},
+    "algorithm.entropy_target": {"model.policy": "flow", "model.flow_noise": "sde"},
     **dict.fromkeys((f"model.{x}" for x in ("backbone", "hidden", "activation", "layer_norm", "distribution")), TOKENS),
     "algorithm.gae_lambda": {"algorithm.adv_type": "reinforce_plus_plus"},
     "model.hidden_gain": {"model.orthogonal_init": False},

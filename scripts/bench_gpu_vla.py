@@ -1,0 +1,646 @@
+"""Vision-language-action models of published size, random weights, beside 32 rendered simulators on one GPU.
+
+    python scripts/bench_gpu_vla.py [--tiny] [--part NAME]
+
+Our own rollout and learner run updates of PPO on Tabletop (pictures of 224 x 224; MuJoCo and OpenGL on the host):
+
+    oft           OpenVLA-OFT's shape, 7.5 G, chunks of 8 actions in parallel, adapters of rank 32
+    pi0_frozen    π0's shape, 3.2 G, its expert trained; prefixes kept through the epochs, and computed anew
+    pi0_trained   π0, everything trained
+
+Each part is a process of its own, prints a table and one line of JSON; what cannot be measured is named in both and
+takes nothing else along. Nothing depends on what weights say, so random ones measure speed and memory as any; success
+is not looked at. ``--tiny``: small models, also without a GPU.
+
+Predicted memory is from shapes, before the first update: parameters, their gradients and AdamW's moments; trajectory
+and prefixes; and of a micro-batch what lives at most, by running forward and backward pass on tensors without contents.
+Operations are those of the models' mathematics, 2 for each weight and token: what is computed again is no work done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+os.environ.setdefault("MUJOCO_GL", "egl")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import embodied_envs
+from embodied_ppo import losses, tree
+from embodied_ppo.config import AlgorithmConfig, ModelConfig
+from embodied_ppo.learner import JointLearner
+from embodied_ppo.models import openvla, pi0_checkpoint
+from embodied_ppo.models.openvla import OpenVLABody, OpenVLAConfig, TowerConfig
+from embodied_ppo.models.openvla_checkpoint import ActionTokens, write_config
+from embodied_ppo.models.pi0 import PI0
+from embodied_ppo.models.vla import word_ids
+from embodied_ppo.models.vla_checkpoint import CheckpointVLA, OpenVLA
+from embodied_ppo.rollout import Rollout, env_seeds
+from embodied_ppo.types import Batch, Box, Policy, Step, Trajectory, VectorEnv
+
+T = TypeVar("T")
+PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
+"""Part of a device's name -> dense bfloat16 products, operations per second (data sheets)."""
+MEASURED = {"H200": 788e12}
+"""What a product of 8192 x 8192 matrices of random numbers reached on one (2026-10)."""
+PARTS = ("oft", "pi0_frozen", "pi0_trained")
+DEADLINE_S = 155
+"""Of a part."""
+STAGE = 1 << 28
+"""float32 numbers of host memory that offloading goes through: 1 GiB."""
+
+
+# -------------------------------------------------------------------------------------------------------------- shapes
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What an update is made of.
+
+    horizon     decisions of each environment          epochs, minibatch, micro   see AlgorithmConfig
+    chunk       actions of a decision                  side   of a picture, pixels
+    recompute   activations are computed twice
+    """
+
+    horizon: int
+    epochs: int
+    minibatch: int
+    micro: int
+    chunk: int
+    side: int = 224
+    num_envs: int = 32
+    recompute: bool = False
+
+
+WORK = {
+    "oft": Work(horizon=8, epochs=1, minibatch=128, micro=32, chunk=8),
+    "pi0_frozen": Work(horizon=16, epochs=4, minibatch=256, micro=128, chunk=8),
+    "pi0_trained": Work(horizon=8, epochs=1, minibatch=128, micro=32, chunk=8),
+}
+TINY = {
+    "oft": Work(horizon=2, epochs=1, minibatch=4, micro=2, chunk=2, side=28, num_envs=4),
+    "pi0_frozen": Work(horizon=2, epochs=2, minibatch=4, micro=2, chunk=2, side=16, num_envs=4),
+    "pi0_trained": Work(horizon=2, epochs=1, minibatch=4, micro=2, chunk=2, side=16, num_envs=4),
+}
+
+
+def openvla_config(actions: int, *, tiny: bool) -> OpenVLAConfig:
+    """``actions``: A."""
+    stats = {"q01": [-1.0] * actions, "q99": [1.0] * actions}
+    rest: dict[str, Any] = {"norm_stats": {"bench": {"action": stats}}}
+    text: dict[str, Any] = {"vocab_size": 32064, "pad_token_id": 32000, "max_position_embeddings": 2048}
+    if not tiny:
+        return OpenVLAConfig(text=text, **rest)
+    text |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    dino = TowerConfig(hidden_size=16, layers=3, heads=2, intermediate_size=64, patch_size=7)
+    siglip = TowerConfig(hidden_size=24, layers=4, heads=3, intermediate_size=40, patch_size=7)
+    return OpenVLAConfig(text=text, dino=dino, siglip=siglip, image_size=28, **rest)
+
+
+def pi0_config(*, tiny: bool) -> Any:
+    """transformers' PI0Config."""
+    from transformers import PI0Config
+
+    if not tiny:
+        return PI0Config(**pi0_checkpoint.lerobot_fields({}))
+    gemma = {"model_type": "gemma", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1}
+    gemma |= {"head_dim": 8, "vocab_size": 300}
+    vision = pi0_checkpoint.SIGLIP | {"hidden_size": 32, "intermediate_size": 64, "patch_size": 8}
+    vision |= {"image_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 64}
+    vlm = {"model_type": "paligemma", "projection_dim": 64, "image_token_id": 300, "vision_config": vision}
+    vlm["text_config"] = gemma | {"hidden_size": 64, "intermediate_size": 128}
+    expert = gemma | {"hidden_size": 32, "intermediate_size": 64}
+    return PI0Config(vlm_config=vlm, dit_config=expert, chunk_size=6, max_state_dim=32, max_action_dim=8)
+
+
+def words(sentence: str) -> list[int]:
+    """Begin of sequence, then a token each, below 258: every vocabulary here has them."""
+    return [openvla.BOS, *(2 + i for i in word_ids(sentence, 256))]
+
+
+class NewOpenVLA(CheckpointVLA):
+    """Of new weights, made where they are to be; otherwise as one that a directory holds."""
+
+    def __init__(self, body: OpenVLAConfig, device: torch.device, *args: Any, **options: Any) -> None:
+        self._new = (body, device)
+        super().__init__(*args, **options)
+
+    def _open(self, config: ModelConfig) -> Any:
+        sizes, device = self._new
+        self.actions = ActionTokens.of(sizes)
+        return OpenVLA(OpenVLABody(sizes, dtype=self.dtype, device=device), words, actions=self.chunk * self.size)
+
+
+def make_policy(part: str, env: VectorEnv, work: Work, *, tiny: bool) -> CheckpointVLA | PI0:
+    """On the environment's device."""
+    torch.manual_seed(0)
+    box = env.action_spec
+    assert isinstance(box, Box)
+    sentences: tuple[str, ...] = getattr(env, "instructions", ())
+    common: dict[str, Any] = {"dtype": "bfloat16", "gradient_checkpointing": work.recompute}
+    if part != "oft":
+        from transformers import PI0ForConditionalGeneration
+
+        with torch.device(env.device):
+            model = PI0ForConditionalGeneration(pi0_config(tiny=tiny))
+        config = ModelConfig(policy="flow", freeze_trunk=part == "pi0_frozen", **common)
+        published = pi0_checkpoint.Published(model, words)
+        policy = PI0(env.obs_spec, box, config, published, chunk=work.chunk, sentences=sentences)
+        return policy.to(env.device)
+    sizes = openvla_config(box.size // work.chunk, tiny=tiny)
+    with tempfile.TemporaryDirectory() as folder:  # adapters rest on a directory
+        (Path(folder) / "config.json").write_text(json.dumps(write_config(sizes)))
+        config = ModelConfig(policy="token", checkpoint=folder, lora_rank=4 if tiny else 32, **common)
+        policy = NewOpenVLA(sizes, env.device, env.obs_spec, box, config, chunk=work.chunk, sentences=sentences)
+    return policy.to(env.device)
+
+
+# ---------------------------------------------------------------------------------------------------------- operations
+def linear(modules: Iterable[nn.Module], *, adapters: bool = False) -> int:
+    """Weights that a token is multiplied with: of adapters, or of all else."""
+    return sum(
+        layer.weight.numel()
+        for module in modules
+        for name, layer in module.named_modules()
+        if isinstance(layer, (nn.Linear, nn.Conv2d)) and ("lora_" in name) == adapters
+    )
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Of one decision: of acting, of training on it once, and before that of a frozen trunk."""
+
+    act: float
+    learn: float
+    once: float = 0.0
+
+
+def openvla_operations(policy: CheckpointVLA) -> Operations:
+    """S tokens of a row, Q of which predict. Forward: 2 weights S + 4 S² D in each layer; of the last one Q queries.
+
+    Backward: as much again for what tokens are, and once more for weights that are trained, the adapters.
+    """
+    body: OpenVLABody = policy.body.body
+    config, llama = body.config, body.language_model.model
+    seen, q = config.grid**2 * len(policy.trunk.encoder.images), policy.chunk * policy.size
+    s = seen + policy.trunk.table.ids.shape[1] + q + 1
+    cameras = len(policy.trunk.encoder.images)
+    sight = 0.0
+    for layers, sizes, patches, more in (
+        (body.dino.encoder.layer[:-1], config.dino, body.dino.embeddings, 1 + config.registers),
+        (body.siglip.encoder.layers[:-1], config.siglip, body.siglip.embeddings, 0),
+    ):
+        n = config.grid**2 + more
+        each = 2 * linear([patches]) * config.grid**2 + 2 * linear(layers) * n
+        sight += cameras * (each + 4 * n * n * sizes.hidden_size * len(layers))
+    sight += 2 * linear([body.projector]) * seen
+    last = llama.layers[-1]
+    keys, width = [last.self_attn.k_proj, last.self_attn.v_proj], policy.body.hidden_size
+
+    def rows(adapters: bool) -> float:
+        of_keys = linear(keys, adapters=adapters)
+        first = linear(llama.layers[:-1], adapters=adapters) + of_keys
+        return 2.0 * (first * s + (linear([last], adapters=adapters) - of_keys) * q)
+
+    attention = 4.0 * width * ((len(llama.layers) - 1) * s * s + q * s)
+    head = 2.0 * policy.bins * width * q
+    value = 2.0 * linear([policy.value_head])
+    base, adapters = rows(False), rows(True)
+    act = sight + base + adapters + attention + head + value
+    learn = sight + 2 * (base + head) + 3 * (adapters + attention + value)
+    return Operations(act, learn)
+
+
+def pi0_operations(policy: PI0) -> Operations:
+    """P tokens of the prefix, H + 1 of the expert, which see all. Training runs one step of the expert's."""
+    vlm: Any = policy.trunk.vlm
+    expert: Any = policy.expert
+    text, vision = vlm.config.text_config, vlm.config.vision_config
+    looks = len(policy.trunk.encoder.images)
+    patches = (policy.trunk.side // vision.patch_size) ** 2
+    tower = vlm.vision_tower
+    sight = 2 * linear([tower, vlm.multi_modal_projector]) * patches * looks
+    sight += 4 * patches**2 * vision.hidden_size * vision.num_hidden_layers * looks
+    p = patches * looks + policy.trunk.table.shape[1]
+    layers, width = vlm.language_model.layers, text.num_attention_heads * text.head_dim
+    words = 2 * linear(layers) * p + 4 * p * p * width * len(layers)
+    # the prefix' own outputs are for the value, which changes no feature: of the last layer only keys learn
+    a = layers[-1].self_attn
+    idle = 2 * (linear([layers[-1]]) - linear([a.k_proj, a.v_proj])) * p + 4 * p * p * width
+    h = policy.horizon
+    embed: Any = policy.embed
+    step = 2 * (linear(expert.layers) * (h + 1) + linear([embed]) * h + linear([policy.velocity]) * h)
+    step -= 2 * linear([embed.state_proj]) * (h - 1)
+    step += 4 * (h + 1) * (p + h + 1) * width * len(layers)
+    value = 2.0 * linear([policy.value_head])
+    prefix = float(sight + words)
+    act = prefix + policy.steps * step + value
+    if not policy.frozen:
+        return Operations(act, 3 * (prefix + step + value) - 2 * idle)
+    return Operations(act, 3.0 * (step + value), prefix)
+
+
+def operations(policy: CheckpointVLA | PI0) -> Operations:
+    return pi0_operations(policy) if isinstance(policy, PI0) else openvla_operations(policy)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+class Living(TorchDispatchMode):
+    """Bytes of the tensors that operations make, as long as anything holds them. ``peak``: the most at once."""
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        """``known``: what there was before."""
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet(x.untyped_storage() for x in known)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree.leaves(out):
+            if isinstance(x, Tensor):
+                self._count(x)
+        return out
+
+    def _count(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, size)
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+def nbytes(tensors: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in tree.leaves(tensors))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak of an update.
+
+    weights, gradients, optimiser
+    experience    trajectory, what the policy's ``encode`` makes of it (prefixes), and a minibatch's copy of that
+    activations   of a micro-batch: the most that lives, within its forward and backward pass
+    """
+
+    weights: int
+    gradients: int
+    optimiser: int
+    experience: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+@contextmanager
+def imagined(policy: nn.Module) -> Iterator[list[Tensor]]:
+    """Within it tensors have no contents; ``policy`` is given as what it is made of, without contents."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield [mode.from_tensor(x) for x in (*policy.parameters(), *policy.buffers())]
+
+
+def micro_batch(policy: CheckpointVLA | PI0, env: VectorEnv, t: Trajectory, rows: int, c: AlgorithmConfig) -> Batch:
+    """Of the shapes of ``rows`` decisions of ``t``, arbitrary contents."""
+    few = tree.map(lambda x: x.new_empty(rows, *x.shape[2:]), t)
+    float_ = torch.empty(rows, device=env.device)
+    return Batch(
+        inputs=policy.encode(few.obs),
+        action=few.action,
+        replay=few.replay,
+        log_prob=losses.reduce_log_prob(few.log_prob, c.logprob_type, batch_dims=1),
+        value=float_,
+        advantage=float_,
+        returns=float_,
+        mask=torch.ones(rows, dtype=torch.bool, device=env.device),
+    )
+
+
+def predicted(policy: CheckpointVLA | PI0, learner: JointLearner, env: VectorEnv, t: Trajectory) -> Memory:
+    """Of updates from the second optimiser step on. Gradients that there are are dropped."""
+    policy.zero_grad(set_to_none=True)
+    c, told = learner.config, set[nn.Parameter]()
+
+    def forget(p: Tensor) -> None:
+        told.add(p)  # type: ignore[arg-type]
+        p.grad = None
+
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(forget) for p in trained]
+    size = c.micro_batch_size or c.global_batch_size
+    with imagined(policy) as known:
+        part = micro_batch(policy, env, t, size, c)
+        each = nbytes(part.inputs) / size
+        whole = losses.denominator(part.mask)
+        with Living([*known, *tree.leaves(part)]) as living:
+            loss, _ = learner.objective(part, whole, whole, entropy_coef=0.0)
+            loss.backward()
+            del loss
+        activations = living.peak
+    for hook in hooks:
+        hook.remove()
+    gradients = nbytes(list(told))
+    rows = t.mask.numel()
+    held = nbytes(t) + (rows + c.global_batch_size) * each
+    weights = nbytes([*policy.parameters(), *policy.buffers()])
+    return Memory(weights, gradients, 2 * gradients, round(held), activations)
+
+
+# ------------------------------------------------------------------------------------------------------------- measure
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Wall time, the device's work included."""
+    wait(device)
+    begin = time.perf_counter()
+    call()
+    wait(device)
+    return time.perf_counter() - begin
+
+
+class Watched:
+    """A ``VectorEnv`` whose steps are timed; what the GPU has to finish before one is left out."""
+
+    def __init__(self, env: VectorEnv) -> None:
+        self.env, self.spent = env, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+    def step(self, action: Tensor) -> Step:
+        told: list[Step] = []
+        self.spent += seconds(lambda: told.append(self.env.step(action)), self.env.device)
+        return told[0]
+
+
+def pieces(tensors: Iterable[Tensor], room: int) -> Iterator[list[Tensor]]:
+    """Flat parts of contiguous tensors, in groups of at most ``room`` numbers."""
+    group: list[Tensor] = []
+    for x in tensors:
+        for part in x.detach().view(-1).split(room):
+            if group and sum(y.numel() for y in group) + part.numel() > room:
+                yield group
+                group = []
+            group.append(part)
+    if group:
+        yield group
+
+
+def offload_s(tensors: Sequence[Tensor], device: torch.device, room: int = STAGE) -> tuple[float, float]:
+    """Of float32 tensors to pinned host memory, and of the way back. They go through ``room`` numbers of it, so that
+    the host need not hold them; between the two they are overwritten."""
+    stage = torch.empty(min(room, sum(x.numel() for x in tensors)), pin_memory=device.type == "cuda")
+    there = back = 0.0
+    for group in pieces(tensors, room):
+        host = stage[: sum(x.numel() for x in group)].split([x.numel() for x in group])
+
+        def move(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+            for a, b in zip(to, source, strict=True):
+                a.copy_(b, non_blocking=True)
+
+        there += seconds(lambda g=group, h=host: move(h, g), device)
+        for x in group:
+            x.zero_()
+        back += seconds(lambda g=group, h=host: move(g, h), device)
+    return there, back
+
+
+def copy_s(policy: nn.Module, device: torch.device) -> float:
+    """Of bringing a second set of the trained weights, in bfloat16, up to date; the second time."""
+    trained = [p.detach() for p in policy.parameters() if p.requires_grad]
+    twins = [torch.empty_like(p, dtype=torch.bfloat16) for p in trained]
+    copy: Any = vars(torch)["_foreach_copy_"]
+    took = [seconds(lambda: copy(twins, trained), device) for _ in range(2)]
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(twins, trained, strict=True))
+    return took[1]
+
+
+@torch.no_grad()
+def difference(policy: Policy, learner: JointLearner, t: Trajectory) -> float:
+    """Largest difference of log-probabilities between acting and learning."""
+    again = learner._view(policy, policy.encode(tree.flatten_time(t.obs)), t).log_prob
+    return float((again - t.log_prob).abs().max())
+
+
+def attempt(call: Callable[[], T], failures: dict[str, str], what: str) -> T | None:
+    """None where it fails; ``failures`` says why."""
+    try:
+        return call()
+    except Exception as error:  # a run on a lent GPU is not given away for one of its numbers
+        failures[what] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return None
+
+
+def named(table: dict[str, float]) -> float | None:
+    """The table's entry for this GPU."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((x for key, x in table.items() if key in name), None)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of the second update, seconds.
+
+    simulate   steps and pictures                      act, train   the policy's and the learner's part
+    tflops     of training, per second                 difference   see ``difference``
+    peak       bytes at most within an update, None without a GPU
+    """
+
+    decisions: int
+    simulate: float
+    act: float
+    train: float
+    tflops: float
+    difference: float | None
+    predicted: Memory | None
+    peak: int | None
+
+
+def measure(
+    work: Work, env: VectorEnv, policy: CheckpointVLA | PI0, learner: JointLearner, failures: dict[str, str]
+) -> Measured:
+    """Two updates."""
+    device = env.device
+    watched: Any = Watched(env)
+    rollout = Rollout(watched, policy, seed=0, gamma=learner.config.gamma)
+    told: list[Trajectory] = []
+    peak = 0
+    collect = train = 0.0
+    memory: Memory | None = None
+    apart: float | None = None
+    for update in range(2):
+        told.clear()
+        watched.spent = 0.0
+        collect = seconds(lambda u=update: told.append(rollout.collect(work.horizon, update=u, version=u)[0]), device)
+        if update == 0:
+            memory = attempt(lambda: predicted(policy, learner, env, told[0]), failures, "predicted")
+        apart = attempt(lambda: difference(policy, learner, told[0]), failures, "difference")
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        train = seconds(lambda u=update: learner.update(told[0], update=u), device)
+        if device.type == "cuda":
+            peak = max(peak, torch.cuda.max_memory_allocated())
+    rows, ops = told[0].mask.numel(), operations(policy)
+    kept = isinstance(policy, PI0) and policy.frozen and rows <= policy.most_rows()
+    done = rows * (work.epochs * ops.learn + ops.once * (1 if kept else work.epochs))
+    return Measured(
+        rows, watched.spent, collect - watched.spent, train, done / train / 1e12, apart, memory, peak or None
+    )
+
+
+def run(part: str, *, tiny: bool) -> dict[str, Any]:
+    """Measures a part, prints its table; what its line of JSON holds."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    work = (TINY if tiny else WORK)[part]
+    env = embodied_envs.make(
+        "Tabletop",
+        num_envs=work.num_envs,
+        seeds=env_seeds(0, 0, work.num_envs),
+        simulator="mujoco",
+        cameras=("front",),
+        image_size=(work.side, work.side),
+        action_chunk=work.chunk,
+        kwargs={"obs": "language"},
+        device=device,
+    )
+    made: list[CheckpointVLA | PI0] = []
+    build = seconds(lambda: made.append(make_policy(part, env, work, tiny=tiny)), device)
+    policy = made[0]
+    config = AlgorithmConfig(
+        horizon=work.horizon,
+        update_epoch=work.epochs,
+        global_batch_size=work.minibatch,
+        micro_batch_size=work.micro,
+        lr=5e-6,
+        value_lr=1e-4,
+        max_grad_norm=1.0,
+        logprob_type="token_level",
+        gamma=0.998,
+    )
+    learner = JointLearner(policy, config, num_envs=work.num_envs, updates=8, seed=0)
+    found: dict[str, Any] = {"part": part, "tiny": tiny, "torch": torch.__version__, "build_s": build}
+    found |= {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "work": asdict(work)}
+    found["parameters"] = sum(p.numel() for p in policy.parameters())
+    found["trained"] = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    failures: dict[str, str] = {}
+    rooms: dict[str, float | None] = {"": None}
+    if part == "pi0_frozen":
+        rooms = {"prefixes kept": None, "prefixes computed anew": 0.0}
+    found["modes"] = {}
+    for mode, room in rooms.items():
+        if isinstance(policy, PI0):
+            policy.memory_gb = room
+        x = measure(work, env, policy, learner, failures)
+        found["modes"][mode] = told = asdict(x)
+        if x.predicted is not None:
+            told["predicted_total"] = x.predicted.total
+        print_table(part, mode, found, x)
+    env.close()
+    parameters = [p for group in learner.optimizer.param_groups for p in group["params"]]
+    moved = [p for p in parameters if p in learner.optimizer.state]
+    moved += [x for p in list(moved) for key, x in learner.optimizer.state[p].items() if key != "step"]
+    found["bytes"] = {"second set": 2 * found["parameters"], "masters and moments": nbytes(moved)}
+    found["second_set_s"] = attempt(lambda: copy_s(policy, device), failures, "second set")
+    found["offload_s"] = attempt(lambda: offload_s(moved, device), failures, "offload")
+    print_copies(found)
+    for what, why in failures.items():
+        print(f"{what}: not measured, {why}")
+    return found | {"failures": failures}
+
+
+def print_rows(rows: Sequence[tuple[str, str]]) -> None:
+    """The first one is the title."""
+    (a, b), *rest = rows
+    print(f"\n| {a} | {b} |\n|---|---|")
+    print("\n".join(f"| {name} | {value} |" for name, value in rest), flush=True)
+
+
+def print_table(part: str, mode: str, found: dict[str, Any], x: Measured) -> None:
+    """Of one way of running a part."""
+    gb, peak, below = 1e-9, named(PEAKS), named(MEASURED)
+    title = f"{part}{f', {mode}' if mode else ''}: {found['parameters'] / 1e9:.3g} G parameters"
+    rows = [(title, f"{found['trained'] / 1e9:.3g} G trained; {found['device']}")]
+    rows.append(("weights made on the device", f"{found['build_s']:.1f} s"))
+    for name, s in (("simulate and render", x.simulate), ("act", x.act), ("train", x.train)):
+        rows.append((f"{name}, {x.decisions} decisions", f"{s:.3f} s"))
+    told = f"{x.tflops:.3g} TFLOP/s"
+    if peak is not None:
+        told += f", {x.tflops * 1e12 / peak:.1%} of the data sheet's {peak / 1e12:.0f} (target: 45 %)"
+        told += f", {x.tflops * 1e12 / below:.1%} of {below / 1e12:.0f} measured" if below is not None else ""
+    rows.append(("train, the model's operations", told))
+    if x.difference is not None:
+        rows.append(("largest difference of log-probabilities, acting and learning", f"{x.difference:.3g}"))
+    if x.peak is not None:
+        rows.append(("peak memory of an update", f"{x.peak * gb:.1f} GB"))
+        if x.predicted is not None:
+            parts = ", ".join(f"{name} {size * gb:.1f}" for name, size in vars(x.predicted).items())
+            off = x.predicted.total / x.peak - 1
+            rows.append(("predicted", f"{x.predicted.total * gb:.1f} GB, {off:+.1%} (target: within 10 %): {parts}"))
+    print_rows(rows)
+
+
+def print_copies(found: dict[str, Any]) -> None:
+    """One set of weights against two, and what would leave the GPU."""
+    size = {name: f"{x / 1e9:.3g} GB" for name, x in found["bytes"].items()}
+    rows = [("weights of acting and learning", "to bring up to date"), ("one set", "0 s")]
+    if found["second_set_s"] is not None:
+        more = f"{found['second_set_s']:.4f} s, {size['second set']} more"
+        rows.append(("two sets: what is trained, copied in bfloat16", more))
+    if found["offload_s"] is not None:
+        there, back = found["offload_s"]
+        what = f"masters and moments, {size['masters and moments']}, to the host and back"
+        rows.append((what, f"{there:.3f} s, {back:.3f} s"))
+    print_rows(rows)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small models; needs no GPU")
+    parser.add_argument("--part", choices=PARTS, help="this one alone, in this process")
+    asked = parser.parse_args(words)
+    if not asked.tiny and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: nothing to measure (--tiny runs the same code small)")
+    if asked.part:
+        found = run(asked.part, tiny=asked.tiny)
+        print(json.dumps(found), flush=True)
+        return
+    failed = []
+    for part in PARTS:
+        command = [sys.executable, __file__, "--part", part, *(["--tiny"] if asked.tiny else [])]
+        try:
+            if subprocess.run(command, timeout=DEADLINE_S).returncode:
+                failed.append(part)
+        except subprocess.TimeoutExpired:
+            print(f"{part}: not done after {DEADLINE_S} s", flush=True)
+            failed.append(part)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
