@@ -216,7 +216,7 @@ REFUSALS = [
     ("clone updates=3", "updates = 3 (command line) is set but not read by clone .. resume=RUN run_dir=NEW updates="),
     ("clone env_steps=3", "env_steps = 3 (command line) is set but not read by clone"),
     ("clone resume=nowhere", "resume = nowhere: clone begins anew; leave it out"),
-    ("clone cloning.dataset=nowhere", "cloning.dataset=nowhere: holds no meta/info.json"),
+    ("clone cloning.dataset=nowhere", "cwd/nowhere: holds no meta/info.json"),
     ("clone cloning.step=3", "cloning.step = 3 .. did you mean cloning.steps?"),
     ("config demos env.num_envs=8", "env.num_envs = 8 .. is set but not read by demos"),
     ("config algorithm.gama=1", "did you mean algorithm.gamma?"),
