@@ -244,7 +244,7 @@ def test_a_clone_is_measured_and_improved_as_if_train_had_cloned(
     assert saved.update == 0 and saved.manifest["score"] == told["final_return"]
     assert Path("clone/checkpoints/best").resolve() == saved.path
     stored = yaml.safe_load(Path("clone/config.yaml").read_text())
-    assert (stored["updates"], stored["env_steps"]) == (None, 400000)  # of the experiment, for PPO
+    assert (stored["updates"], stored["env_steps"]) == (None, 250000)  # of the experiment, for PPO
 
     measured, _ = run(capsys, "evaluate", "checkpoint=clone", "episodes=4", "num_envs=4", "video=false")
     assert measured["eval/return"] == told["final_return"]
