@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from embodied_ppo import checkpoint, compiled, loop, reasoner, robot, rules, strict
+from embodied_ppo import checkpoint, compiled, imitation, loop, reasoner, robot, rules, strict
 from embodied_ppo.assembly import Assembly, Setup, config_hash, device, digest, total_updates, versions
 from embodied_ppo.config import Config, DemosConfig, EvaluateConfig
 from embodied_ppo.log import LINE_EVERY_S, Log, Timer, numbers, peak_rss_mb, process_age_s
@@ -407,12 +407,12 @@ def demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
     Raises ConfigError, EnvError before anything is recorded; TrainingError if the recording fails; SystemExit(130)
     after an interrupt: what is finished is on the disk.
     """
-    robot.check_recording(config)
+    robot.make_env([0], config=imitation.recording_env(config), device=torch.device("cpu")).close()
     started = time.perf_counter()
     with _Progress(quiet) as bar:
         try:
             with _Interrupts() as interrupts:
-                told = robot.record(
+                told = imitation.record(
                     config,
                     bar.say,
                     lambda done, total: bar.advance("recording", done, total),
@@ -421,7 +421,7 @@ def demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
                 )
         except KeyboardInterrupt:
             bar.say(
-                f"interrupted; {robot.recorded(config.out)} of {config.episodes} demonstrations are safe in "
+                f"interrupted; {imitation.recorded(config.out)} of {config.episodes} demonstrations are safe in "
                 f"{config.out}; the same command goes on"
             )
             raise SystemExit(130) from None

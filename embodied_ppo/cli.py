@@ -16,8 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_ppo import __version__, explain
-from embodied_ppo.errors import CheckpointError, ConfigError, EnvError, PlacementError, TrainingError, choose, show
-from embodied_ppo.explain import UsageError, one_line
+from embodied_ppo.errors import (
+    CheckpointError,
+    ConfigError,
+    EnvError,
+    PlacementError,
+    TrainingError,
+    choose,
+    one_line,
+    show,
+)
+from embodied_ppo.explain import UsageError
 
 if TYPE_CHECKING:  # hydra and torch are imported inside the commands: --help answers at once
     from hydra._internal.config_loader_impl import ConfigLoaderImpl

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Generator, Tensor
 
-from embodied_ppo.errors import ConfigError, choose
+from embodied_ppo.errors import ConfigError, choose, one_line
 from embodied_ppo.rollout import sampling_key
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         with parquet.ParquetFile(path) as file:
             items = [item for batch in file.iter_batches() for item in batch.to_pylist()]
     except (pyarrow.ArrowException, OSError) as error:
-        cause = " ".join(str(error).split())
+        cause = one_line(error)
         raise ConfigError(f"{path}: is no parquet file that can be read ({cause}); write it anew") from error
     for i, item in enumerate(items):
         yield f"{path} row {i}", item
@@ -253,7 +253,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"mode=reasoning needs transformers ({error}): pip install 'embodied-ppo[language]'"
         ) from error
     except Exception as error:  # tokenizers raises Exception itself, transformers a KeyError where a field is missing
-        raise ConfigError(f"{option}: transformers refuses ({' '.join(str(error).split())}); mend it") from error
+        raise ConfigError(f"{option}: transformers refuses ({one_line(error)}); mend it") from error
 
 
 def load_prompts(
@@ -291,7 +291,7 @@ def load_prompts(
                 text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
             ids = tuple(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
         except Exception as error:  # a template may raise anything
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            cause = one_line(error, kind=True)
             cure = "the row or the template, or write chat_template=never" if chat else "it, or take another tokenizer"
             told = f"{row.where}: the tokenizer{' or its chat template' if chat else ''} refuses {_show(text)}"
             raise ConfigError(f"{told} ({cause}); mend {cure}") from error

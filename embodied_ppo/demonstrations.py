@@ -23,7 +23,7 @@ import torch
 from PIL.Image import DecompressionBombError
 from torch import Tensor
 
-from embodied_ppo.errors import ConfigError
+from embodied_ppo.errors import ConfigError, one_line
 
 VERSION = "v3.0"
 """What is written."""
@@ -349,7 +349,7 @@ def _load(path: Path, columns: Sequence[str] | None = None) -> Any:
                 raise ConfigError(f"{path}: has no column {lacks[0]}; it has {', '.join(there)}")
             return file.read(None if columns is None else list(columns)).combine_chunks()
     except (pyarrow.ArrowException, OSError) as error:
-        cause = " ".join(str(error).split())
+        cause = one_line(error)
         raise ConfigError(
             f"{path}: is no parquet file that can be read ({cause}); record or download it anew"
         ) from error
@@ -478,7 +478,7 @@ def _decode(path: Path, spans: Sequence[tuple[_Episode, int, np.ndarray]], size:
                         out[frame] = np.frombuffer(picture, dtype=np.uint8).reshape(*size, 3)
                 at = first + len(out)
     except (OSError, RuntimeError, LookupError, TypeError, AttributeError) as error:
-        cause = " ".join(str(error).split())[-200:]
+        cause = one_line(error)[-200:]
         raise ConfigError(f"{path}: is no video that can be read ({cause}); record or download it anew") from error
 
 

@@ -44,3 +44,8 @@ def show(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k}: {show(v)}" for k, v in value.items()) + "}"
     return repr(value)
+
+
+def one_line(error: BaseException, *, kind: bool = False) -> str:
+    """An exception's text without line breaks; ``kind``: after its type, where the text alone says little."""
+    return " ".join(f"{type(error).__name__}: {error}".split() if kind else str(error).split())

@@ -19,10 +19,6 @@ class UsageError(Exception):
     """A command line that no command understands; one line with the cure."""
 
 
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
 def shipped() -> Path:
     """Folder of the configurations that ship. Raises UsageError where the package is not installed."""
     spec = importlib.util.find_spec(PACKAGE)

@@ -29,7 +29,7 @@ from embodied_ppo.demonstrations import (
     read_rows,
     read_tasks,
 )
-from embodied_ppo.errors import ConfigError
+from embodied_ppo.errors import ConfigError, one_line
 
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
@@ -109,7 +109,7 @@ class Writer:
         except BaseException as error:  # a video with half an episode is of no use
             self._abandon()
             if isinstance(error, OSError):
-                cause = " ".join(str(error).split())[:200]
+                cause = one_line(error)[:200]
                 raise ConfigError(
                     f"{self.folder}: episode {self.episodes} could not be encoded ({cause}); is the disk full? {SAFE}"
                 ) from error

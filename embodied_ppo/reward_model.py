@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from embodied_ppo.data import Prompt
-from embodied_ppo.errors import ConfigError, TrainingError
+from embodied_ppo.errors import ConfigError, TrainingError, one_line
 from embodied_ppo.grading import FAILED, Grade, Sample
 from embodied_ppo.reasoning import Graders
 
@@ -50,9 +50,11 @@ def load(path: str, *, dtype: torch.dtype = torch.float32, device: torch.device 
     try:
         model, info = AutoModel.from_pretrained(path, dtype=dtype, output_loading_info=True, **local)
         tokenizer = Tokenizer.from_pretrained(path, **local)
-    except Exception as error:  # safetensors and tokenizers have their own
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # as in ``language.load``; tokenizers raises Exception itself
         raise ConfigError(
-            f"{option}: transformers refuses: {' '.join(str(error).split())}; name a complete directory of a "
+            f"{option}: transformers refuses: {one_line(error)}; name a complete directory of a "
             "sequence-classification model"
         ) from error
     if missing := sorted(info["missing_keys"]):
@@ -89,7 +91,7 @@ def new(architecture: Mapping[str, Any], *, device: torch.device | str = "cpu") 
         model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ConfigError(
-            f"architecture={dict(architecture)}: transformers refuses a reward model: {' '.join(str(error).split())}; "
+            f"architecture={dict(architecture)}: transformers refuses a reward model: {one_line(error)}; "
             "write the actor's"
         ) from error
     _check_head(model, f"architecture={dict(architecture)}")

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from embodied_ppo.errors import one_line
 from embodied_ppo.models import language
 from embodied_ppo.models.language import LanguagePolicy
 from embodied_ppo.types import ConfigError, TrainingError
@@ -125,7 +126,7 @@ def once(
     try:
         keep(weights, path)
     except OSError as error:  # a full disk: the weights are there, training goes on
-        notice(f"{what}: not kept ({' '.join(str(error).split())})")
+        notice(f"{what}: not kept ({one_line(error)})")
     return False
 
 
@@ -177,7 +178,7 @@ def take(weights: Mapping[str, Tensor], path: Path) -> str | None:
             wanted = (file.metadata() or {}).get("sha256")
             kept = {name: file.get_tensor(name) for name in weights}
     except (SafetensorError, OSError) as error:
-        return " ".join(str(error).split())
+        return one_line(error)
     if digest_of(kept) != wanted:
         return "its digest is not that of its weights"
     for name, x in weights.items():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_vla import SENTENCES, SPEC, A, C, make
 
-from embodied_ppo import checkpoint, cli, cloning, robot
+from embodied_ppo import checkpoint, cli, cloning, imitation
 from embodied_ppo.config import CloningConfig, Config, EnvConfig, ModelConfig
 from embodied_ppo.demonstrations import Demonstrations
 from embodied_ppo.models.vla_token import TokenVLA
@@ -197,9 +197,9 @@ def test_tasks_without_an_expert_need_a_dataset(tmp_path: Path) -> None:
         env=EnvConfig(id="HalfCheetah-v5"), cloning=CloningConfig(steps=1), model=ModelConfig(policy="token")
     )
     with pytest.raises(ConfigError, match=r"env\.id=HalfCheetah-v5 has no expert of its own; name a folder"):
-        robot.demonstrations(config, print)
+        imitation.demonstrations(config, print)
     config = replace(config, cloning=CloningConfig(steps=1, dataset=str(tmp_path / "none")))
     policy = make()
     assert isinstance(policy, TokenVLA)
     with pytest.raises(ConfigError, match=r"holds no meta/info\.json"):
-        robot.clone(policy, config, print)
+        imitation.clone(policy, config, print)

@@ -720,8 +720,10 @@ def test_a_configuration_that_cannot_be_read(tmp_path: Path, fields: dict[str, A
 
 
 def test_directories_that_hold_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.path=\S+: holds no config.json; name the directory"):
+    with pytest.raises(ConfigError, match=r"model.path=\S+: there is no such directory; name the directory"):
         openvla_checkpoint.load(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"model.path=\S+: holds no config.json; name the directory"):
+        openvla_checkpoint.load(tmp_path)
     checkpoint(tmp_path)
     (tmp_path / "action_head--150000_checkpoint.pt").touch()
     with pytest.raises(ConfigError, match=r"holds action_head--150000_checkpoint.pt: a head .* action tokens alone"):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import checkpoint
 
+from embodied_ppo.errors import one_line
 from embodied_ppo.types import ConfigError
 
 M = TypeVar("M")
@@ -30,6 +31,8 @@ CHUNK_BYTES = 64 << 20
 """Logits that may exist at once; more are computed in parts, and again in the backward pass."""
 WRITTEN_OUT = 1024
 """Pairs of query and key in a row up to which attention is written out where it is compiled."""
+OTHERWISE = (AttributeError, TypeError, RuntimeError, IndexError, ZeroDivisionError)
+"""What a forward pass raises that was written for another architecture or other sizes."""
 SAME = 1e-4
 """Largest difference between our logits and transformers', relative to the largest logit."""
 
@@ -467,8 +470,8 @@ def load(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except (ConfigError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # safetensors has its own, and a configuration's nonsense surfaces as anything
-        text = " ".join(str(error).split())
+    except Exception as error:  # broken files and nonsense: safetensors' and huggingface_hub's own, KeyError, ..
+        text = one_line(error)
         raise ConfigError(
             f"{what}.{f'path={path}' if path else 'architecture'}: transformers refuses: {text}"
         ) from error
@@ -477,7 +480,7 @@ def load(
         error = _difference(model)
     except torch.OutOfMemoryError:
         raise
-    except (AttributeError, TypeError, RuntimeError, IndexError, ZeroDivisionError) as missing:
+    except OTHERWISE as missing:
         error = f"it is built otherwise, or its sizes do not fit: {type(missing).__name__}: {missing}"
     else:
         if error <= (SAME if model.dtype == torch.float32 else 0.05):

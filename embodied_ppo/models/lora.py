@@ -44,19 +44,19 @@ def adapt(module: nn.Module, *, rank: int, alpha: float) -> None:
     names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     if not names:
         raise ConfigError(f"model.lora_rank={rank}: {type(module).__name__} has no linear layers; write lora_rank=0")
-    # alpha / rank is peft's scaling whatever their types
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=names)  # pyright: ignore[reportArgumentType]
+    scale: Any = alpha  # peft declares an int, and multiplies by lora_alpha / r whatever it is
+    config = LoraConfig(r=rank, lora_alpha=scale, lora_dropout=0.0, target_modules=names)
     module.requires_grad_(False)
     inject_adapter_in_model(config, module)
 
 
 def merge(module: nn.Module) -> None:
     """W + (alpha / rank) B A in place of adapters, in W's type; ``module`` has plain linear layers again."""
-    for name, layer in list(module.named_modules()):
-        if _adapted(layer):
-            layer.merge()  # type: ignore[operator]
-            parent, _, last = name.rpartition(".")
-            setattr(module.get_submodule(parent), last, layer.get_base_layer())  # type: ignore[operator]
+    adapted: list[tuple[str, Any]] = [(name, layer) for name, layer in module.named_modules() if _adapted(layer)]
+    for name, layer in adapted:
+        layer.merge()
+        parent, _, last = name.rpartition(".")
+        setattr(module.get_submodule(parent), last, layer.get_base_layer())
 
 
 def _adapted(layer: nn.Module) -> bool:

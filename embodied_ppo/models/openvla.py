@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from embodied_ppo.errors import one_line
 from embodied_ppo.models.language import Aside, Attend, Decoder
 from embodied_ppo.types import ConfigError
 
@@ -438,7 +439,7 @@ def _models(config: OpenVLAConfig, dtype: torch.dtype, device: torch.device | st
             llama = AutoModelForCausalLM.from_config(configs[2], dtype=dtype, trust_remote_code=False)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a configuration's nonsense surfaces as anything
-        text = " ".join(f"{type(error).__name__}: {error}".split())
+    except Exception as error:  # nonsense: huggingface_hub's own, AttributeError, KeyError, ZeroDivisionError, ..
+        text = one_line(error, kind=True)
         raise ConfigError(f"text_config or vision_sizes: transformers refuses: {text}") from error
     return towers[0], towers[1], llama

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embodied_ppo.errors import choose, show
+from embodied_ppo.errors import choose, one_line, show
+from embodied_ppo.models.directory import json_of
 from embodied_ppo.models.openvla import BOS, DINO, EMPTY, SIGLIP, OpenVLABody, OpenVLAConfig, TowerConfig
 from embodied_ppo.types import ConfigError
 
+ELSE = "name the directory of a model's checkpoint (hf download openvla/openvla-7b --local-dir DIR)"
 BACKBONES = {"dinosiglip-vit-so-224px": 224, "dinosiglip-vit-so-384px": 384}
 """vision_backbone_id -> side of the square image, pixels."""
 
@@ -133,8 +135,10 @@ def tokenizer(path: str | Path, *, what: str = "model.path") -> Callable[[str], 
         raise ConfigError(f"{what}={path}: holds no tokenizer.json; download it")
     try:
         words = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing else
-        raise ConfigError(f"{what}={path}: {file.name} cannot be read ({_line(error)}); download it again") from error
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ConfigError(
+            f"{what}={path}: {file.name} cannot be read ({one_line(error, kind=True)}); download it again"
+        ) from error
     return lambda text: words.encode(text).ids
 
 
@@ -338,10 +342,10 @@ def load(
         from transformers.initialization import no_init_weights
     except ImportError as error:
         raise ConfigError(f"OpenVLA needs transformers ({error}): pip install 'embodied-ppo[vla]'") from error
-    raw = json_of(folder / "config.json", where)
+    raw = json_of(folder / "config.json", where, ELSE)
     statistics = folder / "dataset_statistics.json"
     if statistics.is_file():
-        raw["norm_stats"] = (raw.get("norm_stats") or {}) | json_of(statistics, where)
+        raw["norm_stats"] = (raw.get("norm_stats") or {}) | json_of(statistics, where, ELSE)
     heads = sorted(file.name for file in folder.glob("*--*checkpoint.pt"))
     if heads:
         raise ConfigError(
@@ -359,7 +363,9 @@ def load(
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{where}: weights cannot be read ({_line(error)}); download them again") from error
+        raise ConfigError(
+            f"{where}: weights cannot be read ({one_line(error, kind=True)}); download them again"
+        ) from error
     return body
 
 
@@ -385,22 +391,6 @@ def save(body: OpenVLABody, path: str | Path) -> None:
     os.replace(part, folder / "config.json")
 
 
-def json_of(file: Path, where: str) -> dict[str, Any]:
-    """One JSON object. Raises ConfigError."""
-    if not file.is_file():
-        raise ConfigError(
-            f"{where}: holds no {file.name}; name the directory of a model's checkpoint "
-            "(hf download openvla/openvla-7b --local-dir DIR)"
-        )
-    try:
-        value = json.loads(file.read_text())
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{where}: {file.name} cannot be read ({_line(error)}); download it again") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where}: {file.name} must hold one JSON object; download it again")
-    return value
-
-
 def _weights(folder: Path, where: str) -> list[Path]:
     """The files that hold weights."""
     if (folder / "model.safetensors").is_file():
@@ -410,7 +400,7 @@ def _weights(folder: Path, where: str) -> list[Path]:
             f"{where}: holds neither model.safetensors nor model.safetensors.index.json; other formats (.bin, .pt) "
             "can run code when they are read: convert them to safetensors first"
         )
-    names = json_of(folder / "model.safetensors.index.json", where).get("weight_map")
+    names = json_of(folder / "model.safetensors.index.json", where, ELSE).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ConfigError(f"{where}: model.safetensors.index.json has no weight_map; download it again")
     files = [folder / str(name) for name in sorted(set(names.values()))]
@@ -468,7 +458,3 @@ def _copy(found: Mapping[str, tuple[Path, str]], expected: Mapping[str, Entry]) 
 
 def _some(keys: Sequence[str]) -> str:
     return ", ".join(keys[:3]) + (", .." if len(keys) > 3 else "")
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -28,9 +28,9 @@ from embodied_ppo.config import ModelConfig
 from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import VECTOR, Encoder
 from embodied_ppo.models.pi0_checkpoint import Published, Statistics, read
-from embodied_ppo.models.vla import INSTRUCTION, WORDS, ValueHead
+from embodied_ppo.models.vla import INSTRUCTION, WORDS, ValueHead, action_size, check_units
 from embodied_ppo.models.vla_flow import Field, Flow, learned_log_std
-from embodied_ppo.types import ActionSpec, ArraySpec, Box, ConfigError, Obs, ObsSpec
+from embodied_ppo.types import ActionSpec, ArraySpec, ConfigError, Obs, ObsSpec
 
 PAD = -1
 """In place of a word's id."""
@@ -216,12 +216,8 @@ class PI0(Flow, lora.Adapted):
         """``memory_gb``: for prefixes of a frozen trunk; None: SHARE of the device's. Raises ConfigError."""
         super().__init__()
         what = f"model.checkpoint={config.checkpoint}"
-        if not isinstance(action_spec, Box):
-            raise ConfigError(
-                f"model.policy={config.policy}: the task's actions are discrete; use model.policy=actor_critic"
-            )
         sizes = published.model.config
-        self.chunk, self.size = chunk, action_spec.size // chunk
+        self.chunk, self.size = chunk, action_size(action_spec, chunk, config)
         if self.size > sizes.max_action_dim:
             raise ConfigError(
                 f"{what}: the task's actions have {self.size} dimensions, the model's max_action_dim = "
@@ -285,13 +281,8 @@ class PI0(Flow, lora.Adapted):
         """From the directory ``config.checkpoint``; ``mapping``: env.action_mapping. Raises ConfigError."""
         assert config.checkpoint is not None
         policy = cls(obs_spec, action_spec, config, read(config.checkpoint), chunk=chunk, sentences=sentences)
-        assert isinstance(action_spec, Box)  # or it were refused
-        unit = set(action_spec.low) == {-1.0} and set(action_spec.high) == {1.0}
-        if policy.mean is not None and mapping == "rescale" and not unit:
-            raise ConfigError(
-                f"env.action_mapping=rescale: model.checkpoint={config.checkpoint} gives actions in its dataset's "
-                "units, and the task's bounds are not -1 and 1; write env.action_mapping=clip"
-            )
+        if policy.mean is not None:
+            check_units(action_spec, config, mapping)
         if config.freeze_trunk or config.lora_rank:
             policy.rests_on(config.checkpoint)
         return policy

@@ -7,7 +7,6 @@ published layout, not on the published ones.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embodied_ppo.errors import one_line
+from embodied_ppo.models.directory import json_of
 from embodied_ppo.types import ConfigError
+
+ELSE = "name one of π0 (hf download lerobot/pi0_base --local-dir DIR)"
 
 VARIANTS: dict[str, dict[str, int]] = {
     "gemma_300m": {"hidden_size": 1024, "intermediate_size": 4096},
@@ -102,7 +105,7 @@ class Published:
 def read(folder: str | Path) -> Published:
     """Raises ConfigError: what is missing, or what kind of directory it is."""
     folder = Path(folder)
-    raw = _json(folder / "config.json", folder)
+    raw = json_of(folder / "config.json", f"model.checkpoint={folder}", ELSE)
     return Published(_model(folder, raw), _words(folder), *statistics(folder, raw))
 
 
@@ -117,7 +120,7 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
         if raw.get("type") == "pi0":
             return transformers.PI0Config(**lerobot_fields(raw))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"model.checkpoint={folder}: config.json is refused: {_line(error)}") from error
+        raise ConfigError(f"model.checkpoint={folder}: config.json is refused: {one_line(error)}") from error
     cure = "name a directory of π0 (lerobot's or transformers'), or another model.policy"
     raise ConfigError(f"model.checkpoint={folder}: is a directory of {OTHERS.get(kind, kind)}, not of π0; {cure}")
 
@@ -158,8 +161,8 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
         )
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # safetensors has its own, and a configuration's nonsense surfaces as anything
-        raise ConfigError(f"model.checkpoint={folder}: transformers refuses: {_line(error)}") from error
+    except Exception as error:  # see ``language.load``
+        raise ConfigError(f"model.checkpoint={folder}: transformers refuses: {one_line(error)}") from error
     unknown = [name for name in told["unexpected_keys"] if "normalize_" not in name]
     for what, names in (("lack", told["missing_keys"]), ("have an unknown", unknown)):
         if names:
@@ -205,7 +208,7 @@ def _words(folder: Path) -> Words:
     try:
         found = _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"model.checkpoint={folder}: its tokenizer cannot be read: {_line(error)}") from error
+        raise ConfigError(f"model.checkpoint={folder}: its tokenizer cannot be read: {one_line(error)}") from error
     if found.bos_token_id is None:
         raise ConfigError(f"model.checkpoint={folder}: its tokenizer has no begin of sequence; use PaliGemma's")
     return Words(found)
@@ -232,12 +235,12 @@ def statistics(folder: Path, raw: Mapping[str, Any]) -> tuple[Statistics | None,
 def _statistics(folder: Path) -> dict[str, Statistics]:
     processor = folder / "processor_config.json"
     if processor.is_file():
-        told = _json(processor, folder)
+        told = json_of(processor, f"model.checkpoint={folder}", ELSE)
         found = {name: (told.get(f"{key}_mean"), told.get(f"{key}_std")) for name, key in _TRANSFORMERS.items()}
         if made := {name: _made(mean, std) for name, (mean, std) in found.items() if mean is not None}:
             return made
     for file in sorted(folder.rglob("norm_stats.json")):
-        told = _json(file, folder)
+        told = json_of(file, f"model.checkpoint={folder}", ELSE)
         told = told.get("norm_stats", told)
         named = {name: told[key] for name, key in (("state", "state"), ("action", "actions")) if key in told}
         return {name: _made(x["mean"], x["std"]) for name, x in named.items()}
@@ -266,28 +269,9 @@ def _pairs(file: Path, feature: str) -> list[tuple[Tensor, Tensor]]:
             pairs = [(key, key.removesuffix("mean") + "std") for key in means]
             return [(f.get_tensor(mean), f.get_tensor(std)) for mean, std in pairs if std in held]
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"model.checkpoint: {file} cannot be read: {_line(error)}") from error
+        raise ConfigError(f"model.checkpoint: {file} cannot be read: {one_line(error)}") from error
 
 
 def _made(mean: Any, std: Any) -> Statistics:
     mean, std = (torch.as_tensor(x, dtype=torch.float32).flatten() for x in (mean, std))
     return Statistics(mean, std)
-
-
-def _json(file: Path, folder: Path) -> dict[str, Any]:
-    try:
-        told = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        what = f"holds no {file.name}" if folder.is_dir() else "there is no such directory"
-        raise ConfigError(
-            f"model.checkpoint={folder}: {what}; name one of π0 (hf download lerobot/pi0_base --local-dir DIR)"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.checkpoint={folder}: {file.name} cannot be read: {_line(error)}") from error
-    if not isinstance(told, dict):
-        raise ConfigError(f"model.checkpoint={folder}: {file.name} holds no fields; download it anew")
-    return told
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

@@ -269,6 +269,25 @@ class ValueHead(nn.Module):
         return self.layers(hidden.detach() if self.detach else hidden).float().squeeze(-1)
 
 
+def action_size(spec: ActionSpec, chunk: int, config: ModelConfig) -> int:
+    """Dimensions of one action (A) of a space that holds chunks. Raises ConfigError."""
+    if not isinstance(spec, Box):
+        raise ConfigError(
+            f"model.policy={config.policy}: the task's actions are discrete; use model.policy=actor_critic"
+        )
+    return spec.size // chunk
+
+
+def check_units(spec: ActionSpec, config: ModelConfig, mapping: str) -> None:
+    """Of a checkpoint whose actions are in its dataset's units; ``mapping``: env.action_mapping. Raises ConfigError."""
+    unit = isinstance(spec, Box) and set(spec.low) == {-1.0} and set(spec.high) == {1.0}
+    if mapping == "rescale" and not unit:
+        raise ConfigError(
+            f"env.action_mapping=rescale: model.checkpoint={config.checkpoint} gives actions in its dataset's "
+            "units, and the task's bounds are not -1 and 1; write env.action_mapping=clip"
+        )
+
+
 class VLA(nn.Module):
     """What all families have: a trunk that sees, a decoder that decides, a head that values.
 
@@ -290,11 +309,7 @@ class VLA(nn.Module):
     ) -> None:
         """``queries(C, A)`` is Q. Raises ConfigError."""
         super().__init__()
-        if not isinstance(action_spec, Box):
-            raise ConfigError(
-                f"model.policy={config.policy}: the task's actions are discrete; use model.policy=actor_critic"
-            )
-        self.chunk, self.size = chunk, action_spec.size // chunk
+        self.chunk, self.size = chunk, action_size(action_spec, chunk, config)
         self.trunk, self.decoder = Trunk(obs_spec, sentences, config), Decoder(config)
         self.query = nn.Parameter(torch.randn(queries(self.chunk, self.size), config.width))
         self.value_head = ValueHead(config.width, config.detach_value)

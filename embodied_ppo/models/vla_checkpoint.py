@@ -29,12 +29,13 @@ from torch import Tensor, nn
 from embodied_ppo.config import ModelConfig
 from embodied_ppo.models import lora, openvla_checkpoint
 from embodied_ppo.models.backbone import Encoder, channels_last, is_image
+from embodied_ppo.models.directory import json_of
 from embodied_ppo.models.openvla import Cache, Embedded, OpenVLABody
 from embodied_ppo.models.openvla_checkpoint import ActionTokens
-from embodied_ppo.models.vla import INSTRUCTION, ValueHead
+from embodied_ppo.models.vla import INSTRUCTION, ValueHead, action_size, check_units
 from embodied_ppo.models.vla_token import Tokens
 from embodied_ppo.models.vlm import Prompts, VisionLanguage
-from embodied_ppo.types import ActionSpec, Box, ConfigError, Obs, ObsSpec
+from embodied_ppo.types import ActionSpec, ConfigError, Obs, ObsSpec
 
 OTHERS = {
     "pi0": "write model.policy=flow",
@@ -194,11 +195,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         negative opens it. Raises ConfigError."""
         super().__init__()
         self.closes = closes
-        if not isinstance(action_spec, Box):
-            raise ConfigError(
-                f"model.policy={config.policy}: the task's actions are discrete; use model.policy=actor_critic"
-            )
-        self.chunk, self.size, self.bins = chunk, action_spec.size // chunk, config.bins
+        self.chunk, self.size, self.bins = chunk, action_size(action_spec, chunk, config), config.bins
         self.autoregressive, self.temperature = config.decode == "autoregressive", config.temperature
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.rank = config.lora_rank
@@ -235,13 +232,8 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
     ) -> CheckpointVLA:
         """For a task with this env.action_mapping; the rest as for the class. Raises ConfigError."""
         policy = cls(obs_spec, action_spec, config, chunk=chunk, sentences=sentences, closes=closes)
-        assert isinstance(action_spec, Box)  # or it were refused
-        unit = set(action_spec.low) == {-1.0} and set(action_spec.high) == {1.0}
-        if policy.actions is not None and mapping == "rescale" and not unit:
-            raise ConfigError(
-                f"env.action_mapping=rescale: model.checkpoint={config.checkpoint} gives actions in its dataset's "
-                "units, and the task's bounds are not -1 and 1; write env.action_mapping=clip"
-            )
+        if policy.actions is not None:
+            check_units(action_spec, config, mapping)
         return policy
 
     def _open(self, config: ModelConfig) -> Body:
@@ -392,7 +384,7 @@ def _kind(folder: str) -> str:
     where = f"model.checkpoint={folder}"
     if not Path(folder).is_dir():
         raise ConfigError(f"{where}: there is no such directory; download one (hf download NAME --local-dir DIR)")
-    raw = openvla_checkpoint.json_of(Path(folder) / "config.json", where)
+    raw = json_of(Path(folder) / "config.json", where, openvla_checkpoint.ELSE)
     kind = str(raw.get("model_type") or raw.get("type") or "nothing that it says")
     if kind in OTHERS:
         raise ConfigError(f"{where}: holds {kind}, not a model of action tokens: {OTHERS[kind]}")

@@ -18,7 +18,6 @@ start and then a parameter of its own, so that adapters can be trained beside a 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,9 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from embodied_ppo.models.language import Aside
+from embodied_ppo.errors import one_line
+from embodied_ppo.models.directory import json_of
+from embodied_ppo.models.language import OTHERWISE, Aside
 from embodied_ppo.types import ConfigError
 
+ELSE = "name one that transformers wrote (hf download HuggingFaceTB/SmolVLM-256M-Instruct --local-dir DIR)"
 REQUEST = "What action should the robot take to {}?"
 """What the user asks, OpenVLA's words."""
 SAME = 1e-4
@@ -216,9 +218,12 @@ class VisionLanguage(nn.Module):
         if self.template is not None:
             content = [*({"type": "image"} for _ in range(self.cameras)), {"type": "text", "text": request}]
             messages = [{"role": "user", "content": content}]
-            text = t.apply_chat_template(
-                messages, chat_template=self.template, tokenize=False, add_generation_prompt=True
-            )
+            try:
+                text = t.apply_chat_template(
+                    messages, chat_template=self.template, tokenize=False, add_generation_prompt=True
+                )
+            except Exception as error:  # a template may raise anything
+                raise ConfigError(f"its chat template refuses {request!r}: {one_line(error, kind=True)}") from error
             begun = t.bos_token is not None and text.startswith(t.bos_token)
             ids = t(text, add_special_tokens=not begun).input_ids
         elif self.kind in PREFIX:
@@ -396,7 +401,7 @@ class VisionLanguage(nn.Module):
             ) from error
         logging.disable_progress_bar()
         where = f"model.checkpoint={folder}"
-        raw = _json(Path(folder) / "config.json") or {}
+        raw = json_of(Path(folder) / "config.json", where, ELSE)
         known = raw.get("model_type")
         try:
             lens = lens_of(Path(folder), raw, picture)
@@ -416,11 +421,15 @@ class VisionLanguage(nn.Module):
             raise ConfigError(f"{where}: {error}") from error
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # safetensors has its own, and a configuration's nonsense surfaces as anything
-            raise ConfigError(f"{where}: holds a {known}, which transformers refuses: {_line(error)}") from error
+        except Exception as error:  # see ``language.load``
+            raise ConfigError(
+                f"{where}: holds a {known}, which transformers refuses: {one_line(error, kind=True)}"
+            ) from error
         try:
-            apart = _json(Path(folder) / "chat_template.json") or {}
-            template = tokenizer.chat_template or apart.get("chat_template")
+            apart = Path(folder) / "chat_template.json"
+            template = tokenizer.chat_template
+            if template is None and apart.is_file():
+                template = json_of(apart, "", ELSE).get("chat_template")
             body = cls(model.eval(), tokenizer, lens, cameras=cameras, actions=actions, bins=bins, template=template)
             error = body.difference()
             body.model.lm_head = nn.Identity()
@@ -428,8 +437,8 @@ class VisionLanguage(nn.Module):
             raise ConfigError(f"{where}: {error}") from error
         except torch.OutOfMemoryError:
             raise
-        except Exception as missing:  # whatever another architecture lacks
-            error = f"it is built otherwise: {_line(missing)}"
+        except OTHERWISE as missing:
+            error = f"it is built otherwise: {one_line(missing, kind=True)}"
         else:
             if error <= (SAME if dtype == torch.float32 else 0.05):
                 return body
@@ -479,9 +488,11 @@ def _again(function: Any, *args: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------- directory
 def lens_of(folder: Path, raw: dict[str, Any], picture: tuple[int, int]) -> Lens:
     """By preprocessor_config.json (or processor_config.json's image_processor). Raises ConfigError."""
-    told = _json(folder / "preprocessor_config.json")
-    if told is None:
-        told = (_json(folder / "processor_config.json") or {}).get("image_processor")
+    told, processor = None, folder / "processor_config.json"
+    if (own := folder / "preprocessor_config.json").is_file():
+        told = json_of(own, "", ELSE)
+    elif processor.is_file():
+        told = json_of(processor, "", ELSE).get("image_processor")
     if told is None:
         raise ConfigError("holds no preprocessor_config.json, which says how pictures are normalised; download it")
     vision = raw.get("vision_config") or {}
@@ -513,20 +524,3 @@ def _fitted(height: int, width: int, *, factor: int, fewest: int, most: int) -> 
     if how is not None:
         h, w = (max(factor, how(x * scale / factor) * factor) for x in (height, width))
     return h, w
-
-
-def _json(file: Path) -> dict[str, Any] | None:
-    """None if there is none. Raises ConfigError."""
-    if not file.is_file():
-        return None
-    try:
-        value = json.loads(file.read_text())
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{file.name} cannot be read ({_line(error)}); download it again") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file.name} must hold one JSON object; download it again")
-    return value
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -31,7 +31,7 @@ def compiled(task: Task, id: str) -> mujoco.MjModel:
             spec = task.spec()
             if isinstance(spec, mujoco.MjSpec):
                 return spec.compile()
-    except NotImplementedError as error:
+    except NotImplementedError as error:  # Task.spec's
         raise EnvError(f"{where} has no spec(); write one that returns a mujoco.MjSpec") from error
     except (ValueError, OSError, mujoco.FatalError) as error:
         said = str(error).strip()

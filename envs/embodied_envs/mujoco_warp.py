@@ -99,7 +99,7 @@ class WarpPhysics:
         try:
             m = mjw.put_model(self.model, batch_sizes=dict.fromkeys(batched, self.num_envs))
             d = mjw.make_data(self.model, nworld=self.num_envs, nconmax=self._nconmax, njmax=self._njmax)
-        except (NotImplementedError, ValueError) as error:
+        except (NotImplementedError, ValueError) as error:  # how mujoco_warp says what it lacks
             raise EnvError(f"mujoco_warp cannot simulate this model ({error}); use simulator=mujoco") from error
         m.opt.warn_overflow = 0  # printed; ``_check_overflow`` raises instead
         if "opt.gravity" in varied:
