@@ -2,8 +2,9 @@
 
 What an action says about the place that a sentence names is little more than a sign: with it alone the small trunk
 learns the motion and ignores the words (success 0.1 after 2,000 steps). The states that a demonstration goes through
-and ends in say it in numbers. Predicting those first, from what the sentence finds in the pictures, grounds the same
-features within a few hundred steps; the head that does it is dropped afterwards.
+say it in numbers, and so does, for every place at once, how its picture ends: what the sentence speaks of leaves, and
+arrives. Predicting those first, from what the sentence finds in the pictures, grounds the same features within a few
+hundred steps; the heads that do it are dropped afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from embodied_ppo.demonstrations import Demonstrations
 from embodied_ppo.errors import ConfigError, TrainingError
 from embodied_ppo.models.backbone import channels_last
 from embodied_ppo.models.pi0 import PI0
-from embodied_ppo.models.vla import INSTRUCTION
+from embodied_ppo.models.vla import CELL, INSTRUCTION, VLA, WORDS, Found
 from embodied_ppo.models.vla_checkpoint import CheckpointVLA
 from embodied_ppo.models.vla_flow import FlowVLA
 from embodied_ppo.models.vla_gaussian import GaussianVLA
@@ -36,6 +37,9 @@ HELD_OUT = 0.05
 """Share of the episodes that is not learned from."""
 FORESEEN = (0.25, 0.5, 0.75, 1.0)
 """How far along its demonstration the states are that a frame foresees."""
+MISHEARD = 0.2
+"""Share of the words that are replaced by others while a small model learns to foresee: what is said in words that it
+has never seen is told by those around them."""
 NARROWEST = 1e-3
 """Least deviation of a state's number that a difference is measured in."""
 
@@ -86,7 +90,7 @@ def clone(
 
 
 class _Lesson:
-    """A policy, what it learns from, and the head that foresees."""
+    """A policy, what it learns from, and the heads that foresee."""
 
     def __init__(
         self,
@@ -103,18 +107,27 @@ class _Lesson:
         self.ahead = (ahead - ahead.mean(0)) / ahead.std(0).clamp_min(NARROWEST)  # [F, S·len(FORESEEN)]
         width = policy.query.shape[1]
         self.head: nn.Module | None = None
+        self.picture: nn.Module | None = None
         if config.foresight_steps:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 head = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, self.ahead.shape[1]))
+                picture = nn.Sequential(nn.Linear(width // 2, width), nn.SiLU(), nn.Linear(width, 3))
             self.head = head.to(self.device)
+            if isinstance(policy, VLA):
+                self.picture = picture.to(self.device)
+                self.cells = torch.cat([_cells(demos.images[name]) for name in policy.trunk.names], dim=1)
+                self.last = _along(demos.episode, (1.0,))[:, 0]
+                some = torch.randperm(len(self.last), generator=torch.Generator().manual_seed(seed))[:2048]
+                self.spread = self._change(some).std().clamp_min(NARROWEST)
 
     def learn(self, frames: Tensor, steps: int, what: str, seed: int) -> float:
         """Mean loss of the last tenth of the steps. The rate rises over 50 steps and falls linearly to a tenth."""
         lr, batch_size = self.config.lr, self.config.batch_size
         generator = torch.Generator().manual_seed(seed)
         noise = torch.Generator(self.device).manual_seed(seed)
-        parameters = [*self.policy.parameters(), *([] if self.head is None else self.head.parameters())]
+        modules = (self.policy, self.head, self.picture)
+        parameters = [p for module in modules if module is not None for p in module.parameters()]
         optimizer = torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.01, fused=True)
         recent: list[float] = []
         for step in range(steps):
@@ -139,23 +152,47 @@ class _Lesson:
         """What is told, and what is learned."""
         inputs = _inputs(self.policy, self.demos, frames)
         if what == "foresight":
-            loss = self._foresight(_focus(self.policy, inputs), frames)
+            if isinstance(self.policy, VLA) and WORDS in inputs:
+                inputs[WORDS] = _misheard(inputs[WORDS], self.policy.trunk.words.num_embeddings, noise)
+            loss = self._foresight(_found(self.policy, inputs), frames)
             return loss, loss
         action, executed = (x.to(self.device) for x in self.demos.chunk(frames, self.policy.chunk))
-        loss, focus = self.policy.bc_loss(inputs, action, executed, noise)
-        return loss, loss if self.head is None else loss + self._foresight(focus, frames)
+        loss, found = self.policy.bc_loss(inputs, action, executed, noise)
+        return loss, loss if self.head is None else loss + self._foresight(found, frames)
 
-    def _foresight(self, focus: Tensor, frames: Tensor) -> Tensor:
-        assert self.head is not None
-        return F.mse_loss(self.head(focus), self.ahead[frames].to(self.device))
+    def _foresight(self, found: Found | None, frames: Tensor) -> Tensor:
+        assert self.head is not None and found is not None  # the trunk is not frozen while it learns
+        loss = F.mse_loss(self.head(found.focus), self.ahead[frames].to(self.device))
+        if self.picture is None or found.cells is None:
+            return loss
+        change = self._change(frames).to(self.device) / self.spread
+        return loss + F.mse_loss(self.picture(found.cells), change)
+
+    def _change(self, frames: Tensor) -> Tensor:
+        """[B, HW/16, 3], how the colours of each cell of ``found`` differ when the demonstration ends."""
+        return self.cells[self.last[frames]].float() - self.cells[frames].float()
 
 
-def _focus(policy: Family, inputs: dict[str, Tensor]) -> Tensor:
-    """[B, D], what the sentence finds in the pictures."""
+def _misheard(words: Tensor, buckets: int, noise: torch.Generator) -> Tensor:
+    """int64 [B, L], MISHEARD of them others; 0 pads."""
+    others = torch.randint(1, buckets, words.shape, generator=noise, device=words.device)
+    misheard = torch.rand(words.shape, generator=noise, device=words.device) < MISHEARD
+    return torch.where(misheard & (words > 0), others, words)
+
+
+def _cells(images: Tensor) -> Tensor:
+    """uint8 [F, H, W, 3] -> uint8 [F, HW/16, 3], the mean colour of every CELL x CELL pixels."""
+    parts = (F.avg_pool2d(part.permute(0, 3, 1, 2).float(), CELL) for part in images.split(1024))
+    return torch.cat([part.round().byte().flatten(2).transpose(1, 2) for part in parts])
+
+
+def _found(policy: Family, inputs: dict[str, Tensor]) -> Found | None:
+    """What the sentence finds in the pictures."""
     seen: Any = policy.see(inputs)
     if not isinstance(policy, CheckpointVLA):
-        return seen.focus
-    return policy.hidden(seen, None if not policy.autoregressive else seen.x.new_zeros(len(seen.x), 1).long())[:, 0]
+        return seen.found
+    begun = None if not policy.autoregressive else seen.x.new_zeros(len(seen.x), 1).long()
+    return policy.found(seen, policy.hidden(seen, begun)[:, 0])
 
 
 def check(policy: Family, demos: Demonstrations) -> None:

@@ -71,6 +71,51 @@ def test_cloning_repeats_itself_and_foresight_changes_it() -> None:
 def test_what_is_foreseen() -> None:
     episode = torch.tensor([0, 0, 0, 2, 2, 7])
     assert cloning._along(episode, (0.5, 1.0)).tolist() == [[1, 2], [1, 2], [1, 2], [3, 4], [3, 4], [5, 5]]
+    images = torch.randint(0, 256, (3, 8, 12, 3), dtype=torch.uint8)
+    cells = cloning._cells(images)  # row by row
+    assert cells.shape == (3, 6, 3)
+    assert (cells[2, 4].float() - images[2, 4:8, 4:8].float().mean((0, 1))).abs().max() <= 0.5
+
+
+def test_words_are_misheard() -> None:
+    words = torch.tensor([[5, 6, 7, 0, 0]]).expand(4000, 5)
+    other = cloning._misheard(words, 64, torch.Generator().manual_seed(0))
+    assert (other[:, 3:] == 0).all() and other[:, :3].min() > 0 and other.max() == 63
+    share = (other != words).float().mean(0)[:3]
+    assert ((share - cloning.MISHEARD * 62 / 63).abs() < 0.03).all()
+
+
+def test_how_a_picture_ends_is_foreseen() -> None:
+    """What the sentence speaks of leaves its place and arrives at another; the state says nothing of it."""
+    episodes, g = 400, torch.Generator().manual_seed(0)
+    images = torch.zeros(2 * episodes, 16, 24, 3, dtype=torch.uint8)
+    instruction = torch.randint(0, 2, (episodes,), generator=g).repeat_interleave(2)
+    for episode in range(episodes):  # red and blue patches in two of the six squares; the one that is named goes out
+        for patch, square in enumerate(torch.randperm(6, generator=g)[:2].tolist()):
+            y, x = 8 * (square // 3), 8 * (square % 3)
+            images[2 * episode, y : y + 4, x : x + 4, 2 * patch] = 255
+            if instruction[2 * episode] != patch:
+                images[2 * episode + 1, y : y + 4, x : x + 4, 2 * patch] = 255
+    demos = Demonstrations(
+        {"front": images},
+        torch.zeros(2 * episodes, 5),
+        torch.zeros(2 * episodes, A),
+        torch.arange(episodes).repeat_interleave(2),
+        instruction,
+        ("take the red one", "take the blue one"),
+        20,
+    )
+    policy = make(word_buckets=256)  # of 64, red and blue would be the same
+    policy.tell(demos.instructions)
+    lesson = cloning._Lesson(policy, demos, replace(STEPS, batch_size=64), 0, lambda text: None, lambda *a: None)
+    begun = torch.arange(0, 2 * episodes, 2)
+    train, test = begun[:350], begun[350:]
+    lesson.learn(train, 300, "foresight", 0)
+    with torch.no_grad():
+        found = policy.see(cloning._inputs(policy, demos, test)).found
+        assert found is not None and found.cells is not None and lesson.picture is not None
+        off = (lesson.picture(found.cells) - lesson._change(test) / lesson.spread).square().mean()
+    assert off < 0.3 * (lesson._change(test) / lesson.spread).square().mean(), off  # half without the words
 
 
 @pytest.mark.parametrize(

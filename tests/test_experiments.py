@@ -38,7 +38,7 @@ SMALL_REWARD_MODEL = [f"reward.model.{x}" for x in ("pairs=20", "steps=2", "batc
 SMALL_CLONING = [f"cloning.{x}" for x in ("steps=2", "foresight_steps=2", "episodes=8", "batch_size=4")]
 NEEDS_FILES = {"gsm8k_qwen2_5_0_5b", "pi0_tabletop", "pi0_libero", "libero_vla", "openvla_7b", "openvla_oft"}
 """Weights and data that do not ship; test_reasoner.py, test_pi0.py and test_vla_checkpoints.py have small ones."""
-TOLD = {"tabletop_token", "tabletop_flow", "tabletop_gaussian"}
+TOLD = {"tabletop_token", "tabletop_flow", "tabletop_gaussian", "tabletop_token_push", "tabletop_token_put"}
 """Policies that are told what to do, cloned first."""
 SUCCESS = TOLD | {"metaworld", "go1_joystick", "panda_pick_cube", "tabletop_push", "tabletop_reach"}
 """Experiments whose task says when it has succeeded."""

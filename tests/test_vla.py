@@ -239,10 +239,12 @@ def test_cloning_counts_executed_actions_only() -> None:
     policy, inputs = make(), make().encode(observations())
     action, executed = torch.rand(B, C, A) * 2 - 1, torch.ones(B, C, dtype=torch.bool)
     executed[:, -1] = False
-    loss, hidden = policy.bc_loss(inputs, action, executed)
+    loss, found = policy.bc_loss(inputs, action, executed)
     other = action.clone()
     other[:, -1] = -other[:, -1]
-    assert torch.equal(loss, policy.bc_loss(inputs, other, executed)[0]) and hidden.shape == (B, 32)
+    assert torch.equal(loss, policy.bc_loss(inputs, other, executed)[0])
+    assert found is not None and found.cells is not None
+    assert found.focus.shape == (B, 32) and found.cells.shape == (B, 16 * 24 // 16, 16)
     logits = policy.logits(policy.hidden(policy.trunk(inputs), None)).view(B, C, A, 16)
     rows = -logits.log_softmax(-1).gather(-1, policy.bin_of(action).unsqueeze(-1)).squeeze(-1)
     assert torch.allclose(loss, rows[:, :-1].mean(), atol=1e-6)
@@ -264,10 +266,10 @@ def test_a_clone_comes_closer(family: str) -> None:
     for i in range(200):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(i)
-        loss, focus = policy.bc_loss(many, action.repeat(8, 1, 1), executed.repeat(8, 1), generator)
+        loss, found = policy.bc_loss(many, action.repeat(8, 1, 1), executed.repeat(8, 1), generator)
         loss.backward()
         optimizer.step()
-    assert focus.shape == (8 * B, 32)
+    assert found is not None and found.focus.shape == (8 * B, 32)
     away = (policy.act(inputs).action.view(B, C, A) - action).abs()[:, :-1].mean()
     assert away < 0.15, away  # 0.66 by chance
 

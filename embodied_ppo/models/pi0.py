@@ -28,7 +28,7 @@ from embodied_ppo.config import ModelConfig
 from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import VECTOR, Encoder
 from embodied_ppo.models.pi0_checkpoint import Published, Statistics, read
-from embodied_ppo.models.vla import INSTRUCTION, WORDS, ValueHead, action_size, check_units
+from embodied_ppo.models.vla import INSTRUCTION, WORDS, Found, ValueHead, action_size, check_units
 from embodied_ppo.models.vla_flow import Field, Flow, learned_log_std
 from embodied_ppo.types import ActionSpec, ArraySpec, ConfigError, Obs, ObsSpec
 
@@ -57,9 +57,9 @@ class Prefix(NamedTuple):
     state: Tensor
 
     @property
-    def focus(self) -> Tensor:
+    def found(self) -> Found:
         """See ``Flow.see``."""
-        return self.pooled
+        return Found(self.pooled)
 
 
 # ---------------------------------------------------------------------------------------------------------- the layers

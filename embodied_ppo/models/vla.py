@@ -2,9 +2,9 @@
 
 B rows, C actions of a chunk, A dimensions of each, D width, P tokens of what is seen, Q of what is decided.
 
-The stem is modulated by the sentence (FiLM, Perez et al. 2018): at this size a plain transformer clones the motion and
-ignores the words. What is seen becomes the decoder's memory once; the tokens that actions are read from attend to it
-and to each other. Families of action heads stand in ``vla_token``, ``vla_gaussian`` and ``vla_flow``.
+Words point at places of the pictures: at this size a plain transformer clones the motion and ignores the words. What
+is seen becomes the decoder's memory once; the tokens that actions are read from attend to it and to each other.
+Families of action heads stand in ``vla_token``, ``vla_gaussian`` and ``vla_flow``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ INSTRUCTION = "instruction"
 """The observation that counts the simulator's sentences."""
 WORDS = "/words"
 """Name of the input that holds a sentence's words. (The slash: no image is called so.)"""
+CELL = 4
+"""Pixels along the side of the smallest square that is told from others."""
+NEVER = -1e4
+"""Logit of what is not chosen, unless nothing else is there."""
 
 
 def word_ids(sentence: str, buckets: int) -> list[int]:
@@ -42,54 +46,63 @@ def sentence_table(sentences: tuple[str, ...], buckets: int) -> Tensor:
     return torch.tensor([row + [0] * (width - len(row)) for row in rows] or [[0]], dtype=torch.int64)
 
 
+class Found(NamedTuple):
+    """What cloning's foresight is read from.
+
+    focus  [B, D]  where in the pictures is what the sentence speaks of
+    cells  [B, HW/16, D/2]  each square of CELL x CELL pixels in the light of the sentence, of all cameras one after
+           another; None in models that were published with a trunk of their own
+    """
+
+    focus: Tensor
+    cells: Tensor | None = None
+
+
 class Memory(NamedTuple):
     """What is seen, once for all action tokens.
 
     tokens   [B, P, D]  pictures, state, words        hidden  bool [B, P]  tokens that pad
-    focus    [B, D]  where in the pictures is what the sentence speaks of
-    context  [B, D]  focus, sentence and state
+    context  [B, D]  what was found, sentence and state
+    found    None where a frozen trunk looked before
     """
 
     tokens: Tensor
     hidden: Tensor
-    focus: Tensor
     context: Tensor
+    found: Found | None = None
 
 
 class Stem(nn.Module):
-    """uint8 [B, 3, H, W] to tokens [B, HW/64, D]; every layer's channels are scaled and shifted by the sentence.
-
-    Patches of 4 x 4 pixels, of 2 x 2 of those, and convolutions between neighbours: half the work of strided
-    convolutions.
-    """
+    """A picture in two resolutions: cells of CELL x CELL pixels, and tokens of 2 x 2 cells."""
 
     def __init__(self, name: str, shape: tuple[int, int, int], width: int) -> None:
         super().__init__()
         channels, height, w = shape
-        if height % 8 or w % 8:
+        if height % (2 * CELL) or w % (2 * CELL):
             raise ConfigError(
                 f"env observation {name!r}: {height} x {w} pixels; a VLA cuts it into patches of 8 x 8: use "
                 "env.image_size=64, or another multiple of 8"
             )
-        half = width // 2
-        self.patch, self.merge = nn.Linear(16 * channels, half), nn.Linear(4 * half, width)
-        self.near = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
-        self.film = nn.ModuleList(nn.Linear(width, 2 * size) for size in (half, width, width, width))
-        self.position = nn.Parameter(torch.randn(height * w // 64, width))
+        half, self.grid = width // 2, (height // CELL, w // CELL)
+        self.patch, self.merge = nn.Linear(CELL * CELL * channels, half), nn.Linear(4 * half, width)
+        self.near = nn.ModuleList(nn.Conv2d(half, half, 3, padding=1) for _ in range(2))
+        cells = self.grid[0] * self.grid[1]
+        self.places = nn.Parameter(torch.randn(cells, width))
+        """Of the cells."""
+        self.position = nn.Parameter(torch.randn(cells // 4, width))
+        """Of the tokens."""
 
-    def forward(self, image: Tensor, sentence: Tensor) -> Tensor:
-        films = [film(sentence)[:, None, None].chunk(2, dim=-1) for film in self.film]  # [B, 1, 1, ..]
+    def cells(self, image: Tensor) -> Tensor:
+        """uint8 [B, 3, H, W] -> [B, HW/16, D/2]."""
+        x = _merged(image.permute(0, 2, 3, 1).contiguous(), CELL).float() * (1 / 127.5) - 1
+        x = F.silu(self.patch(x)).permute(0, 3, 1, 2)
+        for near in self.near:
+            x = x + F.silu(near(x))
+        return x.flatten(2).transpose(1, 2)
 
-        def modulated(x: Tensor, i: int) -> Tensor:
-            scale, shift = films[i]
-            return F.silu(torch.addcmul(shift, x, 1 + scale))
-
-        x = _merged(image.permute(0, 2, 3, 1).contiguous(), 4).float() * (1 / 127.5) - 1
-        x = modulated(self.patch(x), 0)
-        x = modulated(self.merge(_merged(x, 2)), 1)
-        for i, near in enumerate(self.near):
-            x = x + modulated(near(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1), 2 + i)
-        return x.flatten(1, 2) + self.position
+    def tokens(self, cells: Tensor) -> Tensor:
+        """[B, HW/16, D/2] -> [B, HW/64, D]."""
+        return F.silu(self.merge(_merged(cells.unflatten(1, self.grid).contiguous(), 2))).flatten(1, 2) + self.position
 
 
 def _merged(x: Tensor, n: int) -> Tensor:
@@ -121,17 +134,13 @@ class Trunk(nn.Module):
         block to the red zone"."""
         self.sentence = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.heads = config.heads
-        self.look = nn.Linear(width, width)
-        self.seen = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width))
+        self.choose, self.ask = nn.Linear(width, config.heads), nn.Linear(width, width)
+        self.show = nn.Linear(width // 2, 2 * width)
         self.place = nn.Linear(width, width)
+        self.mark = nn.Linear(config.heads, width // 2)
         self.table: Tensor
         """int64 [S, L], words of the simulator's sentences; not part of a checkpoint."""
         self.register_buffer("table", sentence_table(tuple(sentences), config.word_buckets), persistent=False)
-
-    def _positions(self, i: int) -> Tensor:
-        stem = self.stems[i]
-        assert isinstance(stem, Stem)
-        return stem.position
 
     def encode(self, obs: Obs) -> dict[str, Tensor]:
         named = obs if isinstance(obs, dict) else {"obs": obs}
@@ -149,24 +158,35 @@ class Trunk(nn.Module):
         embedded = self.words(words) * used.unsqueeze(-1)
         embedded = embedded + F.silu(self.beside(embedded.transpose(1, 2)).transpose(1, 2))
         mean = (embedded * used.unsqueeze(-1)).sum(1) / used.sum(1, keepdim=True).clamp_min(1)
-        context = self.sentence(mean)
-        tokens = [stem(inputs[name], context) for name, stem in zip(self.names, self.stems, strict=True)]
-        # Where and what. Only by attending to the right place can be told where it is (as spatial softmax, Finn et al.
-        # 2016); what is there may not help with that: contents are learned sooner, and nothing is found.
-        places = self.place(torch.cat([self._positions(i) for i in range(len(self.names))]))
-        key, content = self.seen(torch.cat(tokens, dim=1)).chunk(2, dim=-1)
-        parts = (self.look(context).unsqueeze(1), key, places.expand_as(key), content)
-        query, key, where, what = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in parts)
-        found = F.scaled_dot_product_attention(query, key, torch.cat((where, what), dim=-1)).squeeze(2)
-        focus, detail = (x.flatten(1) for x in found.chunk(2, dim=-1))
-        context = context + focus + detail
+        stems = cast("list[Stem]", list(self.stems))
+        seen = [stem.cells(inputs[name]) for name, stem in zip(self.names, stems, strict=True)]
+        focus, detail, marks = self._point(embedded, used, torch.cat(seen, dim=1), torch.cat([s.places for s in stems]))
+        cells = [x + m for x, m in zip(seen, self.mark(marks).split([x.shape[1] for x in seen], dim=1), strict=True)]
+        tokens = [stem.tokens(x) for stem, x in zip(stems, cells, strict=True)]
+        context = self.sentence(mean) + focus + detail
         if self.state is not None:
             state = self.state(inputs[VECTOR])
             context = context + state
             tokens.append(state.unsqueeze(1))
-        seen = sum(x.shape[1] for x in tokens)
-        hidden = torch.cat((used.new_zeros(len(used), seen), ~used), dim=1)
-        return Memory(torch.cat([*tokens, embedded], dim=1), hidden, focus, context)
+        count = sum(x.shape[1] for x in tokens)
+        hidden = torch.cat((used.new_zeros(len(used), count), ~used), dim=1)
+        return Memory(torch.cat([*tokens, embedded], dim=1), hidden, context, Found(focus, torch.cat(cells, dim=1)))
+
+    def _point(self, words: Tensor, used: Tensor, cells: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Each head points at cells [B, P, D/2] that words of its choice [B, L, D] speak of: the mean of places and of
+        contents [B, D], and how much it means each cell [B, P, heads].
+
+        Because a picture is read without the words, and a head knows only those that it chose, "blue" means the same
+        beside any other word. Only by pointing can be told where something is (as spatial softmax, Finn et al. 2016):
+        contents, which would be learned sooner, are kept apart.
+        """
+        chosen = self.choose(words).masked_fill(~used.unsqueeze(-1), NEVER).softmax(1)  # [B, L, heads]
+        query = torch.einsum("blh,blhd->bhd", chosen, self.ask(words).unflatten(-1, (self.heads, -1)))
+        key, content = self.show(cells).unflatten(-1, (2, self.heads, -1)).unbind(2)  # [B, P, heads, d]
+        marks = torch.einsum("bhd,bphd->bph", query, key) * query.shape[-1] ** -0.5
+        weight = marks.softmax(1)
+        where = torch.einsum("bph,phd->bhd", weight, self.place(places).unflatten(-1, (self.heads, -1)))
+        return where.flatten(1), torch.einsum("bph,bphd->bhd", weight, content).flatten(1), marks
 
 
 def _chw(spec: ArraySpec) -> tuple[int, int, int]:
@@ -296,6 +316,8 @@ class VLA(nn.Module):
 
     FROZEN_ROWS = 256
     """Observations that a frozen trunk reads together."""
+    KEPT = ("tokens", "hidden", "context")
+    """Of a frozen trunk's memory."""
 
     def __init__(
         self,
@@ -330,11 +352,14 @@ class VLA(nn.Module):
             rows = len(next(iter(inputs.values())))
             cuts = (slice(i, i + self.FROZEN_ROWS) for i in range(0, rows, self.FROZEN_ROWS))
             parts = [self.trunk({name: x[cut] for name, x in inputs.items()}) for cut in cuts]
-        return {f"/{name}": torch.cat([getattr(part, name) for part in parts]) for name in Memory._fields}
+        return {f"/{name}": torch.cat([getattr(part, name) for part in parts]) for name in self.KEPT}
 
     def see(self, inputs: dict[str, Tensor]) -> Memory:
         """Of what ``encode`` gave."""
-        return Memory(*(inputs[f"/{name}"] for name in Memory._fields)) if self.frozen else self.trunk(inputs)
+        if not self.frozen:
+            return self.trunk(inputs)
+        tokens, hidden, context = (inputs[f"/{name}"] for name in self.KEPT)
+        return Memory(tokens, hidden, context)
 
     def tell(self, sentences: Sequence[str]) -> None:
         """The sentences that observations count, from now on."""

@@ -32,7 +32,7 @@ from embodied_ppo.models.backbone import Encoder, channels_last, is_image
 from embodied_ppo.models.directory import json_of
 from embodied_ppo.models.openvla import Cache, Embedded, OpenVLABody
 from embodied_ppo.models.openvla_checkpoint import ActionTokens
-from embodied_ppo.models.vla import INSTRUCTION, ValueHead, action_size, check_units
+from embodied_ppo.models.vla import INSTRUCTION, Found, ValueHead, action_size, check_units
 from embodied_ppo.models.vla_token import Tokens
 from embodied_ppo.models.vlm import Prompts, VisionLanguage
 from embodied_ppo.types import ActionSpec, ConfigError, Obs, ObsSpec
@@ -345,8 +345,8 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.body.logits(hidden)
 
-    def focus(self, seen: Any, first: Tensor) -> Tensor:
-        return first
+    def found(self, seen: Any, first: Tensor) -> Found:
+        return Found(first)
 
     def centre(self, bins: Tensor) -> Tensor:
         """Actions [B, C, A], see the module."""

@@ -20,7 +20,7 @@ from torch import Generator, Tensor, nn
 
 from embodied_ppo import distributions as dist
 from embodied_ppo.config import ModelConfig
-from embodied_ppo.models.vla import VLA, Memory, mean_executed
+from embodied_ppo.models.vla import VLA, Found, Memory, mean_executed
 from embodied_ppo.types import ActionSpec, Decision, Evaluation, ObsSpec
 
 PERIODS = (4e-3, 4.0)
@@ -63,7 +63,7 @@ class Flow(nn.Module):
     # ------------------------------------------------------------------------------------------------------------ body
     @abstractmethod
     def see(self, inputs: dict[str, Tensor]) -> Any:
-        """Of what ``encode`` gave; has a ``focus`` [B, D] for cloning to foresee from."""
+        """Of what ``encode`` gave; has a ``found`` for cloning to foresee from."""
 
     @abstractmethod
     def field(self, seen: Any) -> Field:
@@ -168,7 +168,7 @@ class Flow(nn.Module):
 
     def bc_loss(
         self, inputs: dict[str, Tensor], action: Tensor, executed: Tensor, generator: Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Found | None]:
         """Squared error of the velocity at a random time, more of them near the noise (Beta(1.5, 1), as π0);
         see ``TokenVLA.bc_loss``."""
         seen = self.see(inputs)
@@ -178,7 +178,7 @@ class Flow(nn.Module):
         e = dist.gaussian_noise(a.shape, generator, action.device)
         tau = 0.001 + 0.999 * u.pow(1 / 1.5)
         v, _ = self.field(seen)(tau * e + (1 - tau) * a, tau.flatten())
-        return mean_executed(self._executed((v - (e - a)).square()), executed), seen.focus
+        return mean_executed(self._executed((v - (e - a)).square()), executed), seen.found
 
 
 class FlowVLA(VLA, Flow):

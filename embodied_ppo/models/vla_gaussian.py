@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 
 from embodied_ppo import distributions as dist
 from embodied_ppo.config import ModelConfig
-from embodied_ppo.models.vla import VLA, Memory, mean_executed
+from embodied_ppo.models.vla import VLA, Found, Memory, mean_executed
 from embodied_ppo.types import ActionSpec, Decision, Evaluation, ObsSpec
 
 
@@ -61,8 +61,8 @@ class GaussianVLA(VLA):
 
     def bc_loss(
         self, inputs: dict[str, Tensor], action: Tensor, executed: Tensor, generator: Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Found | None]:
         """-log p of demonstrated actions; see ``TokenVLA.bc_loss``."""
         memory = self.see(inputs)
         mean, log_std, _ = self._read(memory)
-        return mean_executed(-dist.gaussian_log_prob(action, mean, log_std), executed), memory.focus
+        return mean_executed(-dist.gaussian_log_prob(action, mean, log_std), executed), memory.found

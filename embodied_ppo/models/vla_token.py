@@ -19,7 +19,7 @@ from torch import Generator, Tensor, nn
 
 from embodied_ppo import distributions as dist
 from embodied_ppo.config import ModelConfig
-from embodied_ppo.models.vla import VLA, Memory, ValueHead, mean_executed
+from embodied_ppo.models.vla import VLA, Found, Memory, ValueHead, mean_executed
 from embodied_ppo.types import ActionSpec, Decision, Evaluation, ObsSpec
 
 Seen = TypeVar("Seen")
@@ -68,8 +68,8 @@ class Tokens(nn.Module, Generic[Seen]):
         """float32 [.., K] at temperature 1."""
 
     @abstractmethod
-    def focus(self, seen: Seen, first: Tensor) -> Tensor:
-        """[B, D], what cloning's foresight is read from; ``first`` [B, D] predicts the first token, with gradient."""
+    def found(self, seen: Seen, first: Tensor) -> Found | None:
+        """What cloning's foresight is read from; ``first`` [B, D] predicts the first token, with gradient."""
 
     @property
     def device(self) -> torch.device:
@@ -130,13 +130,13 @@ class Tokens(nn.Module, Generic[Seen]):
 
     def bc_loss(
         self, inputs: dict[str, Tensor], action: Tensor, executed: Tensor, generator: Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Cross-entropy of demonstrated actions [B, C, A], the mean of those ``executed`` bool [B, C], and what
-        ``focus`` gives."""
+    ) -> tuple[Tensor, Found | None]:
+        """Cross-entropy of demonstrated actions [B, C, A], the mean of those ``executed`` bool [B, C], and what was
+        found."""
         bins, seen = self.bin_of(action).flatten(1), self.see(inputs)
         hidden = self.hidden(seen, bins if self.autoregressive else None)
         loss = F.cross_entropy(self.logits(hidden).flatten(0, 1), bins.flatten(), reduction="none")
-        return mean_executed(loss.view(action.shape), executed), self.focus(seen, hidden[:, 0])
+        return mean_executed(loss.view(action.shape), executed), self.found(seen, hidden[:, 0])
 
     def _tempered(self, hidden: Tensor) -> Tensor:
         """What is sampled from: float32 [.., K]."""
@@ -197,5 +197,5 @@ class TokenVLA(Tokens[Memory], VLA):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden).float()
 
-    def focus(self, seen: Memory, first: Tensor) -> Tensor:
-        return seen.focus
+    def found(self, seen: Memory, first: Tensor) -> Found | None:
+        return seen.found
