@@ -490,7 +490,8 @@ class CloningConfig:
     episodes: Count = 2000
     """Demonstrations that are learned from, the first ones of a dataset."""
     foresight_steps: Natural = 400
-    """Steps before these that predict where a demonstration ends: they teach the words (``cloning``)."""
+    """Steps before these that predict where a demonstration leads, and how its picture ends: they teach the words
+    (``cloning``)."""
     batch_size: Count = 64
     """Frames in one step."""
     lr: Positive = 4e-3
