@@ -305,10 +305,10 @@ def test_a_clone_comes_closer(folder: Path) -> None:
     for i in range(80):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(i)
-        loss, focus = policy.bc_loss(inputs, action.repeat(4, 1, 1), executed.repeat(4, 1), generator)
+        loss, found = policy.bc_loss(inputs, action.repeat(4, 1, 1), executed.repeat(4, 1), generator)
         loss.backward()
         optimizer.step()
-    assert focus.shape == (4 * B, 64)
+    assert found is not None and found.focus.shape == (4 * B, 64)
     after = (policy.act(policy.encode(obs)).action.view(B, C, A) - action).abs()[:, :-1].mean()
     assert after < 0.25 < before
 

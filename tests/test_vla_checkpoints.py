@@ -220,11 +220,11 @@ def test_a_clone_comes_closer(folders: Any, options: dict[str, Any]) -> None:
     losses = []
     for _ in range(40):
         optimizer.zero_grad()
-        loss, focus = policy.bc_loss(inputs, action, executed)
+        loss, found = policy.bc_loss(inputs, action, executed)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    assert focus.shape == (B, 32) and losses[-1] < 0.3 * losses[0]
+    assert found is not None and found.focus.shape == (B, 32) and losses[-1] < 0.3 * losses[0]
     assert (policy.act(inputs).action.view(B, C, A) - action).abs().mean() < 0.2
 
 
