@@ -254,7 +254,7 @@ def _train(
             if imitate:
                 return _imitated(config, made, log)
             return _run(config, made, log, first=first, updates=updates)
-        except Exception as error:  # all of them: log.txt tells the cause, then it goes on up
+        except Exception as error:  # any: a run's log.txt tells why it ended; raised on
             log.say(f"failed: {type(error).__name__}: {error}")
             if isinstance(error, (ConfigError, CheckpointError, EnvError)):  # no refusal: it had begun
                 raise TrainingError(str(error)) from error

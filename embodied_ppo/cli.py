@@ -533,7 +533,7 @@ def _job(_: Any, *, args: argparse.Namespace) -> None:
     extra = {"job": job.job.num, "overrides": " ".join(line.lstrip("+") for line in lines)}
     try:
         _train_one(loaded, args, extra)
-    except Exception as error:  # of any kind: what is printed at the sweep's end names no job
+    except Exception as error:  # any: says which job of the sweep it was, which hydra does not; raised on
         print(f"job {extra['job']} ({extra['overrides']}) failed: {error}", file=sys.stderr)
         raise
 

@@ -12,6 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from embodied_ppo.errors import ConfigError, choose, one_line
+from embodied_ppo.models.directory import refusing
 from embodied_ppo.rollout import sampling_key
 
 if TYPE_CHECKING:
@@ -243,17 +244,15 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ConfigError(f"{option}: holds no tokenizer (tokenizer.json); name the directory of the model's")
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-        # AutoTokenizer takes the model family's rules of splitting, even where tokenizer.json holds others
-        exact = Path(path, "tokenizer.json").is_file()
-        kind: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
-        return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except ImportError as error:
         raise ConfigError(
             f"mode=reasoning needs transformers ({error}): pip install 'embodied-ppo[language]'"
         ) from error
-    except Exception as error:  # tokenizers raises Exception itself, transformers a KeyError where a field is missing
-        raise ConfigError(f"{option}: transformers refuses ({one_line(error)}); mend it") from error
+    # AutoTokenizer takes the model family's rules of splitting, even where tokenizer.json holds others
+    exact = Path(path, "tokenizer.json").is_file()
+    kind: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
+    with refusing(f"{option}: transformers refuses (", "); mend it"):
+        return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def load_prompts(
@@ -286,15 +285,12 @@ def load_prompts(
     for index, row in enumerate(read_rows(paths, prompt_key=prompt_key, answer_key=answer_key)):
         messages = _messages(row, row.suffix if suffix is None else suffix, system)
         text = "\n".join(m["content"] for m in messages)
-        try:
+        cure = "the row or the template, or write chat_template=never" if chat else "it, or take another tokenizer"
+        who = f"the tokenizer{' or its chat template' if chat else ''}"
+        with refusing(f"{row.where}: {who} refuses {_show(text)} (", f"); mend {cure}", kind=True):
             if chat:
                 text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
             ids = tuple(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
-        except Exception as error:  # a template may raise anything
-            cause = one_line(error, kind=True)
-            cure = "the row or the template, or write chat_template=never" if chat else "it, or take another tokenizer"
-            told = f"{row.where}: the tokenizer{' or its chat template' if chat else ''} refuses {_show(text)}"
-            raise ConfigError(f"{told} ({cause}); mend {cure}") from error
         if not ids:
             raise ConfigError(f"{row.where}: the prompt {_show(text)} has no tokens; mend it")
         lengths.append(len(ids))

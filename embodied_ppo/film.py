@@ -123,7 +123,7 @@ def _film_elsewhere(request: _Request, deadline_s: float) -> str:
         request = dataclasses.replace(request, policy=copy.deepcopy(request.policy).cpu())
     try:
         message = pickle.dumps(request)
-    except Exception as error:  # whatever a policy's or a closure's own pickling raises
+    except Exception as error:  # a policy's __reduce__ is the user's code; a film is no reason to end a run
         return f"policy or make_env cannot go to another process: {error}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
     environment.setdefault("LP_NUM_THREADS", "1")  # Mesa's software renderer: a third less CPU time, as fast
@@ -160,7 +160,7 @@ def _shoot_stdin() -> None:
     request: _Request = pickle.load(sys.stdin.buffer)
     try:
         _shoot(request)
-    except Exception as error:  # whatever it is, the parent hears it; raised again
+    except Exception as error:  # any: the parent gets the reason even if a renderer has the last word; raised on
         Path(request.folder, "reason").write_text(f"{type(error).__name__}: {error}")
         raise
 

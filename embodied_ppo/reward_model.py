@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from embodied_ppo.data import Prompt
 from embodied_ppo.errors import ConfigError, TrainingError, one_line
 from embodied_ppo.grading import FAILED, Grade, Sample
+from embodied_ppo.models.directory import refusing
 from embodied_ppo.reasoning import Graders
 
 Pair = tuple[str, str, str]
@@ -47,16 +48,10 @@ def load(path: str, *, dtype: torch.dtype = torch.float32, device: torch.device 
     Tokenizer = transformers.PreTrainedTokenizerFast if exact else transformers.AutoTokenizer
     transformers.utils.logging.set_verbosity_error()  # what is missing is told below
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    try:
+    cure = "; name a complete directory of a sequence-classification model"
+    with refusing(f"{option}: transformers refuses: ", cure):
         model, info = AutoModel.from_pretrained(path, dtype=dtype, output_loading_info=True, **local)
         tokenizer = Tokenizer.from_pretrained(path, **local)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # as in ``language.load``; tokenizers raises Exception itself
-        raise ConfigError(
-            f"{option}: transformers refuses: {one_line(error)}; name a complete directory of a "
-            "sequence-classification model"
-        ) from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(
             f"{option}: a checkpoint of {', '.join(model.config.architectures or ['?'])} without {missing[0]}, which "

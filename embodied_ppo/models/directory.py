@@ -1,12 +1,32 @@
-"""Files of a checkpoint's directory, as publishers leave them and downloads break them."""
+"""Directories of checkpoints, as publishers leave them and downloads break them."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from embodied_ppo.errors import ConfigError, one_line
+
+
+@contextlib.contextmanager
+def refusing(before: str, after: str = "", *, kind: bool = False) -> Iterator[None]:
+    """Reading or building by transformers or tokenizers: what they raise becomes the ConfigError ``before`` its text
+    ``after``. ``kind``: see ``one_line``. No memory stays what it is.
+    """
+    try:
+        yield
+    except (ConfigError, torch.OutOfMemoryError):
+        raise
+    # They declare nothing. Seen for 400 configurations of nonsense: RuntimeError, AttributeError, KeyError,
+    # ZeroDivisionError and two of huggingface_hub's; safetensors has its own, tokenizers raises Exception itself, and a
+    # chat template is a program that may raise anything.
+    except Exception as error:
+        raise ConfigError(f"{before}{one_line(error, kind=kind)}{after}") from error
 
 
 def json_of(file: Path, where: str, cure: str) -> dict[str, Any]:

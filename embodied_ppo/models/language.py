@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import checkpoint
 
-from embodied_ppo.errors import one_line
+from embodied_ppo.models.directory import refusing
 from embodied_ppo.types import ConfigError
 
 M = TypeVar("M")
@@ -454,7 +454,8 @@ def load(
         ) from error
     logging.disable_progress_bar()
     model: Any
-    try:
+    option = f"path={path}" if path else "architecture"
+    with refusing(f"{what}.{option}: transformers refuses: "):
         if path is not None:
             if not Path(path, "config.json").is_file():
                 raise ConfigError(
@@ -468,13 +469,6 @@ def load(
             fields = dict(architecture)
             config = AutoConfig.for_model(fields.pop("model_type"), **fields)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except (ConfigError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # broken files and nonsense: safetensors' and huggingface_hub's own, KeyError, ..
-        text = one_line(error)
-        raise ConfigError(
-            f"{what}.{f'path={path}' if path else 'architecture'}: transformers refuses: {text}"
-        ) from error
     model = model.to(device).eval()
     try:
         error = _difference(model)

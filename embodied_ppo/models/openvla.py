@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from embodied_ppo.errors import one_line
+from embodied_ppo.models.directory import refusing
 from embodied_ppo.models.language import Aside, Attend, Decoder
 from embodied_ppo.types import ConfigError
 
@@ -408,7 +408,7 @@ def _models(config: OpenVLAConfig, dtype: torch.dtype, device: torch.device | st
         raise ConfigError(f"OpenVLA needs transformers ({error}): pip install 'embodied-ppo[vla]'") from error
     dino, siglip = config.dino, config.siglip
     text = {name: value for name, value in config.text.items() if name not in ("model_type", "torch_dtype", "dtype")}
-    try:
+    with refusing("text_config or vision_sizes: transformers refuses: ", kind=True):
         configs: list[Any] = [
             Dinov2WithRegistersConfig(
                 hidden_size=dino.hidden_size,
@@ -437,9 +437,4 @@ def _models(config: OpenVLAConfig, dtype: torch.dtype, device: torch.device | st
         with torch.device(device):
             towers = [AutoModel.from_config(c, dtype=dtype, trust_remote_code=False) for c in configs[:2]]
             llama = AutoModelForCausalLM.from_config(configs[2], dtype=dtype, trust_remote_code=False)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # nonsense: huggingface_hub's own, AttributeError, KeyError, ZeroDivisionError, ..
-        text = one_line(error, kind=True)
-        raise ConfigError(f"text_config or vision_sizes: transformers refuses: {text}") from error
     return towers[0], towers[1], llama

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from embodied_ppo.errors import choose, one_line, show
-from embodied_ppo.models.directory import json_of
+from embodied_ppo.models.directory import json_of, refusing
 from embodied_ppo.models.openvla import BOS, DINO, EMPTY, SIGLIP, OpenVLABody, OpenVLAConfig, TowerConfig
 from embodied_ppo.types import ConfigError
 
@@ -133,12 +133,8 @@ def tokenizer(path: str | Path, *, what: str = "model.path") -> Callable[[str], 
         raise ConfigError(f"OpenVLA needs tokenizers ({error}): pip install 'embodied-ppo[vla]'") from error
     if not file.is_file():
         raise ConfigError(f"{what}={path}: holds no tokenizer.json; download it")
-    try:
+    with refusing(f"{what}={path}: {file.name} cannot be read (", "); download it again", kind=True):
         words = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises Exception itself
-        raise ConfigError(
-            f"{what}={path}: {file.name} cannot be read ({one_line(error, kind=True)}); download it again"
-        ) from error
     return lambda text: words.encode(text).ids
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from embodied_ppo.errors import one_line
-from embodied_ppo.models.directory import json_of
+from embodied_ppo.models.directory import json_of, refusing
 from embodied_ppo.types import ConfigError
 
 ELSE = "name one of π0 (hf download lerobot/pi0_base --local-dir DIR)"
@@ -149,7 +149,7 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.checkpoint={folder}: holds no weights (model.safetensors); download it completely")
     transformers = _transformers()
-    try:
+    with refusing(f"model.checkpoint={folder}: transformers refuses: "):
         model, told = transformers.PI0ForConditionalGeneration.from_pretrained(
             folder,
             config=config,
@@ -159,10 +159,6 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
             output_loading_info=True,
             key_mapping=FORMER,
         )
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # see ``language.load``
-        raise ConfigError(f"model.checkpoint={folder}: transformers refuses: {one_line(error)}") from error
     unknown = [name for name in told["unexpected_keys"] if "normalize_" not in name]
     for what, names in (("lack", told["missing_keys"]), ("have an unknown", unknown)):
         if names:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from embodied_ppo.errors import one_line
-from embodied_ppo.models.directory import json_of
+from embodied_ppo.models.directory import json_of, refusing
 from embodied_ppo.models.language import OTHERWISE, Aside
 from embodied_ppo.types import ConfigError
 
@@ -218,12 +218,10 @@ class VisionLanguage(nn.Module):
         if self.template is not None:
             content = [*({"type": "image"} for _ in range(self.cameras)), {"type": "text", "text": request}]
             messages = [{"role": "user", "content": content}]
-            try:
+            with refusing(f"its chat template refuses {request!r}: ", kind=True):
                 text = t.apply_chat_template(
                     messages, chat_template=self.template, tokenize=False, add_generation_prompt=True
                 )
-            except Exception as error:  # a template may raise anything
-                raise ConfigError(f"its chat template refuses {request!r}: {one_line(error, kind=True)}") from error
             begun = t.bos_token is not None and text.startswith(t.bos_token)
             ids = t(text, add_special_tokens=not begun).input_ids
         elif self.kind in PREFIX:
@@ -405,26 +403,21 @@ class VisionLanguage(nn.Module):
         known = raw.get("model_type")
         try:
             lens = lens_of(Path(folder), raw, picture)
-            read: Any = AutoModelForImageTextToText.from_pretrained  # with loading_info it gives two
-            model, told = read(
-                folder,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+            with refusing(f"holds a {known}, which transformers refuses: ", kind=True):
+                read: Any = AutoModelForImageTextToText.from_pretrained  # with loading_info it gives two
+                model, told = read(
+                    folder,
+                    dtype=dtype,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
+                tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             if lacking := sorted(map(str, told["missing_keys"])):  # transformers would draw them at random
                 raise ConfigError(f"the weights lack {lacking[0]}, {len(lacking)} in all; download them again")
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # see ``language.load``
-            raise ConfigError(
-                f"{where}: holds a {known}, which transformers refuses: {one_line(error, kind=True)}"
-            ) from error
         try:
             apart = Path(folder) / "chat_template.json"
             template = tokenizer.chat_template

@@ -31,7 +31,7 @@ def gl_context(width: int, height: int) -> Any:
     for backend in [named] if named in ("egl", "osmesa", "glfw") else ["egl", "osmesa"]:
         try:
             return importlib.import_module(f"mujoco.{backend}").GLContext(width, height)
-        except Exception as error:  # PyOpenGL raises AttributeError, ImportError, its own GLError, ..
+        except Exception as error:  # PyOpenGL without a driver: AttributeError, ImportError, GLError; the next is tried
             failures.append(f"{backend}: {type(error).__name__}: {error}")
     raise EnvError(
         f"cameras: no OpenGL without a screen ({'; '.join(failures)}); Debian: apt-get install libegl1 "

@@ -18,6 +18,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from embodied_envs import spaces
+from embodied_envs.modules import imported
 from embodied_ppo.types import EnvError, Obs, Step
 
 _AUTORESET = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
@@ -41,13 +42,7 @@ def _name(id: str) -> str:
     """The part of ``id`` that Gymnasium's registry knows, after importing the module before the colon."""
     module, _, name = id.rpartition(":")
     if module:
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # whatever a user's module raises while it is imported
-            raise EnvError(
-                f"env.id={id}: cannot import {module!r} ({type(error).__name__}: {error}); mend or install it, "
-                "or put its folder on PYTHONPATH"
-            ) from error
+        imported(id, module)
     return name
 
 
@@ -235,7 +230,7 @@ class GymnasiumEnv:
         try:
             with _without_settotalmass() if self._of_mujoco else contextlib.nullcontext():
                 env = gymnasium.make_vec(self._name, num_envs=self.num_envs, **self._arguments)
-        except Exception as error:  # Whatever a constructor of the user's own may raise.
+        except Exception as error:  # the constructor of the task, which may raise anything
             raise EnvError(
                 f"env.id={self.id}: Gymnasium cannot make it with {self._arguments}: {type(error).__name__}: {error}"
             ) from error

@@ -287,7 +287,7 @@ def _benchmark(id: str, assets: Path) -> Any:
             root: Any = importlib.import_module("libero.libero")
             root._assets_path_cache = str(assets)  # else it begins a download
             return importlib.import_module("libero.libero.benchmark")
-    except Exception as error:  # a missing package, or one of another version that fails while it is imported
+    except Exception as error:  # missing, or of versions that do not fit: any error while they load
         raise EnvError(
             f"env.id={id}: hf-libero cannot be imported ({type(error).__name__}: {error}); "
             "install it with scripts/constraints-libero.txt, and uninstall torchvision"

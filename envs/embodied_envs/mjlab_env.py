@@ -14,6 +14,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from embodied_envs.modules import imported
 from embodied_envs.torch_vector import TorchVectorEnv
 from embodied_ppo import tree
 from embodied_ppo.types import EnvError
@@ -58,7 +59,7 @@ def _registry(id: str) -> Any:
         importlib.import_module("mjlab.tasks")
         importlib.import_module("warp").config.log_level = 30  # Warnings; else a line for every kernel that is loaded.
         registry = importlib.import_module("mjlab.tasks.registry")
-    except Exception as error:  # a missing package, or one of another version that fails while it is imported
+    except Exception as error:  # missing, or of versions that do not fit: any error while they load
         raise EnvError(
             f"env.id={id}: mjlab cannot be imported ({type(error).__name__}: {error}). It needs mujoco 3.11 and an "
             "environment of its own: pip install -c scripts/constraints-mjlab.txt -e '.[mjlab]', then pip uninstall "
@@ -66,10 +67,7 @@ def _registry(id: str) -> Any:
         ) from error
     module = id.rpartition(":")[0]
     if module:
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # whatever a user's module raises while it is imported
-            raise EnvError(f"env.id={id}: cannot import {module!r} ({type(error).__name__}: {error})") from error
+        imported(id, module)
     return registry
 
 

@@ -42,9 +42,7 @@ class Rehearsal:
             if function == "reward" and name in self.known:
                 cure = "list it in the attribute before"
             raise EnvError(f"{self.where}.{function} reads {name!r}, which is not there: {cure}") from error
-        except NotImplementedError as error:  # the base class's, for what a task must have
-            raise EnvError(f"{self.where} has no {function}(); write one ({error or 'every task has it'})") from error
-        except Exception as error:  # a user's code
+        except Exception as error:  # ``function`` is the user's code: its fault is told with its name
             raise EnvError(f"{self.where}.{function}: {type(error).__name__}: {error}") from error
 
     def _tensor(self, what: str, x: Any, shape: tuple[int, ...], kind: str = "real") -> None:

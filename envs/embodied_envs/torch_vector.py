@@ -32,7 +32,6 @@ the next one. Then info["final_obs"] (Gymnasium 1, Isaac Lab with compute_final_
 from __future__ import annotations
 
 import contextlib
-import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -46,6 +45,7 @@ from torch.nn.functional import one_hot
 
 from embodied_envs import spaces
 from embodied_envs.actions import mapper
+from embodied_envs.modules import imported
 from embodied_ppo import tree
 from embodied_ppo.types import Discrete, EnvError, Obs, Step
 
@@ -62,13 +62,7 @@ def factory(id: str) -> Factory | None:
     module, colon, name = id.rpartition(":")
     if not colon or not name.isidentifier():
         return None
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except Exception as error:  # whatever a user's module raises while it is imported
-        raise EnvError(
-            f"env.id={id}: cannot import {module!r} ({type(error).__name__}: {error}); mend or install it, "
-            "or put its folder on PYTHONPATH"
-        ) from error
+    found = getattr(imported(id, module), name, None)
     return found if callable(found) else None
 
 

@@ -8,6 +8,7 @@ import inspect
 import sys
 from typing import Any
 
+from embodied_envs.modules import imported
 from embodied_envs.tasks.task import State, Task
 from embodied_ppo.errors import choose
 from embodied_ppo.types import EnvError
@@ -38,13 +39,7 @@ def find(id: str) -> type[Task] | None:
     module, _, name = id.rpartition(":")
     if not module:
         return None
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except Exception as error:  # whatever a user's module raises while it is imported
-        raise EnvError(
-            f"env.id={id}: cannot import {module!r} ({type(error).__name__}: {error}); mend or install it, "
-            "or put its folder on PYTHONPATH"
-        ) from error
+    found = getattr(imported(id, module), name, None)
     if not isinstance(found, type):
         return None
     if issubclass(found, Task):
