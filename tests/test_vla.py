@@ -307,6 +307,25 @@ def test_words() -> None:
     assert (a.log_prob - b.log_prob).abs().max() < 1e-5
 
 
+@torch.no_grad()
+def test_what_a_word_points_at_does_not_depend_on_the_words_around() -> None:
+    """So pairs that were never named together are found as well as those that were."""
+    policy, heard = make(word_buckets=256), []
+    policy.tell(("take the red block to the blue zone", "take the red block to the green zone"))
+    obs = tree.map(lambda x: x[:1].expand(2, *x.shape[1:]), observations()) | {"instruction": torch.arange(2)}
+    inputs = policy.encode(obs)
+    choose = policy.trunk.choose
+    choose.register_forward_hook(lambda module, given, made: heard.append(given[0]))
+    policy.see(inputs)
+    choose.bias.zero_()
+    for word, same in ((2, True), (6, False)):  # red; blue or green
+        choose.weight.copy_(100 * heard[0][0, word].expand_as(choose.weight))
+        memory = policy.see(inputs)
+        for x in memory.found:
+            assert torch.allclose(x[0], x[1], atol=1e-5) == same, word
+        assert not torch.allclose(memory.context[0], memory.context[1], atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("spec", "action", "says"),
     [
