@@ -5,6 +5,7 @@ SHELL := /bin/bash
 .PHONY: help train test test-mjlab test-libero test-vllm check bench build clean
 
 ARGS ?=
+JOBS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c scripts/constraints.txt
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive MUJOCO_GL=egl
@@ -21,8 +22,8 @@ help: ## this list
 train: .venv/base ## train experiment=quickstart, or the one named in ARGS='experiment=NAME ...'
 	$(BIN)/embodied-ppo train $(if $(filter experiment=%,$(ARGS)),,experiment=quickstart) $(ARGS)
 
-test: .venv/dev ## the whole test suite; ARGS="-m 'not slow'" for the fast part
-	$(TEST_ENV) $(BIN)/python -m pytest -q $(ARGS)
+test: .venv/dev ## the whole test suite, JOBS=2 files at a time; ARGS="-m 'not slow'" for the fast part
+	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
 
 test-mjlab: .venv-mjlab/ready ## tests with mjlab, which needs an environment of its own (.venv-mjlab, 4 GB)
 	$(TEST_ENV) .venv-mjlab/bin/python -m pytest -q tests/extras/test_mjlab.py $(ARGS)

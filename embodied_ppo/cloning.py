@@ -24,7 +24,7 @@ from embodied_ppo.demonstrations import Demonstrations
 from embodied_ppo.errors import ConfigError, TrainingError
 from embodied_ppo.models.backbone import channels_last
 from embodied_ppo.models.pi0 import PI0
-from embodied_ppo.models.vla import CELL, INSTRUCTION, VLA, WORDS, Found
+from embodied_ppo.models.vla import CELL, INSTRUCTION, UNHEARD, VLA, WORDS, Found
 from embodied_ppo.models.vla_checkpoint import CheckpointVLA
 from embodied_ppo.models.vla_flow import FlowVLA
 from embodied_ppo.models.vla_gaussian import GaussianVLA
@@ -37,9 +37,9 @@ HELD_OUT = 0.05
 """Share of the episodes that is not learned from."""
 FORESEEN = (0.25, 0.5, 0.75, 1.0)
 """How far along its demonstration the states are that a frame foresees."""
-MISHEARD = 0.2
-"""Share of the words that are replaced by others while a small model learns to foresee: what is said in words that it
-has never seen is told by those around them."""
+UNHEARD_WORDS = 0.2
+"""Share of the words that a small model misses while it learns to foresee: what is said in words that it has never
+heard is told by those around them."""
 NARROWEST = 1e-3
 """Least deviation of a state's number that a difference is measured in."""
 
@@ -74,6 +74,8 @@ def clone(
     policy.tell(demos.instructions)
     policy.freeze(False)
     try:
+        if isinstance(policy, VLA):
+            policy.trunk.hear(demos.instructions, torch.Generator().manual_seed(seed))
         if len(vectors := policy.trunk.encoder.vectors) > 1:
             notice(f"cloning: the dataset's observation.state is read as {', then '.join(vectors)}")
         train, held_out = demos.split(HELD_OUT, seed)
@@ -153,7 +155,7 @@ class _Lesson:
         inputs = _inputs(self.policy, self.demos, frames)
         if what == "foresight":
             if isinstance(self.policy, VLA) and WORDS in inputs:
-                inputs[WORDS] = _misheard(inputs[WORDS], self.policy.trunk.words.num_embeddings, noise)
+                inputs[WORDS] = _heard(inputs[WORDS], noise)
             loss = self._foresight(_found(self.policy, inputs), frames)
             return loss, loss
         action, executed = (x.to(self.device) for x in self.demos.chunk(frames, self.policy.chunk))
@@ -173,11 +175,10 @@ class _Lesson:
         return self.cells[self.last[frames]].float() - self.cells[frames].float()
 
 
-def _misheard(words: Tensor, buckets: int, noise: torch.Generator) -> Tensor:
-    """int64 [B, L], MISHEARD of them others; 0 pads."""
-    others = torch.randint(1, buckets, words.shape, generator=noise, device=words.device)
-    misheard = torch.rand(words.shape, generator=noise, device=words.device) < MISHEARD
-    return torch.where(misheard & (words > 0), others, words)
+def _heard(words: Tensor, noise: torch.Generator) -> Tensor:
+    """int64 [B, L], UNHEARD_WORDS of them missed; 0 pads."""
+    missed = torch.rand(words.shape, generator=noise, device=words.device) < UNHEARD_WORDS
+    return words.masked_fill(missed & (words > 0), UNHEARD)
 
 
 def _cells(images: Tensor) -> Tensor:

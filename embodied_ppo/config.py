@@ -125,8 +125,9 @@ class ModelConfig:
     """Blocks of the decoder."""
     heads: Count = 4
     """Attention heads; must divide width."""
-    bins: Annotated[int, Limit(ge=2, le=32767)] = 256
-    """Tokens of each action dimension (K), the range [-1, 1] in equal parts."""
+    bins: Annotated[int, Limit(ge=3, le=32767)] = 256
+    """Tokens of each action dimension (K), the range [-1, 1] in equal parts: K of them, or K - 1 of an even K, so that
+    standing still is one."""
     decode: Literal["parallel", "autoregressive"] = "parallel"
     """All tokens of a chunk at once, or each after those before it."""
     temperature: Positive = 1.0

@@ -14,6 +14,7 @@ from test_vla import SENTENCES, SPEC, A, C, make
 from embodied_ppo import checkpoint, cli, cloning, imitation
 from embodied_ppo.config import CloningConfig, Config, EnvConfig, ModelConfig
 from embodied_ppo.demonstrations import Demonstrations
+from embodied_ppo.models.vla import UNHEARD, sentence_table
 from embodied_ppo.models.vla_token import TokenVLA
 from embodied_ppo.types import ArraySpec, Box, ConfigError
 
@@ -67,7 +68,7 @@ def test_cloning_repeats_itself_and_foresight_changes_it(monkeypatch: pytest.Mon
     assert weights() == base
     told_only = weights(foresight_steps=0)
     assert len({base, told_only, weights(seed=1), weights(batch_size=8), weights(lr=1e-3)}) == 5
-    monkeypatch.setattr(cloning, "MISHEARD", 0.0)  # words are misheard while it learns to foresee, and only then
+    monkeypatch.setattr(cloning, "UNHEARD_WORDS", 0.0)  # words are missed while it learns to foresee, and only then
     assert weights() != base and weights(foresight_steps=0) == told_only
 
 
@@ -80,12 +81,24 @@ def test_what_is_foreseen() -> None:
     assert (cells[2, 4].float() - images[2, 4:8, 4:8].float().mean((0, 1))).abs().max() <= 0.5
 
 
-def test_words_are_misheard() -> None:
+def test_words_are_not_heard() -> None:
     words = torch.tensor([[5, 6, 7, 0, 0]]).expand(4000, 5)
-    other = cloning._misheard(words, 64, torch.Generator().manual_seed(0))
-    assert (other[:, 3:] == 0).all() and other[:, :3].min() > 0 and other.max() == 63
-    share = (other != words).float().mean(0)[:3]
-    assert ((share - cloning.MISHEARD * 62 / 63).abs() < 0.03).all()
+    heard = cloning._heard(words, torch.Generator().manual_seed(0))
+    assert torch.equal(heard[:, 3:], words[:, 3:])
+    missed = heard[:, :3] == UNHEARD
+    assert ((heard == words)[:, :3] | missed).all()
+    assert ((missed.float().mean(0) - cloning.UNHEARD_WORDS).abs() < 0.03).all()
+
+
+def test_cloning_gives_words_a_meaning() -> None:
+    policy = make()
+    with torch.no_grad():
+        policy.trunk.words.weight.zero_()
+    demos = demonstrations()
+    cloning.clone(policy, demos, replace(STEPS, steps=1), seed=0)
+    said = sentence_table(demos.instructions, 64).unique()
+    silent = (policy.trunk.words.weight == 0).all(1)
+    assert set(range(1, 64)) - set(said.tolist()) == set(silent.nonzero().flatten().tolist()) - {0}
 
 
 def test_how_a_picture_ends_is_foreseen() -> None:

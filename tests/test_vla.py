@@ -219,20 +219,16 @@ def test_one_stochastic_step_drawn_for_each_chain() -> None:
     assert torch.allclose(d.replay["latents"][:, 1], mean + std * noise[:, 1], atol=1e-5)
 
 
-def test_bins() -> None:
-    policy = make(bins=4)
-    assert policy.centre(torch.arange(4)).tolist() == [-0.75, -0.25, 0.25, 0.75]
-    assert policy.bin_of(torch.tensor([-2.0, -1.0, -0.51, -0.49, 0.0, 0.99, 1.0, 3.0])).tolist() == [
-        0,
-        0,
-        0,
-        1,
-        2,
-        3,
-        3,
-        3,
-    ]
-    assert torch.equal(policy.bin_of(policy.centre(torch.arange(4))), torch.arange(4))
+@pytest.mark.parametrize(("bins", "parts"), [(3, 3), (4, 3), (5, 5), (255, 255), (256, 255)])
+def test_bins(bins: int, parts: int) -> None:
+    policy = make(bins=bins)
+    centres = torch.linspace(-1 + 1 / parts, 1 - 1 / parts, parts)
+    assert torch.allclose(policy.centre(torch.arange(parts)), centres, atol=1e-6)
+    assert policy.centre(torch.tensor(bins - 1)) == policy.centre(torch.tensor(parts - 1))
+    assert torch.equal(policy.bin_of(policy.centre(torch.arange(parts))), torch.arange(parts))
+    edges = torch.tensor([-2.0, -1.0, -1 + 1.99 / parts, -1 + 2.01 / parts, 1 - 1.99 / parts, 1.0, 3.0])
+    assert policy.bin_of(edges).tolist() == [0, 0, 0, 1, parts - 1, parts - 1, parts - 1]
+    assert policy.centre(policy.bin_of(torch.zeros(1))) == 0  # standing still is an action
 
 
 def test_cloning_counts_executed_actions_only() -> None:

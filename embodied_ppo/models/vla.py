@@ -29,6 +29,8 @@ WORDS = "/words"
 """Name of the input that holds a sentence's words. (The slash: no image is called so.)"""
 CELL = 4
 """Pixels along the side of the smallest square that is told from others."""
+UNHEARD = -1
+"""In place of a word's number: somebody says something, and it means nothing."""
 NEVER = -1e4
 """Logit of what is not chosen, unless nothing else is there."""
 
@@ -128,7 +130,8 @@ class Trunk(nn.Module):
         self.names = list(self.encoder.images)
         self.stems = nn.ModuleList(Stem(name, _chw(s), width) for name, s in self.encoder.images.items())
         self.state = nn.Linear(self.encoder.vector_size, width) if self.encoder.vector_size else None
-        self.words = nn.Embedding(config.word_buckets, width)
+        self.words = nn.Embedding.from_pretrained(torch.zeros(config.word_buckets, width), freeze=False)
+        self.hear(sentences)
         self.beside = nn.Conv1d(width, width, 3, padding=1)
         """A word and the two beside it: without, "the red block to the blue zone" is the same bag of words as "the blue
         block to the red zone"."""
@@ -142,6 +145,14 @@ class Trunk(nn.Module):
         """int64 [S, L], words of the simulator's sentences; not part of a checkpoint."""
         self.register_buffer("table", sentence_table(tuple(sentences), config.word_buckets), persistent=False)
 
+    @torch.no_grad()
+    def hear(self, sentences: Sequence[str], generator: torch.Generator | None = None) -> None:
+        """Words that have no meaning yet get one, at random. What no training has said remains 0, as UNHEARD."""
+        weight = self.words.weight
+        ids = sentence_table(tuple(sentences), len(weight)).unique().to(weight.device)
+        new = ids[(ids > 0) & (weight[ids] == 0).all(1)]
+        weight[new] = torch.randn(weight.shape, generator=generator)[new.cpu()].to(weight)
+
     def encode(self, obs: Obs) -> dict[str, Tensor]:
         named = obs if isinstance(obs, dict) else {"obs": obs}
         inputs = self.encoder({name: x for name, x in named.items() if name != INSTRUCTION})
@@ -154,8 +165,8 @@ class Trunk(nn.Module):
         words = inputs.get(WORDS)
         if words is None:
             words = some.new_zeros((len(some), 1), dtype=torch.int64)
-        used = words > 0  # [B, L]
-        embedded = self.words(words) * used.unsqueeze(-1)
+        used = words != 0  # [B, L]
+        embedded = self.words(words.clamp_min(0)) * (words > 0).unsqueeze(-1)
         embedded = embedded + F.silu(self.beside(embedded.transpose(1, 2)).transpose(1, 2))
         mean = (embedded * used.unsqueeze(-1)).sum(1) / used.sum(1, keepdim=True).clamp_min(1)
         stems = cast("list[Stem]", list(self.stems))

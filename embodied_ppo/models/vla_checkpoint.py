@@ -9,7 +9,7 @@ What an action is: OpenVLA's are un-normalised by its statistics (q01, q99 of ``
 simulator as they are, in the units of the dataset that they were taken from: env.action_mapping=clip where the
 simulator's bounds are not -1 and 1. What is not normalised is the gripper, which in all of OpenVLA's datasets is 0
 closed and 1 open: it is given to a simulator that says what closes its own (``closes``) as that or its negative. Other
-models' bins are equal parts of [-1, 1].
+models' bins are equal parts of [-1, 1] (``Tokens.parts``).
 
 What is trained: with model.lora_rank adapters on the language model's linear layers, the value head, and of models
 whose words mean no actions yet those words' rows; without it everything, but what sees under model.freeze_trunk. That

@@ -75,13 +75,19 @@ class Tokens(nn.Module, Generic[Seen]):
     def device(self) -> torch.device:
         return next(self.value_head.parameters()).device
 
+    @property
+    def parts(self) -> int:
+        """An odd number of bins that are used, so that the middle of one is 0: who means to stand still would drift."""
+        return self.bins - (self.bins + 1) % 2
+
     def centre(self, bins: Tensor) -> Tensor:
-        """Actions [B, C, A] in [-1, 1], the middles of their bins, of int64 [B, C, A]."""
-        return (2 * bins.float() + 1) / self.bins - 1
+        """Actions [B, C, A] in [-1, 1], the middles of their bins, of int64 [B, C, A]; the last of an even number of
+        bins is the one before it (OpenVLA's 256 words are 255 parts)."""
+        return (2 * bins.float().clamp_max(self.parts - 1) + 1) / self.parts - 1
 
     def bin_of(self, action: Tensor) -> Tensor:
         """int64, the bin that holds each action."""
-        return ((action + 1) * (0.5 * self.bins)).long().clamp(0, self.bins - 1)
+        return ((action + 1) * (0.5 * self.parts)).long().clamp(0, self.parts - 1)
 
     # ------------------------------------------------------------------------------------------------------- protocol
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
