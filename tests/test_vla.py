@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embodied_ppo import tree
 from embodied_ppo.config import ModelConfig
-from embodied_ppo.models.vla import sentence_table, word_ids
+from embodied_ppo.models.vla import UNHEARD, WORDS, sentence_table, word_ids
 from embodied_ppo.models.vla_flow import FlowVLA
 from embodied_ppo.models.vla_gaussian import GaussianVLA
 from embodied_ppo.models.vla_token import TokenVLA
@@ -320,6 +320,23 @@ def test_what_a_word_points_at_does_not_depend_on_the_words_around() -> None:
         for x in memory.found:
             assert torch.allclose(x[0], x[1], atol=1e-5) == same, word
         assert not torch.allclose(memory.context[0], memory.context[1], atol=1e-3)
+
+
+@torch.no_grad()
+def test_words_know_their_place_where_those_beside_them_are_unheard() -> None:
+    """ "Nudge the red cube over to the red circle", to somebody who has never heard of cubes and circles."""
+    policy, heard = make(), []
+    policy.trunk.choose.register_forward_hook(lambda module, given, made: heard.append(given[0]))
+    inputs = policy.encode(observations(1))
+    for pads in (0, 3):
+        words = torch.tensor([[UNHEARD, 5, UNHEARD, UNHEARD, UNHEARD, 5, UNHEARD, *pads * [0]]])
+        policy.see(inputs | {WORDS: words})
+    (a, b), n = heard, 7
+    assert torch.allclose(a[0], b[0, :n], atol=1e-6)
+    assert (a[0, 1] - a[0, 5]).abs().max() > 0.1
+    assert torch.allclose(
+        policy.act(inputs | {WORDS: words}).log_prob, policy.act(inputs | {WORDS: words[:, :n]}).log_prob
+    )
 
 
 @pytest.mark.parametrize(

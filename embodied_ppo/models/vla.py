@@ -10,6 +10,7 @@ Families of action heads stand in ``vla_token``, ``vla_gaussian`` and ``vla_flow
 from __future__ import annotations
 
 import functools
+import math
 import re
 import zlib
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ CELL = 4
 """Pixels along the side of the smallest square that is told from others."""
 UNHEARD = -1
 """In place of a word's number: somebody says something, and it means nothing."""
+FASTEST, SLOWEST = 12.0, 192.0
+"""Words until the waves that number a sentence's words repeat themselves."""
 NEVER = -1e4
 """Logit of what is not chosen, unless nothing else is there."""
 
@@ -107,6 +110,14 @@ class Stem(nn.Module):
         return F.silu(self.merge(_merged(cells.unflatten(1, self.grid).contiguous(), 2))).flatten(1, 2) + self.position
 
 
+def _order(length: int, like: Tensor) -> Tensor:
+    """[L, D] waves of 2 pi / SLOWEST to 2 pi / FASTEST a word: which comes first."""
+    half = like.shape[-1] // 2
+    rate = FASTEST * (SLOWEST / FASTEST) ** (torch.arange(half, device=like.device) / max(1, half - 1))
+    angle = torch.arange(length, device=like.device).unsqueeze(1) / rate * (2 * math.pi)
+    return F.pad(torch.cat((angle.sin(), angle.cos()), dim=1), (0, like.shape[-1] - 2 * half)).to(like)
+
+
 def _merged(x: Tensor, n: int) -> Tensor:
     """[B, H, W, K] -> [B, H/n, W/n, n·n·K]."""
     b, h, w, k = x.shape
@@ -167,6 +178,7 @@ class Trunk(nn.Module):
             words = some.new_zeros((len(some), 1), dtype=torch.int64)
         used = words != 0  # [B, L]
         embedded = self.words(words.clamp_min(0)) * (words > 0).unsqueeze(-1)
+        embedded = (embedded + _order(words.shape[1], embedded)) * used.unsqueeze(-1)
         embedded = embedded + F.silu(self.beside(embedded.transpose(1, 2)).transpose(1, 2))
         mean = (embedded * used.unsqueeze(-1)).sum(1) / used.sum(1, keepdim=True).clamp_min(1)
         stems = cast("list[Stem]", list(self.stems))
