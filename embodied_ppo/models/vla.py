@@ -183,7 +183,7 @@ class Trunk(nn.Module):
         mean = (embedded * used.unsqueeze(-1)).sum(1) / used.sum(1, keepdim=True).clamp_min(1)
         stems = cast("list[Stem]", list(self.stems))
         seen = [stem.cells(inputs[name]) for name, stem in zip(self.names, stems, strict=True)]
-        focus, detail, marks = self._point(embedded, used, torch.cat(seen, dim=1), torch.cat([s.places for s in stems]))
+        focus, detail, marks = self._point(embedded, used, _joined(seen), torch.cat([s.places for s in stems]))
         cells = [x + m for x, m in zip(seen, self.mark(marks).split([x.shape[1] for x in seen], dim=1), strict=True)]
         tokens = [stem.tokens(x) for stem, x in zip(stems, cells, strict=True)]
         context = self.sentence(mean) + focus + detail
@@ -193,7 +193,7 @@ class Trunk(nn.Module):
             tokens.append(state.unsqueeze(1))
         count = sum(x.shape[1] for x in tokens)
         hidden = torch.cat((used.new_zeros(len(used), count), ~used), dim=1)
-        return Memory(torch.cat([*tokens, embedded], dim=1), hidden, context, Found(focus, torch.cat(cells, dim=1)))
+        return Memory(torch.cat([*tokens, embedded], dim=1), hidden, context, Found(focus, _joined(cells)))
 
     def _point(self, words: Tensor, used: Tensor, cells: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Each head points at cells [B, P, D/2] that words of its choice [B, L, D] speak of: the mean of places and of
@@ -205,11 +205,21 @@ class Trunk(nn.Module):
         """
         chosen = self.choose(words).masked_fill(~used.unsqueeze(-1), NEVER).softmax(1)  # [B, L, heads]
         query = torch.einsum("blh,blhd->bhd", chosen, self.ask(words).unflatten(-1, (self.heads, -1)))
-        key, content = self.show(cells).unflatten(-1, (2, self.heads, -1)).unbind(2)  # [B, P, heads, d]
-        marks = torch.einsum("bhd,bphd->bph", query, key) * query.shape[-1] ** -0.5
+        # What a cell shows is linear in it: heads pool cells, and only what they pooled is shown to them.
+        size = query.shape[-1]
+        key, content = self.show.weight.unflatten(0, (2, self.heads, size)).unbind()  # [heads, d, D/2]
+        key_bias, content_bias = self.show.bias.view(2, self.heads, size).unbind()
+        marks = cells @ torch.einsum("bhd,hdc->bch", query, key)
+        marks = (marks + (query * key_bias).sum(-1).unsqueeze(1)) * size**-0.5
         weight = marks.softmax(1)
         where = torch.einsum("bph,phd->bhd", weight, self.place(places).unflatten(-1, (self.heads, -1)))
-        return where.flatten(1), torch.einsum("bph,bphd->bhd", weight, content).flatten(1), marks
+        what = torch.einsum("bhc,hdc->bhd", weight.transpose(1, 2) @ cells, content) + content_bias
+        return where.flatten(1), what.flatten(1), marks
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """[B, n, D] one after another along n."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _chw(spec: ArraySpec) -> tuple[int, int, int]:
