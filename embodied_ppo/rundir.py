@@ -21,6 +21,7 @@ from embodied_ppo.types import CheckpointError, ConfigError
 FREE_ON_RESUME = ("updates", "env_steps", "save_every", "keep_last", "eval_every", "evaluation", "run_dir", "resume")
 FREE_ON_RESUME += ("device", "threads", "name", "description")
 FIXED_ON_RESUME = ("mode", "algorithm.horizon", "env.num_envs", "seed")
+FIXED_ON_RESUME += ("model.activation", "model.heads", "model.decode")  # the same weights would mean something else
 
 
 def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -125,7 +126,7 @@ def check_resume(config: Config, source: checkpoint.Checkpoint, updates: int, sa
             continue
         if path in FIXED_ON_RESUME:
             raise ConfigError(
-                f"{path}={now}: the run to resume has {old.get(path)}, which its counters and random streams rest on; "
+                f"{path}={now}: the run to resume has {old.get(path)}, which its weights, counters or random streams rest on; "
                 "leave it, or start a new run"
             )
         say(f"resume: {path} was {old.get(path)}, is {now}")

@@ -200,6 +200,8 @@ def test_changed_options_are_told_and_impossible_ones_refused(tmp_path: Path) ->
     assert "algorithm.gamma was 0.99, is 0.5" in (tmp_path / "run/log.txt").read_text()
     with pytest.raises(ValueError, match=r"env.num_envs=16: the run to resume has 8"):
         build.train(replace(config, env=replace(config.env, num_envs=16)), quiet=True)
+    with pytest.raises(ValueError, match=r"model.activation=relu: the run to resume has tanh, which its weights"):
+        build.train(replace(config, model=replace(config.model, activation="relu")), quiet=True)
     with pytest.raises(ValueError, match=r"updates=5: .* has done 9"):
         build.train(replace(config, updates=5), quiet=True)
 
