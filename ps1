@@ -1,0 +1,1 @@
+/tmp/own/p9/ps1
