@@ -62,7 +62,6 @@ def film(
     temperature: float | None = None,
     episodes: int = 2,
     steps: int = 300,
-    step_s: float | None = None,
     stride: int | None = None,
     budget_s: float = 10.0,
     deadline_s: float = 300.0,
@@ -72,13 +71,13 @@ def film(
 
     Filmed episode i is evaluated episode i: same seed, same actions. MuJoCo's shadows cost 60 ms a picture without a
     GPU, so the first pictures are timed and every stride-th step is drawn: the smallest stride that keeps to 30
-    pictures per second of film and to about ``budget_s``. The film runs at the simulation's speed.
+    pictures per second of film and to about ``budget_s``. The film runs at the simulation's speed where that says how
+    long a step is (``step_s``), else at 30 steps per second.
 
     A renderer without working OpenGL ends its whole process, so a process of its own does this, and its end or the
     deadline become ``Film.reason`` and a line for ``notice``, never an exception.
 
     make_env   makes environments *with pictures*; it goes to another process: a module's function or a partial of one
-    step_s     seconds of simulation per step; None: unknown, shown at 30 steps per second
     stride     steps from one picture to the next; None: as above
     budget_s   CPU seconds for drawing (starting the simulator takes 3 to 4 more)
     deadline_s seconds after which filming is given up
@@ -88,16 +87,14 @@ def film(
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".film") as folder:
         reason = _film_elsewhere(
-            _Request(
-                policy, make_env, folder, seed, deterministic, temperature, episodes, steps, step_s, stride, budget_s
-            ),
+            _Request(policy, make_env, folder, seed, deterministic, temperature, episodes, steps, stride, budget_s),
             deadline_s,
         )
         if not reason:
             facts = json.loads(Path(folder, "film.json").read_text())
             poster = Path(folder, "poster.png").read_bytes()
             Path(folder, "film.mp4").replace(path)
-            return Film(path=path, poster=poster, episodes=episodes, step_s=step_s, **facts)
+            return Film(path=path, poster=poster, episodes=episodes, **facts)
     (notice or _log.warning)(f"no video: {reason}")
     return Film(path=None, reason=reason)
 
@@ -112,7 +109,6 @@ class _Request:
     temperature: float | None
     episodes: int
     steps: int
-    step_s: float | None
     stride: int | None
     budget_s: float
 
@@ -170,9 +166,8 @@ def _shoot(request: _Request) -> None:
     """Write film.mp4, poster.png and film.json into the request's folder."""
     folder, here = Path(request.folder), Path.cwd()
     os.chdir(folder)  # MuJoCo leaves a log where it fails
-    rate = 30.0 if request.step_s is None else 1.0 / request.step_s  # steps per second of film
     writer: Any = None
-    frames, stride = 0, request.stride
+    frames, stride, step_s, rate = 0, request.stride, None, 30.0  # steps per second of film
     with evaluate.evaluation_mode(request.policy, request.temperature):
         for index, env_seed in enumerate(evaluate.evaluation_seeds(request.seed, request.episodes)):
             with contextlib.chdir(here):  # a task may name its files from there
@@ -180,6 +175,8 @@ def _shoot(request: _Request) -> None:
                 evaluate.tell(request.policy, getattr(env, "instructions", ()))
             try:
                 obs = env.reset()
+                if (step_s := getattr(env, "step_s", None)) is not None:
+                    rate = 1.0 / step_s
                 if stride is None:
                     steps = min(request.steps, env.max_episode_steps or request.steps)
                     affordable = max(10, math.floor(request.budget_s / _picture_s(env)))
@@ -193,7 +190,7 @@ def _shoot(request: _Request) -> None:
             finally:
                 env.close()  # before the next one is made: an abandoned OpenGL context freezes its successor
     writer.close()
-    facts = {"frames": frames, "fps": round(rate / stride, 2) if stride else 0.0, "stride": stride}
+    facts = {"frames": frames, "fps": round(rate / stride, 2) if stride else 0.0, "stride": stride, "step_s": step_s}
     (folder / "film.json").write_text(json.dumps(facts))
 
 

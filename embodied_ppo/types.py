@@ -210,6 +210,7 @@ class VectorEnv(Protocol):
       instructions  tuple[str, ..]: the sentences that an observation "instruction" [N] counts
       gripper_closes  float: the last action of a step that closes a gripper; its negative opens it
       unstable      int64 []: worlds reset because their simulation blew up, so far
+      step_s        float: seconds of simulation in one call of ``step``
     """
 
     id: str

@@ -59,6 +59,12 @@ def make_pendulum(seeds: list[int], **options: Any) -> Any:
     return embodied_envs.make("InvertedPendulum-v4", num_envs=len(seeds), seeds=seeds, num_threads=1, **options)
 
 
+def with_clock(seeds: list[int], make: Any, step_s: float) -> Any:
+    env = make(seeds)
+    env.step_s = step_s
+    return env
+
+
 def make_nothing(seeds: list[int], how: str) -> Any:
     if how == "killed":
         print("ERROR: the driver is angry", file=sys.stderr, flush=True)
@@ -85,8 +91,8 @@ def decode(path: Path) -> tuple[dict[str, Any], np.ndarray]:
 
 def test_a_film_of_the_evaluated_episodes(tmp_path: Path) -> None:
     measured = evaluate.evaluate(Idle(), make_pendulum, episodes=2, num_envs=2, seed=4)
-    make = partial(make_pendulum, render=True, render_size=(64, 65))
-    made = film.film(Idle(), make, path=tmp_path / "a" / "film.mp4", seed=4, step_s=0.04, stride=1)
+    make = partial(with_clock, make=partial(make_pendulum, render=True, render_size=(64, 65)), step_s=0.04)
+    made = film.film(Idle(), make, path=tmp_path / "a" / "film.mp4", seed=4, stride=1)
     assert made.path == tmp_path / "a" / "film.mp4", made.reason
     facts, frames = decode(made.path)
     assert facts["codec"] == "h264" and facts["pix_fmt"].startswith("yuv420p")
@@ -99,11 +105,13 @@ def test_a_film_of_the_evaluated_episodes(tmp_path: Path) -> None:
     assert [p.name for p in made.path.parent.iterdir()] == ["film.mp4"], "nothing is left behind"
 
 
-def shoot(folder: Path, **options: Any) -> dict[str, Any]:
+def shoot(folder: Path, step_s: float | None = None, **options: Any) -> dict[str, Any]:
     """What the filming process does, in this one: CartPole is drawn without OpenGL."""
     folder.mkdir()
     make = partial(make_cartpole, render=True, render_size=(64, 64))
-    defaults: dict[str, Any] = {"episodes": 1, "steps": 30, "step_s": None, "stride": None, "budget_s": 10.0}
+    if step_s is not None:
+        make = partial(with_clock, make=make, step_s=step_s)
+    defaults: dict[str, Any] = {"episodes": 1, "steps": 30, "stride": None, "budget_s": 10.0}
     film._shoot(
         film._Request(Lean(), make, str(folder), seed=0, deterministic=True, temperature=None, **(defaults | options))
     )
@@ -111,11 +119,33 @@ def shoot(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def test_the_stride_keeps_to_30_pictures_per_second_and_to_the_budget(tmp_path: Path) -> None:
-    assert shoot(tmp_path / "a") == {"frames": 30, "fps": 30.0, "stride": 1}
-    assert shoot(tmp_path / "b", step_s=0.05) == {"frames": 30, "fps": 20.0, "stride": 1}
-    assert shoot(tmp_path / "c", step_s=0.008) == {"frames": 6, "fps": 25.0, "stride": 5}
+    assert shoot(tmp_path / "a") == {"frames": 30, "fps": 30.0, "stride": 1, "step_s": None}
+    assert shoot(tmp_path / "b", step_s=0.05) == {"frames": 30, "fps": 20.0, "stride": 1, "step_s": 0.05}
+    assert shoot(tmp_path / "c", step_s=0.008) == {"frames": 6, "fps": 25.0, "stride": 5, "step_s": 0.008}
     # Without a budget 10 pictures remain: 2 episodes of at most 25 steps, one every 5.
-    assert shoot(tmp_path / "d", episodes=2, steps=25, budget_s=0.0) == {"frames": 10, "fps": 6.0, "stride": 5}
+    assert shoot(tmp_path / "d", episodes=2, steps=25, budget_s=0.0) == {
+        "frames": 10,
+        "fps": 6.0,
+        "stride": 5,
+        "step_s": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("id", "options", "seconds"),
+    [
+        ("Tabletop", {"kwargs": {"families": ["push"]}, "action_chunk": 4}, 0.2),
+        ("Go1Joystick", {}, 0.02),
+        ("InvertedPendulum-v5", {"simulator": "gymnasium"}, 0.04),
+        ("CartPole-v1", {"simulator": "gymnasium"}, 0.02),
+        ("CartPole-v1", {"simulator": "envpool"}, None),
+    ],
+)
+def test_simulators_say_how_long_a_step_is(id: str, options: dict[str, Any], seconds: float | None) -> None:
+    env = embodied_envs.make(id, num_envs=1, seeds=[0], **options)
+    told = getattr(env, "step_s", None)
+    env.close()
+    assert told == (seconds if seconds is None else pytest.approx(seconds, rel=1e-5))
 
 
 def test_equal_films_are_equal_files(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ class ChunkedActions:
         self.task_names: tuple[str, ...] = getattr(env, "task_names", ())
         self.instructions: tuple[str, ...] = getattr(env, "instructions", ())
         self.gripper_closes: float | None = getattr(env, "gripper_closes", None)
+        step_s = getattr(env, "step_s", None)
+        self.step_s: float | None = step_s and chunk * step_s
         clock = env.max_episode_steps
         self.max_episode_steps = None if clock is None else -(-clock // chunk)
 

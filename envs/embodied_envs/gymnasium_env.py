@@ -97,6 +97,8 @@ class GymnasiumEnv:
         self.max_episode_steps: int | None = max_episode_steps or spec.max_episode_steps
         self._arguments = self._make_arguments(spec, dict(kwargs or {}), max_episode_steps)
         self._env = self._make()
+        rate = self._env.metadata.get("render_fps")
+        self.step_s: float | None = 1.0 / rate if rate else None
         self._same_step = self._autoreset_mode() == AutoresetMode.SAME_STEP
         self.obs_spec, leaves = spaces.observations(self._env.single_observation_space, id=id, device=self.device)
         self._obs = spaces.reader(leaves)

@@ -96,6 +96,7 @@ class MujocoEnv:
         self._clock = max_episode_steps or task.max_episode_steps
         self.max_episode_steps: int | None = self._clock
         self.task_names, self.instructions = task.names, task.instructions
+        self.step_s = task.decimation * float(physics.model.opt.timestep)
         low, high = task.action_bounds(physics.model)
         box = Box(tuple(low), tuple(high))
         self.action_spec: ActionSpec = box
