@@ -216,7 +216,8 @@ def clone(
         raise ConfigError(f"cloning.dataset={folder}: holds no meta/info.json; name a dataset in LeRobot's layout")
     weights = policy.state_dict()
     around = [strict.dump(replace(c, coef=0.0)), str(folder.resolve()), torch.__version__, config.seed]
-    around += [str(policy.query.device), strict.dump(config.model), config.env.cameras]
+    model = replace(config.model, detach_value=True)  # cloning learns no value
+    around += [str(policy.query.device), strict.dump(model), config.env.cameras]
     name = hashlib.sha256(json.dumps(around).encode() + warm_start.digest_of(weights).encode())
     for file in sorted(path for path in info.parent.rglob("*") if path.is_file()):  # statistics of all that it holds
         name.update(file.read_bytes())
