@@ -1,1 +1,0 @@
-/tmp/own/p9/ps1
