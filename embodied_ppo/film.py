@@ -119,7 +119,7 @@ def _film_elsewhere(request: _Request, deadline_s: float) -> str:
         request = dataclasses.replace(request, policy=copy.deepcopy(request.policy).cpu())
     try:
         message = pickle.dumps(request)
-    except Exception as error:  # a policy's __reduce__ is the user's code; a film is no reason to end a run
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:  # torch's modules: the last
         return f"policy or make_env cannot go to another process: {error}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
     environment.setdefault("LP_NUM_THREADS", "1")  # Mesa's software renderer: a third less CPU time, as fast

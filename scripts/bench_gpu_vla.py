@@ -339,10 +339,10 @@ def micro_batch(policy: CheckpointVLA | PI0, env: VectorEnv, t: Trajectory, rows
 def predicted(policy: CheckpointVLA | PI0, learner: JointLearner, env: VectorEnv, t: Trajectory) -> Memory:
     """Of updates from the second optimiser step on. Gradients that there are are dropped."""
     policy.zero_grad(set_to_none=True)
-    c, told = learner.config, set[nn.Parameter]()
+    c, told = learner.config, set[Tensor]()
 
     def forget(p: Tensor) -> None:
-        told.add(p)  # type: ignore[arg-type]
+        told.add(p)
         p.grad = None
 
     trained = [p for p in policy.parameters() if p.requires_grad]

@@ -527,7 +527,8 @@ def test_the_gripper_closes_as_the_simulators_does(folders: Any, tmp_path: Path)
     box = Box((-1.0,) * 4, (1.0,) * 4)
     policy = CheckpointVLA.of(SPEC, box, config, chunk=C, sentences=SENTENCES, closes=1.0)
     bins = torch.arange(K).view(K, 1, 1).expand(K, C, A)
-    raw, action = policy.actions.actions(bins), policy.centre(bins)  # type: ignore[union-attr]
+    assert policy.actions is not None
+    raw, action = policy.actions.actions(bins), policy.centre(bins)
     assert torch.equal(action[..., 0], raw[..., 0])
     assert torch.equal(action[..., 1], torch.where(raw[..., 1] > 0.5, -1.0, 1.0))
     found = policy.bin_of(torch.tensor([[[0.0, 1.0], [0.0, -1.0]]]))  # closed is 0, open is 1

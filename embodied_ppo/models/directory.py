@@ -25,7 +25,7 @@ def refusing(before: str, after: str = "", *, kind: bool = False) -> Iterator[No
     # They declare nothing. Seen for 400 configurations of nonsense: RuntimeError, AttributeError, KeyError,
     # ZeroDivisionError and two of huggingface_hub's; safetensors has its own, tokenizers raises Exception itself, and a
     # chat template is a program that may raise anything.
-    except Exception as error:
+    except Exception as error:  # anything, see above
         raise ConfigError(f"{before}{one_line(error, kind=kind)}{after}") from error
 
 

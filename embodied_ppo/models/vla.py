@@ -113,8 +113,8 @@ class Stem(nn.Module):
 def _order(length: int, like: Tensor) -> Tensor:
     """[L, D] waves of 2 pi / SLOWEST to 2 pi / FASTEST a word: which comes first."""
     half = like.shape[-1] // 2
-    rate = FASTEST * (SLOWEST / FASTEST) ** (torch.arange(half, device=like.device) / max(1, half - 1))
-    angle = torch.arange(length, device=like.device).unsqueeze(1) / rate * (2 * math.pi)
+    period = FASTEST * (SLOWEST / FASTEST) ** (torch.arange(half, device=like.device) / max(1, half - 1))
+    angle = torch.arange(length, device=like.device).unsqueeze(1) / period * (2 * math.pi)
     return F.pad(torch.cat((angle.sin(), angle.cos()), dim=1), (0, like.shape[-1] - 2 * half)).to(like)
 
 

@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from embodied_envs import spaces
-from embodied_envs.modules import imported
+from embodied_envs.foreign import blamed, imported
 from embodied_ppo.types import EnvError, Obs, Step
 
 _AUTORESET = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
@@ -229,13 +229,9 @@ class GymnasiumEnv:
         return {"vectorization_mode": mode, "vector_kwargs": vector_kwargs, **kwargs}
 
     def _make(self) -> Any:
-        try:
-            with _without_settotalmass() if self._of_mujoco else contextlib.nullcontext():
-                env = gymnasium.make_vec(self._name, num_envs=self.num_envs, **self._arguments)
-        except Exception as error:  # the constructor of the task, which may raise anything
-            raise EnvError(
-                f"env.id={self.id}: Gymnasium cannot make it with {self._arguments}: {type(error).__name__}: {error}"
-            ) from error
+        quiet = _without_settotalmass() if self._of_mujoco else contextlib.nullcontext()
+        with blamed(f"env.id={self.id}: Gymnasium cannot make it with {self._arguments}: "), quiet:
+            env = gymnasium.make_vec(self._name, num_envs=self.num_envs, **self._arguments)
         if env.num_envs != self.num_envs:
             env.close()
             raise EnvError(f"env.id={self.id}: asked for {self.num_envs} environments, its vector has {env.num_envs}")

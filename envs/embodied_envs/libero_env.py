@@ -25,6 +25,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
+from embodied_envs.foreign import blamed
 from embodied_envs.gymnasium_env import GymnasiumEnv
 from embodied_ppo.types import EnvError, Step
 
@@ -282,16 +283,11 @@ def _benchmark(id: str, assets: Path) -> Any:
         config |= {name: str(package / folder) for name, folder in paths.items()}
         Path(_folder.name, "config.yaml").write_text(yaml.safe_dump(config))
         os.environ["LIBERO_CONFIG_PATH"] = _folder.name
-    try:
-        with _quiet():
-            root: Any = importlib.import_module("libero.libero")
-            root._assets_path_cache = str(assets)  # else it begins a download
-            return importlib.import_module("libero.libero.benchmark")
-    except Exception as error:  # missing, or of versions that do not fit: any error while they load
-        raise EnvError(
-            f"env.id={id}: hf-libero cannot be imported ({type(error).__name__}: {error}); "
-            "install it with scripts/constraints-libero.txt, and uninstall torchvision"
-        ) from error
+    cure = "install it with scripts/constraints-libero.txt, and uninstall torchvision"
+    with blamed(f"env.id={id}: hf-libero cannot be imported (", f"); {cure}"), _quiet():
+        root: Any = importlib.import_module("libero.libero")
+        root._assets_path_cache = str(assets)  # else it begins a download
+        return importlib.import_module("libero.libero.benchmark")
 
 
 def _tasks(id: str, assets: Path) -> tuple[list[str], list[str]]:

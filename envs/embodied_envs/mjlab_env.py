@@ -14,7 +14,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from embodied_envs.modules import imported
+from embodied_envs.foreign import blamed, imported
 from embodied_envs.torch_vector import TorchVectorEnv
 from embodied_ppo import tree
 from embodied_ppo.types import EnvError
@@ -55,16 +55,15 @@ class MjlabEnv(TorchVectorEnv):
 
 def _registry(id: str) -> Any:
     """mjlab's registry, filled; raises EnvError where mjlab is not installed or the module before the colon fails."""
-    try:
+    cure = (
+        "It needs mujoco 3.11 and an environment of its own: pip install -c scripts/constraints-mjlab.txt -e "
+        "'.[mjlab]', then pip uninstall torchvision, whose wheel does not match torch (make test-mjlab does both in "
+        ".venv-mjlab)"
+    )
+    with blamed(f"env.id={id}: mjlab cannot be imported (", f"). {cure}"):
         importlib.import_module("mjlab.tasks")
         importlib.import_module("warp").config.log_level = 30  # Warnings; else a line for every kernel that is loaded.
         registry = importlib.import_module("mjlab.tasks.registry")
-    except Exception as error:  # missing, or of versions that do not fit: any error while they load
-        raise EnvError(
-            f"env.id={id}: mjlab cannot be imported ({type(error).__name__}: {error}). It needs mujoco 3.11 and an "
-            "environment of its own: pip install -c scripts/constraints-mjlab.txt -e '.[mjlab]', then pip uninstall "
-            "torchvision, whose wheel does not match torch (make test-mjlab does both in .venv-mjlab)"
-        ) from error
     module = id.rpartition(":")[0]
     if module:
         imported(id, module)

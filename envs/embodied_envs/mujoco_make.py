@@ -14,6 +14,7 @@ import torch
 
 from embodied_envs import tasks
 from embodied_envs.cameras import Cameras
+from embodied_envs.foreign import blamed
 from embodied_envs.mujoco_batch import BatchPhysics
 from embodied_envs.mujoco_env import MujocoEnv, Physics
 from embodied_envs.randomization import Randomization
@@ -40,24 +41,20 @@ def compiled(task: Task, id: str) -> mujoco.MjModel:
 
 def bind(task: Task, model: mujoco.MjModel, id: str, device: torch.device, dtype: torch.dtype) -> None:
     """``task.bind``; raises EnvError for a name that the model lacks."""
-    try:
-        task.bind(model, device, dtype)
-    except KeyError as error:
-        raise EnvError(f"env.id={id}: {error.args[0] if error.args else error}") from error
-    except Exception as error:  # ``bind`` is the user's code: its fault is told with its name
-        raise EnvError(f"env.id={id}: {type(task).__name__}.bind: {type(error).__name__}: {error}") from error
+    with blamed(f"env.id={id}: {type(task).__name__}.bind: "):
+        try:
+            task.bind(model, device, dtype)
+        except KeyError as error:
+            raise EnvError(f"env.id={id}: {error.args[0] if error.args else error}") from error
 
 
 def _check(task: Task, id: str) -> None:
-    """The attributes of a task, and the functions that each must write itself. Raises EnvError."""
+    """The attributes of a task. Raises EnvError."""
     where, least = f"env.id={id}: {type(task).__name__}", {"decimation": 1, "max_episode_steps": 1}
     for name, low in (least | {"reset_noise": 0, "step_noise": 0}).items():
         value = getattr(task, name)
         if not isinstance(value, int) or value < low:
             raise EnvError(f"{where}.{name}={value!r} must be a whole number, at least {low}")
-    for name in ("spec", "observe", "reward"):
-        if getattr(type(task), name) is getattr(Task, name):
-            raise EnvError(f"{where} has no {name}(); write one (every task has it)")
     if task.stage not in get_args(Stage):
         raise EnvError(f"{where}.stage={task.stage!r} is unknown; there are {', '.join(get_args(Stage))}")
     for name in ("fields", "before"):

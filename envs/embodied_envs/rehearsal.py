@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from embodied_envs.foreign import blamed
 from embodied_envs.tasks.task import Task
 from embodied_ppo.types import EnvError
 
@@ -32,18 +33,15 @@ class Rehearsal:
     @contextlib.contextmanager
     def _calling(self, function: str) -> Iterator[None]:
         """Whatever the user's function raises is told with its name."""
-        try:
-            yield
-        except EnvError:
-            raise
-        except KeyError as error:
-            name = error.args[0] if error.args else "?"
-            cure = "list a field of MuJoCo in the attribute fields, let reset() return a variable of the task"
-            if function == "reward" and name in self.known:
-                cure = "list it in the attribute before"
-            raise EnvError(f"{self.where}.{function} reads {name!r}, which is not there: {cure}") from error
-        except Exception as error:  # ``function`` is the user's code: its fault is told with its name
-            raise EnvError(f"{self.where}.{function}: {type(error).__name__}: {error}") from error
+        with blamed(f"{self.where}.{function}: "):
+            try:
+                yield
+            except KeyError as error:
+                name = error.args[0] if error.args else "?"
+                cure = "list a field of MuJoCo in the attribute fields, let reset() return a variable of the task"
+                if function == "reward" and name in self.known:
+                    cure = "list it in the attribute before"
+                raise EnvError(f"{self.where}.{function} reads {name!r}, which is not there: {cure}") from error
 
     def _tensor(self, what: str, x: Any, shape: tuple[int, ...], kind: str = "real") -> None:
         """``kind``: real, bool, int64 or any."""

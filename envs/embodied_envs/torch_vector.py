@@ -45,7 +45,7 @@ from torch.nn.functional import one_hot
 
 from embodied_envs import spaces
 from embodied_envs.actions import mapper
-from embodied_envs.modules import imported
+from embodied_envs.foreign import blamed, imported
 from embodied_ppo import tree
 from embodied_ppo.types import Discrete, EnvError, Obs, Step
 
@@ -252,14 +252,8 @@ class TorchVectorEnv:
             arguments["render_mode"] = "rgb_array"
         if taken := sorted(set(arguments) & set(options)):
             raise EnvError(f"env.id={self.id}: kwargs {', '.join(taken)} are set by the adapter; leave them out")
-        try:
+        with blamed(f"env.id={self.id}: its function fails with {arguments | options}: "):
             return make(**arguments, **options)
-        except EnvError:
-            raise
-        except Exception as error:  # whatever a factory of the user's own may raise
-            raise EnvError(
-                f"env.id={self.id}: its function fails with {arguments | options}: {type(error).__name__}: {error}"
-            ) from error
 
     @contextlib.contextmanager
     def _own_random(self, seed: int | None = None) -> Iterator[None]:

@@ -8,7 +8,7 @@ import inspect
 import sys
 from typing import Any
 
-from embodied_envs.modules import imported
+from embodied_envs.foreign import blamed, imported
 from embodied_envs.tasks.task import State, Task
 from embodied_ppo.errors import choose
 from embodied_ppo.types import EnvError
@@ -66,14 +66,15 @@ def hint(id: str) -> str:
 
 
 def make(id: str, kind: type[Task], kwargs: dict[str, Any]) -> Task:
-    """The task with the user's options; raises EnvError for one that it does not take."""
-    try:
+    """The task with the user's options; raises EnvError for one that it does not take, and for a task that lacks a
+    function."""
+    for name, function in inspect.getmembers(kind):
+        if getattr(function, "__isabstractmethod__", False):
+            raise EnvError(f"env.id={id}: {kind.__name__} has no {name}(); write one (every task has it)")
+    parameters = inspect.signature(kind).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if not takes_any and (unknown := [name for name in kwargs if name not in parameters]):
+        said = choose(unknown[0], list(parameters), "there are ") if parameters else "the task takes none"
+        raise EnvError(f"env.id={id}: env.kwargs.{unknown[0]} is unknown; {said}")
+    with blamed(f"env.id={id}: env.kwargs={kwargs}: "):
         return kind(**kwargs)
-    except EnvError:
-        raise
-    except Exception as error:  # a user's code, or an argument that it does not take
-        known = [name for name in inspect.signature(kind).parameters if name != "self"]
-        if unknown := [name for name in kwargs if name not in known]:
-            said = choose(unknown[0], known, "there are ") if known else "the task takes none"
-            raise EnvError(f"env.id={id}: env.kwargs.{unknown[0]} is unknown; {said}") from error
-        raise EnvError(f"env.id={id}: env.kwargs={kwargs}: {type(error).__name__}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
@@ -19,7 +20,7 @@ State: TypeAlias = "Mapping[str, Tensor]"
 own variables. Live: a function that keeps one clones it."""
 
 
-class Task:
+class Task(ABC):
     """N worlds stepped together; an engine brings the physics. Subclass it, once for every engine.
 
     Functions compute with tensors only, in the dtype and on the device they are given: float64 on the CPU engine,
@@ -57,11 +58,11 @@ class Task:
     """Domain randomisation that suits the task, see ``randomization.RANGES``; applied where it is asked for."""
 
     # ------------------------------------------------------------------------------------------------------- the model
+    @abstractmethod
     def spec(self) -> mujoco.MjSpec:
         """The model, fresh at every call: an engine may change it."""
-        raise NotImplementedError
 
-    def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
+    def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:  # noqa: B027, optional
         """Called once, before any other function: look names up in ``model``, make the constant tensors.
 
         A name that the model lacks is a KeyError of MuJoCo's, which the engine turns into an EnvError.
@@ -79,13 +80,13 @@ class Task:
         """Action [N, A] within its bounds -> ctrl [N, nu]."""
         return action
 
+    @abstractmethod
     def observe(self, s: State) -> Obs:
         """[N, D], or a dictionary of [N, ..]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
         """[N]; ``before`` holds the fields that the attribute of this name lists."""
-        raise NotImplementedError
 
     def terminated(self, s: State) -> Tensor:
         """bool [N], the task has ended; here: never."""
