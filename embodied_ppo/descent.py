@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from embodied_ppo import compiled, losses, tree
 from embodied_ppo.config import AlgorithmConfig
 from embodied_ppo.objective import SETTINGS, MinibatchStep, Objective, TokenObjective, adamw_settings, take
+from embodied_ppo.ranks import Ranks
 from embodied_ppo.rollout import sampling_key
 from embodied_ppo.types import Batch, TrainingError
 
@@ -62,16 +63,19 @@ class Descent:
         later: compiled.Later | None = None,
         dump_dir: Path | None = None,
         notice: Callable[[str], None] = lambda text: None,
+        ranks: Ranks | None = None,
     ) -> None:
         """``groups``: "actor" and "critic", parameters of the objective's policy; one may be empty. ``updates`` is the
         length of the run that schedules span. ``later``: from when on minibatches run as compiled code (None: never).
         ``dump_dir`` receives the batch that made a loss or gradient non-finite. ``notice`` hears what a user should
-        know once."""
+        know once. ``ranks``: who else learns, each from its own columns; a minibatch is the sum of everyone's equal
+        shares."""
         self.objective, self.config = objective, config
         self.module: nn.Module = objective.policy  # pyright: ignore[reportAttributeAccessIssue]
         self.buffers: list[str] = []
         """Buffers of the module that the loss reads."""
         self.later = later or compiled.Later(None)
+        self.ranks = ranks or Ranks()
         self.updates, self.seed, self.dump_dir, self.notice = updates, seed, dump_dir, notice
         self.actor, self.critic = groups["actor"], groups["critic"]
         name = {id(p): n for n, p in self.module.named_parameters()}
@@ -95,7 +99,9 @@ class Descent:
         """``update_epoch`` passes over a batch. ``warming``: only the critic learns. Raises TrainingError."""
         c = self.config
         self._set_learning_rates(update)
-        self.drawn.manual_seed(sampling_key(self.seed, update, "beside"))
+        self.drawn.manual_seed(
+            sampling_key(self.seed, update, "beside", *([self.ranks.rank] if self.ranks.rank else []))
+        )
         self.beside_told.clear()
         run = self._compiled(batch, update, warming=warming)
         if run is None:
@@ -121,7 +127,7 @@ class Descent:
 
     def _totals(self, told: list[Tensor], *names: str) -> list[float]:
         columns = [self.statistics.index(name) for name in names]
-        return torch.stack(told)[:, columns].double().sum(0).tolist()
+        return self.ranks.add(torch.stack(told)[:, columns].double().sum(0)).tolist()
 
     def _sums(self, told: list[Tensor], where: str) -> tuple[dict[str, float], float]:
         """Sums of the statistics over all minibatches, ``steps`` among them, and the largest ratio.
@@ -130,7 +136,7 @@ class Descent:
         """
         if not told:
             return defaultdict(float), 0.0
-        table = torch.stack(told).double().cpu()  # [minibatches, statistics]
+        table = self._everyones(torch.stack(told).double()).cpu()  # [minibatches, statistics]
         column = {name: table[:, i] for i, name in enumerate(self.statistics)}
         bad = (~column["finite"].isfinite()).nonzero().flatten().tolist()
         if bad:
@@ -140,22 +146,36 @@ class Descent:
         sums["steps"] = float((column["rows"] > 0).sum())
         return sums, float(column["ratio_max"].max())
 
+    def _everyones(self, table: Tensor) -> Tensor:
+        """Statistics [minibatches, K] of all ranks together."""
+        if self.ranks.world == 1:
+            return table
+        same = [self.statistics.index(name) for name in ("actor_norm", "critic_norm")]
+        top = self.statistics.index("ratio_max")
+        merged = self.ranks.add(table.clone())
+        merged[:, same] = table[:, same]
+        merged[:, top] = self.ranks.top(table[:, top].clone())
+        return merged
+
     # --------------------------------------------------------------------------------------------- minibatches
     def _minibatches(self, batch: Batch, update: int, epoch: int) -> Sequence[Tensor]:
         """Index tensors of a fresh permutation; every sample (or column) once, but minibatches that are all masked."""
         columns = self.config.minibatch_unit == "column"
         mask = batch.mask.any(0) if columns else batch.mask
         size = self._size(batch)
-        generator = torch.Generator(mask.device).manual_seed(sampling_key(self.seed, update, "shuffle", epoch))
+        rank = [self.ranks.rank] if self.ranks.rank else []  # the first draws as one that is alone
+        generator = torch.Generator(mask.device).manual_seed(sampling_key(self.seed, update, "shuffle", epoch, *rank))
         order = torch.randperm(mask.shape[0], generator=generator, device=mask.device)
         if self.later.captures:  # the graph itself leaves them out, and nobody has to wait for the mask
             return order.split(size)
-        counts = [bool(part.any()) for part in mask[order].split(size)]  # momentum alone would move weights
-        return [index for index, counts in zip(order.split(size), counts, strict=True) if counts]
+        some = torch.stack([part.sum() for part in mask[order].split(size)])  # momentum alone would move weights
+        counts = self.ranks.add(some).tolist()
+        return [index for index, count in zip(order.split(size), counts, strict=True) if count]
 
     def _size(self, batch: Batch) -> int:
-        """Samples (or columns) of a minibatch."""
-        return self.config.global_batch_size // (batch.mask.shape[0] if self.config.minibatch_unit == "column" else 1)
+        """This rank's samples (or columns) of a minibatch."""
+        share = self.config.global_batch_size // self.ranks.world
+        return share // (batch.mask.shape[0] if self.config.minibatch_unit == "column" else 1)
 
     def _micro(self, part: Batch) -> Iterator[Batch]:
         """The minibatch cut so that a forward holds at most micro_batch_size samples."""
@@ -224,9 +244,10 @@ class Descent:
     def _step(self, part: Batch, *, warming: bool, entropy_coef: float, where: str) -> Tensor:
         """Gradient of one minibatch and one optimiser step. Raises TrainingError before training on a NaN."""
         c = self.config
-        rows = losses.denominator(part.mask)
         self.optimizer.zero_grad(set_to_none=True)
-        whole = losses.denominator(part.mask, how=c.loss_agg_func)
+        rows, whole = losses.denominator(part.mask), losses.denominator(part.mask, how=c.loss_agg_func)
+        if self.ranks.world > 1:
+            rows, whole = self.ranks.add(torch.stack([rows, whole])).unbind()
         total: dict[str, Any] = {}
         for micro in self._micro(part):
             loss, stats = self.objective(micro, whole, rows, entropy_coef=entropy_coef, warming=warming)
@@ -236,16 +257,19 @@ class Descent:
             else:
                 top = max(total["ratio_max"], stats["ratio_max"])
                 total = {name: total[name] + value for name, value in stats.items()} | {"ratio_max": top}
+        if not total:  # every column of this rank is masked
+            total = dict.fromkeys(self.objective.statistics(part), rows.new_zeros(()))
         if warming:
             for p in self.actor:
                 p.grad = None
         elif self.beside is not None:
             beside = self.beside(self.drawn)
-            beside.backward()
+            (beside / self.ranks.world).backward()
             self.beside_told.append(float(beside.detach()))
+        loss = self.ranks.add_gradients(self.critic if warming else [*self.actor, *self.critic], total["loss"])
         actor, critic = (_gradient_norm(group, part.mask.device) for group in (self.actor, self.critic))
         norm = torch.hypot(actor, critic)
-        total |= {"actor_norm": actor, "critic_norm": critic, "finite": norm + total["loss"]}
+        total |= {"actor_norm": actor, "critic_norm": critic, "finite": norm + loss}
         if not math.isfinite(float(total["finite"])):
             raise self._not_finite(total, where, part)
         if c.max_grad_norm is not None:

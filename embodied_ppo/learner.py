@@ -19,8 +19,9 @@ from embodied_ppo import advantages, compiled, kl, losses, tree
 from embodied_ppo.config import AlgorithmConfig
 from embodied_ppo.descent import Descended, Descent, TokenDescent, cut_columns
 from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
-from embodied_ppo.moments import expand_mask, explained_variance, masked_moments, masked_sum
+from embodied_ppo.moments import Moments, RunningMoments, expand_mask, explained_variance, masked_moments, masked_sum
 from embodied_ppo.objective import Objective, TokenObjective, kl_distance
+from embodied_ppo.ranks import Ranks
 from embodied_ppo.types import Batch, ConfigError, Evaluation, Mean, Metrics, Policy, Trajectory
 
 
@@ -139,9 +140,10 @@ class JointLearner(Descent):
         dump_dir: Path | None = None,
         notice: Callable[[str], None] = lambda text: None,
         beside: Callable[[torch.Generator], Tensor] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """``policy`` is an ``nn.Module``; ``beside``: the loss of behaviour cloning that every minibatch adds, see
-        ``cloning.Beside``; the rest as for ``Descent``."""
+        """``policy`` is an ``nn.Module``; ``num_envs``: of all ranks; ``beside``: the loss of behaviour cloning that
+        every minibatch adds, see ``cloning.Beside``; the rest as for ``Descent``."""
         super().__init__(
             Objective(policy, config),
             policy.parameter_groups(),
@@ -151,6 +153,7 @@ class JointLearner(Descent):
             later=later,
             dump_dir=dump_dir,
             notice=notice,
+            ranks=ranks,
         )
         self.policy, self.beside = policy, beside
         self.cpu_s = {"advantages": 0.0, "update": 0.0}  # CPU seconds of this process, whole run
@@ -168,7 +171,7 @@ class JointLearner(Descent):
 
     # --------------------------------------------------------------------------------------------- one update
     def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
-        """Train on one trajectory, then merge its observations into the policy's normaliser."""
+        """Train on one trajectory (this rank's columns), then merge its observations into the policy's normaliser."""
         c = self.config
         warming = update < c.critic_warmup
         start = time.process_time()
@@ -183,16 +186,40 @@ class JointLearner(Descent):
         if self.beside is not None:
             metrics["policy/cloning_loss"] = Mean.of(self.beside_told)
         self._steer(metrics, done.sums, warming=warming)
-        self.policy.observe(tree.flatten_time(trajectory.obs), trajectory.mask.flatten())
+        self._observe(trajectory)
         return metrics
 
+    def _observe(self, t: Trajectory) -> None:
+        """Merge everyone's observations into the policy's normalisers, in order of rank."""
+        obs, mask = tree.flatten_time(t.obs), t.mask.flatten()
+        if self.ranks.world == 1:
+            return self.policy.observe(obs, mask)
+        running = [m for m in self.module.modules() if isinstance(m, RunningMoments)]
+        before = [Moments(*(x.clone() for x in (m.mean, m.var, m.count))) for m in running]
+        for m in running:
+            m.count.zero_()
+        self.policy.observe(obs, mask)
+        for m, kept in zip(running, before, strict=True):
+            parts = zip(*(self.ranks.gather(x.clone()) for x in (m.mean, m.var, m.count)), strict=True)
+            for x, old in zip((m.mean, m.var, m.count), kept, strict=True):
+                x.copy_(old)
+            for part in parts:
+                m.merge(*part)
+
     def _prepare(self, trajectory: Trajectory) -> tuple[Batch, Metrics]:
-        """Rewards, advantages and everything the losses read, as [T*N, ..] (steps) or [T, N, ..] (columns)."""
-        c, t = self.config, trajectory
-        mask, done, steps = t.mask, t.terminated | t.truncated, 1 if t.steps is None else t.steps
+        """Rewards, advantages and everything the losses read, as [T*N, ..] (steps) or [T, N, ..] (columns).
+
+        What is one number a decision is computed for the columns of all ranks, so that nobody's part is normalised or
+        measured by itself.
+        """
+        c, t, ranks = self.config, trajectory, self.ranks
+        mask = t.mask
         inputs = self.policy.encode(tree.flatten_time(t.obs))  # [T*N, ..]
         metrics: Metrics = {}
-        reward = shaped(t.reward, done, mask, c, returns=self.returns, steps=steps)
+        scalars = ("reward", "value", "next_value", "terminated", "truncated", "mask", "steps")
+        whole = replace(t, **ranks.columns({name: getattr(t, name) for name in scalars}))  # obs, action: this rank's
+        done, steps = whole.terminated | whole.truncated, 1 if whole.steps is None else whole.steps
+        reward = shaped(whole.reward, done, whole.mask, c, returns=self.returns, steps=steps)
         weight, behaviour = None, t.log_prob
         if c.off_policy_correction is not None:
             behaviour = self._view(self.policy, inputs, t).log_prob
@@ -204,9 +231,9 @@ class JointLearner(Descent):
         if reference is not None and c.use_kl_in_reward:
             logits = self._view(self.policy, inputs, t).logits if c.kl_penalty == "full" else None
             distance = kl_distance(behaviour, reference.log_prob, c.kl_penalty, logits, reference.logits, dims=2)
-            reward, told = penalized(reward, distance, mask, self.kl.coef)
+            reward, told = penalized(reward, ranks.columns(distance), whole.mask, self.kl.coef)
             metrics |= told
-        advantage, returns, told = estimated(replace(t, reward=reward), c, steps=steps, notice=self.notice)
+        advantage, returns, told = estimated(replace(whole, reward=reward), c, steps=steps, notice=self.notice)
         metrics |= told
         batch = Batch(
             inputs=tree.map(lambda x: x.unflatten(0, mask.shape), inputs),
@@ -214,8 +241,8 @@ class JointLearner(Descent):
             replay=t.replay,
             log_prob=losses.reduce_log_prob(behaviour, c.logprob_type, batch_dims=2),
             value=t.value,
-            advantage=advantage,
-            returns=returns,
+            advantage=ranks.own(advantage),
+            returns=ranks.own(returns),
             mask=mask,
             weight=weight,
             ref_log_prob=reference.log_prob if reference is not None and c.use_kl_loss else None,

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "embodied_ppo"
 
 FLOORS: dict[str, int] = {
     **dict.fromkeys(("errors", "types", "tree", "config", "noise"), 0),  # words
-    **dict.fromkeys(("advantages", "losses", "kl", "distributions", "moments"), 1),  # maths
+    **dict.fromkeys(("advantages", "losses", "kl", "distributions", "moments", "ranks"), 1),  # maths
     **dict.fromkeys(("models.backbone", "models.actor_critic", "models.language", "models.vla"), 2),
     **dict.fromkeys(("models.vla_token", "models.vla_gaussian", "models.vla_flow"), 2),
     **dict.fromkeys(("models.openvla", "models.openvla_checkpoint", "models.vlm", "models.vla_checkpoint"), 2),
@@ -41,7 +41,7 @@ FLOORS: dict[str, int] = {
         3,
     ),
     **dict.fromkeys(("generation.sampling", "generation.graphs", "generation.engine", "generation.vllm"), 3),
-    **dict.fromkeys(("placement.local",), 4),
+    **dict.fromkeys(("placement.local", "placement.plan"), 4),
     **dict.fromkeys(
         ("cli", "build", "robot", "imitation", "reasoner", "assembly", "rundir", "strict", "rules", "explain"), 5
     ),  # edge

@@ -1,0 +1,329 @@
+"""Which process runs which roles on which devices: text -> a checked ``Plan``, before anything is started.
+
+Roles joined by a comma share a process; entries with common devices take turns; the rest run at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from embodied_ppo.errors import PlacementError, choose, show
+
+ROLES: dict[str, tuple[str, ...]] = {
+    "embodied": ("env", "rollout", "actor"),
+    "reasoning": ("rollout", "actor", "critic", "reference", "reward"),
+}
+"""Mode -> its roles. In embodied mode the critic is a head of the actor, and the reference a copy beside it."""
+
+PRESETS: dict[str, dict[str, str]] = {
+    "fused": {"env,rollout,actor,critic,reference,reward": "all"},
+    "colocated": {"env": "all", "rollout,reward": "all", "actor,reference": "all", "critic": "all"},
+    "disaggregated": {"env,rollout,reward": "first half", "actor,critic,reference": "second half"},
+    "hybrid": {"env": "first half", "rollout,actor": "second half"},
+    "pipelined": {"env": "first half", "rollout": "second half", "actor": "all"},
+}
+"""What ``placement=NAME`` stands for. Roles that a run does not have are left out. ``local``: this process, no Ray."""
+
+PATH = "cluster.component_placement"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Devices, numbered 0 .. D-1 from node to node.
+
+    per_node  devices of each node            kind      "cuda", or "cpu": slots for a process
+    labels    name -> the nodes that bear it  memory    bytes of one device; None: not known
+    """
+
+    per_node: tuple[int, ...] = (1,)
+    kind: str = "cpu"
+    labels: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    memory: int | None = None
+
+    @property
+    def total(self) -> int:
+        return sum(self.per_node)
+
+    def node(self, device: int) -> int:
+        """Where a device is."""
+        for number, count in enumerate(self.per_node):
+            if device < count:
+                return number
+            device -= count
+        raise AssertionError(device)
+
+    def on(self, label: str | None) -> tuple[int, ...]:
+        """Devices of the nodes that bear a label; None: of all."""
+        chosen = range(len(self.per_node)) if label is None else self.labels[label]
+        return tuple(d for d in range(self.total) if self.node(d) in chosen)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes that are alike.
+
+    roles    in each of them                         devices    numbers, ascending
+    ranks    per process, the devices it has         node       label they were asked for by, else None
+    """
+
+    roles: tuple[str, ...]
+    devices: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    node: str | None = None
+
+    @property
+    def name(self) -> str:
+        return ",".join(self.roles)
+
+    @property
+    def processes(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Groups of processes on the hardware; every role of the mode is in exactly one of them."""
+
+    groups: tuple[Group, ...]
+    hardware: Hardware
+    stages: int = 1
+    max_lag: int = 0
+
+    def group(self, role: str) -> Group:
+        """Whose processes have ``role``."""
+        return next(g for g in self.groups if role in g.roles)
+
+    def processes(self, role: str) -> int:
+        return self.group(role).processes
+
+    def fused(self, one: str, other: str) -> bool:
+        """Whether two roles are in the same processes."""
+        return self.group(one) is self.group(other)
+
+    def sharing(self, group: Group) -> tuple[Group, ...]:
+        """The other groups that ``group`` takes turns with."""
+        return tuple(g for g in self.groups if g is not group and set(g.devices) & set(group.devices))
+
+    def weights_path(self, rank: int) -> str:
+        """How the actor's weights reach rollout process ``rank``: share, ipc or broadcast."""
+        if self.fused("rollout", "actor"):
+            return "share"
+        device = self.group("rollout").ranks[rank][0]
+        return "ipc" if device in self.group("actor").devices else "broadcast"
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """A table, device x group: which rank of a group is where; the first row are headings."""
+        h = self.hardware
+        table = [("device", "node", *(g.name for g in self.groups))]
+        for device in range(h.total):
+            cells = []
+            for g in self.groups:
+                ranks = [str(i) for i, has in enumerate(g.ranks) if device in has]
+                cells.append(f"rank {', '.join(ranks)}" if ranks else "-")
+            table.append((f"{h.kind} {device}", str(h.node(device)), *cells))
+        return table
+
+
+# ------------------------------------------------------------------------------------------------------------- grammar
+def ranges(value: Any, available: Sequence[int], label: str) -> tuple[int, ...]:
+    """``all``, ``2``, ``0-3``, ``first half``, ``second half`` or a list of these -> positions in ``available``,
+    ascending.
+
+    Raises PlacementError; ``label`` begins the message.
+    """
+    parts = list(value) if isinstance(value, (list, tuple)) else [value]
+    count, found = len(available), list[int]()
+    if not parts:
+        raise PlacementError(f"{label}: names no device; write all, a number or a range as 0-3")
+    for part in parts:
+        found += _range(part, count, label)
+    twice = sorted({d for d in found if found.count(d) > 1})
+    if twice:
+        raise PlacementError(f"{label}: device {twice[0]} is listed twice; list it once")
+    return tuple(sorted(available[d] for d in found))
+
+
+def _range(part: Any, count: int, label: str) -> range:
+    text = " ".join(str(part).split())
+    if text == "all":
+        return range(count)
+    if text in ("first half", "second half"):
+        if count < 2:
+            raise PlacementError(f"{label}: there is {count} device, which has no halves; write all")
+        return range(count // 2) if text == "first half" else range(count // 2, count)
+    first, dash, last = text.partition("-")
+    if isinstance(part, bool) or not first.strip().isdecimal() or (dash and not last.strip().isdecimal()):
+        raise PlacementError(
+            f"{label}: {show(part)} is no device; write all, a number, a range as 0-3, 'first half', 'second half', "
+            "or a list of these"
+        )
+    low, high = int(first), int(last) if dash else int(first)
+    if high < low:
+        raise PlacementError(f"{label}: {text} runs backwards; write {high}-{low}")
+    if high >= count:
+        there = f"0-{count - 1}" if count > 1 else "0"
+        raise PlacementError(
+            f"{label}: {text} needs device {high}, but there {'are' if count > 1 else 'is'} {count} ({there}); "
+            f"write {'0' if low >= count or low == count - 1 == 0 else f'{low}-{count - 1}'}, "
+            "or say what there is in cluster.num_nodes and cluster.devices_per_node"
+        )
+    return range(low, high + 1)
+
+
+def _group(entry: str, value: Any, hardware: Hardware, mode: str) -> Group:
+    label = f"{PATH} = {{{entry}: {show(value)}}}"
+    roles = tuple(word.strip() for word in str(entry).split(","))
+    for role in roles:
+        if role not in ROLES[mode]:
+            other = next((m for m, names in ROLES.items() if role in names), None)
+            why = f"{role or repr(role)} is no role of mode={mode}"
+            if other == "reasoning" and role in ("critic", "reference"):
+                why += " (it is part of the actor)"
+            raise PlacementError(f"{label}: {why}; {choose(role, ROLES[mode], 'roles: ')}")
+    if twice := next((role for role in roles if roles.count(role) > 1), None):
+        raise PlacementError(f"{label}: names {twice} twice; name it once")
+    devices, processes, node = value, None, None
+    if isinstance(value, Mapping):
+        unknown = [key for key in value if key not in ("devices", "processes", "node")]
+        if unknown:
+            raise PlacementError(
+                f"{label}: {unknown[0]} is not known; {choose(str(unknown[0]), ('devices', 'processes', 'node'), '')}"
+            )
+        devices, processes, node = value.get("devices", "all"), value.get("processes"), value.get("node")
+    if node is not None and node not in hardware.labels:
+        raise PlacementError(
+            f"{label}: no node bears the label {node}; {choose(str(node), list(hardware.labels), 'labels: ')} "
+            "(cluster.node_groups)"
+        )
+    where = ranges(devices, hardware.on(node), label)
+    ranks = _ranks(where, processes, hardware, label)
+    return Group(roles, where, ranks, node)
+
+
+def _ranks(where: tuple[int, ...], processes: Any, hardware: Hardware, label: str) -> tuple[tuple[int, ...], ...]:
+    """Devices of each process: one each, or several processes on a device, or several devices for a process."""
+    count = len(where)
+    if processes is None:
+        return tuple((d,) for d in where)
+    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
+        raise PlacementError(f"{label}: processes = {show(processes)} must be a number >= 1; leave it out: {count}")
+    if processes % count and count % processes:
+        near = [n for n in range(1, 2 * count + 1) if n % count == 0 or count % n == 0]
+        best = min(near, key=lambda n: abs(n - processes))
+        raise PlacementError(
+            f"{label}: {processes} processes do not divide evenly over {count} devices; write processes: {best}"
+        )
+    if processes >= count:
+        return tuple((where[i * count // processes],) for i in range(processes))
+    each = count // processes
+    found = tuple(where[i : i + each] for i in range(0, count, each))
+    for has in found:
+        if len({hardware.node(d) for d in has}) > 1:
+            raise PlacementError(
+                f"{label}: a process would have devices {show(list(has))} of two nodes; write processes: {count}"
+            )
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- plans
+def plan(
+    placement: Mapping[str, Any] | str,
+    hardware: Hardware,
+    *,
+    mode: str = "embodied",
+    without: Sequence[str] = (),
+    stages: int = 1,
+    max_lag: int = 0,
+) -> Plan:
+    """A checked plan of ``cluster.component_placement``, or of a preset's name.
+
+    ``without``: roles that this run does not have. Raises PlacementError.
+    """
+    wanted = [role for role in ROLES[mode] if role not in without]
+    if isinstance(placement, str):
+        groups = _preset(placement, hardware, mode, wanted)
+    else:
+        groups = tuple(_group(entry, value, hardware, mode) for entry, value in placement.items())
+    everything = show(placement) if isinstance(placement, Mapping) else placement
+    placed = [role for g in groups for role in g.roles]
+    for role in ROLES[mode]:
+        if placed.count(role) > 1:
+            raise PlacementError(f"{PATH} = {everything}: {role} is placed twice; name it in one entry")
+        if role in wanted and role not in placed:
+            joined = ",".join([*groups[0].roles, role]) if groups else ",".join(wanted)
+            raise PlacementError(
+                f"{PATH} = {everything}: no device for {role}; join it to an entry, as '{joined}', or give it its own"
+            )
+        if role in placed and role not in wanted:
+            raise PlacementError(f"{PATH} = {everything}: this run has no {role}; leave it out")
+    made = Plan(groups, hardware, stages, max_lag)
+    _check_lag(made)
+    return made
+
+
+def _preset(name: str, hardware: Hardware, mode: str, wanted: Sequence[str]) -> tuple[Group, ...]:
+    found = []
+    if mode == "reasoning" and name in ("hybrid", "pipelined"):
+        raise PlacementError(
+            f"placement = {name}: sets the simulators apart, and mode=reasoning has none; use fused, colocated or "
+            "disaggregated"
+        )
+    for entry, devices in PRESETS[name].items():
+        roles = [role for role in entry.split(",") if role in wanted]
+        if not roles:
+            continue
+        if "half" in devices and hardware.total < 2:
+            raise PlacementError(
+                f"placement = {name}: needs 2 devices, and there is 1; use fused or colocated, or say what there is "
+                "in cluster.devices_per_node"
+            )
+        found.append(_group(",".join(roles), devices, hardware, mode))
+    return tuple(found)
+
+
+def _check_lag(p: Plan) -> None:
+    if not p.max_lag:
+        return
+    actor = p.group("actor")
+    for role in ("env", "rollout"):
+        group = next((g for g in p.groups if role in g.roles), actor)
+        if group is not actor or role in actor.roles:
+            common = sorted(set(group.devices) & set(actor.devices))
+            if common:
+                raise PlacementError(
+                    f"cluster.max_lag = {p.max_lag}: {role} and actor share device {common[0]}, so they cannot run at "
+                    "once; write cluster.max_lag=0, or give actor its own devices (placement=disaggregated)"
+                )
+
+
+def check_numbers(p: Plan, *, num_envs: int, group_size: int, global_batch_size: int) -> None:
+    """Whether environments and samples can be dealt out evenly (embodied mode). Raises PlacementError."""
+    counts = {role: p.processes(role) for role in ROLES["embodied"]}
+    for one, other in (("env", "rollout"), ("rollout", "actor")):
+        a, b = counts[one], counts[other]
+        if a % b and b % a:
+            raise PlacementError(
+                f"{PATH}: {a} processes of {one} and {b} of {other}: one must divide the other; "
+                f"write processes: {_divisor(b, a)} for {one}"
+            )
+    most = max(counts.values()) * p.stages
+    if num_envs % (most * group_size):
+        grouped = f" x algorithm.group_size = {group_size}" if group_size > 1 else ""
+        step = most * group_size
+        raise PlacementError(
+            f"env.num_envs = {num_envs}: cannot be dealt out evenly over {max(counts.values())} processes x "
+            f"cluster.stages = {p.stages}{grouped}; write env.num_envs={max(step, round(num_envs / step) * step)}"
+        )
+    if global_batch_size % counts["actor"]:
+        near = max(1, round(global_batch_size / counts["actor"])) * counts["actor"]
+        raise PlacementError(
+            f"algorithm.global_batch_size = {global_batch_size}: cannot be dealt out evenly over {counts['actor']} "
+            f"processes of actor; write algorithm.global_batch_size={near}"
+        )
+
+
+def _divisor(of: int, near: int) -> int:
+    """The divisor or multiple of ``of`` that is nearest to ``near``."""
+    return min((n for n in range(1, 2 * max(of, near) + 1) if n % of == 0 or of % n == 0), key=lambda n: abs(n - near))

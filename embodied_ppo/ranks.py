@@ -1,0 +1,87 @@
+"""Processes that learn together: what each must know of the others, over torch.distributed; alone, nothing travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from embodied_ppo import tree
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """A process that learns alone. ``Together`` is one of several; every result is the same on all of them."""
+
+    rank, world = 0, 1
+
+    def add(self, x: Tensor) -> Tensor:
+        """Σ over the ranks; may be in place."""
+        return x
+
+    def top(self, x: Tensor) -> Tensor:
+        """The largest of the ranks, entry by entry; may be in place."""
+        return x
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Everyone's, in order of rank; equal shapes."""
+        return [x]
+
+    def columns(self, trajectory: T) -> T:
+        """Leaves [T, N, ..] of all ranks side by side, [T, world·N, ..]."""
+        return trajectory
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's columns of [T, world·N, ..]."""
+        return x
+
+    def add_gradients(self, parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
+        """Σ over the ranks of every gradient, in place (one that is None everywhere stays None), and of the loss []."""
+        return loss
+
+
+class Together(Ranks):
+    """One of ``world`` processes of a process group that call the same methods in the same order."""
+
+    def __init__(self, group: Any) -> None:
+        """``group``: a torch.distributed ProcessGroup whose backend knows the device of the tensors."""
+        self.group, self.rank, self.world = group, group.rank(), group.size()
+
+    def _reduce(self, x: Tensor, how: Any) -> Tensor:
+        options = dist.AllreduceOptions()
+        options.reduceOp = how
+        self.group.allreduce([x], options).wait()
+        return x
+
+    def add(self, x: Tensor) -> Tensor:
+        return self._reduce(x.contiguous(), dist.ReduceOp.SUM)
+
+    def top(self, x: Tensor) -> Tensor:
+        return self._reduce(x.contiguous(), dist.ReduceOp.MAX)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        sent = x.contiguous().view(torch.uint8) if x.dtype is torch.bool else x.contiguous()
+        parts = [torch.empty_like(sent) for _ in range(self.world)]
+        self.group.allgather([parts], [sent]).wait()
+        return [part.view(x.dtype) for part in parts]
+
+    def columns(self, trajectory: T) -> T:
+        return tree.map(lambda x: torch.cat(self.gather(x), dim=1), trajectory)
+
+    def own(self, x: Tensor) -> Tensor:
+        return x.chunk(self.world, dim=1)[self.rank]
+
+    def add_gradients(self, parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
+        """One message: all gradients, the loss, and which parameters have a gradient."""
+        there = torch.tensor([float(p.grad is not None) for p in parameters], device=loss.device)
+        flat = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().float() for p in parameters]
+        summed = self.add(torch.cat([*flat, loss.detach().float().reshape(1), there]))
+        *parts, loss, there = summed.split([*(p.numel() for p in parameters), 1, len(parameters)])
+        counts = there.tolist()
+        for p, part, count in zip(parameters, parts, counts, strict=True):
+            p.grad = part.view_as(p).to(p.dtype) if count else None
+        return loss[0]
