@@ -6,9 +6,10 @@ import hashlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator as Steps
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Generator, Tensor, nn
@@ -111,6 +112,32 @@ class Acting:
         return compiled.Example(program, self.weights, [noise, *(x.contiguous() for x in tree.leaves(obs))])
 
 
+Collected: TypeAlias = "tuple[Trajectory, Metrics]"
+
+
+def begin(env: VectorEnv, action: Tensor) -> Callable[[], Step]:
+    """Hand an action to the simulator; what is returned waits for the step. One elsewhere (it has ``send`` and
+    ``receive``) works meanwhile."""
+    send = getattr(env, "send", None)
+    if send is None:
+        return lambda: env.step(action)
+    send(action)
+    return env.receive  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@torch.no_grad()
+def interleaved(runs: Sequence[Steps[None, None, Collected]]) -> list[Collected]:
+    """What equally long runs of ``Rollout.collecting`` answer: while one waits for its simulator, the next acts."""
+    done: list[Collected] = []
+    while len(done) < len(runs):
+        for run in runs:
+            try:
+                next(run)
+            except StopIteration as end:
+                done.append(end.value)
+    return done
+
+
 class Rollout:
     """One vector environment, and where its episodes stand."""
 
@@ -126,8 +153,12 @@ class Rollout:
         stagger: bool = False,
         gamma: float = 1.0,
         later: compiled.Later | None = None,
+        stage: int = 0,
+        stages: int = 1,
     ) -> None:
-        """``one_episode``: every collect begins new episodes and only the first of each environment counts.
+        """``stage``: which of so many equal parts of all environments ``env`` is, here and in other processes.
+
+        ``one_episode``: every collect begins new episodes and only the first of each environment counts.
 
         ``restart_every``: steps of each environment after which episodes begin anew (0: never), where the simulator
         cannot save itself. Such a simulator is resumed by replaying every action since its last restart.
@@ -142,7 +173,9 @@ class Rollout:
         self.env, self.policy, self.seed, self.gamma = env, policy, seed, gamma
         self.group_size, self.one_episode, self.restart_every = group_size, one_episode, restart_every
         clock = env.max_episode_steps if stagger and group_size == 1 and not one_episode else None
-        at = torch.arange(env.num_envs) * (clock or 0) // env.num_envs  # [N], 0: not cut
+        self.stage, self.total = stage, stages * env.num_envs
+        self.first = stage * env.num_envs
+        at = (self.first + torch.arange(env.num_envs)) * (clock or 0) // self.total  # [N], 0: not cut
         self.cuts = {int(t): at == t for t in at.unique() if t > 0}
         self.steps = 0  # of each environment, since the last restart
         self.cpu_s = {"simulate": 0.0, "act": 0.0}  # CPU seconds of this process, whole run
@@ -159,12 +192,12 @@ class Rollout:
 
     def restart(self, round_: int) -> None:
         """Begin new episodes everywhere, from seeds derived from (seed, round_). Episodes under way are dropped."""
-        self.env.restart(env_seeds(self.seed, round_, self.env.num_envs, self.group_size))
+        seeds = env_seeds(self.seed, round_, self.total, self.group_size)
+        self.env.restart(seeds[self.first : self.first + self.env.num_envs])
         self.obs, self.round, self.actions, self.steps = None, round_, [], 0
 
-    def _step(self, action: Tensor) -> tuple[Step, Tensor | None]:
-        """One step of every environment, and where bool [N] an episode was cut to stagger them (None: nowhere)."""
-        step = self.env.step(action)
+    def _cut(self, step: Step) -> tuple[Step, Tensor | None]:
+        """A step of every environment, and where bool [N] an episode was cut to stagger them (None: nowhere)."""
         self.steps += 1
         cut = self.cuts.get(self.steps)
         if cut is None:
@@ -181,9 +214,12 @@ class Rollout:
         obs, truncated = tree.map(choose, fresh, step.obs), step.truncated | cut
         return replace(step, obs=obs, truncated=truncated, final_obs=final), cut
 
-    @torch.no_grad()
-    def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
+    def collect(self, horizon: int, *, update: int, version: int) -> Collected:
         """``horizon`` steps of every environment -> Trajectory [T, N, ..] and the episodes' metrics."""
+        return interleaved([self.collecting(horizon, update=update, version=version)])[0]
+
+    def collecting(self, horizon: int, *, update: int, version: int) -> Steps[None, None, Collected]:
+        """As ``collect``, but stops while the simulator is busy with an action: others may act meanwhile."""
         env, policy = self.env, self.policy
         full = self.restart_every and self.saves is False and self.steps + horizon > self.restart_every
         if self.one_episode or (full and self.steps):
@@ -198,13 +234,16 @@ class Rollout:
         steps: list[Step] = []
         cuts: dict[int, Tensor] = {}
         now = time.process_time()
-        keys = [sampling_key(self.seed, update, 0, t) for t in range(horizon)]
+        keys = [sampling_key(self.seed, update, self.stage, t) for t in range(horizon)]
         noises = [policy.noise(env.num_envs, self.generator.manual_seed(key)) for key in keys]  # while caches are warm
         for t, noise in enumerate(noises):
             decision = self.acting(self.obs, noise, update)
             before, now = now, time.process_time()
             self.cpu_s["act"] += now - before
-            step, cut = self._step(decision[0])
+            begun = begin(env, decision[0])
+            yield
+            now = time.process_time()  # what others did meanwhile is theirs
+            step, cut = self._cut(begun())
             before, now = now, time.process_time()
             self.cpu_s["simulate"] += now - before
             if cut is not None:
@@ -329,10 +368,50 @@ class Rollout:
             notice(f"resume: replaying {len(actions)} steps of the simulator")
             self.obs = self.env.reset()
             for action in actions:
-                self.obs = self._step(action)[0].obs
+                self.obs = self._cut(self.env.step(action))[0].obs
             self.actions = [actions]
             now, then = (tree.leaves(tree.map(Tensor.cpu, obs)) for obs in (self.obs, state["obs"]))
             if not all(map(torch.equal, now, then)):
                 notice("resume: the simulator did not repeat itself; its episodes begin anew")
                 return self.restart(state["round"])
         self.running = state["running"].clone()
+
+
+def added(metrics: Sequence[Metrics]) -> Metrics:
+    """Metrics of several rollouts as one: means and numbers are added up."""
+    found: Metrics = {}
+    for told in metrics:
+        for tag, value in told.items():
+            before = found.get(tag)
+            found[tag] = value if before is None else before + value  # pyright: ignore[reportOperatorIssue]
+    return found
+
+
+class Staged:
+    """Several rollouts that take turns: while the simulator of one works, the policy acts for the next."""
+
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        self.rollouts = list(rollouts)
+
+    @property
+    def cpu_s(self) -> dict[str, float]:
+        return {phase: sum(r.cpu_s[phase] for r in self.rollouts) for phase in self.rollouts[0].cpu_s}
+
+    def collect(self, horizon: int, *, update: int, version: int) -> Collected:
+        """As of ``Rollout``; environments of the stages side by side."""
+        done = interleaved([r.collecting(horizon, update=update, version=version) for r in self.rollouts])
+        trajectories, metrics = zip(*done, strict=True)
+        whole = tree.map(lambda *xs: torch.cat(xs, dim=1), trajectories[0], *trajectories[1:])
+        return whole, added(metrics)
+
+    def state(self) -> dict[str, Any]:
+        return {"stages": [r.state() for r in self.rollouts]}
+
+    def load_state(self, state: Mapping[str, Any], *, notice: Callable[[str], None] = lambda text: None) -> None:
+        """Continue from ``state`` of as many stages."""
+        for r, s in zip(self.rollouts, state["stages"], strict=True):
+            r.load_state(s, notice=notice)
+
+    def close(self) -> None:
+        for r in self.rollouts:
+            r.close()

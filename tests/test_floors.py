@@ -41,7 +41,7 @@ FLOORS: dict[str, int] = {
         3,
     ),
     **dict.fromkeys(("generation.sampling", "generation.graphs", "generation.engine", "generation.vllm"), 3),
-    **dict.fromkeys(("placement.local", "placement.plan"), 4),
+    **dict.fromkeys(("placement.local", "placement.plan", "placement.lines", "placement.simulators"), 4),
     **dict.fromkeys(
         ("cli", "build", "robot", "imitation", "reasoner", "assembly", "rundir", "strict", "rules", "explain"), 5
     ),  # edge

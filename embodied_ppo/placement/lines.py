@@ -1,0 +1,188 @@
+"""Messages between processes: words, numbers and tensors (never code) over TCP, in order."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import selectors
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodied_ppo.types import TrainingError
+
+Value = Tensor | dict[str, Any] | None
+"""A tensor, None, or a dictionary of such, as deep as it likes."""
+
+ALIGN = 16
+PREFIX = struct.Struct("<QQ")
+"""Bytes of the words, bytes of the tensors."""
+LONGEST = 1 << 24
+"""Bytes that a message's words may have."""
+BUFFER = 4 << 20
+"""Bytes that may be under way: an action always fits, so that both ends may send at once."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """word: what is asked or answered; to: which of the receiver's; facts: plain JSON; value: tensors on the CPU."""
+
+    word: str
+    to: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    value: Value = None
+
+
+def pack(m: Message) -> list[memoryview]:
+    """The message as pieces of bytes; those of tensors share their memory."""
+    leaves: list[Tensor] = []
+
+    def form(x: Value) -> Any:
+        if x is None:
+            return None
+        if isinstance(x, Mapping):
+            return {name: form(inner) for name, inner in x.items()}
+        leaves.append(x.detach().cpu().contiguous())
+        return len(leaves) - 1
+
+    shape = form(m.value)
+    kinds = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in leaves]
+    words = json.dumps([m.word, m.to, m.facts, shape, kinds]).encode()
+    pieces, total = list[memoryview](), 0
+    for x in leaves:
+        if size := x.numel() * x.element_size():
+            pieces.append(memoryview(x.view(-1).view(torch.uint8).numpy()))
+            pieces.append(memoryview(bytes(-size % ALIGN)))
+            total += size + -size % ALIGN
+    return [memoryview(PREFIX.pack(len(words), total) + words), *pieces]
+
+
+def unpack(words: bytes, payload: Tensor) -> Message:
+    """The way back; tensors share the memory of ``payload``, uint8 [bytes]."""
+    word, to, facts, shape, kinds = json.loads(words)
+    leaves, at = list[Tensor](), 0
+    for kind, size in kinds:
+        dtype = getattr(torch, kind)
+        count = torch.Size(size).numel() * dtype.itemsize
+        leaves.append(payload[at : at + count].view(dtype).view(size))
+        at += count + -count % ALIGN
+
+    def fill(x: Any) -> Value:
+        if isinstance(x, Mapping):
+            return {name: fill(inner) for name, inner in x.items()}
+        return None if x is None else leaves[x]
+
+    return Message(word, to, facts, fill(shape))
+
+
+class Line:
+    """One end of a connection to another process. Raises TrainingError where that is gone or silent."""
+
+    def __init__(self, connection: socket.socket, peer: str, patience_s: float) -> None:
+        """``peer``: who is at the other end, for messages; ``patience_s``: how long to wait for it."""
+        self.connection, self.peer, self.patience_s = connection, peer, patience_s
+        connection.settimeout(patience_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for way in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, way, BUFFER)
+
+    def send(self, m: Message) -> None:
+        pieces = pack(m)
+        try:
+            while pieces:
+                sent = self.connection.sendmsg(pieces[:64])
+                while pieces and sent >= len(pieces[0]):
+                    sent -= len(pieces.pop(0))
+                if sent:
+                    pieces[0] = pieces[0][sent:]
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def receive(self) -> Message:
+        prefix = bytearray(PREFIX.size)
+        self._fill(memoryview(prefix))
+        length, size = PREFIX.unpack(prefix)
+        if length > LONGEST:
+            raise TrainingError(f"{self.peer}: sent {length} bytes of words, which is no message of ours")
+        words, payload = bytearray(length), torch.empty(size, dtype=torch.uint8)
+        self._fill(memoryview(words))
+        if size:
+            self._fill(memoryview(payload.numpy()))
+        return unpack(bytes(words), payload)
+
+    def _fill(self, room: memoryview) -> None:
+        try:
+            while room:
+                count = self.connection.recv_into(room)
+                if not count:
+                    raise TrainingError(f"{self.peer}: the process is gone (connection closed)")
+                room = room[count:]
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: OSError) -> TrainingError:
+        if isinstance(error, TimeoutError):
+            return TrainingError(f"{self.peer}: no answer for {self.patience_s:g} s (cluster.step_timeout_s)")
+        return TrainingError(f"{self.peer}: the process is gone ({error.strerror or error})")
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+def dial(address: tuple[str, int], secret: str, name: str, *, peer: str, patience_s: float) -> Line:
+    """A line to whoever listens at ``address`` and knows ``secret``; ``name``: who is calling."""
+    try:
+        line = Line(socket.create_connection(address, patience_s), peer, patience_s)
+    except OSError as error:
+        raise TrainingError(f"{peer} at {address[0]}:{address[1]}: cannot be reached ({error})") from error
+    line.send(Message("hello", 0, {"secret": secret, "name": name}))
+    return line
+
+
+class Exchange:
+    """Listens; hears whoever speaks first. A caller that does not know the secret is hung up on."""
+
+    def __init__(self, host: str, secret: str, patience_s: float) -> None:
+        self.secret, self.patience_s = secret, patience_s
+        self.listening = socket.create_server((host, 0))
+        self.address: tuple[str, int] = self.listening.getsockname()[:2]
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.listening, selectors.EVENT_READ)
+
+    def receive(self) -> tuple[Line, Message]:
+        """The next message of anyone. Raises TrainingError where nobody says a word for ``patience_s``."""
+        while True:
+            ready = self.selector.select(self.patience_s)
+            if not ready:
+                raise TrainingError(f"nobody asked for {self.patience_s:g} s (cluster.step_timeout_s)")
+            for key, _ in ready:
+                if key.fileobj is self.listening:
+                    self._welcome()
+                else:
+                    return key.data, key.data.receive()
+
+    def _welcome(self) -> None:
+        connection, _ = self.listening.accept()
+        line = Line(connection, "a caller", 10.0)
+        try:
+            hello = line.receive()
+            known = hmac.compare_digest(str(hello.facts.get("secret")), self.secret)
+        except (TrainingError, ValueError, TypeError, AttributeError):
+            known = False
+        if not known:
+            return line.close()
+        line = Line(connection, str(hello.facts.get("name")), self.patience_s)
+        self.selector.register(connection, selectors.EVENT_READ, line)
+
+    def close(self) -> None:
+        for key in list(self.selector.get_map().values()):
+            self.selector.unregister(key.fileobj)
+            if isinstance(key.data, Line):
+                key.data.close()
+        self.listening.close()
+        self.selector.close()

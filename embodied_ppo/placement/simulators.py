@@ -1,0 +1,292 @@
+"""Simulators in another process: what serves them there, and the ``VectorEnv`` that asks for them here."""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodied_ppo import tree
+from embodied_ppo.placement.lines import Exchange, Line, Message
+from embodied_ppo.types import ActionSpec, ArraySpec, Box, Discrete, Obs, ObsSpec, Step, VectorEnv
+
+FIELDS = ("obs", "reward", "terminated", "truncated", "mask", "final_obs", "success", "executed", "task")
+"""Of a ``Step``."""
+WORDS = ("task_names", "instructions")
+NUMBERS = ("gripper_closes", "step_s")
+"""What a simulator may tell besides the protocol."""
+
+
+# --------------------------------------------------------------------------------------------------------------- there
+class Server:
+    """Makes simulators and does what others ask of them."""
+
+    def __init__(self, make: Callable[[str, list[int]], VectorEnv], exchange: Exchange) -> None:
+        """``make``: what kind ("train", "evaluate") and the seeds -> simulators."""
+        self.make, self.exchange = make, exchange
+        self.envs: dict[tuple[str, int], VectorEnv] = {}
+        """By who asked for them and the number they gave them."""
+
+    def serve(self, callers: int) -> None:
+        """Until so many callers have said "done"."""
+        while callers:
+            line, m = self.exchange.receive()
+            if m.word == "done":
+                callers -= 1
+            else:
+                line.send(self.answer(line.peer, m))
+
+    def answer(self, who: str, m: Message) -> Message:
+        """What is said to one request."""
+        key = (who, m.to)
+        if m.word == "make":
+            if key in self.envs:
+                self.envs.pop(key).close()
+            env = self.envs[key] = self.make(m.facts["kind"], m.facts["seeds"])
+            return Message("made", m.to, _described(env))
+        env = self.envs[key]
+        facts: dict[str, Any] = {}
+        value: Any = None
+        match m.word:
+            case "step":
+                step = env.step(_tensor(m.value).to(env.device))
+                value = {name: x for name in FIELDS if (x := getattr(step, name)) is not None}
+            case "reset":
+                value = {"obs": env.reset()}
+            case "reset_where":
+                value = {"obs": env.reset_where(_tensor(m.value).to(env.device))}
+            case "restart":
+                env.restart(m.facts["seeds"])
+            case "state":
+                value = _bytes(env.state())
+            case "load_state":
+                value = {"obs": env.load_state(_value(_tensor(m.value)))}
+            case "unstable":
+                facts["unstable"] = float(getattr(env, "unstable", 0))
+            case "close":
+                self.envs.pop(key).close()
+            case word:
+                raise AssertionError(word)
+        return Message(m.word, m.to, facts, value)
+
+    def close(self) -> None:
+        for env in self.envs.values():
+            env.close()
+        self.envs.clear()
+        self.exchange.close()
+
+
+def _tensor(value: Any) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _bytes(state: Mapping[str, Any] | None) -> Tensor | None:
+    """A simulator's state as torch.save writes it."""
+    if state is None:
+        return None
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _value(data: Tensor) -> dict[str, Any]:
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
+
+
+def _described(env: VectorEnv) -> dict[str, Any]:
+    def array(spec: ArraySpec) -> list[Any]:
+        return [list(spec.shape), str(spec.dtype).removeprefix("torch.")]
+
+    obs, actions = env.obs_spec, env.action_spec
+    told: dict[str, Any] = {"id": env.id, "max_episode_steps": env.max_episode_steps}
+    told["obs"] = array(obs) if isinstance(obs, ArraySpec) else {name: array(s) for name, s in obs.items()}
+    told["actions"] = actions.n if isinstance(actions, Discrete) else [list(actions.low), list(actions.high)]
+    told |= {name: list(found) for name in WORDS if (found := getattr(env, name, None)) is not None}
+    told |= {name: found for name in NUMBERS if (found := getattr(env, name, None)) is not None}
+    return told | {"unstable": hasattr(env, "unstable")}
+
+
+# ---------------------------------------------------------------------------------------------------------------- here
+class Desk:
+    """One connection to a ``Server``, which several simulators share: answers are sorted by whose they are."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.made = 0
+        self._kept: dict[int, deque[Message]] = defaultdict(deque)
+
+    def number(self) -> int:
+        """A new one."""
+        self.made += 1
+        return self.made - 1
+
+    def receive(self, to: int) -> Message:
+        while not self._kept[to]:
+            m = self.line.receive()
+            self._kept[m.to].append(m)
+        return self._kept[to].popleft()
+
+    def done(self) -> None:
+        """Say that nothing more will be asked for now."""
+        self.line.send(Message("done"))
+
+
+class RemoteEnv:
+    """Simulators of a ``Server``, as a ``VectorEnv``; ``send`` and ``receive`` are ``step`` in two halves."""
+
+    def __init__(self, desk: Desk, seeds: list[int], *, kind: str = "train", device: torch.device) -> None:
+        """One environment per seed. Raises TrainingError where the other process is gone."""
+        self.desk, self.to, self.device, self.num_envs = desk, desk.number(), device, len(seeds)
+        told = self._ask("make", facts={"kind": kind, "seeds": seeds}).facts
+        self.id: str = told["id"]
+        self.max_episode_steps: int | None = told["max_episode_steps"]
+
+        def array(x: Any) -> ArraySpec:
+            return ArraySpec(tuple(x[0]), getattr(torch, x[1]))
+
+        obs, actions = told["obs"], told["actions"]
+        self.obs_spec: ObsSpec = {n: array(x) for n, x in obs.items()} if isinstance(obs, dict) else array(obs)
+        low_high = actions if isinstance(actions, list) else None
+        self.action_spec: ActionSpec = Box(*map(tuple, low_high)) if low_high else Discrete(actions)
+        for name in WORDS:
+            if name in told:
+                setattr(self, name, tuple(told[name]))
+        for name in NUMBERS:
+            if name in told:
+                setattr(self, name, told[name])
+        self.counts_unstable: bool = told["unstable"]
+
+    def _ask(self, word: str, value: Any = None, facts: Mapping[str, Any] | None = None) -> Message:
+        self.desk.line.send(Message(word, self.to, facts or {}, value))
+        return self.desk.receive(self.to)
+
+    def _obs(self, m: Message) -> Any:
+        assert isinstance(m.value, dict)
+        return tree.map(lambda x: x.to(self.device), m.value["obs"])
+
+    @property
+    def unstable(self) -> Tensor | None:
+        """See ``VectorEnv``; None where the simulator does not count."""
+        if not self.counts_unstable:
+            return None
+        return torch.tensor(self._ask("unstable").facts["unstable"])
+
+    def reset(self) -> Obs:
+        """See ``VectorEnv``."""
+        return self._obs(self._ask("reset"))
+
+    def send(self, action: Tensor) -> None:
+        """Begin a step."""
+        self.desk.line.send(Message("step", self.to, {}, action))
+
+    def receive(self) -> Step:
+        """End it."""
+        value = self.desk.receive(self.to).value
+        return Step(**tree.map(lambda x: x.to(self.device), value))  # pyright: ignore[reportCallIssue]
+
+    def step(self, action: Tensor) -> Step:
+        """See ``VectorEnv``."""
+        self.send(action)
+        return self.receive()
+
+    def reset_where(self, where: Tensor) -> Obs | None:
+        """See ``VectorEnv``."""
+        return self._obs(self._ask("reset_where", where))
+
+    def restart(self, seeds: list[int]) -> None:
+        """See ``VectorEnv``."""
+        self._ask("restart", facts={"seeds": seeds})
+
+    def state(self) -> dict[str, Any] | None:
+        """See ``VectorEnv``."""
+        found = self._ask("state").value
+        return None if found is None else _value(_tensor(found))
+
+    def load_state(self, state: Mapping[str, Any]) -> Obs:
+        """See ``VectorEnv``."""
+        return self._obs(self._ask("load_state", _bytes(state)))
+
+    def render(self) -> Tensor:
+        """Films are made where the report is."""
+        raise NotImplementedError("RemoteEnv.render")
+
+    def close(self) -> None:
+        self._ask("close")
+
+
+class Joined:
+    """Equal simulators side by side as one ``VectorEnv``; they work at the same time."""
+
+    def __init__(self, envs: Sequence[RemoteEnv]) -> None:
+        self.envs = list(envs)
+        first = self.envs[0]
+        self.id, self.device, self.max_episode_steps = first.id, first.device, first.max_episode_steps
+        self.obs_spec, self.action_spec = first.obs_spec, first.action_spec
+        self.num_envs = sum(env.num_envs for env in self.envs)
+        for name in (*WORDS, *NUMBERS):
+            if (found := getattr(first, name, None)) is not None:
+                setattr(self, name, found)
+
+    def _split(self, x: Any) -> tuple[Any, ...]:
+        return x.split([env.num_envs for env in self.envs])
+
+    @property
+    def unstable(self) -> Tensor | None:
+        """See ``VectorEnv``; None where the simulator does not count."""
+        counts = [x for env in self.envs if (x := env.unstable) is not None]
+        return torch.stack(counts).sum() if counts else None
+
+    def reset(self) -> Obs:
+        """See ``VectorEnv``."""
+        return _beside([env.reset() for env in self.envs])
+
+    def send(self, action: Tensor) -> None:
+        """Begin a step."""
+        for env, part in zip(self.envs, self._split(action), strict=True):
+            env.send(part)
+
+    def receive(self) -> Step:
+        """End it."""
+        return _beside([env.receive() for env in self.envs])
+
+    def step(self, action: Tensor) -> Step:
+        """See ``VectorEnv``."""
+        self.send(action)
+        return self.receive()
+
+    def reset_where(self, where: Tensor) -> Obs | None:
+        """See ``VectorEnv``."""
+        parts = [env.reset_where(part) for env, part in zip(self.envs, self._split(where), strict=True)]
+        return None if parts[0] is None else _beside(parts)
+
+    def restart(self, seeds: list[int]) -> None:
+        """See ``VectorEnv``."""
+        for env in self.envs:
+            mine, seeds = seeds[: env.num_envs], seeds[env.num_envs :]
+            env.restart(mine)
+
+    def state(self) -> dict[str, Any] | None:
+        """See ``VectorEnv``."""
+        parts = [env.state() for env in self.envs]
+        return None if parts[0] is None else {"parts": parts}
+
+    def load_state(self, state: Mapping[str, Any]) -> Obs:
+        """See ``VectorEnv``. Raises ValueError where it is of another number of processes."""
+        return _beside([env.load_state(part) for env, part in zip(self.envs, state["parts"], strict=True)])
+
+    def render(self) -> Tensor:
+        """Films are made where the report is."""
+        raise NotImplementedError("Joined.render")
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+
+def _beside(parts: Sequence[Any]) -> Any:
+    return tree.map(lambda *xs: torch.cat(xs), parts[0], *parts[1:])
