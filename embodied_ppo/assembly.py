@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import torch
 
 from embodied_ppo import __version__, checkpoint, strict
 from embodied_ppo.config import Config
-from embodied_ppo.placement.local import LocalSystem
+from embodied_ppo.placement import plan
 from embodied_ppo.types import ConfigError
 
 PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "envpool", "hydra-core", "tensorboard", "transformers")
@@ -59,7 +60,7 @@ class Assembly:
     facts    of what came before training, for the summary
     """
 
-    system: LocalSystem[Any]
+    system: Any
     title: str
     horizon: int
     write: Callable[[Any, checkpoint.Checkpoint, Path], dict[str, str | None]]
@@ -79,6 +80,19 @@ def device(name: str, threads: int) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= count:
         raise ConfigError(f"device={name}: this machine shows torch {count} CUDA devices; use device=cpu or auto")
     return found
+
+
+def hardware_of(config: Config, device: torch.device) -> plan.Hardware:
+    """The devices that a placement deals out. Raises PlacementError."""
+    c, kind = config.cluster, device.type
+    here = torch.cuda.device_count() if kind == "cuda" else os.cpu_count() or 1
+    memory = torch.cuda.get_device_properties(0).total_memory if kind == "cuda" and here else None
+    nodes = tuple(range(c.num_nodes))
+    labels = {
+        name: plan.ranges(value, nodes, f"cluster.node_groups = {{{name}: {value}}}")
+        for name, value in c.node_groups.items()
+    }
+    return plan.Hardware((c.devices_per_node or here,) * c.num_nodes, kind, labels, memory)
 
 
 def steps_per_update(config: Config) -> int:

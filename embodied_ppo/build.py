@@ -280,7 +280,11 @@ def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) 
     before: dict[str, float] = {}
     begun = system.steps
     schedule = loop.Schedule(
-        updates=updates, horizon=made.horizon, save_every=config.save_every, eval_every=config.eval_every
+        updates=updates,
+        horizon=made.horizon,
+        save_every=config.save_every,
+        eval_every=config.eval_every,
+        max_lag=config.cluster.max_lag,
     )
     with _stop_signals(timer) as should_stop, _matmul_precision(config.matmul_precision):
         try:

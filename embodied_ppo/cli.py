@@ -435,11 +435,8 @@ def _parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
         if value is not None and not isinstance(value, list) and _is_group(override, loader):
             options = loader.get_group_options(group)
             if str(value) not in options:
-                if group == "placement":
-                    raise PlacementError(
-                        f"placement = {value}: this version runs everything in one process; write placement=local"
-                    )
-                raise ConfigError(f"{group} = {value}: no such {group}; {choose(str(value), options, 'there are: ')}")
+                kind = PlacementError if group == "placement" else ConfigError
+                raise kind(f"{group} = {value}: no such {group}; {choose(str(value), options, 'there are: ')}")
         overrides.append(override)
     return overrides
 

@@ -506,17 +506,42 @@ class CloningConfig:
 class ClusterConfig:
     num_nodes: Count = 1
     """Machines."""
+    devices_per_node: Natural = 0
+    """Devices of each machine: GPUs, or slots for a process on the CPU; 0: as many as this machine has."""
+    node_groups: dict[str, Any] = field(default_factory=dict)
+    """Labels of machines, {sim: 0, train: 1-2}; Ray's label node-group says which machine is meant."""
     component_placement: dict[str, Any] = field(default_factory=dict)
-    """Roles to devices, as RLinf writes it: {"actor,critic,rollout,reward": all}; this version joins all roles in one
-    process on one device."""
+    """Roles to devices, as RLinf writes it: {"env,rollout,actor": 0-3}. Joined roles share a process, entries with
+    common devices take turns, the rest run at once. Devices: all, 2, 0-3, a list of these, 'first half', 'second half',
+    or {devices: .., processes: n, node: label}. {}: as placement says."""
+    stages: Count = 1
+    """Parts of a rollout process's environments that take turns: while one simulates, the policy acts for the next."""
+    max_lag: Natural = 0
+    """Rollouts that run ahead of the updates; 0: strictly on-policy. Needs actor on devices of its own."""
+    weights: Literal["auto", "ipc", "broadcast", "store"] = "auto"
+    """How the actor's weights reach rollout processes: ipc through memory of one device or machine, broadcast by a
+    collective, store through Ray; auto: ipc where they share a device, else broadcast, with max_lag store."""
+    check_weights: bool = False
+    """Compare a checksum of all processes' weights after each update."""
+    address: str | None = None
+    """Ray cluster to join (auto, HOST:6379); null: what RAY_ADDRESS names, else one is started here for the run."""
+    start_timeout_s: Positive = 300.0
+    """Longest wait for devices and processes, seconds."""
+    step_timeout_s: Positive = 1800.0
+    """Longest wait for a process in one phase, seconds; then it is named, with what it was doing."""
+    max_restarts: Natural = 0
+    """Times that a run whose processes were lost is rebuilt from its last checkpoint."""
 
 
 @dataclass(frozen=True)
 class Config:
     mode: Literal["embodied", "reasoning"] = "embodied"
     """embodied trains a robot policy, reasoning a language model."""
-    placement: Literal["local"] = "local"
-    """Where the parts run; local: everything in this process."""
+    placement: Literal["local", "fused", "colocated", "disaggregated", "hybrid", "pipelined"] = "local"
+    """Where the parts run. local: everything in this process; the others are processes of a Ray cluster, one for each
+    device: fused: all roles in each; colocated: a process per role on every device, taking turns; disaggregated: acting
+    on one half of the devices, learning on the other; hybrid: simulators on one half, rollout and actor on the other;
+    pipelined: simulators on one half, rollout on the other, both taking turns with actor on all."""
     name: str = "custom"
     """Name of the run; its directory is runs/NAME/<date>-<seed>."""
     description: str = ""
@@ -568,6 +593,7 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
         "rollout.n": ("algorithm.group_size",),
         "component_placement": ("cluster.component_placement",),
         "num_nodes": ("cluster.num_nodes",),
+        "rollout.pipeline_stage_num": ("cluster.stages",),
         "custom_reward_function.path": ("reward.path",),
         "custom_reward_function.name": ("reward.name",),
     },

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from embodied_ppo import checkpoint, cloning, compiled, film, imitation, report, strict
 from embodied_ppo import evaluate as evaluation
-from embodied_ppo.assembly import Assembly, Setup, steps_per_update, total_updates, versions
+from embodied_ppo.assembly import Assembly, Setup, hardware_of, steps_per_update, total_updates, versions
 from embodied_ppo.config import Config, EnvConfig, EvaluateConfig
 from embodied_ppo.demonstrations import read as read_demonstrations
 from embodied_ppo.evaluate import EvaluationResult
@@ -27,8 +27,13 @@ from embodied_ppo.models.vla_checkpoint import CheckpointVLA
 from embodied_ppo.models.vla_flow import FlowVLA
 from embodied_ppo.models.vla_gaussian import GaussianVLA
 from embodied_ppo.models.vla_token import TokenVLA
+from embodied_ppo.placement import plan
+from embodied_ppo.placement.lines import Exchange
 from embodied_ppo.placement.local import LocalSystem
-from embodied_ppo.rollout import Rollout, env_seeds, sampling_key
+from embodied_ppo.placement.part import Part, Seat
+from embodied_ppo.placement.simulators import Described, Joined, RemoteEnv, Server, described
+from embodied_ppo.ranks import Ranks
+from embodied_ppo.rollout import Rollout, Staged, env_seeds, sampling_key
 from embodied_ppo.types import ConfigError, Discrete, Policy, VectorEnv
 
 
@@ -72,7 +77,7 @@ FAMILIES: dict[str, type[TokenVLA] | type[FlowVLA] | type[GaussianVLA]] = {
 }
 
 
-def make_policy(config: Config, env: VectorEnv) -> ActorCritic | cloning.Family:
+def make_policy(config: Config, env: VectorEnv | Described) -> ActorCritic | cloning.Family:
     """The policy of ``config.model`` for the spaces of ``env``, with weights from ``config.seed``."""
     a = config.algorithm
     with torch.random.fork_rng():
@@ -166,84 +171,72 @@ def _unread(config: Config, env: VectorEnv) -> Iterator[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------- assembly
-def assemble(s: Setup, stack: ExitStack) -> Assembly:
-    """A system of mode=embodied; ``stack`` closes what it opens. Raises ConfigError, EnvError."""
-    config, a = s.config, s.config.algorithm
-    env = make_env(env_seeds(config.seed, 0, config.env.num_envs, a.group_size), config=config.env, device=s.device)
-    stack.callback(env.close)
-    policy = make_policy(config, env)
-    _check_evaluation(config, s.device)
-    facts: dict[str, float] = {}
-    if config.cloning.steps and s.fresh_start:
-        assert not isinstance(policy, ActorCritic)  # strict
-        facts = imitation.clone(policy, config, s.progress, s.advance)
+def _rollout(
+    config: Config, env: VectorEnv, policy: Policy, later: compiled.Later, *, stage: int, stages: int
+) -> Rollout:
+    a = config.algorithm
+    return Rollout(
+        env,
+        policy,
+        seed=config.seed,
+        group_size=a.group_size,
+        one_episode=config.env.restart_each_rollout,
+        restart_every=config.env.restart_every,
+        stagger=config.env.stagger,
+        gamma=a.gamma,
+        later=later,
+        stage=stage,
+        stages=stages,
+    )
+
+
+def _learner(s: Setup, policy: ActorCritic | cloning.Family, later: compiled.Later, ranks: Ranks) -> JointLearner:
+    config = s.config
     beside = None
     if config.cloning.coef:
         assert not isinstance(policy, ActorCritic)  # strict
         demos = read_demonstrations(
             imitation.demonstrations(config, s.progress, s.advance), limit=config.cloning.episodes
         )
-        beside = cloning.Beside(policy, demos, config.cloning)
-    s.early.extend(_unread(config, env))
-    if isinstance(policy, PI0) and (told := policy.memory_notice(a.horizon * env.num_envs)):
-        s.early.append(told)
-    since = compile_from(config, s.device, s.notice)
-    simulators = config.env.num_threads or "as many as there are cores"
-    s.early.append(
-        f"threads: {torch.get_num_threads()} for tensors, {simulators} for simulators; compiled code: "
-        + ("never" if since is None else f"from update {since + 1} on")
+        share = replace(config.cloning, batch_size=max(1, config.cloning.batch_size // ranks.world))
+        beside = cloning.Beside(policy, demos, share)
+    return JointLearner(
+        policy,
+        config.algorithm,
+        num_envs=config.env.num_envs,
+        updates=s.updates,
+        seed=config.seed,
+        later=later,
+        dump_dir=s.run_dir,
+        notice=s.notice,
+        beside=beside,
+        ranks=ranks,
     )
 
-    def later() -> compiled.Later:
-        return compiled.Later(since, required=config.compile == "always", notice=s.notice)
 
+def _measure(
+    config: Config, policy: ActorCritic | cloning.Family, factory: Callable[[list[int]], VectorEnv]
+) -> Callable[[], EvaluationResult]:
     e = config.evaluation
-    system = LocalSystem(
-        unit="env_steps",
-        policy=policy,
-        rollout=Rollout(
-            env,
-            policy,
-            seed=config.seed,
-            group_size=a.group_size,
-            one_episode=config.env.restart_each_rollout,
-            restart_every=config.env.restart_every,
-            stagger=config.env.stagger,
-            gamma=a.gamma,
-            later=later(),
-        ),
-        learner=JointLearner(
-            policy,
-            a,
-            num_envs=env.num_envs,
-            updates=s.updates,
-            seed=config.seed,
-            later=later(),
-            dump_dir=s.run_dir,
-            notice=s.notice,
-            beside=beside,
-        ),
-        count=lambda experience: steps_per_update(config),
-        measure=functools.partial(
-            evaluation.evaluate,
-            policy,
-            functools.partial(make_env, config=evaluation_env(config), device=s.device),
-            episodes=e.episodes,
-            num_envs=e.num_envs,
-            seed=e.seed,
-            deterministic=e.deterministic,
-            temperature=None if e.deterministic else sampling_temperature(policy, e.temperature),
-        ),
-        score="eval/return",
-        checkpoints=s.run_dir / "checkpoints",
-        keep_last=config.keep_last,
-        config_text=s.text,
-        info={**s.info, "env_id": config.env.id},
+    return functools.partial(
+        evaluation.evaluate,
+        policy,
+        factory,
+        episodes=e.episodes,
+        num_envs=e.num_envs,
+        seed=e.seed,
+        deterministic=e.deterministic,
+        temperature=None if e.deterministic else sampling_temperature(policy, e.temperature),
     )
+
+
+def _writer(s: Setup, policy: ActorCritic | cloning.Family) -> Callable[..., dict[str, str | None]]:
+    """Writes an evaluation's report."""
+    e = s.config.evaluation
 
     def write(result: EvaluationResult, source: checkpoint.Checkpoint, out: Path) -> dict[str, str | None]:
         return write_report(
-            replace(config, env=evaluation_env(config)),
+            replace(s.config, env=evaluation_env(s.config)),
             result,
             policy=policy,
             source=source,
@@ -255,8 +248,206 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
             notice=s.notice,
         )
 
-    title = f"{config.env.id}, {config.env.num_envs} environments, {steps_per_update(config)} steps an update"
-    return Assembly(system, title, a.horizon, write, facts=facts)
+    return write
+
+
+def _clone(s: Setup, policy: ActorCritic | cloning.Family) -> dict[str, float]:
+    """Warm-up by cloning where it is asked for; facts for the summary."""
+    if not s.config.cloning.steps or not s.fresh_start:
+        return {}
+    assert not isinstance(policy, ActorCritic)  # strict
+    return imitation.clone(policy, s.config, s.progress, s.advance)
+
+
+def _tell_threads(s: Setup, since: int | None) -> None:
+    simulators = s.config.env.num_threads or "as many as there are cores"
+    s.early.append(
+        f"threads: {torch.get_num_threads()} for tensors, {simulators} for simulators; compiled code: "
+        + ("never" if since is None else f"from update {since + 1} on")
+    )
+
+
+def title(config: Config) -> str:
+    """What is trained, for the log's first line."""
+    return f"{config.env.id}, {config.env.num_envs} environments, {steps_per_update(config)} steps an update"
+
+
+def assemble(s: Setup, stack: ExitStack) -> Assembly:
+    """A system of mode=embodied; ``stack`` closes what it opens. Raises ConfigError, EnvError, PlacementError."""
+    placed = planned(s.config, s.device)
+    if placed is not None:
+        return _spread(s, placed)
+    config, a = s.config, s.config.algorithm
+    env = make_env(env_seeds(config.seed, 0, config.env.num_envs, a.group_size), config=config.env, device=s.device)
+    stack.callback(env.close)
+    policy = make_policy(config, env)
+    _check_evaluation(config, s.device)
+    facts = _clone(s, policy)
+    s.early.extend(_unread(config, env))
+    if isinstance(policy, PI0) and (told := policy.memory_notice(a.horizon * env.num_envs)):
+        s.early.append(told)
+    since = compile_from(config, s.device, s.notice)
+    _tell_threads(s, since)
+
+    def later() -> compiled.Later:
+        return compiled.Later(since, required=config.compile == "always", notice=s.notice)
+
+    system = LocalSystem(
+        unit="env_steps",
+        policy=policy,
+        rollout=_rollout(config, env, policy, later(), stage=0, stages=1),
+        learner=_learner(s, policy, later(), Ranks()),
+        count=lambda experience: steps_per_update(config),
+        measure=_measure(config, policy, functools.partial(make_env, config=evaluation_env(config), device=s.device)),
+        score="eval/return",
+        checkpoints=s.run_dir / "checkpoints",
+        keep_last=config.keep_last,
+        config_text=s.text,
+        info={**s.info, "env_id": config.env.id},
+    )
+    return Assembly(system, title(config), a.horizon, _writer(s, policy), facts=facts)
+
+
+def planned(config: Config, device: torch.device) -> plan.Plan | None:
+    """Where the roles run; None: all in this process. Raises PlacementError."""
+    c = config.cluster
+    if config.placement == "local" and not c.component_placement:
+        return None
+    hardware = hardware_of(config, device)
+    made = plan.plan(c.component_placement or config.placement, hardware, stages=c.stages, max_lag=c.max_lag)
+    a = config.algorithm
+    plan.check_numbers(
+        made, num_envs=config.env.num_envs, group_size=a.group_size, global_batch_size=a.global_batch_size
+    )
+    return made
+
+
+def _spread(s: Setup, placed: plan.Plan) -> Assembly:
+    """The system in processes of a Ray cluster."""
+    from embodied_ppo.placement.cluster import ClusterSystem, Options  # Ray takes a second to load
+
+    config, c = s.config, s.config.cluster
+    system = ClusterSystem(
+        placed,
+        Maker(s.config, s.device.type, s.run_dir, s.updates, s.text, s.info, s.fresh_start),
+        unit="env_steps",
+        score="eval/return",
+        checkpoints=s.run_dir / "checkpoints",
+        keep_last=config.keep_last,
+        config_text=s.text,
+        info={**s.info, "env_id": config.env.id},
+        options=Options(c.address, c.weights, c.start_timeout_s, c.step_timeout_s, c.check_weights, config.threads),
+        notice=s.notice,
+    )
+    s.early.extend(plan.told(placed))
+    return Assembly(system, title(config), config.algorithm.horizon, system.write, facts=system.facts)
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Builds what a process holds, there; of ``Setup`` what can travel."""
+
+    config: Config
+    device: str
+    run_dir: Path
+    updates: int
+    text: str
+    info: Mapping[str, Any]
+    fresh_start: bool
+
+    def __call__(self, seat: Seat, exchange: Exchange | None, say: Callable[[str], None]) -> tuple[Part, Any]:
+        told: set[str] = set()
+
+        def notice(line: str) -> None:
+            if line not in told:
+                told.add(line)
+                say(line)
+
+        early: list[str] = []
+        where = torch.device(self.device)
+        torch.set_float32_matmul_precision(self.config.matmul_precision)
+        rest: Any = {"notice": notice, "progress": say, "early": early, "fresh_start": self.fresh_start}
+        found = part(
+            Setup(self.config, where, self.run_dir, self.updates, self.text, self.info, **rest), seat, exchange
+        )
+        for line in early:
+            say(line)
+        return found
+
+
+def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping[str, Any]]:
+    """What one process of a placement holds, and facts for the summary. Raises ConfigError, EnvError.
+
+    ``exchange``: where others ask for simulators, if they are in this process and the rollouts are not.
+    """
+    config, a, roles = s.config, s.config.algorithm, seat.roles
+    if exchange is not None:
+        kinds = {"train": config.env, "evaluate": evaluation_env(config)}
+
+        def make(kind: str, seeds: list[int]) -> VectorEnv:
+            return make_env(seeds, config=kinds[kind], device=s.device)
+
+        server = Server(make, exchange)
+        if roles == ("env",):
+            return Part(seat, server=server), {}
+    envs = list[VectorEnv]()
+    rank, world = seat.ranks.get("rollout", (0, 1))
+    stages = world * seat.stages
+    if "rollout" in roles:
+        seeds = env_seeds(config.seed, 0, config.env.num_envs, a.group_size)
+        n = config.env.num_envs // stages
+        for stage in range(rank * seat.stages, (rank + 1) * seat.stages):
+            envs.append(_simulators(s, seat, seeds[stage * n : stage * n + n], "train"))
+    about = described(envs[0]) if envs else seat.about
+    assert about is not None
+    policy = make_policy(config, envs[0] if envs else Described(about, s.device))
+    since, learns = compile_from(config, s.device, s.notice), seat.learners
+    facts: Mapping[str, Any] = {}
+    if not rank and "rollout" in roles:
+        _check_evaluation(config, s.device)
+        s.early.extend(_unread(config, envs[0]))
+        _tell_threads(s, since)
+
+    def later(on: bool = True) -> compiled.Later:
+        return compiled.Later(since if on else None, required=config.compile == "always", notice=s.notice)
+
+    learner = None
+    if "actor" in roles:
+        if not learns.rank:
+            facts = _clone(s, policy)
+        if since is not None and learns.world > 1:
+            s.notice(f"compile: minibatches are not compiled, {learns.world} processes learn together")
+        learner = _learner(s, policy, later(learns.world == 1), learns)
+    rollout = None
+    if envs:
+        rollouts = [
+            _rollout(config, env, policy, later(), stage=rank * seat.stages + i, stages=stages)
+            for i, env in enumerate(envs)
+        ]
+        rollout = rollouts[0] if len(rollouts) == 1 else Staged(rollouts)
+    made = Part(
+        seat,
+        policy=policy,
+        rollout=rollout,
+        learner=learner,
+        count=lambda experience: steps_per_update(config) // learns.world,
+        measure=_measure(config, policy, lambda seeds: _simulators(s, seat, seeds, "evaluate")),
+        write=_writer(s, policy),
+        about=about,
+    )
+    made.begin_alike()
+    return made, facts
+
+
+def _simulators(s: Setup, seat: Seat, seeds: list[int], kind: str) -> VectorEnv:
+    """Here, or where the desks are: side by side if those can be dealt out evenly, else at the first."""
+    if not seat.desks:
+        config = s.config.env if kind == "train" else evaluation_env(s.config)
+        return make_env(seeds, config=config, device=s.device)
+    desks = seat.desks if kind == "train" else seat.desks[:1]
+    n = len(seeds) // len(desks)
+    parts = [RemoteEnv(d, seeds[i * n : i * n + n], kind=kind, device=s.device) for i, d in enumerate(desks)]
+    return parts[0] if len(parts) == 1 else Joined(parts)
 
 
 # ----------------------------------------------------------------------------------------------------------- evaluate

@@ -173,8 +173,7 @@ class Rollout:
         self.env, self.policy, self.seed, self.gamma = env, policy, seed, gamma
         self.group_size, self.one_episode, self.restart_every = group_size, one_episode, restart_every
         clock = env.max_episode_steps if stagger and group_size == 1 and not one_episode else None
-        self.stage, self.total = stage, stages * env.num_envs
-        self.first = stage * env.num_envs
+        self.first, self.total = stage * env.num_envs, stages * env.num_envs
         at = (self.first + torch.arange(env.num_envs)) * (clock or 0) // self.total  # [N], 0: not cut
         self.cuts = {int(t): at == t for t in at.unique() if t > 0}
         self.steps = 0  # of each environment, since the last restart
@@ -234,8 +233,9 @@ class Rollout:
         steps: list[Step] = []
         cuts: dict[int, Tensor] = {}
         now = time.process_time()
-        keys = [sampling_key(self.seed, update, self.stage, t) for t in range(horizon)]
-        noises = [policy.noise(env.num_envs, self.generator.manual_seed(key)) for key in keys]  # while caches are warm
+        keys = [sampling_key(self.seed, update, 0, t) for t in range(horizon)]
+        mine = slice(self.first, self.first + env.num_envs)  # drawn for all stages: an environment's noise is its own
+        noises = [policy.noise(self.total, self.generator.manual_seed(key))[mine] for key in keys]  # caches are warm
         for t, noise in enumerate(noises):
             decision = self.acting(self.obs, noise, update)
             before, now = now, time.process_time()

@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 
-from embodied_ppo.config import Config, EvaluateConfig, ExportConfig
+from embodied_ppo.config import ClusterConfig, Config, EvaluateConfig, ExportConfig
 from embodied_ppo.errors import ConfigError, PlacementError, show
+from embodied_ppo.placement import plan
 
 MODES: dict[str, str] = {
     # option or section -> the one mode that reads it
@@ -319,35 +320,43 @@ def _check_language(config: Config) -> None:
 
 
 def _check_placement(config: Config) -> None:
-    """cluster.*: what this version runs is one process on one device. Raises PlacementError."""
-    roles = ("env", "rollout", "actor") if config.mode == "embodied" else LANGUAGE_ROLES
-    cluster = config.cluster
-    if cluster.num_nodes > 1:
-        raise PlacementError(
-            f"cluster.num_nodes = {cluster.num_nodes}: this version runs everything in one process (placement=local); "
-            "write cluster.num_nodes=1"
-        )
-    for entry, devices in cluster.component_placement.items():
-        label = f"cluster.component_placement = {{{entry}: {show(devices)}}}"
-        for role in (word.strip() for word in entry.split(",")):
-            if role not in roles:
-                near = difflib.get_close_matches(role, roles, n=1)
-                hint = f"did you mean {near[0]}? " if near else ""
+    """What can be said before anybody knows what devices there are. Raises PlacementError."""
+    cluster, asked = config.cluster, config.placement
+    if cluster.component_placement:
+        if asked != "local":
+            raise PlacementError(
+                f"placement = {asked}: cluster.component_placement says where the roles run, too; leave one of them out"
+            )
+        plan.check_roles(cluster.component_placement, config.mode, without=unused_roles(config))
+    if config.mode == "reasoning":
+        one = len(cluster.component_placement) == 1 and [str(x) for x in cluster.component_placement.values()]
+        if asked != "local" or cluster.num_nodes > 1 or (cluster.component_placement and one not in (["all"], ["0"])):
+            what = show(cluster.component_placement) if cluster.component_placement else asked
+            raise PlacementError(
+                f"placement = {what}: this version trains language models in one process on one device; "
+                f'write placement=local, or join all roles: {{"{",".join(plan.ROLES["reasoning"])}": all}}'
+            )
+    if asked == "local" and not cluster.component_placement:
+        default = ClusterConfig()
+        for field in dataclasses.fields(cluster):
+            value = getattr(cluster, field.name)
+            if value != getattr(default, field.name):
                 raise PlacementError(
-                    f"{label}: {role} is no role of mode={config.mode}; {hint}roles: {', '.join(roles)}"
+                    f"cluster.{field.name} = {show(value)}: is not read with placement=local, which is this process "
+                    f"alone; choose a placement ({', '.join(plan.PRESETS)}), or leave it out"
                 )
-        if str(devices) not in ("all", "0", "0-0"):
-            raise PlacementError(f"{label}: this version uses one device; write {{{entry}: all}}")
-    if len(cluster.component_placement) > 1:
-        joined = ",".join(cluster.component_placement)
-        raise PlacementError(
-            f"cluster.component_placement = {show(cluster.component_placement)}: entries are processes, and this "
-            f'version has one; join the roles: {{"{joined}": all}}'
-        )
 
 
-LANGUAGE_ROLES = ("rollout", "actor", "critic", "reference", "reward")
-"""Parts of a system of mode=reasoning."""
+def unused_roles(config: Config) -> list[str]:
+    """Roles of the mode that this run does not have."""
+    if config.mode == "embodied":
+        return []
+    a, unused = config.algorithm, list[str]()
+    if not config.critic.use_critic_model:
+        unused.append("critic")
+    if not (a.use_kl_loss or a.use_kl_in_reward):
+        unused.append("reference")
+    return unused
 
 
 def _check_evaluation(config: EvaluateConfig, explicit: Collection[str]) -> None:

@@ -273,7 +273,7 @@ def _wrong(hint: Any, value: Any, path: str, label: str, verb: str = "") -> Conf
     allowed = _allowed(hint)
     line = f"{path} = {show(value)}{_at(label)} {verb or 'must be ' + allowed}"
     if path == "placement":
-        return PlacementError(f"{line}: this version runs everything in one process; write placement=local")
+        return PlacementError(f"{line}; {_cure(hint, value, path, allowed if verb else '')}")
     return ConfigError(f"{line}; {_cure(hint, value, path, allowed if verb else '')}")
 
 

@@ -148,11 +148,17 @@ REFUSALS = [
     ("train experiment=arithmetic data.task=null", "data.train = [] .. data.task=arithmetic"),
     ("train experiment=arithmetic algorithm.loss_type=actor_critic", "write algorithm.loss_type=actor"),
     ("train experiment=arithmetic evaluation.n=4", "evaluation.deterministic=false"),
-    ("train experiment=arithmetic component_placement={actor:all,critic:all}", '{"actor,critic": all}'),
+    ("train experiment=arithmetic component_placement={actor:all,critic:all}", "no device for rollout"),
     ("train experiment=arithmetic component_placement='{\"actor,critc\":all}'", "did you mean critic?"),
-    ("train placement=fused", "placement = fused .. one process; write placement=local"),
+    ("train placement=fuzed", "placement = fuzed: no such placement; did you mean fused? there are: colocated"),
+    (
+        "train placement=fused cluster.devices_per_node=1 env.num_envs=7 algorithm.global_batch_size=224 cluster.stages=2",
+        "env.num_envs = 7: cannot be dealt out evenly .. write env.num_envs=8",
+    ),
+    ("train experiment=arithmetic placement=fused", "placement = fused .. language models in one process"),
     ("train algorithm.train_batch_size=8", "algorithm.rollout_batch_size = 8 .. needs mode=reasoning"),
     ("train cluster.num_nodes=2", "cluster.num_nodes = 2 .. placement=local"),
+    ("train placement=fused cluster.num_nodes=2 cluster.devices_per_node=1", "cluster.num_nodes = 2: no Ray cluster"),
     # syntax
     ("train algorithm.gamma", "algorithm.gamma is not of the form option=value; write algorithm.gamma=VALUE"),
     ("train =3", "=3 .. no option's name; write section.option=value"),
@@ -224,7 +230,7 @@ REFUSALS = [
     # sweeps: no job starts when one of them is refused
     ("train --multirun seed=0,1 algorithm.gama=1", "job 0 (seed=0 algorithm.gama=1): algorithm.gama = 1"),
     ("train --multirun algorithm.gamma=0.9,2", "job 1 (algorithm.gamma=2): algorithm.gamma = 2"),
-    ("train --multirun placement=local,fused", "job 1 (placement=fused): placement = fused"),
+    ("train --multirun placement=local,fuzed", "job 1 (placement=fuzed): placement = fuzed"),
     ("train --multirun seed=0,1 run_dir=here", "run_dir = here is that of job 0 and of job 1; leave run_dir out"),
     ("train --multirun seed=range(0,", "seed=range(0, is not understood"),
     ("train --multirun hydra.nothing=1", "hydra.nothing"),

@@ -95,7 +95,7 @@ def test_a_peer_that_is_gone_or_silent_is_named() -> None:
     with pytest.raises(TrainingError, match="env rank 2: the process is gone"):
         for _ in range(3):
             line.send(Message("step"))
-    with pytest.raises(TrainingError, match="env rank 1 at 127.0.0.1:1: cannot be reached"):
+    with pytest.raises(TrainingError, match=r"env rank 1 at 127\.0\.0\.1:1: cannot be reached"):
         dial(("127.0.0.1", 1), "secret", "me", peer="env rank 1", patience_s=1.0)
 
 

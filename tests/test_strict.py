@@ -196,11 +196,20 @@ def test_the_line_says_where_the_value_was_set() -> None:
     assert "()" not in refused(Config, {"algorithm.gamma": 2}, source="")
 
 
-@pytest.mark.parametrize("value", ["fused", "colocated", "disaggregated", "hybrid", "cluster", 3])
-def test_placement_other_than_local(value: object) -> None:
+@pytest.mark.parametrize(("value", "cure"), [("fuzed", "did you mean placement=fused?"), (3, "")])
+def test_placements_that_are_not_there(value: object, cure: str) -> None:
     line = refused(Config, {"placement": value}, PlacementError)
-    for word in ("placement", str(value), "one process", "placement=local"):
+    for word in ("placement", str(value), "local, fused, colocated, disaggregated, hybrid, pipelined", cure):
         assert word in line
+
+
+def test_what_says_where_roles_run() -> None:
+    where = {"env,rollout,actor": "0-3"}
+    assert strict.load(Config, {"cluster": {"component_placement": where}}).cluster.component_placement == where
+    line = refused(Config, {"placement": "fused", "cluster": {"component_placement": where}}, PlacementError)
+    assert "placement = fused: cluster.component_placement says where the roles run, too; leave one" in line
+    line = refused(Config, {"cluster": {"stages": 2}}, PlacementError)
+    assert "cluster.stages = 2: is not read with placement=local" in line and "choose a placement (fused," in line
 
 
 # -------------------------------------------------------------------------------------------------------- unknown keys
@@ -279,8 +288,10 @@ PLACED = [
     ({"actor, critic, rollout, reward": 0}, None),
     ({"actor,critc": "all"}, "critc is no role of mode=reasoning; did you mean critic? roles: rollout, actor"),
     ({"env": "all"}, "env is no role of mode=reasoning"),
-    ({"actor": "0-3"}, "this version uses one device; write {actor: all}"),
-    ({"actor": "all", "critic": "all"}, 'join the roles: {"actor,critic": all}'),
+    ({"actor,critic": "all"}, "no device for rollout; join it to an entry, as 'actor,critic,rollout', or give"),
+    ({"actor,critic,rollout,reward,reference": 0}, "this run has no reference; leave it out"),
+    ({"actor,critic,rollout,reward": "0-3"}, "one process on one device; write placement=local"),
+    ({"actor,reward,rollout": "all", "critic": "all"}, "one process on one device; write placement=local"),
 ]
 
 
@@ -295,11 +306,12 @@ def test_component_placement(placement: dict[str, Any], words: str | None) -> No
         else:
             with pytest.raises(PlacementError) as caught:
                 strict.load(Config, {**nested(LANGUAGE), **layer})
-            assert words in str(caught.value) and "cluster.component_placement" in str(caught.value)
+            assert words in str(caught.value) and "placement = {" in str(caught.value)
 
 
-def test_several_nodes_are_refused() -> None:
-    assert "write cluster.num_nodes=1" in refused(Config, {"cluster.num_nodes": 2}, PlacementError)
+def test_several_nodes_need_a_placement() -> None:
+    line = refused(Config, {"cluster.num_nodes": 2}, PlacementError)
+    assert line.startswith("cluster.num_nodes = 2: is not read with placement=local")
 
 
 # ------------------------------------------------------------------------------------------------------------ aliases

@@ -56,7 +56,7 @@ def pack(m: Message) -> list[memoryview]:
     pieces, total = list[memoryview](), 0
     for x in leaves:
         if size := x.numel() * x.element_size():
-            pieces.append(memoryview(x.view(-1).view(torch.uint8).numpy()))
+            pieces.append(x.view(-1).view(torch.uint8).numpy().data)
             pieces.append(memoryview(bytes(-size % ALIGN)))
             total += size + -size % ALIGN
     return [memoryview(PREFIX.pack(len(words), total) + words), *pieces]
@@ -112,7 +112,7 @@ class Line:
         words, payload = bytearray(length), torch.empty(size, dtype=torch.uint8)
         self._fill(memoryview(words))
         if size:
-            self._fill(memoryview(payload.numpy()))
+            self._fill(payload.numpy().data)
         return unpack(bytes(words), payload)
 
     def _fill(self, room: memoryview) -> None:
@@ -170,13 +170,12 @@ class Exchange:
         connection, _ = self.listening.accept()
         line = Line(connection, "a caller", 10.0)
         try:
-            hello = line.receive()
-            known = hmac.compare_digest(str(hello.facts.get("secret")), self.secret)
-        except (TrainingError, ValueError, TypeError, AttributeError):
-            known = False
-        if not known:
+            facts = dict(line.receive().facts)
+        except (TrainingError, ValueError, TypeError):  # no message of ours
+            facts = {}
+        if not hmac.compare_digest(str(facts.get("secret")), self.secret):
             return line.close()
-        line = Line(connection, str(hello.facts.get("name")), self.patience_s)
+        line = Line(connection, str(facts.get("name")), self.patience_s)
         self.selector.register(connection, selectors.EVENT_READ, line)
 
     def close(self) -> None:

@@ -22,7 +22,8 @@ class Result(Protocol):
 class Collector(Protocol):
     """What makes experience: ``rollout.Rollout`` or ``reasoning.ReasoningRollout``."""
 
-    cpu_s: dict[str, float]
+    @property
+    def cpu_s(self) -> Mapping[str, float]: ...
 
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]: ...
 
@@ -125,7 +126,7 @@ class LocalSystem(Generic[R]):
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds by phase: simulate and act, or generate and grade; advantages, update."""
-        return self.rollout.cpu_s | self.learner.cpu_s
+        return {**self.rollout.cpu_s, **self.learner.cpu_s}
 
     def close(self) -> None:
         self.rollout.close()

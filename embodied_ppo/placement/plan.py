@@ -172,18 +172,36 @@ def _range(part: Any, count: int, label: str) -> range:
     return range(low, high + 1)
 
 
-def _group(entry: str, value: Any, hardware: Hardware, mode: str) -> Group:
+def _roles(entry: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in str(entry).split(","))
+
+
+def check_roles(placement: Mapping[str, Any], mode: str, *, without: Sequence[str] = ()) -> None:
+    """Whether every role that the run has is named once. Raises PlacementError."""
+    placed, whole = list[str](), f"{PATH} = {show(placement)}"
+    for entry, value in placement.items():
+        label = f"{PATH} = {{{entry}: {show(value)}}}"
+        for role in _roles(entry):
+            if role not in ROLES[mode]:
+                why = f"{role or repr(role)} is no role of mode={mode}"
+                if mode == "embodied" and role in ("critic", "reference"):
+                    why += " (it is part of the actor)"
+                raise PlacementError(f"{label}: {why}; {choose(role, ROLES[mode], 'roles: ')}")
+            if role in without:
+                raise PlacementError(f"{label}: this run has no {role}; leave it out")
+            if role in placed:
+                raise PlacementError(f"{whole}: {role} is placed twice; name it once")
+            placed.append(role)
+    for role in ROLES[mode]:
+        if role not in placed and role not in without:
+            joined = ",".join([*(_roles(next(iter(placement))) if placement else ()), role])
+            raise PlacementError(
+                f"{whole}: no device for {role}; join it to an entry, as '{joined}', or give it its own"
+            )
+
+
+def _group(entry: str, value: Any, hardware: Hardware) -> Group:
     label = f"{PATH} = {{{entry}: {show(value)}}}"
-    roles = tuple(word.strip() for word in str(entry).split(","))
-    for role in roles:
-        if role not in ROLES[mode]:
-            other = next((m for m, names in ROLES.items() if role in names), None)
-            why = f"{role or repr(role)} is no role of mode={mode}"
-            if other == "reasoning" and role in ("critic", "reference"):
-                why += " (it is part of the actor)"
-            raise PlacementError(f"{label}: {why}; {choose(role, ROLES[mode], 'roles: ')}")
-    if twice := next((role for role in roles if roles.count(role) > 1), None):
-        raise PlacementError(f"{label}: names {twice} twice; name it once")
     devices, processes, node = value, None, None
     if isinstance(value, Mapping):
         unknown = [key for key in value if key not in ("devices", "processes", "node")]
@@ -199,7 +217,7 @@ def _group(entry: str, value: Any, hardware: Hardware, mode: str) -> Group:
         )
     where = ranges(devices, hardware.on(node), label)
     ranks = _ranks(where, processes, hardware, label)
-    return Group(roles, where, ranks, node)
+    return Group(_roles(entry), where, ranks, node)
 
 
 def _ranks(where: tuple[int, ...], processes: Any, hardware: Hardware, label: str) -> tuple[tuple[int, ...], ...]:
@@ -241,23 +259,11 @@ def plan(
 
     ``without``: roles that this run does not have. Raises PlacementError.
     """
-    wanted = [role for role in ROLES[mode] if role not in without]
     if isinstance(placement, str):
-        groups = _preset(placement, hardware, mode, wanted)
+        groups = _preset(placement, hardware, mode, [role for role in ROLES[mode] if role not in without])
     else:
-        groups = tuple(_group(entry, value, hardware, mode) for entry, value in placement.items())
-    everything = show(placement) if isinstance(placement, Mapping) else placement
-    placed = [role for g in groups for role in g.roles]
-    for role in ROLES[mode]:
-        if placed.count(role) > 1:
-            raise PlacementError(f"{PATH} = {everything}: {role} is placed twice; name it in one entry")
-        if role in wanted and role not in placed:
-            joined = ",".join([*groups[0].roles, role]) if groups else ",".join(wanted)
-            raise PlacementError(
-                f"{PATH} = {everything}: no device for {role}; join it to an entry, as '{joined}', or give it its own"
-            )
-        if role in placed and role not in wanted:
-            raise PlacementError(f"{PATH} = {everything}: this run has no {role}; leave it out")
+        check_roles(placement, mode, without=without)
+        groups = tuple(_group(entry, value, hardware) for entry, value in placement.items())
     made = Plan(groups, hardware, stages, max_lag)
     _check_lag(made)
     return made
@@ -279,7 +285,7 @@ def _preset(name: str, hardware: Hardware, mode: str, wanted: Sequence[str]) -> 
                 f"placement = {name}: needs 2 devices, and there is 1; use fused or colocated, or say what there is "
                 "in cluster.devices_per_node"
             )
-        found.append(_group(",".join(roles), devices, hardware, mode))
+        found.append(_group(",".join(roles), devices, hardware))
     return tuple(found)
 
 
@@ -327,3 +333,10 @@ def check_numbers(p: Plan, *, num_envs: int, group_size: int, global_batch_size:
 def _divisor(of: int, near: int) -> int:
     """The divisor or multiple of ``of`` that is nearest to ``near``."""
     return min((n for n in range(1, 2 * max(of, near) + 1) if n % of == 0 or of % n == 0), key=lambda n: abs(n - near))
+
+
+def told(p: Plan) -> list[str]:
+    """The plan in lines for the log: a table, device x group."""
+    rows = p.rows()
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -47,7 +47,7 @@ class Server:
             if key in self.envs:
                 self.envs.pop(key).close()
             env = self.envs[key] = self.make(m.facts["kind"], m.facts["seeds"])
-            return Message("made", m.to, _described(env))
+            return Message("made", m.to, described(env))
         env = self.envs[key]
         facts: dict[str, Any] = {}
         value: Any = None
@@ -98,7 +98,9 @@ def _value(data: Tensor) -> dict[str, Any]:
     return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
-def _described(env: VectorEnv) -> dict[str, Any]:
+def described(env: VectorEnv | Described) -> dict[str, Any]:
+    """Its spaces and what else it tells, as plain JSON."""
+
     def array(spec: ArraySpec) -> list[Any]:
         return [list(spec.shape), str(spec.dtype).removeprefix("torch.")]
 
@@ -108,7 +110,7 @@ def _described(env: VectorEnv) -> dict[str, Any]:
     told["actions"] = actions.n if isinstance(actions, Discrete) else [list(actions.low), list(actions.high)]
     told |= {name: list(found) for name in WORDS if (found := getattr(env, name, None)) is not None}
     told |= {name: found for name in NUMBERS if (found := getattr(env, name, None)) is not None}
-    return told | {"unstable": hasattr(env, "unstable")}
+    return told | {"unstable": getattr(env, "unstable", None) is not None}
 
 
 # ---------------------------------------------------------------------------------------------------------------- here
@@ -136,14 +138,12 @@ class Desk:
         self.line.send(Message("done"))
 
 
-class RemoteEnv:
-    """Simulators of a ``Server``, as a ``VectorEnv``; ``send`` and ``receive`` are ``step`` in two halves."""
+class Described:
+    """What ``described`` told of simulators: all that a policy is made for."""
 
-    def __init__(self, desk: Desk, seeds: list[int], *, kind: str = "train", device: torch.device) -> None:
-        """One environment per seed. Raises TrainingError where the other process is gone."""
-        self.desk, self.to, self.device, self.num_envs = desk, desk.number(), device, len(seeds)
-        told = self._ask("make", facts={"kind": kind, "seeds": seeds}).facts
+    def __init__(self, told: Mapping[str, Any], device: torch.device) -> None:
         self.id: str = told["id"]
+        self.device = device
         self.max_episode_steps: int | None = told["max_episode_steps"]
 
         def array(x: Any) -> ArraySpec:
@@ -151,14 +151,24 @@ class RemoteEnv:
 
         obs, actions = told["obs"], told["actions"]
         self.obs_spec: ObsSpec = {n: array(x) for n, x in obs.items()} if isinstance(obs, dict) else array(obs)
-        low_high = actions if isinstance(actions, list) else None
-        self.action_spec: ActionSpec = Box(*map(tuple, low_high)) if low_high else Discrete(actions)
+        discrete = isinstance(actions, int)
+        self.action_spec: ActionSpec = Discrete(actions) if discrete else Box(*(tuple(bound) for bound in actions))
         for name in WORDS:
             if name in told:
                 setattr(self, name, tuple(told[name]))
         for name in NUMBERS:
             if name in told:
                 setattr(self, name, told[name])
+
+
+class RemoteEnv(Described):
+    """Simulators of a ``Server``, as a ``VectorEnv``; ``send`` and ``receive`` are ``step`` in two halves."""
+
+    def __init__(self, desk: Desk, seeds: list[int], *, kind: str = "train", device: torch.device) -> None:
+        """One environment per seed. Raises TrainingError where the other process is gone."""
+        self.desk, self.to, self.num_envs = desk, desk.number(), len(seeds)
+        told = self._ask("make", facts={"kind": kind, "seeds": seeds}).facts
+        super().__init__(told, device)
         self.counts_unstable: bool = told["unstable"]
 
     def _ask(self, word: str, value: Any = None, facts: Mapping[str, Any] | None = None) -> Message:

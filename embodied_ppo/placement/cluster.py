@@ -1,0 +1,476 @@
+"""ClusterSystem: the roles of a run in processes of a Ray cluster. The loop does not know."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from embodied_ppo import checkpoint
+from embodied_ppo.log import numbers
+from embodied_ppo.placement.plan import Group, Plan
+from embodied_ppo.placement.process import Actor, Call, Handle, Make, Wiring, local_address, wait
+from embodied_ppo.rollout import added
+from embodied_ppo.types import Mean, Metrics, PlacementError
+
+SHARE = 1 / 64
+"""Of a device's bundle, for one process: as many as that may be on one."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of ``cluster``: see config.py."""
+
+    address: str | None = None
+    weights: str = "auto"
+    start_timeout_s: float = 300.0
+    step_timeout_s: float = 1800.0
+    check_weights: bool = False
+    threads: int = 1
+
+
+class Reservation:
+    """Ray, and one bundle for every device of a plan."""
+
+    def __init__(self, plan: Plan, options: Options, notice: Callable[[str], None]) -> None:
+        """Connects, or starts Ray here. Raises PlacementError where the devices cannot be had in time."""
+        self.plan = plan
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the first error is raised, the others follow it
+        self.started = not ray.is_initialized()
+        if self.started:
+            self._connect(options)
+        unit = "GPU" if plan.hardware.kind == "cuda" else "CPU"
+        self.unit = unit
+        try:
+            self.group = self._reserve(unit, options, notice)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, options: Options) -> None:
+        h = self.plan.hardware
+        address = options.address or os.environ.get("RAY_ADDRESS")
+        rest: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        try:
+            if address:
+                ray.init(address=address, **rest)
+            elif len(h.per_node) > 1:
+                raise PlacementError(
+                    f"cluster.num_nodes = {len(h.per_node)}: no Ray cluster is named; start one (ray start --head "
+                    "here, ray start --address=HOST:6379 on the others) and write cluster.address=auto"
+                )
+            else:
+                cores = {"num_cpus": max(h.total, os.cpu_count() or 1)}
+                ray.init(address="local", **cores, **rest)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            if isinstance(error, PlacementError):
+                raise
+            raise PlacementError(
+                f"cluster.address = {address}: Ray cannot be reached ({str(error).splitlines()[0]}); "
+                "check ray status there"
+            ) from error
+
+    def _reserve(self, unit: str, options: Options, notice: Callable[[str], None]) -> PlacementGroup:
+        h = self.plan.hardware
+        nodes = self._nodes(unit)
+        one: dict[str, float] = {"CPU": 1.0} if unit == "CPU" else {"GPU": 1.0, "CPU": 1.0}
+        bundles = [dict(one) for _ in range(h.total)]
+        selectors = [{"ray.io/node-id": nodes[h.node(device)]} for device in range(h.total)]
+        group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
+        start = told = time.monotonic()
+        while not group.wait(1):
+            now = time.monotonic()
+            if now - start > options.start_timeout_s:
+                remove_placement_group(group)
+                raise PlacementError(f"{self._shortage(unit)} after {options.start_timeout_s:g} s; {CURE}")
+            if now - told > 10:
+                told = now
+                notice(self._shortage(unit))
+        return group
+
+    def _shortage(self, unit: str) -> str:
+        there, free = ray.cluster_resources().get(unit, 0), ray.available_resources().get(unit, 0)
+        need = self.plan.hardware.total
+        return f"placement: needs {need} {unit}s, {there:g} registered, {free:g} free"
+
+    def _nodes(self, unit: str) -> list[str]:
+        """Ray's ids of the plan's nodes, in order."""
+        h = self.plan.hardware
+        alive = [n for n in ray.nodes() if n["Alive"]]
+        alive.sort(key=lambda n: (sorted((n.get("Labels") or {}).items()), n["NodeID"]))
+        free, found = list(alive), list[str]()
+        for number, count in enumerate(h.per_node):
+            label = next((name for name, nodes in h.labels.items() if number in nodes), None)
+            fits = [
+                n
+                for n in free
+                if n["Resources"].get(unit, 0) >= count
+                and (label is None or (n.get("Labels") or {}).get("node-group") in (label, None))
+            ]
+            fits.sort(key=lambda n: (n.get("Labels") or {}).get("node-group") != label)
+            if not fits:
+                have = ", ".join(f"{n['Resources'].get(unit, 0):g} {unit}s" for n in alive)
+                raise PlacementError(
+                    f"placement: needs {len(h.per_node)} nodes with {', '.join(map(str, h.per_node))} {unit}s, and the "
+                    f"Ray cluster has {len(alive)} ({have}); {CURE}"
+                )
+            found.append(fits[0]["NodeID"])
+            free.remove(fits[0])
+        return found
+
+    def strategy(self, device: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=device)
+
+    def nodes(self) -> dict[int, str]:
+        """Device -> Ray's id of its node."""
+        return dict(placement_group_table(self.group)["bundles_to_node_id"])
+
+    def close(self) -> None:
+        if hasattr(self, "group"):
+            remove_placement_group(self.group)
+        if self.started:
+            ray.shutdown()
+
+
+CURE = "add nodes, free them, or lower cluster.num_nodes and cluster.devices_per_node"
+
+
+class ClusterSystem:
+    """``types.System`` over processes. Raises the first error of any of them, after nothing is left running."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        make: Make,
+        *,
+        unit: Literal["env_steps", "tokens"],
+        score: str,
+        checkpoints: Path,
+        keep_last: int,
+        config_text: str,
+        info: Mapping[str, Any],
+        options: Options,
+        notice: Callable[[str], None],
+    ) -> None:
+        """``make`` builds what a process holds (it is sent there); the rest as for ``LocalSystem``.
+
+        Raises PlacementError where the devices are not there; ConfigError, EnvError of what is built.
+        """
+        self.plan, self.options, self.notice = plan, options, notice
+        self.unit: Literal["env_steps", "tokens"] = unit
+        self.score, self.checkpoints, self.keep_last = score, checkpoints, keep_last
+        self.config_text, self.info = config_text, info
+        self.version = self.steps = 0
+        self.result: Any = None
+        self.saved: Path | None = None
+        self.saved_update = -1
+        self.measured: Callable[[Any], None] = lambda result: None
+        self.facts: dict[str, Any] = {}
+        self.moved_bytes = 0
+        """By the last publish, to all rollout processes together."""
+        self.seconds: dict[str, float] = {}
+        """Of the slowest process in each phase of this update."""
+        self.peak_mb: dict[str, float] = {}
+        self._collecting: list[Call] = []
+        self._later: list[Call] = []
+        self.processes: dict[Group, list[Handle]] = {}
+        self.reservation = Reservation(plan, options, notice)
+        try:
+            self._start()
+            self._build(make)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---------------------------------------------------------------------------------------------------- beginnings
+    def _start(self) -> None:
+        """Processes, and where they can be reached."""
+        r, o, gpu = self.reservation, self.options, self.plan.hardware.kind == "cuda"
+        self.secret = secrets.token_hex(16)
+        opened = list[tuple[Group, Handle, Call]]()
+        single = len(self.plan.hardware.per_node) == 1
+        for group in self.plan.groups:
+            for rank, devices in enumerate(group.ranks):
+                name = f"{group.name} rank {rank}"
+                actor = Actor.options(
+                    num_cpus=0 if gpu else SHARE,
+                    num_gpus=SHARE if gpu else 0,
+                    scheduling_strategy=r.strategy(devices[0]),
+                    max_restarts=0,
+                ).remote(name, {}, o.threads)
+                handle = Handle(actor, name)
+                ref = actor.open.remote(
+                    local_address() if single else None,
+                    self.secret,
+                    o.step_timeout_s,
+                    serves="env" in group.roles and "rollout" not in group.roles,
+                    meets="actor" in group.roles and rank == 0,
+                )
+                opened.append((group, handle, Call(ref, handle)))
+        answers = wait([call for *_, call in opened], "start", o.start_timeout_s)
+        self.addresses: dict[str, Any] = {}
+        for (group, handle, _), told in zip(opened, answers, strict=True):
+            full = Handle(handle.actor, handle.name, told["pid"], told["node"])
+            self.processes.setdefault(group, []).append(full)
+            if "exchange" in told:
+                self.addresses[handle.name] = told["exchange"]
+            if "store" in told:
+                self.store = told["store"]
+
+    def _servers(self, rank: int) -> list[Handle]:
+        """Whose simulators rollout process ``rank`` uses; empty where they are its own."""
+        if "env" not in [role for g in self.plan.groups for role in g.roles] or self.plan.fused("env", "rollout"):
+            return []
+        env, count = self.plan.group("env"), self.plan.processes("rollout")
+        handles, e = self.processes[env], self.plan.processes("env")
+        return [handles[rank * e // count]] if e <= count else handles[rank * e // count : (rank + 1) * e // count]
+
+    def _serve(self, ranks: list[int]) -> list[Call]:
+        """Have simulators answer these rollout processes until those are done."""
+        callers: dict[str, list[Handle]] = {}
+        for rank in ranks:
+            for server in self._servers(rank):
+                callers.setdefault(server.name, []).append(server)
+        return [Call(h[0].actor.call.remote("serve", len(h)), h[0]) for h in callers.values()]
+
+    def _wiring(self, group: Group, rank: int, about: Mapping[str, Any] | None) -> Wiring:
+        ranks = dict.fromkeys(group.roles, (rank, group.processes))
+        desks = self._servers(rank) if "rollout" in group.roles else []
+        return Wiring(
+            roles=group.roles,
+            ranks=ranks,
+            stages=self.plan.stages,
+            desks=[(self.addresses[h.name], h.name) for h in desks],
+            learners=(self.store, rank, group.processes) if "actor" in group.roles else None,
+            secret=self.secret,
+            about=about,
+            patience_s=self.options.step_timeout_s,
+        )
+
+    def _build(self, make: Make) -> None:
+        """Simulators first, then who asks for them, then who only learns."""
+        maker = ray.put(make)
+        deadline = self.options.step_timeout_s
+        rollout, actor = self.plan.group("rollout"), self.plan.group("actor")
+        about: Mapping[str, Any] | None = None
+        order = sorted(self.plan.groups, key=lambda g: (g is not rollout, "env" not in g.roles))
+        order = [g for g in order if "env" in g.roles and "rollout" not in g.roles] + [
+            g for g in order if not ("env" in g.roles and "rollout" not in g.roles)
+        ]
+        for group in order:
+            calls = [
+                Call(h.actor.build.remote(maker, self._wiring(group, rank, about)), h)
+                for rank, h in enumerate(self.processes[group])
+            ]
+            serving = self._serve(list(range(group.processes))) if group is rollout else []
+            for reply in wait([*calls, *serving], "build", deadline)[: len(calls)]:
+                facts, told = reply.result
+                self.facts |= facts
+                about = about or told
+                for line in reply.said:
+                    self.notice(line)
+        self.learners, self.actors = self.processes[actor], self.processes[rollout]
+        self._agree(everything=True)
+        self.publish(0)
+        self._agree(everything=False)
+
+    # -------------------------------------------------------------------------------------------------------- weights
+    def path(self, rank: int) -> str:
+        """How weights reach rollout process ``rank``."""
+        found, asked = self.plan.weights_path(rank), self.options.weights
+        if found == "share":
+            return "share"
+        if asked != "auto":
+            return asked
+        return "store" if self.plan.max_lag else found
+
+    def _agree(self, *, everything: bool) -> None:
+        """Who sends what to whom from now on. Raises PlacementError where models differ."""
+        self.paths = [self.path(rank) for rank in range(len(self.actors))]
+        takers = [h for h, path in zip(self.actors, self.paths, strict=True) if path != "share"]
+        self.bytes = 0
+        if not takers:
+            return
+        o = self.options
+        first = self.learners[0]
+        layout = self._ask([first], "layout", everything=everything)[0]
+        sizes = self._ask([*self.learners, *takers], "agree", layout, takers[0].name, everything=everything)
+        self.bytes = sizes[0] * len(takers)
+        by_broadcast = [h for h, path in zip(self.actors, self.paths, strict=True) if path == "broadcast"]
+        if by_broadcast and everything:
+            members = [first, *by_broadcast]
+            wait(
+                [
+                    Call(h.actor.join.remote("weights", self.store, i, len(members), o.step_timeout_s), h)
+                    for i, h in enumerate(members)
+                ],
+                "start",
+                o.start_timeout_s,
+            )
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        calls, by_path = list[Call](), dict[str, list[int]]()
+        for rank, path in enumerate(self.paths):
+            by_path.setdefault(path, []).append(rank)
+        sharing = [*self.learners, *(self.actors[r] for r in by_path.get("share", ()))]
+        calls += [Call(h.actor.call.remote("shared", version), h) for h in dict.fromkeys(sharing)]
+        first = self.learners[0]
+        if ranks := by_path.get("broadcast"):
+            members = [first, *(self.actors[r] for r in ranks)]
+            calls += [Call(h.actor.broadcast.remote(version), h) for h in members]
+        if ranks := by_path.get("store"):
+            data = first.actor.packed.remote()
+            calls += [Call(self.actors[r].actor.call.remote("unpacked", version, data), self.actors[r]) for r in ranks]
+        if ranks := by_path.get("ipc"):
+            near = {r: self._near(r) for r in ranks}
+            senders = list(dict.fromkeys(near.values()))
+            shelves = dict(zip(senders, self._ask(senders, "shelved"), strict=True))
+            calls += [
+                Call(self.actors[r].actor.call.remote("unshelved", version, shelves[near[r]]), self.actors[r])
+                for r in ranks
+            ]
+        self.moved_bytes = self.bytes
+        if self.plan.max_lag:  # rollouts are busy with the experience after next
+            self._later += calls
+        else:
+            wait(calls, "publish", self.options.step_timeout_s)
+        if self.options.check_weights:
+            self._check_weights()
+
+    def _near(self, rank: int) -> Handle:
+        """The learner on the device of rollout process ``rank``, else the first."""
+        device = self.plan.group("rollout").ranks[rank][0]
+        ranks = self.plan.group("actor").ranks
+        return self.learners[next((i for i, devices in enumerate(ranks) if device in devices), 0)]
+
+    def _check_weights(self) -> None:
+        everyone = list(dict.fromkeys([*self.learners, *self.actors]))
+        sums = self._ask(everyone, "checksum")
+        for handle, found in zip(everyone, sums, strict=True):
+            if found != sums[0]:
+                raise PlacementError(
+                    f"weights: {handle} holds {found[1]} at version {found[0]}, {everyone[0]} holds {sums[0][1]} at "
+                    f"version {sums[0][0]} (cluster.check_weights); report this with the command"
+                )
+
+    def _ask(self, handles: list[Handle], method: str, *args: Any, **rest: Any) -> list[Any]:
+        calls = [Call(h.actor.call.remote(method, *args, **rest), h) for h in handles]
+        return [reply.result for reply in self._wait(calls, method)]
+
+    def _wait(self, calls: list[Call], phase: str) -> list[Any]:
+        """Replies; what was said goes to the log, seconds and memory are noted."""
+        replies = wait(calls, phase, self.options.step_timeout_s, beside=[*self._collecting, *self._later])
+        for call, reply in zip(calls, replies, strict=True):
+            for line in reply.said:
+                self.notice(line)
+            role = call.handle.name.partition(" ")[0]
+            self.peak_mb[role] = max(self.peak_mb.get(role, 0.0), reply.rss_mb)
+        return replies
+
+    # ---------------------------------------------------------------------------------------------------------- phases
+    def collect(self, horizon: int, *, update: int) -> tuple[Any, Metrics]:
+        """A handle on the experience. With lag its metrics come with ``update``, which waits for it."""
+        serving = self._serve(list(range(len(self.actors))))
+        refs = [h.actor.collect.options(num_returns=2).remote(horizon, update) for h in self.actors]
+        calls = [Call(told, h) for (_, told), h in zip(refs, self.actors, strict=True)]
+        experience = [data for data, _ in refs]
+        if self.plan.max_lag:
+            self._collecting += [*calls, *serving]
+            return (experience, calls, serving), {}
+        replies = self._wait([*calls, *serving], "collect")[: len(calls)]
+        return (experience, [], []), added([reply.result for reply in replies])
+
+    def update(self, experience: Any, *, update: int) -> Metrics:
+        data, waiting, serving = experience
+        metrics: Metrics = {}
+        if waiting:
+            metrics = added([reply.result for reply in self._wait([*waiting, *serving], "collect")[: len(waiting)]])
+            done = {call.ref for call in (*waiting, *serving)}
+            self._collecting = [call for call in self._collecting if call.ref not in done]
+        calls = list[Call]()
+        r, a = len(data), len(self.learners)
+        fused = self.plan.fused("rollout", "actor")
+        for i, h in enumerate(self.learners):
+            mine = [] if fused else [data[i * r // a]] if a >= r else data[i * r // a : (i + 1) * r // a]
+            piece = (i % (a // r), a // r) if a > r else (0, 1)
+            calls.append(Call(h.actor.update.remote(update, piece, *mine), h))
+        replies = self._wait(calls, "update")
+        self.steps += sum(reply.result[1] for reply in replies)
+        for tag, value in replies[0].result[0].items():
+            parts = [reply.result[0][tag] for reply in replies]
+            metrics[tag] = sum(parts[1:], value) if isinstance(value, Mean) else value
+        metrics |= {f"memory/{role}_peak_gb": mb / 1024 for role, mb in self.peak_mb.items()}
+        if self._later:
+            ready, _ = ray.wait([call.ref for call in self._later], num_returns=len(self._later), timeout=0)
+            done = [call for call in self._later if call.ref in ready]
+            wait(done, "publish", self.options.step_timeout_s)
+            self._later = [call for call in self._later if call.ref not in ready]
+        return metrics
+
+    def evaluate(self, update: int) -> Metrics:
+        first = self.actors[0]
+        calls = [Call(first.actor.call.remote("evaluate"), first), *self._serve([0])]
+        self.result = self._wait(calls, "evaluate")[0].result
+        metrics = self.result.metrics()
+        if self.saved is not None and self.saved_update == update:
+            checkpoint.set_score(self.saved, numbers(metrics)[self.score])
+        self.measured(self.result)
+        return metrics
+
+    def write(self, result: Any, source: checkpoint.Checkpoint, out: Path) -> dict[str, str | None]:
+        """The report, by the first rollout process."""
+        return self._ask([self.actors[0]], "write", result, str(source.path), str(out))[0]
+
+    def save(self, update: int) -> Path:
+        serving = self._serve(list(range(len(self.actors))))
+        states = [h.actor.state.remote() for h in self.actors]
+        rest = {
+            "config_text": self.config_text,
+            "info": {**self.info, self.unit: self.steps},
+            "keep_last": self.keep_last,
+        }
+        first = self.learners[0]
+        call = Call(first.actor.save.remote(str(self.checkpoints), update, rest, *states), first)
+        self.saved = Path(self._wait([call, *serving], "save")[0].result)
+        self.saved_update = update
+        return self.saved
+
+    def load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
+        """Continue where ``source`` was saved, bit for bit. Raises CheckpointError where it does not fit."""
+        everyone = list(dict.fromkeys([*self.actors, *self.learners]))
+        calls = [Call(h.actor.load.remote(str(source.path)), h) for h in everyone]
+        self._wait([*calls, *self._serve(list(range(len(self.actors))))], "load")
+        self.steps = int(source.manifest[self.unit])
+        self.publish(source.update)
+        self.saved, self.saved_update = source.path, source.update
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds by phase, of all processes together."""
+        found: dict[str, float] = {}
+        handles = [h for group in self.processes.values() for h in group]
+        for told in self._ask(handles, "cpu_s"):
+            for phase, seconds in told.items():
+                found[phase] = found.get(phase, 0.0) + seconds
+        return found
+
+    def close(self) -> None:
+        """End every process; what does not end by itself within a moment is killed."""
+        handles = [h for group in self.processes.values() for h in group]
+        refs = [h.actor.call.remote("close") for h in handles]
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=3.0)
+        for handle in handles:
+            ray.kill(handle.actor)
+        self.processes = {}
+        self.reservation.close()

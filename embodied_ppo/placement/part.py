@@ -1,0 +1,248 @@
+"""What one process of a placement holds, and what the driver asks of it. Knows neither Ray nor the mode."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embodied_ppo import checkpoint, tree
+from embodied_ppo.placement.local import Collector
+from embodied_ppo.placement.simulators import Desk, Server
+from embodied_ppo.placement.weights import Layout, Parcel, Shelf, moving, open_shelf
+from embodied_ppo.ranks import Ranks
+from embodied_ppo.types import CheckpointError, Learner, Metrics, Trajectory
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a process sits.
+
+    roles   it has                       ranks    role -> (which, of how many) processes of that role
+    stages  of one rollout process       desks    connections to the simulators of this rollout process, elsewhere
+    about   what simulators are like     learners who learns together
+            (``simulators.described``), for who has none
+    """
+
+    roles: tuple[str, ...]
+    ranks: Mapping[str, tuple[int, int]]
+    stages: int = 1
+    desks: Sequence[Desk] = ()
+    learners: Ranks = Ranks()  # noqa: RUF009  (has no state)
+    about: Mapping[str, Any] | None = None
+
+
+class Part:
+    """Some roles of a system. What is None another process has."""
+
+    def __init__(
+        self,
+        seat: Seat,
+        *,
+        policy: nn.Module | None = None,
+        rollout: Collector | None = None,
+        learner: Learner | None = None,
+        server: Server | None = None,
+        count: Callable[[Trajectory], int] = lambda experience: 0,
+        measure: Callable[[], Any] | None = None,
+        write: Callable[[Any, checkpoint.Checkpoint, Path], dict[str, str | None]] | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.seat, self.policy, self.rollout, self.learner, self.server = seat, policy, rollout, learner, server
+        self.count, self.measure, self._write, self.about = count, measure, write, about
+        self.version = 0
+        self.kept: dict[int, Trajectory] = {}
+        """Experience of an update that the learner of this process will ask for."""
+        self.parcel: Parcel | None = None
+        self.shelf: Shelf | None = None
+        self.opened: Tensor | None = None
+
+    # ------------------------------------------------------------------------------------------------------- phases
+    def collect(self, horizon: int, update: int) -> tuple[Any, Metrics]:
+        """Experience and its metrics; None where it stays here."""
+        assert self.rollout is not None
+        trajectory, metrics = self.rollout.collect(horizon, update=update, version=self.version)
+        self.hang_up()
+        if "actor" in self.seat.roles:
+            self.kept[update] = trajectory
+            return None, metrics
+        return tree.map(lambda x: x.cpu().numpy(), trajectory), metrics
+
+    def update(self, update: int, experience: Sequence[Any], piece: tuple[int, int]) -> tuple[Metrics, int]:
+        """Learn from experience, or of this process's own; ``piece`` (i, n): the i-th of n equal parts of its columns.
+
+        Metrics, and how much was learned from.
+        """
+        assert self.learner is not None
+        if update in self.kept:
+            trajectory = self.kept.pop(update)
+        else:
+            where = next(self._parameters()).device
+            parts = [tree.map(lambda x: torch.from_numpy(x).to(where, copy=True), e) for e in experience]
+            trajectory = tree.map(lambda *xs: torch.cat(xs, dim=1), parts[0], *parts[1:]) if parts[1:] else parts[0]
+            i, n = piece
+            if n > 1:
+                trajectory = tree.map(lambda x: x.chunk(n, dim=1)[i].contiguous(), trajectory)
+        lag = self.version - trajectory.version.double().mean().item()
+        metrics = self.learner.update(trajectory, update=update) | {"rollout/version_lag": lag}
+        return metrics, self.count(trajectory)
+
+    def serve(self, callers: int) -> None:
+        """Simulate for others until so many are done."""
+        assert self.server is not None
+        self.server.serve(callers)
+
+    def evaluate(self) -> Any:
+        """Measure the policy."""
+        assert self.measure is not None
+        try:
+            return self.measure()
+        finally:
+            self.hang_up()
+
+    def write(self, result: Any, saved: str, out: str) -> dict[str, str | None]:
+        """The report of an evaluation."""
+        assert self._write is not None
+        return self._write(result, checkpoint.open_checkpoint(saved), Path(out))
+
+    def hang_up(self) -> None:
+        """Nothing more is asked of simulators elsewhere for now."""
+        for desk in self.seat.desks:
+            desk.done()
+
+    def _parameters(self) -> Any:
+        assert self.policy is not None
+        return self.policy.parameters()
+
+    # ------------------------------------------------------------------------------------------------------ weights
+    def layout(self, *, everything: bool) -> Layout:
+        """Of what travels."""
+        assert self.policy is not None
+        return Layout.of(moving(self.policy, everything=everything))
+
+    def agree(self, layout: Layout, who: str, *, everything: bool) -> int:
+        """Send (or receive) tensors of this layout from now on; bytes. Raises PlacementError where mine differ."""
+        assert self.policy is not None
+        tensors = moving(self.policy, everything=everything)
+        Layout.of(tensors).check(layout, who)
+        self.parcel, self.shelf, self.opened = Parcel(tensors, layout), None, None
+        return layout.total
+
+    def shared(self, version: int) -> None:
+        """The learner is in this process: only the version moves."""
+        self.version = version
+
+    def packed(self) -> Any:
+        """The tensors' bytes, as an object for others."""
+        assert self.parcel is not None
+        return self.parcel.pack().cpu().numpy()
+
+    def unpacked(self, version: int, data: Any) -> None:
+        """What ``packed`` gave."""
+        assert self.parcel is not None
+        self.parcel.unpack(torch.from_numpy(data.copy()))
+        self.version = version
+
+    def shelved(self) -> Any:
+        """Put the tensors where others on this device can read them: what they open it with."""
+        assert self.parcel is not None
+        if self.shelf is None:
+            self.shelf = Shelf(self.parcel.layout.total, next(self._parameters()).device)
+        self.parcel.pack(self.shelf.flat)
+        return self.shelf.handle()
+
+    def unshelved(self, version: int, handle: Any) -> None:
+        """Read what ``shelved`` put there."""
+        assert self.parcel is not None
+        if self.opened is None:
+            self.opened = open_shelf(handle, next(self._parameters()).device)
+        self.parcel.unpack(self.opened)
+        self.version = version
+
+    def broadcast(self, version: int, group: Any) -> None:
+        """Send to, or receive from, the first rank of a process group."""
+        assert self.parcel is not None
+        flat = self.parcel.pack()
+        group.broadcast(flat, 0).wait()
+        if group.rank():
+            self.parcel.unpack(flat)
+        self.version = version
+
+    def checksum(self) -> tuple[int, str]:
+        """The version here, and a sum over what travelled."""
+        assert self.policy is not None
+        return self.version, Parcel(moving(self.policy, everything=True)).checksum()
+
+    def begin_alike(self) -> None:
+        """All that learn together take the first one's weights."""
+        assert self.policy is not None
+        ranks = self.seat.learners
+        if ranks.world > 1:
+            with torch.no_grad():
+                for x in moving(self.policy, everything=True).values():
+                    x.copy_(ranks.gather(x)[0])
+
+    # --------------------------------------------------------------------------------------------------- checkpoint
+    def state(self) -> bytes:
+        """Where the rollout stands, as torch.save writes it."""
+        assert self.rollout is not None
+        buffer = io.BytesIO()
+        torch.save(self.rollout.state(), buffer)
+        self.hang_up()
+        return buffer.getvalue()
+
+    def save(self, folder: str, update: int, rollouts: Sequence[bytes], **rest: Any) -> str:
+        """Write a checkpoint; ``rollouts``: everyone's ``state``."""
+        assert self.policy is not None and self.learner is not None
+        states = [torch.load(io.BytesIO(data), weights_only=True) for data in rollouts]
+        rollout = states[0] if len(states) == 1 else {"processes": states}
+        training = {"learner": self.learner.state(), "rollout": rollout}
+        policy = self.policy.state_dict()
+        return str(checkpoint.save(Path(folder), update=update, policy=policy, training=training, **rest))
+
+    def load(self, path: str, notice: Callable[[str], None]) -> None:
+        """Continue where a checkpoint was saved. Raises CheckpointError where it does not fit."""
+        source = checkpoint.open_checkpoint(path)
+        training = source.training()
+        try:
+            if self.policy is not None:
+                checkpoint.load_weights(self.policy, source.policy(), source.path / checkpoint.POLICY)
+            if self.learner is not None:
+                self.learner.load_state(training["learner"])
+            if self.rollout is not None:
+                rank, world = self.seat.ranks["rollout"]
+                states = training["rollout"].get("processes", [training["rollout"]])
+                if len(states) == world:
+                    self.rollout.load_state(states[rank], notice=notice)
+                else:
+                    notice(
+                        f"resume: {len(states)} processes simulated before, now {world} do; their episodes begin anew"
+                    )
+        except (KeyError, RuntimeError, ValueError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{source.path / checkpoint.TRAINING}: does not fit this run ({str(error).splitlines()[0]}); "
+                "resume with the options and the placement it was trained with"
+            ) from error
+        self.version = source.update
+        self.hang_up()
+
+    # --------------------------------------------------------------------------------------------------------- rest
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds by phase; of the whole process where it only simulates."""
+        if self.server is not None:
+            return {"simulate": time.process_time()}
+        rollout = {} if self.rollout is None else self.rollout.cpu_s
+        return dict(rollout) | ({} if self.learner is None else dict(self.learner.cpu_s))
+
+    def close(self) -> None:
+        for part in (self.rollout, self.learner, self.server):
+            if part is not None:
+                part.close()

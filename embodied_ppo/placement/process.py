@@ -1,0 +1,295 @@
+"""One process of a placement as a Ray actor, and how the driver waits for several: first error wins, none is silent."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
+
+from embodied_ppo.errors import one_line
+from embodied_ppo.log import peak_rss_mb
+from embodied_ppo.placement.lines import Exchange, dial
+from embodied_ppo.placement.part import Part, Seat
+from embodied_ppo.placement.simulators import Desk
+from embodied_ppo.ranks import Ranks, Together
+from embodied_ppo.types import CheckpointError, ConfigError, EnvError, PlacementError, TrainingError
+
+Make: TypeAlias = "Callable[[Seat, Exchange | None, Callable[[str], None]], tuple[Part, Mapping[str, Any]]]"
+"""Builds what a process holds, and facts for the summary; it is given someone to talk to."""
+LOOK_EVERY_S = 10.0
+"""Between looks at whether processes that are waited for are alive."""
+REASONS = (ConfigError, EnvError, PlacementError, CheckpointError, TrainingError)
+"""Errors that say all there is to say; of others the traceback matters."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """result   of what was asked            said   lines for the log
+    seconds  it took                      rss_mb  the process's peak so far
+    """
+
+    result: Any
+    said: list[str]
+    seconds: float
+    rss_mb: float
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How a process finds the others.
+
+    desks    (address, name) of simulators elsewhere
+    learners (store's address, rank, world); None: it does not learn
+    secret   that simulators want to hear
+    about    what simulators are like, for who has none
+    """
+
+    roles: tuple[str, ...]
+    ranks: Mapping[str, tuple[int, int]]
+    stages: int
+    desks: Sequence[tuple[tuple[str, int], str]]
+    learners: tuple[tuple[str, int], int, int] | None
+    secret: str
+    about: Mapping[str, Any] | None
+    patience_s: float
+
+
+class Process:
+    """Holds a ``Part``. Calls are answered one after the other; ``stacks`` at any time."""
+
+    def __init__(self, name: str, environment: Mapping[str, str], threads: int) -> None:
+        os.environ.update(environment)
+        self.name, self.said = name, list[str]()
+        if threads:
+            torch.set_num_threads(threads)
+        self.exchange: Exchange | None = None
+        self.part: Part | None = None
+        self.store: Any = None
+        self.groups: dict[str, Any] = {}
+
+    def open(self, host: str | None, secret: str, patience_s: float, *, serves: bool, meets: bool) -> dict[str, Any]:
+        """Addresses of this process: where it serves simulators, and where learners meet. ``host``: None, its own."""
+        own = host or ray.util.get_node_ip_address()
+        told: dict[str, Any] = {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+        if serves:
+            self.exchange = Exchange(own, secret, patience_s)
+            told["exchange"] = self.exchange.address
+        if meets:
+            self.store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
+            told["store"] = (own, self.store.port)
+        return told
+
+    def build(self, make: Make, w: Wiring) -> Reply:
+        """Connect and build: facts for the summary, and what simulators are like (None: they are elsewhere)."""
+        desks = [
+            Desk(dial(address, w.secret, self.name, peer=peer, patience_s=w.patience_s)) for address, peer in w.desks
+        ]
+        learners = Ranks()
+        if w.learners is not None and w.learners[2] > 1:
+            address, rank, world = w.learners
+            learners = Together(self._group("learners", address, rank, world, w.patience_s))
+        seat = Seat(w.roles, w.ranks, stages=w.stages, desks=desks, learners=learners, about=w.about)
+
+        def built() -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+            self.part, facts = make(seat, self.exchange, self.said.append)
+            self.part.hang_up()
+            return facts, self.part.about
+
+        return self._timed(built)
+
+    def join(self, name: str, address: tuple[str, int], rank: int, world: int, patience_s: float) -> None:
+        """Meet others in a process group."""
+        self._group(name, address, rank, world, patience_s)
+
+    def _group(self, name: str, address: tuple[str, int], rank: int, world: int, patience_s: float) -> Any:
+        if self.store is None or (self.store.host, self.store.port) != tuple(address):
+            self.store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=patience_s))
+        store, wait = PrefixStore(name, self.store), timedelta(seconds=patience_s)
+        if name == "learners":  # the default group: fully_shard looks for it
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
+            self.groups[name] = dist.group.WORLD
+        elif torch.cuda.is_available():
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = wait
+            self.groups[name] = dist.ProcessGroupNCCL(store, rank, world, nccl)
+        else:
+            self.groups[name] = dist.ProcessGroupGloo(store, rank, world, wait)
+        return self.groups[name]
+
+    def call(self, method: str, *args: Any, **options: Any) -> Reply:
+        """A method of the part."""
+        return self._timed(lambda: getattr(self.part, method)(*args, **options))
+
+    def collect(self, horizon: int, update: int) -> tuple[Any, Reply]:
+        """Experience, for whoever is handed the reference, and its metrics for the driver."""
+        assert self.part is not None
+        reply = self._timed(lambda: self._part().collect(horizon, update))
+        experience, metrics = reply.result
+        return experience, Reply(metrics, reply.said, reply.seconds, reply.rss_mb)
+
+    def update(self, update: int, piece: tuple[int, int], *experience: Any) -> Reply:
+        """Learn from experience of other processes, or of this one's."""
+        return self._timed(lambda: self._part().update(update, experience, piece))
+
+    def packed(self) -> Any:
+        """Weights, for whoever is handed the reference."""
+        return self._part().packed()
+
+    def broadcast(self, version: int) -> Reply:
+        return self._timed(lambda: self._part().broadcast(version, self.groups["weights"]))
+
+    def state(self) -> Any:
+        """Where the rollout stands, for whoever is handed the reference."""
+        return self._part().state()
+
+    def save(self, folder: str, update: int, rest: Mapping[str, Any], *rollouts: bytes) -> Reply:
+        return self._timed(lambda: self._part().save(folder, update, rollouts, **rest))
+
+    def load(self, path: str) -> Reply:
+        return self._timed(lambda: self._part().load(path, self.said.append))
+
+    def _part(self) -> Part:
+        assert self.part is not None
+        return self.part
+
+    def _timed(self, call: Callable[[], Any]) -> Reply:
+        start = time.perf_counter()
+        result = call()
+        said, self.said[:] = list(self.said), []
+        return Reply(result, said, time.perf_counter() - start, peak_rss_mb())
+
+    @ray.method(concurrency_group="control")
+    def stacks(self) -> str:
+        """What every thread of ours is doing."""
+        told = []
+        names = {t.ident: t.name for t in threading.enumerate()}
+        for number, frame in sys._current_frames().items():
+            if number != threading.get_ident():
+                lines = "".join(traceback.format_stack(frame)[-6:])
+                if "embodied" in lines:
+                    told.append(f"thread {names.get(number, number)}:\n{lines}")
+        return "\n".join(told)
+
+
+Actor: Any = vars(ray)["remote"](concurrency_groups={"control": 1})(Process)
+"""``Process`` as Ray starts it."""
+
+
+# -------------------------------------------------------------------------------------------------------------- driver
+@dataclass(frozen=True)
+class Handle:
+    """A process as the driver knows it."""
+
+    actor: Any
+    name: str
+    pid: int = 0
+    node: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid}, node {self.node[:8]})"
+
+
+@dataclass(frozen=True)
+class Call:
+    """Something that a process was asked: its answer will be behind ``ref``."""
+
+    ref: Any
+    handle: Handle
+
+
+def wait(calls: Sequence[Call], phase: str, deadline_s: float, *, beside: Sequence[Call] = ()) -> list[Any]:
+    """Every call's answer, in order; errors of those ``beside`` count too, though nobody waits for them to end.
+
+    Raises the first error, with role, rank, node and phase, or TrainingError after ``deadline_s`` with the stacks of
+    those that did not answer.
+    """
+    owner = {call.ref: call.handle for call in (*beside, *calls)}
+    wanted, found = {call.ref for call in calls}, dict[Any, Any]()
+    pending, start = list(owner), time.monotonic()
+    while wanted - found.keys():
+        left = deadline_s - (time.monotonic() - start)
+        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, min(LOOK_EVERY_S, left)))
+        for ref in ready:
+            try:
+                found[ref] = ray.get(ref)
+            except RayError as error:
+                raise _blame(error, owner[ref], pending, owner, phase) from None
+        if left <= 0 and not ready:
+            raise _late([owner[ref] for ref in pending if ref in wanted], phase, deadline_s)
+    return [found[call.ref] for call in calls]
+
+
+def _blame(
+    error: RayError, handle: Handle, pending: Sequence[Any], owner: Mapping[Any, Handle], phase: str
+) -> Exception:
+    """The error to raise. A process that merely lost another is not the cause: the others are asked for a moment."""
+    until = time.monotonic() + 2.0
+    found = [(error, handle)]
+    pending = list(pending)
+    while pending and _follows(found[-1][0]) and time.monotonic() < until:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=0.2)
+        for ref in ready:
+            try:
+                ray.get(ref)
+            except RayError as other:
+                found.append((other, owner[ref]))
+    error, handle = next((pair for pair in found if not _follows(pair[0])), found[0])
+    return _translated(error, handle, phase)
+
+
+def _follows(error: RayError) -> bool:
+    """Whether it only says that another process is gone."""
+    text = str(error)
+    return isinstance(error, RayTaskError) and ("the process is gone" in text or "Connection closed by peer" in text)
+
+
+def _translated(error: RayError, handle: Handle, phase: str) -> Exception:
+    if isinstance(error, RayTaskError):
+        cause: Any = error.cause
+        if isinstance(cause, REASONS):
+            text = str(cause)
+            return type(cause)(text if phase == "build" else f"{handle}, {phase}: {text}")
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return TrainingError(f"{handle}, {phase}: {one_line(cause, kind=True)}\n" + "\n".join(lines[-15:]))
+    if isinstance(error, RayActorError):
+        return TrainingError(f"process lost: {handle}, {phase}: {_reason(error)}")
+    return TrainingError(f"{handle}, {phase}: {one_line(error, kind=True)[:400]}")
+
+
+def _reason(error: RayActorError) -> str:
+    """The line of Ray's message that says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [x for x in lines if any(word in x.lower() for word in ("cause", "exit", "killed", "died", "terminated"))]
+    return one_line(Exception(" ".join(dict.fromkeys(told[-2:] or lines[-1:]))))[:400]
+
+
+def _late(handles: Sequence[Handle], phase: str, deadline_s: float) -> TrainingError:
+    names = ", ".join(map(str, handles))
+    told = [f"no answer for {deadline_s:g} s (cluster.step_timeout_s): {names}, {phase}"]
+    asked = [(h, h.actor.stacks.remote()) for h in handles]
+    for handle, ref in asked:
+        try:
+            told.append(f"--- {handle}\n{ray.get(ref, timeout=5.0)}")
+        except (GetTimeoutError, RayError):
+            told.append(f"--- {handle}: does not even tell what it is doing (stopped, or the machine is overloaded)")
+    return TrainingError("\n".join(told))
+
+
+def local_address() -> str:
+    """Where processes of one machine listen: nobody else can knock."""
+    return socket.gethostbyname("localhost")

@@ -1,0 +1,144 @@
+"""The same run through every placement, over real Ray: equal losses bit for bit, weights where they belong, resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import toys
+
+from embodied_ppo import build, checkpoint
+from embodied_ppo.types import ConfigError, EnvError, PlacementError
+
+SMALL: dict[str, Any] = {
+    "env.id": "CartPole-v1",
+    "env.num_envs": 8,
+    "algorithm.horizon": 16,
+    "algorithm.global_batch_size": 32,
+    "algorithm.update_epoch": 2,
+    "evaluation.episodes": 4,
+    "evaluation.video_episodes": 0,
+    "updates": 4,
+    "save_every": 2,
+    "compile": "never",
+    "threads": 1,
+}
+MEASURED = ("time/", "speed/", "memory/", "weights/")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """Ray with eight slots, for all tests of this file."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run measured of learning."""
+    told = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{tag: x for tag, x in row.items() if not tag.startswith(MEASURED)} for row in told]
+
+
+def train(run_dir: Path, **options: Any) -> list[dict[str, Any]]:
+    given = {name.replace("__", "."): value for name, value in options.items()}
+    build.train(toys.config({**SMALL, "run_dir": str(run_dir), **given}), quiet=True)
+    return rows(run_dir)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("local") / "run"
+    train(run_dir)
+    return run_dir
+
+
+ALIKE: dict[str, dict[str, Any]] = {
+    "fused": {"placement": "fused", "cluster__devices_per_node": 1},
+    "colocated": {"placement": "colocated", "cluster__devices_per_node": 1, "cluster__check_weights": True},
+    "disaggregated": {"placement": "disaggregated", "cluster__devices_per_node": 2, "cluster__check_weights": True},
+    "hybrid": {"placement": "hybrid", "cluster__devices_per_node": 2},
+    "apart": {"cluster__component_placement": {"env": "0-1", "rollout": 2, "actor": 3}, "cluster__devices_per_node": 4},
+    "store": {"placement": "disaggregated", "cluster__devices_per_node": 2, "cluster__weights": "store"},
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_process_for_each_role_trains_as_one_process_does(name: str, local: Path, tmp_path: Path) -> None:
+    found, expected = train(tmp_path / "run", **ALIKE[name]), rows(local)
+    assert len(found) == len(expected) == 5
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == theirs
+    one, other = (checkpoint.open_checkpoint(d / "checkpoints" / "step_000004") for d in (local, tmp_path / "run"))
+    assert all(torch.equal(x, other.policy()[name]) for name, x in one.policy().items())
+
+
+TWICE: dict[str, dict[str, Any]] = {
+    "fused": {"placement": "fused", "cluster__devices_per_node": 2},
+    "colocated": {"placement": "colocated", "cluster__devices_per_node": 2, "cluster__check_weights": True},
+    "disaggregated": {"placement": "disaggregated", "cluster__devices_per_node": 4},
+    "hybrid": {"placement": "hybrid", "cluster__devices_per_node": 4},
+}
+
+
+def test_two_processes_for_each_role_train_alike_wherever_they_are(local: Path, tmp_path: Path) -> None:
+    found = {name: train(tmp_path / name, **options) for name, options in TWICE.items()}
+    for name, told in found.items():
+        assert told == found["fused"], name
+    alone = rows(local)
+    assert found["fused"][1]["rollout/return"] == alone[1]["rollout/return"]  # the same noise, whoever acts
+    for tag in ("value/explained_variance", "advantage/std", "rollout/episodes"):
+        assert found["fused"][1][tag] == pytest.approx(alone[1][tag], rel=1e-5), tag
+    assert found["fused"][1]["value/loss"] != alone[1]["value/loss"]  # other minibatches
+
+
+def test_a_run_resumes_bit_for_bit_and_in_another_placement(tmp_path: Path) -> None:
+    options = TWICE["hybrid"]
+    whole = train(tmp_path / "whole", **options)
+    train(tmp_path / "half", **options, updates=2)
+    resumed = train(tmp_path / "half", **options, resume=str(tmp_path / "half"))
+    for ours, theirs in zip(resumed, whole, strict=True):  # its first part was evaluated, too
+        assert {t: x for t, x in ours.items() if t in theirs} == theirs
+    train(tmp_path / "half", placement="fused", cluster__devices_per_node=1, updates=5, resume=str(tmp_path / "half"))
+    log = (tmp_path / "half" / "log.txt").read_text()
+    assert "resume: 2 processes simulated before, now 1 do; their episodes begin anew" in log
+
+
+def test_rollouts_run_ahead_where_they_may(tmp_path: Path) -> None:
+    told = train(tmp_path / "run", placement="disaggregated", cluster__devices_per_node=2, cluster__max_lag=1)
+    assert [row["rollout/version_lag"] for row in told if "rollout/version_lag" in row] == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_what_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
+    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (PlacementError, "needs device 3", {"cluster__component_placement": {"env,rollout,actor": "0-3"}}),
+        (EnvError, "CartPole-v7", {"placement": "fused", "env__id": "CartPole-v7"}),
+        (
+            PlacementError,
+            "cannot be dealt out",
+            {"placement": "fused", "env__num_envs": 6, "algorithm__global_batch_size": 32, "cluster__stages": 4},
+        ),
+        (ConfigError, "action_chunk", {"placement": "hybrid", "env__action_chunk": 3}),
+    ]
+    for kind, words, options in cases:
+        with pytest.raises((kind, EnvError), match=words):
+            train(tmp_path / "run", cluster__devices_per_node=2, **options)
+        assert not (tmp_path / "run").exists()
+    until = time.monotonic() + 20
+    while (free := ray.available_resources().get("CPU")) != 8.0 and time.monotonic() < until:
+        time.sleep(0.2)
+    assert free == 8.0
+
+
+def test_devices_that_are_not_there_are_said_within_the_deadline(tmp_path: Path) -> None:
+    with pytest.raises(PlacementError, match=r"needs 1 nodes with 64 CPUs, and the Ray cluster has 1 \(8 CPUs\)"):
+        train(tmp_path / "run", placement="fused", cluster__devices_per_node=64, env__num_envs=64,
+              algorithm__global_batch_size=64)  # fmt: skip

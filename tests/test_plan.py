@@ -1,0 +1,204 @@
+"""Plans of placements: the grammar, every refusal's text, presets on 1 to 16 devices. Nothing is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from embodied_ppo.errors import PlacementError
+from embodied_ppo.placement.plan import PRESETS, ROLES, Group, Hardware, Plan, check_numbers, plan, ranges, told
+
+EIGHT = Hardware((8,), "cuda")
+TWO_NODES = Hardware((4, 4), "cuda", {"sim": (0,), "train": (1,)})
+C = "cluster.component_placement"
+
+
+def shape(p: Plan) -> dict[str, list[tuple[int, ...]]]:
+    return {g.name: list(g.ranks) for g in p.groups}
+
+
+def one_each(*devices: int) -> list[tuple[int, ...]]:
+    return [(d,) for d in devices]
+
+
+GOOD: list[tuple[Any, Hardware, dict[str, list[tuple[int, ...]]]]] = [
+    ({"env,rollout,actor": "0-3"}, EIGHT, {"env,rollout,actor": one_each(0, 1, 2, 3)}),
+    ({"env,rollout,actor": "all"}, EIGHT, {"env,rollout,actor": one_each(*range(8))}),
+    ({"env, rollout": 2, "actor": [5, "0-1"]}, EIGHT, {"env,rollout": one_each(2), "actor": one_each(0, 1, 5)}),
+    ({"env": "first half", "rollout,actor": "second half"}, EIGHT,
+     {"env": one_each(0, 1, 2, 3), "rollout,actor": one_each(4, 5, 6, 7)}),
+    ({"env": {"devices": 0, "processes": 3}, "rollout,actor": 1}, EIGHT,
+     {"env": [(0,), (0,), (0,)], "rollout,actor": one_each(1)}),
+    ({"env": {"devices": "0-1", "processes": 4}, "rollout,actor": "2-3"}, EIGHT,
+     {"env": [(0,), (0,), (1,), (1,)], "rollout,actor": one_each(2, 3)}),
+    ({"env": {"devices": "0-3", "processes": 2}, "rollout,actor": "4-5"}, EIGHT,
+     {"env": [(0, 1), (2, 3)], "rollout,actor": one_each(4, 5)}),
+    ({"env": {"node": "sim"}, "rollout,actor": {"devices": "0-1", "node": "train"}}, TWO_NODES,
+     {"env": one_each(0, 1, 2, 3), "rollout,actor": one_each(4, 5)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("placement", "hardware", "expected"), GOOD)
+def test_text_becomes_a_plan(placement: Any, hardware: Hardware, expected: Any) -> None:
+    assert shape(plan(placement, hardware)) == expected
+
+
+BAD: list[tuple[Any, Hardware, str]] = [
+    ({"env,rollout,leaner": 0}, EIGHT,
+     C + " = {env,rollout,leaner: 0}: leaner is no role of mode=embodied; roles: env, rollout, actor"),
+    ({"env,rolout,actor": 0}, EIGHT,
+     C + " = {env,rolout,actor: 0}: rolout is no role of mode=embodied; did you mean rollout? "
+     "roles: env, rollout, actor"),
+    ({"env,rollout,actor,critic": 0}, EIGHT,
+     C + " = {env,rollout,actor,critic: 0}: critic is no role of mode=embodied (it is part of the actor); "
+     "roles: env, rollout, actor"),
+    ({"env,,actor": 0}, EIGHT, C + " = {env,,actor: 0}: '' is no role of mode=embodied; roles: env, rollout, actor"),
+    ({"env,rollout": 0}, EIGHT, C + " = {env,rollout: 0}: no device for actor; join it to an entry, as "
+     "'env,rollout,actor', or give it its own"),
+    ({}, EIGHT, C + " = {}: no device for env; join it to an entry, as 'env', or give it its own"),
+    ({"env,rollout,actor": 0, "actor": 1}, EIGHT,
+     C + " = {env,rollout,actor: 0, actor: 1}: actor is placed twice; name it once"),
+    ({"env,env,rollout,actor": 0}, EIGHT, C + " = {env,env,rollout,actor: 0}: env is placed twice; name it once"),
+    ({"env,rollout,actor": "0-9"}, EIGHT,
+     C + " = {env,rollout,actor: 0-9}: 0-9 needs device 9, but there are 8 (0-7); write 0-7, or say what there is in "
+     "cluster.num_nodes and cluster.devices_per_node"),
+    ({"env,rollout,actor": 8}, EIGHT,
+     C + " = {env,rollout,actor: 8}: 8 needs device 8, but there are 8 (0-7); write 0, or say what there is in "
+     "cluster.num_nodes and cluster.devices_per_node"),
+    ({"env,rollout,actor": "0-1"}, Hardware(),
+     C + " = {env,rollout,actor: 0-1}: 0-1 needs device 1, but there is 1 (0); write 0, or say what there is in "
+     "cluster.num_nodes and cluster.devices_per_node"),
+    ({"env,rollout,actor": "3-0"}, EIGHT, C + " = {env,rollout,actor: 3-0}: 3-0 runs backwards; write 0-3"),
+    ({"env,rollout,actor": ["0-3", 2]}, EIGHT,
+     C + " = {env,rollout,actor: [0-3, 2]}: device 2 is listed twice; list it once"),
+    ({"env,rollout,actor": []}, EIGHT,
+     C + " = {env,rollout,actor: []}: names no device; write all, a number or a range as 0-3"),
+    *(({"env,rollout,actor": value}, EIGHT,
+       f"{C} = {{env,rollout,actor: {text}}}: {text} is no device; write all, a number, a range as 0-3, 'first half', "
+       "'second half', or a list of these")
+      for value, text in (("0:3", "0:3"), (90.5, "90.5"), (True, "true"), ("-1", "-1"), ("0-3-5", "0-3-5"), (None, "null"))),
+    ({"env,rollout,actor": {"devices": "0-3", "proceses": 2}}, EIGHT,
+     C + " = {env,rollout,actor: {devices: 0-3, proceses: 2}}: proceses is not known; did you mean processes? "
+     "devices, processes, node"),
+    ({"env,rollout,actor": {"devices": "0-2", "processes": 2}}, EIGHT,
+     C + " = {env,rollout,actor: {devices: 0-2, processes: 2}}: 2 processes do not divide evenly over 3 devices; "
+     "write processes: 1"),
+    ({"env,rollout,actor": {"devices": "0-2", "processes": 0}}, EIGHT,
+     C + " = {env,rollout,actor: {devices: 0-2, processes: 0}}: processes = 0 must be a number >= 1; leave it out: 3"),
+    ({"env,rollout,actor": {"node": "simm"}}, TWO_NODES,
+     C + " = {env,rollout,actor: {node: simm}}: no node bears the label simm; did you mean sim? labels: sim, train "
+     "(cluster.node_groups)"),
+    ({"env,rollout,actor": {"devices": "all", "processes": 1}}, TWO_NODES,
+     C + " = {env,rollout,actor: {devices: all, processes: 1}}: a process would have devices "
+     "[0, 1, 2, 3, 4, 5, 6, 7] of two nodes; write processes: 8"),
+    ({"env": "first half", "rollout,actor": "second half"}, Hardware(),
+     C + " = {env: first half}: there is 1 device, which has no halves; write all"),
+    ("hybrid", Hardware(), "placement = hybrid: needs 2 devices, and there is 1; use fused or colocated, or say what "
+     "there is in cluster.devices_per_node"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("placement", "hardware", "text"), BAD)
+def test_refusals_name_path_value_limit_and_cure(placement: Any, hardware: Hardware, text: str) -> None:
+    with pytest.raises(PlacementError) as caught:
+        plan(placement, hardware)
+    assert str(caught.value) == text
+
+
+def test_presets_of_simulators_are_refused_for_language_models() -> None:
+    for name in ("hybrid", "pipelined"):
+        with pytest.raises(PlacementError, match="mode=reasoning has none; use fused, colocated or disaggregated"):
+            plan(name, EIGHT, mode="reasoning")
+
+
+@pytest.mark.parametrize("mode", ROLES)
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("devices", [1, 2, 4, 8, 16])
+def test_presets_on_any_number_of_devices(name: str, devices: int, mode: str) -> None:
+    hardware = Hardware((devices,) if devices <= 8 else (8, devices - 8), "cuda")
+    if mode == "reasoning" and name in ("hybrid", "pipelined"):
+        return
+    if devices == 1 and name in ("disaggregated", "hybrid", "pipelined"):
+        with pytest.raises(PlacementError, match="needs 2 devices"):
+            plan(name, hardware, mode=mode)
+        return
+    p = plan(name, hardware, mode=mode)
+    assert sorted(role for g in p.groups for role in g.roles) == sorted(ROLES[mode])
+    used = {d for g in p.groups for d in g.devices}
+    assert used == set(range(devices))  # nothing idles
+    turns = {g.name: {other.name for other in p.sharing(g)} for g in p.groups}
+    if name == "fused":
+        assert len(p.groups) == 1 and p.processes("actor") == devices
+        assert {p.weights_path(rank) for rank in range(devices)} == {"share"}
+    if name == "colocated":
+        assert all(len(others) == len(p.groups) - 1 for others in turns.values())
+        assert {p.weights_path(rank) for rank in range(devices)} == {"ipc"}
+    if name in ("disaggregated", "hybrid"):
+        assert not any(turns.values()) and p.processes("rollout") == devices // 2
+    if name == "pipelined":
+        assert turns == {"env": {"actor"}, "rollout": {"actor"}, "actor": {"env", "rollout"}}
+        assert p.weights_path(0) == "ipc"
+    if mode == "embodied":
+        check_numbers(p, num_envs=64, group_size=1, global_batch_size=1024)
+
+
+def test_roles_that_a_run_lacks_are_left_out_of_presets_and_refused_elsewhere() -> None:
+    p = plan("colocated", EIGHT, mode="reasoning", without=("critic", "reference"))
+    assert [g.name for g in p.groups] == ["rollout,reward", "actor"]
+    with pytest.raises(PlacementError, match="this run has no critic; leave it out"):
+        plan({"rollout,actor,reward,critic": "all"}, EIGHT, mode="reasoning", without=("critic", "reference"))
+
+
+def test_running_ahead_needs_devices_of_its_own() -> None:
+    assert plan("disaggregated", EIGHT, max_lag=2).max_lag == 2
+    for name, role in (("fused", "env"), ("colocated", "env"), ("hybrid", "rollout"), ("pipelined", "env")):
+        with pytest.raises(PlacementError) as caught:
+            plan(name, EIGHT, max_lag=1)
+        device = 4 if name == "hybrid" else 0
+        assert str(caught.value) == (
+            f"cluster.max_lag = 1: {role} and actor share device {device}, so they cannot run at once; write "
+            "cluster.max_lag=0, or give actor its own devices (placement=disaggregated)"
+        )
+
+
+NUMBERS: list[tuple[Any, dict[str, int], str]] = [
+    ({"env": "0-2", "rollout,actor": "3-4"}, {}, f"{C}: 3 processes of env and 2 of rollout: one must divide the other; "
+     "write processes: 2 for env"),
+    ({"env,rollout": "0-3", "actor": "4-6"}, {}, f"{C}: 4 processes of rollout and 3 of actor: one must divide the "
+     "other; write processes: 3 for rollout"),
+    ("fused", {"num_envs": 20}, "env.num_envs = 20: cannot be dealt out evenly over 8 processes x cluster.stages = 1; "
+     "write env.num_envs=16"),
+    ("fused", {"num_envs": 8, "group_size": 4}, "env.num_envs = 8: cannot be dealt out evenly over 8 processes x "
+     "cluster.stages = 1 x algorithm.group_size = 4; write env.num_envs=32"),
+    ("fused", {"global_batch_size": 100}, "algorithm.global_batch_size = 100: cannot be dealt out evenly over 8 "
+     "processes of actor; write algorithm.global_batch_size=96"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("placement", "numbers", "text"), NUMBERS)
+def test_environments_and_samples_are_dealt_out_evenly(placement: Any, numbers: dict[str, int], text: str) -> None:
+    with pytest.raises(PlacementError) as caught:
+        check_numbers(plan(placement, EIGHT), **{"num_envs": 64, "group_size": 1, "global_batch_size": 1024, **numbers})
+    assert str(caught.value) == text
+
+
+def test_a_plan_is_told_as_a_table() -> None:
+    p = plan({"env": {"node": "sim", "devices": "0-1"}, "rollout": "4-5", "actor": "4-7"}, TWO_NODES)
+    assert told(p) == [
+        "device  node  env     rollout  actor",
+        "cuda 0  0     rank 0  -        -",
+        "cuda 1  0     rank 1  -        -",
+        "cuda 2  0     -       -        -",
+        "cuda 3  0     -       -        -",
+        "cuda 4  1     -       rank 0   rank 0",
+        "cuda 5  1     -       rank 1   rank 1",
+        "cuda 6  1     -       -        rank 2",
+        "cuda 7  1     -       -        rank 3",
+    ]
+    assert isinstance(p.group("actor"), Group)
+
+
+def test_positions_are_counted_within_what_there_is() -> None:
+    assert ranges(["1-2", 0], (10, 20, 30), "here") == (10, 20, 30)
+    assert ranges(" 0 - 1 ", (4, 5, 6), "here") == (4, 5)
