@@ -295,9 +295,12 @@ def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) 
                 before = numbers(metrics)
             warm: dict[str, float] = {}
 
+            elsewhere = system.cpu_s()["process"]
+
             def after_first() -> None:
                 seconds = timer.total(loop.TRAINING)[1]
-                warm.update(system.cpu_s() | {"total": seconds, "steps": float(system.steps)})
+                told = system.cpu_s()
+                warm.update(told | {"total": seconds + told["process"] - elsewhere, "steps": float(system.steps)})
 
             outcome = loop.train(
                 system,
@@ -321,8 +324,11 @@ def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) 
     if outcome.updates <= first + 1:  # nothing else was measured
         warm.clear()
     counted = system.steps - warm.pop("steps", begun) or 1  # the first update warms up
-    split = {phase: s - warm.get(phase, 0.0) for phase, s in (system.cpu_s() | {"total": cpu_s}).items()}
+    told = system.cpu_s()
+    cpu_s += told["process"] - elsewhere
+    split = {phase: s - warm.get(phase, 0.0) for phase, s in (told | {"total": cpu_s}).items()}
     total = split.pop("total")
+    split.pop("process")
     split["other"] = total - sum(split.values())
     if outcome.interrupted:
         log.say(f"interrupted after update {outcome.updates}; saved {system.saved}; continue with resume={run_dir}")

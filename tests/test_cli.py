@@ -152,8 +152,8 @@ REFUSALS = [
     ("train experiment=arithmetic component_placement='{\"actor,critc\":all}'", "did you mean critic?"),
     ("train placement=fuzed", "placement = fuzed: no such placement; did you mean fused? there are: colocated"),
     (
-        "train placement=fused cluster.devices_per_node=1 env.num_envs=7 algorithm.global_batch_size=224 cluster.stages=2",
-        "env.num_envs = 7: cannot be dealt out evenly .. write env.num_envs=8",
+        "train placement=fused cluster.devices_per_node=1 cluster.stages=3",
+        "env.num_envs = 64: cannot be dealt out evenly .. write env.num_envs=63",
     ),
     ("train experiment=arithmetic placement=fused", "placement = fused .. language models in one process"),
     ("train algorithm.train_batch_size=8", "algorithm.rollout_batch_size = 8 .. needs mode=reasoning"),

@@ -74,10 +74,12 @@ BAD: list[tuple[Any, Hardware, str]] = [
      C + " = {env,rollout,actor: [0-3, 2]}: device 2 is listed twice; list it once"),
     ({"env,rollout,actor": []}, EIGHT,
      C + " = {env,rollout,actor: []}: names no device; write all, a number or a range as 0-3"),
-    *(({"env,rollout,actor": value}, EIGHT,
-       f"{C} = {{env,rollout,actor: {text}}}: {text} is no device; write all, a number, a range as 0-3, 'first half', "
-       "'second half', or a list of these")
-      for value, text in (("0:3", "0:3"), (90.5, "90.5"), (True, "true"), ("-1", "-1"), ("0-3-5", "0-3-5"), (None, "null"))),
+    *(
+        ({"env,rollout,actor": value}, EIGHT,
+         f"{C} = {{env,rollout,actor: {text}}}: {text} is no device; write all, a number, a range as 0-3, "
+         "'first half', 'second half', or a list of these")
+        for value, text in (("0:3",) * 2, (90.5, "90.5"), (True, "true"), ("-1",) * 2, ("0-3-5",) * 2, (None, "null"))
+    ),
     ({"env,rollout,actor": {"devices": "0-3", "proceses": 2}}, EIGHT,
      C + " = {env,rollout,actor: {devices: 0-3, proceses: 2}}: proceses is not known; did you mean processes? "
      "devices, processes, node"),
@@ -163,8 +165,8 @@ def test_running_ahead_needs_devices_of_its_own() -> None:
 
 
 NUMBERS: list[tuple[Any, dict[str, int], str]] = [
-    ({"env": "0-2", "rollout,actor": "3-4"}, {}, f"{C}: 3 processes of env and 2 of rollout: one must divide the other; "
-     "write processes: 2 for env"),
+    ({"env": "0-2", "rollout,actor": "3-4"}, {}, f"{C}: 3 processes of env and 2 of rollout: one must divide the "
+     "other; write processes: 2 for env"),
     ({"env,rollout": "0-3", "actor": "4-6"}, {}, f"{C}: 4 processes of rollout and 3 of actor: one must divide the "
      "other; write processes: 3 for rollout"),
     ("fused", {"num_envs": 20}, "env.num_envs = 20: cannot be dealt out evenly over 8 processes x cluster.stages = 1; "

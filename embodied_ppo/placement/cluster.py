@@ -142,6 +142,7 @@ class Reservation:
             ray.shutdown()
 
 
+TRAINING = ("collect", "update", "publish")
 CURE = "add nodes, free them, or lower cluster.num_nodes and cluster.devices_per_node"
 
 
@@ -178,8 +179,7 @@ class ClusterSystem:
         self.facts: dict[str, Any] = {}
         self.moved_bytes = 0
         """By the last publish, to all rollout processes together."""
-        self.seconds: dict[str, float] = {}
-        """Of the slowest process in each phase of this update."""
+        self.training_cpu_s = 0.0
         self.peak_mb: dict[str, float] = {}
         self._collecting: list[Call] = []
         self._later: list[Call] = []
@@ -344,7 +344,7 @@ class ClusterSystem:
         if self.plan.max_lag:  # rollouts are busy with the experience after next
             self._later += calls
         else:
-            wait(calls, "publish", self.options.step_timeout_s)
+            self._wait(calls, "publish")
         if self.options.check_weights:
             self._check_weights()
 
@@ -375,6 +375,8 @@ class ClusterSystem:
             for line in reply.said:
                 self.notice(line)
             role = call.handle.name.partition(" ")[0]
+            if phase in TRAINING:
+                self.training_cpu_s += reply.cpu_s
             self.peak_mb[role] = max(self.peak_mb.get(role, 0.0), reply.rss_mb)
         return replies
 
@@ -414,7 +416,7 @@ class ClusterSystem:
         if self._later:
             ready, _ = ray.wait([call.ref for call in self._later], num_returns=len(self._later), timeout=0)
             done = [call for call in self._later if call.ref in ready]
-            wait(done, "publish", self.options.step_timeout_s)
+            self._wait(done, "publish")
             self._later = [call for call in self._later if call.ref not in ready]
         return metrics
 
@@ -456,8 +458,8 @@ class ClusterSystem:
         self.saved, self.saved_update = source.path, source.update
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds by phase, of all processes together."""
-        found: dict[str, float] = {}
+        """CPU seconds by phase, of all processes together; "process": theirs in all, of training."""
+        found = {"process": self.training_cpu_s}
         handles = [h for group in self.processes.values() for h in group]
         for told in self._ask(handles, "cpu_s"):
             for phase, seconds in told.items():

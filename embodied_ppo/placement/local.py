@@ -125,8 +125,9 @@ class LocalSystem(Generic[R]):
         self.saved, self.saved_update = source.path, source.update
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds by phase: simulate and act, or generate and grade; advantages, update."""
-        return {**self.rollout.cpu_s, **self.learner.cpu_s}
+        """CPU seconds by phase: simulate and act, or generate and grade; advantages, update. "process": of processes
+        besides this one."""
+        return {"process": 0.0, **self.rollout.cpu_s, **self.learner.cpu_s}
 
     def close(self) -> None:
         self.rollout.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,11 +235,10 @@ class Part:
 
     # --------------------------------------------------------------------------------------------------------- rest
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds by phase; of the whole process where it only simulates."""
-        if self.server is not None:
-            return {"simulate": time.process_time()}
+        """CPU seconds by phase."""
         rollout = {} if self.rollout is None else self.rollout.cpu_s
-        return dict(rollout) | ({} if self.learner is None else dict(self.learner.cpu_s))
+        learner = {} if self.learner is None else self.learner.cpu_s
+        return {**rollout, **learner, **({} if self.server is None else {"simulate": self.server.cpu_s})}
 
     def close(self) -> None:
         for part in (self.rollout, self.learner, self.server):

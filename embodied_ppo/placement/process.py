@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -39,12 +39,13 @@ REASONS = (ConfigError, EnvError, PlacementError, CheckpointError, TrainingError
 @dataclass(frozen=True)
 class Reply:
     """result   of what was asked            said   lines for the log
-    seconds  it took                      rss_mb  the process's peak so far
+    seconds  it took; cpu_s: of them computing  rss_mb  the process's peak so far
     """
 
     result: Any
     said: list[str]
     seconds: float
+    cpu_s: float
     rss_mb: float
 
 
@@ -140,7 +141,7 @@ class Process:
         assert self.part is not None
         reply = self._timed(lambda: self._part().collect(horizon, update))
         experience, metrics = reply.result
-        return experience, Reply(metrics, reply.said, reply.seconds, reply.rss_mb)
+        return experience, replace(reply, result=metrics)
 
     def update(self, update: int, piece: tuple[int, int], *experience: Any) -> Reply:
         """Learn from experience of other processes, or of this one's."""
@@ -168,10 +169,10 @@ class Process:
         return self.part
 
     def _timed(self, call: Callable[[], Any]) -> Reply:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         result = call()
         said, self.said[:] = list(self.said), []
-        return Reply(result, said, time.perf_counter() - start, peak_rss_mb())
+        return Reply(result, said, time.perf_counter() - start, time.process_time() - cpu, peak_rss_mb())
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:

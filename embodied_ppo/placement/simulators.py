@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ class Server:
         self.make, self.exchange = make, exchange
         self.envs: dict[tuple[str, int], VectorEnv] = {}
         """By who asked for them and the number they gave them."""
+        self.cpu_s = 0.0
 
     def serve(self, callers: int) -> None:
         """Until so many callers have said "done"."""
@@ -38,7 +40,9 @@ class Server:
             if m.word == "done":
                 callers -= 1
             else:
+                start = time.process_time()
                 line.send(self.answer(line.peer, m))
+                self.cpu_s += time.process_time() - start
 
     def answer(self, who: str, m: Message) -> Message:
         """What is said to one request."""
