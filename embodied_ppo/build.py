@@ -20,7 +20,7 @@ from embodied_ppo.assembly import Assembly, Setup, config_hash, device, digest, 
 from embodied_ppo.config import Config, DemosConfig, EvaluateConfig
 from embodied_ppo.log import LINE_EVERY_S, Log, Timer, numbers, peak_rss_mb, process_age_s
 from embodied_ppo.rundir import absolute, check_resume, flat, locate, locked, stored_options
-from embodied_ppo.types import CheckpointError, ConfigError, EnvError, TrainingError
+from embodied_ppo.types import CheckpointError, ConfigError, EnvError, ProcessLost, TrainingError
 
 
 # ------------------------------------------------------------------------------------------------------------ contexts
@@ -253,7 +253,23 @@ def _train(
                 log.say(line)
             if imitate:
                 return _imitated(config, made, log)
-            return _run(config, made, log, first=first, updates=updates)
+            lost = 0
+            while True:
+                try:
+                    return _run(config, made, log, first=first, updates=updates)
+                except ProcessLost as error:
+                    lost += 1
+                    if lost > config.cluster.max_restarts:
+                        raise
+                    log.say(f"{error}\nrebuilding, {lost} of {config.cluster.max_restarts} (cluster.max_restarts)")
+                    made.system.close()
+                source = checkpoint.newest_valid(run_dir, log.say)
+                made = robot.assemble(replace(setup, fresh_start=source is None), stack)
+                if source is not None:
+                    made.system.load(source, notice)
+                first = source.update if source is not None else 0
+                log.rewind(first)
+                log.say(f"goes on after update {first}")
         except Exception as error:  # any: a run's log.txt tells why it ended; raised on
             log.say(f"failed: {type(error).__name__}: {error}")
             if isinstance(error, (ConfigError, CheckpointError, EnvError)):  # no refusal: it had begun

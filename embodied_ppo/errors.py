@@ -27,6 +27,10 @@ class TrainingError(RuntimeError):
     """Training stopped by itself (non-finite loss, dead simulator): names cause and dump."""
 
 
+class ProcessLost(TrainingError):
+    """A process of the run died or is silent: names role, rank, machine and phase. Rebuilt, the run can go on."""
+
+
 def choose(word: str, names: Sequence[str], intro: str) -> str:
     """``did you mean x?`` where one is near, and what there is."""
     near = difflib.get_close_matches(word, names, n=1)

@@ -95,19 +95,29 @@ class Log:
     ) -> None:
         """``first_update``: the updates that a resumed run has done already; what was written after them is dropped.
         ``unit``: what progress is counted in."""
-        from torch.utils.tensorboard import SummaryWriter
-
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.run_dir, self.total_updates, self.first_update, self.quiet = run_dir, total_updates, first_update, quiet
+        self.run_dir, self.total_updates, self.quiet = run_dir, total_updates, quiet
         self.unit, self.speed = unit, f"speed/{unit}_per_s"  # every update's row holds that tag, and no other row
         self._text: TextIO = open(run_dir / "log.txt", "a", buffering=1)  # noqa: SIM115  (closed by close)
-        self._rows, purge_step = _open_rows(run_dir / "metrics.jsonl", first_update, unit)
-        self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+        self._open(first_update)
         self._bar = None
         self._last: dict[str, float] = {}
         self._evaluated_at = 0
         self._started = time.perf_counter()
         self._last_line = -math.inf
+
+    def _open(self, first_update: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.first_update = first_update
+        self._rows, purge_step = _open_rows(self.run_dir / "metrics.jsonl", first_update, self.unit)
+        self.board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge_step)
+
+    def rewind(self, first_update: int) -> None:
+        """Forget what was written after an update: it is about to be repeated."""
+        self.board.close()
+        self._rows.close()
+        self._open(first_update)
 
     # ------------------------------------------------------------------------------------------------- messages
     def say(self, text: str, *, show: bool = True) -> None:

@@ -14,9 +14,16 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Generator, Tensor, nn
 
-from embodied_ppo.errors import CheckpointError, ConfigError, EnvError, PlacementError, TrainingError
+from embodied_ppo.errors import CheckpointError, ConfigError, EnvError, PlacementError, ProcessLost, TrainingError
 
-__all__ = ["CheckpointError", "ConfigError", "EnvError", "PlacementError", "TrainingError"]  # re-exported
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "EnvError",
+    "PlacementError",
+    "ProcessLost",
+    "TrainingError",
+]  # re-exported
 Obs: TypeAlias = "Tensor | dict[str, Tensor]"
 """One tensor, or a flat dictionary of tensors, with equal leading dimensions."""
 

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from embodied_ppo import checkpoint
 from embodied_ppo.log import numbers
 from embodied_ppo.placement.plan import Group, Plan
-from embodied_ppo.placement.process import Actor, Call, Handle, Make, Wiring, local_address, wait
+from embodied_ppo.placement.process import Actor, Call, Handle, Make, Wiring, end, local_address, wait
 from embodied_ppo.rollout import added
 from embodied_ppo.types import Mean, Metrics, PlacementError
 
@@ -142,6 +142,8 @@ class Reservation:
             ray.shutdown()
 
 
+PATIENCE_S = 3.0
+"""For processes to close what they hold."""
 TRAINING = ("collect", "update", "publish")
 CURE = "add nodes, free them, or lower cluster.num_nodes and cluster.devices_per_node"
 
@@ -467,12 +469,7 @@ class ClusterSystem:
         return found
 
     def close(self) -> None:
-        """End every process; what does not end by itself within a moment is killed."""
-        handles = [h for group in self.processes.values() for h in group]
-        refs = [h.actor.call.remote("close") for h in handles]
-        if refs:
-            ray.wait(refs, num_returns=len(refs), timeout=3.0)
-        for handle in handles:
-            ray.kill(handle.actor)
+        """End every process."""
+        end([h for group in self.processes.values() for h in group], PATIENCE_S)
         self.processes = {}
         self.reservation.close()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied_ppo.types import TrainingError
+from embodied_ppo.types import ProcessLost, TrainingError
 
 Value = Tensor | dict[str, Any] | None
 """A tensor, None, or a dictionary of such, as deep as it likes."""
@@ -81,7 +81,7 @@ def unpack(words: bytes, payload: Tensor) -> Message:
 
 
 class Line:
-    """One end of a connection to another process. Raises TrainingError where that is gone or silent."""
+    """One end of a connection to another process. Raises ProcessLost where that is gone or silent."""
 
     def __init__(self, connection: socket.socket, peer: str, patience_s: float) -> None:
         """``peer``: who is at the other end, for messages; ``patience_s``: how long to wait for it."""
@@ -120,15 +120,15 @@ class Line:
             while room:
                 count = self.connection.recv_into(room)
                 if not count:
-                    raise TrainingError(f"{self.peer}: the process is gone (connection closed)")
+                    raise ProcessLost(f"{self.peer}: the process is gone (connection closed)")
                 room = room[count:]
         except OSError as error:
             raise self._lost(error) from error
 
-    def _lost(self, error: OSError) -> TrainingError:
+    def _lost(self, error: OSError) -> ProcessLost:
         if isinstance(error, TimeoutError):
-            return TrainingError(f"{self.peer}: no answer for {self.patience_s:g} s (cluster.step_timeout_s)")
-        return TrainingError(f"{self.peer}: the process is gone ({error.strerror or error})")
+            return ProcessLost(f"{self.peer}: no answer for {self.patience_s:g} s (cluster.step_timeout_s)")
+        return ProcessLost(f"{self.peer}: the process is gone ({error.strerror or error})")
 
     def close(self) -> None:
         self.connection.close()
@@ -139,7 +139,7 @@ def dial(address: tuple[str, int], secret: str, name: str, *, peer: str, patienc
     try:
         line = Line(socket.create_connection(address, patience_s), peer, patience_s)
     except OSError as error:
-        raise TrainingError(f"{peer} at {address[0]}:{address[1]}: cannot be reached ({error})") from error
+        raise ProcessLost(f"{peer} at {address[0]}:{address[1]}: cannot be reached ({error})") from error
     line.send(Message("hello", 0, {"secret": secret, "name": name}))
     return line
 
@@ -155,11 +155,11 @@ class Exchange:
         self.selector.register(self.listening, selectors.EVENT_READ)
 
     def receive(self) -> tuple[Line, Message]:
-        """The next message of anyone. Raises TrainingError where nobody says a word for ``patience_s``."""
+        """The next message of anyone. Raises ProcessLost where nobody says a word for ``patience_s``."""
         while True:
             ready = self.selector.select(self.patience_s)
             if not ready:
-                raise TrainingError(f"nobody asked for {self.patience_s:g} s (cluster.step_timeout_s)")
+                raise ProcessLost(f"nobody asked for {self.patience_s:g} s (cluster.step_timeout_s)")
             for key, _ in ready:
                 if key.fileobj is self.listening:
                     self._welcome()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -26,7 +28,7 @@ from embodied_ppo.placement.lines import Exchange, dial
 from embodied_ppo.placement.part import Part, Seat
 from embodied_ppo.placement.simulators import Desk
 from embodied_ppo.ranks import Ranks, Together
-from embodied_ppo.types import CheckpointError, ConfigError, EnvError, PlacementError, TrainingError
+from embodied_ppo.types import CheckpointError, ConfigError, EnvError, PlacementError, ProcessLost, TrainingError
 
 Make: TypeAlias = "Callable[[Seat, Exchange | None, Callable[[str], None]], tuple[Part, Mapping[str, Any]]]"
 """Builds what a process holds, and facts for the summary; it is given someone to talk to."""
@@ -216,7 +218,7 @@ class Call:
 def wait(calls: Sequence[Call], phase: str, deadline_s: float, *, beside: Sequence[Call] = ()) -> list[Any]:
     """Every call's answer, in order; errors of those ``beside`` count too, though nobody waits for them to end.
 
-    Raises the first error, with role, rank, node and phase, or TrainingError after ``deadline_s`` with the stacks of
+    Raises the first error, with role, rank, node and phase, or ProcessLost after ``deadline_s`` with the stacks of
     those that did not answer.
     """
     owner = {call.ref: call.handle for call in (*beside, *calls)}
@@ -268,8 +270,8 @@ def _translated(error: RayError, handle: Handle, phase: str) -> Exception:
         lines = [line for line in str(error).splitlines() if line.strip()]
         return TrainingError(f"{handle}, {phase}: {one_line(cause, kind=True)}\n" + "\n".join(lines[-15:]))
     if isinstance(error, RayActorError):
-        return TrainingError(f"process lost: {handle}, {phase}: {_reason(error)}")
-    return TrainingError(f"{handle}, {phase}: {one_line(error, kind=True)[:400]}")
+        return ProcessLost(f"process lost: {handle}, {phase}: {_reason(error)}")
+    return ProcessLost(f"{handle}, {phase}: {one_line(error, kind=True)[:400]}")
 
 
 def _reason(error: RayActorError) -> str:
@@ -279,7 +281,7 @@ def _reason(error: RayActorError) -> str:
     return one_line(Exception(" ".join(dict.fromkeys(told[-2:] or lines[-1:]))))[:400]
 
 
-def _late(handles: Sequence[Handle], phase: str, deadline_s: float) -> TrainingError:
+def _late(handles: Sequence[Handle], phase: str, deadline_s: float) -> ProcessLost:
     names = ", ".join(map(str, handles))
     told = [f"no answer for {deadline_s:g} s (cluster.step_timeout_s): {names}, {phase}"]
     asked = [(h, h.actor.stacks.remote()) for h in handles]
@@ -288,7 +290,20 @@ def _late(handles: Sequence[Handle], phase: str, deadline_s: float) -> TrainingE
             told.append(f"--- {handle}\n{ray.get(ref, timeout=5.0)}")
         except (GetTimeoutError, RayError):
             told.append(f"--- {handle}: does not even tell what it is doing (stopped, or the machine is overloaded)")
-    return TrainingError("\n".join(told))
+    return ProcessLost("\n".join(told))
+
+
+def end(handles: Sequence[Handle], patience_s: float) -> None:
+    """Have processes close what they hold; kill those of them that do not within a moment, and then all."""
+    refs = [h.actor.call.remote("close") for h in handles]
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=patience_s)
+    here = ray.get_runtime_context().get_node_id()
+    for handle in handles:
+        ray.kill(handle.actor)
+        if handle.node == here and handle.pid:
+            with suppress(ProcessLookupError):  # Ray asks first; one that is stopped does not hear it
+                os.kill(handle.pid, signal.SIGKILL)
 
 
 def local_address() -> str:

@@ -1,0 +1,155 @@
+"""What happens when processes of a placement die, hang or fail: one error that names them, nothing left, and recovery."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import toys
+from test_placements import SMALL, rows
+
+from embodied_ppo import assembly, build, checkpoint, robot
+from embodied_ppo.placement import cluster as cluster_module
+from embodied_ppo.types import ProcessLost, TrainingError
+
+HYBRID: dict[str, Any] = {"placement": "hybrid", "cluster.devices_per_node": 2, "cluster.step_timeout_s": 60.0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def system(tmp_path: Path, stack: ExitStack, **options: Any) -> Any:
+    c = toys.config({**SMALL, **HYBRID, "env.id": "HalfCheetah-v4", "algorithm.horizon": 64, **options})
+    setup = assembly.Setup(c, torch.device("cpu"), tmp_path, 4, "", {}, print, print, [])
+    made: Any = robot.assemble(setup, stack).system
+    stack.callback(made.close)
+    return made
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether none of these processes is left, within a moment."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        if not any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def soon(act: Callable[[], Any], seconds: float = 0.3) -> threading.Timer:
+    timer = threading.Timer(seconds, act)
+    timer.start()
+    return timer
+
+
+def handles(made: Any) -> dict[str, Any]:
+    return {h.name: h for group in made.processes.values() for h in group}
+
+
+SIMULATORS, POLICY = "env rank 0", "rollout,actor rank 0"
+
+
+@pytest.mark.parametrize(
+    ("victim", "phase"),
+    [(who, phase) for who in (SIMULATORS, POLICY) for phase in ("collect", "evaluate")] + [(POLICY, "update")],
+)
+def test_a_process_that_dies_is_named_at_once(victim: str, phase: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        made = system(tmp_path, stack)
+        experience, _ = made.collect(64, update=0)
+        known = handles(made)
+        pids = [h.pid for h in known.values()]
+        work: dict[str, Callable[[], Any]] = {
+            "collect": lambda: made.collect(20_000, update=1),
+            "update": lambda: made.update(experience, update=0),
+            "evaluate": lambda: [made.evaluate(0) for _ in range(50)],
+        }
+        start = time.monotonic()
+        killer = soon(lambda: os.kill(known[victim].pid, signal.SIGKILL), 0.0 if phase == "update" else 0.3)
+        with pytest.raises(ProcessLost) as caught:
+            work[phase]()
+        killer.join()
+        assert time.monotonic() - start < 10
+        text = str(caught.value)
+        assert text.startswith(f"process lost: {victim} (pid {known[victim].pid}, node "), text
+        assert f", {phase}: " in text
+    assert gone(pids)
+
+
+def test_a_process_that_is_stopped_is_named_after_the_deadline_with_what_it_did(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        made = system(tmp_path, stack, **{"cluster.step_timeout_s": 6.0})
+        known = handles(made)
+        frozen, waiting = known["env rank 0"], known["rollout,actor rank 0"]
+        freezer = soon(lambda: os.kill(frozen.pid, signal.SIGSTOP))
+        start = time.monotonic()
+        with pytest.raises(ProcessLost) as caught:
+            made.collect(100_000, update=0)
+        freezer.join()
+        assert time.monotonic() - start < 25
+        text = str(caught.value)
+        assert "env rank 0" in text and "cluster.step_timeout_s" in text, text
+    assert gone([frozen.pid, waiting.pid])
+
+
+def test_an_error_in_one_process_is_the_error_of_the_run(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        made = system(tmp_path, stack, **{"placement": "fused"})
+        first = handles(made)["env,rollout,actor rank 0"]
+        experience, _ = made.collect(64, update=0)
+        with pytest.raises(
+            TrainingError, match=r"env,rollout,actor rank 0 \(pid \d+, node \w+\), broken: AttributeErr"
+        ):
+            made._ask([first], "broken")
+        assert made.update(experience, update=0)  # the others did not notice
+
+
+def test_a_run_that_loses_a_process_ends_as_if_it_had_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kill -9 in the middle of the third update's rollout, with one restart: the same weights and the same log."""
+    options = {**SMALL, **HYBRID, "cluster.max_restarts": 1, "updates": 4, "save_every": 1}
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    build.train(toys.config({**options, "run_dir": str(undisturbed)}), quiet=True)
+    collect = cluster_module.ClusterSystem.collect
+    left = [1]
+
+    def deadly(self: Any, horizon: int, *, update: int) -> Any:
+        if update == 2 and left:
+            left.pop()
+            os.kill(handles(self)["env rank 0"].pid, signal.SIGKILL)
+        return collect(self, horizon, update=update)
+
+    monkeypatch.setattr(cluster_module.ClusterSystem, "collect", deadly)
+    build.train(toys.config({**options, "run_dir": str(killed)}), quiet=True)
+    assert rows(killed) == rows(undisturbed)
+    one, other = (checkpoint.open_checkpoint(d / "checkpoints" / "step_000004").policy() for d in (undisturbed, killed))
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
+    log = (killed / "log.txt").read_text()
+    assert "process lost: env rank 0" in log and "rebuilding, 1 of 1 (cluster.max_restarts)" in log
+    assert "goes on after update 2" in log
+
+
+def test_without_restarts_the_run_fails_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deadly(self: Any, version: int) -> None:
+        if version == 1:
+            os.kill(handles(self)["rollout,actor rank 0"].pid, signal.SIGKILL)
+        return publish(self, version)
+
+    publish = cluster_module.ClusterSystem.publish
+    monkeypatch.setattr(cluster_module.ClusterSystem, "publish", deadly)
+    with pytest.raises(ProcessLost, match=r"process lost: rollout,actor rank 0 \(pid \d+"):
+        build.train(toys.config({**SMALL, **HYBRID, "run_dir": str(tmp_path / "run")}), quiet=True)
+    assert "failed: ProcessLost: process lost: rollout,actor rank 0" in (tmp_path / "run" / "log.txt").read_text()
