@@ -1,4 +1,4 @@
-"""What happens when processes of a placement die, hang or fail: one error that names them, nothing left, and recovery."""
+"""Processes of a placement die, hang or fail: one error that names them, nothing left, and recovery."""
 
 from __future__ import annotations
 
