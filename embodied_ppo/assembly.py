@@ -86,7 +86,12 @@ def hardware_of(config: Config, device: torch.device) -> plan.Hardware:
     """The devices that a placement deals out. Raises PlacementError."""
     c, kind = config.cluster, device.type
     here = torch.cuda.device_count() if kind == "cuda" else os.cpu_count() or 1
-    memory = torch.cuda.get_device_properties(0).total_memory if kind == "cuda" and here else None
+    if kind == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory if here else None
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if c.device_memory_gb:
+        memory = int(c.device_memory_gb * 1e9)
     nodes = tuple(range(c.num_nodes))
     labels = {
         name: plan.ranges(value, nodes, f"cluster.node_groups = {{{name}: {value}}}")

@@ -16,9 +16,10 @@ import torch
 import yaml
 
 from embodied_ppo import checkpoint, compiled, imitation, loop, reasoner, robot, rules, strict
-from embodied_ppo.assembly import Assembly, Setup, config_hash, device, digest, total_updates, versions
+from embodied_ppo.assembly import Assembly, Setup, config_hash, device, digest, hardware_of, total_updates, versions
 from embodied_ppo.config import Config, DemosConfig, EvaluateConfig
 from embodied_ppo.log import LINE_EVERY_S, Log, Timer, numbers, peak_rss_mb, process_age_s
+from embodied_ppo.placement import plan
 from embodied_ppo.rundir import absolute, check_resume, flat, locate, locked, stored_options
 from embodied_ppo.types import CheckpointError, ConfigError, EnvError, ProcessLost, TrainingError
 
@@ -424,6 +425,36 @@ def _imitated(config: Config, made: Assembly, log: Log) -> dict[str, Any]:
     }
     _conclude(config, summary, log, ("final_return",))
     return summary
+
+
+# --------------------------------------------------------------------------------------------------------------- plan
+def planned(config: Config) -> dict[str, Any]:
+    """Where the roles of a run would run, and what memory that takes; nothing is started.
+
+    Raises ConfigError, EnvError, PlacementError (does not fit).
+    """
+    if config.mode != "embodied":
+        raise ConfigError("mode = reasoning: this version trains language models in one process; there is no plan")
+    where = device(config.device, config.threads)
+    hardware = hardware_of(config, where)
+    placed = robot.planned(config, where) or plan.plan({"env,rollout,actor": 0}, replace(hardware, per_node=(1,)))
+    needs = robot.foreseen(config, placed)
+    plan.check_memory(placed, needs)
+    a, actors, acts = config.algorithm, placed.processes("actor"), placed.processes("rollout")
+    per_update = a.horizon * config.env.num_envs
+    turns = [f"{g.name} with {' and '.join(o.name for o in placed.sharing(g))}" for g in placed.groups]
+    return {
+        "devices": placed.rows(),
+        "memory": plan.memory_rows(placed, needs),
+        "weights": {f"rollout rank {rank}": placed.weights_path(rank) for rank in range(acts)},
+        "facts": {
+            "takes turns": [text for text in turns if not text.endswith("with ")],
+            "environments of a rollout process": config.env.num_envs // acts,
+            "decisions an update": per_update,
+            "optimiser steps an update": a.update_epoch * (per_update // a.global_batch_size),
+            "samples of an actor process in a step": a.global_batch_size // actors,
+        },
+    }
 
 
 # -------------------------------------------------------------------------------------------------------------- demos

@@ -105,6 +105,18 @@ def _export(args: argparse.Namespace) -> None:
     _print_result(build.export(loaded.config.checkpoint, loaded.config.out), args)
 
 
+def _plan(args: argparse.Namespace) -> None:
+    loaded = _prepare(args, args.overrides)
+    _say_aliases(loaded, args)
+    from embodied_ppo import build
+
+    told = build.planned(loaded.config)
+    if args.json:
+        print(explain.as_json(told))
+    else:
+        explain.print_plan(told)
+
+
 def _config(args: argparse.Namespace) -> None:
     if args.overrides and args.overrides[0] in ("train", "demos", "clone", "evaluate"):
         args.command = args.overrides.pop(0)
@@ -160,6 +172,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str, str]] = {
         "clone experiment=tabletop_token cloning.dataset=demos/reach",
     ),
     "evaluate": (_evaluate, "measure a checkpoint", "evaluate checkpoint=runs/NAME/DATE-SEED episodes=100"),
+    "plan": (
+        _plan,
+        "show where a run's roles go and the memory they need",
+        "plan placement=hybrid cluster.num_nodes=2",
+    ),
     "export": (_export, "write a language model for transformers", "export checkpoint=runs/NAME/DATE-SEED out=DIR"),
     "config": (_config, "show every option: value, who set it, meaning", "config experiment=quickstart --only gamma"),
     "experiments": (_experiments, "list the experiments", "experiments --json"),

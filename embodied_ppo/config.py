@@ -508,6 +508,8 @@ class ClusterConfig:
     """Machines."""
     devices_per_node: Natural = 0
     """Devices of each machine: GPUs, or slots for a process on the CPU; 0: as many as this machine has."""
+    device_memory_gb: NonNegative = 0.0
+    """Memory of one GPU (on the CPU: of one machine) to plan with, GB; 0: what this machine has."""
     node_groups: dict[str, Any] = field(default_factory=dict)
     """Labels of machines, {sim: 0, train: 1-2}; Ray's label node-group says which machine is meant."""
     component_placement: dict[str, Any] = field(default_factory=dict)

@@ -132,6 +132,19 @@ def print_config(rows: Mapping[str, Mapping[str, Any]]) -> None:
         table(cells, title=section or "run")
 
 
+# --------------------------------------------------------------------------------------------------------------- plan
+def print_plan(told: Mapping[str, Any]) -> None:
+    """Devices, memory, weights and arithmetic of a placement."""
+    table(told["devices"])
+    print()
+    table(told["memory"])
+    print()
+    paths = list(told["weights"].values())
+    rows = [["weights travel by", ", ".join(f"{path} ({paths.count(path)})" for path in dict.fromkeys(paths))]]
+    rows += [[name, ", ".join(x) or "nobody" if isinstance(x, list) else f"{x:,}"] for name, x in told["facts"].items()]
+    table(rows)
+
+
 # ------------------------------------------------------------------------------------------------------------ summary
 def print_summary(summary: Mapping[str, Any]) -> None:
     """Numbers and words of a summary, one per line; nested entries stay in the files."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from embodied_ppo import checkpoint, cloning, compiled, film, imitation, report, strict
+from embodied_ppo import checkpoint, cloning, compiled, film, imitation, report, strict, tree
 from embodied_ppo import evaluate as evaluation
 from embodied_ppo.assembly import Assembly, Setup, hardware_of, steps_per_update, total_updates, versions
 from embodied_ppo.config import Config, EnvConfig, EvaluateConfig
@@ -27,7 +27,7 @@ from embodied_ppo.models.vla_checkpoint import CheckpointVLA
 from embodied_ppo.models.vla_flow import FlowVLA
 from embodied_ppo.models.vla_gaussian import GaussianVLA
 from embodied_ppo.models.vla_token import TokenVLA
-from embodied_ppo.placement import plan
+from embodied_ppo.placement import memory, plan
 from embodied_ppo.placement.lines import Exchange
 from embodied_ppo.placement.local import LocalSystem
 from embodied_ppo.placement.part import Part, Seat
@@ -322,10 +322,46 @@ def planned(config: Config, device: torch.device) -> plan.Plan | None:
     return made
 
 
+def foreseen(config: Config, placed: plan.Plan) -> dict[str, dict[str, int]]:
+    """Group of a plan -> bytes that one of its processes will need at the peak, by what for; simulators not counted.
+
+    Builds the policy, and one simulator for its spaces, in this process on the CPU. Raises ConfigError, EnvError.
+    """
+    cpu, a = torch.device("cpu"), config.algorithm
+    env = make_env(env_seeds(0, 0, 1), config=config.env, device=cpu)
+    try:
+        about = Described(described(env), cpu)
+    finally:
+        env.close()
+    policy = make_policy(config, about)
+    assert isinstance(policy, torch.nn.Module)
+    acts, learns = placed.processes("rollout"), placed.processes("actor")
+    rows = config.env.num_envs // acts
+    peak, obs, decision = memory.acting(policy, about.obs_spec, cpu, rows // placed.stages)
+    t = memory.experience(obs, decision, a.horizon * placed.stages)
+    weights, held = memory.nbytes([*policy.parameters(), *policy.buffers()]), memory.nbytes(t)
+    mine = tree.map(lambda x: x.new_empty(a.horizon, config.env.num_envs // learns, *x.shape[2:]), t)
+    batch = a.global_batch_size // learns
+    share = replace(a, global_batch_size=batch, micro_batch_size=min(a.micro_batch_size or batch, batch))
+    learner = JointLearner(policy, share, num_envs=config.env.num_envs, updates=1, seed=0)
+    update = memory.predicted(policy, learner, cpu, mine)
+    found: dict[str, dict[str, int]] = {}
+    for group in placed.groups:
+        need: dict[str, int] = dict.fromkeys(vars(update), 0)
+        if "rollout" in group.roles:
+            need.update(weights=weights, experience=held, activations=peak)
+        if "actor" in group.roles:
+            need = {what: max(need[what], size) for what, size in vars(update).items()}
+        found[group.name] = need
+    return found
+
+
 def _spread(s: Setup, placed: plan.Plan) -> Assembly:
     """The system in processes of a Ray cluster."""
     from embodied_ppo.placement.cluster import ClusterSystem, Options  # Ray takes a second to load
 
+    if s.config.model.checkpoint is None:  # else predicting would load it here
+        plan.check_memory(placed, foreseen(s.config, placed))
     config, c = s.config, s.config.cluster
     system = ClusterSystem(
         placed,
@@ -339,7 +375,7 @@ def _spread(s: Setup, placed: plan.Plan) -> Assembly:
         options=Options(c.address, c.weights, c.start_timeout_s, c.step_timeout_s, c.check_weights, config.threads),
         notice=s.notice,
     )
-    s.early.extend(plan.told(placed))
+    s.early.extend(plan.lines(placed.rows()))
     return Assembly(system, title(config), config.algorithm.horizon, system.write, facts=system.facts)
 
 

@@ -26,9 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,11 +36,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import embodied_envs
-from embodied_ppo import losses, tree
+from embodied_ppo import tree
 from embodied_ppo.config import AlgorithmConfig, ModelConfig
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.models import openvla, pi0_checkpoint
@@ -51,8 +47,9 @@ from embodied_ppo.models.openvla_checkpoint import ActionTokens, write_config
 from embodied_ppo.models.pi0 import PI0
 from embodied_ppo.models.vla import word_ids
 from embodied_ppo.models.vla_checkpoint import CheckpointVLA, OpenVLA
+from embodied_ppo.placement.memory import Memory, nbytes, predicted
 from embodied_ppo.rollout import Rollout, env_seeds
-from embodied_ppo.types import Batch, Box, Policy, Step, Trajectory, VectorEnv
+from embodied_ppo.types import Box, Policy, Step, Trajectory, VectorEnv
 
 T = TypeVar("T")
 PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
@@ -258,114 +255,6 @@ def operations(policy: CheckpointVLA | PI0) -> Operations:
     return pi0_operations(policy) if isinstance(policy, PI0) else openvla_operations(policy)
 
 
-# -------------------------------------------------------------------------------------------------------------- memory
-class Living(TorchDispatchMode):
-    """Bytes of the tensors that operations make, as long as anything holds them. ``peak``: the most at once."""
-
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        """``known``: what there was before."""
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet(x.untyped_storage() for x in known)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree.leaves(out):
-            if isinstance(x, Tensor):
-                self._count(x)
-        return out
-
-    def _count(self, x: Tensor) -> None:
-        storage = x.untyped_storage()
-        if storage in self._seen:
-            return
-        self._seen.add(storage)
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, size)
-
-    def _gone(self, size: int) -> None:
-        self.now -= size
-
-
-def nbytes(tensors: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in tree.leaves(tensors))
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes at the peak of an update.
-
-    weights, gradients, optimiser
-    experience    trajectory, what the policy's ``encode`` makes of it (prefixes), and a minibatch's copy of that
-    activations   of a micro-batch: the most that lives, within its forward and backward pass
-    """
-
-    weights: int
-    gradients: int
-    optimiser: int
-    experience: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        return sum(vars(self).values())
-
-
-@contextmanager
-def imagined(policy: nn.Module) -> Iterator[list[Tensor]]:
-    """Within it tensors have no contents; ``policy`` is given as what it is made of, without contents."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        yield [mode.from_tensor(x) for x in (*policy.parameters(), *policy.buffers())]
-
-
-def micro_batch(policy: CheckpointVLA | PI0, env: VectorEnv, t: Trajectory, rows: int, c: AlgorithmConfig) -> Batch:
-    """Of the shapes of ``rows`` decisions of ``t``, arbitrary contents."""
-    few = tree.map(lambda x: x.new_empty(rows, *x.shape[2:]), t)
-    float_ = torch.empty(rows, device=env.device)
-    return Batch(
-        inputs=policy.encode(few.obs),
-        action=few.action,
-        replay=few.replay,
-        log_prob=losses.reduce_log_prob(few.log_prob, c.logprob_type, batch_dims=1),
-        value=float_,
-        advantage=float_,
-        returns=float_,
-        mask=torch.ones(rows, dtype=torch.bool, device=env.device),
-    )
-
-
-def predicted(policy: CheckpointVLA | PI0, learner: JointLearner, env: VectorEnv, t: Trajectory) -> Memory:
-    """Of updates from the second optimiser step on. Gradients that there are are dropped."""
-    policy.zero_grad(set_to_none=True)
-    c, told = learner.config, set[Tensor]()
-
-    def forget(p: Tensor) -> None:
-        told.add(p)
-        p.grad = None
-
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    hooks = [p.register_post_accumulate_grad_hook(forget) for p in trained]
-    size = c.micro_batch_size or c.global_batch_size
-    with imagined(policy) as known:
-        part = micro_batch(policy, env, t, size, c)
-        each = nbytes(part.inputs) / size
-        whole = losses.denominator(part.mask)
-        with Living([*known, *tree.leaves(part)]) as living:
-            loss, _ = learner.objective(part, whole, whole, entropy_coef=0.0)
-            loss.backward()
-            del loss
-        activations = living.peak
-    for hook in hooks:
-        hook.remove()
-    gradients = nbytes(list(told))
-    rows = t.mask.numel()
-    held = nbytes(t) + (rows + c.global_batch_size) * each
-    weights = nbytes([*policy.parameters(), *policy.buffers()])
-    return Memory(weights, gradients, 2 * gradients, round(held), activations)
-
-
 # ------------------------------------------------------------------------------------------------------------- measure
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
@@ -498,7 +387,7 @@ def measure(
         watched.spent = 0.0
         collect = seconds(lambda u=update: told.append(rollout.collect(work.horizon, update=u, version=u)[0]), device)
         if update == 0:
-            memory = attempt(lambda: predicted(policy, learner, env, told[0]), failures, "predicted")
+            memory = attempt(lambda: predicted(policy, learner, env.device, told[0]), failures, "predicted")
         apart = attempt(lambda: difference(policy, learner, told[0]), failures, "difference")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -21,6 +21,7 @@ from embodied_ppo import losses, tree
 from embodied_ppo.config import AlgorithmConfig
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.models.pi0 import PI0
+from embodied_ppo.placement.memory import Living, imagined, predicted
 from embodied_ppo.types import ArraySpec, Batch, Box, Decision, Trajectory
 
 pytest.importorskip("transformers")
@@ -95,9 +96,9 @@ def test_what_lives_by_hand(fake: bool) -> None:
     """x [4, 8] @ W [8, 16], relu, @ V [16, 2], sum; float32. Made: 4·16·4 = 256 B, relu's 256 B, of which the first is
     dropped once relu is done; 4·2·4 = 32 B and a sum of 4 B."""
     layers = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 2, bias=False))
-    with bench.imagined(layers) if fake else nullcontext(list(layers.parameters())) as known:
+    with imagined(layers) if fake else nullcontext(list(layers.parameters())) as known:
         x = torch.zeros(4, 8)
-        with bench.Living([*known, x]) as living:
+        with Living([*known, x]) as living:
             h = layers[0](x)
             assert (living.now, living.peak) == (256, 256)
             h = layers[1](h)
@@ -118,7 +119,7 @@ def test_prediction_is_what_a_micro_batch_takes(part: str) -> None:
     policy, env = made(part)
     learner = JointLearner(policy, CONFIG, num_envs=ROWS, updates=2, seed=0)
     t = trajectory(policy, env)
-    memory = bench.predicted(policy, learner, env, t)
+    memory = predicted(policy, learner, env.device, t)
     assert all(p.grad is None for p in policy.parameters()), "nothing stays"
     told: list[int] = []
 
@@ -129,7 +130,7 @@ def test_prediction_is_what_a_micro_batch_takes(part: str) -> None:
     hooks = [p.register_post_accumulate_grad_hook(forget) for p in policy.parameters() if p.requires_grad]
     b = batch(policy, t)
     whole = losses.denominator(b.mask)
-    with bench.Living([*policy.parameters(), *policy.buffers(), *tree.leaves(b)]) as living:
+    with Living([*policy.parameters(), *policy.buffers(), *tree.leaves(b)]) as living:
         loss, _ = learner.objective(b, whole, whole, entropy_coef=0.0)
         loss.backward()
         del loss

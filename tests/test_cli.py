@@ -172,9 +172,9 @@ REFUSALS = [
     ("train ~algorithm.adam_eps", "~algorithm.adam_eps: no file sets algorithm.adam_eps"),
     ("train algorithm@x=atari", "algorithm@x"),
     # commands, flags and paths
-    ("", "no command; commands: train, demos, clone, evaluate, export, config, experiments"),
+    ("", "no command; commands: train, demos, clone, evaluate, plan, export, config, experiments"),
     ("trian", "trian: no such command; did you mean train?"),
-    ("plan experiment=hopper", "plan: no such command; .. commands: train"),
+    ("plann experiment=hopper", "plann: no such command; did you mean plan? commands: train"),
     ("tune", "tune: no such command; .. commands: train"),
     ("--verbose", "--verbose: no such flag"),
     ("train --jsn", "unrecognized arguments: --jsn; did you mean --json?"),
@@ -279,6 +279,26 @@ def test_refusals_of_a_real_process() -> None:
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and part in done.stderr
         assert cpu_of_children() - before < 2, "seconds of processor time"
     assert written() == []
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+def test_a_plan_is_told_and_nothing_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "experiment=bench_wide", "placement=pipelined", "cluster.devices_per_node=2", "device=cpu"]
+    assert cli.main(words) == 0
+    told = capsys.readouterr().out
+    assert "cpu 1   0     -       rank 0   rank 1" in told and "weights travel by                      ipc (1)" in told
+    assert cli.main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["facts"]["samples of an actor process in a step"] == 512
+    assert told["facts"]["takes turns"][-1] == "actor with env and rollout"
+    assert told["memory"][0] == ["one process needs", "env", "rollout", "actor"]
+    rows = {row[0]: row[1:] for row in told["memory"]}
+    assert rows["weights"][0] == "0 MB" and rows["weights"][1] == rows["weights"][2] == rows["gradients"][2]
+    assert rows["gradients"][1] == rows["optimiser"][1] == "0 MB"
+    assert written() == []
+    words[-1] = "cluster.device_memory_gb=0.001"
+    assert cli.main(words) == 2
+    assert "lower algorithm.micro_batch_size" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------------- composition

@@ -46,6 +46,7 @@ FLOORS: dict[str, int] = {
         (
             "placement.local",
             "placement.plan",
+            "placement.memory",
             "placement.lines",
             "placement.simulators",
             "placement.weights",

@@ -7,7 +7,19 @@ from typing import Any
 import pytest
 
 from embodied_ppo.errors import PlacementError
-from embodied_ppo.placement.plan import PRESETS, ROLES, Group, Hardware, Plan, check_numbers, plan, ranges, told
+from embodied_ppo.placement.plan import (
+    PRESETS,
+    ROLES,
+    Group,
+    Hardware,
+    Plan,
+    check_memory,
+    check_numbers,
+    lines,
+    memory_rows,
+    plan,
+    ranges,
+)
 
 EIGHT = Hardware((8,), "cuda")
 TWO_NODES = Hardware((4, 4), "cuda", {"sim": (0,), "train": (1,)})
@@ -187,7 +199,7 @@ def test_environments_and_samples_are_dealt_out_evenly(placement: Any, numbers: 
 
 def test_a_plan_is_told_as_a_table() -> None:
     p = plan({"env": {"node": "sim", "devices": "0-1"}, "rollout": "4-5", "actor": "4-7"}, TWO_NODES)
-    assert told(p) == [
+    assert lines(p.rows()) == [
         "device  node  env     rollout  actor",
         "cuda 0  0     rank 0  -        -",
         "cuda 1  0     rank 1  -        -",
@@ -204,3 +216,37 @@ def test_a_plan_is_told_as_a_table() -> None:
 def test_positions_are_counted_within_what_there_is() -> None:
     assert ranges(["1-2", 0], (10, 20, 30), "here") == (10, 20, 30)
     assert ranges(" 0 - 1 ", (4, 5, 6), "here") == (4, 5)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+NEEDS = {
+    "env": dict.fromkeys(("weights", "activations"), 0),
+    "rollout": {"weights": 2_000_000_000, "activations": 500_000_000},
+    "actor": {"weights": 2_000_000_000, "activations": 9_000_000_000},
+}
+
+
+def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
+    def of(memory: int, kind: str = "cuda") -> Plan:
+        return plan("colocated", Hardware((2,), kind, memory=memory))
+
+    check_memory(of(15_000_000_000), NEEDS)
+    check_memory(plan("colocated", Hardware((2,), "cuda")), NEEDS)  # not known: not judged
+    with pytest.raises(PlacementError) as caught:
+        check_memory(of(14_000_000_000), NEEDS)
+    assert str(caught.value) == (
+        "placement: cuda 0 needs 1 x 0 MB (env) + 1 x 2.5 GB (rollout) + 1 x 11 GB (actor) = 13.5 GB, more than 92% of "
+        "its 14 GB; one process of actor: weights 2 GB, activations 9 GB; lower algorithm.micro_batch_size"
+    )
+    with pytest.raises(PlacementError, match=r"node 0 needs 2 x 0 MB \(env\) \+ 2 x 2\.5 GB \(rollout\) \+ 2 x 11 GB"):
+        check_memory(of(15_000_000_000, "cpu"), NEEDS)  # all share it
+
+
+def test_memory_is_told_as_a_table() -> None:
+    p = plan("colocated", Hardware((1,), "cuda"))
+    assert lines(memory_rows(p, NEEDS)) == [
+        "one process needs  env   rollout  actor",
+        "weights            0 MB  2 GB     2 GB",
+        "activations        0 MB  0.5 GB   9 GB",
+        "together           0 MB  2.5 GB   11 GB",
+    ]

@@ -335,8 +335,66 @@ def _divisor(of: int, near: int) -> int:
     return min((n for n in range(1, 2 * max(of, near) + 1) if n % of == 0 or of % n == 0), key=lambda n: abs(n - near))
 
 
-def told(p: Plan) -> list[str]:
-    """The plan in lines for the log: a table, device x group."""
-    rows = p.rows()
+def lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as text."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+Need = Mapping[str, int]
+"""What for (weights, gradients, optimiser, experience, activations) -> bytes at the peak, of one process."""
+ROOM = 0.92
+"""Of a device's memory that can be planned with: the rest is the driver's, the allocator's and other programs'."""
+
+
+def check_memory(p: Plan, needs: Mapping[str, Need]) -> None:
+    """Whether everything fits; ``needs`` by the group's name. Raises PlacementError with the arithmetic.
+
+    On a CPU all processes of a machine share its memory; groups that take turns on a GPU are counted together, for
+    what sleeps keeps its context and what cannot move.
+    """
+    limit = p.hardware.memory
+    if limit is None:
+        return
+    places: dict[str, dict[str, list[int]]] = {}
+    for g in p.groups:
+        each = sum(needs[g.name].values())
+        for has in g.ranks:
+            for device in has:
+                where = f"cuda {device}" if p.hardware.kind == "cuda" else f"node {p.hardware.node(device)}"
+                places.setdefault(where, {}).setdefault(g.name, []).append(each // len(has))
+    for where, there in places.items():
+        total = sum(map(sum, there.values()))
+        if total > ROOM * limit:
+            largest = max(there, key=lambda name: sum(there[name]))
+            told = ", ".join(f"{what} {amount(size)}" for what, size in needs[largest].items() if size)
+            parts = " + ".join(f"{len(sizes)} x {amount(sizes[0])} ({name})" for name, sizes in there.items())
+            raise PlacementError(
+                f"placement: {where} needs {parts} = {amount(total)}, more than {ROOM:.0%} of its {amount(limit)}; "
+                f"one process of {largest}: {told}; {_memory_cure(needs[largest])}"
+            )
+
+
+def amount(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+
+
+def _memory_cure(need: Need) -> str:
+    most = max(need, key=lambda what: need[what])
+    return {
+        "activations": "lower algorithm.micro_batch_size",
+        "experience": "lower algorithm.horizon or env.num_envs, or use more devices",
+        "weights": "use a smaller model, or give roles devices of their own",
+    }.get(most, "train adapters (model.lora_rank), or give roles devices of their own")
+
+
+def memory_rows(p: Plan, needs: Mapping[str, Need]) -> list[tuple[str, ...]]:
+    """A table, what for x group, of one process; the first row are headings."""
+    kinds = list(dict.fromkeys(what for need in needs.values() for what in need))
+    table = [("one process needs", *(g.name for g in p.groups))]
+    for what in kinds:
+        table.append((what, *(amount(needs[g.name].get(what, 0)) for g in p.groups)))
+    table.append(("together", *(amount(sum(needs[g.name].values())) for g in p.groups)))
+    return table
