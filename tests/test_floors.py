@@ -47,6 +47,7 @@ FLOORS: dict[str, int] = {
             "placement.local",
             "placement.plan",
             "placement.memory",
+            "placement.residency",
             "placement.lines",
             "placement.simulators",
             "placement.weights",

@@ -230,14 +230,17 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
     def of(memory: int, kind: str = "cuda") -> Plan:
         return plan("colocated", Hardware((2,), kind, memory=memory))
 
-    check_memory(of(15_000_000_000), NEEDS)
+    check_memory(of(14_000_000_000), NEEDS)  # 11 GB for the actor while the others sleep, and three contexts
     check_memory(plan("colocated", Hardware((2,), "cuda")), NEEDS)  # not known: not judged
     with pytest.raises(PlacementError) as caught:
-        check_memory(of(14_000_000_000), NEEDS)
+        check_memory(of(13_000_000_000), NEEDS)
     assert str(caught.value) == (
-        "placement: cuda 0 needs 1 x 0 MB (env) + 1 x 2.5 GB (rollout) + 1 x 11 GB (actor) = 13.5 GB, more than 92% of "
-        "its 14 GB; one process of actor: weights 2 GB, activations 9 GB; lower algorithm.micro_batch_size"
+        "placement: cuda 0 needs 1 x 0.5 GB (env) + 1 x 0.5 GB (rollout) + 1 x 11.5 GB (actor) = 12.5 GB to update, "
+        "more than 92% of its 13 GB; one process of actor: weights 2 GB, activations 9 GB, 0.5 GB of each for CUDA itself; "
+        "lower algorithm.micro_batch_size"
     )
+    apart = plan("disaggregated", Hardware((2,), "cuda", memory=13_000_000_000))
+    check_memory(apart, {"env,rollout": NEEDS["rollout"], "actor": NEEDS["actor"]})
     with pytest.raises(PlacementError, match=r"node 0 needs 2 x 0 MB \(env\) \+ 2 x 2\.5 GB \(rollout\) \+ 2 x 11 GB"):
         check_memory(of(15_000_000_000, "cpu"), NEEDS)  # all share it
 

@@ -18,6 +18,7 @@ from embodied_ppo import checkpoint
 from embodied_ppo.log import numbers
 from embodied_ppo.placement.plan import Group, Plan
 from embodied_ppo.placement.process import Actor, Call, Handle, Make, Wiring, end, local_address, wait
+from embodied_ppo.placement.residency import Residency
 from embodied_ppo.rollout import added
 from embodied_ppo.types import Mean, Metrics, PlacementError
 
@@ -181,7 +182,8 @@ class ClusterSystem:
         self.facts: dict[str, Any] = {}
         self.moved_bytes = 0
         """By the last publish, to all rollout processes together."""
-        self.training_cpu_s = 0.0
+        self.training_cpu_s = self.swap_s = 0.0
+        self.residency = Residency(plan)
         self.peak_mb: dict[str, float] = {}
         self._collecting: list[Call] = []
         self._later: list[Call] = []
@@ -286,6 +288,13 @@ class ClusterSystem:
         self.publish(0)
         self._agree(everything=False)
 
+    def _turn(self, phase: str) -> None:
+        """Who shares a device with the phase and has no part in it moves to the host; then who has wakes up."""
+        start = time.monotonic()
+        for group, level in self.residency.before(phase):
+            self._ask(self.processes[group], "reside", level)
+        self.swap_s += time.monotonic() - start
+
     # -------------------------------------------------------------------------------------------------------- weights
     def path(self, rank: int) -> str:
         """How weights reach rollout process ``rank``."""
@@ -322,6 +331,7 @@ class ClusterSystem:
 
     def publish(self, version: int) -> None:
         self.version = version
+        self._turn("publish")
         calls, by_path = list[Call](), dict[str, list[int]]()
         for rank, path in enumerate(self.paths):
             by_path.setdefault(path, []).append(rank)
@@ -385,6 +395,7 @@ class ClusterSystem:
     # ---------------------------------------------------------------------------------------------------------- phases
     def collect(self, horizon: int, *, update: int) -> tuple[Any, Metrics]:
         """A handle on the experience. With lag its metrics come with ``update``, which waits for it."""
+        self._turn("collect")
         serving = self._serve(list(range(len(self.actors))))
         refs = [h.actor.collect.options(num_returns=2).remote(horizon, update) for h in self.actors]
         calls = [Call(told, h) for (_, told), h in zip(refs, self.actors, strict=True)]
@@ -402,6 +413,7 @@ class ClusterSystem:
             metrics = added([reply.result for reply in self._wait([*waiting, *serving], "collect")[: len(waiting)]])
             done = {call.ref for call in (*waiting, *serving)}
             self._collecting = [call for call in self._collecting if call.ref not in done]
+        self._turn("update")
         calls = list[Call]()
         r, a = len(data), len(self.learners)
         fused = self.plan.fused("rollout", "actor")
@@ -414,6 +426,7 @@ class ClusterSystem:
         for tag, value in replies[0].result[0].items():
             parts = [reply.result[0][tag] for reply in replies]
             metrics[tag] = sum(parts[1:], value) if isinstance(value, Mean) else value
+        metrics["time/swap_s"], self.swap_s = self.swap_s, 0.0
         metrics |= {f"memory/{role}_peak_gb": mb / 1024 for role, mb in self.peak_mb.items()}
         if self._later:
             ready, _ = ray.wait([call.ref for call in self._later], num_returns=len(self._later), timeout=0)
@@ -423,6 +436,7 @@ class ClusterSystem:
         return metrics
 
     def evaluate(self, update: int) -> Metrics:
+        self._turn("evaluate")
         first = self.actors[0]
         calls = [Call(first.actor.call.remote("evaluate"), first), *self._serve([0])]
         self.result = self._wait(calls, "evaluate")[0].result
@@ -437,6 +451,7 @@ class ClusterSystem:
         return self._ask([self.actors[0]], "write", result, str(source.path), str(out))[0]
 
     def save(self, update: int) -> Path:
+        self._turn("save")
         serving = self._serve(list(range(len(self.actors))))
         states = [h.actor.state.remote() for h in self.actors]
         rest = {
@@ -452,6 +467,7 @@ class ClusterSystem:
 
     def load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
         """Continue where ``source`` was saved, bit for bit. Raises CheckpointError where it does not fit."""
+        self._turn("save")
         everyone = list(dict.fromkeys([*self.actors, *self.learners]))
         calls = [Call(h.actor.load.remote(str(source.path)), h) for h in everyone]
         self._wait([*calls, *self._serve(list(range(len(self.actors))))], "load")

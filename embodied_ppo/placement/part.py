@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from embodied_ppo import checkpoint, tree
 from embodied_ppo.placement.local import Collector
+from embodied_ppo.placement.residency import ALL, WEIGHTS, Luggage
 from embodied_ppo.placement.simulators import Desk, Server
 from embodied_ppo.placement.weights import Layout, Parcel, Shelf, moving, open_shelf
 from embodied_ppo.ranks import Ranks
@@ -61,6 +62,7 @@ class Part:
         self.parcel: Parcel | None = None
         self.shelf: Shelf | None = None
         self.opened: Tensor | None = None
+        self.luggage: Luggage | None = None
 
     # ------------------------------------------------------------------------------------------------------- phases
     def collect(self, horizon: int, update: int) -> tuple[Any, Metrics]:
@@ -187,6 +189,16 @@ class Part:
                 for x in moving(self.policy, everything=True).values():
                     x.copy_(ranks.gather(x)[0])
 
+    # -------------------------------------------------------------------------------------------------- taking turns
+    def reside(self, level: int) -> int:
+        """Have on the device what ``level`` of ``residency`` needs; bytes moved. Simulators stay where they are."""
+        if self.policy is None:
+            return 0
+        if self.luggage is None:
+            self.luggage = Luggage(_Tensors(self.policy, self.learner))
+        self.luggage.move(level)
+        return self.luggage.moved_bytes
+
     # --------------------------------------------------------------------------------------------------- checkpoint
     def state(self) -> bytes:
         """Where the rollout stands, as torch.save writes it."""
@@ -244,3 +256,34 @@ class Part:
         for part in (self.rollout, self.learner, self.server):
             if part is not None:
                 part.close()
+
+
+class _Tensors(Mapping[int, Iterable[Tensor]]):
+    """What ``Luggage`` asks for: the policy's tensors, and all else that its learner holds between updates."""
+
+    def __init__(self, policy: nn.Module, learner: Learner | None) -> None:
+        self.policy, self.learner = policy, learner
+
+    def __getitem__(self, level: int) -> list[Tensor]:
+        weights = [*self.policy.parameters(), *self.policy.buffers()]
+        if level == WEIGHTS:
+            return weights
+        mine = {x.untyped_storage().data_ptr() for x in weights}
+        rest = [] if self.learner is None else _tensors_in(self.learner.state())
+        rest += [p.grad for p in self.policy.parameters() if p.grad is not None]
+        return [x for x in rest if x.ndim and x.untyped_storage().data_ptr() not in mine]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((WEIGHTS, ALL))
+
+    def __len__(self) -> int:
+        return 2
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in nested dictionaries and lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [x for inner in value.values() for x in _tensors_in(inner)]
+    return [x for inner in value for x in _tensors_in(inner)] if isinstance(value, (list, tuple)) else []

@@ -29,6 +29,19 @@ PRESETS: dict[str, dict[str, str]] = {
 PATH = "cluster.component_placement"
 
 
+ASLEEP, WEIGHTS, ALL = 0, 1, 2
+"""What of a process is on its device: nothing; its weights; also optimiser and gradients."""
+
+PHASES: dict[str, dict[str, int]] = {
+    "collect": {"env": ALL, "rollout": ALL, "reward": ALL},
+    "update": {"actor": ALL, "critic": ALL, "reference": ALL},
+    "publish": {"actor": WEIGHTS, "rollout": WEIGHTS},
+    "evaluate": {"env": ALL, "rollout": ALL, "reward": ALL},
+    "save": {"actor": ALL, "critic": ALL, "rollout": WEIGHTS, "env": ALL},
+}
+"""Phase -> what each role needs on its device; the others may sleep."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """Devices, numbered 0 .. D-1 from node to node.
@@ -344,36 +357,44 @@ def lines(rows: Sequence[Sequence[str]]) -> list[str]:
 # -------------------------------------------------------------------------------------------------------------- memory
 Need = Mapping[str, int]
 """What for (weights, gradients, optimiser, experience, activations) -> bytes at the peak, of one process."""
+CONTEXT = 500_000_000
+"""Of a GPU's memory, for each process on it (judged, not measured)."""
 ROOM = 0.92
 """Of a device's memory that can be planned with: the rest is the driver's, the allocator's and other programs'."""
 
 
 def check_memory(p: Plan, needs: Mapping[str, Need]) -> None:
-    """Whether everything fits; ``needs`` by the group's name. Raises PlacementError with the arithmetic.
+    """Whether everything fits in every phase; ``needs`` by the group's name. Raises PlacementError with the arithmetic.
 
-    On a CPU all processes of a machine share its memory; groups that take turns on a GPU are counted together, for
-    what sleeps keeps its context and what cannot move.
+    On a CPU all processes of a machine share its memory and nobody sleeps. On a GPU, groups that take turns need what
+    the phase asks of them, and each process keeps a context.
     """
     limit = p.hardware.memory
     if limit is None:
         return
-    places: dict[str, dict[str, list[int]]] = {}
-    for g in p.groups:
-        each = sum(needs[g.name].values())
-        for has in g.ranks:
-            for device in has:
-                where = f"cuda {device}" if p.hardware.kind == "cuda" else f"node {p.hardware.node(device)}"
-                places.setdefault(where, {}).setdefault(g.name, []).append(each // len(has))
-    for where, there in places.items():
-        total = sum(map(sum, there.values()))
-        if total > ROOM * limit:
-            largest = max(there, key=lambda name: sum(there[name]))
-            told = ", ".join(f"{what} {amount(size)}" for what, size in needs[largest].items() if size)
-            parts = " + ".join(f"{len(sizes)} x {amount(sizes[0])} ({name})" for name, sizes in there.items())
-            raise PlacementError(
-                f"placement: {where} needs {parts} = {amount(total)}, more than {ROOM:.0%} of its {amount(limit)}; "
-                f"one process of {largest}: {told}; {_memory_cure(needs[largest])}"
-            )
+    gpu = p.hardware.kind == "cuda"
+    for phase in ("collect", "update", "publish"):
+        wanted = PHASES[phase]
+        places: dict[str, dict[str, list[int]]] = {}
+        for g in p.groups:
+            need = needs[g.name]
+            level = max(wanted.get(role, ASLEEP) for role in g.roles) if gpu and p.sharing(g) else ALL
+            size = {ASLEEP: 0, WEIGHTS: need.get("weights", 0), ALL: sum(need.values())}[level] + CONTEXT * gpu
+            for has in g.ranks:
+                for device in has:
+                    where = f"cuda {device}" if gpu else f"node {p.hardware.node(device)}"
+                    places.setdefault(where, {}).setdefault(g.name, []).append(size // len(has))
+        for where, there in places.items():
+            total = sum(map(sum, there.values()))
+            if total > ROOM * limit:
+                largest = max(there, key=lambda name: sum(there[name]))
+                told = ", ".join(f"{what} {amount(size)}" for what, size in needs[largest].items() if size)
+                parts = " + ".join(f"{len(sizes)} x {amount(sizes[0])} ({name})" for name, sizes in there.items())
+                context = f", {amount(CONTEXT)} of each for CUDA itself" if gpu else ""
+                raise PlacementError(
+                    f"placement: {where} needs {parts} = {amount(total)} to {phase}, more than {ROOM:.0%} of its "
+                    f"{amount(limit)}; one process of {largest}: {told}{context}; {_memory_cure(needs[largest])}"
+                )
 
 
 def amount(size: int) -> str:
