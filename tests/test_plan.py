@@ -236,8 +236,8 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
         check_memory(of(13_000_000_000), NEEDS)
     assert str(caught.value) == (
         "placement: cuda 0 needs 1 x 0.5 GB (env) + 1 x 0.5 GB (rollout) + 1 x 11.5 GB (actor) = 12.5 GB to update, "
-        "more than 92% of its 13 GB; one process of actor: weights 2 GB, activations 9 GB, 0.5 GB of each for CUDA itself; "
-        "lower algorithm.micro_batch_size"
+        "more than 92% of its 13 GB; one process of actor: weights 2 GB, activations 9 GB, "
+        "0.5 GB of each for CUDA itself; lower algorithm.micro_batch_size"
     )
     apart = plan("disaggregated", Hardware((2,), "cuda", memory=13_000_000_000))
     check_memory(apart, {"env,rollout": NEEDS["rollout"], "actor": NEEDS["actor"]})
