@@ -27,7 +27,7 @@ HYBRID: dict[str, Any] = {"placement": "hybrid", "cluster.devices_per_node": 2, 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 
@@ -92,15 +92,15 @@ def test_a_process_that_dies_is_named_at_once(victim: str, phase: str, tmp_path:
 
 def test_a_process_that_is_stopped_is_named_after_the_deadline_with_what_it_did(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        made = system(tmp_path, stack, **{"cluster.step_timeout_s": 6.0})
+        made = system(tmp_path, stack, **{"cluster.step_timeout_s": 12.0})
         known = handles(made)
         frozen, waiting = known["env rank 0"], known["rollout,actor rank 0"]
         freezer = soon(lambda: os.kill(frozen.pid, signal.SIGSTOP))
         start = time.monotonic()
         with pytest.raises(ProcessLost) as caught:
-            made.collect(100_000, update=0)
+            made.collect(1_000_000, update=0)
         freezer.join()
-        assert time.monotonic() - start < 25
+        assert time.monotonic() - start < 40
         text = str(caught.value)
         assert "env rank 0" in text and "cluster.step_timeout_s" in text, text
     assert gone([frozen.pid, waiting.pid])

@@ -37,7 +37,7 @@ MEASURED = ("time/", "speed/", "memory/", "weights/")
 def cluster() -> Iterator[None]:
     """Ray with eight slots, for all tests of this file."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 
@@ -71,12 +71,27 @@ ALIKE: dict[str, dict[str, Any]] = {
 }
 
 
+ROLES = {
+    "fused": ("env+rollout+actor",),
+    "colocated": ("env", "rollout", "actor"),
+    "hybrid": ("env", "rollout+actor"),
+    "apart": ("env", "rollout", "actor"),
+}
+
+
 @pytest.mark.parametrize("name", ALIKE)
 def test_a_process_for_each_role_trains_as_one_process_does(name: str, local: Path, tmp_path: Path) -> None:
     found, expected = train(tmp_path / "run", **ALIKE[name]), rows(local)
     assert len(found) == len(expected) == 5
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == theirs
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    own = {tag for tag in last if tag.startswith("memory/")}
+    assert own == {
+        "memory/peak_gb",
+        *(f"memory/{roles}_peak_gb" for roles in ROLES.get(name, ("env+rollout", "actor"))),
+    }
+    assert last["time/swap_s"] < 0.01
     one, other = (checkpoint.open_checkpoint(d / "checkpoints" / "step_000004") for d in (local, tmp_path / "run"))
     assert all(torch.equal(x, other.policy()[name]) for name, x in one.policy().items())
 

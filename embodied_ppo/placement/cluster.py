@@ -264,7 +264,7 @@ class ClusterSystem:
     def _build(self, make: Make) -> None:
         """Simulators first, then who asks for them, then who only learns."""
         maker = ray.put(make)
-        deadline = self.options.step_timeout_s
+        deadline = max(self.options.start_timeout_s, self.options.step_timeout_s)
         rollout, actor = self.plan.group("rollout"), self.plan.group("actor")
         about: Mapping[str, Any] | None = None
         order = sorted(self.plan.groups, key=lambda g: (g is not rollout, "env" not in g.roles))
@@ -427,7 +427,7 @@ class ClusterSystem:
             parts = [reply.result[0][tag] for reply in replies]
             metrics[tag] = sum(parts[1:], value) if isinstance(value, Mean) else value
         metrics["time/swap_s"], self.swap_s = self.swap_s, 0.0
-        metrics |= {f"memory/{role}_peak_gb": mb / 1024 for role, mb in self.peak_mb.items()}
+        metrics |= {f"memory/{roles.replace(',', '+')}_peak_gb": mb / 1024 for roles, mb in self.peak_mb.items()}
         if self._later:
             ready, _ = ray.wait([call.ref for call in self._later], num_returns=len(self._later), timeout=0)
             done = [call for call in self._later if call.ref in ready]
