@@ -305,6 +305,8 @@ def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) 
     )
     with _stop_signals(timer) as should_stop, _matmul_precision(config.matmul_precision):
         try:
+            if first and system.saved is None:  # it goes on from another run's checkpoint
+                system.save(first)
             if first == 0:
                 with timer("evaluate"):
                     metrics = system.evaluate(0)

@@ -123,7 +123,10 @@ def _config(args: argparse.Namespace) -> None:
     loaded = _prepare(args, args.overrides, check=args.command == "train")
     rows = explain.config_rows(loaded, only=args.only)
     if not rows:
-        raise UsageError(f"--only {args.only}: no option mentions it; leave --only out to see all")
+        names = sorted({path.rpartition(".")[2] for path in explain.config_rows(loaded)})
+        near = difflib.get_close_matches(args.only, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else "leave --only out to see all"
+        raise UsageError(f"--only {args.only}: no option mentions it; {hint}")
     _say_aliases(loaded, args)
     if args.json:
         print(explain.as_json(rows))

@@ -212,6 +212,8 @@ def clone(
     c = config.cloning
     folder = demonstrations(config, notice, advance)
     info = folder / "meta" / "info.json"
+    if not folder.is_dir():
+        raise ConfigError(f"cloning.dataset={folder}: does not exist; record it (embodied-ppo demos), or name another")
     if not info.is_file():
         raise ConfigError(f"cloning.dataset={folder}: holds no meta/info.json; name a dataset in LeRobot's layout")
     weights = policy.state_dict()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -619,5 +618,5 @@ def write_report(
         curves=report.rows(run_dir),
         film=filmed,
     )
-    video = None if filmed is None or filmed.path is None else os.path.relpath(filmed.path)
+    video = None if filmed is None or filmed.path is None else str(run_dir / "videos" / filmed.path.name)
     return {"report": str(written.html), "report_json": str(written.json), "video": video}

@@ -197,6 +197,8 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
         if mode_of(path) not in (None, config.mode) and attrgetter(path)(config) not in (None, False):
             told = f"{path} = {show(attrgetter(path)(config))} is set but not read"
             raise ConfigError(f"{told}; it needs mode={mode_of(path)}, or leave it out")
+    if config.model.checkpoint == "":
+        raise ConfigError("model.checkpoint = '': is empty; name a directory, or write model.checkpoint=null")
     _check_placement(config)
     _check_algorithm(config)
     if config.mode == "embodied":

@@ -274,7 +274,9 @@ def _wrong(hint: Any, value: Any, path: str, label: str, verb: str = "") -> Conf
     line = f"{path} = {show(value)}{_at(label)} {verb or 'must be ' + allowed}"
     if path == "placement":
         return PlacementError(f"{line}; {_cure(hint, value, path, allowed if verb else '')}")
-    return ConfigError(f"{line}; {_cure(hint, value, path, allowed if verb else '')}")
+    if verb:  # "???" is how a recipe says that only its user knows
+        return ConfigError(f"{line}; give it {allowed}: {path}=..")
+    return ConfigError(f"{line}; {_cure(hint, value, path, '')}")
 
 
 def _cure(hint: Any, value: Any, path: str, allowed: str) -> str:

@@ -262,5 +262,8 @@ def test_tasks_without_an_expert_need_a_dataset(tmp_path: Path) -> None:
     config = replace(config, cloning=CloningConfig(steps=1, dataset=str(tmp_path / "none")))
     policy = make()
     assert isinstance(policy, TokenVLA)
+    with pytest.raises(ConfigError, match="none: does not exist; record it"):
+        imitation.clone(policy, config, print)
+    (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match=r"holds no meta/info\.json"):
         imitation.clone(policy, config, print)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import toys
 
 from embodied_ppo import build, checkpoint, robot, strict
 from embodied_ppo.config import Config
@@ -273,3 +274,16 @@ def test_evaluation_with_changed_options_keeps_the_others_and_has_a_report_of_it
     stored = json.loads(Path(other["report_json"]).read_text())["config"]["env"]
     assert stored["kwargs"] == {"frame_skip": 4, "reset_noise_scale": 0.001} and stored["max_episode_steps"] == 7
     assert other["eval/length"] <= 7
+
+
+def test_a_run_that_goes_on_from_another_leaves_that_one_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = {"env.id": "CartPole-v1", "algorithm.horizon": 8, "algorithm.global_batch_size": 32, "env.num_envs": 8}
+    small |= {"evaluation.episodes": 4, "evaluation.video_episodes": 0, "compile": "never"}
+    build.train(toys.config({**small, "updates": 1, "run_dir": "first"}), quiet=True)
+    files = {p: p.read_bytes() for p in Path("first").rglob("*") if p.is_file()}
+    for updates, name in ((2, "second"), (1, "third")):  # the third has nothing left to train
+        build.train(toys.config({**small, "updates": updates, "run_dir": name, "resume": "first"}), quiet=True)
+        assert {p: p.read_bytes() for p in Path("first").rglob("*") if p.is_file()} == files
+        assert (Path(name) / "checkpoints" / "step_000001").is_dir()
+        assert (Path(name) / "summary.json").is_file()

@@ -473,7 +473,8 @@ class ClusterSystem:
         self._wait([*calls, *self._serve(list(range(len(self.actors))))], "load")
         self.steps = int(source.manifest[self.unit])
         self.publish(source.update)
-        self.saved, self.saved_update = source.path, source.update
+        if source.path.parent == self.checkpoints.resolve():  # of another run: its scores are not ours to write
+            self.saved, self.saved_update = source.path, source.update
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds by phase, of all processes together; "process": theirs in all, of training."""

@@ -122,7 +122,8 @@ class LocalSystem(Generic[R]):
                 "resume with the options it was trained with"
             ) from error
         self.publish(source.update)
-        self.saved, self.saved_update = source.path, source.update
+        if source.path.parent == self.checkpoints.resolve():  # of another run: its scores are not ours to write
+            self.saved, self.saved_update = source.path, source.update
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds by phase: simulate and act, or generate and grade; advantages, update. "process": of processes
