@@ -17,6 +17,7 @@ import torch
 from embodied_ppo import __version__, checkpoint, strict
 from embodied_ppo.config import Config
 from embodied_ppo.placement import plan
+from embodied_ppo.placement.system import RunSystem
 from embodied_ppo.types import ConfigError
 
 PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "envpool", "hydra-core", "tensorboard", "transformers")
@@ -60,7 +61,7 @@ class Assembly:
     facts    of what came before training, for the summary
     """
 
-    system: Any
+    system: RunSystem
     title: str
     horizon: int
     write: Callable[[Any, checkpoint.Checkpoint, Path], dict[str, str | None]]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from embodied_ppo import checkpoint, compiled, imitation, loop, reasoner, robot, rules, strict
+from embodied_ppo import checkpoint, compiled, imitation, loop, reasoner, robot, rules, spread, strict
 from embodied_ppo.assembly import Assembly, Setup, config_hash, device, digest, hardware_of, total_updates, versions
 from embodied_ppo.config import Config, DemosConfig, EvaluateConfig
 from embodied_ppo.log import LINE_EVERY_S, Log, Timer, numbers, peak_rss_mb, process_age_s
@@ -234,11 +234,7 @@ def _train(
     )
     with ExitStack() as stack:
         with _Interrupts(), bar:
-            match config.mode:
-                case "embodied":
-                    made = robot.assemble(setup, stack)
-                case "reasoning":
-                    made = reasoner.assemble(setup, stack)
+            made = _assembled(setup, stack)
         if source is not None:
             made.system.load(source, notice)
         if fresh is not None:
@@ -257,6 +253,14 @@ def _train(
             lost = 0
             while True:
                 try:
+                    if lost:
+                        source = checkpoint.newest_valid(run_dir, log.say)
+                        made = _assembled(replace(setup, fresh_start=source is None), stack)
+                        if source is not None:
+                            made.system.load(source, notice)
+                        first = source.update if source is not None else 0
+                        log.rewind(first)
+                        log.say(f"goes on after update {first}")
                     return _run(config, made, log, first=first, updates=updates)
                 except ProcessLost as error:
                     lost += 1
@@ -264,13 +268,6 @@ def _train(
                         raise
                     log.say(f"{error}\nrebuilding, {lost} of {config.cluster.max_restarts} (cluster.max_restarts)")
                     made.system.close()
-                source = checkpoint.newest_valid(run_dir, log.say)
-                made = robot.assemble(replace(setup, fresh_start=source is None), stack)
-                if source is not None:
-                    made.system.load(source, notice)
-                first = source.update if source is not None else 0
-                log.rewind(first)
-                log.say(f"goes on after update {first}")
         except Exception as error:  # any: a run's log.txt tells why it ended; raised on
             log.say(f"failed: {type(error).__name__}: {error}")
             if isinstance(error, (ConfigError, CheckpointError, EnvError)):  # no refusal: it had begun
@@ -279,6 +276,16 @@ def _train(
         finally:
             log.close()
             made.system.close()
+
+
+def _assembled(s: Setup, stack: ExitStack) -> Assembly:
+    """The system that the options ask for. Raises ConfigError, EnvError, PlacementError."""
+    match s.config.mode:
+        case "embodied":
+            placed = spread.planned(s.config, s.device)
+            return robot.assemble(s, stack) if placed is None else spread.assemble(s, placed)
+        case "reasoning":
+            return reasoner.assemble(s, stack)
 
 
 def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) -> dict[str, Any]:
@@ -439,8 +446,8 @@ def planned(config: Config) -> dict[str, Any]:
         raise ConfigError("mode = reasoning: this version trains language models in one process; there is no plan")
     where = device(config.device, config.threads)
     hardware = hardware_of(config, where)
-    placed = robot.planned(config, where) or plan.plan({"env,rollout,actor": 0}, replace(hardware, per_node=(1,)))
-    needs = robot.foreseen(config, placed)
+    placed = spread.planned(config, where) or plan.plan({"env,rollout,actor": 0}, replace(hardware, per_node=(1,)))
+    needs = spread.foreseen(config, placed)
     plan.check_memory(placed, needs)
     a, actors, acts = config.algorithm, placed.processes("actor"), placed.processes("rollout")
     per_update = a.horizon * config.env.num_envs

@@ -613,10 +613,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError as e:
+        if argv[0] not in ("config", "experiments", "plan"):
+            return _report(e)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever reads has read enough: .. | head
+        return 0
     except Exception as e:  # the top of the program: whatever came this far becomes its last line and exit code
-        if isinstance(e, BrokenPipeError) and argv[0] in ("config", "experiments"):  # .. | head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
         return _report(e)
     return 0
 

@@ -522,7 +522,7 @@ class ClusterConfig:
     """Rollouts that run ahead of the updates; 0: strictly on-policy. Needs actor on devices of its own."""
     weights: Literal["auto", "ipc", "broadcast", "store"] = "auto"
     """How the actor's weights reach rollout processes: ipc through memory of one device or machine, broadcast by a
-    collective, store through Ray; auto: ipc where they share a device, else broadcast, with max_lag store."""
+    collective, store through Ray; auto: ipc where they share a device, else broadcast; with max_lag store."""
     check_weights: bool = False
     """Compare a checksum of all processes' weights after each update."""
     address: str | None = None

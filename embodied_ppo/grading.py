@@ -245,7 +245,7 @@ def _cause(error: BaseException) -> str:
     at = f", {Path(frames[-1].filename).name} line {frames[-1].lineno}" if frames else ""
     try:
         text = str(error)
-    except Exception:  # a user's __str__ may raise anything
+    except Exception:  # the exception is of a class of the user's, whose __str__ may raise anything
         text = "(an exception that cannot tell its text)"
     return " ".join(f"{type(error).__name__}: {text}".split())[:300] + at
 

@@ -27,6 +27,7 @@ from embodied_ppo.learner import SplitLearner
 from embodied_ppo.models import language
 from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
 from embodied_ppo.placement.local import LocalSystem
+from embodied_ppo.placement.system import Records
 from embodied_ppo.reasoning import Graders, ReasoningRollout, Truncation, WithFormat, reader
 from embodied_ppo.rollout import sampling_key
 from embodied_ppo.types import CheckpointError, ConfigError, Trajectory
@@ -358,7 +359,7 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
         notice=s.notice,
     )
     system = LocalSystem(
-        unit="tokens",
+        Records("tokens", "eval/accuracy", s.run_dir / "checkpoints", config.keep_last, s.text, s.info),
         policy=policy,
         rollout=rollout,
         learner=learner,
@@ -373,11 +374,6 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
             n=e.n,
             seed=e.seed,
         ),
-        score="eval/accuracy",
-        checkpoints=s.run_dir / "checkpoints",
-        keep_last=config.keep_last,
-        config_text=s.text,
-        info=s.info,
         publish=engine.update_weights,
     )
 

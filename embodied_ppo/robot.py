@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from embodied_ppo import checkpoint, cloning, compiled, film, imitation, report, strict, tree
+from embodied_ppo import checkpoint, cloning, compiled, film, imitation, report, strict
 from embodied_ppo import evaluate as evaluation
-from embodied_ppo.assembly import Assembly, Setup, hardware_of, steps_per_update, total_updates, versions
-from embodied_ppo.config import Config, EnvConfig, EvaluateConfig
+from embodied_ppo.assembly import Assembly, Setup, steps_per_update, total_updates, versions
+from embodied_ppo.config import Config, EnvConfig, EvaluateConfig, EvaluationConfig
 from embodied_ppo.demonstrations import read as read_demonstrations
 from embodied_ppo.evaluate import EvaluationResult
 from embodied_ppo.learner import JointLearner
@@ -26,13 +26,11 @@ from embodied_ppo.models.vla_checkpoint import CheckpointVLA
 from embodied_ppo.models.vla_flow import FlowVLA
 from embodied_ppo.models.vla_gaussian import GaussianVLA
 from embodied_ppo.models.vla_token import TokenVLA
-from embodied_ppo.placement import memory, plan
-from embodied_ppo.placement.lines import Exchange
 from embodied_ppo.placement.local import LocalSystem
-from embodied_ppo.placement.part import Part, Seat
-from embodied_ppo.placement.simulators import Described, Joined, RemoteEnv, Server, described
+from embodied_ppo.placement.simulators import Described
+from embodied_ppo.placement.system import Records
 from embodied_ppo.ranks import Ranks
-from embodied_ppo.rollout import Rollout, Staged, env_seeds, sampling_key
+from embodied_ppo.rollout import Rollout, env_seeds, sampling_key
 from embodied_ppo.types import ConfigError, Discrete, Policy, VectorEnv
 
 
@@ -76,7 +74,12 @@ FAMILIES: dict[str, type[TokenVLA] | type[FlowVLA] | type[GaussianVLA]] = {
 }
 
 
-def make_policy(config: Config, env: VectorEnv | Described) -> ActorCritic | cloning.Family:
+AnyPolicy: TypeAlias = "ActorCritic | cloning.Family"
+Written: TypeAlias = "dict[str, str | None]"
+"""Paths of a report's files."""
+
+
+def make_policy(config: Config, env: VectorEnv | Described) -> AnyPolicy:
     """The policy of ``config.model`` for the spaces of ``env``, with weights from ``config.seed``."""
     a = config.algorithm
     with torch.random.fork_rng():
@@ -140,7 +143,7 @@ def compile_from(config: Config, device: torch.device, notice: Callable[[str], N
     return None
 
 
-def _check_evaluation(config: Config, device: torch.device) -> None:
+def check_evaluation(config: Config, device: torch.device) -> None:
     """What the first evaluation would refuse, before anything is written."""
     e = config.evaluation
     evaluation.evaluation_seeds(e.seed, e.episodes)
@@ -170,9 +173,10 @@ def _unread(config: Config, env: VectorEnv) -> Iterator[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------- assembly
-def _rollout(
-    config: Config, env: VectorEnv, policy: Policy, later: compiled.Later, *, stage: int, stages: int
+def make_rollout(
+    config: Config, env: VectorEnv, policy: Policy, later: compiled.Later, *, stage: int = 0, stages: int = 1
 ) -> Rollout:
+    """Of the options; ``stage``: see ``Rollout``."""
     a = config.algorithm
     return Rollout(
         env,
@@ -189,8 +193,9 @@ def _rollout(
     )
 
 
-def _learner(s: Setup, policy: ActorCritic | cloning.Family, later: compiled.Later, ranks: Ranks) -> JointLearner:
-    config = s.config
+def make_learner(s: Setup, policy: AnyPolicy, later: compiled.Later, ranks: Ranks | None = None) -> JointLearner:
+    """Of the options; ``ranks``: who else learns. Raises ConfigError, EnvError."""
+    config, ranks = s.config, ranks or Ranks()
     beside = None
     if config.cloning.coef:
         assert not isinstance(policy, ActorCritic)  # strict
@@ -213,12 +218,14 @@ def _learner(s: Setup, policy: ActorCritic | cloning.Family, later: compiled.Lat
     )
 
 
-def _measure(
-    config: Config, policy: ActorCritic | cloning.Family, factory: Callable[[list[int]], VectorEnv]
-) -> Callable[[], EvaluationResult]:
-    e = config.evaluation
-    return functools.partial(
-        evaluation.evaluate,
+def measure(
+    e: EvaluationConfig | EvaluateConfig,
+    policy: AnyPolicy,
+    factory: Callable[[list[int]], VectorEnv],
+    on_episode: Callable[[Any], None] = lambda episode: None,
+) -> EvaluationResult:
+    """Episodes of a policy, as the options say."""
+    return evaluation.evaluate(
         policy,
         factory,
         episodes=e.episodes,
@@ -226,14 +233,15 @@ def _measure(
         seed=e.seed,
         deterministic=e.deterministic,
         temperature=None if e.deterministic else sampling_temperature(policy, e.temperature),
+        on_episode=on_episode,
     )
 
 
-def _writer(s: Setup, policy: ActorCritic | cloning.Family) -> Callable[..., dict[str, str | None]]:
+def writer(s: Setup, policy: AnyPolicy) -> Callable[[EvaluationResult, checkpoint.Checkpoint, Path], Written]:
     """Writes an evaluation's report."""
     e = s.config.evaluation
 
-    def write(result: EvaluationResult, source: checkpoint.Checkpoint, out: Path) -> dict[str, str | None]:
+    def write(result: EvaluationResult, source: checkpoint.Checkpoint, out: Path) -> Written:
         return write_report(
             replace(s.config, env=evaluation_env(s.config)),
             result,
@@ -250,7 +258,7 @@ def _writer(s: Setup, policy: ActorCritic | cloning.Family) -> Callable[..., dic
     return write
 
 
-def _clone(s: Setup, policy: ActorCritic | cloning.Family) -> dict[str, float]:
+def clone(s: Setup, policy: AnyPolicy) -> dict[str, float]:
     """Warm-up by cloning where it is asked for; facts for the summary."""
     if not s.config.cloning.steps or not s.fresh_start:
         return {}
@@ -258,12 +266,23 @@ def _clone(s: Setup, policy: ActorCritic | cloning.Family) -> dict[str, float]:
     return imitation.clone(policy, s.config, s.progress, s.advance)
 
 
-def _tell_threads(s: Setup, since: int | None) -> None:
-    simulators = s.config.env.num_threads or "as many as there are cores"
+def tell(s: Setup, env: VectorEnv, policy: AnyPolicy, since: int | None) -> None:
+    """What the log should say of these options before the first update; ``since``: of ``compile_from``."""
+    config = s.config
+    s.early.extend(_unread(config, env))
+    if isinstance(policy, PI0) and (told := policy.memory_notice(config.algorithm.horizon * env.num_envs)):
+        s.early.append(told)
+    simulators = config.env.num_threads or "as many as there are cores"
     s.early.append(
         f"threads: {torch.get_num_threads()} for tensors, {simulators} for simulators; compiled code: "
         + ("never" if since is None else f"from update {since + 1} on")
     )
+
+
+def records(s: Setup) -> Records:
+    """What is written about a run."""
+    info = {**s.info, "env_id": s.config.env.id}
+    return Records("env_steps", "eval/return", s.run_dir / "checkpoints", s.config.keep_last, s.text, info)
 
 
 def title(config: Config) -> str:
@@ -272,217 +291,29 @@ def title(config: Config) -> str:
 
 
 def assemble(s: Setup, stack: ExitStack) -> Assembly:
-    """A system of mode=embodied; ``stack`` closes what it opens. Raises ConfigError, EnvError, PlacementError."""
-    placed = planned(s.config, s.device)
-    if placed is not None:
-        return _spread(s, placed)
+    """A system in this process; ``stack`` closes what it opens. Raises ConfigError, EnvError."""
     config, a = s.config, s.config.algorithm
     env = make_env(env_seeds(config.seed, 0, config.env.num_envs, a.group_size), config=config.env, device=s.device)
     stack.callback(env.close)
     policy = make_policy(config, env)
-    _check_evaluation(config, s.device)
-    facts = _clone(s, policy)
-    s.early.extend(_unread(config, env))
-    if isinstance(policy, PI0) and (told := policy.memory_notice(a.horizon * env.num_envs)):
-        s.early.append(told)
+    check_evaluation(config, s.device)
+    facts = clone(s, policy)
     since = compile_from(config, s.device, s.notice)
-    _tell_threads(s, since)
+    tell(s, env, policy, since)
 
     def later() -> compiled.Later:
         return compiled.Later(since, required=config.compile == "always", notice=s.notice)
 
+    factory = functools.partial(make_env, config=evaluation_env(config), device=s.device)
     system = LocalSystem(
-        unit="env_steps",
+        records(s),
         policy=policy,
-        rollout=_rollout(config, env, policy, later(), stage=0, stages=1),
-        learner=_learner(s, policy, later(), Ranks()),
+        rollout=make_rollout(config, env, policy, later()),
+        learner=make_learner(s, policy, later()),
         count=lambda experience: steps_per_update(config),
-        measure=_measure(config, policy, functools.partial(make_env, config=evaluation_env(config), device=s.device)),
-        score="eval/return",
-        checkpoints=s.run_dir / "checkpoints",
-        keep_last=config.keep_last,
-        config_text=s.text,
-        info={**s.info, "env_id": config.env.id},
+        measure=functools.partial(measure, config.evaluation, policy, factory),
     )
-    return Assembly(system, title(config), a.horizon, _writer(s, policy), facts=facts)
-
-
-def planned(config: Config, device: torch.device) -> plan.Plan | None:
-    """Where the roles run; None: all in this process. Raises PlacementError."""
-    c = config.cluster
-    if config.placement == "local" and not c.component_placement:
-        return None
-    hardware = hardware_of(config, device)
-    made = plan.plan(c.component_placement or config.placement, hardware, stages=c.stages, max_lag=c.max_lag)
-    a = config.algorithm
-    plan.check_numbers(
-        made, num_envs=config.env.num_envs, group_size=a.group_size, global_batch_size=a.global_batch_size
-    )
-    return made
-
-
-def foreseen(config: Config, placed: plan.Plan) -> dict[str, dict[str, int]]:
-    """Group of a plan -> bytes that one of its processes will need at the peak, by what for; simulators not counted.
-
-    Builds the policy, and one simulator for its spaces, in this process on the CPU. Raises ConfigError, EnvError.
-    """
-    cpu, a = torch.device("cpu"), config.algorithm
-    env = make_env(env_seeds(0, 0, 1), config=config.env, device=cpu)
-    try:
-        about = Described(described(env), cpu)
-    finally:
-        env.close()
-    policy = make_policy(config, about)
-    assert isinstance(policy, torch.nn.Module)
-    acts, learns = placed.processes("rollout"), placed.processes("actor")
-    rows = config.env.num_envs // acts
-    peak, obs, decision = memory.acting(policy, about.obs_spec, cpu, rows // placed.stages)
-    t = memory.experience(obs, decision, a.horizon * placed.stages)
-    weights, held = memory.nbytes([*policy.parameters(), *policy.buffers()]), memory.nbytes(t)
-    mine = tree.map(lambda x: x.new_empty(a.horizon, config.env.num_envs // learns, *x.shape[2:]), t)
-    batch = a.global_batch_size // learns
-    share = replace(a, global_batch_size=batch, micro_batch_size=min(a.micro_batch_size or batch, batch))
-    learner = JointLearner(policy, share, num_envs=config.env.num_envs, updates=1, seed=0)
-    update = memory.predicted(policy, learner, cpu, mine)
-    found: dict[str, dict[str, int]] = {}
-    for group in placed.groups:
-        need: dict[str, int] = dict.fromkeys(vars(update), 0)
-        if "rollout" in group.roles:
-            need.update(weights=weights, experience=held, activations=peak)
-        if "actor" in group.roles:
-            need = {what: max(need[what], size) for what, size in vars(update).items()}
-        found[group.name] = need
-    return found
-
-
-def _spread(s: Setup, placed: plan.Plan) -> Assembly:
-    """The system in processes of a Ray cluster."""
-    from embodied_ppo.placement.cluster import ClusterSystem, Options  # Ray takes a second to load
-
-    if s.config.model.checkpoint is None:  # else predicting would load it here
-        plan.check_memory(placed, foreseen(s.config, placed))
-    config, c = s.config, s.config.cluster
-    system = ClusterSystem(
-        placed,
-        Maker(s.config, s.device.type, s.run_dir, s.updates, s.text, s.info, s.fresh_start),
-        unit="env_steps",
-        score="eval/return",
-        checkpoints=s.run_dir / "checkpoints",
-        keep_last=config.keep_last,
-        config_text=s.text,
-        info={**s.info, "env_id": config.env.id},
-        options=Options(c.address, c.weights, c.start_timeout_s, c.step_timeout_s, c.check_weights, config.threads),
-        notice=s.notice,
-    )
-    s.early.extend(plan.lines(placed.rows()))
-    return Assembly(system, title(config), config.algorithm.horizon, system.write, facts=system.facts)
-
-
-@dataclass(frozen=True)
-class Maker:
-    """Builds what a process holds, there; of ``Setup`` what can travel."""
-
-    config: Config
-    device: str
-    run_dir: Path
-    updates: int
-    text: str
-    info: Mapping[str, Any]
-    fresh_start: bool
-
-    def __call__(self, seat: Seat, exchange: Exchange | None, say: Callable[[str], None]) -> tuple[Part, Any]:
-        told: set[str] = set()
-
-        def notice(line: str) -> None:
-            if line not in told:
-                told.add(line)
-                say(line)
-
-        early: list[str] = []
-        where = torch.device(self.device)
-        torch.set_float32_matmul_precision(self.config.matmul_precision)
-        rest: Any = {"notice": notice, "progress": say, "early": early, "fresh_start": self.fresh_start}
-        found = part(
-            Setup(self.config, where, self.run_dir, self.updates, self.text, self.info, **rest), seat, exchange
-        )
-        for line in early:
-            say(line)
-        return found
-
-
-def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping[str, Any]]:
-    """What one process of a placement holds, and facts for the summary. Raises ConfigError, EnvError.
-
-    ``exchange``: where others ask for simulators, if they are in this process and the rollouts are not.
-    """
-    config, a, roles = s.config, s.config.algorithm, seat.roles
-    if exchange is not None:
-        kinds = {"train": config.env, "evaluate": evaluation_env(config)}
-
-        def make(kind: str, seeds: list[int]) -> VectorEnv:
-            return make_env(seeds, config=kinds[kind], device=s.device)
-
-        server = Server(make, exchange)
-        if roles == ("env",):
-            return Part(seat, server=server), {}
-    envs = list[VectorEnv]()
-    rank, world = seat.ranks.get("rollout", (0, 1))
-    stages = world * seat.stages
-    if "rollout" in roles:
-        seeds = env_seeds(config.seed, 0, config.env.num_envs, a.group_size)
-        n = config.env.num_envs // stages
-        for stage in range(rank * seat.stages, (rank + 1) * seat.stages):
-            envs.append(_simulators(s, seat, seeds[stage * n : stage * n + n], "train"))
-    about = described(envs[0]) if envs else seat.about
-    assert about is not None
-    policy = make_policy(config, envs[0] if envs else Described(about, s.device))
-    since, learns = compile_from(config, s.device, s.notice), seat.learners
-    facts: Mapping[str, Any] = {}
-    if not rank and "rollout" in roles:
-        _check_evaluation(config, s.device)
-        s.early.extend(_unread(config, envs[0]))
-        _tell_threads(s, since)
-
-    def later(on: bool = True) -> compiled.Later:
-        return compiled.Later(since if on else None, required=config.compile == "always", notice=s.notice)
-
-    learner = None
-    if "actor" in roles:
-        if not learns.rank:
-            facts = _clone(s, policy)
-        if since is not None and learns.world > 1:
-            s.notice(f"compile: minibatches are not compiled, {learns.world} processes learn together")
-        learner = _learner(s, policy, later(learns.world == 1), learns)
-    rollout = None
-    if envs:
-        rollouts = [
-            _rollout(config, env, policy, later(), stage=rank * seat.stages + i, stages=stages)
-            for i, env in enumerate(envs)
-        ]
-        rollout = rollouts[0] if len(rollouts) == 1 else Staged(rollouts)
-    made = Part(
-        seat,
-        policy=policy,
-        rollout=rollout,
-        learner=learner,
-        count=lambda experience: steps_per_update(config) // learns.world,
-        measure=_measure(config, policy, lambda seeds: _simulators(s, seat, seeds, "evaluate")),
-        write=_writer(s, policy),
-        about=about,
-    )
-    made.begin_alike()
-    return made, facts
-
-
-def _simulators(s: Setup, seat: Seat, seeds: list[int], kind: str) -> VectorEnv:
-    """Here, or where the desks are: side by side if those can be dealt out evenly, else at the first."""
-    if not seat.desks:
-        config = s.config.env if kind == "train" else evaluation_env(s.config)
-        return make_env(seeds, config=config, device=s.device)
-    desks = seat.desks if kind == "train" else seat.desks[:1]
-    n = len(seeds) // len(desks)
-    parts = [RemoteEnv(d, seeds[i * n : i * n + n], kind=kind, device=s.device) for i, d in enumerate(desks)]
-    return parts[0] if len(parts) == 1 else Joined(parts)
+    return Assembly(system, title(config), a.horizon, writer(s, policy), facts=facts)
 
 
 # ----------------------------------------------------------------------------------------------------------- evaluate
@@ -493,7 +324,7 @@ def evaluate(
     *,
     run_dir: Path,
     device: torch.device,
-) -> Callable[[Path, Callable[[Any], None]], tuple[EvaluationResult, dict[str, str | None]]]:
+) -> Callable[[Path, Callable[[Any], None]], tuple[EvaluationResult, Written]]:
     """What measures a checkpoint and writes the report into a folder, telling of every episode.
 
     Raises CheckpointError, ConfigError, EnvError.
@@ -509,19 +340,11 @@ def evaluate(
         probe.close()
     checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
 
-    temperature = None if config.deterministic else sampling_temperature(policy, config.temperature)
+    if not config.deterministic:
+        sampling_temperature(policy, config.temperature)
 
-    def measure(out: Path, on_episode: Callable[[Any], None]) -> tuple[EvaluationResult, dict[str, str | None]]:
-        result = evaluation.evaluate(
-            policy,
-            factory,
-            episodes=config.episodes,
-            num_envs=config.num_envs,
-            seed=config.seed,
-            deterministic=config.deterministic,
-            temperature=temperature,
-            on_episode=on_episode,
-        )
+    def examine(out: Path, on_episode: Callable[[Any], None]) -> tuple[EvaluationResult, Written]:
+        result = measure(config, policy, factory, on_episode)
         written = write_report(
             replace(trained, env=env_config),
             result,
@@ -535,7 +358,7 @@ def evaluate(
         )
         return result, written
 
-    return measure
+    return examine
 
 
 def sampling_temperature(policy: Policy, asked: float) -> float | None:
@@ -588,7 +411,7 @@ def write_report(
     film_steps: int,
     film_size: int,
     notice: Callable[[str], None] | None = None,
-) -> dict[str, str | None]:
+) -> Written:
     """report.json, report.html and an mp4 of an evaluation; their paths. ``notice`` hears why there is no mp4."""
     filmed = None
     if film_episodes:

@@ -338,6 +338,11 @@ def _check_placement(config: Config) -> None:
                 f"placement = {what}: this version trains language models in one process on one device; "
                 f'write placement=local, or join all roles: {{"{",".join(plan.ROLES["reasoning"])}": all}}'
             )
+    if cluster.max_lag and cluster.weights not in ("auto", "store"):
+        raise PlacementError(
+            f"cluster.weights = {cluster.weights}: rollouts that run ahead take weights when they are ready, which "
+            "only cluster.weights=store keeps for them; write that, or cluster.max_lag=0"
+        )
     if asked == "local" and not cluster.component_placement:
         default = ClusterConfig()
         for field in dataclasses.fields(cluster):

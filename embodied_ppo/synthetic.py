@@ -212,7 +212,9 @@ def encode(texts: Sequence[str], tok: PreTrainedTokenizerBase) -> list[tuple[int
     different = list(dict.fromkeys(texts))
     try:
         rows: Any = tok(different, add_special_tokens=False)["input_ids"]
-    except Exception as error:  # tokenizers raises Exception itself, for a word that a vocabulary lacks
+    except Exception as error:  # the class itself is what tokenizers raises for a word that a vocabulary lacks
+        if type(error) is not Exception:
+            raise
         lacking = sorted(set("".join(different)) - set(tok.get_vocab()))
         raise ConfigError(f"the tokenizer has no token for {', '.join(map(repr, lacking))} ({error})") from error
     ids = dict(zip(different, map(tuple, rows), strict=True))

@@ -323,8 +323,11 @@ class Learner(Protocol):
 class System(Protocol):
     """Where things run; the loop's only partner."""
 
-    unit: Literal["env_steps", "tokens"]
-    """What experience is counted in."""
+    @property
+    def unit(self) -> Literal["env_steps", "tokens"]:
+        """What experience is counted in."""
+        ...
+
     steps: int
     """Experience learned from so far, in ``unit``."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 # Before torch, the simulators and any process that a test starts read them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +20,17 @@ import torch
 collect_ignore = ["extras"]  # simulators with a MuJoCo of their own: make test-mjlab, make test-libero
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def eight_slots() -> Iterator[None]:
+    """Ray with eight slots for processes, of this file's own; runs join it."""
+    import ray
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
 
 
 def pytest_unconfigure() -> None:

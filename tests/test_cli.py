@@ -287,7 +287,8 @@ def test_refusals_of_a_real_process() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- plan
 def test_a_plan_is_told_and_nothing_is_started(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "experiment=bench_wide", "placement=pipelined", "cluster.devices_per_node=2", "device=cpu"]
+    words = ["plan", "experiment=bench_wide", "compile=auto", "placement=pipelined"]
+    words += ["cluster.devices_per_node=2", "device=cpu"]
     assert cli.main(words) == 0
     told = capsys.readouterr().out
     assert "cpu 1   0     -       rank 0   rank 1" in told and "weights travel by                      ipc (1)" in told

@@ -6,38 +6,28 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 import toys
 from test_placements import SMALL, rows
 
-from embodied_ppo import assembly, build, checkpoint, robot
+from embodied_ppo import build, checkpoint
 from embodied_ppo.placement import cluster as cluster_module
 from embodied_ppo.types import ProcessLost, TrainingError
+
+pytestmark = pytest.mark.usefixtures("eight_slots")
 
 HYBRID: dict[str, Any] = {"placement": "hybrid", "cluster.devices_per_node": 2, "cluster.step_timeout_s": 60.0}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
-
-
 def system(tmp_path: Path, stack: ExitStack, **options: Any) -> Any:
-    c = toys.config({**SMALL, **HYBRID, "env.id": "HalfCheetah-v4", "algorithm.horizon": 64, **options})
-    setup = assembly.Setup(c, torch.device("cpu"), tmp_path, 4, "", {}, print, print, [])
-    made: Any = robot.assemble(setup, stack).system
-    stack.callback(made.close)
-    return made
+    longer = {"env.id": "HalfCheetah-v4", "algorithm.horizon": 64}
+    return toys.placed(toys.config({**SMALL, **HYBRID, **longer, **options}), tmp_path, stack)
 
 
 def gone(pids: list[int]) -> bool:

@@ -45,6 +45,7 @@ FLOORS: dict[str, int] = {
     **dict.fromkeys(
         (
             "placement.local",
+            "placement.system",
             "placement.plan",
             "placement.memory",
             "placement.residency",
@@ -58,7 +59,20 @@ FLOORS: dict[str, int] = {
         4,
     ),
     **dict.fromkeys(
-        ("cli", "build", "robot", "imitation", "reasoner", "assembly", "rundir", "strict", "rules", "explain"), 5
+        (
+            "cli",
+            "build",
+            "robot",
+            "spread",
+            "imitation",
+            "reasoner",
+            "assembly",
+            "rundir",
+            "strict",
+            "rules",
+            "explain",
+        ),
+        5,
     ),  # edge
 }
 """Every module of the package, without the empty ``__init__``s."""

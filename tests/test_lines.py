@@ -17,7 +17,7 @@ from embodied_ppo import robot, tree
 from embodied_ppo.placement.lines import PREFIX, Exchange, Line, Message, dial, pack, unpack
 from embodied_ppo.placement.simulators import Desk, Joined, RemoteEnv, Server
 from embodied_ppo.rollout import Rollout, Staged, env_seeds
-from embodied_ppo.types import TrainingError, VectorEnv
+from embodied_ppo.types import EnvError, TrainingError, VectorEnv
 
 CPU = torch.device("cpu")
 
@@ -104,16 +104,19 @@ def test_strangers_are_hung_up_on() -> None:
     assert exchange.address[0] == "127.0.0.1"
     wrong = dial(exchange.address, "guess", "me", peer="env", patience_s=5.0)
     noise = socket.create_connection(exchange.address)
-    noise.sendall(PREFIX.pack(1 << 60, 1 << 60))
+    noise.sendall(PREFIX.pack(1 << 60, 1 << 60) + b"\xff" * 200)
     words = socket.create_connection(exchange.address)
-    words.sendall(PREFIX.pack(3, 0) + b"[1]")
+    words.sendall(b"GET / HTTP/1.1\r\n")
+    words.shutdown(socket.SHUT_WR)
     right = dial(exchange.address, "secret", "rollout rank 0", peer="env", patience_s=5.0)
     right.send(Message("reset", 7))
     line, m = exchange.receive()
     assert line.peer == "rollout rank 0" and (m.word, m.to) == ("reset", 7)
     with pytest.raises(TrainingError, match="gone"):
         wrong.receive()
-    assert noise.recv(1) == words.recv(1) == b""
+    assert words.recv(1) == b""
+    with pytest.raises(ConnectionResetError):  # what it sent was not even read
+        noise.recv(1)
     exchange.close()
 
 
@@ -158,6 +161,8 @@ def test_a_rollout_over_lines_is_the_rollout(options: dict[str, Any], servers: i
             found, told = there.collect(12, update=u, version=u)
             assert all(map(torch.equal, tree.leaves(found), tree.leaves(trajectory)))
             assert told == metrics
+        with pytest.raises(EnvError, match="draw no pictures for this one"):
+            env.render()
         if servers == 1:  # and from its state
             there.load_state(state)
             found, _ = there.collect(12, update=3, version=3)

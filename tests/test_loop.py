@@ -15,6 +15,7 @@ from embodied_ppo import evaluate, loop, robot
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.log import Log, Timer
 from embodied_ppo.placement.local import LocalSystem
+from embodied_ppo.placement.system import Records
 from embodied_ppo.rollout import Rollout, env_seeds
 from embodied_ppo.types import Mean, Metrics
 
@@ -166,10 +167,10 @@ def test_lag_of_a_real_system(tmp_path):
     env = robot.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
     policy = robot.make_policy(c, env)
     system = LocalSystem(
+        Records("env_steps", "eval/return", tmp_path / "checkpoints", 1, "", {}),
         policy=policy,
         rollout=Rollout(env, policy, seed=0),
         learner=JointLearner(policy, c.algorithm, num_envs=4, updates=4, seed=0),
-        unit="env_steps",
         count=lambda experience: 32,
         measure=functools.partial(
             evaluate.evaluate,
@@ -179,11 +180,6 @@ def test_lag_of_a_real_system(tmp_path):
             num_envs=10,
             seed=0,
         ),
-        score="eval/return",
-        checkpoints=tmp_path / "checkpoints",
-        keep_last=1,
-        config_text="",
-        info={},
     )
     log = Log(tmp_path, total_updates=4, quiet=True)
     loop.train(system, log, loop.Schedule(updates=4, horizon=8, max_lag=2))

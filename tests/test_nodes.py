@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import ray
-import torch
 import toys
 from ray.cluster_utils import Cluster
 from test_placements import SMALL, rows
 
-from embodied_ppo import assembly, build, robot
+from embodied_ppo import build
 from embodied_ppo.types import PlacementError, ProcessLost
 
 TWO: dict[str, Any] = {**SMALL, "cluster.num_nodes": 2, "cluster.devices_per_node": 2, "cluster.address": "auto"}
@@ -49,10 +48,8 @@ def test_two_machines_train_as_one_and_the_loss_of_one_is_said(nodes: tuple[Clus
         three = {"cluster.num_nodes": 3, "env.num_envs": 12, "algorithm.global_batch_size": 48}
         build.train(toys.config({**TWO, **three, "placement": "fused"}), quiet=True)
     c = toys.config({**TWO, **apart, "cluster.step_timeout_s": 30.0})
-    setup = assembly.Setup(c, torch.device("cpu"), tmp_path, 4, "", {}, print, print, [])
     with ExitStack() as stack:
-        made: Any = robot.assemble(setup, stack).system
-        stack.callback(made.close)
+        made = toys.placed(c, tmp_path, stack)
         homes = {h.name: h.node for group in made.processes.values() for h in group}
         assert len(set(homes.values())) == 2
         made.collect(16, update=0)

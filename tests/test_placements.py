@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,12 @@ import pytest
 import ray
 import torch
 import toys
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from embodied_ppo import build, checkpoint
 from embodied_ppo.types import ConfigError, EnvError, PlacementError
+
+pytestmark = pytest.mark.usefixtures("eight_slots")
 
 SMALL: dict[str, Any] = {
     "env.id": "CartPole-v1",
@@ -31,15 +33,6 @@ SMALL: dict[str, Any] = {
     "threads": 1,
 }
 MEASURED = ("time/", "speed/", "memory/", "weights/")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """Ray with eight slots, for all tests of this file."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -68,6 +61,7 @@ ALIKE: dict[str, dict[str, Any]] = {
     "hybrid": {"placement": "hybrid", "cluster__devices_per_node": 2},
     "apart": {"cluster__component_placement": {"env": "0-1", "rollout": 2, "actor": 3}, "cluster__devices_per_node": 4},
     "store": {"placement": "disaggregated", "cluster__devices_per_node": 2, "cluster__weights": "store"},
+    "crossed": {"cluster__component_placement": {"env,actor": 0, "rollout": 1}, "cluster__devices_per_node": 2},
 }
 
 
@@ -76,6 +70,7 @@ ROLES = {
     "colocated": ("env", "rollout", "actor"),
     "hybrid": ("env", "rollout+actor"),
     "apart": ("env", "rollout", "actor"),
+    "crossed": ("env+actor", "rollout"),
 }
 
 
@@ -124,7 +119,9 @@ def test_a_run_resumes_bit_for_bit_and_in_another_placement(tmp_path: Path) -> N
         assert {t: x for t, x in ours.items() if t in theirs} == theirs
     train(tmp_path / "half", placement="fused", cluster__devices_per_node=1, updates=5, resume=str(tmp_path / "half"))
     log = (tmp_path / "half" / "log.txt").read_text()
-    assert "resume: 2 processes simulated before, now 1 do; their episodes begin anew" in log
+    assert "resume: 2 processes simulated before, now 1 does; episodes begin anew" in log
+    train(tmp_path / "alone", updates=5, resume=str(tmp_path / "half" / "checkpoints" / "step_000004"))
+    assert "resume: 2 processes simulated before" in (tmp_path / "alone" / "log.txt").read_text()
 
 
 def test_rollouts_run_ahead_where_they_may(tmp_path: Path) -> None:
@@ -142,6 +139,12 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
             {"placement": "fused", "env__num_envs": 6, "algorithm__global_batch_size": 32, "cluster__stages": 4},
         ),
         (ConfigError, "action_chunk", {"placement": "hybrid", "env__action_chunk": 3}),
+        (ConfigError, "compile=always: 2 processes learn together", {"placement": "fused", "compile": "always"}),
+        (
+            PlacementError,
+            "only cluster.weights=store",
+            {"placement": "disaggregated", "cluster__max_lag": 1, "cluster__weights": "ipc"},
+        ),
     ]
     for kind, words, options in cases:
         with pytest.raises((kind, EnvError), match=words):
@@ -157,3 +160,19 @@ def test_devices_that_are_not_there_are_said_within_the_deadline(tmp_path: Path)
     with pytest.raises(PlacementError, match=r"needs 1 nodes with 64 CPUs, and the Ray cluster has 1 \(8 CPUs\)"):
         train(tmp_path / "run", placement="fused", cluster__devices_per_node=64, env__num_envs=64,
               algorithm__global_batch_size=64)  # fmt: skip
+
+
+def test_devices_that_others_have_are_waited_for_as_long_as_it_says(tmp_path: Path) -> None:
+    taken = placement_group([{"CPU": 1.0}] * 7)
+    assert taken.wait(20)
+    try:
+        with pytest.raises(PlacementError, match=r"placement: needs 2 CPUs, 8 registered, 1 free after 2 s; add nodes"):
+            train(tmp_path / "run", placement="hybrid", cluster__devices_per_node=2, cluster__start_timeout_s=2)
+    finally:
+        remove_placement_group(taken)
+
+
+def test_a_system_may_be_closed_twice(tmp_path: Path) -> None:
+    c = toys.config({**SMALL, "placement": "fused", "cluster.devices_per_node": 1})
+    with ExitStack() as stack:
+        toys.placed(c, tmp_path, stack).close()

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import toys
 
-from embodied_ppo.errors import PlacementError
+from embodied_ppo import spread
+from embodied_ppo.errors import ConfigError, PlacementError
 from embodied_ppo.placement.plan import (
     PRESETS,
     ROLES,
@@ -253,3 +256,16 @@ def test_memory_is_told_as_a_table() -> None:
         "activations        0 MB  0.5 GB   9 GB",
         "together           0 MB  2.5 GB   11 GB",
     ]
+
+
+def test_what_takes_turns_on_a_gpu_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph knows where its tensors lie, and they move."""
+    hardware = Hardware((1,), "cuda")
+    monkeypatch.setattr(spread, "hardware_of", lambda config, device: hardware)
+    for name, why in (("colocated", "take turns on a GPU"), ("fused", "")):
+        c = toys.config({"compile": "always", "placement": name})
+        if why:
+            with pytest.raises(ConfigError, match=f"compile=always: processes that {why}"):
+                spread.planned(c, torch.device("cuda"))
+        else:
+            assert spread.planned(c, torch.device("cuda")) is not None

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from test_placements import rows, train
 from torch import Tensor, nn
 
 from embodied_ppo.placement import residency
+from embodied_ppo.placement.cluster import ClusterSystem
 from embodied_ppo.placement.plan import Hardware, plan
 from embodied_ppo.placement.residency import ALL, ASLEEP, WEIGHTS, Luggage, Residency
 
@@ -53,52 +51,53 @@ def test_tensors_come_back_bit_for_bit_where_they_were() -> None:
     assert isinstance(first, Tensor)
     view = first.detach()[2:4]
 
-    class Tensors(dict[int, Any]):
-        def __getitem__(self, level: int) -> list[Tensor]:
-            if level == WEIGHTS:
-                return [*net.parameters(), *net.buffers()]
-            return [x for s in optimizer.state.values() for x in s.values() if x.ndim]
+    def tensors(level: int) -> list[Tensor]:
+        if level == WEIGHTS:
+            return [*net.parameters(), *net.buffers()]
+        return [x for s in optimizer.state.values() for x in s.values() if x.ndim]
 
-    luggage = Luggage(Tensors())
+    luggage = Luggage(tensors)
     for i in range(6):
         x = torch.randn(8, 5)
         for model, opt in ((net, optimizer), (twin, other)):
             opt.zero_grad()
             model(x).square().sum().backward()
             opt.step()
-        luggage.move((ASLEEP, WEIGHTS, ALL)[i % 3])
+        moved = luggage.move((ASLEEP, WEIGHTS, ALL)[i % 3])
         if i % 3 == 0:
             assert first.untyped_storage().nbytes() == view.untyped_storage().nbytes() == 0
-            moved = luggage.moved_bytes
+            whole = moved
             assert moved == sum(x.numel() * x.element_size() for x in [*net.parameters(), *net.buffers()]) + sum(
                 x.numel() * 4 for s in optimizer.state.values() for x in s.values() if x.ndim
             )
-            luggage.move(ASLEEP)
-            assert luggage.moved_bytes == 0
+            assert luggage.move(ASLEEP) == 0
         if i % 3 == 1:
             exp_avg = optimizer.state[net[0].weight]["exp_avg"]
             assert first.untyped_storage().nbytes() > 0 and exp_avg.untyped_storage().nbytes() == 0
         luggage.move(ALL)
+        assert sum(len(host) for host in luggage.hosts.values()) == whole  # used again, not more each time
         for a, b in zip(net.state_dict().values(), twin.state_dict().values(), strict=True):
             assert torch.equal(a, b)
         assert torch.equal(view, twin[0].weight[2:4])  # pyright: ignore[reportArgumentType]
 
 
-@pytest.fixture
-def cluster() -> Iterator[None]:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
-
-
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("eight_slots")
 def test_a_run_whose_processes_take_turns_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: everything is moved away and back in every phase."""
     options: dict[str, Any] = {"placement": "colocated", "cluster__devices_per_node": 1}
     expected = train(tmp_path / "still", **options)
     monkeypatch.setattr(residency, "MOVES", {"cpu"})
+    ask, moved = ClusterSystem._ask, dict[str, int]()
+
+    def counting(self: Any, handles: Any, method: str, *args: Any, **rest: Any) -> Any:
+        told = ask(self, handles, method, *args, **rest)
+        if method == "reside":
+            moved[handles[0].name] = moved.get(handles[0].name, 0) + sum(told)
+        return told
+
+    monkeypatch.setattr(ClusterSystem, "_ask", counting)
     assert train(tmp_path / "moving", **options) == expected
+    assert moved["env rank 0"] == 0 < moved["rollout rank 0"] < moved["actor rank 0"]
     told = (tmp_path / "moving" / "metrics.jsonl").read_text()
     assert '"time/swap_s": 0.0,' not in told and "time/swap_s" in told
     train(tmp_path / "moving", **options, updates=6, resume=str(tmp_path / "moving"))

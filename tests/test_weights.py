@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 import toys
 from test_placements import SMALL
 from torch import Tensor, nn
 
-from embodied_ppo import assembly, robot
+from embodied_ppo import robot
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.placement.weights import Layout, Parcel, Shelf, moving, open_shelf
 from embodied_ppo.types import ArraySpec, Box, PlacementError
@@ -133,22 +132,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
-
-
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("eight_slots")
 @pytest.mark.parametrize("way", WAYS)
 def test_after_publish_every_process_holds_the_learners_tensors(way: str, tmp_path: Path) -> None:
     c = toys.config({**SMALL, **WAYS[way], "cluster.devices_per_node": 4})
-    setup = assembly.Setup(c, CPU, tmp_path, 4, "", {}, print, print, [])
     with ExitStack() as stack:
-        made: Any = robot.assemble(setup, stack).system
-        stack.callback(made.close)
+        made = toys.placed(c, tmp_path, stack)
         assert made.paths == [way.split()[0]] * 2
         everyone = list(dict.fromkeys([*made.learners, *made.actors]))
         assert {version for version, _ in made._ask(everyone, "checksum")} == {0}
@@ -168,3 +157,9 @@ def test_after_publish_every_process_holds_the_learners_tensors(way: str, tmp_pa
         assert isinstance(policy, nn.Module)
         total = Layout.of(moving(policy)).total
         assert made.moved_bytes == (0 if way == "share" else 2 * total)
+        if way == "store":  # weights that did not arrive are noticed, if one asks for it
+            made.options = replace(made.options, check_weights=True)
+            made.update(made.collect(16, update=2)[0], update=2)
+            made.paths = ["share", "store"]
+            with pytest.raises(PlacementError, match=r"weights: env,rollout rank 0 .* holds \w+ at version 3, actor"):
+                made.publish(3)

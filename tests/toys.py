@@ -4,6 +4,8 @@ and a training of a few milliseconds."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied_envs.tasks import State, Task
-from embodied_ppo import assembly, robot, rules, strict
+from embodied_ppo import assembly, robot, rules, spread, strict
 from embodied_ppo.config import Config
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.rollout import Rollout, env_seeds
@@ -287,3 +289,13 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
         return rows
     finally:
         env.close()
+
+
+def placed(c: Config, run_dir: Path, stack: ExitStack) -> Any:
+    """The ClusterSystem of ``c``; ``stack`` closes it."""
+    setup = assembly.Setup(c, torch.device("cpu"), run_dir, 4, "", {}, print, print, [])
+    where = spread.planned(c, setup.device)
+    assert where is not None
+    made: Any = spread.assemble(setup, where).system
+    stack.callback(made.close)
+    return made

@@ -23,9 +23,8 @@ def refusing(before: str, after: str = "", *, kind: bool = False) -> Iterator[No
     except (ConfigError, torch.OutOfMemoryError):
         raise
     # They declare nothing. Seen for 400 configurations of nonsense: RuntimeError, AttributeError, KeyError,
-    # ZeroDivisionError and two of huggingface_hub's; safetensors has its own, tokenizers raises Exception itself, and a
-    # chat template is a program that may raise anything.
-    except Exception as error:  # anything, see above
+    # ZeroDivisionError and two of huggingface_hub's; safetensors has its own.
+    except Exception as error:  # tokenizers raises the class itself, and a chat template is a program
         raise ConfigError(f"{before}{one_line(error, kind=kind)}{after}") from error
 
 

@@ -8,22 +8,28 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from embodied_ppo import checkpoint
-from embodied_ppo.log import numbers
+from embodied_ppo.loop import TRAINING
 from embodied_ppo.placement.plan import Group, Plan
-from embodied_ppo.placement.process import Actor, Call, Handle, Make, Wiring, end, local_address, wait
+from embodied_ppo.placement.process import Actor, Call, Handle, Make, Wiring, end, wait
 from embodied_ppo.placement.residency import Residency
+from embodied_ppo.placement.system import Records, RunSystem
 from embodied_ppo.rollout import added
 from embodied_ppo.types import Mean, Metrics, PlacementError
 
 SHARE = 1 / 64
 """Of a device's bundle, for one process: as many as that may be on one."""
+PATIENCE_S = 3.0
+"""For processes to close what they hold."""
+CURE = "add nodes, free them, or lower cluster.num_nodes and cluster.devices_per_node"
+LOOPBACK = "127.0.0.1"
+"""Where processes of one machine listen: nobody else can knock."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,9 @@ class Reservation:
         self.started = not ray.is_initialized()
         if self.started:
             self._connect(options)
-        unit = "GPU" if plan.hardware.kind == "cuda" else "CPU"
-        self.unit = unit
+        self.group: PlacementGroup | None = None
         try:
-            self.group = self._reserve(unit, options, notice)
+            self.group = self._reserve("GPU" if plan.hardware.kind == "cuda" else "CPU", options, notice)
         except BaseException:
             self.close()
             raise
@@ -130,58 +135,34 @@ class Reservation:
         return found
 
     def strategy(self, device: int) -> PlacementGroupSchedulingStrategy:
+        """For a process on a device."""
+        assert self.group is not None
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=device)
 
-    def nodes(self) -> dict[int, str]:
-        """Device -> Ray's id of its node."""
-        return dict(placement_group_table(self.group)["bundles_to_node_id"])
-
     def close(self) -> None:
-        if hasattr(self, "group"):
+        if self.group is not None:
             remove_placement_group(self.group)
         if self.started:
             ray.shutdown()
+        self.group, self.started = None, False
 
 
-PATIENCE_S = 3.0
-"""For processes to close what they hold."""
-TRAINING = ("collect", "update", "publish")
-CURE = "add nodes, free them, or lower cluster.num_nodes and cluster.devices_per_node"
-
-
-class ClusterSystem:
-    """``types.System`` over processes. Raises the first error of any of them, after nothing is left running."""
+class ClusterSystem(RunSystem):
+    """Over processes. Raises the first error of any of them; ``close`` leaves nothing running."""
 
     def __init__(
-        self,
-        plan: Plan,
-        make: Make,
-        *,
-        unit: Literal["env_steps", "tokens"],
-        score: str,
-        checkpoints: Path,
-        keep_last: int,
-        config_text: str,
-        info: Mapping[str, Any],
-        options: Options,
-        notice: Callable[[str], None],
+        self, records: Records, plan: Plan, make: Make, *, options: Options, notice: Callable[[str], None]
     ) -> None:
-        """``make`` builds what a process holds (it is sent there); the rest as for ``LocalSystem``.
+        """``make`` builds what a process holds (it is sent there). ``notice`` hears what processes say.
 
         Raises PlacementError where the devices are not there; ConfigError, EnvError of what is built.
         """
+        super().__init__(records)
         self.plan, self.options, self.notice = plan, options, notice
-        self.unit: Literal["env_steps", "tokens"] = unit
-        self.score, self.checkpoints, self.keep_last = score, checkpoints, keep_last
-        self.config_text, self.info = config_text, info
-        self.version = self.steps = 0
-        self.result: Any = None
-        self.saved: Path | None = None
-        self.saved_update = -1
-        self.measured: Callable[[Any], None] = lambda result: None
         self.facts: dict[str, Any] = {}
+        """Of what came before training, for the summary."""
         self.moved_bytes = 0
-        """By the last publish, to all rollout processes together."""
+        """By each publish, to all rollout processes together."""
         self.training_cpu_s = self.swap_s = 0.0
         self.residency = Residency(plan)
         self.peak_mb: dict[str, float] = {}
@@ -211,10 +192,10 @@ class ClusterSystem:
                     num_gpus=SHARE if gpu else 0,
                     scheduling_strategy=r.strategy(devices[0]),
                     max_restarts=0,
-                ).remote(name, {}, o.threads)
+                ).remote(name, o.threads)
                 handle = Handle(actor, name)
                 ref = actor.open.remote(
-                    local_address() if single else None,
+                    LOOPBACK if single else None,
                     self.secret,
                     o.step_timeout_s,
                     serves="env" in group.roles and "rollout" not in group.roles,
@@ -233,7 +214,7 @@ class ClusterSystem:
 
     def _servers(self, rank: int) -> list[Handle]:
         """Whose simulators rollout process ``rank`` uses; empty where they are its own."""
-        if "env" not in [role for g in self.plan.groups for role in g.roles] or self.plan.fused("env", "rollout"):
+        if self.plan.fused("env", "rollout"):
             return []
         env, count = self.plan.group("env"), self.plan.processes("rollout")
         handles, e = self.processes[env], self.plan.processes("env")
@@ -258,6 +239,7 @@ class ClusterSystem:
             learners=(self.store, rank, group.processes) if "actor" in group.roles else None,
             secret=self.secret,
             about=about,
+            turns=self.residency.turns(group),
             patience_s=self.options.step_timeout_s,
         )
 
@@ -265,13 +247,9 @@ class ClusterSystem:
         """Simulators first, then who asks for them, then who only learns."""
         maker = ray.put(make)
         deadline = max(self.options.start_timeout_s, self.options.step_timeout_s)
-        rollout, actor = self.plan.group("rollout"), self.plan.group("actor")
+        env, rollout, actor = (self.plan.group(role) for role in ("env", "rollout", "actor"))
         about: Mapping[str, Any] | None = None
-        order = sorted(self.plan.groups, key=lambda g: (g is not rollout, "env" not in g.roles))
-        order = [g for g in order if "env" in g.roles and "rollout" not in g.roles] + [
-            g for g in order if not ("env" in g.roles and "rollout" not in g.roles)
-        ]
-        for group in order:
+        for group in dict.fromkeys((env, rollout, actor)):
             calls = [
                 Call(h.actor.build.remote(maker, self._wiring(group, rank, about)), h)
                 for rank, h in enumerate(self.processes[group])
@@ -309,14 +287,14 @@ class ClusterSystem:
         """Who sends what to whom from now on. Raises PlacementError where models differ."""
         self.paths = [self.path(rank) for rank in range(len(self.actors))]
         takers = [h for h, path in zip(self.actors, self.paths, strict=True) if path != "share"]
-        self.bytes = 0
+        self.moved_bytes = 0
         if not takers:
             return
         o = self.options
         first = self.learners[0]
         layout = self._ask([first], "layout", everything=everything)[0]
         sizes = self._ask([*self.learners, *takers], "agree", layout, takers[0].name, everything=everything)
-        self.bytes = sizes[0] * len(takers)
+        self.moved_bytes = sizes[0] * len(takers)
         by_broadcast = [h for h, path in zip(self.actors, self.paths, strict=True) if path == "broadcast"]
         if by_broadcast and everything:
             members = [first, *by_broadcast]
@@ -352,7 +330,6 @@ class ClusterSystem:
                 Call(self.actors[r].actor.call.remote("unshelved", version, shelves[near[r]]), self.actors[r])
                 for r in ranks
             ]
-        self.moved_bytes = self.bytes
         if self.plan.max_lag:  # rollouts are busy with the experience after next
             self._later += calls
         else:
@@ -426,6 +403,7 @@ class ClusterSystem:
         for tag, value in replies[0].result[0].items():
             parts = [reply.result[0][tag] for reply in replies]
             metrics[tag] = sum(parts[1:], value) if isinstance(value, Mean) else value
+        metrics["weights/moved_mb"] = self.moved_bytes / 1e6
         metrics["time/swap_s"], self.swap_s = self.swap_s, 0.0
         metrics |= {f"memory/{roles.replace(',', '+')}_peak_gb": mb / 1024 for roles, mb in self.peak_mb.items()}
         if self._later:
@@ -435,49 +413,31 @@ class ClusterSystem:
             self._later = [call for call in self._later if call.ref not in ready]
         return metrics
 
-    def evaluate(self, update: int) -> Metrics:
+    def _measure(self) -> Any:
         self._turn("evaluate")
         first = self.actors[0]
         calls = [Call(first.actor.call.remote("evaluate"), first), *self._serve([0])]
-        self.result = self._wait(calls, "evaluate")[0].result
-        metrics = self.result.metrics()
-        if self.saved is not None and self.saved_update == update:
-            checkpoint.set_score(self.saved, numbers(metrics)[self.score])
-        self.measured(self.result)
-        return metrics
+        return self._wait(calls, "evaluate")[0].result
 
     def write(self, result: Any, source: checkpoint.Checkpoint, out: Path) -> dict[str, str | None]:
         """The report, by the first rollout process."""
         return self._ask([self.actors[0]], "write", result, str(source.path), str(out))[0]
 
-    def save(self, update: int) -> Path:
+    def _save(self, update: int, rest: Mapping[str, Any]) -> Path:
         self._turn("save")
         serving = self._serve(list(range(len(self.actors))))
         states = [h.actor.state.remote() for h in self.actors]
-        rest = {
-            "config_text": self.config_text,
-            "info": {**self.info, self.unit: self.steps},
-            "keep_last": self.keep_last,
-        }
         first = self.learners[0]
-        call = Call(first.actor.save.remote(str(self.checkpoints), update, rest, *states), first)
-        self.saved = Path(self._wait([call, *serving], "save")[0].result)
-        self.saved_update = update
-        return self.saved
+        call = Call(first.actor.save.remote(str(self.records.checkpoints), update, rest, *states), first)
+        return Path(self._wait([call, *serving], "save")[0].result)
 
-    def load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
-        """Continue where ``source`` was saved, bit for bit. Raises CheckpointError where it does not fit."""
+    def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
         self._turn("save")
         everyone = list(dict.fromkeys([*self.actors, *self.learners]))
         calls = [Call(h.actor.load.remote(str(source.path)), h) for h in everyone]
         self._wait([*calls, *self._serve(list(range(len(self.actors))))], "load")
-        self.steps = int(source.manifest[self.unit])
-        self.publish(source.update)
-        if source.path.parent == self.checkpoints.resolve():  # of another run: its scores are not ours to write
-            self.saved, self.saved_update = source.path, source.update
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds by phase, of all processes together; "process": theirs in all, of training."""
         found = {"process": self.training_cpu_s}
         handles = [h for group in self.processes.values() for h in group]
         for told in self._ask(handles, "cpu_s"):

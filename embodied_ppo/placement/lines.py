@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import selectors
@@ -14,16 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied_ppo.types import ProcessLost, TrainingError
+from embodied_ppo.types import ProcessLost
 
 Value = Tensor | dict[str, Any] | None
 """A tensor, None, or a dictionary of such, as deep as it likes."""
 
 ALIGN = 16
+HELLO = struct.Struct("<32s96s")
+"""What a caller begins with: the SHA-256 of the secret, and its name. Nothing of a stranger is parsed."""
 PREFIX = struct.Struct("<QQ")
 """Bytes of the words, bytes of the tensors."""
-LONGEST = 1 << 24
-"""Bytes that a message's words may have."""
+GREETING_S = 5.0
+"""How long a caller may take to say who it is."""
 BUFFER = 4 << 20
 """Bytes that may be under way: an action always fits, so that both ends may send at once."""
 
@@ -80,6 +83,10 @@ def unpack(words: bytes, payload: Tensor) -> Message:
     return Message(word, to, facts, fill(shape))
 
 
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()
+
+
 class Line:
     """One end of a connection to another process. Raises ProcessLost where that is gone or silent."""
 
@@ -91,8 +98,21 @@ class Line:
         for way in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connection.setsockopt(socket.SOL_SOCKET, way, BUFFER)
 
+    def greet(self, secret: str, name: str) -> None:
+        """Say who is calling."""
+        self._push([memoryview(HELLO.pack(_digest(secret), name.encode()[:96]))])
+
+    def greeted(self, secret: str) -> str | None:
+        """The caller's name; None if it does not know the secret. Raises ProcessLost."""
+        hello = bytearray(HELLO.size)
+        self._fill(memoryview(hello))
+        digest, name = HELLO.unpack(hello)
+        return name.rstrip(b"\0").decode() if hmac.compare_digest(digest, _digest(secret)) else None
+
     def send(self, m: Message) -> None:
-        pieces = pack(m)
+        self._push(pack(m))
+
+    def _push(self, pieces: list[memoryview]) -> None:
         try:
             while pieces:
                 sent = self.connection.sendmsg(pieces[:64])
@@ -107,8 +127,6 @@ class Line:
         prefix = bytearray(PREFIX.size)
         self._fill(memoryview(prefix))
         length, size = PREFIX.unpack(prefix)
-        if length > LONGEST:
-            raise TrainingError(f"{self.peer}: sent {length} bytes of words, which is no message of ours")
         words, payload = bytearray(length), torch.empty(size, dtype=torch.uint8)
         self._fill(memoryview(words))
         if size:
@@ -140,7 +158,7 @@ def dial(address: tuple[str, int], secret: str, name: str, *, peer: str, patienc
         line = Line(socket.create_connection(address, patience_s), peer, patience_s)
     except OSError as error:
         raise ProcessLost(f"{peer} at {address[0]}:{address[1]}: cannot be reached ({error})") from error
-    line.send(Message("hello", 0, {"secret": secret, "name": name}))
+    line.greet(secret, name)
     return line
 
 
@@ -168,14 +186,13 @@ class Exchange:
 
     def _welcome(self) -> None:
         connection, _ = self.listening.accept()
-        line = Line(connection, "a caller", 10.0)
         try:
-            facts = dict(line.receive().facts)
-        except (TrainingError, ValueError, TypeError):  # no message of ours
-            facts = {}
-        if not hmac.compare_digest(str(facts.get("secret")), self.secret):
-            return line.close()
-        line = Line(connection, str(facts.get("name")), self.patience_s)
+            name = Line(connection, "a caller", GREETING_S).greeted(self.secret)
+        except ProcessLost:
+            name = None
+        if name is None:
+            return connection.close()
+        line = Line(connection, name, self.patience_s)
         self.selector.register(connection, selectors.EVENT_READ, line)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from embodied_ppo import checkpoint, tree
-from embodied_ppo.placement.local import Collector
-from embodied_ppo.placement.residency import ALL, WEIGHTS, Luggage
+from embodied_ppo.placement.plan import WEIGHTS
+from embodied_ppo.placement.residency import Luggage
 from embodied_ppo.placement.simulators import Desk, Server
+from embodied_ppo.placement.system import Collector, resume
 from embodied_ppo.placement.weights import Layout, Parcel, Shelf, moving, open_shelf
 from embodied_ppo.ranks import Ranks
-from embodied_ppo.types import CheckpointError, Learner, Metrics, Trajectory
+from embodied_ppo.types import Learner, Metrics, Trajectory
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Seat:
     stages  of one rollout process       desks    connections to the simulators of this rollout process, elsewhere
     about   what simulators are like     learners who learns together
             (``simulators.described``), for who has none
+    turns   whether its tensors leave the device while others need it, so that nothing may remember where they lie
     """
 
     roles: tuple[str, ...]
@@ -36,6 +38,7 @@ class Seat:
     desks: Sequence[Desk] = ()
     learners: Ranks = Ranks()  # noqa: RUF009  (has no state)
     about: Mapping[str, Any] | None = None
+    turns: bool = False
 
 
 class Part:
@@ -195,9 +198,19 @@ class Part:
         if self.policy is None:
             return 0
         if self.luggage is None:
-            self.luggage = Luggage(_Tensors(self.policy, self.learner))
-        self.luggage.move(level)
-        return self.luggage.moved_bytes
+            self.luggage = Luggage(self._tensors)
+        return self.luggage.move(level)
+
+    def _tensors(self, level: int) -> list[Tensor]:
+        """The policy's, or all others that the learner holds between updates."""
+        assert self.policy is not None
+        weights = [*self.policy.parameters(), *self.policy.buffers()]
+        if level == WEIGHTS:
+            return weights
+        mine = {x.untyped_storage().data_ptr() for x in weights}
+        rest = [] if self.learner is None else _tensors_in(self.learner.state())
+        rest += [p.grad for p in self.policy.parameters() if p.grad is not None]
+        return [x for x in rest if x.ndim and x.untyped_storage().data_ptr() not in mine]
 
     # --------------------------------------------------------------------------------------------------- checkpoint
     def state(self) -> bytes:
@@ -219,29 +232,10 @@ class Part:
 
     def load(self, path: str, notice: Callable[[str], None]) -> None:
         """Continue where a checkpoint was saved. Raises CheckpointError where it does not fit."""
+        assert self.policy is not None
         source = checkpoint.open_checkpoint(path)
-        training = source.training()
-        try:
-            if self.policy is not None:
-                checkpoint.load_weights(self.policy, source.policy(), source.path / checkpoint.POLICY)
-            if self.learner is not None:
-                self.learner.load_state(training["learner"])
-            if self.rollout is not None:
-                rank, world = self.seat.ranks["rollout"]
-                states = training["rollout"].get("processes", [training["rollout"]])
-                if len(states) == world:
-                    self.rollout.load_state(states[rank], notice=notice)
-                else:
-                    notice(
-                        f"resume: {len(states)} processes simulated before, now {world} do; their episodes begin anew"
-                    )
-        except (KeyError, RuntimeError, ValueError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(
-                f"{source.path / checkpoint.TRAINING}: does not fit this run ({str(error).splitlines()[0]}); "
-                "resume with the options and the placement it was trained with"
-            ) from error
+        rank, world = self.seat.ranks.get("rollout", (0, 1))
+        resume(source, notice, policy=self.policy, rollout=self.rollout, learner=self.learner, rank=rank, world=world)
         self.version = source.update
         self.hang_up()
 
@@ -256,28 +250,6 @@ class Part:
         for part in (self.rollout, self.learner, self.server):
             if part is not None:
                 part.close()
-
-
-class _Tensors(Mapping[int, Iterable[Tensor]]):
-    """What ``Luggage`` asks for: the policy's tensors, and all else that its learner holds between updates."""
-
-    def __init__(self, policy: nn.Module, learner: Learner | None) -> None:
-        self.policy, self.learner = policy, learner
-
-    def __getitem__(self, level: int) -> list[Tensor]:
-        weights = [*self.policy.parameters(), *self.policy.buffers()]
-        if level == WEIGHTS:
-            return weights
-        mine = {x.untyped_storage().data_ptr() for x in weights}
-        rest = [] if self.learner is None else _tensors_in(self.learner.state())
-        rest += [p.grad for p in self.policy.parameters() if p.grad is not None]
-        return [x for x in rest if x.ndim and x.untyped_storage().data_ptr() not in mine]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter((WEIGHTS, ALL))
-
-    def __len__(self) -> int:
-        return 2
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -305,15 +305,13 @@ def _preset(name: str, hardware: Hardware, mode: str, wanted: Sequence[str]) -> 
 def _check_lag(p: Plan) -> None:
     if not p.max_lag:
         return
-    actor = p.group("actor")
+    learning = set(p.group("actor").devices)
     for role in ("env", "rollout"):
-        group = next((g for g in p.groups if role in g.roles), actor)
-        if group is not actor or role in actor.roles:
-            common = sorted(set(group.devices) & set(actor.devices))
-            if common:
+        for g in p.groups:
+            if role in g.roles and (common := learning & set(g.devices)):
                 raise PlacementError(
-                    f"cluster.max_lag = {p.max_lag}: {role} and actor share device {common[0]}, so they cannot run at "
-                    "once; write cluster.max_lag=0, or give actor its own devices (placement=disaggregated)"
+                    f"cluster.max_lag = {p.max_lag}: {role} and actor share device {min(common)}, so they cannot run "
+                    "at once; write cluster.max_lag=0, or give actor its own devices (placement=disaggregated)"
                 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -40,25 +39,23 @@ REASONS = (ConfigError, EnvError, PlacementError, CheckpointError, TrainingError
 
 @dataclass(frozen=True)
 class Reply:
-    """result   of what was asked            said   lines for the log
-    seconds  it took; cpu_s: of them computing  rss_mb  the process's peak so far
+    """result  of what was asked    said    lines for the log
+    cpu_s   it took              rss_mb  the process's peak so far
     """
 
     result: Any
     said: list[str]
-    seconds: float
     cpu_s: float
     rss_mb: float
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a process finds the others.
+    """How a process finds the others; what is not told here is as in ``Seat``.
 
     desks    (address, name) of simulators elsewhere
     learners (store's address, rank, world); None: it does not learn
     secret   that simulators want to hear
-    about    what simulators are like, for who has none
     """
 
     roles: tuple[str, ...]
@@ -68,14 +65,14 @@ class Wiring:
     learners: tuple[tuple[str, int], int, int] | None
     secret: str
     about: Mapping[str, Any] | None
+    turns: bool
     patience_s: float
 
 
 class Process:
     """Holds a ``Part``. Calls are answered one after the other; ``stacks`` at any time."""
 
-    def __init__(self, name: str, environment: Mapping[str, str], threads: int) -> None:
-        os.environ.update(environment)
+    def __init__(self, name: str, threads: int) -> None:
         self.name, self.said = name, list[str]()
         if threads:
             torch.set_num_threads(threads)
@@ -105,7 +102,7 @@ class Process:
         if w.learners is not None and w.learners[2] > 1:
             address, rank, world = w.learners
             learners = Together(self._group("learners", address, rank, world, w.patience_s))
-        seat = Seat(w.roles, w.ranks, stages=w.stages, desks=desks, learners=learners, about=w.about)
+        seat = Seat(w.roles, w.ranks, w.stages, desks, learners, w.about, w.turns)
 
         def built() -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
             self.part, facts = make(seat, self.exchange, self.said.append)
@@ -140,7 +137,6 @@ class Process:
 
     def collect(self, horizon: int, update: int) -> tuple[Any, Reply]:
         """Experience, for whoever is handed the reference, and its metrics for the driver."""
-        assert self.part is not None
         reply = self._timed(lambda: self._part().collect(horizon, update))
         experience, metrics = reply.result
         return experience, replace(reply, result=metrics)
@@ -171,10 +167,10 @@ class Process:
         return self.part
 
     def _timed(self, call: Callable[[], Any]) -> Reply:
-        start, cpu = time.perf_counter(), time.process_time()
+        start = time.process_time()
         result = call()
         said, self.said[:] = list(self.said), []
-        return Reply(result, said, time.perf_counter() - start, time.process_time() - cpu, peak_rss_mb())
+        return Reply(result, said, time.process_time() - start, peak_rss_mb())
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
@@ -283,7 +279,8 @@ def _reason(error: RayActorError) -> str:
 
 def _late(handles: Sequence[Handle], phase: str, deadline_s: float) -> ProcessLost:
     names = ", ".join(map(str, handles))
-    told = [f"no answer for {deadline_s:g} s (cluster.step_timeout_s): {names}, {phase}"]
+    option = "start_timeout_s" if phase == "start" else "step_timeout_s"
+    told = [f"no answer for {deadline_s:g} s (cluster.{option}): {names}, {phase}"]
     asked = [(h, h.actor.stacks.remote()) for h in handles]
     for handle, ref in asked:
         try:
@@ -295,17 +292,13 @@ def _late(handles: Sequence[Handle], phase: str, deadline_s: float) -> ProcessLo
 
 def end(handles: Sequence[Handle], patience_s: float) -> None:
     """Have processes close what they hold; kill those of them that do not within a moment, and then all."""
+    if not handles:
+        return
     refs = [h.actor.call.remote("close") for h in handles]
-    if refs:
-        ray.wait(refs, num_returns=len(refs), timeout=patience_s)
+    ray.wait(refs, num_returns=len(refs), timeout=patience_s)
     here = ray.get_runtime_context().get_node_id()
     for handle in handles:
         ray.kill(handle.actor)
         if handle.node == here and handle.pid:
             with suppress(ProcessLookupError):  # Ray asks first; one that is stopped does not hear it
                 os.kill(handle.pid, signal.SIGKILL)
-
-
-def local_address() -> str:
-    """Where processes of one machine listen: nobody else can knock."""
-    return socket.gethostbyname("localhost")

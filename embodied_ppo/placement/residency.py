@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,18 +21,18 @@ class Residency:
         self.plan = plan
         self.level = dict.fromkeys(plan.groups, ALL)
 
+    def turns(self, g: Group) -> bool:
+        """Whether what a group has on its devices leaves them for others."""
+        return self.plan.hardware.kind in MOVES and bool(self.plan.sharing(g))
+
     def before(self, phase: str) -> list[tuple[Group, int]]:
         """Groups whose level changes, those that give memory back first. Asked twice, nothing changes again.
 
         Only groups that share a device with another move; whoever is alone keeps everything.
         """
-        if self.plan.hardware.kind not in MOVES:
-            return []
         need = PHASES[phase]
         found = []
-        for g in self.plan.groups:
-            if not self.plan.sharing(g):
-                continue
+        for g in filter(self.turns, self.plan.groups):
             level = max(need.get(role, ASLEEP) for role in g.roles)
             if level != self.level[g]:
                 found.append((g, level))
@@ -48,42 +48,39 @@ class Luggage:
     A tensor's storage is emptied and filled again: the tensor itself, its views and whoever holds them stay.
     """
 
-    tensors: Mapping[int, Iterable[Tensor]]
-    """WEIGHTS and ALL -> tensors of that level; asked anew each time, for optimisers make theirs late."""
-    level: int = ALL
+    tensors: Callable[[int], Iterable[Tensor]]
+    """WEIGHTS or ALL -> tensors of that level; asked anew each time, for optimisers make theirs late."""
     kept: dict[int, list[tuple[torch.UntypedStorage, Tensor]]] = field(default_factory=dict)
-    """Level -> emptied storages with their bytes on the host (pinned if they came from a GPU), reused."""
-    hosts: dict[int, Tensor] = field(default_factory=dict)
-    moved_bytes: int = 0
-    """By the last ``move``."""
+    """Level -> emptied storages with their bytes on the host."""
+    hosts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """(level, place in it) -> memory of the host, pinned if it is for a GPU's; used again and again."""
 
     @torch.no_grad()
-    def move(self, level: int) -> None:
-        """Have on the device what ``level`` needs, and no more."""
-        self.moved_bytes = 0
+    def move(self, level: int) -> int:
+        """Have on the device what ``level`` needs, and no more; bytes moved."""
+        moved = 0
         for step in (ALL, WEIGHTS):  # the optimiser leaves before the weights
             if step > level and step not in self.kept:
-                self.kept[step] = [self._empty(x) for x in _storages(self.tensors[step])]
+                self.kept[step] = [self._empty((step, i), x) for i, x in enumerate(_storages(self.tensors(step)))]
+                moved += sum(len(host) for _, host in self.kept[step])
         for step in (WEIGHTS, ALL):
             if step <= level and step in self.kept:
                 for storage, host in self.kept.pop(step):
                     storage.resize_(len(host))
                     _bytes(storage).copy_(host, non_blocking=True)
-                    self.moved_bytes += len(host)
-        self.level = level
+                    moved += len(host)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+        return moved
 
-    def _empty(self, storage: torch.UntypedStorage) -> tuple[torch.UntypedStorage, Tensor]:
-        size = storage.nbytes()
-        host = self.hosts.get(id(storage))
-        if host is None or len(host) != size:
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-            self.hosts[id(storage)] = host
+    def _empty(self, place: tuple[int, int], storage: torch.UntypedStorage) -> tuple[torch.UntypedStorage, Tensor]:
+        host = self.hosts.get(place)
+        if host is None or len(host) != storage.nbytes():
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+            self.hosts[place] = host
         host.copy_(_bytes(storage))
         storage.resize_(0)
-        self.moved_bytes += size
         return storage, host
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from embodied_ppo import tree
 from embodied_ppo.placement.lines import Exchange, Line, Message
-from embodied_ppo.types import ActionSpec, ArraySpec, Box, Discrete, Obs, ObsSpec, Step, VectorEnv
+from embodied_ppo.types import ActionSpec, ArraySpec, Box, Discrete, EnvError, Obs, ObsSpec, Step, VectorEnv
 
 FIELDS = ("obs", "reward", "terminated", "truncated", "mask", "final_obs", "success", "executed", "task")
 """Of a ``Step``."""
@@ -165,7 +166,28 @@ class Described:
                 setattr(self, name, told[name])
 
 
-class RemoteEnv(Described):
+class _Elsewhere(Described, ABC):
+    """What simulators in other processes have in common: a step in two halves, and no pictures."""
+
+    @abstractmethod
+    def send(self, action: Tensor) -> None:
+        """Begin a step."""
+
+    @abstractmethod
+    def receive(self) -> Step:
+        """End it."""
+
+    def step(self, action: Tensor) -> Step:
+        """See ``VectorEnv``."""
+        self.send(action)
+        return self.receive()
+
+    def render(self) -> Tensor:
+        """Raises EnvError: a film is made in the process that writes the report, by simulators of its own."""
+        raise EnvError(f"env.id={self.id}: simulators in another process draw no pictures for this one")
+
+
+class RemoteEnv(_Elsewhere):
     """Simulators of a ``Server``, as a ``VectorEnv``; ``send`` and ``receive`` are ``step`` in two halves."""
 
     def __init__(self, desk: Desk, seeds: list[int], *, kind: str = "train", device: torch.device) -> None:
@@ -203,11 +225,6 @@ class RemoteEnv(Described):
         value = self.desk.receive(self.to).value
         return Step(**tree.map(lambda x: x.to(self.device), value))  # pyright: ignore[reportCallIssue]
 
-    def step(self, action: Tensor) -> Step:
-        """See ``VectorEnv``."""
-        self.send(action)
-        return self.receive()
-
     def reset_where(self, where: Tensor) -> Obs | None:
         """See ``VectorEnv``."""
         return self._obs(self._ask("reset_where", where))
@@ -225,26 +242,17 @@ class RemoteEnv(Described):
         """See ``VectorEnv``."""
         return self._obs(self._ask("load_state", _bytes(state)))
 
-    def render(self) -> Tensor:
-        """Films are made where the report is."""
-        raise NotImplementedError("RemoteEnv.render")
-
     def close(self) -> None:
         self._ask("close")
 
 
-class Joined:
+class Joined(_Elsewhere):
     """Equal simulators side by side as one ``VectorEnv``; they work at the same time."""
 
     def __init__(self, envs: Sequence[RemoteEnv]) -> None:
+        super().__init__(described(envs[0]), envs[0].device)
         self.envs = list(envs)
-        first = self.envs[0]
-        self.id, self.device, self.max_episode_steps = first.id, first.device, first.max_episode_steps
-        self.obs_spec, self.action_spec = first.obs_spec, first.action_spec
         self.num_envs = sum(env.num_envs for env in self.envs)
-        for name in (*WORDS, *NUMBERS):
-            if (found := getattr(first, name, None)) is not None:
-                setattr(self, name, found)
 
     def _split(self, x: Any) -> tuple[Any, ...]:
         return x.split([env.num_envs for env in self.envs])
@@ -268,11 +276,6 @@ class Joined:
         """End it."""
         return _beside([env.receive() for env in self.envs])
 
-    def step(self, action: Tensor) -> Step:
-        """See ``VectorEnv``."""
-        self.send(action)
-        return self.receive()
-
     def reset_where(self, where: Tensor) -> Obs | None:
         """See ``VectorEnv``."""
         parts = [env.reset_where(part) for env, part in zip(self.envs, self._split(where), strict=True)]
@@ -292,10 +295,6 @@ class Joined:
     def load_state(self, state: Mapping[str, Any]) -> Obs:
         """See ``VectorEnv``. Raises ValueError where it is of another number of processes."""
         return _beside([env.load_state(part) for env, part in zip(self.envs, state["parts"], strict=True)])
-
-    def render(self) -> Tensor:
-        """Films are made where the report is."""
-        raise NotImplementedError("Joined.render")
 
     def close(self) -> None:
         for env in self.envs:

@@ -31,7 +31,7 @@ def gl_context(width: int, height: int) -> Any:
     for backend in [named] if named in ("egl", "osmesa", "glfw") else ["egl", "osmesa"]:
         try:
             return importlib.import_module(f"mujoco.{backend}").GLContext(width, height)
-        except Exception as error:  # PyOpenGL without a driver: AttributeError, ImportError, GLError; the next is tried
+        except Exception as error:  # PyOpenGL's own, which cannot be named before PyOpenGL loads; the next is tried
             failures.append(f"{backend}: {type(error).__name__}: {error}")
     raise EnvError(
         f"cameras: no OpenGL without a screen ({'; '.join(failures)}); Debian: apt-get install libegl1 "

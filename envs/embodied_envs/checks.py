@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embodied_envs.foreign import blamed
 from embodied_ppo import tree
 from embodied_ppo.types import ArraySpec, Box, Discrete, EnvError, Obs, ObsSpec, Step, VectorEnv
 
@@ -463,15 +464,15 @@ def _check_state(env: VectorEnv, actions: list[Tensor]) -> bool:
 def _check_close(env: VectorEnv, action: Tensor) -> None:
     env.close()
     try:
-        env.close()
-    except Exception as error:  # of the user's simulator: anything is the same fault
-        raise EnvError(f"env.id={env.id}: a second close() raises {error!r}; closing twice must do nothing") from error
-    try:
-        env.step(action)
-    except EnvError:
-        return
-    except Exception as error:  # of the user's simulator: only EnvError is right here
-        raise EnvError(f"env.id={env.id}: step() after close() raises {error!r}; raise EnvError instead") from error
+        with blamed(""):
+            env.close()
+    except EnvError as error:
+        raise EnvError(f"env.id={env.id}: a second close() raises {error}; closing twice must do nothing") from error
+    with blamed(f"env.id={env.id}: step() after close() raises ", "; raise EnvError instead"):
+        try:
+            env.step(action)
+        except EnvError:
+            return
     _fail(env, "step() works after close()", "raise EnvError: whoever holds it still has made a mistake")
 
 

@@ -1,0 +1,214 @@
+"""mode=embodied in several processes: where its roles go, what they need there, and what each of them builds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from embodied_ppo import compiled, robot, tree
+from embodied_ppo.assembly import Assembly, Setup, hardware_of, steps_per_update
+from embodied_ppo.config import Config
+from embodied_ppo.learner import JointLearner
+from embodied_ppo.placement import memory, plan
+from embodied_ppo.placement.lines import Exchange
+from embodied_ppo.placement.part import Part, Seat
+from embodied_ppo.placement.residency import Residency
+from embodied_ppo.placement.simulators import Described, Joined, RemoteEnv, Server, described
+from embodied_ppo.rollout import Staged, env_seeds
+from embodied_ppo.types import ConfigError, VectorEnv
+
+
+# -------------------------------------------------------------------------------------------------------------- driver
+def planned(config: Config, device: torch.device) -> plan.Plan | None:
+    """Where the roles run; None: all in this process. Raises ConfigError, PlacementError."""
+    a, c = config.algorithm, config.cluster
+    if config.placement == "local" and not c.component_placement:
+        return None
+    hardware = hardware_of(config, device)
+    made = plan.plan(c.component_placement or config.placement, hardware, stages=c.stages, max_lag=c.max_lag)
+    plan.check_numbers(
+        made, num_envs=config.env.num_envs, group_size=a.group_size, global_batch_size=a.global_batch_size
+    )
+    if config.compile == "always":
+        residency = Residency(made)
+        why = f"{made.processes('actor')} processes learn together" if made.processes("actor") > 1 else ""
+        if any(residency.turns(made.group(role)) for role in ("rollout", "actor")):
+            why = "processes that take turns on a GPU move their tensors"
+        if why:
+            raise ConfigError(f"compile=always: {why}; use compile=auto")
+    return made
+
+
+def foreseen(config: Config, placed: plan.Plan) -> dict[str, dict[str, int]]:
+    """Group of a plan -> bytes that one of its processes will need at the peak, by what for; simulators not counted.
+
+    Builds the policy, and one simulator for its spaces, in this process on the CPU. Raises ConfigError, EnvError.
+    """
+    cpu, a = torch.device("cpu"), config.algorithm
+    env = robot.make_env(env_seeds(0, 0, 1), config=config.env, device=cpu)
+    try:
+        about = Described(described(env), cpu)
+    finally:
+        env.close()
+    policy = robot.make_policy(config, about)
+    assert isinstance(policy, torch.nn.Module)
+    acts, learns = placed.processes("rollout"), placed.processes("actor")
+    rows = config.env.num_envs // acts
+    peak, obs, decision = memory.acting(policy, about.obs_spec, cpu, rows // placed.stages)
+    t = memory.experience(obs, decision, a.horizon * placed.stages)
+    weights, held = memory.nbytes([*policy.parameters(), *policy.buffers()]), memory.nbytes(t)
+    mine = tree.map(lambda x: x.new_empty(a.horizon, config.env.num_envs // learns, *x.shape[2:]), t)
+    batch = a.global_batch_size // learns
+    share = replace(a, global_batch_size=batch, micro_batch_size=min(a.micro_batch_size or batch, batch))
+    learner = JointLearner(policy, share, num_envs=config.env.num_envs, updates=1, seed=0)
+    update = memory.predicted(policy, learner, cpu, mine)
+    found: dict[str, dict[str, int]] = {}
+    for group in placed.groups:
+        need: dict[str, int] = dict.fromkeys(vars(update), 0)
+        if "rollout" in group.roles:
+            need.update(weights=weights, experience=held, activations=peak)
+        if "actor" in group.roles:
+            need = {what: max(need[what], size) for what, size in vars(update).items()}
+        found[group.name] = need
+    return found
+
+
+def assemble(s: Setup, placed: plan.Plan) -> Assembly:
+    """The system in processes of a Ray cluster. Raises ConfigError, EnvError, PlacementError."""
+    from embodied_ppo.placement.cluster import ClusterSystem, Options  # Ray takes a second to load
+
+    config, c = s.config, s.config.cluster
+    if config.model.checkpoint is None:  # else predicting would load it here
+        plan.check_memory(placed, foreseen(config, placed))
+    system = ClusterSystem(
+        robot.records(s),
+        placed,
+        Maker(config, s.device.type, s.run_dir, s.updates, s.text, s.info, s.fresh_start),
+        options=Options(c.address, c.weights, c.start_timeout_s, c.step_timeout_s, c.check_weights, config.threads),
+        notice=s.notice,
+    )
+    s.early.extend(plan.lines(placed.rows()))
+    return Assembly(system, robot.title(config), config.algorithm.horizon, system.write, facts=system.facts)
+
+
+# ---------------------------------------------------------------------------------------------------- in the processes
+@dataclass(frozen=True)
+class Maker:
+    """Builds what a process holds, there; of ``Setup`` what can travel."""
+
+    config: Config
+    device: str
+    run_dir: Path
+    updates: int
+    text: str
+    info: Mapping[str, Any]
+    fresh_start: bool
+
+    def __call__(self, seat: Seat, exchange: Exchange | None, say: Callable[[str], None]) -> tuple[Part, Any]:
+        told: set[str] = set()
+
+        def notice(line: str) -> None:
+            if line not in told:
+                told.add(line)
+                say(line)
+
+        early: list[str] = []
+        torch.set_float32_matmul_precision(self.config.matmul_precision)
+        setup = Setup(
+            config=self.config,
+            device=torch.device(self.device),
+            run_dir=self.run_dir,
+            updates=self.updates,
+            text=self.text,
+            info=self.info,
+            notice=notice,
+            progress=say,
+            early=early,
+            fresh_start=self.fresh_start,
+        )
+        found = part(setup, seat, exchange)
+        for line in early:
+            say(line)
+        return found
+
+
+def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping[str, Any]]:
+    """What one process of a placement holds, and facts for the summary. Raises ConfigError, EnvError.
+
+    ``exchange``: where others ask for simulators, if they are in this process and the rollouts are not.
+    """
+    config, roles, learns = s.config, seat.roles, seat.learners
+    server = None if exchange is None else Server(lambda kind, seeds: _here(s, seeds, kind), exchange)
+    if roles == ("env",):
+        return Part(seat, server=server), {}
+    rank, world = seat.ranks.get("rollout", (0, 1))
+    envs, stages = list[VectorEnv](), world * seat.stages
+    if "rollout" in roles:
+        seeds = env_seeds(config.seed, 0, config.env.num_envs, config.algorithm.group_size)
+        n = config.env.num_envs // stages
+        for stage in range(rank * seat.stages, (rank + 1) * seat.stages):
+            envs.append(_simulators(s, seat, seeds[stage * n : stage * n + n], "train"))
+    about = described(envs[0]) if envs else seat.about or _looked_at(s)
+    policy = robot.make_policy(config, envs[0] if envs else Described(about, s.device))
+    since = None if seat.turns else robot.compile_from(config, s.device, s.notice)
+    if envs and not rank:
+        robot.check_evaluation(config, s.device)
+        robot.tell(s, envs[0], policy, since)
+
+    def later(on: bool = True) -> compiled.Later:
+        return compiled.Later(since if on else None, required=config.compile == "always", notice=s.notice)
+
+    facts: Mapping[str, Any] = {}
+    learner: JointLearner | None = None
+    if "actor" in roles:
+        if not learns.rank:
+            facts = robot.clone(s, policy)
+        if since is not None and learns.world > 1:
+            s.notice(f"compile: minibatches are not compiled, {learns.world} processes learn together")
+        learner = robot.make_learner(s, policy, later(learns.world == 1), learns)
+    rollouts = [
+        robot.make_rollout(config, env, policy, later(), stage=rank * seat.stages + i, stages=stages)
+        for i, env in enumerate(envs)
+    ]
+    made = Part(
+        seat,
+        policy=policy,
+        rollout=None if not rollouts else rollouts[0] if len(rollouts) == 1 else Staged(rollouts),
+        learner=learner,
+        server=server,
+        count=lambda experience: steps_per_update(config) // learns.world,
+        measure=lambda: robot.measure(config.evaluation, policy, lambda seeds: _simulators(s, seat, seeds, "evaluate")),
+        write=robot.writer(s, policy),
+        about=about,
+    )
+    made.begin_alike()
+    return made, facts
+
+
+def _here(s: Setup, seeds: list[int], kind: str) -> VectorEnv:
+    """Simulators in this process, to "train" or to "evaluate"."""
+    config = s.config.env if kind == "train" else robot.evaluation_env(s.config)
+    return robot.make_env(seeds, config=config, device=s.device)
+
+
+def _looked_at(s: Setup) -> dict[str, Any]:
+    """What simulators are like, by one that is made for it."""
+    env = _here(s, env_seeds(0, 0, 1), "train")
+    try:
+        return described(env)
+    finally:
+        env.close()
+
+
+def _simulators(s: Setup, seat: Seat, seeds: list[int], kind: str) -> VectorEnv:
+    """Here, or where the desks are: side by side to train, at the first to evaluate."""
+    if not seat.desks:
+        return _here(s, seeds, kind)
+    desks = seat.desks if kind == "train" else seat.desks[:1]
+    n = len(seeds) // len(desks)
+    parts = [RemoteEnv(d, seeds[i * n : i * n + n], kind=kind, device=s.device) for i, d in enumerate(desks)]
+    return parts[0] if len(parts) == 1 else Joined(parts)
