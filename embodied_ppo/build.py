@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,110 +14,14 @@ from typing import Any
 import torch
 import yaml
 
-from embodied_ppo import checkpoint, compiled, imitation, loop, reasoner, robot, rules, spread, strict
+from embodied_ppo import checkpoint, imitation, loop, reasoner, robot, rules, spread, strict
 from embodied_ppo.assembly import Assembly, Setup, config_hash, device, digest, hardware_of, total_updates, versions
 from embodied_ppo.config import Config, DemosConfig, EvaluateConfig
-from embodied_ppo.log import LINE_EVERY_S, Log, Timer, numbers, peak_rss_mb, process_age_s
+from embodied_ppo.log import Log, Timer, numbers, peak_rss_mb, process_age_s
 from embodied_ppo.placement import plan
 from embodied_ppo.rundir import absolute, check_resume, flat, locate, locked, stored_options
+from embodied_ppo.terminal import Interrupts, Progress, episode_bar, stop_signals
 from embodied_ppo.types import CheckpointError, ConfigError, EnvError, ProcessLost, TrainingError
-
-
-# ------------------------------------------------------------------------------------------------------------ contexts
-@contextmanager
-def _stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask to stop after the update under way; a second one, one while evaluating, or while
-    waiting for the compiler, at once."""
-    asked: list[int] = []
-
-    def ask(number: int, frame: Any) -> None:
-        if asked or timer.phase == "evaluate" or compiled.Later.waiting:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    try:
-        before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: the caller keeps its signals
-        before = {}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class _Interrupts:
-    """Ctrl-C and SIGTERM raise KeyboardInterrupt: at once, or where ``whole()`` ends; a second one at once."""
-
-    def __init__(self) -> None:
-        self._before: dict[Any, Any] = {}
-        self._busy = self._asked = False
-
-    def __enter__(self) -> _Interrupts:
-        with suppress(ValueError):  # not in the main thread: the caller keeps its signals
-            self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, frame: Any) -> None:
-        if not self._busy or self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
-        if self._asked:
-            raise KeyboardInterrupt
-
-
-class _Progress:
-    """Of what takes long before training: a bar on a terminal, else a line every LINE_EVERY_S; on stderr."""
-
-    def __init__(self, quiet: bool) -> None:
-        self.quiet = quiet
-        self._bar: Any = None
-        self._what, self._first, self._begun, self._told = "", 0, 0.0, 0.0
-
-    def say(self, line: str) -> None:
-        if self.quiet:
-            return
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False, markup=False)
-        else:
-            print(line, file=sys.stderr, flush=True)
-
-    def advance(self, what: str, done: int, total: int) -> None:
-        """``done`` of ``total``."""
-        if self.quiet:
-            return
-        now = time.perf_counter()
-        if what != self._what:
-            self._what, self._first, self._begun, self._told = what, done, now, now
-            if sys.stderr.isatty():
-                self._bar = self._bar or _bar(start=True)
-                self._bar.add_task(what, total=total)
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[-1], completed=done)
-        elif now - self._told >= LINE_EVERY_S:
-            self._told = now
-            left = (now - self._begun) / max(1, done - self._first) * (total - done)
-            print(f"{what} {done}/{total}  {left:.0f} s left", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
 
 
 @contextmanager
@@ -221,7 +124,7 @@ def _train(
 
     shown: list[str] = []
 
-    bar = _Progress(quiet)
+    bar = Progress(quiet)
 
     def progress(line: str) -> None:
         shown.append(line)
@@ -233,7 +136,7 @@ def _train(
         config, where, run_dir, updates, text, info, notice, progress, early, source is None, advance=bar.advance
     )
     with ExitStack() as stack:
-        with _Interrupts(), bar:
+        with Interrupts(), bar:
             made = _assembled(setup, stack)
         if source is not None:
             made.system.load(source, notice)
@@ -310,7 +213,7 @@ def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) 
         eval_every=config.eval_every,
         max_lag=config.cluster.max_lag,
     )
-    with _stop_signals(timer) as should_stop, _matmul_precision(config.matmul_precision):
+    with stop_signals(timer) as should_stop, _matmul_precision(config.matmul_precision):
         try:
             if first and system.saved is None:  # it goes on from another run's checkpoint
                 system.save(first)
@@ -406,7 +309,7 @@ def _imitated(config: Config, made: Assembly, log: Log) -> dict[str, Any]:
     run_dir, system, timer = log.run_dir, made.system, Timer()
     log.say(f"{config.name}: {made.title.partition(',')[0]}, cloned, in {run_dir}")
     started = time.perf_counter()
-    with _stop_signals(timer), _matmul_precision(config.matmul_precision):
+    with stop_signals(timer), _matmul_precision(config.matmul_precision):
         try:
             saved = system.save(0)  # before the evaluation: should that fail, nothing is lost
             with timer("evaluate"):
@@ -475,9 +378,9 @@ def demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
     """
     robot.make_env([0], config=imitation.recording_env(config), device=torch.device("cpu")).close()
     started = time.perf_counter()
-    with _Progress(quiet) as bar:
+    with Progress(quiet) as bar:
         try:
-            with _Interrupts() as interrupts:
+            with Interrupts() as interrupts:
                 told = imitation.record(
                     config,
                     bar.say,
@@ -541,7 +444,7 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False,
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out={out}: cannot be written ({error.strerror}); name another directory") from error
-    bar = None if quiet else _episode_bar(config.episodes)
+    bar = None if quiet else episode_bar(config.episodes)
     with bar or ExitStack():
         result, written = measure(out, lambda episode: None if bar is None else bar.advance(bar.task_ids[0]))
     found = numbers(result.metrics())
@@ -562,20 +465,3 @@ def export(where: str, out: str) -> dict[str, Any]:
             f"{source.path / checkpoint.POLICY} (torch.load)"
         )
     return reasoner.export(trained, source, Path(out))
-
-
-def _episode_bar(total: int) -> Any:
-    bar = _bar(disable=not sys.stderr.isatty())
-    bar.add_task("episodes", total=total)
-    return bar
-
-
-def _bar(*, start: bool = False, disable: bool = False) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), disable=disable)
-    if start:
-        bar.start()
-    return bar

@@ -64,6 +64,7 @@ FLOORS: dict[str, int] = {
             "build",
             "robot",
             "spread",
+            "terminal",
             "imitation",
             "reasoner",
             "assembly",

@@ -1,0 +1,129 @@
+"""Whoever waits at the terminal: signals that ask a command to stop, and progress of what takes long."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from embodied_ppo import compiled
+from embodied_ppo.log import LINE_EVERY_S, Timer
+
+
+@contextmanager
+def stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM ask to stop after the update under way; a second one, one while evaluating, or while
+    waiting for the compiler, at once."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: Any) -> None:
+        if asked or timer.phase == "evaluate" or compiled.Later.waiting:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    try:
+        before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: the caller keeps its signals
+        before = {}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt: at once, or where ``whole()`` ends; a second one at once."""
+
+    def __init__(self) -> None:
+        self._before: dict[Any, Any] = {}
+        self._busy = self._asked = False
+
+    def __enter__(self) -> Interrupts:
+        with suppress(ValueError):  # not in the main thread: the caller keeps its signals
+            self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if not self._busy or self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What is not to be cut in two."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+        if self._asked:
+            raise KeyboardInterrupt
+
+
+class Progress:
+    """Of what takes long before training: a bar on a terminal, else a line every LINE_EVERY_S; on stderr."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self._bar: Any = None
+        self._what, self._first, self._begun, self._told = "", 0, 0.0, 0.0
+
+    def say(self, line: str) -> None:
+        """A line, above the bar."""
+        if self.quiet:
+            return
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def advance(self, what: str, done: int, total: int) -> None:
+        """``done`` of ``total``."""
+        if self.quiet:
+            return
+        now = time.perf_counter()
+        if what != self._what:
+            self._what, self._first, self._begun, self._told = what, done, now, now
+            if sys.stderr.isatty():
+                self._bar = self._bar or _bar(start=True)
+                self._bar.add_task(what, total=total)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[-1], completed=done)
+        elif now - self._told >= LINE_EVERY_S:
+            self._told = now
+            left = (now - self._begun) / max(1, done - self._first) * (total - done)
+            print(f"{what} {done}/{total}  {left:.0f} s left", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def episode_bar(total: int) -> Any:
+    """Of episodes; nothing where there is no terminal."""
+    bar = _bar(disable=not sys.stderr.isatty())
+    bar.add_task("episodes", total=total)
+    return bar
+
+
+def _bar(*, start: bool = False, disable: bool = False) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), disable=disable)
+    if start:
+        bar.start()
+    return bar
