@@ -79,16 +79,17 @@ def foreseen(config: Config, placed: plan.Plan) -> dict[str, dict[str, int]]:
 
 def assemble(s: Setup, placed: plan.Plan) -> Assembly:
     """The system in processes of a Ray cluster. Raises ConfigError, EnvError, PlacementError."""
-    from embodied_ppo.placement.cluster import ClusterSystem, Options  # Ray takes a second to load
+    from embodied_ppo.placement.cluster import ClusterSystem  # Ray takes a second to load
 
-    config, c = s.config, s.config.cluster
+    config = s.config
     if config.model.checkpoint is None:  # else predicting would load it here
         plan.check_memory(placed, foreseen(config, placed))
     system = ClusterSystem(
         robot.records(s),
         placed,
         Maker(config, s.device.type, s.run_dir, s.updates, s.text, s.info, s.fresh_start),
-        options=Options(c.address, c.weights, c.start_timeout_s, c.step_timeout_s, c.check_weights, config.threads),
+        options=config.cluster,
+        threads=config.threads,
         notice=s.notice,
     )
     s.early.extend(plan.lines(placed.rows()))

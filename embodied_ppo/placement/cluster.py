@@ -6,7 +6,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from embodied_ppo import checkpoint
+from embodied_ppo.config import ClusterConfig
 from embodied_ppo.loop import TRAINING
+from embodied_ppo.placement.part import Seat
 from embodied_ppo.placement.plan import Group, Plan
 from embodied_ppo.placement.process import Actor, Call, Handle, Make, Wiring, end, wait
 from embodied_ppo.placement.residency import Residency
@@ -32,22 +33,10 @@ LOOPBACK = "127.0.0.1"
 """Where processes of one machine listen: nobody else can knock."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """Of ``cluster``: see config.py."""
-
-    address: str | None = None
-    weights: str = "auto"
-    start_timeout_s: float = 300.0
-    step_timeout_s: float = 1800.0
-    check_weights: bool = False
-    threads: int = 1
-
-
 class Reservation:
     """Ray, and one bundle for every device of a plan."""
 
-    def __init__(self, plan: Plan, options: Options, notice: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, options: ClusterConfig, notice: Callable[[str], None]) -> None:
         """Connects, or starts Ray here. Raises PlacementError where the devices cannot be had in time."""
         self.plan = plan
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -63,7 +52,7 @@ class Reservation:
             self.close()
             raise
 
-    def _connect(self, options: Options) -> None:
+    def _connect(self, options: ClusterConfig) -> None:
         h = self.plan.hardware
         address = options.address or os.environ.get("RAY_ADDRESS")
         rest: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
@@ -86,7 +75,7 @@ class Reservation:
                 "check ray status there"
             ) from error
 
-    def _reserve(self, unit: str, options: Options, notice: Callable[[str], None]) -> PlacementGroup:
+    def _reserve(self, unit: str, options: ClusterConfig, notice: Callable[[str], None]) -> PlacementGroup:
         h = self.plan.hardware
         nodes = self._nodes(unit)
         one: dict[str, float] = {"CPU": 1.0} if unit == "CPU" else {"GPU": 1.0, "CPU": 1.0}
@@ -151,14 +140,22 @@ class ClusterSystem(RunSystem):
     """Over processes. Raises the first error of any of them; ``close`` leaves nothing running."""
 
     def __init__(
-        self, records: Records, plan: Plan, make: Make, *, options: Options, notice: Callable[[str], None]
+        self,
+        records: Records,
+        plan: Plan,
+        make: Make,
+        *,
+        options: ClusterConfig,
+        threads: int,
+        notice: Callable[[str], None],
     ) -> None:
-        """``make`` builds what a process holds (it is sent there). ``notice`` hears what processes say.
+        """``make`` builds what a process holds (it is sent there). ``threads``: of its tensor operations, 0: torch's
+        choice. ``notice`` hears what processes say.
 
         Raises PlacementError where the devices are not there; ConfigError, EnvError of what is built.
         """
         super().__init__(records)
-        self.plan, self.options, self.notice = plan, options, notice
+        self.plan, self.options, self.threads, self.notice = plan, options, threads, notice
         self.facts: dict[str, Any] = {}
         """Of what came before training, for the summary."""
         self.moved_bytes = 0
@@ -192,7 +189,7 @@ class ClusterSystem(RunSystem):
                     num_gpus=SHARE if gpu else 0,
                     scheduling_strategy=r.strategy(devices[0]),
                     max_restarts=0,
-                ).remote(name, o.threads)
+                ).remote(name, self.threads)
                 handle = Handle(actor, name)
                 ref = actor.open.remote(
                     LOOPBACK if single else None,
@@ -232,14 +229,10 @@ class ClusterSystem(RunSystem):
         ranks = dict.fromkeys(group.roles, (rank, group.processes))
         desks = self._servers(rank) if "rollout" in group.roles else []
         return Wiring(
-            roles=group.roles,
-            ranks=ranks,
-            stages=self.plan.stages,
+            Seat(group.roles, ranks, self.plan.stages, about=about, turns=self.residency.turns(group)),
             desks=[(self.addresses[h.name], h.name) for h in desks],
             learners=(self.store, rank, group.processes) if "actor" in group.roles else None,
             secret=self.secret,
-            about=about,
-            turns=self.residency.turns(group),
             patience_s=self.options.step_timeout_s,
         )
 

@@ -51,21 +51,17 @@ class Reply:
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a process finds the others; what is not told here is as in ``Seat``.
+    """A process's seat, and how it finds those whom it needs there.
 
     desks    (address, name) of simulators elsewhere
     learners (store's address, rank, world); None: it does not learn
     secret   that simulators want to hear
     """
 
-    roles: tuple[str, ...]
-    ranks: Mapping[str, tuple[int, int]]
-    stages: int
+    seat: Seat
     desks: Sequence[tuple[tuple[str, int], str]]
     learners: tuple[tuple[str, int], int, int] | None
     secret: str
-    about: Mapping[str, Any] | None
-    turns: bool
     patience_s: float
 
 
@@ -102,7 +98,7 @@ class Process:
         if w.learners is not None and w.learners[2] > 1:
             address, rank, world = w.learners
             learners = Together(self._group("learners", address, rank, world, w.patience_s))
-        seat = Seat(w.roles, w.ranks, w.stages, desks, learners, w.about, w.turns)
+        seat = replace(w.seat, desks=desks, learners=learners)
 
         def built() -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
             self.part, facts = make(seat, self.exchange, self.said.append)
