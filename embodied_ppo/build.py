@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import yaml
 
-from embodied_ppo import checkpoint, imitation, loop, reasoner, robot, rules, spread, strict
+from embodied_ppo import checkpoint, imitation, loop, reasoner, robot, rules, spread, spread_language, strict
 from embodied_ppo.assembly import Assembly, Setup, config_hash, device, digest, hardware_of, total_updates, versions
 from embodied_ppo.config import Config, DemosConfig, EvaluateConfig
 from embodied_ppo.log import Log, Timer, numbers, peak_rss_mb, process_age_s
@@ -188,7 +188,8 @@ def _assembled(s: Setup, stack: ExitStack) -> Assembly:
             placed = spread.planned(s.config, s.device)
             return robot.assemble(s, stack) if placed is None else spread.assemble(s, placed)
         case "reasoning":
-            return reasoner.assemble(s, stack)
+            placed = spread_language.planned(s.config, s.device)
+            return reasoner.assemble(s, stack) if placed is None else spread_language.assemble(s, placed)
 
 
 def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) -> dict[str, Any]:
@@ -345,26 +346,28 @@ def planned(config: Config) -> dict[str, Any]:
 
     Raises ConfigError, EnvError, PlacementError (does not fit).
     """
-    if config.mode != "embodied":
-        raise ConfigError("mode = reasoning: this version trains language models in one process; there is no plan")
+    match config.mode:
+        case "embodied":
+            mode = spread
+        case "reasoning":
+            mode = spread_language
     where = device(config.device, config.threads)
-    hardware = hardware_of(config, where)
-    placed = spread.planned(config, where) or plan.plan({"env,rollout,actor": 0}, replace(hardware, per_node=(1,)))
-    needs = spread.foreseen(config, placed)
+    placed = mode.planned(config, where)
+    if placed is None:
+        without = rules.unused_roles(config)
+        roles = ",".join(role for role in plan.ROLES[config.mode] if role not in without)
+        alone = replace(hardware_of(config, where), per_node=(1,))
+        placed = plan.plan({roles: 0}, alone, mode=config.mode, without=without)
+    needs = mode.foreseen(config, placed)
     plan.check_memory(placed, needs)
-    a, actors, acts = config.algorithm, placed.processes("actor"), placed.processes("rollout")
-    per_update = a.horizon * config.env.num_envs
     turns = [f"{g.name} with {' and '.join(o.name for o in placed.sharing(g))}" for g in placed.groups]
     return {
         "devices": placed.rows(),
         "memory": plan.memory_rows(placed, needs),
-        "weights": {f"rollout rank {rank}": placed.weights_path(rank) for rank in range(acts)},
+        "weights": {f"rollout rank {i}": placed.weights_path(i) for i in range(placed.processes("rollout"))},
         "facts": {
             "takes turns": [text for text in turns if not text.endswith("with ")],
-            "environments of a rollout process": config.env.num_envs // acts,
-            "decisions an update": per_update,
-            "optimiser steps an update": a.update_epoch * (per_update // a.global_batch_size),
-            "samples of an actor process in a step": a.global_batch_size // actors,
+            **mode.facts(config, placed),
         },
     }
 

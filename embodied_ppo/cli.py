@@ -481,6 +481,15 @@ def _is_group(override: Override, loader: ConfigLoaderImpl) -> bool:
     return loader.repository.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
 
 
+def _quoted(line: str) -> str:
+    """A dictionary with quoted keys, as YAML and JSON have them and Hydra's grammar has not, as text."""
+    key, equals, value = line.partition("=")
+    if not (equals and value.startswith("{") and '"' in value):
+        return line
+    escaped = value.replace("'", "\\'")
+    return f"{key}='{escaped}'"
+
+
 def _forced(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[str]:
     """``a=1`` as ``++a=1``, ``group=null`` as ``~group``; deletions and hydra's own options as they are."""
 
@@ -578,7 +587,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog=f"{PROGRAM} {name}", description=line, epilog=f"example: {PROGRAM} {example}", allow_abbrev=False
     )
-    parser.add_argument("overrides", nargs="*", metavar="option=value", help=f"see `{PROGRAM} config`")
+    parser.add_argument("overrides", nargs="*", type=_quoted, metavar="option=value", help=f"see `{PROGRAM} config`")
     parser.add_argument("--config-dir", metavar="DIR", help="your own configs; searched before those that ship")
     parser.add_argument("--json", action="store_true", help="results as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")

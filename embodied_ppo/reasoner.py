@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,14 @@ from embodied_ppo.generation.engine import Engine, Generator
 from embodied_ppo.generation.sampling import Sampling
 from embodied_ppo.generation.vllm import VllmEngine
 from embodied_ppo.grading_pool import GraderPool
-from embodied_ppo.learner import SplitLearner
 from embodied_ppo.models import language
 from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
 from embodied_ppo.placement.local import LocalSystem
 from embodied_ppo.placement.system import Records
+from embodied_ppo.ranks import Ranks
 from embodied_ppo.reasoning import Graders, ReasoningRollout, Truncation, WithFormat, reader
 from embodied_ppo.rollout import sampling_key
+from embodied_ppo.split_learner import Critic, Reference, SplitLearner, ValueLearner
 from embodied_ppo.types import CheckpointError, ConfigError, Trajectory
 from embodied_ppo.warm_start import warm_start
 
@@ -273,7 +274,7 @@ def write_report(
 
 
 # ------------------------------------------------------------------------------------------------------------ assembly
-def _demonstrate(s: Setup, policy: LanguagePolicy, tokenizer: Any) -> None:
+def demonstrate(s: Setup, policy: LanguagePolicy, tokenizer: Any) -> None:
     """The supervised steps before PPO, from the cache where they have been made; a resumed run needs them only where
     its reward model begins as the actor did."""
     w, config = s.config.warm_start, s.config
@@ -297,34 +298,72 @@ def _demonstrate(s: Setup, policy: LanguagePolicy, tokenizer: Any) -> None:
     )
 
 
-def assemble(s: Setup, stack: ExitStack) -> Assembly:
-    """A system of mode=reasoning; ``stack`` closes what it opens. Raises ConfigError."""
+@dataclass(frozen=True)
+class Material:
+    """What every process of a run reads.
+
+    train, held_out  prompts           stops    token ids that end a response
+    longest          prompt and response together, tokens
+    """
+
+    config: Config
+    tokenizer: Any
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    policy: LanguagePolicy
+    stops: tuple[int, ...]
+    longest: int
+
+    @property
+    def text(self) -> Callable[[list[int]], str]:
+        """Token ids to text."""
+        return decoder(self.tokenizer, self.stops)
+
+    @property
+    def fill(self) -> int:
+        """What fills rows up."""
+        return pad_id(self.tokenizer, self.stops)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """All, in the order that processes number them in."""
+        return [*self.train, *self.held_out]
+
+
+def read(s: Setup) -> Material:
+    """Tokenizer, prompts and the actor's model, not yet taught. Raises ConfigError."""
     config, a, e = s.config, s.config.algorithm, s.config.evaluation
     tokenizer = make_tokenizer(config)
     train, held_out = read_prompts(config, tokenizer, s.early.append)
-    rule = make_graders(config, [*train, *held_out], stack)
     policy = make_policy(config, tokenizer, s.device)
     stops = stop_ids(config, policy, tokenizer)
     longest = check_length(policy, [*train, *held_out], max(a.response_length, e.response_length or 0))
-    _demonstrate(s, policy, tokenizer)
-    reward = with_format(config, make_reward(config, rule, policy, s.device, s.progress))
-    critic = make_critic(config, policy, s.device)
-    text, fill = decoder(tokenizer, stops), pad_id(tokenizer, stops)
-    engine = _engine(config, policy, text, fill, longest)
-    sequences = a.rollout_batch_size * a.group_size
-    rollout = ReasoningRollout(
-        train,
+    return Material(config, tokenizer, train, held_out, policy, stops, longest)
+
+
+def make_judge(s: Setup, m: Material, rule: Graders) -> Graders:
+    """What scores responses; where it begins as the actor, the actor has been taught. Raises ConfigError."""
+    return with_format(s.config, make_reward(s.config, rule, m.policy, s.device, s.progress))
+
+
+def make_rollout(
+    s: Setup, m: Material, engine: Generator, judge: Graders, rank: int = 0, world: int = 1
+) -> ReasoningRollout:
+    """Of the options. Raises ConfigError."""
+    config, a = s.config, s.config.algorithm
+    return ReasoningRollout(
+        m.train,
         engine,
-        reward,
-        text,
+        judge,
+        m.text,
         batch=a.rollout_batch_size,
         sampling=Sampling(
             max_tokens=a.response_length,
             temperature=config.rollout.temperature,
-            stop_ids=stops,
+            stop_ids=m.stops,
             stop=config.rollout.stop,
         ),
-        pad_id=fill,
+        pad_id=m.fill,
         seed=config.seed,
         group_size=a.group_size,
         shuffle=config.data.shuffle,
@@ -334,70 +373,121 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
             overlong_buffer=config.rollout.overlong_buffer,
             overlong_penalty=config.rollout.overlong_penalty,
         ),
+        rank=rank,
+        world=world,
         notice=s.notice,
     )
-    since = 0 if config.compile == "always" else None
-    if since is not None and (why := compiled.obstacle()):
-        raise ConfigError(f"compile=always: {why}; or use compile=auto")
-    own = critic_config(a, config.critic)
-    learner = SplitLearner(
+
+
+def measuring(m: Material, rollout: ReasoningRollout) -> Callable[[], ExamResult]:
+    """What examines the policy that ``rollout`` acts with."""
+    e = m.config.evaluation
+    return functools.partial(
+        exam.examine,
+        m.held_out[: e.episodes],
+        rollout.generator,
+        rollout.graders,
+        rollout.text,
+        exam_sampling(e, m.config, m.stops),
+        n=e.n,
+        seed=e.seed,
+    )
+
+
+def _same(s: Setup, a: AlgorithmConfig, since: int | None) -> dict[str, Any]:
+    """What actor and critic learn with alike; ``a``: whose options."""
+    return {
+        "length": a.response_length,
+        "columns": a.global_batch_size * a.group_size,
+        "tokens": a.micro_batch_tokens,
+        "updates": s.updates,
+        "seed": s.config.seed,
+        "later": compiled.Later(since, required=True, notice=s.notice),
+        "dump_dir": s.run_dir,
+        "notice": s.notice,
+    }
+
+
+def make_values(s: Setup, critic: LanguageCritic, since: int | None = None, ranks: Ranks | None = None) -> ValueLearner:
+    """What teaches a critic. ``since``: update from which minibatches are compiled. ``ranks``: who else learns."""
+    own = critic_config(s.config.algorithm, s.config.critic)
+    return ValueLearner(critic, own, concurrent=s.config.critic.concurrent, ranks=ranks, **_same(s, own, since))
+
+
+def make_learner(
+    s: Setup,
+    policy: LanguagePolicy,
+    critic: Critic | None,
+    since: int | None = None,
+    ranks: Ranks | None = None,
+    reference: Reference | None = None,
+) -> SplitLearner:
+    """What teaches the actor; as for ``make_values``. Raises ConfigError."""
+    a = s.config.algorithm
+    return SplitLearner(
         policy,
         critic,
         a,
-        critic_config=own,
-        length=a.response_length,
-        columns=a.global_batch_size * a.group_size,
-        critic_columns=own.global_batch_size * a.group_size,
-        tokens=a.micro_batch_tokens,
         recompute=a.recompute_log_probs,
-        num_sequences=sequences,
-        updates=s.updates,
-        seed=config.seed,
-        later=[compiled.Later(since, required=True, notice=s.notice) for _ in range(2)],
-        concurrent=config.critic.concurrent,
-        dump_dir=s.run_dir,
-        notice=s.notice,
+        num_sequences=a.rollout_batch_size * a.group_size,
+        ranks=ranks,
+        reference=reference,
+        **_same(s, a, since),
     )
+
+
+def records(s: Setup) -> Records:
+    """What is written about a run."""
+    return Records("tokens", "eval/accuracy", s.run_dir / "checkpoints", s.config.keep_last, s.text, s.info)
+
+
+def writer(s: Setup) -> Callable[[ExamResult, checkpoint.Checkpoint, Path], dict[str, str | None]]:
+    """What writes the report of an examination."""
+    return lambda result, source, out: write_report(s.config, result, source=source, run_dir=s.run_dir, out=out)
+
+
+def title(config: Config, size: int | None = None) -> str:
+    """What is trained, for the log's first line; ``size``: parameters."""
+    a, count = config.algorithm, "" if size is None else f"{size / 1e6:.1f} M parameters, "
+    name = config.data.task or Path(config.actor.model.path or "a new model").name
+    return f"{name}, {count}{a.rollout_batch_size} prompts x {a.group_size} responses an update"
+
+
+def assemble(s: Setup, stack: ExitStack) -> Assembly:
+    """A system of mode=reasoning in this process; ``stack`` closes what it opens. Raises ConfigError."""
+    config = s.config
+    m = read(s)
+    rule = make_graders(config, m.prompts, stack)
+    demonstrate(s, m.policy, m.tokenizer)
+    judge = make_judge(s, m, rule)
+    critic = make_critic(config, m.policy, s.device)
+    engine = make_engine(m)
+    rollout = make_rollout(s, m, engine, judge)
+    since = 0 if config.compile == "always" else None
+    if since is not None and (why := compiled.obstacle()):
+        raise ConfigError(f"compile=always: {why}; or use compile=auto")
+    values = None if critic is None else make_values(s, critic, since)
     system = LocalSystem(
-        Records("tokens", "eval/accuracy", s.run_dir / "checkpoints", config.keep_last, s.text, s.info),
-        policy=policy,
+        records(s),
+        policy=m.policy,
         rollout=rollout,
-        learner=learner,
+        learner=make_learner(s, m.policy, values, since),
         count=response_tokens,
-        measure=functools.partial(
-            exam.examine,
-            held_out[: e.episodes],
-            engine,
-            reward,
-            rollout.text,
-            exam_sampling(e, config, stops),
-            n=e.n,
-            seed=e.seed,
-        ),
+        measure=measuring(m, rollout),
         publish=engine.update_weights,
     )
-
-    def write(result: ExamResult, source: checkpoint.Checkpoint, out: Path) -> dict[str, str | None]:
-        return write_report(config, result, source=source, run_dir=s.run_dir, out=out)
-
-    size = sum(p.numel() for p in policy.parameters())
-    title = (
-        f"{config.data.task or Path(config.actor.model.path or 'a new model').name}, {size / 1e6:.1f} M parameters, "
-        f"{a.rollout_batch_size} prompts x {a.group_size} responses an update"
-    )
-    return Assembly(system, title, a.response_length, write, ExamResult.samples, success="eval/accuracy")
+    size = sum(p.numel() for p in m.policy.parameters())
+    name, horizon = title(config, size), config.algorithm.response_length
+    return Assembly(system, name, horizon, writer(s), ExamResult.samples, success="eval/accuracy")
 
 
-def _engine(
-    config: Config, policy: LanguagePolicy, text: Callable[[list[int]], str], fill: int, longest: int
-) -> Generator:
-    """What generates; ``longest`` prompt and response together, tokens."""
-    slots = config.rollout.slots
-    if config.rollout.engine == "builtin":
-        return Engine(policy, slots=slots, pad_id=fill, decode=text)
-    assert config.actor.model.path is not None
-    texts = bool(config.rollout.stop)
-    return VllmEngine(policy, config.actor.model.path, pad_id=fill, slots=slots, width=longest, texts=texts)
+def make_engine(m: Material) -> Generator:
+    """What generates."""
+    r, path = m.config.rollout, m.config.actor.model.path
+    if r.engine == "builtin":
+        return Engine(m.policy, slots=r.slots, pad_id=m.fill, decode=m.text)
+    assert path is not None
+    return VllmEngine(m.policy, path, pad_id=m.fill, slots=r.slots, width=m.longest, texts=bool(r.stop))
 
 
 def response_tokens(t: Trajectory) -> int:

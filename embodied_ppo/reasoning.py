@@ -103,6 +103,8 @@ class Truncation:
 class ReasoningRollout:
     """``batch`` prompts an update, ``group_size`` responses to each."""
 
+    one_state = True
+
     def __init__(
         self,
         prompts: Sequence[Prompt],
@@ -117,10 +119,12 @@ class ReasoningRollout:
         group_size: int = 1,
         shuffle: bool = True,
         truncation: Truncation | None = None,
+        rank: int = 0,
+        world: int = 1,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``decode``: token ids to text, without special tokens. Raises ConfigError for sampling that PPO cannot learn
-        from."""
+        """``decode``: token ids to text, without special tokens. ``rank`` of ``world`` processes, which share ``batch``
+        evenly. Raises ConfigError for sampling that PPO cannot learn from."""
         if not sampling.plain:
             raise ConfigError(
                 "rollout: top_k, top_p, min_p, repetition_penalty and temperature=0 sample from another distribution "
@@ -130,21 +134,25 @@ class ReasoningRollout:
         self.text = reader(decode, sampling.stop)
         self.sampling, self.pad_id, self.seed, self.group_size = sampling, pad_id, seed, group_size
         self.truncation, self.notice = truncation or Truncation(), notice
+        self.rank, self.world = rank, world
         self.sampler = Sampler(len(prompts), batch, seed, shuffle)
         self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
         self.cpu_s = {"generate": 0.0, "grade": 0.0}
         self._told = self._equal = False
 
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
-        """``horizon`` is max_tokens (T). N = batch · group_size columns; groups are neighbours.
+        """``horizon`` is max_tokens (T). N = batch / world · group_size columns; groups are neighbours.
 
         Values are left 0: the critic fills them in. The score lies on the last token, where the episode ends.
         """
         assert horizon == self.sampling.max_tokens
-        chosen = [self.prompts[i] for i in self.sampler.next() for _ in range(self.group_size)]
+        rows = self.sampler.next()
+        mine = rows[self.rank * len(rows) // self.world : (self.rank + 1) * len(rows) // self.world]
+        chosen = [self.prompts[i] for i in mine for _ in range(self.group_size)]
         start = time.process_time()
-        key = sampling_key(self.seed, update, "generate")
-        made = self.generator.generate([p.ids for p in chosen], self.sampling, seed=key)
+        key, first = sampling_key(self.seed, update, "generate"), self.rank * len(chosen)
+        samples = torch.arange(first, first + len(chosen))  # the same noise, whoever generates
+        made = self.generator.generate([p.ids for p in chosen], self.sampling, seed=key, samples=samples)
         generated = time.process_time()
         texts = [
             self.text(row[:n]) for row, n in zip(made.token.tolist(), made.length.tolist(), strict=True)
@@ -203,7 +211,7 @@ class ReasoningRollout:
             "rollout/truncated": Mean(float((~made.stopped).sum()), n),
             "rollout/prompt_length": Mean.of(len(p.ids) for p in chosen),
             "rollout/grader_failures": float(sum(g.failed for g in grades)),
-            "rollout/epoch": self.sampler.epoch,
+            "rollout/epoch": Mean(self.sampler.epoch, 1.0),  # the same in all processes
         }
         for tag, values in (
             ("rollout/success", [g.correct for g in grades if g.correct is not None]),

@@ -141,6 +141,8 @@ def interleaved(runs: Sequence[Steps[None, None, Collected]]) -> list[Collected]
 class Rollout:
     """One vector environment, and where its episodes stand."""
 
+    one_state = False
+
     def __init__(
         self,
         env: VectorEnv,
@@ -389,6 +391,8 @@ def added(metrics: Sequence[Metrics]) -> Metrics:
 
 class Staged:
     """Several rollouts that take turns: while the simulator of one works, the policy acts for the next."""
+
+    one_state = False
 
     def __init__(self, rollouts: Sequence[Rollout]) -> None:
         self.rollouts = list(rollouts)

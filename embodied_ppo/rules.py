@@ -330,14 +330,10 @@ def _check_placement(config: Config) -> None:
                 f"placement = {asked}: cluster.component_placement says where the roles run, too; leave one of them out"
             )
         plan.check_roles(cluster.component_placement, config.mode, without=unused_roles(config))
-    if config.mode == "reasoning":
-        one = len(cluster.component_placement) == 1 and [str(x) for x in cluster.component_placement.values()]
-        if asked != "local" or cluster.num_nodes > 1 or (cluster.component_placement and one not in (["all"], ["0"])):
-            what = show(cluster.component_placement) if cluster.component_placement else asked
-            raise PlacementError(
-                f"placement = {what}: this version trains language models in one process on one device; "
-                f'write placement=local, or join all roles: {{"{",".join(plan.ROLES["reasoning"])}": all}}'
-            )
+    if config.mode == "reasoning" and cluster.stages > 1:
+        raise PlacementError(
+            f"cluster.stages = {cluster.stages}: is for simulators, and mode=reasoning has none; write cluster.stages=1"
+        )
     if cluster.max_lag and cluster.weights not in ("auto", "store"):
         raise PlacementError(
             f"cluster.weights = {cluster.weights}: rollouts that run ahead take weights when they are ready, which "

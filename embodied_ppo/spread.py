@@ -1,11 +1,14 @@
-"""mode=embodied in several processes: where its roles go, what they need there, and what each of them builds."""
+"""Robot policies in several processes: where the roles go, what they need there, and what each of them builds.
+
+``spread_language`` does the same for mode=reasoning.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -14,12 +17,16 @@ from embodied_ppo.assembly import Assembly, Setup, hardware_of, steps_per_update
 from embodied_ppo.config import Config
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.placement import memory, plan
-from embodied_ppo.placement.lines import Exchange
-from embodied_ppo.placement.part import Part, Seat
+from embodied_ppo.placement.lines import Exchange, Server
+from embodied_ppo.placement.part import Part, Seat, alike
 from embodied_ppo.placement.residency import Residency
-from embodied_ppo.placement.simulators import Described, Joined, RemoteEnv, Server, described
+from embodied_ppo.placement.simulators import Described, Joined, RemoteEnv, Simulators, described
+from embodied_ppo.placement.system import Records
 from embodied_ppo.rollout import Staged, env_seeds
 from embodied_ppo.types import ConfigError, VectorEnv
+
+if TYPE_CHECKING:
+    from embodied_ppo.placement.cluster import ClusterSystem
 
 
 # -------------------------------------------------------------------------------------------------------------- driver
@@ -33,14 +40,20 @@ def planned(config: Config, device: torch.device) -> plan.Plan | None:
     plan.check_numbers(
         made, num_envs=config.env.num_envs, group_size=a.group_size, global_batch_size=a.global_batch_size
     )
-    if config.compile == "always":
-        residency = Residency(made)
-        why = f"{made.processes('actor')} processes learn together" if made.processes("actor") > 1 else ""
-        if any(residency.turns(made.group(role)) for role in ("rollout", "actor")):
-            why = "processes that take turns on a GPU move their tensors"
-        if why:
-            raise ConfigError(f"compile=always: {why}; use compile=auto")
+    check_compile(config, made)
     return made
+
+
+def check_compile(config: Config, placed: plan.Plan) -> None:
+    """Whether compile=always can be had. Raises ConfigError."""
+    if config.compile != "always":
+        return
+    residency = Residency(placed)
+    why = f"{placed.processes('actor')} processes learn together" if placed.processes("actor") > 1 else ""
+    if any(residency.turns(placed.group(role)) for role in ("rollout", "actor")):
+        why = "processes that take turns on a GPU move their tensors"
+    if why:
+        raise ConfigError(f"compile=always: {why}; use compile=auto")
 
 
 def foreseen(config: Config, placed: plan.Plan) -> dict[str, dict[str, int]]:
@@ -77,26 +90,48 @@ def foreseen(config: Config, placed: plan.Plan) -> dict[str, dict[str, int]]:
     return found
 
 
+def facts(config: Config, placed: plan.Plan) -> dict[str, int]:
+    """What an update consists of, for people."""
+    a, per_update = config.algorithm, config.algorithm.horizon * config.env.num_envs
+    return {
+        "environments of a rollout process": config.env.num_envs // placed.processes("rollout"),
+        "decisions an update": per_update,
+        "optimiser steps an update": a.update_epoch * (per_update // a.global_batch_size),
+        "samples of an actor process in a step": a.global_batch_size // placed.processes("actor"),
+    }
+
+
 def assemble(s: Setup, placed: plan.Plan) -> Assembly:
     """The system in processes of a Ray cluster. Raises ConfigError, EnvError, PlacementError."""
-    from embodied_ppo.placement.cluster import ClusterSystem  # Ray takes a second to load
-
     config = s.config
     if config.model.checkpoint is None:  # else predicting would load it here
         plan.check_memory(placed, foreseen(config, placed))
+    system = started(s, placed, robot.records(s), part)
+    return Assembly(system, robot.title(config), config.algorithm.horizon, system.write, facts=system.facts)
+
+
+def started(s: Setup, placed: plan.Plan, records: Records, part: PartMaker) -> ClusterSystem:
+    """The processes of a plan, each with what ``part`` builds there. Raises what that raises, PlacementError."""
+    from embodied_ppo.placement.cluster import ClusterSystem  # Ray takes a second to load
+
+    config = s.config
     system = ClusterSystem(
-        robot.records(s),
+        records,
         placed,
-        Maker(config, s.device.type, s.run_dir, s.updates, s.text, s.info, s.fresh_start),
+        Maker(config, s.device.type, s.run_dir, s.updates, s.text, s.info, s.fresh_start, part),
         options=config.cluster,
         threads=config.threads,
         notice=s.notice,
     )
     s.early.extend(plan.lines(placed.rows()))
-    return Assembly(system, robot.title(config), config.algorithm.horizon, system.write, facts=system.facts)
+    return system
 
 
 # ---------------------------------------------------------------------------------------------------- in the processes
+PartMaker: TypeAlias = "Callable[[Setup, Seat, Exchange | None], tuple[Part, Mapping[str, Any]]]"
+"""What a process holds, and facts for the summary; a function of a module, for it is sent there."""
+
+
 @dataclass(frozen=True)
 class Maker:
     """Builds what a process holds, there; of ``Setup`` what can travel."""
@@ -108,6 +143,7 @@ class Maker:
     text: str
     info: Mapping[str, Any]
     fresh_start: bool
+    part: PartMaker
 
     def __call__(self, seat: Seat, exchange: Exchange | None, say: Callable[[str], None]) -> tuple[Part, Any]:
         told: set[str] = set()
@@ -131,7 +167,7 @@ class Maker:
             early=early,
             fresh_start=self.fresh_start,
         )
-        found = part(setup, seat, exchange)
+        found = self.part(setup, seat, exchange)
         for line in early:
             say(line)
         return found
@@ -143,7 +179,7 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
     ``exchange``: where others ask for simulators, if they are in this process and the rollouts are not.
     """
     config, roles, learns = s.config, seat.roles, seat.learners
-    server = None if exchange is None else Server(lambda kind, seeds: _here(s, seeds, kind), exchange)
+    server = None if exchange is None else Server(Simulators(lambda kind, seeds: _here(s, seeds, kind)), exchange)
     if roles == ("env",):
         return Part(seat, server=server), {}
     rank, world = seat.ranks.get("rollout", (0, 1))
@@ -168,6 +204,7 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
     if "actor" in roles:
         if not learns.rank:
             facts = robot.clone(s, policy)
+        alike(policy, learns)
         if since is not None and learns.world > 1:
             s.notice(f"compile: minibatches are not compiled, {learns.world} processes learn together")
         learner = robot.make_learner(s, policy, later(learns.world == 1), learns)
@@ -175,7 +212,7 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
         robot.make_rollout(config, env, policy, later(), stage=rank * seat.stages + i, stages=stages)
         for i, env in enumerate(envs)
     ]
-    made = Part(
+    return Part(
         seat,
         policy=policy,
         rollout=None if not rollouts else rollouts[0] if len(rollouts) == 1 else Staged(rollouts),
@@ -185,9 +222,7 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
         measure=lambda: robot.measure(config.evaluation, policy, lambda seeds: _simulators(s, seat, seeds, "evaluate")),
         write=robot.writer(s, policy),
         about=about,
-    )
-    made.begin_alike()
-    return made, facts
+    ), facts
 
 
 def _here(s: Setup, seeds: list[int], kind: str) -> VectorEnv:
@@ -207,9 +242,10 @@ def _looked_at(s: Setup) -> dict[str, Any]:
 
 def _simulators(s: Setup, seat: Seat, seeds: list[int], kind: str) -> VectorEnv:
     """Here, or where the desks are: side by side to train, at the first to evaluate."""
-    if not seat.desks:
+    desks = seat.desks.get("env", ())
+    if not desks:
         return _here(s, seeds, kind)
-    desks = seat.desks if kind == "train" else seat.desks[:1]
+    desks = desks if kind == "train" else desks[:1]
     n = len(seeds) // len(desks)
     parts = [RemoteEnv(d, seeds[i * n : i * n + n], kind=kind, device=s.device) for i, d in enumerate(desks)]
     return parts[0] if len(parts) == 1 else Joined(parts)

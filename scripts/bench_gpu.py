@@ -30,10 +30,10 @@ from embodied_ppo.data import Prompt
 from embodied_ppo.generation.engine import Engine
 from embodied_ppo.generation.sampling import Sampling
 from embodied_ppo.grading import Grade, Sample
-from embodied_ppo.learner import SplitLearner
 from embodied_ppo.models import language
 from embodied_ppo.models.language import Decoder, LanguageCritic, LanguagePolicy
 from embodied_ppo.reasoning import ReasoningRollout
+from embodied_ppo.split_learner import SplitLearner, ValueLearner
 
 SETTINGS = {
     "bench_fast": [],
@@ -186,19 +186,15 @@ def ppo_s(policy: LanguagePolicy, shape: Shape, prompts: Sequence[Sequence[int]]
     where = policy.model.lm_head.weight.device
     critic = LanguageCritic(shape.model(str(where)))
     c = AlgorithmConfig(adv_type="gae", gamma=1.0, gae_lambda=1.0, update_epoch=1, lr=1e-6)
-    learner = SplitLearner(
-        policy,
-        critic,
-        c,
-        length=shape.new,
-        columns=-(-shape.prompts // 4),
-        tokens=shape.micro_tokens,
-        recompute=True,
-        num_sequences=shape.prompts,
-        updates=2,
-        seed=0,
-    )
-    assert learner.critic is not None
+    same: dict[str, Any] = {
+        "length": shape.new,
+        "columns": -(-shape.prompts // 4),
+        "tokens": shape.micro_tokens,
+        "updates": 2,
+        "seed": 0,
+    }
+    values = ValueLearner(critic, c, **same)
+    learner = SplitLearner(policy, values, c, recompute=True, num_sequences=shape.prompts, **same)
     engine = Engine(policy, slots=shape.prompts, pad_id=0)
     tasks = [Prompt(tuple(p), "", "", "bench", {}, i) for i, p in enumerate(prompts)]
     text = lambda ids: "x" * len(ids)  # noqa: E731
@@ -211,7 +207,7 @@ def ppo_s(policy: LanguagePolicy, shape: Shape, prompts: Sequence[Sequence[int]]
         prepare = lambda m=made: m.append(learner._prepare(m[0])[0])  # noqa: E731
         found["generate"] = seconds(collect)
         found["values, log-probabilities, advantages"] = seconds(prepare)
-        for name, descent in (("critic", learner.critic), ("actor", learner.actor)):
+        for name, descent in (("critic", values), ("actor", learner.actor)):
             descend = lambda d=descent, m=made, u=update: d.descend(m[1], u, warming=False, entropy_coef=0.0)  # noqa: E731
             found[name] = seconds(descend)
     return found

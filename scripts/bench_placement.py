@@ -28,8 +28,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from torch import Tensor
 
-from embodied_ppo.placement.lines import Exchange, dial
-from embodied_ppo.placement.simulators import Desk, RemoteEnv, Server
+from embodied_ppo.placement.lines import Desk, Exchange, Server, dial
+from embodied_ppo.placement.simulators import RemoteEnv, Simulators
 from embodied_ppo.rollout import Rollout, Staged
 from embodied_ppo.types import ArraySpec, Box, Decision, Step
 
@@ -97,7 +97,7 @@ def serve(pipe: Any) -> None:
     torch.set_num_threads(1)
     exchange = Exchange("127.0.0.1", "secret", 60.0)
     pipe.send(exchange.address)
-    Server(lambda kind, seeds: KINDS[kind](len(seeds)), exchange).serve(1)
+    Server(Simulators(lambda kind, seeds: KINDS[kind](len(seeds))), exchange).serve(1)
 
 
 def measure() -> dict[str, float]:

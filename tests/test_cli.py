@@ -306,6 +306,29 @@ def test_a_plan_is_told_and_nothing_is_started(capsys: pytest.CaptureFixture[str
     assert "lower algorithm.micro_batch_size" in capsys.readouterr().err
 
 
+def test_a_plan_of_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
+    where = 'cluster.component_placement={"rollout,reward": 0, "actor": 1, "critic": 1, "reference": 0}'
+    words = ["plan", "--json", "experiment=arithmetic", "cluster.devices_per_node=2", "device=cpu"]
+    assert cli.main([*words, where, "algorithm.use_kl_loss=true"]) == 0  # a dictionary as JSON has it
+    told = json.loads(capsys.readouterr().out)
+    assert told["memory"][0] == ["one process needs", "rollout,reward", "actor", "critic", "reference"]
+    rows = {row[0]: row[1:] for row in told["memory"]}
+    assert rows["gradients"][0] == rows["gradients"][3] == "0 MB" and rows["gradients"][1] != "0 MB"
+    assert rows["cache"][0] != "0 MB" and rows["cache"][1:] == ["0 MB"] * 3
+    assert told["facts"]["takes turns"] == [
+        "rollout,reward with reference",
+        "actor with critic",
+        "critic with actor",
+        "reference with rollout,reward",
+    ]
+    assert told["weights"] == {"rollout rank 0": "broadcast"} and told["facts"]["responses an update"] == 256
+    assert cli.main([word for word in words if not word.startswith("cluster.")]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["memory"][0] == ["one process needs", "rollout,actor,critic,reward"]
+    assert cli.main([*words, "placement=fused", "cluster.device_memory_gb=0.01"]) == 2
+    assert "cache 1.31 MB" in capsys.readouterr().err
+
+
 # --------------------------------------------------------------------------------------------------------- composition
 def test_defaults_come_from_config_py(capsys: pytest.CaptureFixture[str]) -> None:
     rows = config(capsys, "experiment=null")

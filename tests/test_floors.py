@@ -22,7 +22,20 @@ FLOORS: dict[str, int] = {
     **dict.fromkeys(("models.openvla", "models.openvla_checkpoint", "models.vlm", "models.vla_checkpoint"), 2),
     **dict.fromkeys(("models.pi0", "models.pi0_checkpoint", "models.lora", "models.directory"), 2),
     **dict.fromkeys(
-        ("rollout", "objective", "compiled", "descent", "learner", "evaluate", "checkpoint", "log", "loop", "film"), 3
+        (
+            "rollout",
+            "objective",
+            "compiled",
+            "descent",
+            "learner",
+            "split_learner",
+            "evaluate",
+            "checkpoint",
+            "log",
+            "loop",
+            "film",
+        ),
+        3,
     ),  # algorithm
     **dict.fromkeys(
         (
@@ -51,6 +64,7 @@ FLOORS: dict[str, int] = {
             "placement.residency",
             "placement.lines",
             "placement.simulators",
+            "placement.services",
             "placement.weights",
             "placement.part",
             "placement.process",
@@ -64,6 +78,7 @@ FLOORS: dict[str, int] = {
             "build",
             "robot",
             "spread",
+            "spread_language",
             "terminal",
             "imitation",
             "reasoner",

@@ -14,8 +14,8 @@ import toys
 from torch import Tensor
 
 from embodied_ppo import robot, tree
-from embodied_ppo.placement.lines import PREFIX, Exchange, Line, Message, dial, pack, unpack
-from embodied_ppo.placement.simulators import Desk, Joined, RemoteEnv, Server
+from embodied_ppo.placement.lines import PREFIX, Desk, Exchange, Line, Message, Server, dial, pack, unpack
+from embodied_ppo.placement.simulators import Joined, RemoteEnv, Simulators
 from embodied_ppo.rollout import Rollout, Staged, env_seeds
 from embodied_ppo.types import EnvError, TrainingError, VectorEnv
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def serving(make: Any, desks: int = 1) -> Iterator[list[Desk]]:
     """Lines to a server in a thread."""
     exchange = Exchange("127.0.0.1", "secret", 20.0)
-    server = Server(make, exchange)
+    server = Server(Simulators(make), exchange)
     thread = threading.Thread(target=server.serve, args=(desks,))
     thread.start()
     found = [

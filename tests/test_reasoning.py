@@ -17,11 +17,11 @@ from embodied_ppo.generation.engine import Engine, Generation
 from embodied_ppo.generation.sampling import Sampling
 from embodied_ppo.grading import Grade
 from embodied_ppo.grading_pool import GraderPool
-from embodied_ppo.learner import SplitLearner
 from embodied_ppo.log import numbers
 from embodied_ppo.models import language
 from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
 from embodied_ppo.reasoning import ReasoningRollout, Truncation
+from embodied_ppo.split_learner import SplitLearner, ValueLearner
 from embodied_ppo.types import ConfigError
 
 END = 2
@@ -163,11 +163,12 @@ def test_a_language_model_learns(adv_type: Any) -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 12, "num_hidden_layers": 1, "tie_word_embeddings": True}
     policy = LanguagePolicy(language.load(None, {"model_type": "qwen2", **TINY, **sizes}, what="actor.model"))
-    critic = LanguageCritic(copy.deepcopy(policy.model)) if adv_type == "gae" else None
     prompts = [Prompt((a,), "", decode([a]), "echo", {}, a) for a in range(3, 12)]
     group = 4 if adv_type == "rloo" else 1
     c = AlgorithmConfig(adv_type=adv_type, group_size=group, gamma=1.0, gae_lambda=1.0, update_epoch=2, lr=5e-3)
-    learner = SplitLearner(policy, critic, c, length=3, columns=64, num_sequences=256, updates=40, seed=0)
+    same: dict[str, Any] = {"length": 3, "columns": 64, "updates": 40, "seed": 0}
+    critic = ValueLearner(LanguageCritic(copy.deepcopy(policy.model)), c, **same) if adv_type == "gae" else None
+    learner = SplitLearner(policy, critic, c, num_sequences=256, **same)
     pool = GraderPool(echoes, workers=0, timeout_s=1.0)
     engine = Engine(policy, slots=256, pad_id=0)
     sampling = Sampling(3, stop_ids=(END,))

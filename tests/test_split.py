@@ -11,12 +11,14 @@ import torch
 from test_language import make
 from torch import Tensor
 
+from embodied_ppo import tree
 from embodied_ppo.config import AlgorithmConfig, KLControlConfig
 from embodied_ppo.descent import _adam_state
-from embodied_ppo.learner import SplitLearner
 from embodied_ppo.log import numbers
 from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
 from embodied_ppo.objective import MinibatchStep, adamw_settings
+from embodied_ppo.placement import memory
+from embodied_ppo.split_learner import FrozenReference, SplitLearner, ValueLearner
 from embodied_ppo.types import ConfigError, TrainingError, Trajectory
 
 T, N = 6, 8
@@ -62,17 +64,34 @@ def experience(policy: LanguagePolicy, *, more: int = 0, seed: int = 0, noise: f
 
 
 def learner(config: AlgorithmConfig = BASE, *, critic: bool = True, **options: Any) -> SplitLearner:
+    """``options`` of both; critic_config, critic_columns and concurrent of the critic alone."""
     policy = make()
-    model = LanguageCritic(copy.deepcopy(policy.model)) if critic else None
-    if model is not None:
+    both: dict[str, Any] = {"length": T, "columns": 4, "updates": 10, "seed": 0}
+    both |= {name: x for name, x in options.items() if name in ("length", "columns", "tokens", "updates", "seed")}
+    values = None
+    if critic:
+        model = LanguageCritic(copy.deepcopy(policy.model))
         with torch.no_grad():  # values that are not all 0
             model.value_head.weight.copy_(torch.linspace(-0.2, 0.2, 32))
-    known: dict[str, Any] = {"length": T, "columns": 4, "num_sequences": N, "updates": 10, "seed": 0} | options
-    return SplitLearner(policy, model, config, **known)
+        own = both | {"columns": options.get("critic_columns", both["columns"])}
+        own["concurrent"] = options.get("concurrent", False)
+        values = ValueLearner(model, options.get("critic_config", config), **own)
+    rest = {name: x for name, x in options.items() if name in ("recompute", "dump_dir", "notice", "ranks")}
+    return SplitLearner(policy, values, config, num_sequences=N, **both, **rest)
+
+
+def critic_of(x: SplitLearner) -> ValueLearner:
+    assert isinstance(x.critic, ValueLearner)
+    return x.critic
+
+
+def reference_of(x: SplitLearner) -> LanguagePolicy:
+    assert isinstance(x.reference, FrozenReference)
+    return x.reference.policy
 
 
 def weights(x: SplitLearner) -> list[Tensor]:
-    modules = [x.policy, *([] if x.critic is None else [x.critic.module])]
+    modules = [x.policy, *([] if x.critic is None else [critic_of(x).module])]
     return [p.detach().clone() for m in modules for p in m.parameters()]
 
 
@@ -86,9 +105,9 @@ def test_advantages_are_those_of_each_row_alone() -> None:
     x = learner()
     t = experience(x.policy)
     batch, metrics = x._prepare(t)
-    assert x.critic is not None and isinstance(t.obs, dict)
+    assert isinstance(t.obs, dict)
     advantage, returns = torch.zeros(T, N, dtype=torch.float64), torch.zeros(T, N, dtype=torch.float64)
-    critic: Any = x.critic.module
+    critic: Any = critic_of(x).module
     for i, (p, r) in enumerate(zip(PROMPT, LENGTH, strict=True)):
         ids = t.obs["row"][: p + r - 1, i].unsqueeze(0)
         with torch.no_grad():
@@ -113,22 +132,20 @@ def test_kl_in_the_reward_is_per_token(kl: Any) -> None:
     c = replace(BASE, use_kl_in_reward=True, kl_penalty=kl, kl_ctrl=KLControlConfig(kl_coef=0.5))
     x = learner(c)
     t = experience(x.policy)
-    assert x.reference is not None
     with torch.no_grad():
-        x.reference.model.lm_head.weight.mul_(0.7)
+        reference_of(x).model.lm_head.weight.mul_(0.7)
     plain = learner()._prepare(t)[0]
     batch, metrics = x._prepare(t)
-    assert x.critic is not None and isinstance(t.obs, dict)
+    assert isinstance(t.obs, dict)
     row, place = t.obs["row"].T, t.obs["place"].T
     with torch.no_grad():
-        own, other = x.policy.hidden(row, place), x.reference.hidden(row, place)
-        p, q = (m.logits(h).log_softmax(-1) for m, h in ((x.policy, own), (x.reference, other)))
+        own, other = x.policy.hidden(row, place), reference_of(x).hidden(row, place)
+        p, q = (m.logits(h).log_softmax(-1) for m, h in ((x.policy, own), (reference_of(x), other)))
     delta = (p - q).gather(-1, t.action.T.unsqueeze(-1)).squeeze(-1).T
     distance = {"k1": delta, "k2": delta.square() / 2, "full": (p.exp() * (p - q)).sum(-1).T}[kl]
     # returns differ by the discounted sum of penalties with λ-traces; with γ = λ = 1 exactly their sum
     y = learner(replace(c, gamma=1.0, gae_lambda=1.0))
-    assert y.reference is not None
-    y.reference.load_state_dict(x.reference.state_dict())
+    reference_of(y).load_state_dict(reference_of(x).state_dict())
     found = y._prepare(t)[0].returns
     penalties = torch.where(t.mask, distance, 0.0)
     expected = t.reward.sum(0) - 0.5 * penalties.flip(0).cumsum(0).flip(0)
@@ -213,8 +230,7 @@ def test_the_program_equals_the_eager_step(case: str, which: str) -> None:
 # --------------------------------------------------------------------------------------------------------- what learns
 def test_critic_warmup_skips_exactly_so_many_actor_updates() -> None:
     x = learner(replace(BASE, critic_warmup=2))
-    assert x.critic is not None
-    t, modules = experience(x.policy), (x.policy, x.critic.module)
+    t, modules = experience(x.policy), (x.policy, critic_of(x).module)
     for update in range(4):
         before = [[p.detach().clone() for p in m.parameters()] for m in modules]
         x.update(t, update=update)
@@ -228,11 +244,10 @@ def test_critic_warmup_skips_exactly_so_many_actor_updates() -> None:
 def test_the_reference_stays_and_is_only_there_where_it_is_asked_for() -> None:
     assert learner().reference is None
     x = learner(replace(BASE, use_kl_loss=True))
-    assert x.reference is not None
-    before = [p.clone() for p in x.reference.parameters()]
+    before = [p.clone() for p in reference_of(x).parameters()]
     first = numbers(x.update(experience(x.policy), update=0))
     later = numbers(x.update(experience(x.policy), update=1))
-    assert all(torch.equal(p, q) for p, q in zip(before, x.reference.parameters(), strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(before, reference_of(x).parameters(), strict=True))
     assert later["kl/to_reference"] > first["kl/to_reference"] >= 0
 
 
@@ -254,8 +269,7 @@ def test_the_critic_has_its_own_schedule() -> None:
     x = learner(BASE, critic_config=replace(BASE, lr=7e-3, update_epoch=5), critic_columns=2)
     metrics = numbers(x.update(experience(x.policy), update=0))
     assert metrics["policy/lr"] == 1e-3 and metrics["value/lr"] == 7e-3
-    assert x.critic is not None
-    steps = [int(d.optimizer.state_dict()["state"][0]["step"]) for d in (x.actor, x.critic)]
+    steps = [int(d.optimizer.state_dict()["state"][0]["step"]) for d in (x.actor, critic_of(x))]
     assert steps == [2 * 2, 5 * 4]
 
 
@@ -307,9 +321,8 @@ def test_a_checkpoint_without_a_critic_is_refused() -> None:
 
 def test_products_in_bfloat16_leave_weights_and_log_probabilities_in_float32() -> None:
     exact, rounded = learner(), learner(recompute=True)  # by the rounded policy itself
-    assert rounded.critic is not None
     rounded.policy.compute = torch.bfloat16
-    critic: Any = rounded.critic.module
+    critic: Any = critic_of(rounded).module
     critic.compute = torch.bfloat16
     t = experience(exact.policy)
     assert isinstance(t.obs, dict)
@@ -347,10 +360,9 @@ def test_at_once_is_one_after_the_other_bit_for_bit() -> None:
 
 def test_a_critic_that_fails_in_its_thread_fails_the_update() -> None:
     x = learner(concurrent=True)
-    assert x.critic is not None
     t = experience(x.policy)
     with torch.no_grad():
-        next(iter(x.critic.module.parameters())).fill_(float("nan"))
+        next(iter(critic_of(x).module.parameters())).fill_(float("nan"))
     with pytest.raises(TrainingError, match="not finite"):
         x.update(t, update=0)
     x.close()
@@ -376,3 +388,22 @@ def test_without_a_critic_nothing_is_said_of_values() -> None:
 def test_another_number_of_responses_may_continue() -> None:
     x, y = learner(), learner(num_sequences=2 * N)
     y.load_state(x.state())
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+@pytest.mark.parametrize("who", ["actor", "critic"])
+def test_the_memory_of_a_step_is_foretold(who: str) -> None:
+    """Within a fifth of what operations make in a real forward and backward pass of the loss."""
+    x = learner()
+    t = experience(x.policy)
+    batch, _ = x._prepare(replace(t, mask=torch.ones_like(t.mask)))
+    descent = x.actor if who == "actor" else critic_of(x)
+    model: Any = descent.module
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    known = [*model.parameters(), *model.buffers(), *tree.leaves(batch)]
+    rows = torch.tensor(float(T * N))
+    with memory.Living(known) as living:
+        descent.objective(batch, rows, rows, entropy_coef=0.1)[0].backward()
+    told = memory.language_step(model, N, batch.inputs["row"].shape[0], T)
+    assert told == pytest.approx(living.peak, rel=0.2)

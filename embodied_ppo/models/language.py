@@ -410,6 +410,12 @@ class LanguageCritic(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
+    def begin_as(self, policy: Mapping[str, Tensor]) -> None:
+        """Take everything but the head from a ``LanguagePolicy``'s state_dict."""
+        within = "model.model."
+        body = {name.removeprefix(within): x for name, x in policy.items() if name.startswith(within)}
+        self.decoder.base.load_state_dict(body)
+
     def value(self, ids: Tensor, place: Tensor) -> Tensor:
         """float32 [B, R] of tokens [B, L] at places [B, R]."""
         with precision(self.decoder.base.embed_tokens.weight, self.compute):

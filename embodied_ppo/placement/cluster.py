@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from embodied_ppo import checkpoint
 from embodied_ppo.config import ClusterConfig
 from embodied_ppo.loop import TRAINING
 from embodied_ppo.placement.part import Seat
-from embodied_ppo.placement.plan import Group, Plan
+from embodied_ppo.placement.plan import ASKS, Group, Plan
 from embodied_ppo.placement.process import Actor, Call, Handle, Make, Wiring, end, wait
 from embodied_ppo.placement.residency import Residency
 from embodied_ppo.placement.system import Records, RunSystem
@@ -195,7 +195,7 @@ class ClusterSystem(RunSystem):
                     LOOPBACK if single else None,
                     self.secret,
                     o.step_timeout_s,
-                    serves="env" in group.roles and "rollout" not in group.roles,
+                    serves=any(role in group.roles for asker in ASKS for role in self.plan.apart(asker)),
                     meets="actor" in group.roles and rank == 0,
                 )
                 opened.append((group, handle, Call(ref, handle)))
@@ -209,29 +209,39 @@ class ClusterSystem(RunSystem):
             if "store" in told:
                 self.store = told["store"]
 
-    def _servers(self, rank: int) -> list[Handle]:
-        """Whose simulators rollout process ``rank`` uses; empty where they are its own."""
-        if self.plan.fused("env", "rollout"):
-            return []
-        env, count = self.plan.group("env"), self.plan.processes("rollout")
-        handles, e = self.processes[env], self.plan.processes("env")
-        return [handles[rank * e // count]] if e <= count else handles[rank * e // count : (rank + 1) * e // count]
+    def _servers(self, asker: str, rank: int) -> dict[str, list[Handle]]:
+        """Role -> the processes of it that process ``rank`` of ``asker`` asks; without what is in its own."""
+        found, count = dict[str, list[Handle]](), self.plan.processes(asker)
+        for role in self.plan.apart(asker):
+            handles, n = self.processes[self.plan.group(role)], self.plan.processes(role)
+            first = rank * n // count
+            found[role] = handles[first : max(first + 1, (rank + 1) * n // count)]
+        return found
 
-    def _serve(self, ranks: list[int]) -> list[Call]:
-        """Have simulators answer these rollout processes until those are done."""
-        callers: dict[str, list[Handle]] = {}
-        for rank in ranks:
-            for server in self._servers(rank):
-                callers.setdefault(server.name, []).append(server)
-        return [Call(h[0].actor.call.remote("serve", len(h)), h[0]) for h in callers.values()]
+    def _serve(self, askers: Sequence[Handle], *roles: str) -> list[Call]:
+        """Have processes of these roles answer ``askers`` until those are done."""
+        callers: dict[Handle, set[Handle]] = {}
+        for asker in ASKS:
+            for rank, handle in enumerate(self.processes[self.plan.group(asker)]):
+                if handle in askers:
+                    for role, servers in self._servers(asker, rank).items():
+                        for server in servers if role in roles else ():
+                            callers.setdefault(server, set()).add(handle)
+        return [Call(h.actor.call.remote("serve", len(who)), h) for h, who in callers.items()]
 
     def _wiring(self, group: Group, rank: int, about: Mapping[str, Any] | None) -> Wiring:
         ranks = dict.fromkeys(group.roles, (rank, group.processes))
-        desks = self._servers(rank) if "rollout" in group.roles else []
+        desks: dict[str, list[str]] = {}
+        for asker in ASKS.keys() & group.roles:
+            for role, handles in self._servers(asker, rank).items():
+                for h in handles:
+                    desks.setdefault(h.name, []).append(role)
+        teams = {"learners": "actor", "critics": "critic"}
         return Wiring(
             Seat(group.roles, ranks, self.plan.stages, about=about, turns=self.residency.turns(group)),
-            desks=[(self.addresses[h.name], h.name) for h in desks],
-            learners=(self.store, rank, group.processes) if "actor" in group.roles else None,
+            desks=[(self.addresses[name], name, tuple(roles)) for name, roles in desks.items()],
+            teams={team: ranks[role] for team, role in teams.items() if role in ranks},
+            store=self.store,
             secret=self.secret,
             patience_s=self.options.step_timeout_s,
         )
@@ -240,14 +250,15 @@ class ClusterSystem(RunSystem):
         """Simulators first, then who asks for them, then who only learns."""
         maker = ray.put(make)
         deadline = max(self.options.start_timeout_s, self.options.step_timeout_s)
-        env, rollout, actor = (self.plan.group(role) for role in ("env", "rollout", "actor"))
+        first = [self.plan.group(role) for role in ("env", "rollout", "actor") if self.plan.has(role)]
+        rollout, actor = first[-2:]
         about: Mapping[str, Any] | None = None
-        for group in dict.fromkeys((env, rollout, actor)):
+        for group in dict.fromkeys((*first, *self.plan.groups)):
             calls = [
                 Call(h.actor.build.remote(maker, self._wiring(group, rank, about)), h)
                 for rank, h in enumerate(self.processes[group])
             ]
-            serving = self._serve(list(range(group.processes))) if group is rollout else []
+            serving = self._serve(self.processes[group], "env") if group is rollout else []
             for reply in wait([*calls, *serving], "build", deadline)[: len(calls)]:
                 facts, told = reply.result
                 self.facts |= facts
@@ -258,6 +269,10 @@ class ClusterSystem(RunSystem):
         self._agree(everything=True)
         self.publish(0)
         self._agree(everything=False)
+        if self.plan.apart("actor"):
+            self._turn("save")  # everything is where it can be written
+            calls = [Call(h.actor.call.remote("settle"), h) for h in self.learners]
+            self._wait([*calls, *self._serve(self.learners, *ASKS["actor"])], "settle")
 
     def _turn(self, phase: str) -> None:
         """Who shares a device with the phase and has no part in it moves to the host; then who has wakes up."""
@@ -366,7 +381,7 @@ class ClusterSystem(RunSystem):
     def collect(self, horizon: int, *, update: int) -> tuple[Any, Metrics]:
         """A handle on the experience. With lag its metrics come with ``update``, which waits for it."""
         self._turn("collect")
-        serving = self._serve(list(range(len(self.actors))))
+        serving = self._serve(self.actors, *ASKS["rollout"])
         refs = [h.actor.collect.options(num_returns=2).remote(horizon, update) for h in self.actors]
         calls = [Call(told, h) for (_, told), h in zip(refs, self.actors, strict=True)]
         experience = [data for data, _ in refs]
@@ -391,7 +406,7 @@ class ClusterSystem(RunSystem):
             mine = [] if fused else [data[i * r // a]] if a >= r else data[i * r // a : (i + 1) * r // a]
             piece = (i % (a // r), a // r) if a > r else (0, 1)
             calls.append(Call(h.actor.update.remote(update, piece, *mine), h))
-        replies = self._wait(calls, "update")
+        replies = self._wait([*calls, *self._serve(self.learners, *ASKS["actor"])], "update")[: len(calls)]
         self.steps += sum(reply.result[1] for reply in replies)
         for tag, value in replies[0].result[0].items():
             parts = [reply.result[0][tag] for reply in replies]
@@ -409,7 +424,7 @@ class ClusterSystem(RunSystem):
     def _measure(self) -> Any:
         self._turn("evaluate")
         first = self.actors[0]
-        calls = [Call(first.actor.call.remote("evaluate"), first), *self._serve([0])]
+        calls = [Call(first.actor.call.remote("evaluate"), first), *self._serve([first], *ASKS["rollout"])]
         return self._wait(calls, "evaluate")[0].result
 
     def write(self, result: Any, source: checkpoint.Checkpoint, out: Path) -> dict[str, str | None]:
@@ -418,9 +433,10 @@ class ClusterSystem(RunSystem):
 
     def _save(self, update: int, rest: Mapping[str, Any]) -> Path:
         self._turn("save")
-        serving = self._serve(list(range(len(self.actors))))
-        states = [h.actor.state.remote() for h in self.actors]
         first = self.learners[0]
+        serving = self._serve(self.actors, "env")
+        states = [h.actor.state.remote() for h in self.actors]
+        serving += self._serve([first], *ASKS["actor"])  # after: who has a critic and a rollout tells of that first
         call = Call(first.actor.save.remote(str(self.records.checkpoints), update, rest, *states), first)
         return Path(self._wait([call, *serving], "save")[0].result)
 
@@ -428,7 +444,7 @@ class ClusterSystem(RunSystem):
         self._turn("save")
         everyone = list(dict.fromkeys([*self.actors, *self.learners]))
         calls = [Call(h.actor.load.remote(str(source.path)), h) for h in everyone]
-        self._wait([*calls, *self._serve(list(range(len(self.actors))))], "load")
+        self._wait([*calls, *self._serve(self.actors, "env"), *self._serve(self.learners, *ASKS["actor"])], "load")
 
     def cpu_s(self) -> dict[str, float]:
         found = {"process": self.training_cpu_s}

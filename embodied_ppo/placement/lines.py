@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import io
 import json
 import selectors
 import socket
 import struct
+import time
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -202,3 +205,94 @@ class Exchange:
                 key.data.close()
         self.listening.close()
         self.selector.close()
+
+
+# -------------------------------------------------------------------------------------------------- asking, answering
+class Answering(Protocol):
+    """What a process does for others."""
+
+    def answer(self, who: str, m: Message) -> Message:
+        """What is said to one request."""
+        ...
+
+    def phase(self, word: str) -> str:
+        """Of training, that a request belongs to."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Server:
+    """Has ``answering`` do what others ask of it, one request after the other."""
+
+    def __init__(self, answering: Answering, exchange: Exchange) -> None:
+        self.answering, self.exchange = answering, exchange
+        self.cpu_s: dict[str, float] = defaultdict(float)
+
+    def serve(self, callers: int) -> None:
+        """Until so many callers have said "done"."""
+        while callers:
+            line, m = self.exchange.receive()
+            if m.word == "done":
+                callers -= 1
+            else:
+                start = time.process_time()
+                line.send(self.answering.answer(line.peer, m))
+                self.cpu_s[self.answering.phase(m.word)] += time.process_time() - start
+
+    def close(self) -> None:
+        self.answering.close()
+        self.exchange.close()
+
+
+class Desk:
+    """One connection to a ``Server``, which several here share: answers are sorted by whose they are."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.made = 0
+        self._kept: dict[int, deque[Message]] = defaultdict(deque)
+
+    def number(self) -> int:
+        """A new one."""
+        self.made += 1
+        return self.made - 1
+
+    def send(self, word: str, to: int, value: Value = None, **facts: Any) -> None:
+        """Ask, and do not wait."""
+        self.line.send(Message(word, to, facts, value))
+
+    def receive(self, to: int) -> Message:
+        """The next answer to ``to``."""
+        while not self._kept[to]:
+            m = self.line.receive()
+            self._kept[m.to].append(m)
+        return self._kept[to].popleft()
+
+    def ask(self, word: str, to: int, value: Value = None, **facts: Any) -> Message:
+        """Ask and wait."""
+        self.send(word, to, value, **facts)
+        return self.receive(to)
+
+    def done(self) -> None:
+        """Say that nothing more will be asked for now."""
+        self.line.send(Message("done"))
+
+
+def frozen(state: Mapping[str, Any] | None) -> Tensor | None:
+    """A state as torch.save writes it, uint8 [bytes]."""
+    if state is None:
+        return None
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def thawed(data: Value) -> dict[str, Any]:
+    """The way back, on the CPU; nothing but tensors and plain values is read."""
+    return torch.load(io.BytesIO(as_tensor(data).numpy().tobytes()), map_location="cpu", weights_only=True)
+
+
+def as_tensor(value: Value) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value

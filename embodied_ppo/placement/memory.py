@@ -20,7 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from embodied_ppo import losses, tree
 from embodied_ppo.config import AlgorithmConfig
 from embodied_ppo.learner import JointLearner
+from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
 from embodied_ppo.types import Batch, Decision, ObsSpec, Policy, Trajectory
+
+TOKEN = 64
+"""Bytes that experience holds of a response token: what a ``Trajectory`` has, and what the learner makes of it."""
 
 
 class Living(TorchDispatchMode):
@@ -135,6 +139,38 @@ def experience(obs: Any, decision: Decision, horizon: int) -> Trajectory:
         mask=flag,
         version=times(torch.empty_like(decision.value, dtype=torch.int64)),
     )
+
+
+def cache(policy: LanguagePolicy, slots: int, width: int) -> int:
+    """Bytes of keys and values of ``slots`` rows of ``width`` tokens."""
+    decoder, weight = policy.decoder.module, policy.model.lm_head.weight
+    dtype = policy.compute if weight.dtype == torch.float32 else weight.dtype
+    return 2 * slots * width * sum(decoder.groups) * decoder.head_dim * dtype.itemsize
+
+
+def language_step(model: LanguagePolicy | LanguageCritic, rows: int, width: int, length: int) -> int:
+    """Bytes at the peak of forward and backward of ``rows`` rows of ``width`` tokens, ``length`` of them responses."""
+    told = set[Tensor]()
+
+    def forget(p: Tensor) -> None:
+        told.add(p)
+        p.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(forget) for p in model.parameters() if p.requires_grad]
+    with imagined(model) as known:
+        ids = torch.zeros(rows, width, dtype=torch.int64)
+        place, action = ids[:, -length:], ids[:, -length:]
+        with Living([*known, ids]) as living:
+            if isinstance(model, LanguageCritic):
+                loss = model.value(ids, place).sum()
+            else:
+                view = model.view(model.hidden(ids, place), action)
+                loss = (view.log_prob + view.entropy).sum()
+            loss.backward()
+            del loss
+    for hook in hooks:
+        hook.remove()
+    return living.peak
 
 
 def predicted(policy: Policy, learner: JointLearner, device: torch.device, t: Trajectory) -> Memory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from embodied_ppo import checkpoint, tree
-from embodied_ppo.placement.plan import WEIGHTS
+from embodied_ppo.placement.lines import Desk, Server
+from embodied_ppo.placement.plan import ALL, ASKS, WEIGHTS
 from embodied_ppo.placement.residency import Luggage
-from embodied_ppo.placement.simulators import Desk, Server
 from embodied_ppo.placement.system import Collector, resume
 from embodied_ppo.placement.weights import Layout, Parcel, Shelf, moving, open_shelf
 from embodied_ppo.ranks import Ranks
@@ -26,8 +26,8 @@ class Seat:
     """Where a process sits.
 
     roles   it has                       ranks    role -> (which, of how many) processes of that role
-    stages  of one rollout process       desks    connections to the simulators of this rollout process, elsewhere
-    about   what simulators are like     learners who learns together
+    stages  of one rollout process       desks    role -> connections to the processes of it that this one asks
+    about   what simulators are like     learners who learns together; critics: the same of the critic
             (``simulators.described``), for who has none
     turns   whether its tensors leave the device while others need it, so that nothing may remember where they lie
     """
@@ -35,8 +35,9 @@ class Seat:
     roles: tuple[str, ...]
     ranks: Mapping[str, tuple[int, int]]
     stages: int = 1
-    desks: Sequence[Desk] = ()
+    desks: Mapping[str, Sequence[Desk]] = field(default_factory=dict)
     learners: Ranks = Ranks()  # noqa: RUF009  (has no state)
+    critics: Ranks = Ranks()  # noqa: RUF009
     about: Mapping[str, Any] | None = None
     turns: bool = False
 
@@ -56,9 +57,18 @@ class Part:
         measure: Callable[[], Any] | None = None,
         write: Callable[[Any, checkpoint.Checkpoint, Path], dict[str, str | None]] | None = None,
         about: Mapping[str, Any] | None = None,
+        settle: Callable[[], None] = lambda: None,
+        arrived: Callable[[int], None] = lambda version: None,
+        asleep: Callable[[], None] = lambda: None,
+        held: Callable[[], Any] | None = None,
     ) -> None:
+        """``settle``: once, when all are built. ``arrived`` hears every version of the weights. ``asleep``: forget what
+        can be made anew, for others need the device. ``held``: tensors beside the policy's, in nested containers; None:
+        the learner's state."""
         self.seat, self.policy, self.rollout, self.learner, self.server = seat, policy, rollout, learner, server
         self.count, self.measure, self._write, self.about = count, measure, write, about
+        self._settle, self._arrived, self._asleep = settle, arrived, asleep
+        self._held = held or (lambda: {} if self.learner is None else self.learner.state())
         self.version = 0
         self.kept: dict[int, Trajectory] = {}
         """Experience of an update that the learner of this process will ask for."""
@@ -68,11 +78,16 @@ class Part:
         self.luggage: Luggage | None = None
 
     # ------------------------------------------------------------------------------------------------------- phases
+    def settle(self) -> None:
+        """All processes are built: give others what they begin with."""
+        self._settle()
+        self.hang_up(*ASKS["actor"])
+
     def collect(self, horizon: int, update: int) -> tuple[Any, Metrics]:
         """Experience and its metrics; None where it stays here."""
         assert self.rollout is not None
         trajectory, metrics = self.rollout.collect(horizon, update=update, version=self.version)
-        self.hang_up()
+        self.hang_up(*ASKS["rollout"])
         if "actor" in self.seat.roles:
             self.kept[update] = trajectory
             return None, metrics
@@ -95,6 +110,7 @@ class Part:
                 trajectory = tree.map(lambda x: x.chunk(n, dim=1)[i].contiguous(), trajectory)
         lag = self.version - trajectory.version.double().mean().item()
         metrics = self.learner.update(trajectory, update=update) | {"rollout/version_lag": lag}
+        self.hang_up(*ASKS["actor"])
         return metrics, self.count(trajectory)
 
     def serve(self, callers: int) -> None:
@@ -108,16 +124,16 @@ class Part:
         try:
             return self.measure()
         finally:
-            self.hang_up()
+            self.hang_up(*ASKS["rollout"])
 
     def write(self, result: Any, saved: str, out: str) -> dict[str, str | None]:
         """The report of an evaluation."""
         assert self._write is not None
         return self._write(result, checkpoint.open_checkpoint(saved), Path(out))
 
-    def hang_up(self) -> None:
-        """Nothing more is asked of simulators elsewhere for now."""
-        for desk in self.seat.desks:
+    def hang_up(self, *roles: str) -> None:
+        """Nothing more is asked of processes that have these roles for now."""
+        for desk in dict.fromkeys(desk for role in roles for desk in self.seat.desks.get(role, ())):
             desk.done()
 
     def _parameters(self) -> Any:
@@ -140,7 +156,11 @@ class Part:
 
     def shared(self, version: int) -> None:
         """The learner is in this process: only the version moves."""
+        self._now(version)
+
+    def _now(self, version: int) -> None:
         self.version = version
+        self._arrived(version)
 
     def packed(self) -> Any:
         """The tensors' bytes, as an object for others."""
@@ -151,7 +171,7 @@ class Part:
         """What ``packed`` gave."""
         assert self.parcel is not None
         self.parcel.unpack(torch.from_numpy(data.copy()))
-        self.version = version
+        self._now(version)
 
     def shelved(self) -> Any:
         """Put the tensors where others on this device can read them: what they open it with."""
@@ -167,7 +187,7 @@ class Part:
         if self.opened is None:
             self.opened = open_shelf(handle, next(self._parameters()).device)
         self.parcel.unpack(self.opened)
-        self.version = version
+        self._now(version)
 
     def broadcast(self, version: int, group: Any) -> None:
         """Send to, or receive from, the first rank of a process group."""
@@ -176,27 +196,20 @@ class Part:
         group.broadcast(flat, 0).wait()
         if group.rank():
             self.parcel.unpack(flat)
-        self.version = version
+        self._now(version)
 
     def checksum(self) -> tuple[int, str]:
         """The version here, and a sum over what travelled."""
         assert self.policy is not None
         return self.version, Parcel(moving(self.policy, everything=True)).checksum()
 
-    def begin_alike(self) -> None:
-        """All that learn together take the first one's weights."""
-        assert self.policy is not None
-        ranks = self.seat.learners
-        if ranks.world > 1:
-            with torch.no_grad():
-                for x in moving(self.policy, everything=True).values():
-                    x.copy_(ranks.gather(x)[0])
-
     # -------------------------------------------------------------------------------------------------- taking turns
     def reside(self, level: int) -> int:
         """Have on the device what ``level`` of ``residency`` needs; bytes moved. Simulators stay where they are."""
         if self.policy is None:
             return 0
+        if level < ALL:
+            self._asleep()
         if self.luggage is None:
             self.luggage = Luggage(self._tensors)
         return self.luggage.move(level)
@@ -208,7 +221,7 @@ class Part:
         if level == WEIGHTS:
             return weights
         mine = {x.untyped_storage().data_ptr() for x in weights}
-        rest = [] if self.learner is None else _tensors_in(self.learner.state())
+        rest = _tensors_in(self._held())
         rest += [p.grad for p in self.policy.parameters() if p.grad is not None]
         return [x for x in rest if x.ndim and x.untyped_storage().data_ptr() not in mine]
 
@@ -218,7 +231,7 @@ class Part:
         assert self.rollout is not None
         buffer = io.BytesIO()
         torch.save(self.rollout.state(), buffer)
-        self.hang_up()
+        self.hang_up("env")
         return buffer.getvalue()
 
     def save(self, folder: str, update: int, rollouts: Sequence[bytes], **rest: Any) -> str:
@@ -228,6 +241,7 @@ class Part:
         rollout = states[0] if len(states) == 1 else {"processes": states}
         training = {"learner": self.learner.state(), "rollout": rollout}
         policy = self.policy.state_dict()
+        self.hang_up(*ASKS["actor"])
         return str(checkpoint.save(Path(folder), update=update, policy=policy, training=training, **rest))
 
     def load(self, path: str, notice: Callable[[str], None]) -> None:
@@ -237,19 +251,29 @@ class Part:
         rank, world = self.seat.ranks.get("rollout", (0, 1))
         resume(source, notice, policy=self.policy, rollout=self.rollout, learner=self.learner, rank=rank, world=world)
         self.version = source.update
-        self.hang_up()
+        self.hang_up("env", *ASKS["actor"])
 
     # --------------------------------------------------------------------------------------------------------- rest
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds by phase."""
         rollout = {} if self.rollout is None else self.rollout.cpu_s
         learner = {} if self.learner is None else self.learner.cpu_s
-        return {**rollout, **learner, **({} if self.server is None else {"simulate": self.server.cpu_s})}
+        served = {} if self.server is None else self.server.cpu_s
+        phases = dict.fromkeys([*rollout, *learner, *served], 0.0)
+        return {phase: sum(told.get(phase, 0.0) for told in (rollout, learner, served)) for phase in phases}
 
     def close(self) -> None:
         for part in (self.rollout, self.learner, self.server):
             if part is not None:
                 part.close()
+
+
+def alike(module: nn.Module, ranks: Ranks) -> None:
+    """All that learn together take the first one's weights."""
+    if ranks.world > 1:
+        with torch.no_grad():
+            for x in moving(module, everything=True).values():
+                x.copy_(ranks.gather(x)[0])
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -28,6 +28,8 @@ PRESETS: dict[str, dict[str, str]] = {
 
 PATH = "cluster.component_placement"
 
+ASKS: dict[str, tuple[str, ...]] = {"rollout": ("env", "reward"), "actor": ("critic", "reference")}
+"""Who asks whom; in one process that is a call, else a message."""
 
 ASLEEP, WEIGHTS, ALL = 0, 1, 2
 """What of a process is on its device: nothing; its weights; also optimiser and gradients."""
@@ -37,7 +39,7 @@ PHASES: dict[str, dict[str, int]] = {
     "update": {"actor": ALL, "critic": ALL, "reference": ALL},
     "publish": {"actor": WEIGHTS, "rollout": WEIGHTS},
     "evaluate": {"env": ALL, "rollout": ALL, "reward": ALL},
-    "save": {"actor": ALL, "critic": ALL, "rollout": WEIGHTS, "env": ALL},
+    "save": {"actor": ALL, "critic": ALL, "reference": ALL, "rollout": WEIGHTS, "env": ALL},
 }
 """Phase -> what each role needs on its device; the others may sleep."""
 
@@ -104,9 +106,17 @@ class Plan:
     stages: int = 1
     max_lag: int = 0
 
+    def has(self, role: str) -> bool:
+        """Whether the run has ``role``."""
+        return any(role in g.roles for g in self.groups)
+
     def group(self, role: str) -> Group:
         """Whose processes have ``role``."""
         return next(g for g in self.groups if role in g.roles)
+
+    def apart(self, asker: str) -> list[str]:
+        """The roles that ``asker`` asks in other processes."""
+        return [role for role in ASKS.get(asker, ()) if self.has(role) and not self.fused(asker, role)]
 
     def processes(self, role: str) -> int:
         return self.group(role).processes
@@ -305,13 +315,15 @@ def _preset(name: str, hardware: Hardware, mode: str, wanted: Sequence[str]) -> 
 def _check_lag(p: Plan) -> None:
     if not p.max_lag:
         return
-    learning = set(p.group("actor").devices)
-    for role in ("env", "rollout"):
-        for g in p.groups:
-            if role in g.roles and (common := learning & set(g.devices)):
+    for learner in ("actor", "critic", "reference"):
+        for role in ("env", "rollout", "reward"):
+            if not (p.has(learner) and p.has(role)):
+                continue
+            if common := set(p.group(learner).devices) & set(p.group(role).devices):
                 raise PlacementError(
-                    f"cluster.max_lag = {p.max_lag}: {role} and actor share device {min(common)}, so they cannot run "
-                    "at once; write cluster.max_lag=0, or give actor its own devices (placement=disaggregated)"
+                    f"cluster.max_lag = {p.max_lag}: {role} and {learner} share device {min(common)}, so they cannot "
+                    f"run at once; write cluster.max_lag=0, or give {learner} its own devices "
+                    "(placement=disaggregated)"
                 )
 
 
@@ -339,6 +351,45 @@ def check_numbers(p: Plan, *, num_envs: int, group_size: int, global_batch_size:
             f"algorithm.global_batch_size = {global_batch_size}: cannot be dealt out evenly over {counts['actor']} "
             f"processes of actor; write algorithm.global_batch_size={near}"
         )
+
+
+def check_sequences(p: Plan, *, prompts: int, group_size: int, batches: Mapping[str, int]) -> None:
+    """Whether prompts and responses can be dealt out evenly (reasoning mode). Raises PlacementError.
+
+    ``prompts`` of an update, ``group_size`` responses to each; ``batches``: option -> responses of an optimiser step.
+    """
+    actors, acts = p.processes("actor"), p.processes("rollout")
+    if acts % actors and actors % acts:
+        raise PlacementError(
+            f"{PATH}: {acts} processes of rollout and {actors} of actor: one must divide the other; "
+            f"write processes: {_divisor(actors, acts)} for rollout"
+        )
+    if p.has("critic") and p.processes("critic") != actors:
+        raise PlacementError(
+            f"{PATH}: {p.processes('critic')} processes of critic and {actors} of actor: each actor has its own "
+            f"critic; write processes: {actors} for critic"
+        )
+    for asker, role in (("rollout", "reward"), ("actor", "reference")):
+        if p.has(role) and p.processes(asker) % p.processes(role):
+            raise PlacementError(
+                f"{PATH}: {p.processes(role)} processes of {role} cannot be dealt out evenly over "
+                f"{p.processes(asker)} of {asker}; write processes: {_divisor(p.processes(asker), 1)} for {role}"
+            )
+    if prompts % acts:
+        near = max(1, round(prompts / acts)) * acts
+        raise PlacementError(
+            f"algorithm.rollout_batch_size = {prompts}: cannot be dealt out evenly over {acts} processes of rollout; "
+            f"write algorithm.rollout_batch_size={near}"
+        )
+    for option, responses in {"algorithm.rollout_batch_size": prompts * group_size, **batches}.items():
+        if responses % actors:
+            near = max(1, round(responses / actors)) * actors
+            while near % group_size:
+                near += actors
+            raise PlacementError(
+                f"{option} = {responses // group_size}: {responses} responses cannot be dealt out evenly over {actors} "
+                f"processes of actor; write {option}={near // group_size}"
+            )
 
 
 def _divisor(of: int, near: int) -> int:

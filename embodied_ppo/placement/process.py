@@ -23,9 +23,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from embodied_ppo.errors import one_line
 from embodied_ppo.log import peak_rss_mb
-from embodied_ppo.placement.lines import Exchange, dial
+from embodied_ppo.placement.lines import Desk, Exchange, dial
 from embodied_ppo.placement.part import Part, Seat
-from embodied_ppo.placement.simulators import Desk
 from embodied_ppo.ranks import Ranks, Together
 from embodied_ppo.types import CheckpointError, ConfigError, EnvError, PlacementError, ProcessLost, TrainingError
 
@@ -53,14 +52,16 @@ class Reply:
 class Wiring:
     """A process's seat, and how it finds those whom it needs there.
 
-    desks    (address, name) of simulators elsewhere
-    learners (store's address, rank, world); None: it does not learn
-    secret   that simulators want to hear
+    desks    (address, name, roles) of processes that it asks
+    teams    "learners", "critics": (rank, world) among those that learn together
+    store    the address where teams meet
+    secret   that others want to hear
     """
 
     seat: Seat
-    desks: Sequence[tuple[tuple[str, int], str]]
-    learners: tuple[tuple[str, int], int, int] | None
+    desks: Sequence[tuple[tuple[str, int], str, tuple[str, ...]]]
+    teams: Mapping[str, tuple[int, int]]
+    store: tuple[str, int]
     secret: str
     patience_s: float
 
@@ -91,18 +92,21 @@ class Process:
 
     def build(self, make: Make, w: Wiring) -> Reply:
         """Connect and build: facts for the summary, and what simulators are like (None: they are elsewhere)."""
-        desks = [
-            Desk(dial(address, w.secret, self.name, peer=peer, patience_s=w.patience_s)) for address, peer in w.desks
-        ]
-        learners = Ranks()
-        if w.learners is not None and w.learners[2] > 1:
-            address, rank, world = w.learners
-            learners = Together(self._group("learners", address, rank, world, w.patience_s))
-        seat = replace(w.seat, desks=desks, learners=learners)
+        desks: dict[str, list[Desk]] = {}
+        for address, peer, roles in w.desks:
+            desk = Desk(dial(address, w.secret, self.name, peer=peer, patience_s=w.patience_s))
+            for role in roles:
+                desks.setdefault(role, []).append(desk)
+        teams: dict[str, Ranks] = {
+            name: Together(self._group(name, w.store, rank, world, w.patience_s))
+            for name, (rank, world) in w.teams.items()
+            if world > 1
+        }
+        seat = replace(w.seat, desks=desks, **teams)
 
         def built() -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
             self.part, facts = make(seat, self.exchange, self.said.append)
-            self.part.hang_up()
+            self.part.hang_up("env")
             return facts, self.part.about
 
         return self._timed(built)

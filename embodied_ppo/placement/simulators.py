@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import time
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +10,7 @@ import torch
 from torch import Tensor
 
 from embodied_ppo import tree
-from embodied_ppo.placement.lines import Exchange, Line, Message
+from embodied_ppo.placement.lines import Desk, Message, as_tensor, frozen, thawed
 from embodied_ppo.types import ActionSpec, ArraySpec, Box, Discrete, EnvError, Obs, ObsSpec, Step, VectorEnv
 
 FIELDS = ("obs", "reward", "terminated", "truncated", "mask", "final_obs", "success", "executed", "task")
@@ -24,29 +21,20 @@ NUMBERS = ("gripper_closes", "step_s")
 
 
 # --------------------------------------------------------------------------------------------------------------- there
-class Server:
-    """Makes simulators and does what others ask of them."""
+class Simulators:
+    """Makes simulators and steps them."""
 
-    def __init__(self, make: Callable[[str, list[int]], VectorEnv], exchange: Exchange) -> None:
+    def __init__(self, make: Callable[[str, list[int]], VectorEnv]) -> None:
         """``make``: what kind ("train", "evaluate") and the seeds -> simulators."""
-        self.make, self.exchange = make, exchange
+        self.make = make
         self.envs: dict[tuple[str, int], VectorEnv] = {}
         """By who asked for them and the number they gave them."""
-        self.cpu_s = 0.0
 
-    def serve(self, callers: int) -> None:
-        """Until so many callers have said "done"."""
-        while callers:
-            line, m = self.exchange.receive()
-            if m.word == "done":
-                callers -= 1
-            else:
-                start = time.process_time()
-                line.send(self.answer(line.peer, m))
-                self.cpu_s += time.process_time() - start
+    def phase(self, word: str) -> str:
+        return "simulate"
 
     def answer(self, who: str, m: Message) -> Message:
-        """What is said to one request."""
+        """See ``Answering``."""
         key = (who, m.to)
         if m.word == "make":
             if key in self.envs:
@@ -58,18 +46,18 @@ class Server:
         value: Any = None
         match m.word:
             case "step":
-                step = env.step(_tensor(m.value).to(env.device))
+                step = env.step(as_tensor(m.value).to(env.device))
                 value = {name: x for name in FIELDS if (x := getattr(step, name)) is not None}
             case "reset":
                 value = {"obs": env.reset()}
             case "reset_where":
-                value = {"obs": env.reset_where(_tensor(m.value).to(env.device))}
+                value = {"obs": env.reset_where(as_tensor(m.value).to(env.device))}
             case "restart":
                 env.restart(m.facts["seeds"])
             case "state":
-                value = _bytes(env.state())
+                value = frozen(env.state())
             case "load_state":
-                value = {"obs": env.load_state(_value(_tensor(m.value)))}
+                value = {"obs": env.load_state(thawed(m.value))}
             case "unstable":
                 facts["unstable"] = float(getattr(env, "unstable", 0))
             case "close":
@@ -82,25 +70,6 @@ class Server:
         for env in self.envs.values():
             env.close()
         self.envs.clear()
-        self.exchange.close()
-
-
-def _tensor(value: Any) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
-
-
-def _bytes(state: Mapping[str, Any] | None) -> Tensor | None:
-    """A simulator's state as torch.save writes it."""
-    if state is None:
-        return None
-    buffer = io.BytesIO()
-    torch.save(dict(state), buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-
-def _value(data: Tensor) -> dict[str, Any]:
-    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
 def described(env: VectorEnv | Described) -> dict[str, Any]:
@@ -119,30 +88,6 @@ def described(env: VectorEnv | Described) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- here
-class Desk:
-    """One connection to a ``Server``, which several simulators share: answers are sorted by whose they are."""
-
-    def __init__(self, line: Line) -> None:
-        self.line = line
-        self.made = 0
-        self._kept: dict[int, deque[Message]] = defaultdict(deque)
-
-    def number(self) -> int:
-        """A new one."""
-        self.made += 1
-        return self.made - 1
-
-    def receive(self, to: int) -> Message:
-        while not self._kept[to]:
-            m = self.line.receive()
-            self._kept[m.to].append(m)
-        return self._kept[to].popleft()
-
-    def done(self) -> None:
-        """Say that nothing more will be asked for now."""
-        self.line.send(Message("done"))
-
-
 class Described:
     """What ``described`` told of simulators: all that a policy is made for."""
 
@@ -193,13 +138,9 @@ class RemoteEnv(_Elsewhere):
     def __init__(self, desk: Desk, seeds: list[int], *, kind: str = "train", device: torch.device) -> None:
         """One environment per seed. Raises TrainingError where the other process is gone."""
         self.desk, self.to, self.num_envs = desk, desk.number(), len(seeds)
-        told = self._ask("make", facts={"kind": kind, "seeds": seeds}).facts
+        told = desk.ask("make", self.to, kind=kind, seeds=seeds).facts
         super().__init__(told, device)
         self.counts_unstable: bool = told["unstable"]
-
-    def _ask(self, word: str, value: Any = None, facts: Mapping[str, Any] | None = None) -> Message:
-        self.desk.line.send(Message(word, self.to, facts or {}, value))
-        return self.desk.receive(self.to)
 
     def _obs(self, m: Message) -> Any:
         assert isinstance(m.value, dict)
@@ -210,15 +151,15 @@ class RemoteEnv(_Elsewhere):
         """See ``VectorEnv``; None where the simulator does not count."""
         if not self.counts_unstable:
             return None
-        return torch.tensor(self._ask("unstable").facts["unstable"])
+        return torch.tensor(self.desk.ask("unstable", self.to).facts["unstable"])
 
     def reset(self) -> Obs:
         """See ``VectorEnv``."""
-        return self._obs(self._ask("reset"))
+        return self._obs(self.desk.ask("reset", self.to))
 
     def send(self, action: Tensor) -> None:
         """Begin a step."""
-        self.desk.line.send(Message("step", self.to, {}, action))
+        self.desk.send("step", self.to, action)
 
     def receive(self) -> Step:
         """End it."""
@@ -227,23 +168,23 @@ class RemoteEnv(_Elsewhere):
 
     def reset_where(self, where: Tensor) -> Obs | None:
         """See ``VectorEnv``."""
-        return self._obs(self._ask("reset_where", where))
+        return self._obs(self.desk.ask("reset_where", self.to, where))
 
     def restart(self, seeds: list[int]) -> None:
         """See ``VectorEnv``."""
-        self._ask("restart", facts={"seeds": seeds})
+        self.desk.ask("restart", self.to, seeds=seeds)
 
     def state(self) -> dict[str, Any] | None:
         """See ``VectorEnv``."""
-        found = self._ask("state").value
-        return None if found is None else _value(_tensor(found))
+        found = self.desk.ask("state", self.to).value
+        return None if found is None else thawed(found)
 
     def load_state(self, state: Mapping[str, Any]) -> Obs:
         """See ``VectorEnv``."""
-        return self._obs(self._ask("load_state", _bytes(state)))
+        return self._obs(self.desk.ask("load_state", self.to, frozen(state)))
 
     def close(self) -> None:
-        self._ask("close")
+        self.desk.ask("close", self.to)
 
 
 class Joined(_Elsewhere):

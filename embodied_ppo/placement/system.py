@@ -25,6 +25,11 @@ class Collector(Protocol):
     """What makes experience: ``rollout.Rollout``, ``rollout.Staged`` or ``reasoning.ReasoningRollout``."""
 
     @property
+    def one_state(self) -> bool:
+        """Whether it is in the same state in every process."""
+        ...
+
+    @property
     def cpu_s(self) -> Mapping[str, float]: ...
 
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]: ...
@@ -149,8 +154,8 @@ def resume(
             learner.load_state(training["learner"])
         if rollout is not None:
             states = training["rollout"].get("processes", [training["rollout"]])
-            if len(states) == world:
-                rollout.load_state(states[rank], notice=notice)
+            if len(states) == world or rollout.one_state:
+                rollout.load_state(states[0 if rollout.one_state else rank], notice=notice)
             else:
                 count = f"{len(states)} process{'es' * (len(states) > 1)} simulated before, now {world}"
                 notice(f"resume: {count} {'do' if world > 1 else 'does'}; episodes begin anew")

@@ -1,0 +1,197 @@
+"""Language models in several processes: as ``spread`` does it for robot policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from embodied_ppo import reasoner, rules
+from embodied_ppo.assembly import Assembly, Setup, hardware_of
+from embodied_ppo.config import Config
+from embodied_ppo.exam import ExamResult
+from embodied_ppo.models.language import LanguagePolicy
+from embodied_ppo.placement import memory, plan
+from embodied_ppo.placement.lines import Exchange, Server
+from embodied_ppo.placement.part import Part, Seat, alike
+from embodied_ppo.placement.services import RemoteCritic, RemoteGraders, RemoteReference, Services
+from embodied_ppo.reasoning import Graders
+from embodied_ppo.split_learner import Critic, FrozenReference, Reference, ValueLearner
+from embodied_ppo.spread import check_compile, started
+from embodied_ppo.types import PlacementError
+
+
+# -------------------------------------------------------------------------------------------------------------- driver
+def planned(config: Config, device: torch.device) -> plan.Plan | None:
+    """Where the roles run; None: all in this process. Raises ConfigError, PlacementError."""
+    a, c = config.algorithm, config.cluster
+    if config.placement == "local" and not c.component_placement:
+        return None
+    without = rules.unused_roles(config)
+    asked = c.component_placement or config.placement
+    made = plan.plan(asked, hardware_of(config, device), mode="reasoning", without=without, max_lag=c.max_lag)
+    own = reasoner.critic_config(a, config.critic).global_batch_size
+    batches = {"algorithm.global_batch_size": a.global_batch_size, "critic.global_batch_size": own}
+    if not made.has("critic"):
+        batches.pop("critic.global_batch_size")
+    plan.check_sequences(
+        made,
+        prompts=a.rollout_batch_size,
+        group_size=a.group_size,
+        batches={option: batch * a.group_size for option, batch in batches.items()},
+    )
+    full = (a.use_kl_loss and a.kl_loss_type == "full") or (a.use_kl_in_reward and a.kl_penalty == "full")
+    if full and made.has("reference") and not made.fused("actor", "reference"):
+        raise PlacementError(
+            "cluster.component_placement: the full KL divergence needs the reference's logits, which do not travel; "
+            "join them, as 'actor,reference', or write algorithm.kl_loss_type=k3 and algorithm.kl_penalty=k1"
+        )
+    if config.rollout.engine == "vllm" and made.group("rollout").processes > made.hardware.total:
+        raise PlacementError("rollout.engine = vllm: one process on a device; leave out processes")
+    check_compile(config, made)
+    return made
+
+
+def foreseen(config: Config, placed: plan.Plan) -> dict[str, dict[str, int]]:
+    """As ``spread.foreseen``. Graders and reward models are not counted. Raises ConfigError."""
+    cpu, a = torch.device("cpu"), config.algorithm
+    tokenizer = reasoner.make_tokenizer(config)
+    train, held_out = reasoner.read_prompts(config, tokenizer, lambda line: None)
+    policy = reasoner.make_policy(config, tokenizer, cpu)
+    longest = reasoner.check_length(policy, [*train, *held_out], a.response_length)
+    critic = reasoner.make_critic(config, policy, cpu) if placed.has("critic") else None
+    sequences = a.rollout_batch_size * a.group_size
+    acts, learns = placed.processes("rollout"), placed.processes("actor")
+    found: dict[str, dict[str, int]] = {}
+    for group in placed.groups:
+        need: dict[str, int] = dict.fromkeys(
+            ("weights", "gradients", "optimiser", "experience", "cache", "activations"), 0
+        )
+        if "rollout" in group.roles or "actor" in group.roles:
+            need["weights"] += memory.nbytes([*policy.parameters(), *policy.buffers()])
+        if "rollout" in group.roles:
+            slots = min(config.rollout.slots, sequences // acts)
+            need["cache"] = memory.cache(policy, slots, longest)
+        models: dict[str, LanguagePolicy | Any] = {"actor": policy, "critic": critic}
+        for role, model in models.items():
+            if role not in group.roles:
+                continue
+            size = memory.nbytes([p for p in model.parameters() if p.requires_grad])
+            need["weights"] += memory.nbytes([*model.parameters(), *model.buffers()]) if role == "critic" else 0
+            need["gradients"] += size
+            need["optimiser"] += 2 * size
+            batch = (a if role == "actor" else reasoner.critic_config(a, config.critic)).global_batch_size
+            rows = batch * a.group_size // learns
+            if a.micro_batch_size is not None:
+                rows = min(rows, a.micro_batch_size)
+            if a.micro_batch_tokens is not None:
+                rows = min(rows, max(1, a.micro_batch_tokens // longest))
+            most = memory.language_step(model, rows, longest, a.response_length)
+            need["activations"] = max(need["activations"], most)
+        if "reference" in group.roles:
+            need["weights"] += memory.nbytes([*policy.parameters(), *policy.buffers()])
+        if "actor" in group.roles or "rollout" in group.roles:
+            need["experience"] = sequences // min(acts, learns) * (8 * longest + memory.TOKEN * a.response_length)
+        found[group.name] = need
+    return found
+
+
+def facts(config: Config, placed: plan.Plan) -> dict[str, int]:
+    """As of ``spread``."""
+    a = config.algorithm
+    return {
+        "prompts of a rollout process": a.rollout_batch_size // placed.processes("rollout"),
+        "responses an update": a.rollout_batch_size * a.group_size,
+        "optimiser steps an update": a.update_epoch * (a.rollout_batch_size // a.global_batch_size),
+        "responses of an actor process in a step": a.global_batch_size * a.group_size // placed.processes("actor"),
+    }
+
+
+def assemble(s: Setup, placed: plan.Plan) -> Assembly:
+    """The system in processes of a Ray cluster. Raises ConfigError, PlacementError."""
+    config = s.config
+    if config.actor.model.path is None:  # else predicting would load it here
+        plan.check_memory(placed, foreseen(config, placed))
+    system = started(s, placed, reasoner.records(s), part)
+    name, horizon = reasoner.title(config), config.algorithm.response_length
+    return Assembly(
+        system, name, horizon, system.write, ExamResult.samples, success="eval/accuracy", facts=system.facts
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- in the processes
+def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping[str, Any]]:
+    """What one process of a placement holds, and facts for the summary. Raises ConfigError.
+
+    ``exchange``: where others ask for what is here and not with them.
+    """
+    config, roles = s.config, seat.roles
+    stack = ExitStack()
+    m = reasoner.read(s)
+    judge: Graders | None = None
+    if "reward" in roles:
+        rule = reasoner.make_graders(config, m.prompts, stack)
+        if config.reward.model.pairs or ("actor" in roles and not seat.learners.rank):
+            reasoner.demonstrate(s, m.policy, m.tokenizer)
+        judge = reasoner.make_judge(s, m, rule)
+    elif "actor" in roles and not seat.learners.rank:
+        reasoner.demonstrate(s, m.policy, m.tokenizer)
+    if "actor" in roles:
+        alike(m.policy, seat.learners)
+    critic, values = _critic(s, seat, m)
+    reference: FrozenReference | None = None
+    if "reference" in roles and "actor" not in roles:
+        a = config.algorithm
+        frozen = m.policy if "rollout" not in roles else reasoner.make_policy(config, m.tokenizer, s.device)
+        reference = FrozenReference(frozen, tokens=a.micro_batch_tokens, columns=a.micro_batch_size)
+    server = None
+    if exchange is not None:
+        services = Services(device=s.device, judge=judge, prompts=m.prompts, critic=values, reference=reference)
+        server = Server(services, exchange)
+    rollout = engine = learner = None
+    if "rollout" in roles:
+        engine = reasoner.make_engine(m)
+        asked = seat.desks.get("reward", ())
+        grades = judge if judge is not None else RemoteGraders(asked[0], m.prompts)
+        rollout = reasoner.make_rollout(s, m, engine, grades, *seat.ranks["rollout"])
+    if "actor" in roles:
+        learner = reasoner.make_learner(s, m.policy, critic, ranks=seat.learners, reference=_reference(s, seat))
+    mine: list[nn.Module] = [] if values is None else [values.module]
+    mine += [] if reference is None else [reference.policy]
+    made = Part(
+        seat,
+        policy=m.policy if rollout is not None or learner is not None else nn.ModuleList(mine),
+        rollout=rollout,
+        learner=learner,
+        server=server,
+        count=reasoner.response_tokens,
+        measure=None if rollout is None else reasoner.measuring(m, rollout),
+        write=reasoner.writer(s),
+        settle=(lambda: None) if learner is None else learner.settle,
+        arrived=(lambda version: None) if engine is None else engine.update_weights,
+        asleep=(lambda: None) if engine is None else engine.sleep,
+        held=lambda: [x.held() for x in (learner or values, reference) if x is not None],
+    )
+    return made, {}
+
+
+def _critic(s: Setup, seat: Seat, m: reasoner.Material) -> tuple[Critic | None, ValueLearner | None]:
+    """Whom the actor of this process asks for values, and the critic that is here."""
+    model = s.config.critic.model
+    if "critic" in seat.roles:
+        critic = reasoner.make_critic(s.config, m.policy, s.device)
+        assert critic is not None
+        values = reasoner.make_values(s, critic, ranks=seat.critics)
+        return values, values
+    asked = seat.desks.get("critic", ())
+    own = model.path is not None or bool(model.architecture)
+    return (RemoteCritic(asked[0], s.device, own=own) if asked else None), None
+
+
+def _reference(s: Setup, seat: Seat) -> Reference | None:
+    """Whom the actor of this process asks; None: a copy of it."""
+    asked = seat.desks.get("reference", ())
+    return RemoteReference(asked[0], s.device) if asked else None

@@ -1,0 +1,217 @@
+"""A language model through every placement, over real Ray: equal bit for bit, resumed exactly, refused with reasons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+from test_placements import rows
+
+from embodied_ppo import build, checkpoint, rules, strict
+from embodied_ppo.config import Config
+from embodied_ppo.types import ConfigError, PlacementError
+
+pytestmark = pytest.mark.usefixtures("eight_slots")
+
+SMALL: dict[str, Any] = {
+    "mode": "reasoning",
+    "data.task": "arithmetic",
+    "actor.model.architecture": {
+        "model_type": "qwen2",
+        "vocab_size": 24,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 32,
+        "max_position_embeddings": 64,
+        "eos_token_id": 2,
+    },
+    "algorithm.loss_type": "actor",
+    "algorithm.huber_delta": None,
+    "algorithm.response_length": 4,
+    "algorithm.rollout_batch_size": 16,
+    "algorithm.global_batch_size": 8,
+    "algorithm.missing_eos_penalty": 0.5,  # something to learn from the start
+    "algorithm.lr": 1e-3,
+    "warm_start.steps": 3,
+    "warm_start.batch_size": 8,
+    "evaluation.episodes": 8,
+    "updates": 3,
+    "save_every": 1,
+    "threads": 1,
+}
+KL: dict[str, Any] = {"algorithm.use_kl_loss": True, "algorithm.use_kl_in_reward": True}
+
+
+def config(options: dict[str, Any]) -> Config:
+    """``SMALL`` as a file that ships, ``options`` as flags, checked as the command checks."""
+    loaded = strict.read(Config, [("configs/small", toys.nested(SMALL)), ("test", toys.nested(options))])
+    rules.check(loaded.config, explicit=loaded.deliberate({"test"}))
+    return loaded.config
+
+
+def train(run_dir: Path, **options: Any) -> list[dict[str, Any]]:
+    given = {name.replace("__", "."): value for name, value in options.items()}
+    if {"placement", "cluster.component_placement"} & given.keys():
+        given["cluster.step_timeout_s"] = 100.0  # should it hang, it says so
+    build.train(config({"run_dir": str(run_dir), **given}), quiet=True)
+    return rows(run_dir)
+
+
+def weights(run_dir: Path, update: int = 3) -> dict[str, torch.Tensor]:
+    source = checkpoint.open_checkpoint(run_dir / "checkpoints" / f"step_{update:06d}")
+    critic = source.training()["learner"]["critic_weights"] or {}
+    return source.policy() | {f"critic {name}": x for name, x in critic.items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("local") / "run"
+    train(run_dir, **KL)
+    return run_dir
+
+
+ALIKE: dict[str, dict[str, Any]] = {
+    "fused": {"placement": "fused", "cluster__devices_per_node": 1},
+    "colocated": {"placement": "colocated", "cluster__devices_per_node": 1, "cluster__check_weights": True},
+    "disaggregated": {"placement": "disaggregated", "cluster__devices_per_node": 2},
+    "apart": {
+        "cluster__component_placement": {"rollout": 0, "actor": 1, "critic": 2, "reference": 3, "reward": 4},
+        "cluster__devices_per_node": 5,
+    },
+    "crossed": {
+        "cluster__component_placement": {"rollout,critic": 0, "actor,reward": 1, "reference": 0},
+        "cluster__devices_per_node": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_process_for_each_role_trains_as_one_process_does(name: str, local: Path, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", **KL, **ALIKE[name]) == rows(local)
+    assert same(weights(tmp_path / "run"), weights(local))
+    assert rows(local)[-1]["value/loss"] > 0 and rows(local)[-1]["kl/to_reference"] > 0
+
+
+TWICE: dict[str, dict[str, Any]] = {
+    "fused": {"placement": "fused", "cluster__devices_per_node": 2},
+    "colocated": {"placement": "colocated", "cluster__devices_per_node": 2},
+    "apart": {
+        "cluster__component_placement": {
+            "rollout": "0-1",
+            "reward": 0,
+            "reference": 1,
+            "actor": "2-3",
+            "critic": "4-5",
+        },
+        "cluster__devices_per_node": 6,
+    },
+}
+
+
+def test_two_processes_for_each_role_train_alike_wherever_they_are(local: Path, tmp_path: Path) -> None:
+    found = {name: train(tmp_path / name, **KL, **options) for name, options in TWICE.items()}
+    for name, told in found.items():
+        assert told == found["fused"], name
+        assert same(weights(tmp_path / name), weights(tmp_path / "fused"))
+    alone = rows(local)
+    assert [row["tokens"] for row in found["fused"]][:2] == [row["tokens"] for row in alone][:2]  # the same noise
+    for tag in ("rollout/return", "advantage/std", "value/explained_variance", "rollout/epoch", "rollout/truncated"):
+        assert found["fused"][1][tag] == pytest.approx(alone[1][tag], rel=1e-5), tag
+
+
+def test_a_run_resumes_bit_for_bit_also_in_another_placement(local: Path, tmp_path: Path) -> None:
+    for name in ("apart", "fused"):
+        train(tmp_path / name, **KL, **ALIKE[name], updates=2)
+        train(tmp_path / name, **KL, **ALIKE["disaggregated"], resume=str(tmp_path / name))
+        assert same(weights(tmp_path / name), weights(local)), name
+    train(tmp_path / "two", **KL, **TWICE["colocated"], updates=1)
+    whole = train(tmp_path / "whole", **KL, **TWICE["fused"])
+    resumed = train(tmp_path / "two", **KL, **TWICE["apart"], resume=str(tmp_path / "two"))
+    assert resumed[-1] == whole[-1]
+    train(tmp_path / "two", **KL, resume=str(tmp_path / "two"), updates=4)  # in one process: the data go on
+    assert "episodes begin anew" not in (tmp_path / "two" / "log.txt").read_text()
+
+
+def test_without_a_critic_and_with_a_reward_model_that_begins_as_the_actor(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "algorithm__adv_type": "grpo",
+        "algorithm__group_size": 2,
+        "critic__use_critic_model": False,
+        "reward__model__pairs": 20,
+        "reward__model__steps": 2,
+        "reward__model__batch_size": 4,
+    }
+    told = train(tmp_path / "local", **options)
+    where = {"rollout": 0, "reward": 1, "actor": 2}
+    there = {"cluster__component_placement": where, "cluster__devices_per_node": 3}
+    assert train(tmp_path / "run", **options, **there) == told
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "local"))
+
+
+def test_rollouts_run_ahead_where_they_may(tmp_path: Path) -> None:
+    options = {"placement": "disaggregated", "cluster__devices_per_node": 2, "cluster__max_lag": 1}
+    told = train(tmp_path / "run", **options, algorithm__off_policy_correction="token")
+    assert [row["rollout/version_lag"] for row in told if "rollout/version_lag" in row] == [0.0, 1.0, 1.0]
+
+
+def placed(devices: int, where: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"cluster__component_placement": where, "cluster__devices_per_node": devices, **more}
+
+
+FUSED = {"placement": "fused"}
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("sets the simulators apart", {"placement": "hybrid"}),
+    ("cluster.stages = 2: is for simulators", {**FUSED, "cluster__stages": 2}),
+    ("this run has no reference; leave it out", placed(1, {"rollout,actor,critic,reward,reference": 0})),
+    (
+        "3 processes of rollout and 2 of actor: one must divide the other; write processes: 2 for rollout",
+        placed(5, {"rollout,reward": "0-2", "actor,critic": "3-4"}),
+    ),
+    (
+        "1 processes of critic and 2 of actor: each actor has its own critic; write processes: 2 for critic",
+        placed(4, {"rollout,reward": 0, "actor": "1-2", "critic": 3}),
+    ),
+    (
+        "2 processes of reward cannot be dealt out evenly over 1 of rollout; write processes: 1 for reward",
+        placed(4, {"rollout": 0, "reward": "1-2", "actor,critic": 3}),
+    ),
+    (
+        "rollout_batch_size = 16: cannot be dealt out evenly over 3 processes of rollout",
+        {**FUSED, "cluster__devices_per_node": 3},
+    ),
+    (
+        "global_batch_size = 2: 2 responses cannot be dealt out evenly over 4 processes of actor; write "
+        "algorithm.global_batch_size=4",
+        {**FUSED, "cluster__devices_per_node": 4, "algorithm__global_batch_size": 2},
+    ),
+    (
+        "reward and critic share device 0",
+        placed(3, {"rollout": 1, "reward,critic": 0, "actor": 2}, cluster__max_lag=1),
+    ),
+    (
+        "the full KL divergence needs the reference's logits",
+        placed(
+            3,
+            {"rollout,reward": 0, "reference": 1, "actor,critic": 2},
+            algorithm__use_kl_loss=True,
+            algorithm__kl_loss_type="full",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("words", [words for words, _ in REFUSED])
+def test_what_is_refused_leaves_nothing_behind(words: str, tmp_path: Path) -> None:
+    with pytest.raises((PlacementError, ConfigError)) as told:
+        train(tmp_path / "run", **dict(REFUSED)[words])
+    assert words in str(told.value)
+    assert not (tmp_path / "run").exists()
