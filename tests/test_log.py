@@ -312,7 +312,13 @@ def test_every_tag_is_documented_and_every_row_is_written(run_dir):
     written |= set(board(run_dir / "tensorboard" / "hparams").Tags()["scalars"]) | set(events.Tags()["scalars"])
     elsewhere = {"evaluation", "rollout/unstable", "eval/success/<kind>"}  # test_film films; our own engines say
     elsewhere |= {"policy/cloning_loss"}  # test_beside
-    elsewhere |= {"time/swap_s", "memory/<roles>_peak_gb", "weights/moved_mb"}  # test_placements
+    elsewhere |= {
+        "time/swap_s",
+        "memory/<roles>_peak_gb",
+        "weights/moved_mb",
+        "device/idle",
+        "device/idle_max",
+    }  # test_placements
     assert sorted(set(documented()) - LANGUAGE_ONLY) == sorted(written | elsewhere)
     assert all(len(cells) == 3 and all(cells) for cells in documented().values())
 

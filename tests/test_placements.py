@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "compile": "never",
     "threads": 1,
 }
-MEASURED = ("time/", "speed/", "memory/", "weights/")
+MEASURED = ("time/", "speed/", "memory/", "weights/", "device/")
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -87,6 +87,7 @@ def test_a_process_for_each_role_trains_as_one_process_does(name: str, local: Pa
         *(f"memory/{roles}_peak_gb" for roles in ROLES.get(name, ("env+rollout", "actor"))),
     }
     assert last["time/swap_s"] < 0.01
+    assert 0 <= last["device/idle"] <= last["device/idle_max"] < 1
     one, other = (checkpoint.open_checkpoint(d / "checkpoints" / "step_000004") for d in (local, tmp_path / "run"))
     assert all(torch.equal(x, other.policy()[name]) for name, x in one.policy().items())
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,9 @@ class ClusterSystem(RunSystem):
         """Of what came before training, for the summary."""
         self.moved_bytes = 0
         """By each publish, to all rollout processes together."""
-        self.training_cpu_s = self.swap_s = 0.0
+        self.training_cpu_s = self.swap_s = self.wall_s = 0.0
+        self.busy_s = [0.0] * plan.hardware.total
+        """Of each device, since the last update; as ``wall_s``, of the phases of training."""
         self.residency = Residency(plan)
         self.peak_mb: dict[str, float] = {}
         self._collecting: list[Call] = []
@@ -201,9 +204,11 @@ class ClusterSystem(RunSystem):
                 opened.append((group, handle, Call(ref, handle)))
         answers = wait([call for *_, call in opened], "start", o.start_timeout_s)
         self.addresses: dict[str, Any] = {}
+        self.devices: dict[str, tuple[int, ...]] = {}
         for (group, handle, _), told in zip(opened, answers, strict=True):
             full = Handle(handle.actor, handle.name, told["pid"], told["node"])
-            self.processes.setdefault(group, []).append(full)
+            self.devices[full.name] = group.ranks[len(self.processes.setdefault(group, []))]
+            self.processes[group].append(full)
             if "exchange" in told:
                 self.addresses[handle.name] = told["exchange"]
             if "store" in told:
@@ -274,6 +279,19 @@ class ClusterSystem(RunSystem):
             calls = [Call(h.actor.call.remote("settle"), h) for h in self.learners]
             self._wait([*calls, *self._serve(self.learners, *ASKS["actor"])], "settle")
 
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Counts the wall time within."""
+        start = time.monotonic()
+        yield
+        self.wall_s += time.monotonic() - start
+
+    def _idle(self) -> Metrics:
+        """Share of the time since the last update in which nobody worked on a device: of all, and of the idlest."""
+        shares = [max(0.0, 1.0 - busy / max(self.wall_s, 1e-9)) for busy in self.busy_s]
+        self.busy_s, self.wall_s = [0.0] * len(shares), 0.0
+        return {"device/idle": sum(shares) / len(shares), "device/idle_max": max(shares)}
+
     def _turn(self, phase: str) -> None:
         """Who shares a device with the phase and has no part in it moves to the host; then who has wakes up."""
         start = time.monotonic()
@@ -316,6 +334,10 @@ class ClusterSystem(RunSystem):
             )
 
     def publish(self, version: int) -> None:
+        with self._training():
+            self._publish(version)
+
+    def _publish(self, version: int) -> None:
         self.version = version
         self._turn("publish")
         calls, by_path = list[Call](), dict[str, list[int]]()
@@ -374,12 +396,18 @@ class ClusterSystem(RunSystem):
             role = call.handle.name.partition(" ")[0]
             if phase in TRAINING:
                 self.training_cpu_s += reply.cpu_s
+                for device in self.devices[call.handle.name]:
+                    self.busy_s[device] += reply.busy_s
             self.peak_mb[role] = max(self.peak_mb.get(role, 0.0), reply.rss_mb)
         return replies
 
     # ---------------------------------------------------------------------------------------------------------- phases
     def collect(self, horizon: int, *, update: int) -> tuple[Any, Metrics]:
         """A handle on the experience. With lag its metrics come with ``update``, which waits for it."""
+        with self._training():
+            return self._collect(horizon, update)
+
+    def _collect(self, horizon: int, update: int) -> tuple[Any, Metrics]:
         self._turn("collect")
         serving = self._serve(self.actors, *ASKS["rollout"])
         refs = [h.actor.collect.options(num_returns=2).remote(horizon, update) for h in self.actors]
@@ -392,6 +420,11 @@ class ClusterSystem(RunSystem):
         return (experience, [], []), added([reply.result for reply in replies])
 
     def update(self, experience: Any, *, update: int) -> Metrics:
+        with self._training():
+            metrics = self._update(experience, update)
+        return metrics | self._idle()
+
+    def _update(self, experience: Any, update: int) -> Metrics:
         data, waiting, serving = experience
         metrics: Metrics = {}
         if waiting:

@@ -96,6 +96,8 @@ class Line:
     def __init__(self, connection: socket.socket, peer: str, patience_s: float) -> None:
         """``peer``: who is at the other end, for messages; ``patience_s``: how long to wait for it."""
         self.connection, self.peer, self.patience_s = connection, peer, patience_s
+        self.waited_s = 0.0
+        """For messages, so far."""
         connection.settimeout(patience_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for way in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -127,8 +129,9 @@ class Line:
             raise self._lost(error) from error
 
     def receive(self) -> Message:
-        prefix = bytearray(PREFIX.size)
+        prefix, start = bytearray(PREFIX.size), time.monotonic()
         self._fill(memoryview(prefix))
+        self.waited_s += time.monotonic() - start
         length, size = PREFIX.unpack(prefix)
         words, payload = bytearray(length), torch.empty(size, dtype=torch.uint8)
         self._fill(memoryview(words))
@@ -170,6 +173,8 @@ class Exchange:
 
     def __init__(self, host: str, secret: str, patience_s: float) -> None:
         self.secret, self.patience_s = secret, patience_s
+        self.waited_s = 0.0
+        """For anybody to ask, so far."""
         self.listening = socket.create_server((host, 0))
         self.address: tuple[str, int] = self.listening.getsockname()[:2]
         self.selector = selectors.DefaultSelector()
@@ -178,7 +183,9 @@ class Exchange:
     def receive(self) -> tuple[Line, Message]:
         """The next message of anyone. Raises ProcessLost where nobody says a word for ``patience_s``."""
         while True:
+            start = time.monotonic()
             ready = self.selector.select(self.patience_s)
+            self.waited_s += time.monotonic() - start
             if not ready:
                 raise ProcessLost(f"nobody asked for {self.patience_s:g} s (cluster.step_timeout_s)")
             for key, _ in ready:

@@ -262,6 +262,13 @@ class Part:
         phases = dict.fromkeys([*rollout, *learner, *served], 0.0)
         return {phase: sum(told.get(phase, 0.0) for told in (rollout, learner, served)) for phase in phases}
 
+    def waited_s(self) -> float:
+        """Wall time in which this process waited for others, so far."""
+        desks = dict.fromkeys(desk for several in self.seat.desks.values() for desk in several)
+        return sum(desk.line.waited_s for desk in desks) + (
+            0.0 if self.server is None else self.server.exchange.waited_s
+        )
+
     def close(self) -> None:
         for part in (self.rollout, self.learner, self.server):
             if part is not None:

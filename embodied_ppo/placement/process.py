@@ -40,11 +40,13 @@ REASONS = (ConfigError, EnvError, PlacementError, CheckpointError, TrainingError
 class Reply:
     """result  of what was asked    said    lines for the log
     cpu_s   it took              rss_mb  the process's peak so far
+    busy_s  wall time that it took, without waiting for other processes' answers or questions
     """
 
     result: Any
     said: list[str]
     cpu_s: float
+    busy_s: float
     rss_mb: float
 
 
@@ -167,10 +169,14 @@ class Process:
         return self.part
 
     def _timed(self, call: Callable[[], Any]) -> Reply:
-        start = time.process_time()
+        cpu, start = time.process_time(), time.monotonic() - self._waited_s()
         result = call()
         said, self.said[:] = list(self.said), []
-        return Reply(result, said, time.process_time() - start, peak_rss_mb())
+        busy_s = time.monotonic() - self._waited_s() - start
+        return Reply(result, said, time.process_time() - cpu, busy_s, peak_rss_mb())
+
+    def _waited_s(self) -> float:
+        return 0.0 if self.part is None else self.part.waited_s()
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
