@@ -5,7 +5,8 @@
 The first table's simulators are EnvPool's, on the CPU, so it shows acting and learning: wall-clock ms of an update, by
 phase. The second is simulation on the GPU: control steps of all worlds per second, of bare physics and of the task.
 The third is a language model of Qwen2.5-0.5B's shape with random weights; the others are vision-language-action models
-(``bench_gpu_vla.py``). ``--tiny`` runs these alone, small, anywhere.
+(``bench_gpu_vla.py``). The last is one experiment with its roles in one process, and in three that take turns on the
+same device. ``--tiny`` runs these alone, small, anywhere.
 """
 
 from __future__ import annotations
@@ -64,6 +65,36 @@ def train(name: str, words: list[str], device: str, compile_: str) -> dict[str, 
         with open(f"{folder}/run/metrics.jsonl") as f:
             rows = [json.loads(line) for line in f][-20:]
     return {phase: sum(row[f"time/{phase}_s"] for row in rows) / len(rows) for phase in ("collect", "update")}
+
+
+PLACES = {
+    "one process": [],
+    "fused, over Ray": ["placement=fused", "cluster.devices_per_node=1"],
+    "three processes taking turns": ["placement=colocated", "cluster.devices_per_node=1"],
+}
+
+
+def place(device: str, words: Sequence[str]) -> None:
+    """Prints the table of one experiment in several placements; means of the second half of 10 updates."""
+    print("\n| placement | update s | swap s | idle share of the device | peak memory of a process, GiB |")
+    print("|---|---|---|---|---|")
+    for name, where in PLACES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            options = [*words, *where, f"device={device}", "updates=10", f"run_dir={folder}/run", "cloning.steps=0"]
+            options += ["evaluation.episodes=1", "evaluation.video_episodes=0"]
+            command = [sys.executable, "-m", "embodied_ppo.cli", "train", "--quiet", *options]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"{' '.join(options)}\n{done.stderr[-2000:]}")
+            with open(f"{folder}/run/metrics.jsonl") as f:
+                rows = [json.loads(line) for line in f][-5:]
+        mean = {tag: sum(row.get(tag, 0.0) for row in rows) / len(rows) for tag in rows[-1]}
+        whole = sum(mean[f"time/{phase}_s"] for phase in ("collect", "update", "publish"))
+        kind = "_gpu_peak_gb" if device == "cuda" else "_peak_gb"
+        peaks = {tag: mean[tag] for tag in mean if tag.startswith("memory/") and tag.endswith(kind)}
+        memory = ", ".join(f"{tag[7 : -len(kind)] or 'all'} {x:.2f}" for tag, x in peaks.items())
+        idle = f"{mean['device/idle']:.2f}" if where else "-"
+        print(f"| {name} | {whole:.3f} | {mean.get('time/swap_s', 0.0):.3f} | {idle} | {memory or '-'} |", flush=True)
 
 
 def rate(call: Callable[[], Any], calls: int = 100) -> float:
@@ -250,7 +281,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="the models' parts alone, small; needs no GPU")
     if parser.parse_args().tiny:
-        speak(TINY, "cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        speak(TINY, device)
+        place(device, ["experiment=bench_wide", "compile=never", "env.num_envs=64", "algorithm.global_batch_size=512"])
         sys.exit(see("--tiny"))
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to measure (docs/gpu.md says what has not been run)")
@@ -268,6 +301,7 @@ def main() -> None:
         bare, whole = simulate(id, num_envs, **options)
         print(f"| {id} {options or ''} | {num_envs} | {bare:,.0f} | {whole:,.0f} |", flush=True)
     speak(Shape(), "cuda")
+    place("cuda", ["experiment=tabletop_token", "compile=never"])
     sys.exit(tests.returncode or seen)
 
 

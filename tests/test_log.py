@@ -315,6 +315,7 @@ def test_every_tag_is_documented_and_every_row_is_written(run_dir):
     elsewhere |= {
         "time/swap_s",
         "memory/<roles>_peak_gb",
+        "memory/<roles>_gpu_peak_gb",
         "weights/moved_mb",
         "device/idle",
         "device/idle_max",

@@ -166,6 +166,7 @@ class ClusterSystem(RunSystem):
         """Of each device, since the last update; as ``wall_s``, of the phases of training."""
         self.residency = Residency(plan)
         self.peak_mb: dict[str, float] = {}
+        """Tag -> the largest process's; of the host's memory and of the GPU's."""
         self._collecting: list[Call] = []
         self._later: list[Call] = []
         self.processes: dict[Group, list[Handle]] = {}
@@ -393,12 +394,16 @@ class ClusterSystem(RunSystem):
         for call, reply in zip(calls, replies, strict=True):
             for line in reply.said:
                 self.notice(line)
-            role = call.handle.name.partition(" ")[0]
+            roles = call.handle.name.partition(" ")[0].replace(",", "+")
             if phase in TRAINING:
                 self.training_cpu_s += reply.cpu_s
                 for device in self.devices[call.handle.name]:
                     self.busy_s[device] += reply.busy_s
-            self.peak_mb[role] = max(self.peak_mb.get(role, 0.0), reply.rss_mb)
+            told = {f"memory/{roles}_peak_gb": reply.rss_mb}
+            if self.plan.hardware.kind == "cuda":
+                told[f"memory/{roles}_gpu_peak_gb"] = reply.gpu_mb
+            for tag, mb in told.items():
+                self.peak_mb[tag] = max(self.peak_mb.get(tag, 0.0), mb)
         return replies
 
     # ---------------------------------------------------------------------------------------------------------- phases
@@ -446,7 +451,7 @@ class ClusterSystem(RunSystem):
             metrics[tag] = sum(parts[1:], value) if isinstance(value, Mean) else value
         metrics["weights/moved_mb"] = self.moved_bytes / 1e6
         metrics["time/swap_s"], self.swap_s = self.swap_s, 0.0
-        metrics |= {f"memory/{roles.replace(',', '+')}_peak_gb": mb / 1024 for roles, mb in self.peak_mb.items()}
+        metrics |= {tag: mb / 1024 for tag, mb in self.peak_mb.items()}
         if self._later:
             ready, _ = ray.wait([call.ref for call in self._later], num_returns=len(self._later), timeout=0)
             done = [call for call in self._later if call.ref in ready]

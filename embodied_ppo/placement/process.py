@@ -41,12 +41,14 @@ class Reply:
     """result  of what was asked    said    lines for the log
     cpu_s   it took              rss_mb  the process's peak so far
     busy_s  wall time that it took, without waiting for other processes' answers or questions
+    gpu_mb  the process's peak so far of the GPU's memory, as torch reserves it
     """
 
     result: Any
     said: list[str]
     cpu_s: float
     busy_s: float
+    gpu_mb: float
     rss_mb: float
 
 
@@ -173,7 +175,8 @@ class Process:
         result = call()
         said, self.said[:] = list(self.said), []
         busy_s = time.monotonic() - self._waited_s() - start
-        return Reply(result, said, time.process_time() - cpu, busy_s, peak_rss_mb())
+        gpu_mb = torch.cuda.max_memory_reserved() / 2**20 if torch.cuda.is_available() else 0.0
+        return Reply(result, said, time.process_time() - cpu, busy_s, gpu_mb, peak_rss_mb())
 
     def _waited_s(self) -> float:
         return 0.0 if self.part is None else self.part.waited_s()
