@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import time
@@ -32,6 +33,10 @@ def _matmul_precision(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
+"""Errors of a disk that is full, over quota, read-only or broken."""
 
 
 # -------------------------------------------------------------------------------------------------------------- train
@@ -175,6 +180,12 @@ def _train(
             log.say(f"failed: {type(error).__name__}: {error}")
             if isinstance(error, (ConfigError, CheckpointError, EnvError)):  # no refusal: it had begun
                 raise TrainingError(str(error)) from error
+            if isinstance(error, OSError) and error.errno in DISK:
+                kept = f"resume={run_dir}" if any(run_dir.glob("checkpoints/step_*")) else "the same command"
+                raise TrainingError(
+                    f"{error.filename or run_dir}: cannot be written ({error.strerror}); free space, then continue "
+                    f"with {kept}"
+                ) from error
             raise
         finally:
             log.close()

@@ -96,13 +96,21 @@ def save(
 
 
 def set_score(path: Path, score: float) -> None:
-    """Record an evaluation's score of a checkpoint; ``best`` points at the highest of the run."""
+    """Record an evaluation's score of a checkpoint; ``best`` points at the highest of the run.
+
+    Raises CheckpointError if the disk refuses; the checkpoint stays as it was then.
+    """
     best = _best_score(path.parent)
     manifest = json.loads((path / MANIFEST).read_text()) | {"score": score}
-    _write(path / (MANIFEST + ".new"), json.dumps(manifest, indent=1, sort_keys=True).encode())
-    (path / (MANIFEST + ".new")).replace(path / MANIFEST)
-    if score > best or not (path.parent / "best").exists():
-        _point(path.parent / "best", path.name)
+    new = path / (MANIFEST + ".new")
+    try:
+        _write(new, json.dumps(manifest, indent=1, sort_keys=True).encode())
+        new.replace(path / MANIFEST)
+        if score > best or not (path.parent / "best").exists():
+            _point(path.parent / "best", path.name)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise CheckpointError(f"{path}: its score cannot be written ({error.strerror}); free space") from error
 
 
 def set_aside(run_dir: Path, *, after: int, notice: Callable[[str], None] = lambda text: None) -> None:

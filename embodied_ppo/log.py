@@ -8,10 +8,11 @@ import os
 import re
 import resource
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -97,6 +98,7 @@ class Log:
         ``unit``: what progress is counted in."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir, self.total_updates, self.quiet = run_dir, total_updates, quiet
+        threading.excepthook = _thread_failed
         self.unit, self.speed = unit, f"speed/{unit}_per_s"  # every update's row holds that tag, and no other row
         self._text: TextIO = open(run_dir / "log.txt", "a", buffering=1)  # noqa: SIM115  (closed by close)
         self._open(first_update)
@@ -122,7 +124,8 @@ class Log:
     # ------------------------------------------------------------------------------------------------- messages
     def say(self, text: str, *, show: bool = True) -> None:
         """One line for the user, on stderr (unless they have seen it: not ``show``) and in log.txt."""
-        self._text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        with suppress(OSError):  # a full disk: what is said is still shown, and metrics() tells of it
+            self._text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         if show and not self.quiet:
             if self._bar is not None:
                 self._bar.console.print(text, highlight=False, markup=False)
@@ -131,7 +134,10 @@ class Log:
 
     # -------------------------------------------------------------------------------------------------- metrics
     def metrics(self, metrics: Metrics, *, update: int, steps: int) -> None:
-        """One row of metrics.jsonl and one point in TensorBoard per tag. x axis: steps, in ``unit``."""
+        """One row of metrics.jsonl and one point in TensorBoard per tag. x axis: steps, in ``unit``.
+
+        Raises OSError where the disk refuses.
+        """
         row = numbers(metrics)
         self._rows.write(json.dumps({"update": update, self.unit: steps} | _finite(row)) + "\n")
         values = [Summary.Value(tag=tag, simple_value=x) for tag, x in row.items() if math.isfinite(x)]
@@ -194,12 +200,21 @@ class Log:
         writer.add_summary(summary, steps)
 
     def close(self) -> None:
+        threading.excepthook = threading.__excepthook__
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        self.board.close()
-        self._rows.close()
-        self._text.close()
+        for part in (self.board, self._rows, self._text):
+            try:
+                part.close()
+            except OSError as error:
+                print(f"{self.run_dir}: not written to the end ({error.strerror})", file=sys.stderr)
+
+
+def _thread_failed(args: threading.ExceptHookArgs) -> None:
+    """TensorBoard writes in a thread, which prints what ``metrics`` raises after it: that is told once."""
+    if not isinstance(args.exc_value, OSError):
+        threading.__excepthook__(args)
 
 
 def _finite(row: Mapping[str, float]) -> dict[str, float | None]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -149,9 +151,14 @@ def locked(run_dir: Path) -> Iterator[None]:
         (run_dir / ".lock").touch()
     except OSError as error:
         raise ConfigError(f"run_dir={run_dir}: cannot be written ({error.strerror}); name another") from error
-    with open(run_dir / ".lock", "w") as f:
+    with open(run_dir / ".lock", "r+") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConfigError(f"run_dir={run_dir}: another process is training in it; wait, or name another") from error
+            who = f.read().strip() or "another process"
+            raise ConfigError(f"run_dir={run_dir}: {who} is training in it; wait, or name another") from error
+        with suppress(OSError):  # a full disk: it only helps others to know whom they wait for
+            f.truncate()
+            f.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+            f.flush()
         yield

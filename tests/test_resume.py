@@ -207,18 +207,6 @@ def test_changed_options_are_told_and_impossible_ones_refused(tmp_path: Path) ->
         build.train(replace(config, updates=5), quiet=True)
 
 
-def test_only_one_process_trains_in_a_run_directory(tmp_path: Path) -> None:
-    process = start(tmp_path / "run")
-    wait_for(tmp_path / "run" / "checkpoints" / "latest", process)
-    second = subprocess.run(
-        command(*OVERRIDES, f"run_dir={tmp_path / 'run'}", "resume=auto"), capture_output=True, text=True
-    )
-    process.kill()
-    process.communicate()
-    assert second.returncode == 2
-    assert "another process is training in it" in second.stderr
-
-
 def test_nothing_older_is_lost_when_the_disk_refuses(tmp_path: Path) -> None:
     build.train(tiny(tmp_path / "run"), quiet=True)
     folder = tmp_path / "run" / "checkpoints"
