@@ -24,8 +24,10 @@ COPY --chown=ppo configs configs
 COPY --chown=ppo envs envs
 COPY --chown=ppo embodied_ppo embodied_ppo
 
-# The same installation as on any machine. PyPI's torch for Linux is the CUDA build (GBs): a CPU image asks torch's own index.
-RUN case "$BASE" in *cuda*) ;; *) export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu ;; esac \
+# The same installation as on any machine. PyPI's torch for Linux is the CUDA build (GBs): a CPU image asks torch's own index
+# (or yours: --build-arg TORCH_INDEX=URL; empty: none).
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN case "$BASE" in *cuda*) ;; *) export PIP_EXTRA_INDEX_URL=$TORCH_INDEX ;; esac \
     && PIP_NO_CACHE_DIR=1 make .venv/base && mkdir -p runs
 
 ENV PATH=/home/ppo/embodied_ppo/.venv/bin:$PATH \
