@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import functools
 import os
@@ -145,6 +146,25 @@ def _experiments(args: argparse.Namespace) -> None:
         explain.table([[e["name"], e["description"]] for e in found])
 
 
+def _import_config(args: argparse.Namespace) -> None:
+    if len(args.overrides) != 2:
+        raise UsageError(
+            "import-config needs a framework and a file; write import-config verl FILE.yaml --out NEW.yaml"
+        )
+    from embodied_ppo import migrate
+
+    peer, file = args.overrides
+    told = migrate.migrate(peer, file, args.out)
+    if args.json:
+        return print(explain.as_json(told))
+    if args.out is None:
+        print(told["yaml"], end="")
+    if not args.quiet:
+        with contextlib.redirect_stdout(sys.stdout if args.out else sys.stderr):  # stdout is the experiment's
+            explain.print_migration(told)
+    return None
+
+
 def _say_aliases(loaded: Loaded, args: argparse.Namespace) -> None:
     for written, read in () if args.quiet else loaded.aliases:
         print(f"{written} is read as {read}", file=sys.stderr)
@@ -183,6 +203,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str, str]] = {
     "export": (_export, "write a language model for transformers", "export checkpoint=runs/NAME/DATE-SEED out=DIR"),
     "config": (_config, "show every option: value, who set it, meaning", "config experiment=quickstart --only gamma"),
     "experiments": (_experiments, "list the experiments", "experiments --json"),
+    "import-config": (
+        _import_config,
+        "turn PPO options of RLinf, verl, ROLL or TRL into an experiment",
+        "import-config verl ppo_trainer.yaml --out my_configs/experiment/mine.yaml",
+    ),
 }
 
 
@@ -587,12 +612,18 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog=f"{PROGRAM} {name}", description=line, epilog=f"example: {PROGRAM} {example}", allow_abbrev=False
     )
-    parser.add_argument("overrides", nargs="*", type=_quoted, metavar="option=value", help=f"see `{PROGRAM} config`")
-    parser.add_argument("--config-dir", metavar="DIR", help="your own configs; searched before those that ship")
+    if name == "import-config":
+        parser.add_argument("overrides", nargs="*", metavar="FRAMEWORK FILE", help="rlinf, verl, roll or trl; its YAML")
+        parser.add_argument("--out", metavar="FILE", help="the experiment to write, a new file (default: stdout)")
+    else:
+        parser.add_argument(
+            "overrides", nargs="*", type=_quoted, metavar="option=value", help=f"see `{PROGRAM} config`"
+        )
+        parser.add_argument("--config-dir", metavar="DIR", help="your own configs; searched before those that ship")
     parser.add_argument("--json", action="store_true", help="results as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.set_defaults(command="train" if name == "config" else name, config_name=None, multirun=False, only=None)
-    if name != "experiments":
+    if name not in ("experiments", "import-config"):
         parser.add_argument("--config-name", metavar="NAME", help="primary config (default: the command's)")
     if name == "train":
         parser.add_argument("-m", "--multirun", action="store_true", help="one run per combination of a=1,2 b=3,4")
@@ -623,7 +654,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError as e:
-        if argv[0] not in ("config", "experiments", "plan"):
+        if argv[0] not in ("config", "experiments", "import-config", "plan"):
             return _report(e)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever reads has read enough: .. | head
         return 0

@@ -145,6 +145,34 @@ def print_plan(told: Mapping[str, Any]) -> None:
     table(rows)
 
 
+# ---------------------------------------------------------------------------------------------------------- migration
+def print_migration(told: Mapping[str, Any]) -> None:
+    """Theirs -> ours, and what has no counterpart, with the reason."""
+
+    def theirs(row: Mapping[str, Any]) -> str:
+        return f"{row['theirs']} = {show(row['value'])}"
+
+    mapped = [
+        [theirs(row) + (" (their default)" if row["default"] else ""), f"{path} = {show(value)}"]
+        for row in told["mapped"]
+        for path, value in row["ours"].items()
+    ]
+    parts = [
+        (f"mapped, {told['peer']} -> ours", mapped),
+        ("no meaning here", [[theirs(row), row["why"]] for row in told["meaningless"]]),
+        ("refused", [[theirs(row), row["why"]] for row in told["refused"]]),
+        ("unknown", [[theirs(row), row["why"]] for row in told["unknown"]]),
+        ("yours to write", [[path, what] for path, what in told["to_write"].items()]),
+        ("refused together", [["train would say", told["conflict"]]] if told["conflict"] else []),
+    ]
+    for title, rows in parts:
+        if rows:
+            table(rows, title=title)
+            print()
+    counts = [[name, str(len(told[name]))] for name in ("mapped", "meaningless", "refused", "unknown")]
+    table([*counts, ["written", told["out"] or "to stdout"]])
+
+
 # ------------------------------------------------------------------------------------------------------------ summary
 def print_summary(summary: Mapping[str, Any]) -> None:
     """Numbers and words of a summary, one per line; nested entries stay in the files."""

@@ -87,6 +87,12 @@ FLOORS: dict[str, int] = {
             "strict",
             "rules",
             "explain",
+            "migrate",
+            "peers.rule",
+            "peers.rlinf",
+            "peers.verl",
+            "peers.roll",
+            "peers.trl",
         ),
         5,
     ),  # edge
