@@ -1,4 +1,4 @@
-"""What the console command says: resolved options, experiments, summaries, suggestions."""
+"""What the console command says: resolved options, experiments, plans, imported options, summaries."""
 
 from __future__ import annotations
 

@@ -28,6 +28,8 @@ from embodied_ppo.peers.verl import VERL
 
 MISSING = "???"
 """What the written file has where the peer's does not say what we need."""
+UNFIT = (TypeError, ValueError, AttributeError, KeyError, IndexError, ZeroDivisionError)
+"""What a rule raises over a value of another kind than the option has."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
@@ -177,7 +179,7 @@ def convert(peer: str, file: str) -> Migration:
     _recognise(source, peer, file)
     found = Migration(peer, its.mode(source))
     for path, value in source.values.items():
-        rule = _rule(its.table, path)
+        rule = rule_of(its.table, path)
         if rule is None:
             found.unknown.append({"theirs": path, "value": value, "why": f"no option of {its.name}'s that we know"})
         elif path in source.unresolved:
@@ -185,7 +187,7 @@ def convert(peer: str, file: str) -> Migration:
         else:
             _apply(found, path, value, rule, source)
     for path, value in its.defaults.items():
-        if path not in source.values and (rule := _rule(its.table, path)):
+        if path not in source.values and (rule := rule_of(its.table, path)):
             _apply(found, path, value, rule, source, default=True)
     for path, value in its.always.items():
         found.options.setdefault(path, value)
@@ -199,7 +201,7 @@ def convert(peer: str, file: str) -> Migration:
     return found
 
 
-def _rule(table: Table, path: str) -> Rule | None:
+def rule_of(table: Table, path: str) -> Rule | None:
     if path in table:
         return table[path]
     fits = [pattern for pattern in table if "*" in pattern and fnmatchcase(path, pattern)]
@@ -208,7 +210,7 @@ def _rule(table: Table, path: str) -> Rule | None:
 
 def _recognise(source: Source, peer: str, file: str) -> None:
     """Raises ConfigError for the file of another framework, or of none."""
-    known = {name: sum(_rule(p.table, path) is not None for path in source.values) for name, p in PEERS.items()}
+    known = {name: sum(rule_of(p.table, path) is not None for path in source.values) for name, p in PEERS.items()}
     likely = max(known, key=lambda name: known[name])
     if known[peer] * 2 < known[likely]:
         raise ConfigError(
@@ -227,7 +229,7 @@ def _unresolved(found: Migration, path: str, value: Any, rule: Rule, source: Sou
     """A value that only their program knows: explained where its option has no meaning here in any case."""
     try:
         answer = rule(None, source)
-    except (TypeError, ValueError, AttributeError):  # the rule wants a value
+    except UNFIT:  # the rule wants a value
         answer = {}
     if isinstance(answer, str):
         found.meaningless.append({"theirs": path, "value": value, "why": answer})
@@ -240,7 +242,7 @@ def _apply(found: Migration, path: str, value: Any, rule: Rule, source: Source, 
     said = {"theirs": path, "value": value}
     try:
         answer = rule(value, source)
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError, ZeroDivisionError) as e:
+    except UNFIT as e:
         found.refused.append({**said, "why": f"{show(value)} is no such value ({one_line(e)})"})
         return
     if isinstance(answer, str):
@@ -253,13 +255,14 @@ def _apply(found: Migration, path: str, value: Any, rule: Rule, source: Source, 
             plain = attrgetter(target)(strict.read(Config, [("", {target: wanted})]).config)
         except (ConfigError, PlacementError) as e:
             found.refused.append({**said, "why": str(e)})
-            continue
+            return
         plain = list(plain) if isinstance(plain, tuple) else plain
         before = found.options.get(target, plain)
         if before == plain:
             taken[target] = plain
         elif not default:
             found.refused.append({**said, "why": f"another option of the file says {target} = {show(before)}"})
+            return
     found.options |= taken
     if taken:
         found.mapped.append({**said, "ours": taken, "default": default})

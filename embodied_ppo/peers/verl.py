@@ -125,7 +125,7 @@ def _optim(ours_of: str, grad_clip: str) -> dict[str, Rule]:
 def _warmup_ratio(ours_of: str, steps: str) -> Rule:
     rule = warmup_share(ours_of, _updates)
     return lambda value, source: (
-        "lr_warmup_steps wins there, too" if (source.get(steps) or -1) >= 0 else rule(value, source)
+        "lr_warmup_steps wins there, too" if source.get(steps, -1) >= 0 else rule(value, source)
     )
 
 
