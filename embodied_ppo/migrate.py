@@ -211,18 +211,15 @@ def rule_of(table: Table, path: str) -> Rule | None:
 def _recognise(source: Source, peer: str, file: str) -> None:
     """Raises ConfigError for the file of another framework, or of none."""
     known = {name: sum(rule_of(p.table, path) is not None for path in source.values) for name, p in PEERS.items()}
-    likely = max(known, key=lambda name: known[name])
-    if known[peer] * 2 < known[likely]:
+    likely, its, total = max(known, key=lambda name: known[name]), PEERS[peer].name, len(source.values)
+    if known[peer] * 2 < known[likely] and known[likely] * 2 > total:
         raise ConfigError(
-            f"{file} looks like {PEERS[likely].name}'s ({known[likely]} of its {len(source.values)} options, "
-            f"{known[peer]} are {PEERS[peer].name}'s); write import-config {likely} {file}"
+            f"{file} looks like {PEERS[likely].name}'s ({known[likely]} of its {total} options, {known[peer]} are "
+            f"{its}'s); write import-config {likely} {file}"
         )
     if not known[peer]:
         first = ", ".join(list(source.values)[:3])
-        raise ConfigError(
-            f"{file} holds no option of {PEERS[peer].name}'s, RLinf's, verl's, ROLL's or TRL's ({first}); name "
-            "their YAML file"
-        )
+        raise ConfigError(f"{file} holds no option of {its}'s (it has {first}); name a YAML file with {its}'s options")
 
 
 def _unresolved(found: Migration, path: str, value: Any, rule: Rule, source: Source) -> None:

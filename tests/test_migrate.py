@@ -284,7 +284,8 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("verl", {"reward_model.enable": True, "reward_model.model.path": "rm"}, {"reward.model.path": "rm"}),
     # .. and what it does where its file says nothing
     ("verl", {"algorithm.adv_estimator": "gae"}, {"algorithm.rollout_batch_size": 1024,
-     "algorithm.response_length": 512, "algorithm.global_batch_size": 256, "algorithm.weight_decay": 0.01, "critic.weight_decay": 0.01}),
+     "algorithm.response_length": 512, "algorithm.global_batch_size": 256, "algorithm.weight_decay": 0.01,
+     "critic.weight_decay": 0.01}),
     # RLinf: discounts of chunks, 0.99 = 0.9987445^8; steps per decision; passes; warm-up of 30 steps, 10 an update
     ("rlinf", {**ROBOT, "algorithm.reward_type": "chunk_level", "algorithm.gamma": 0.99},
      {"algorithm.gamma": 0.9987445, "env.action_chunk": 8}),
@@ -313,6 +314,8 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
                "actor.model.openpi.joint_logprob": True},
      {"model.policy": "flow", "model.checkpoint": "pi0", "model.flow_steps": 5, "model.flow_noise": "learned",
       "model.flow_chain": "mean"}),
+    ("rlinf", {"runner.task_type": "embodied", "actor.model.model_type": "mlp_policy", "actor.model.hidden_dim": 128},
+     {"model.hidden": [128, 128, 128], "model.normalize_obs": False, "model.shared_backbone": False}),
     ("rlinf", {"algorithm.loss_type": "actor", "algorithm.ratio_clip_eps": 0.3, "algorithm.clip_ratio_low": None,
                "data.rollout_batch_size": 512, "algorithm.n_minibatches": 4},
      {"algorithm.clip_ratio_low": 0.3, "algorithm.clip_ratio_high": 0.3, "algorithm.global_batch_size": 128}),
@@ -344,7 +347,8 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
                             "algorithm.loss_agg_func": "seq-mean-token-mean", "algorithm.lr_schedule": "linear"}),
     # TRL: batches; one learning rate for both; KL always in the reward
     ("trl", TRL, {"algorithm.rollout_batch_size": 64, "algorithm.global_batch_size": 32,
-                  "algorithm.micro_batch_size": 16, "updates": 157, "algorithm.lr": 3e-6, "critic.lr": 3e-6, "algorithm.use_kl_in_reward": True,
+                  "algorithm.micro_batch_size": 16, "updates": 157, "algorithm.lr": 3e-6, "critic.lr": 3e-6,
+                  "algorithm.use_kl_in_reward": True,
                   "algorithm.kl_ctrl.kl_coef": 0.05, "algorithm.kl_penalty": "k3", "algorithm.clip_ratio_c": None,
                   "algorithm.value_clip": 0.2, "algorithm.missing_eos_penalty": 1.0, "rollout.temperature": 0.7}),
     ("trl", {"num_ppo_epochs": 2}, {"algorithm.gae_lambda": 0.95, "algorithm.use_kl_in_reward": True,
@@ -485,7 +489,7 @@ REFUSALS = [
     ("verl text.yaml", "text.yaml holds no options"),
     ("verl self.yaml", "self.yaml holds a section that contains itself"),
     ("verl code.yaml", "code.yaml is not plain YAML"),
-    ("verl foreign.yaml", "holds no option of verl's, RLinf's, verl's, ROLL's or TRL's (services.web.image)"),
+    ("verl foreign.yaml", "foreign.yaml holds no option of verl's (it has services.web.image)"),
     ("verl roll.yaml", "roll.yaml looks like ROLL's (24 of its 24 options"),
     ("trl verl.yaml", "looks like verl's .. write import-config verl verl.yaml"),
     ("vrl verl.yaml", "vrl: no such framework; did you mean verl? there are: rlinf, verl, roll, trl"),

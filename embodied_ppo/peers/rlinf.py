@@ -123,8 +123,16 @@ def _env(value: Any, source: Source) -> Answer:
 
 
 def _model(value: Any, source: Source) -> Answer:
-    words = {"mlp_policy": "actor_critic", "cnn_policy": "actor_critic", "openvla": "token", "openvla_oft": "token",
-             "openpi": "flow", "openpi_rlinf": "flow"}  # fmt: skip
+    """Their networks of vectors: value on a trunk of its own, observations as they are, a deviation of e^-0.5."""
+    words = {"openvla": "token", "openvla_oft": "token", "openpi": "flow", "openpi_rlinf": "flow"}
+    if _robot(source) and value == "mlp_policy":
+        return {
+            "model.policy": "actor_critic",
+            "model.backbone": "mlp",
+            "model.shared_backbone": False,
+            "model.normalize_obs": False,
+            "model.init_log_std": -0.5,
+        }
     if not _robot(source):
         return "read from the model's own directory"
     if value not in words:
