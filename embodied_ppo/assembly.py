@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -81,6 +82,17 @@ def device(name: str, threads: int) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= count:
         raise ConfigError(f"device={name}: this machine shows torch {count} CUDA devices; use device=cpu or auto")
     return found
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Of float32 products, within it: an option's word."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def hardware_of(config: Config, device: torch.device) -> plan.Hardware:

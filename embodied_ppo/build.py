@@ -6,8 +6,8 @@ import errno
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,23 +16,23 @@ import torch
 import yaml
 
 from embodied_ppo import checkpoint, imitation, loop, reasoner, robot, rules, spread, spread_language, strict
-from embodied_ppo.assembly import Assembly, Setup, config_hash, device, digest, hardware_of, total_updates, versions
+from embodied_ppo.assembly import (
+    Assembly,
+    Setup,
+    config_hash,
+    device,
+    digest,
+    hardware_of,
+    matmul_precision,
+    total_updates,
+    versions,
+)
 from embodied_ppo.config import Config, DemosConfig, EvaluateConfig
 from embodied_ppo.log import Log, Timer, numbers, peak_rss_mb, process_age_s
 from embodied_ppo.placement import plan
 from embodied_ppo.rundir import absolute, check_resume, flat, locate, locked, stored_options
 from embodied_ppo.terminal import Interrupts, Progress, episode_bar, stop_signals
 from embodied_ppo.types import CheckpointError, ConfigError, EnvError, ProcessLost, TrainingError
-
-
-@contextmanager
-def _matmul_precision(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
@@ -225,7 +225,7 @@ def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) 
         eval_every=config.eval_every,
         max_lag=config.cluster.max_lag,
     )
-    with stop_signals(timer) as should_stop, _matmul_precision(config.matmul_precision):
+    with stop_signals(timer) as should_stop, matmul_precision(config.matmul_precision):
         try:
             if first and system.saved is None:  # it goes on from another run's checkpoint
                 system.save(first)
@@ -321,7 +321,7 @@ def _imitated(config: Config, made: Assembly, log: Log) -> dict[str, Any]:
     run_dir, system, timer = log.run_dir, made.system, Timer()
     log.say(f"{config.name}: {made.title.partition(',')[0]}, cloned, in {run_dir}")
     started = time.perf_counter()
-    with stop_signals(timer), _matmul_precision(config.matmul_precision):
+    with stop_signals(timer), matmul_precision(config.matmul_precision):
         try:
             saved = system.save(0)  # before the evaluation: should that fail, nothing is lost
             with timer("evaluate"):

@@ -8,6 +8,7 @@ import difflib
 import functools
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -40,6 +41,10 @@ FLAGS = "command line"
 """Who set an option that was given as an argument."""
 REFUSED, FAILED, INTERRUPTED = 2, 3, 130
 """Exit codes: nothing started, the run failed, interrupted after saving."""
+
+
+MY_CONFIGS = "my_configs"
+"""Folder for what a command writes to be read as a config, unless --config-dir names one."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -116,6 +121,41 @@ def _plan(args: argparse.Namespace) -> None:
         print(explain.as_json(told))
     else:
         explain.print_plan(told)
+
+
+def _tune(args: argparse.Namespace) -> None:
+    loaded = _prepare(args, args.overrides)
+    _say_aliases(loaded, args)
+    from embodied_ppo import tuning
+
+    home = Path(args.config_dir or MY_CONFIGS)
+    file = tuning.destination(home, loaded.config.name)
+    found = tuning.search(loaded.config, explicit=loaded.deliberate({FLAGS}), quiet=args.quiet)
+    tuning.write(file, found, shlex.join([PROGRAM, "tune", *args.overrides]))
+    args.config_dir, args.command = str(home), "train"
+    words = [*(line for line in args.overrides if not _of_placement(line)), f"placement={file.stem}"]
+    again, asked = _prepare(args, words).config, found.config
+    if (again.placement, again.cluster) != (asked.placement, asked.cluster):
+        raise ConfigError(
+            f"{file}: is written, but another file sets cluster, too, and both together are "
+            f"{show(vars(again.cluster))}; take it out there"
+        )
+    named = ["--config-name", args.config_name] if args.config_name else []
+    line = shlex.join([PROGRAM, "train", "--config-dir", str(home), *named, *words])
+    told = found.told() | {"file": str(file), "command": line}
+    if args.json:
+        print(explain.as_json(told))
+    else:
+        explain.print_tuned(told)
+
+
+def _of_placement(line: str) -> bool:
+    """Whether an override is about what a tuned placement says."""
+    from embodied_ppo.config import ALIASES
+
+    key = line.lstrip("+~").partition("=")[0]
+    paths = ALIASES[""].get(key, (key,))
+    return any(path.partition(".")[0] in ("placement", "cluster") for path in paths)
 
 
 def _config(args: argparse.Namespace) -> None:
@@ -200,6 +240,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str, str]] = {
         "show where a run's roles go and the memory they need",
         "plan placement=hybrid cluster.num_nodes=2",
     ),
+    "tune": (
+        _tune,
+        "find the fastest placement on the devices there are",
+        "tune experiment=tabletop_token cluster.devices_per_node=2",
+    ),
     "export": (_export, "write a language model for transformers", "export checkpoint=runs/NAME/DATE-SEED out=DIR"),
     "config": (_config, "show every option: value, who set it, meaning", "config experiment=quickstart --only gamma"),
     "experiments": (_experiments, "list the experiments", "experiments --json"),
@@ -233,7 +278,8 @@ def _prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = Tr
                     f"leave it out, or write it when PPO goes on: train resume=RUN run_dir=NEW {path}=.."
                 )
         return loaded  # build.clone compares the rest
-    rules.check(config, explicit=loaded.deliberate({FLAGS}))
+    check_it = rules.check_tuning if args.command == "tune" else rules.check
+    check_it(config, explicit=loaded.deliberate({FLAGS}))
     if isinstance(config, Config) and config.updates is not None:
         if origin.get("env_steps") == FLAGS and origin["updates"] != FLAGS:
             raise ConfigError(
@@ -654,7 +700,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError as e:
-        if argv[0] not in ("config", "experiments", "import-config", "plan"):
+        if argv[0] not in ("config", "experiments", "import-config", "plan", "tune"):
             return _report(e)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever reads has read enough: .. | head
         return 0

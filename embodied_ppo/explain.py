@@ -173,6 +173,31 @@ def print_migration(told: Mapping[str, Any]) -> None:
     table([*counts, ["written", told["out"] or "to stdout"]])
 
 
+# --------------------------------------------------------------------------------------------------------------- tune
+SHOWN = 12
+"""Placements in a table."""
+
+
+def print_tuned(told: Mapping[str, Any]) -> None:
+    """Placements by predicted seconds, what was refused, and what to do with the best."""
+    found, refused = told["placements"], told["refused"]
+    rows = [["placement", "processes", "predicted s", "collect", "update", "publish", "GB on a device", "measured s"]]
+    for i, row in enumerate(found):
+        if i < SHOWN or row["measured_s"] is not None:
+            seconds = [f"{row[f'{part}_s']:.3g}" for part in ("whole", "collect", "update", "publish")]
+            took = "" if row["measured_s"] is None else f"{row['measured_s']:.3g}"
+            rows.append([row["placement"], str(row["processes"]), *seconds, f"{row['memory_gb']:.3g}", took])
+    table(rows)
+    if len(found) > len(rows) - 1:
+        print(f"and {len(found) - len(rows) + 1} more (--json)")
+    print()
+    table([["refused", row["placement"], row["reason"]] for row in refused[:SHOWN]])
+    if len(refused) > SHOWN:
+        print(f"and {len(refused) - SHOWN} more (--json)")
+    print()
+    table([["best", told["best"]], ["file", told["file"]], ["command", told["command"]]])
+
+
 # ------------------------------------------------------------------------------------------------------------ summary
 def print_summary(summary: Mapping[str, Any]) -> None:
     """Numbers and words of a summary, one per line; nested entries stay in the files."""

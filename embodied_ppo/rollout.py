@@ -180,6 +180,7 @@ class Rollout:
         self.cuts = {int(t): at == t for t in at.unique() if t > 0}
         self.steps = 0  # of each environment, since the last restart
         self.cpu_s = {"simulate": 0.0, "act": 0.0}  # CPU seconds of this process, whole run
+        self.simulate_s = 0.0  # by the clock, whole run
         self.device = env.device
         self.acting = Acting(policy, later or compiled.Later(None))
         self.generator = Generator(device=self.device)
@@ -244,10 +245,11 @@ class Rollout:
             self.cpu_s["act"] += now - before
             begun = begin(env, decision[0])
             yield
-            now = time.process_time()  # what others did meanwhile is theirs
+            now, begun_at = time.process_time(), time.perf_counter()  # what others did meanwhile is theirs
             step, cut = self._cut(begun())
             before, now = now, time.process_time()
             self.cpu_s["simulate"] += now - before
+            self.simulate_s += time.perf_counter() - begun_at
             if cut is not None:
                 cuts[t] = cut.cpu()
             observed.append(self.obs)

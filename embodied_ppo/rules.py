@@ -9,6 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 from embodied_ppo.config import ClusterConfig, Config, EvaluateConfig, ExportConfig
@@ -334,11 +335,7 @@ def _check_placement(config: Config) -> None:
         raise PlacementError(
             f"cluster.stages = {cluster.stages}: is for simulators, and mode=reasoning has none; write cluster.stages=1"
         )
-    if cluster.max_lag and cluster.weights not in ("auto", "store"):
-        raise PlacementError(
-            f"cluster.weights = {cluster.weights}: rollouts that run ahead take weights when they are ready, which "
-            "only cluster.weights=store keeps for them; write that, or cluster.max_lag=0"
-        )
+    _check_lag(cluster)
     if asked == "local" and not cluster.component_placement:
         default = ClusterConfig()
         for field in dataclasses.fields(cluster):
@@ -348,6 +345,35 @@ def _check_placement(config: Config) -> None:
                     f"cluster.{field.name} = {show(value)}: is not read with placement=local, which is this process "
                     f"alone; choose a placement ({', '.join(plan.PRESETS)}), or leave it out"
                 )
+
+
+def _check_lag(cluster: ClusterConfig) -> None:
+    if cluster.max_lag and cluster.weights not in ("auto", "store"):
+        raise PlacementError(
+            f"cluster.weights = {cluster.weights}: rollouts that run ahead take weights when they are ready, which "
+            "only cluster.weights=store keeps for them; write that, or cluster.max_lag=0"
+        )
+
+
+def check_tuning(config: Config, explicit: Collection[str] = ()) -> None:
+    """As ``check``, for a run whose placement is yet to be found. Raises ConfigError, PlacementError."""
+    if config.mode != "embodied":
+        raise ConfigError(
+            "mode = reasoning: tune predicts placements of robot policies; look at one with plan, and try it with train"
+        )
+    if config.resume is not None:
+        raise ConfigError(
+            f"resume = {config.resume}: is not read by tune, which continues nothing; leave it out, and write "
+            "it to train with what tune has found"
+        )
+    default = ClusterConfig()
+    given = [("placement", config.placement, "local"), ("cluster.stages", config.cluster.stages, default.stages)]
+    given.append(("cluster.component_placement", config.cluster.component_placement, default.component_placement))
+    for path, value, free in given:
+        if value != free:
+            raise PlacementError(f"{path} = {show(value)}: is what tune looks for; leave it out, or try it with train")
+    check(replace(config, cluster=default), explicit)
+    _check_lag(config.cluster)
 
 
 def unused_roles(config: Config) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 
 from embodied_ppo import compiled, robot, tree
 from embodied_ppo.assembly import Assembly, Setup, hardware_of, steps_per_update
-from embodied_ppo.config import Config
+from embodied_ppo.config import AlgorithmConfig, Config
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.placement import memory, plan
 from embodied_ppo.placement.lines import Exchange, Server
@@ -23,7 +23,7 @@ from embodied_ppo.placement.residency import Residency
 from embodied_ppo.placement.simulators import Described, Joined, RemoteEnv, Simulators, described
 from embodied_ppo.placement.system import Records
 from embodied_ppo.rollout import Staged, env_seeds
-from embodied_ppo.types import ConfigError, VectorEnv
+from embodied_ppo.types import ConfigError, Trajectory, VectorEnv
 
 if TYPE_CHECKING:
     from embodied_ppo.placement.cluster import ClusterSystem
@@ -59,35 +59,65 @@ def check_compile(config: Config, placed: plan.Plan) -> None:
 def foreseen(config: Config, placed: plan.Plan) -> dict[str, dict[str, int]]:
     """Group of a plan -> bytes that one of its processes will need at the peak, by what for; simulators not counted.
 
-    Builds the policy, and one simulator for its spaces, in this process on the CPU. Raises ConfigError, EnvError.
+    Raises ConfigError, EnvError.
     """
-    cpu, a = torch.device("cpu"), config.algorithm
-    env = robot.make_env(env_seeds(0, 0, 1), config=config.env, device=cpu)
-    try:
-        about = Described(described(env), cpu)
-    finally:
-        env.close()
-    policy = robot.make_policy(config, about)
-    assert isinstance(policy, torch.nn.Module)
-    acts, learns = placed.processes("rollout"), placed.processes("actor")
-    rows = config.env.num_envs // acts
-    peak, obs, decision = memory.acting(policy, about.obs_spec, cpu, rows // placed.stages)
-    t = memory.experience(obs, decision, a.horizon * placed.stages)
-    weights, held = memory.nbytes([*policy.parameters(), *policy.buffers()]), memory.nbytes(t)
-    mine = tree.map(lambda x: x.new_empty(a.horizon, config.env.num_envs // learns, *x.shape[2:]), t)
-    batch = a.global_batch_size // learns
-    share = replace(a, global_batch_size=batch, micro_batch_size=min(a.micro_batch_size or batch, batch))
-    learner = JointLearner(policy, share, num_envs=config.env.num_envs, updates=1, seed=0)
-    update = memory.predicted(policy, learner, cpu, mine)
-    found: dict[str, dict[str, int]] = {}
-    for group in placed.groups:
-        need: dict[str, int] = dict.fromkeys(vars(update), 0)
-        if "rollout" in group.roles:
-            need.update(weights=weights, experience=held, activations=peak)
-        if "actor" in group.roles:
-            need = {what: max(need[what], size) for what, size in vars(update).items()}
-        found[group.name] = need
-    return found
+    return Foresight(config).needs(placed)
+
+
+class Foresight:
+    """What processes will need, whatever the placement."""
+
+    def __init__(self, config: Config) -> None:
+        """Builds the policy, and one simulator for its spaces, in this process on the CPU. Raises ConfigError,
+        EnvError."""
+        self.config, self.cpu = config, torch.device("cpu")
+        env = robot.make_env(env_seeds(0, 0, 1), config=config.env, device=self.cpu)
+        try:
+            self.about = Described(described(env), self.cpu)
+        finally:
+            env.close()
+        self.policy = robot.make_policy(config, self.about)
+        self._acts: dict[int, tuple[int, Any, Any]] = {}
+        self._learns: dict[int, memory.Memory] = {}
+
+    def needs(self, placed: plan.Plan) -> dict[str, dict[str, int]]:
+        """Group -> bytes that one of its processes will need at the peak, by what for; simulators not counted."""
+        peak, t = self._acting(placed.processes("rollout") * placed.stages)
+        update = self._updating(placed.processes("actor"))
+        weights = memory.nbytes([*self.policy.parameters(), *self.policy.buffers()])
+        found: dict[str, dict[str, int]] = {}
+        for group in placed.groups:
+            need: dict[str, int] = dict.fromkeys(vars(update), 0)
+            if "rollout" in group.roles:
+                need.update(weights=weights, experience=memory.nbytes(t) * placed.stages, activations=peak)
+            if "actor" in group.roles:
+                need = {what: max(need[what], size) for what, size in vars(update).items()}
+            found[group.name] = need
+        return found
+
+    def _acting(self, parts: int) -> tuple[int, Trajectory]:
+        """Of deciding for one of so many parts of the environments: the peak, and the experience."""
+        if parts not in self._acts:
+            rows = self.config.env.num_envs // parts
+            self._acts[parts] = memory.acting(self.policy, self.about.obs_spec, self.cpu, rows)
+        peak, obs, decision = self._acts[parts]
+        return peak, memory.experience(obs, decision, self.config.algorithm.horizon)
+
+    def _updating(self, learns: int) -> memory.Memory:
+        """Of one of so many learners."""
+        if learns not in self._learns:
+            config, share = self.config, share_of(self.config.algorithm, learns)
+            _, t = self._acting(1)
+            mine = tree.map(lambda x: x.new_empty(x.shape[0], config.env.num_envs // learns, *x.shape[2:]), t)
+            learner = JointLearner(self.policy, share, num_envs=config.env.num_envs, updates=1, seed=0)
+            self._learns[learns] = memory.predicted(self.policy, learner, self.cpu, mine)
+        return self._learns[learns]
+
+
+def share_of(a: AlgorithmConfig, world: int) -> AlgorithmConfig:
+    """What one of ``world`` learners does of every minibatch."""
+    batch = max(1, a.global_batch_size // world)
+    return replace(a, global_batch_size=batch, micro_batch_size=min(a.micro_batch_size or batch, batch))
 
 
 def facts(config: Config, placed: plan.Plan) -> dict[str, int]:
@@ -118,7 +148,7 @@ def started(s: Setup, placed: plan.Plan, records: Records, part: PartMaker) -> C
     system = ClusterSystem(
         records,
         placed,
-        Maker(config, s.device.type, s.run_dir, s.updates, s.text, s.info, s.fresh_start, part),
+        Maker(config, s.device.type, s.run_dir.absolute(), s.updates, s.text, s.info, s.fresh_start, part),
         options=config.cluster,
         threads=config.threads,
         notice=s.notice,

@@ -467,7 +467,7 @@ class ClusterSystem(RunSystem):
 
     def write(self, result: Any, source: checkpoint.Checkpoint, out: Path) -> dict[str, str | None]:
         """The report, by the first rollout process."""
-        return self._ask([self.actors[0]], "write", result, str(source.path), str(out))[0]
+        return self._ask([self.actors[0]], "write", result, str(source.path.absolute()), str(out.absolute()))[0]
 
     def _save(self, update: int, rest: Mapping[str, Any]) -> Path:
         self._turn("save")
@@ -475,13 +475,13 @@ class ClusterSystem(RunSystem):
         serving = self._serve(self.actors, "env")
         states = [h.actor.state.remote() for h in self.actors]
         serving += self._serve([first], *ASKS["actor"])  # after: who has a critic and a rollout tells of that first
-        call = Call(first.actor.save.remote(str(self.records.checkpoints), update, rest, *states), first)
+        call = Call(first.actor.save.remote(str(self.records.checkpoints.absolute()), update, rest, *states), first)
         return Path(self._wait([call, *serving], "save")[0].result)
 
     def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
         self._turn("save")
         everyone = list(dict.fromkeys([*self.actors, *self.learners]))
-        calls = [Call(h.actor.load.remote(str(source.path)), h) for h in everyone]
+        calls = [Call(h.actor.load.remote(str(source.path.absolute())), h) for h in everyone]
         self._wait([*calls, *self._serve(self.actors, "env"), *self._serve(self.learners, *ASKS["actor"])], "load")
 
     def cpu_s(self) -> dict[str, float]:

@@ -412,16 +412,28 @@ ROOM = 0.92
 """Of a device's memory that can be planned with: the rest is the driver's, the allocator's and other programs'."""
 
 
-def check_memory(p: Plan, needs: Mapping[str, Need]) -> None:
-    """Whether everything fits in every phase; ``needs`` by the group's name. Raises PlacementError with the arithmetic.
+@dataclass(frozen=True)
+class Load:
+    """Bytes on a device (on a CPU: a machine) in the phase that needs most; ``parts``: group's name -> of each of its
+    processes there."""
+
+    where: str
+    phase: str
+    parts: Mapping[str, Sequence[int]]
+
+    @property
+    def total(self) -> int:
+        return sum(map(sum, self.parts.values()))
+
+
+def loads(p: Plan, needs: Mapping[str, Need]) -> list[Load]:
+    """Of every device that is used; ``needs`` by the group's name.
 
     On a CPU all processes of a machine share its memory and nobody sleeps. On a GPU, groups that take turns need what
     the phase asks of them, and each process keeps a context.
     """
-    limit = p.hardware.memory
-    if limit is None:
-        return
     gpu = p.hardware.kind == "cuda"
+    most: dict[str, Load] = {}
     for phase in ("collect", "update", "publish"):
         wanted = PHASES[phase]
         places: dict[str, dict[str, list[int]]] = {}
@@ -433,17 +445,28 @@ def check_memory(p: Plan, needs: Mapping[str, Need]) -> None:
                 for device in has:
                     where = f"cuda {device}" if gpu else f"node {p.hardware.node(device)}"
                     places.setdefault(where, {}).setdefault(g.name, []).append(size // len(has))
-        for where, there in places.items():
-            total = sum(map(sum, there.values()))
-            if total > ROOM * limit:
-                largest = max(there, key=lambda name: sum(there[name]))
-                told = ", ".join(f"{what} {amount(size)}" for what, size in needs[largest].items() if size)
-                parts = " + ".join(f"{len(sizes)} x {amount(sizes[0])} ({name})" for name, sizes in there.items())
-                context = f", {amount(CONTEXT)} of each for CUDA itself" if gpu else ""
-                raise PlacementError(
-                    f"placement: {where} needs {parts} = {amount(total)} to {phase}, more than {ROOM:.0%} of its "
-                    f"{amount(limit)}; one process of {largest}: {told}{context}; {_memory_cure(needs[largest])}"
-                )
+        for where, parts in places.items():
+            load = Load(where, phase, parts)
+            if where not in most or load.total > most[where].total:
+                most[where] = load
+    return list(most.values())
+
+
+def check_memory(p: Plan, needs: Mapping[str, Need]) -> None:
+    """Whether everything fits in every phase; as ``loads``. Raises PlacementError with the arithmetic."""
+    limit = p.hardware.memory
+    if limit is None:
+        return
+    for load in loads(p, needs):
+        if load.total > ROOM * limit:
+            largest = max(load.parts, key=lambda name: sum(load.parts[name]))
+            told = ", ".join(f"{what} {amount(size)}" for what, size in needs[largest].items() if size)
+            parts = " + ".join(f"{len(sizes)} x {amount(sizes[0])} ({name})" for name, sizes in load.parts.items())
+            context = f", {amount(CONTEXT)} of each for CUDA itself" if p.hardware.kind == "cuda" else ""
+            raise PlacementError(
+                f"placement: {load.where} needs {parts} = {amount(load.total)} to {load.phase}, more than {ROOM:.0%} "
+                f"of its {amount(limit)}; one process of {largest}: {told}{context}; {_memory_cure(needs[largest])}"
+            )
 
 
 def amount(size: int) -> str:
