@@ -34,7 +34,6 @@ from embodied_ppo.rundir import absolute, check_resume, flat, locate, locked, st
 from embodied_ppo.terminal import Interrupts, Progress, episode_bar, stop_signals
 from embodied_ppo.types import CheckpointError, ConfigError, EnvError, ProcessLost, TrainingError
 
-
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 """Errors of a disk that is full, over quota, read-only or broken."""
 
