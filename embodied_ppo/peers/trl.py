@@ -80,7 +80,7 @@ def _strategy(path: str) -> Rule:
     return lambda value, source: {path: 0} if value == "no" else f"{path} counts updates"
 
 
-_both = ("algorithm", "critic")
+BOTH = ("algorithm", "critic")
 TABLE: dict[str, Rule] = {
     "num_ppo_epochs": ours("algorithm.update_epoch"),
     "num_mini_batches": _batches,
@@ -97,16 +97,16 @@ TABLE: dict[str, Rule] = {
         "total_episodes wins there, too" if _updates(source) is not None else EPOCHS
     ),
     "max_steps": none("not read by their PPO: total_episodes says it"),
-    "learning_rate": ours(*(f"{s}.lr" for s in _both)),
-    "lr_scheduler_type": ours(*(f"{s}.lr_schedule" for s in _both)),
-    "warmup_steps": ours(*(f"{s}.lr_warmup" for s in _both)),
+    "learning_rate": ours(*(f"{s}.lr" for s in BOTH)),
+    "lr_scheduler_type": ours(*(f"{s}.lr_schedule" for s in BOTH)),
+    "warmup_steps": ours(*(f"{s}.lr_warmup" for s in BOTH)),
     "warmup_ratio": lambda value, source: (
-        {f"{s}.lr_warmup": math.ceil(value * (_updates(source) or 0)) for s in _both}
+        {f"{s}.lr_warmup": math.ceil(value * (_updates(source) or 0)) for s in BOTH}
         if not value or _updates(source) is not None
         else f"a share of all updates; write algorithm.lr_warmup = {show(value)} x updates"
     ),
-    "weight_decay": ours(*(f"{s}.weight_decay" for s in _both)),
-    "max_grad_norm": ours(*(f"{s}.max_grad_norm" for s in _both)),
+    "weight_decay": ours(*(f"{s}.weight_decay" for s in BOTH)),
+    "max_grad_norm": ours(*(f"{s}.max_grad_norm" for s in BOTH)),
     "adam_beta1": ours("algorithm.adam_beta1"),
     "adam_beta2": ours("algorithm.adam_beta2"),
     "adam_epsilon": ours("algorithm.adam_eps"),
