@@ -155,7 +155,7 @@ REFUSALS = [
         "train placement=fused cluster.devices_per_node=1 cluster.stages=3",
         "env.num_envs = 64: cannot be dealt out evenly .. write env.num_envs=63",
     ),
-    ("train experiment=arithmetic placement=fused", "placement = fused .. language models in one process"),
+    ("train experiment=arithmetic placement=hybrid", "sets the simulators apart .. use fused, colocated or"),
     ("train algorithm.train_batch_size=8", "algorithm.rollout_batch_size = 8 .. needs mode=reasoning"),
     ("train cluster.num_nodes=2", "cluster.num_nodes = 2 .. placement=local"),
     ("train placement=fused cluster.num_nodes=2 cluster.devices_per_node=1", "cluster.num_nodes = 2: no Ray cluster"),

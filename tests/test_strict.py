@@ -290,8 +290,8 @@ PLACED = [
     ({"env": "all"}, "env is no role of mode=reasoning"),
     ({"actor,critic": "all"}, "no device for rollout; join it to an entry, as 'actor,critic,rollout', or give"),
     ({"actor,critic,rollout,reward,reference": 0}, "this run has no reference; leave it out"),
-    ({"actor,critic,rollout,reward": "0-3"}, "one process on one device; write placement=local"),
-    ({"actor,reward,rollout": "all", "critic": "all"}, "one process on one device; write placement=local"),
+    ({"actor,critic,rollout,reward": "0-3"}, None),
+    ({"actor,reward,rollout": "all", "critic": "all"}, None),
 ]
 
 
