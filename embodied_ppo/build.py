@@ -30,7 +30,7 @@ from embodied_ppo.assembly import (
 from embodied_ppo.config import Config, DemosConfig, EvaluateConfig
 from embodied_ppo.log import Log, Timer, numbers, peak_rss_mb, process_age_s
 from embodied_ppo.placement import plan
-from embodied_ppo.rundir import absolute, check_resume, flat, locate, locked, stored_options
+from embodied_ppo.rundir import absolute, check_resume, locate, locked, stored_options
 from embodied_ppo.terminal import Interrupts, Progress, episode_bar, stop_signals
 from embodied_ppo.types import CheckpointError, ConfigError, EnvError, ProcessLost, TrainingError
 
@@ -309,7 +309,7 @@ def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) 
 
 def _conclude(config: Config, summary: dict[str, Any], log: Log, results: Sequence[str]) -> None:
     """summary.json, and its ``results`` beside the options in TensorBoard."""
-    log.hyper_parameters(flat(strict.relevant(config)), {f"hparam/{name}": summary[name] for name in results})
+    log.hyper_parameters(strict.flat(strict.relevant(config)), {f"hparam/{name}": summary[name] for name in results})
     temporary = log.run_dir / "summary.json.new"
     temporary.write_text(json.dumps(summary, indent=1) + "\n")
     temporary.replace(log.run_dir / "summary.json")

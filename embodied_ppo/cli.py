@@ -205,6 +205,16 @@ def _import_config(args: argparse.Namespace) -> None:
     return None
 
 
+def _watch(args: argparse.Namespace) -> None:
+    from embodied_ppo import watch
+
+    with watch.listen(args.overrides or ["runs"], port=args.port) as server, contextlib.suppress(KeyboardInterrupt):
+        print(explain.as_json({"address": server.address}) if args.json else server.address, flush=True)
+        if not args.quiet:
+            print("Ctrl-C ends it", file=sys.stderr)
+        server.serve_forever()
+
+
 def _say_aliases(loaded: Loaded, args: argparse.Namespace) -> None:
     for written, read in () if args.quiet else loaded.aliases:
         print(f"{written} is read as {read}", file=sys.stderr)
@@ -245,6 +255,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str, str]] = {
         "find the fastest placement on the devices there are",
         "tune experiment=tabletop_token cluster.devices_per_node=2",
     ),
+    "watch": (_watch, "show runs on a local page, as they grow", "watch runs/NAME --port 8000"),
     "export": (_export, "write a language model for transformers", "export checkpoint=runs/NAME/DATE-SEED out=DIR"),
     "config": (_config, "show every option: value, who set it, meaning", "config experiment=quickstart --only gamma"),
     "experiments": (_experiments, "list the experiments", "experiments --json"),
@@ -661,15 +672,17 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if name == "import-config":
         parser.add_argument("overrides", nargs="*", metavar="FRAMEWORK FILE", help="rlinf, verl, roll or trl; its YAML")
         parser.add_argument("--out", metavar="FILE", help="the experiment to write, a new file (default: stdout)")
+    elif name == "watch":
+        parser.add_argument("overrides", nargs="*", metavar="RUN", help="run directories, or folders of runs (runs)")
+        parser.add_argument("--port", type=int, default=0, help="of the page (default: a free one)")
     else:
-        parser.add_argument(
-            "overrides", nargs="*", type=_quoted, metavar="option=value", help=f"see `{PROGRAM} config`"
-        )
+        see = f"see `{PROGRAM} config`"
+        parser.add_argument("overrides", nargs="*", type=_quoted, metavar="option=value", help=see)
         parser.add_argument("--config-dir", metavar="DIR", help="your own configs; searched before those that ship")
     parser.add_argument("--json", action="store_true", help="results as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.set_defaults(command="train" if name == "config" else name, config_name=None, multirun=False, only=None)
-    if name not in ("experiments", "import-config"):
+    if name not in ("experiments", "import-config", "watch"):
         parser.add_argument("--config-name", metavar="NAME", help="primary config (default: the command's)")
     if name == "train":
         parser.add_argument("-m", "--multirun", action="store_true", help="one run per combination of a=1,2 b=3,4")

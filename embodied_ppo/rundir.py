@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -24,14 +24,6 @@ FREE_ON_RESUME = ("updates", "env_steps", "save_every", "keep_last", "eval_every
 FREE_ON_RESUME += ("device", "threads", "name", "description")
 FIXED_ON_RESUME = ("mode", "algorithm.horizon", "env.num_envs", "seed")
 FIXED_ON_RESUME += ("model.activation", "model.heads", "model.decode")  # the same weights would mean something else
-
-
-def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options as one dictionary of dotted paths."""
-    found: dict[str, Any] = {}
-    for name, value in plain.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {prefix + name: value}
-    return found
 
 
 def absolute(config: Config) -> Config:
@@ -122,8 +114,8 @@ def stored_options(source: checkpoint.Checkpoint) -> dict[str, Any]:
 
 def check_resume(config: Config, source: checkpoint.Checkpoint, updates: int, say: Callable[[str], None]) -> None:
     """Tell every option that differs from the checkpoint's; refuse those that cannot."""
-    old = flat(stored_options(source))
-    for path, now in flat(strict.relevant(config)).items():
+    old = strict.flat(stored_options(source))
+    for path, now in strict.flat(strict.relevant(config)).items():
         if path.split(".")[0] in FREE_ON_RESUME or old.get(path) == now:
             continue
         if path in FIXED_ON_RESUME:

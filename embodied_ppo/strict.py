@@ -437,6 +437,14 @@ def dump(config: Any) -> dict[str, Any]:
     return _plain(asdict(config))
 
 
+def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options as one dictionary of dotted paths."""
+    found: dict[str, Any] = {}
+    for name, value in plain.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {prefix + name: value}
+    return found
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
