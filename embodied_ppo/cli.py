@@ -215,6 +215,17 @@ def _watch(args: argparse.Namespace) -> None:
         server.serve_forever()
 
 
+def _new_task(args: argparse.Namespace) -> None:
+    from embodied_ppo import new_task
+
+    made = new_task.write(args.name, Path(args.mjcf), Path(args.out) if args.out else None)
+    if args.json:
+        told = {"files": list(map(str, made.files)), "assumed": made.assumed, "commands": made.commands}
+        print(explain.as_json(told))
+    else:
+        explain.print_new_task(made.files, made.assumed, made.commands)
+
+
 def _say_aliases(loaded: Loaded, args: argparse.Namespace) -> None:
     for written, read in () if args.quiet else loaded.aliases:
         print(f"{written} is read as {read}", file=sys.stderr)
@@ -264,6 +275,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str, str]] = {
         "turn PPO options of RLinf, verl, ROLL or TRL into an experiment",
         "import-config verl ppo_trainer.yaml --out my_configs/experiment/mine.yaml",
     ),
+    "new-task": (_new_task, "write a task for a robot of your own", "new-task my_robot --mjcf robot.xml"),
 }
 
 
@@ -669,6 +681,12 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog=f"{PROGRAM} {name}", description=line, epilog=f"example: {PROGRAM} {example}", allow_abbrev=False
     )
+    if name == "new-task":
+        parser.add_argument("name", metavar="NAME", help="of the task's module; its class is in CamelCase")
+        parser.add_argument("--mjcf", metavar="FILE", required=True, help="the robot, in MuJoCo's XML")
+        parser.add_argument("--out", metavar="DIR", help="where to write (default: ./NAME)")
+        parser.add_argument("--json", action="store_true", help="what was written and assumed as JSON")
+        return parser.parse_args(list(argv[1:]))
     if name == "import-config":
         parser.add_argument("overrides", nargs="*", metavar="FRAMEWORK FILE", help="rlinf, verl, roll or trl; its YAML")
         parser.add_argument("--out", metavar="FILE", help="the experiment to write, a new file (default: stdout)")

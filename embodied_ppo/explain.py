@@ -90,6 +90,13 @@ def _description(file: Path) -> str:
     return next((c for c in comments if c and not c.startswith("@package")), "")
 
 
+# ----------------------------------------------------------------------------------------------------------- new task
+def print_new_task(files: Sequence[Path], assumed: Sequence[str], commands: Sequence[str]) -> None:
+    """What was written, assumed about the model, and what to run next."""
+    for title, lines in (("written", files), ("assumed, change it there", assumed), ("next", commands)):
+        print("\n".join([f"{title}:", *(f"  {line}" for line in lines)]))
+
+
 # ------------------------------------------------------------------------------------------------------------- config
 def config_rows(loaded: Any, *, only: str | None = None) -> dict[str, dict[str, Any]]:
     """Path -> value, default, who set it, meaning, type and limit of every option (or those that mention ``only``).

@@ -97,6 +97,7 @@ FLOORS: dict[str, int] = {
             "peers.roll",
             "peers.trl",
             "watch",
+            "new_task",
         ),
         5,
     ),  # edge
