@@ -111,7 +111,7 @@ def load(mjcf: Path) -> mujoco.MjModel:
     held = bool((still & solid).any()) or model.npair or model.neq or not model.opt.gravity.any()
     driven = _driven(model)
     for body, dof in _free(model):
-        if not held and dof not in driven:
+        if not held and driven.isdisjoint(range(dof, dof + 6)):
             raise EnvError(
                 f"{where} body {model.body(body).name} floats freely and there is nothing to stand on, so it falls for "
                 'ever; add a floor to the worldbody: <geom type="plane" size="5 5 .1"/>, or take its free joint away'
