@@ -192,7 +192,10 @@ REFUSALS = [
     ("train ~algorithm.adam_eps", "~algorithm.adam_eps: no file sets algorithm.adam_eps"),
     ("train algorithm@x=atari", "algorithm@x"),
     # commands, flags and paths
-    ("", "no command; commands: train, demos, clone, evaluate, plan, tune, watch, export, config, experiments"),
+    (
+        "",
+        "no command; commands: train, demos, clone, evaluate, plan, tune, watch, export, config, experiments, .. new-task",
+    ),
     ("trian", "trian: no such command; did you mean train?"),
     ("plann experiment=hopper", "plann: no such command; did you mean plan? commands: train"),
     ("tun", "tun: no such command; did you mean tune? commands: train"),
