@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from embodied_ppo import checkpoint, imitation, loop, reasoner, robot, rules, spread, spread_language, strict
+from embodied_ppo import batches, checkpoint, imitation, loop, reasoner, robot, rules, spread, spread_language, strict
 from embodied_ppo.assembly import (
     Assembly,
     Setup,
@@ -208,6 +208,8 @@ def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) 
     if first >= updates:
         what = f"nothing left to train (updates={'' if config.mode == 'reasoning' else ' or env_steps='} asks for more)"
     log.say(f"{config.name}: {made.title}, {what}, in {run_dir}")
+    for line in batches.lines(config) if first < updates else ():
+        log.say(f"  {line}")
 
     def show(result: Any) -> None:
         if rows := made.samples(result):
@@ -318,7 +320,7 @@ def _conclude(config: Config, summary: dict[str, Any], log: Log, results: Sequen
 def _imitated(config: Config, made: Assembly, log: Log) -> dict[str, Any]:
     """Save the clone as update 0, measure it and write the report."""
     run_dir, system, timer = log.run_dir, made.system, Timer()
-    log.say(f"{config.name}: {made.title.partition(',')[0]}, cloned, in {run_dir}")
+    log.say(f"{config.name}: {made.title}, cloned, in {run_dir}")
     started = time.perf_counter()
     with stop_signals(timer), matmul_precision(config.matmul_precision):
         try:
@@ -351,33 +353,38 @@ def _imitated(config: Config, made: Assembly, log: Log) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------------------- plan
+def mode(config: Config) -> Any:
+    """The module that spreads the roles of this mode over processes."""
+    return spread if config.mode == "embodied" else spread_language
+
+
+def placed(config: Config, where: torch.device) -> plan.Plan:
+    """Where the roles of a run are; ``local``: all on one device. Raises ConfigError, PlacementError."""
+    found = mode(config).planned(config, where)
+    if found is not None:
+        return found
+    without = rules.unused_roles(config)
+    roles = ",".join(role for role in plan.ROLES[config.mode] if role not in without)
+    alone = replace(hardware_of(config, where), per_node=(1,))
+    return plan.plan({roles: 0}, alone, mode=config.mode, without=without)
+
+
 def planned(config: Config) -> dict[str, Any]:
     """Where the roles of a run would run, and what memory that takes; nothing is started.
 
     Raises ConfigError, EnvError, PlacementError (does not fit).
     """
-    match config.mode:
-        case "embodied":
-            mode = spread
-        case "reasoning":
-            mode = spread_language
-    where = device(config.device, config.threads)
-    placed = mode.planned(config, where)
-    if placed is None:
-        without = rules.unused_roles(config)
-        roles = ",".join(role for role in plan.ROLES[config.mode] if role not in without)
-        alone = replace(hardware_of(config, where), per_node=(1,))
-        placed = plan.plan({roles: 0}, alone, mode=config.mode, without=without)
-    needs = mode.foreseen(config, placed)
-    plan.check_memory(placed, needs)
-    turns = [f"{g.name} with {' and '.join(o.name for o in placed.sharing(g))}" for g in placed.groups]
+    found = placed(config, device(config.device, config.threads))
+    needs = mode(config).Foresight(config).needs(found)
+    plan.check_memory(found, needs)
+    turns = [f"{g.name} with {' and '.join(o.name for o in found.sharing(g))}" for g in found.groups]
     return {
-        "devices": placed.rows(),
-        "memory": plan.memory_rows(placed, needs),
-        "weights": {f"rollout rank {i}": placed.weights_path(i) for i in range(placed.processes("rollout"))},
+        "devices": found.rows(),
+        "memory": plan.memory_rows(found, needs),
+        "weights": {f"rollout rank {i}": found.weights_path(i) for i in range(found.processes("rollout"))},
         "facts": {
             "takes turns": [text for text in turns if not text.endswith("with ")],
-            **mode.facts(config, placed),
+            **mode(config).facts(config, found),
         },
     }
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:  # hydra and torch are imported inside the commands: --help an
 PROGRAM = "embodied-ppo"
 FLAGS = "command line"
 """Who set an option that was given as an argument."""
-REFUSED, FAILED, INTERRUPTED = 2, 3, 130
-"""Exit codes: nothing started, the run failed, interrupted after saving."""
+UNWELL, REFUSED, FAILED, INTERRUPTED = 1, 2, 3, 130
+"""Exit codes: doctor found what the default recipes miss, nothing started, the run failed, interrupted after saving."""
 
 
 MY_CONFIGS = "my_configs"
@@ -158,6 +158,48 @@ def _of_placement(line: str) -> bool:
     return any(path.partition(".")[0] in ("placement", "cluster") for path in paths)
 
 
+def _fit(args: argparse.Namespace) -> None:
+    loaded = _prepare(args, args.overrides)
+    _say_aliases(loaded, args)
+    from embodied_ppo import fitting
+
+    where = None if args.out is None else fitting.destination(args.out)
+    found = fitting.fit(loaded.config, args.devices)
+    named = ["--config-name", args.config_name] if args.config_name else []
+    asked = [PROGRAM, "fit", *named, *args.overrides, "--devices", str(args.devices)]
+    content = fitting.text(found, shlex.join(asked))
+    command = None
+    if where is not None:
+        file, folder, name = where
+        fitting.write(file, content)
+        command = shlex.join([PROGRAM, "train", "--config-dir", folder, f"experiment={name}"])
+    if args.json:
+        changes = [vars(change) for change in found.changes]
+        told = {"changes": changes, "notes": found.notes, "memory": found.memory, "file": args.out, "command": command}
+        print(explain.as_json(told | {"recipe": fitting.settings(found.config)}))
+    elif where is not None:
+        explain.print_fitted(found, sys.stdout)
+        print(command)
+    else:
+        if not args.quiet:
+            explain.print_fitted(found, sys.stderr)
+        print(content, end="")
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    if args.overrides:
+        raise UsageError(f"{args.overrides[0]} is not read by doctor; leave it out")
+    from embodied_ppo import doctor
+
+    rows = doctor.examine()
+    if args.json:
+        print(explain.as_json([vars(row) for row in rows]))
+    else:
+        explain.print_rows(rows)
+    if any(row.state == "problem" and row.needed for row in rows):
+        raise SystemExit(UNWELL)
+
+
 def _config(args: argparse.Namespace) -> None:
     if args.overrides and args.overrides[0] in ("train", "demos", "clone", "evaluate"):
         args.command = args.overrides.pop(0)
@@ -267,6 +309,12 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str, str]] = {
         "tune experiment=tabletop_token cluster.devices_per_node=2",
     ),
     "watch": (_watch, "show runs on a local page, as they grow", "watch runs/NAME --port 8000"),
+    "fit": (
+        _fit,
+        "rewrite a recipe for fewer devices; the same optimiser steps, in smaller parts",
+        "fit experiment=tabletop_token --devices 1 --out my_configs/experiment/small.yaml",
+    ),
+    "doctor": (_doctor, "examine this machine: what works, what does not, the cure", "doctor"),
     "export": (_export, "write a language model for transformers", "export checkpoint=runs/NAME/DATE-SEED out=DIR"),
     "config": (_config, "show every option: value, who set it, meaning", "config experiment=quickstart --only gamma"),
     "experiments": (_experiments, "list the experiments", "experiments --json"),
@@ -301,8 +349,11 @@ def _prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = Tr
                     f"leave it out, or write it when PPO goes on: train resume=RUN run_dir=NEW {path}=.."
                 )
         return loaded  # build.clone compares the rest
+    asked = config
+    if args.command == "fit":  # whose memory that is does not depend on the recipe's placement
+        asked = replace(config, cluster=replace(config.cluster, device_memory_gb=0.0))
     check_it = rules.check_tuning if args.command == "tune" else rules.check
-    check_it(config, explicit=loaded.deliberate({FLAGS}))
+    check_it(asked, explicit=loaded.deliberate({FLAGS}))
     if isinstance(config, Config) and config.updates is not None:
         if origin.get("env_steps") == FLAGS and origin["updates"] != FLAGS:
             raise ConfigError(
@@ -667,8 +718,15 @@ def _help() -> str:
         f"usage: {PROGRAM} COMMAND [--config-dir DIR] [--config-name NAME] [--quiet] [--json] [option=value ...]\n\n"
         f"PPO for robot policies in vectorised simulators, and for language models.\n\n"
         f"commands:\n{commands}\n\nexamples:\n{examples}\n\n"
-        f"exit codes: 0 done, {REFUSED} refused (nothing started), {FAILED} the run failed, {INTERRUPTED} interrupted"
+        f"exit codes: 0 done, {UNWELL} doctor found a problem, "
+        f"{REFUSED} refused (nothing started), {FAILED} the run failed, {INTERRUPTED} interrupted"
     )
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"{text} is no number >= 1")
+    return int(text)
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -700,10 +758,13 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="results as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.set_defaults(command="train" if name == "config" else name, config_name=None, multirun=False, only=None)
-    if name not in ("experiments", "import-config", "watch"):
+    if name not in ("experiments", "import-config", "watch", "doctor"):
         parser.add_argument("--config-name", metavar="NAME", help="primary config (default: the command's)")
     if name == "train":
         parser.add_argument("-m", "--multirun", action="store_true", help="one run per combination of a=1,2 b=3,4")
+    if name == "fit":
+        parser.add_argument("--devices", type=_count, metavar="N", required=True, help="devices of one machine")
+        parser.add_argument("--out", metavar="DIR/experiment/NAME.yaml", help="file to write (default: to stdout)")
     if name == "config":
         parser.add_argument("--only", metavar="TEXT", help="options whose name or meaning holds this text")
     return parser.parse_intermixed_args(list(argv[1:]))
@@ -731,7 +792,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError as e:
-        if argv[0] not in ("config", "experiments", "import-config", "plan", "tune"):
+        if argv[0] not in ("config", "experiments", "import-config", "plan", "tune", "fit", "doctor"):
             return _report(e)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever reads has read enough: .. | head
         return 0

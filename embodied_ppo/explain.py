@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from embodied_ppo.errors import show
 
@@ -203,6 +203,33 @@ def print_tuned(told: Mapping[str, Any]) -> None:
         print(f"and {len(refused) - SHOWN} more (--json)")
     print()
     table([["best", told["best"]], ["file", told["file"]], ["command", told["command"]]])
+
+
+# -------------------------------------------------------------------------------------------------------- fit, doctor
+def print_fitted(fitted: Any, out: TextIO) -> None:
+    """Every option that changed, old -> new and why; what a run consists of."""
+    for change in fitted.changes:
+        print(f"{change.option}: {show(change.old)} -> {show(change.new)}  ({change.why})", file=out)
+    if not fitted.changes:
+        print("nothing has to change", file=out)
+    for note in fitted.notes:
+        print(note, file=out)
+    print("\n".join(["a run:", *(f"  {line}" for line in fitted.run)]), file=out)
+
+
+def print_rows(rows: Sequence[Any]) -> None:
+    """One line for each check of doctor; below a line that is not OK its cure."""
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        print(f"{row.state.upper() if row.state == 'ok' else row.state:<7}  {row.name:<{width}}  {row.found}")
+        if row.cure:
+            print(f"{'':<7}  {'':<{width}}  cure: {row.cure}")
+    broken = [row.name for row in rows if row.state == "problem" and row.needed]
+    print(
+        f"broken, and the default recipes need it: {', '.join(broken)}"
+        if broken
+        else "all that the default recipes need works"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ summary

@@ -147,8 +147,17 @@ class Log:
             self._evaluated_at = update
         if self.speed not in row:  # an evaluation beside the training
             self._started = time.perf_counter() if update <= self.first_update else self._started
-        elif not self.quiet:
+            return
+        if update == self.first_update + 1 < self.total_updates:  # whoever watches sees the time left after each
+            ends = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + self._left(update)))
+            self.say(f"update {update} is done; all {self.total_updates} will be at about {ends}", show=False)
+        if not self.quiet:
             self._show(update)
+
+    def _left(self, update: int) -> float:
+        """Seconds to the end, at the pace so far."""
+        done = time.perf_counter() - self._started
+        return done / max(1, update - self.first_update) * (self.total_updates - update)
 
     def _show(self, update: int) -> None:
         """The progress of training, after an update."""
@@ -167,9 +176,9 @@ class Log:
         if now - self._last_line < LINE_EVERY_S and update < self.total_updates:
             return
         self._last_line = now
-        left = (now - self._started) / max(1, update - self.first_update) * (self.total_updates - update)
         print(
-            f"update {update}/{self.total_updates}  return {ret}  evaluation {evaluated}  {rate}  {_clock(left)} left",
+            f"update {update}/{self.total_updates}  return {ret}  evaluation {evaluated}  {rate}  "
+            f"{_clock(self._left(update))} left",
             file=sys.stderr,
             flush=True,
         )

@@ -448,9 +448,8 @@ def writer(s: Setup) -> Callable[[ExamResult, checkpoint.Checkpoint, Path], dict
 
 def title(config: Config, size: int | None = None) -> str:
     """What is trained, for the log's first line; ``size``: parameters."""
-    a, count = config.algorithm, "" if size is None else f"{size / 1e6:.1f} M parameters, "
     name = config.data.task or Path(config.actor.model.path or "a new model").name
-    return f"{name}, {count}{a.rollout_batch_size} prompts x {a.group_size} responses an update"
+    return name if size is None else f"{name}, {size / 1e6:.1f} M parameters"
 
 
 def assemble(s: Setup, stack: ExitStack) -> Assembly:

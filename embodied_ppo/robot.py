@@ -15,6 +15,7 @@ import torch
 from embodied_ppo import checkpoint, cloning, compiled, film, imitation, report, strict
 from embodied_ppo import evaluate as evaluation
 from embodied_ppo.assembly import Assembly, Setup, steps_per_update, total_updates, versions
+from embodied_ppo.batches import batches
 from embodied_ppo.config import Config, EnvConfig, EvaluateConfig, EvaluationConfig
 from embodied_ppo.demonstrations import read as read_demonstrations
 from embodied_ppo.evaluate import EvaluationResult
@@ -123,9 +124,8 @@ def compile_from(config: Config, device: torch.device, notice: Callable[[str], N
     a = config.algorithm
     if config.compile == "never":
         return None
-    steps = a.update_epoch * (a.horizon * config.env.num_envs // a.global_batch_size)  # of the optimiser, per update
     at_once = config.compile == "always" or device.type == "cuda"  # a CUDA graph is captured in a moment
-    since = 0 if at_once else -(-COMPILE_AFTER // steps)
+    since = 0 if at_once else -(-COMPILE_AFTER // batches(config).actor.steps)
     if since >= total_updates(config):
         return None
     why = compiled.obstacle() if device.type == "cpu" else ""
@@ -285,11 +285,6 @@ def records(s: Setup) -> Records:
     return Records("env_steps", "eval/return", s.run_dir / "checkpoints", s.config.keep_last, s.text, info)
 
 
-def title(config: Config) -> str:
-    """What is trained, for the log's first line."""
-    return f"{config.env.id}, {config.env.num_envs} environments, {steps_per_update(config)} steps an update"
-
-
 def assemble(s: Setup, stack: ExitStack) -> Assembly:
     """A system in this process; ``stack`` closes what it opens. Raises ConfigError, EnvError."""
     config, a = s.config, s.config.algorithm
@@ -313,7 +308,7 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
         count=lambda experience: steps_per_update(config),
         measure=functools.partial(measure, config.evaluation, policy, factory),
     )
-    return Assembly(system, title(config), a.horizon, writer(s, policy), facts=facts)
+    return Assembly(system, config.env.id, a.horizon, writer(s, policy), facts=facts)
 
 
 # ----------------------------------------------------------------------------------------------------------- evaluate

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -206,13 +206,19 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
         _check_robot(config)
     else:
         _check_language(config)
+    for path, cure in unread(config):
+        # null and false are how one says "not this"
+        if path in explicit and attrgetter(path)(config) not in (None, False):
+            raise ConfigError(
+                f"{path} = {show(attrgetter(path)(config))} is set but not read; it needs {cure}, or leave it out"
+            )
+
+
+def unread(config: Config) -> Iterator[tuple[str, str]]:
+    """Options that other options leave without effect, and where they are read."""
     for paths, (cure, is_read) in UNREAD.items():
-        for path in paths.split(","):
-            # null and false are how one says "not this"
-            if path in explicit and attrgetter(path)(config) not in (None, False) and not is_read(config):
-                raise ConfigError(
-                    f"{path} = {show(attrgetter(path)(config))} is set but not read; it needs {cure}, or leave it out"
-                )
+        if not is_read(config):
+            yield from ((path, cure) for path in paths.split(","))
 
 
 def _check_robot(config: Config) -> None:
@@ -305,14 +311,17 @@ def _check_language(config: Config) -> None:
         if broken:
             raise ConfigError(line)
     total, responses = a.rollout_batch_size, a.rollout_batch_size * a.group_size
-    for path, batch in (
-        ("algorithm.global_batch_size", a.global_batch_size),
-        ("critic.global_batch_size", config.critic.global_batch_size or a.global_batch_size),
-    ):
+    batches = {
+        "algorithm.global_batch_size": a.global_batch_size,
+        "critic.global_batch_size": config.critic.global_batch_size or a.global_batch_size,
+    }
+    whole = math.lcm(*batches.values())
+    for path, batch in batches.items():
         if total % batch:
+            near = _nearest([k * whole for k in range(1, total // whole + 2)], total)
             raise ConfigError(
                 f"algorithm.rollout_batch_size = {total} is not a multiple of {path} = {batch} (prompts); nearest: "
-                f"{_nearest(_divisors(total), batch)}"
+                f"{_nearest(_divisors(total), batch)}; or nearest algorithm.rollout_batch_size: {near}"
             )
     if a.micro_batch_size is not None and a.micro_batch_size > a.global_batch_size * a.group_size:
         raise ConfigError(
@@ -381,7 +390,7 @@ def unused_roles(config: Config) -> list[str]:
     if config.mode == "embodied":
         return []
     a, unused = config.algorithm, list[str]()
-    if not config.critic.use_critic_model:
+    if a.adv_type != "gae":  # the others read no value
         unused.append("critic")
     if not (a.use_kl_loss or a.use_kl_in_reward):
         unused.append("reference")
@@ -501,7 +510,12 @@ def _check_sizes(config: Config) -> None:
         raise ConfigError(f"algorithm.global_batch_size = {batch} is not a multiple of {columns}; nearest: {cure}")
     if total % batch:
         cure = _nearest([unit * d for d in _divisors(total // unit)], batch)
-        raise ConfigError(f"{rollout} is not a multiple of algorithm.global_batch_size = {batch}; nearest: {cure}")
+        whole = math.lcm(batch // math.gcd(batch, a.horizon), a.group_size)  # environments that tile
+        near = _nearest([k * whole for k in range(1, num_envs // whole + 2)], num_envs)
+        raise ConfigError(
+            f"{rollout} is not a multiple of algorithm.global_batch_size = {batch}; nearest: {cure}; or with this "
+            f"batch, nearest env.num_envs: {near}"
+        )
     if micro is not None and micro > batch:
         raise ConfigError(
             f"algorithm.micro_batch_size = {micro} must be <= algorithm.global_batch_size = {batch}; "

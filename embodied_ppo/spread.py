@@ -14,6 +14,7 @@ import torch
 
 from embodied_ppo import compiled, robot, tree
 from embodied_ppo.assembly import Assembly, Setup, hardware_of, steps_per_update
+from embodied_ppo.batches import batches
 from embodied_ppo.config import AlgorithmConfig, Config
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.placement import memory, plan
@@ -56,14 +57,6 @@ def check_compile(config: Config, placed: plan.Plan) -> None:
         raise ConfigError(f"compile=always: {why}; use compile=auto")
 
 
-def foreseen(config: Config, placed: plan.Plan) -> dict[str, dict[str, int]]:
-    """Group of a plan -> bytes that one of its processes will need at the peak, by what for; simulators not counted.
-
-    Raises ConfigError, EnvError.
-    """
-    return Foresight(config).needs(placed)
-
-
 class Foresight:
     """What processes will need, whatever the placement."""
 
@@ -78,12 +71,15 @@ class Foresight:
             env.close()
         self.policy = robot.make_policy(config, self.about)
         self._acts: dict[int, tuple[int, Any, Any]] = {}
-        self._learns: dict[int, memory.Memory] = {}
+        self._learns: dict[tuple[int, int | None], memory.Memory] = {}
 
-    def needs(self, placed: plan.Plan) -> dict[str, dict[str, int]]:
-        """Group -> bytes that one of its processes will need at the peak, by what for; simulators not counted."""
+    def needs(self, placed: plan.Plan, micro: int | None = None) -> dict[str, dict[str, int]]:
+        """Group -> bytes that one of its processes will need at the peak, by what for; simulators not counted.
+
+        ``micro``: samples at once instead of algorithm.micro_batch_size.
+        """
         peak, t = self._acting(placed.processes("rollout") * placed.stages)
-        update = self._updating(placed.processes("actor"))
+        update = self._updating(placed.processes("actor"), micro)
         weights = memory.nbytes([*self.policy.parameters(), *self.policy.buffers()])
         found: dict[str, dict[str, int]] = {}
         for group in placed.groups:
@@ -103,15 +99,16 @@ class Foresight:
         peak, obs, decision = self._acts[parts]
         return peak, memory.experience(obs, decision, self.config.algorithm.horizon)
 
-    def _updating(self, learns: int) -> memory.Memory:
+    def _updating(self, learns: int, micro: int | None) -> memory.Memory:
         """Of one of so many learners."""
-        if learns not in self._learns:
-            config, share = self.config, share_of(self.config.algorithm, learns)
+        if (learns, micro) not in self._learns:
+            config, a = self.config, self.config.algorithm
+            share = share_of(replace(a, micro_batch_size=micro or a.micro_batch_size), learns)
             _, t = self._acting(1)
             mine = tree.map(lambda x: x.new_empty(x.shape[0], config.env.num_envs // learns, *x.shape[2:]), t)
             learner = JointLearner(self.policy, share, num_envs=config.env.num_envs, updates=1, seed=0)
-            self._learns[learns] = memory.predicted(self.policy, learner, self.cpu, mine)
-        return self._learns[learns]
+            self._learns[learns, micro] = memory.predicted(self.policy, learner, self.cpu, mine)
+        return self._learns[learns, micro]
 
 
 def share_of(a: AlgorithmConfig, world: int) -> AlgorithmConfig:
@@ -122,12 +119,12 @@ def share_of(a: AlgorithmConfig, world: int) -> AlgorithmConfig:
 
 def facts(config: Config, placed: plan.Plan) -> dict[str, int]:
     """What an update consists of, for people."""
-    a, per_update = config.algorithm, config.algorithm.horizon * config.env.num_envs
+    b = batches(config)
     return {
         "environments of a rollout process": config.env.num_envs // placed.processes("rollout"),
-        "decisions an update": per_update,
-        "optimiser steps an update": a.update_epoch * (per_update // a.global_batch_size),
-        "samples of an actor process in a step": a.global_batch_size // placed.processes("actor"),
+        "decisions an update": b.samples,
+        "optimiser steps an update": b.actor.steps,
+        "samples of an actor process in a step": b.actor.size // placed.processes("actor"),
     }
 
 
@@ -135,9 +132,9 @@ def assemble(s: Setup, placed: plan.Plan) -> Assembly:
     """The system in processes of a Ray cluster. Raises ConfigError, EnvError, PlacementError."""
     config = s.config
     if config.model.checkpoint is None:  # else predicting would load it here
-        plan.check_memory(placed, foreseen(config, placed))
+        plan.check_memory(placed, Foresight(config).needs(placed))
     system = started(s, placed, robot.records(s), part)
-    return Assembly(system, robot.title(config), config.algorithm.horizon, system.write, facts=system.facts)
+    return Assembly(system, config.env.id, config.algorithm.horizon, system.write, facts=system.facts)
 
 
 def started(s: Setup, placed: plan.Plan, records: Records, part: PartMaker) -> ClusterSystem:

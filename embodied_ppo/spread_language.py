@@ -11,6 +11,7 @@ from torch import nn
 
 from embodied_ppo import reasoner, rules
 from embodied_ppo.assembly import Assembly, Setup, hardware_of
+from embodied_ppo.batches import batches
 from embodied_ppo.config import Config
 from embodied_ppo.exam import ExamResult
 from embodied_ppo.models.language import LanguagePolicy
@@ -55,58 +56,69 @@ def planned(config: Config, device: torch.device) -> plan.Plan | None:
     return made
 
 
-def foreseen(config: Config, placed: plan.Plan) -> dict[str, dict[str, int]]:
-    """As ``spread.foreseen``. Graders and reward models are not counted. Raises ConfigError."""
-    cpu, a = torch.device("cpu"), config.algorithm
-    tokenizer = reasoner.make_tokenizer(config)
-    train, held_out = reasoner.read_prompts(config, tokenizer, lambda line: None)
-    policy = reasoner.make_policy(config, tokenizer, cpu)
-    longest = reasoner.check_length(policy, [*train, *held_out], a.response_length)
-    critic = reasoner.make_critic(config, policy, cpu) if placed.has("critic") else None
-    sequences = a.rollout_batch_size * a.group_size
-    acts, learns = placed.processes("rollout"), placed.processes("actor")
-    found: dict[str, dict[str, int]] = {}
-    for group in placed.groups:
-        need: dict[str, int] = dict.fromkeys(
-            ("weights", "gradients", "optimiser", "experience", "cache", "activations"), 0
-        )
-        if "rollout" in group.roles or "actor" in group.roles:
-            need["weights"] += memory.nbytes([*policy.parameters(), *policy.buffers()])
-        if "rollout" in group.roles:
-            slots = min(config.rollout.slots, sequences // acts)
-            need["cache"] = memory.cache(policy, slots, longest)
-        models: dict[str, LanguagePolicy | Any] = {"actor": policy, "critic": critic}
-        for role, model in models.items():
-            if role not in group.roles:
-                continue
-            size = memory.nbytes([p for p in model.parameters() if p.requires_grad])
-            need["weights"] += memory.nbytes([*model.parameters(), *model.buffers()]) if role == "critic" else 0
-            need["gradients"] += size
-            need["optimiser"] += 2 * size
-            batch = (a if role == "actor" else reasoner.critic_config(a, config.critic)).global_batch_size
-            rows = batch * a.group_size // learns
-            if a.micro_batch_size is not None:
-                rows = min(rows, a.micro_batch_size)
-            if a.micro_batch_tokens is not None:
-                rows = min(rows, max(1, a.micro_batch_tokens // longest))
-            most = memory.language_step(model, rows, longest, a.response_length)
-            need["activations"] = max(need["activations"], most)
-        if "reference" in group.roles:
-            need["weights"] += memory.nbytes([*policy.parameters(), *policy.buffers()])
-        if "actor" in group.roles or "rollout" in group.roles:
-            need["experience"] = sequences // min(acts, learns) * (8 * longest + memory.TOKEN * a.response_length)
-        found[group.name] = need
-    return found
+class Foresight:
+    """As of ``spread``. Graders and reward models are not counted."""
+
+    def __init__(self, config: Config) -> None:
+        """Builds the models in this process on the CPU. Raises ConfigError."""
+        self.config = config
+        tokenizer, cpu = reasoner.make_tokenizer(config), torch.device("cpu")
+        train, held_out = reasoner.read_prompts(config, tokenizer, lambda line: None)
+        self.policy = reasoner.make_policy(config, tokenizer, cpu)
+        self.longest = reasoner.check_length(self.policy, [*train, *held_out], config.algorithm.response_length)
+        uses_critic = "critic" not in rules.unused_roles(config)
+        self.critic = reasoner.make_critic(config, self.policy, cpu) if uses_critic else None
+
+    def needs(self, placed: plan.Plan, micro: int | None = None) -> dict[str, dict[str, int]]:
+        """As of ``spread``; ``micro``: responses at once instead of micro_batch_size and micro_batch_tokens."""
+        config, a, policy, longest = self.config, self.config.algorithm, self.policy, self.longest
+        sequences = a.rollout_batch_size * a.group_size
+        acts, learns = placed.processes("rollout"), placed.processes("actor")
+        found: dict[str, dict[str, int]] = {}
+        for group in placed.groups:
+            need: dict[str, int] = dict.fromkeys(
+                ("weights", "gradients", "optimiser", "experience", "cache", "activations"), 0
+            )
+            if "rollout" in group.roles or "actor" in group.roles:
+                need["weights"] += memory.nbytes([*policy.parameters(), *policy.buffers()])
+            if "rollout" in group.roles:
+                slots = min(config.rollout.slots, sequences // acts)
+                need["cache"] = memory.cache(policy, slots, longest)
+            models: dict[str, LanguagePolicy | Any] = {"actor": policy, "critic": self.critic}
+            for role, model in models.items():
+                if role not in group.roles:
+                    continue
+                size = memory.nbytes([p for p in model.parameters() if p.requires_grad])
+                need["weights"] += memory.nbytes([*model.parameters(), *model.buffers()]) if role == "critic" else 0
+                need["gradients"] += size
+                need["optimiser"] += 2 * size
+                batch = (a if role == "actor" else reasoner.critic_config(a, config.critic)).global_batch_size
+                rows = min(batch * a.group_size // learns, micro or self.at_once or sequences)
+                most = memory.language_step(model, rows, longest, a.response_length)
+                need["activations"] = max(need["activations"], most)
+            if "reference" in group.roles:
+                need["weights"] += memory.nbytes([*policy.parameters(), *policy.buffers()])
+            if "actor" in group.roles or "rollout" in group.roles:
+                need["experience"] = sequences // min(acts, learns) * (8 * longest + memory.TOKEN * a.response_length)
+            found[group.name] = need
+        return found
+
+    @property
+    def at_once(self) -> int | None:
+        """Responses of the longest kind that the options allow in one forward and backward; None: no limit."""
+        a = self.config.algorithm
+        by_tokens = None if a.micro_batch_tokens is None else max(1, a.micro_batch_tokens // self.longest)
+        return min((rows for rows in (a.micro_batch_size, by_tokens) if rows is not None), default=None)
 
 
 def facts(config: Config, placed: plan.Plan) -> dict[str, int]:
     """As of ``spread``."""
-    a = config.algorithm
+    a, b = config.algorithm, batches(config)
     return {
         "prompts of a rollout process": a.rollout_batch_size // placed.processes("rollout"),
-        "responses an update": a.rollout_batch_size * a.group_size,
-        "optimiser steps an update": a.update_epoch * (a.rollout_batch_size // a.global_batch_size),
-        "responses of an actor process in a step": a.global_batch_size * a.group_size // placed.processes("actor"),
+        "responses an update": b.samples,
+        "optimiser steps an update": b.actor.steps,
+        "responses of an actor process in a step": b.actor.size * a.group_size // placed.processes("actor"),
     }
 
 
@@ -114,7 +126,7 @@ def assemble(s: Setup, placed: plan.Plan) -> Assembly:
     """The system in processes of a Ray cluster. Raises ConfigError, PlacementError."""
     config = s.config
     if config.actor.model.path is None:  # else predicting would load it here
-        plan.check_memory(placed, foreseen(config, placed))
+        plan.check_memory(placed, Foresight(config).needs(placed))
     system = started(s, placed, reasoner.records(s), part)
     name, horizon = reasoner.title(config), config.algorithm.response_length
     return Assembly(

@@ -192,10 +192,7 @@ REFUSALS = [
     ("train ~algorithm.adam_eps", "~algorithm.adam_eps: no file sets algorithm.adam_eps"),
     ("train algorithm@x=atari", "algorithm@x"),
     # commands, flags and paths
-    (
-        "",
-        "no command; commands: train, demos, clone, evaluate, plan, tune, watch, export, config, experiments, .. new-task",
-    ),
+    ("", "no command; commands: train, demos, clone, evaluate, plan, tune, watch, fit, doctor, .. new-task"),
     ("trian", "trian: no such command; did you mean train?"),
     ("plann experiment=hopper", "plann: no such command; did you mean plan? commands: train"),
     ("tun", "tun: no such command; did you mean tune? commands: train"),
@@ -350,6 +347,8 @@ def test_a_plan_of_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert alone["memory"][0] == ["one process needs", "rollout,actor,critic,reward"]
     assert cli.main([*words, "placement=fused", "cluster.device_memory_gb=0.01"]) == 2
     assert "cache 1.31 MB" in capsys.readouterr().err
+    assert cli.main(["plan", "--json", *words[2:3], "algorithm.adv_type=grpo", "algorithm.group_size=4"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"][0][1] == "rollout,actor,reward"  # no critic
 
 
 # --------------------------------------------------------------------------------------------------------- composition
@@ -514,7 +513,6 @@ def test_help_lists_the_commands_that_exist(capsys: pytest.CaptureFixture[str]) 
         assert re.search(rf"^  {name} ", text, re.M)
         assert cli.main([name, "--help"]) == 0
         assert f"usage: embodied-ppo {name}" in capsys.readouterr().out
-    assert "doctor" not in text
     assert cli.main(["--version"]) == 0 and re.match(r"embodied-ppo \d+\.\d+", capsys.readouterr().out)
 
 

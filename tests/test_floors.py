@@ -98,6 +98,9 @@ FLOORS: dict[str, int] = {
             "peers.trl",
             "watch",
             "new_task",
+            "batches",
+            "fitting",
+            "doctor",
         ),
         5,
     ),  # edge
@@ -110,7 +113,7 @@ LAZY = {"cli", "explain"}
 WITH_RAY = "placement.cluster"
 """Is imported where a run asks for it: Ray takes a second to load, and training in one process does not need it."""
 
-ONLY_IN = {"hydra": {"cli"}, "omegaconf": {"cli"}, "ray": {"placement.process", "placement.cluster"}}
+ONLY_IN = {"hydra": {"cli"}, "omegaconf": {"cli"}, "ray": {"placement.process", "placement.cluster", "doctor"}}
 ONLY_IN |= {
     "transformers": {
         "models.language",
@@ -248,7 +251,8 @@ def test_simulators_know_words_only():
 
 
 def test_no_file_hides_an_import():
-    """Nothing is loaded by a computed name but the simulators, by robot and imitation (graders: by resolve_name)."""
+    """Nothing is loaded by a computed name but the simulators, by robot and imitation (graders, and what doctor
+    tries: by resolve_name)."""
     for name, tree in TREES.items():
         calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
         for call in calls:

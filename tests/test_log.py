@@ -196,8 +196,11 @@ def test_lines_where_there_is_no_terminal(tmp_path, capsys, monkeypatch):
         r"update 3/3  return 4\.5  evaluation 1\.2 \(at 0\)  3,000 steps/s  0:00:00 left",
     ]
     assert len(lines) == 3 and all(re.fullmatch(e, line) for e, line in zip(expected, lines, strict=True)), err
-    assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d hello \[bold\]you\[/bold\]\n", (tmp_path / "log.txt").read_text()
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d"
+    assert re.fullmatch(  # when it ends is told there alone: the console has the time left
+        rf"{stamp}:\d\d hello \[bold\]you\[/bold\]\n"
+        rf"{stamp}:\d\d update 1 is done; all 3 will be at about {stamp}\n",
+        (tmp_path / "log.txt").read_text(),
     )
 
 
@@ -221,6 +224,9 @@ def test_time_left_counts_this_session(tmp_path, capsys, monkeypatch):
     assert left is not None
     hours, minutes, seconds = map(int, left.groups())
     assert 98 <= hours * 3600 + minutes * 60 + seconds <= 130
+    (told,) = re.findall(r"update 6 is done; all 105 will be at about (.*)\n", (tmp_path / "log.txt").read_text())
+    ends = time.mktime(time.strptime(told, "%Y-%m-%d %H:%M"))
+    assert 98 - 60 <= ends - time.time() <= 130
 
 
 def test_quiet(tmp_path, capsys):

@@ -20,11 +20,12 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
         (
             {"algorithm.global_batch_size": 300},
             "algorithm.horizon x env.num_envs = 32 x 64 = 2048 is not a multiple of algorithm.global_batch_size = 300; "
-            "nearest: 256, 512",
+            "nearest: 256, 512; or with this batch, nearest env.num_envs: 75",
         ),
         (
             {"algorithm.global_batch_size": 4096},
-            "32 x 64 = 2048 is not a multiple of algorithm.global_batch_size = 4096; nearest: 2048",
+            "32 x 64 = 2048 is not a multiple of algorithm.global_batch_size = 4096; nearest: 2048; or with this "
+            "batch, nearest env.num_envs: 128",
         ),
         (
             {"algorithm.minibatch_unit": "column", "algorithm.global_batch_size": 100},
@@ -34,7 +35,7 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
         (
             {"algorithm.minibatch_unit": "column", "algorithm.global_batch_size": 96},
             "algorithm.horizon x env.num_envs = 32 x 64 = 2048 is not a multiple of algorithm.global_batch_size = 96; "
-            "nearest: 64, 128",
+            "nearest: 64, 128; or with this batch, nearest env.num_envs: 63, 66",
         ),
         (
             {"algorithm.micro_batch_size": 512},

@@ -92,7 +92,7 @@ def micro_batch(policy: Policy, device: torch.device, t: Trajectory, rows: int, 
     """Of the shapes of ``rows`` decisions of ``t``, arbitrary contents."""
     few = tree.map(lambda x: x.new_empty(rows, *x.shape[2:]), t)
     float_ = torch.empty(rows, device=device)
-    return Batch(
+    batch = Batch(
         inputs=policy.encode(few.obs),
         action=few.action,
         replay=few.replay,
@@ -102,6 +102,9 @@ def micro_batch(policy: Policy, device: torch.device, t: Trajectory, rows: int, 
         returns=float_,
         mask=torch.ones(rows, dtype=torch.bool, device=device),
     )
+    if c.minibatch_unit == "column":
+        return tree.map(lambda x: x.unflatten(0, (t.mask.shape[0], -1)), batch)
+    return batch
 
 
 @torch.no_grad()

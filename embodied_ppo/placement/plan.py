@@ -452,8 +452,11 @@ def loads(p: Plan, needs: Mapping[str, Need]) -> list[Load]:
     return list(most.values())
 
 
-def check_memory(p: Plan, needs: Mapping[str, Need]) -> None:
-    """Whether everything fits in every phase; as ``loads``. Raises PlacementError with the arithmetic."""
+def check_memory(p: Plan, needs: Mapping[str, Need], *, least: bool = False) -> None:
+    """Whether everything fits in every phase; as ``loads``. Raises PlacementError with the arithmetic.
+
+    ``least``: micro-batches are as small as they can be.
+    """
     limit = p.hardware.memory
     if limit is None:
         return
@@ -463,9 +466,10 @@ def check_memory(p: Plan, needs: Mapping[str, Need]) -> None:
             told = ", ".join(f"{what} {amount(size)}" for what, size in needs[largest].items() if size)
             parts = " + ".join(f"{len(sizes)} x {amount(sizes[0])} ({name})" for name, sizes in load.parts.items())
             context = f", {amount(CONTEXT)} of each for CUDA itself" if p.hardware.kind == "cuda" else ""
+            cure = _memory_cure(p, needs[largest], least)
             raise PlacementError(
                 f"placement: {load.where} needs {parts} = {amount(load.total)} to {load.phase}, more than {ROOM:.0%} "
-                f"of its {amount(limit)}; one process of {largest}: {told}{context}; {_memory_cure(needs[largest])}"
+                f"of its {amount(limit)}; one process of {largest}: {told}{context}; {cure}"
             )
 
 
@@ -474,11 +478,13 @@ def amount(size: int) -> str:
     return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
 
 
-def _memory_cure(need: Need) -> str:
+def _memory_cure(p: Plan, need: Need, least: bool) -> str:
     most = max(need, key=lambda what: need[what])
+    smallest = "use gradient_checkpointing, a smaller model" + (" or fewer env.num_envs" if p.has("env") else "")
     return {
-        "activations": "lower algorithm.micro_batch_size",
+        "activations": smallest if least else "lower algorithm.micro_batch_size",
         "experience": "lower algorithm.horizon or env.num_envs, or use more devices",
+        "cache": "lower rollout.slots",
         "weights": "use a smaller model, or give roles devices of their own",
     }.get(most, "train adapters (model.lora_rank), or give roles devices of their own")
 
