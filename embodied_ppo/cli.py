@@ -773,15 +773,12 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0] in ("-h", "--help", "help"):
-        print(_help())
-        return 0
-    if argv == ["--version"]:
-        print(f"{PROGRAM} {__version__}")
-        return 0
     try:
         if not argv:
             raise UsageError(f"no command; commands: {', '.join(COMMANDS)}; see {PROGRAM} --help")
+        if argv[0] in ("-h", "--help", "help") or argv == ["--version"]:
+            print(f"{PROGRAM} {__version__}" if argv == ["--version"] else _help(), flush=True)
+            return 0
         args = _parse_arguments(argv)
         sys.path.append(os.getcwd())  # where env.id=my_module:MyTask-v0 looks
         COMMANDS[argv[0]][0](args)
@@ -792,7 +789,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError as e:
-        if argv[0] not in ("config", "experiments", "import-config", "plan", "tune", "fit", "doctor"):
+        if argv[0] in ("train", "demos", "clone", "evaluate", "export"):
             return _report(e)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever reads has read enough: .. | head
         return 0

@@ -14,7 +14,6 @@ from embodied_ppo import batches, build, rules, strict
 from embodied_ppo.assembly import device, hardware_of
 from embodied_ppo.config import ClusterConfig, Config
 from embodied_ppo.placement import plan
-from embodied_ppo.rundir import flat
 from embodied_ppo.spread_language import Foresight as LanguageForesight
 from embodied_ppo.types import ConfigError, PlacementError
 
@@ -66,7 +65,7 @@ def fit(config: Config, devices: int) -> Fitted:
         )
     if fitted.algorithm != config.algorithm and config.mode == "embodied" and config.compile != "never":
         notes.append("compiled code is not used where micro-batches cut minibatches")
-    before, after = flat(strict.dump(config)), flat(strict.dump(fitted))
+    before, after = strict.flat(strict.dump(config)), strict.flat(strict.dump(fitted))
     changes = [
         Change(path, before.get(path), after.get(path), why if path.startswith(("placement", "cluster")) else cut)
         for path in dict.fromkeys((*before, *after))
@@ -149,7 +148,7 @@ def _cut(config: Config, placed: plan.Plan) -> tuple[Config, dict[str, dict[str,
 def settings(config: Config) -> dict[str, Any]:
     """Every option that is not as in config.py, and the name; what is not read is left out."""
     left_out = {path for path, _ in rules.unread(config)}
-    default, said = flat(strict.dump(Config())), dict[str, Any]()
+    default, said = strict.flat(strict.dump(Config())), dict[str, Any]()
     values = strict.dump(config)
     for path in strict.describe(Config):
         *parents, leaf = path.split(".")
