@@ -37,7 +37,9 @@ def planned(config: Config, device: torch.device) -> plan.Plan | None:
     if config.placement == "local" and not c.component_placement:
         return None
     hardware = hardware_of(config, device)
-    made = plan.plan(c.component_placement or config.placement, hardware, stages=c.stages, max_lag=c.max_lag)
+    made = plan.plan(
+        c.component_placement or config.placement, hardware, stages=c.stages, max_lag=c.max_lag, weights=c.weights
+    )
     plan.check_numbers(
         made, num_envs=config.env.num_envs, group_size=a.group_size, global_batch_size=a.global_batch_size
     )

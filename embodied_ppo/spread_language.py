@@ -33,7 +33,8 @@ def planned(config: Config, device: torch.device) -> plan.Plan | None:
         return None
     without = rules.unused_roles(config)
     asked = c.component_placement or config.placement
-    made = plan.plan(asked, hardware_of(config, device), mode="reasoning", without=without, max_lag=c.max_lag)
+    hardware = hardware_of(config, device)
+    made = plan.plan(asked, hardware, mode="reasoning", without=without, max_lag=c.max_lag, weights=c.weights)
     own = reasoner.critic_config(a, config.critic).global_batch_size
     batches = {"algorithm.global_batch_size": a.global_batch_size, "critic.global_batch_size": own}
     if not made.has("critic"):

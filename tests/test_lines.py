@@ -14,7 +14,7 @@ import toys
 from torch import Tensor
 
 from embodied_ppo import robot, tree
-from embodied_ppo.placement.lines import PREFIX, Desk, Exchange, Line, Message, Server, dial, pack, unpack
+from embodied_ppo.placement.lines import PREFIX, Desk, Exchange, Line, Message, Server, dial, interface, pack, unpack
 from embodied_ppo.placement.simulators import Joined, RemoteEnv, Simulators
 from embodied_ppo.rollout import Rollout, Staged, env_seeds
 from embodied_ppo.types import EnvError, TrainingError, VectorEnv
@@ -97,6 +97,10 @@ def test_a_peer_that_is_gone_or_silent_is_named() -> None:
             line.send(Message("step"))
     with pytest.raises(TrainingError, match=r"env rank 1 at 127\.0\.0\.1:1: cannot be reached"):
         dial(("127.0.0.1", 1), "secret", "me", peer="env rank 1", patience_s=1.0)
+
+
+def test_an_address_is_found_on_its_interface() -> None:
+    assert interface("127.0.0.1") == "lo" and interface("203.0.113.7") is None
 
 
 def test_strangers_are_hung_up_on() -> None:

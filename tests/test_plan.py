@@ -160,6 +160,25 @@ def test_presets_on_any_number_of_devices(name: str, devices: int, mode: str) ->
         check_numbers(p, num_envs=64, group_size=1, global_batch_size=1024)
 
 
+def test_weights_travel_as_they_are_asked_to_where_that_can_be() -> None:
+    two = Hardware((2, 2), "cuda")
+    apart = {"env,rollout": "0-1", "actor": "2-3"}
+    across = {"env,rollout": ["0", "2"], "actor": ["1", "3"]}
+    for weights, path in (("auto", "broadcast"), ("store", "store"), ("broadcast", "broadcast")):
+        assert plan(apart, two, weights=weights).weights_path(0) == path
+    assert plan(apart, EIGHT, max_lag=1).weights_path(0) == "store"
+    assert [plan(apart, EIGHT, weights="ipc").near(rank) for rank in range(2)] == [0, 0]
+    assert [plan(across, two, weights="ipc").near(rank) for rank in range(2)] == [0, 1]
+    assert plan("colocated", EIGHT).near(5) == 5
+    assert plan(apart, two).near(1) is None
+    with pytest.raises(PlacementError) as caught:
+        plan(apart, two, weights="ipc")
+    assert str(caught.value) == (
+        "cluster.weights = ipc: rollout rank 0 is on node 0, which has no actor to read the memory of; leave it out "
+        "(auto)"
+    )
+
+
 def test_roles_that_a_run_lacks_are_left_out_of_presets_and_refused_elsewhere() -> None:
     p = plan("colocated", EIGHT, mode="reasoning", without=("critic", "reference"))
     assert [g.name for g in p.groups] == ["rollout,reward", "actor"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ class Reservation:
                 raise
             raise PlacementError(
                 f"cluster.address = {address}: Ray cannot be reached ({str(error).splitlines()[0]}); "
-                "check ray status there"
+                "check ray status there; if it asks for a token, RAY_AUTH_MODE=token is needed here, too"
             ) from error
 
     def _reserve(self, unit: str, options: ClusterConfig, notice: Callable[[str], None]) -> PlacementGroup:
@@ -173,6 +174,7 @@ class ClusterSystem(RunSystem):
         self.reservation = Reservation(plan, options, notice)
         try:
             self._start()
+            self._check_files()
             self._build(make)
         except BaseException:
             self.close()
@@ -214,6 +216,32 @@ class ClusterSystem(RunSystem):
                 self.addresses[handle.name] = told["exchange"]
             if "store" in told:
                 self.store = told["store"]
+
+    def _check_files(self) -> None:
+        """Whether processes on other machines that write or read the run's files see this one's. Raises PlacementError.
+
+        A file is written beside the run directory, looked for there and taken away again.
+        """
+        here = ray.get_runtime_context().get_node_id()
+        able = [role for role in ("rollout", "actor", "critic") if self.plan.has(role)]
+        away = {h: None for role in able for h in self.processes[self.plan.group(role)] if h.node != here}
+        if not away:
+            return
+        run_dir = folder = self.records.checkpoints.parent.absolute()
+        while not folder.exists():
+            folder = folder.parent
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".embodied_ppo-") as mark:
+                seen = wait(
+                    [Call(h.actor.sees.remote(mark.name), h) for h in away], "start", self.options.start_timeout_s
+                )
+        except OSError as error:
+            raise PlacementError(f"run_dir={run_dir}: cannot be written ({error.strerror}); name another") from error
+        for handle in (h for h, found in zip(away, seen, strict=True) if not found):
+            raise PlacementError(
+                f"run_dir={run_dir}: {handle} does not see this machine's {folder}; name a folder that all machines "
+                "share under one path"
+            )
 
     def _servers(self, asker: str, rank: int) -> dict[str, list[Handle]]:
         """Role -> the processes of it that process ``rank`` of ``asker`` asks; without what is in its own."""
@@ -301,18 +329,9 @@ class ClusterSystem(RunSystem):
         self.swap_s += time.monotonic() - start
 
     # -------------------------------------------------------------------------------------------------------- weights
-    def path(self, rank: int) -> str:
-        """How weights reach rollout process ``rank``."""
-        found, asked = self.plan.weights_path(rank), self.options.weights
-        if found == "share":
-            return "share"
-        if asked != "auto":
-            return asked
-        return "store" if self.plan.max_lag else found
-
     def _agree(self, *, everything: bool) -> None:
         """Who sends what to whom from now on. Raises PlacementError where models differ."""
-        self.paths = [self.path(rank) for rank in range(len(self.actors))]
+        self.paths = [self.plan.weights_path(rank) for rank in range(len(self.actors))]
         takers = [h for h, path in zip(self.actors, self.paths, strict=True) if path != "share"]
         self.moved_bytes = 0
         if not takers:
@@ -354,7 +373,7 @@ class ClusterSystem(RunSystem):
             data = first.actor.packed.remote()
             calls += [Call(self.actors[r].actor.call.remote("unpacked", version, data), self.actors[r]) for r in ranks]
         if ranks := by_path.get("ipc"):
-            near = {r: self._near(r) for r in ranks}
+            near = {r: self.learners[i] for r in ranks if (i := self.plan.near(r)) is not None}
             senders = list(dict.fromkeys(near.values()))
             shelves = dict(zip(senders, self._ask(senders, "shelved"), strict=True))
             calls += [
@@ -367,12 +386,6 @@ class ClusterSystem(RunSystem):
             self._wait(calls, "publish")
         if self.options.check_weights:
             self._check_weights()
-
-    def _near(self, rank: int) -> Handle:
-        """The learner on the device of rollout process ``rank``, else the first."""
-        device = self.plan.group("rollout").ranks[rank][0]
-        ranks = self.plan.group("actor").ranks
-        return self.learners[next((i for i, devices in enumerate(ranks) if device in devices), 0)]
 
     def _check_weights(self) -> None:
         everyone = list(dict.fromkeys([*self.learners, *self.actors]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
 import io
@@ -12,6 +13,7 @@ import struct
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +34,8 @@ GREETING_S = 5.0
 """How long a caller may take to say who it is."""
 BUFFER = 4 << 20
 """Bytes that may be under way: an action always fits, so that both ends may send at once."""
+SIOCGIFADDR = 0x8915
+"""Linux: the IPv4 address of a network interface."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,17 @@ class Exchange:
                 key.data.close()
         self.listening.close()
         self.selector.close()
+
+
+def interface(host: str) -> str | None:
+    """The network interface of this machine with IPv4 address ``host``; None: there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == host:
+                    return name
+    return None
 
 
 # -------------------------------------------------------------------------------------------------- asking, answering

@@ -105,6 +105,7 @@ class Plan:
     hardware: Hardware
     stages: int = 1
     max_lag: int = 0
+    weights: str = "auto"
 
     def has(self, role: str) -> bool:
         """Whether the run has ``role``."""
@@ -130,11 +131,20 @@ class Plan:
         return tuple(g for g in self.groups if g is not group and set(g.devices) & set(group.devices))
 
     def weights_path(self, rank: int) -> str:
-        """How the actor's weights reach rollout process ``rank``: share, ipc or broadcast."""
+        """How the actor's weights reach rollout process ``rank``: share, ipc, broadcast or store."""
         if self.fused("rollout", "actor"):
             return "share"
+        if self.weights != "auto" or self.max_lag:
+            return self.weights if self.weights != "auto" else "store"
         device = self.group("rollout").ranks[rank][0]
         return "ipc" if device in self.group("actor").devices else "broadcast"
+
+    def near(self, rank: int) -> int | None:
+        """Which actor process shares memory with rollout process ``rank``: on its device, else on its machine."""
+        device, ranks = self.group("rollout").ranks[rank][0], self.group("actor").ranks
+        found = [i for i, has in enumerate(ranks) if device in has]
+        found += [i for i, has in enumerate(ranks) if self.hardware.node(has[0]) == self.hardware.node(device)]
+        return found[0] if found else None
 
     def rows(self) -> list[tuple[str, ...]]:
         """A table, device x group: which rank of a group is where; the first row are headings."""
@@ -277,6 +287,7 @@ def plan(
     without: Sequence[str] = (),
     stages: int = 1,
     max_lag: int = 0,
+    weights: str = "auto",
 ) -> Plan:
     """A checked plan of ``cluster.component_placement``, or of a preset's name.
 
@@ -287,8 +298,9 @@ def plan(
     else:
         check_roles(placement, mode, without=without)
         groups = tuple(_group(entry, value, hardware) for entry, value in placement.items())
-    made = Plan(groups, hardware, stages, max_lag)
+    made = Plan(groups, hardware, stages, max_lag, weights)
     _check_lag(made)
+    _check_weights(made)
     return made
 
 
@@ -325,6 +337,16 @@ def _check_lag(p: Plan) -> None:
                     f"run at once; write cluster.max_lag=0, or give {learner} its own devices "
                     "(placement=disaggregated)"
                 )
+
+
+def _check_weights(p: Plan) -> None:
+    for rank in range(p.processes("rollout")):
+        if p.weights_path(rank) == "ipc" and p.near(rank) is None:
+            node = p.hardware.node(p.group("rollout").ranks[rank][0])
+            raise PlacementError(
+                f"cluster.weights = ipc: rollout rank {rank} is on node {node}, which has no actor to read the memory "
+                "of; leave it out (auto)"
+            )
 
 
 def check_numbers(p: Plan, *, num_envs: int, group_size: int, global_batch_size: int) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from embodied_ppo.errors import one_line
 from embodied_ppo.log import peak_rss_mb
-from embodied_ppo.placement.lines import Desk, Exchange, dial
+from embodied_ppo.placement.lines import Desk, Exchange, dial, interface
 from embodied_ppo.placement.part import Part, Seat
 from embodied_ppo.ranks import Ranks, Together
 from embodied_ppo.types import CheckpointError, ConfigError, EnvError, PlacementError, ProcessLost, TrainingError
@@ -85,6 +85,8 @@ class Process:
     def open(self, host: str | None, secret: str, patience_s: float, *, serves: bool, meets: bool) -> dict[str, Any]:
         """Addresses of this process: where it serves simulators, and where learners meet. ``host``: None, its own."""
         own = host or ray.util.get_node_ip_address()
+        if name := interface(own):  # left alone, gloo takes what the host's name stands for: 127.0.1.1 on Debian
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         told: dict[str, Any] = {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
         if serves:
             self.exchange = Exchange(own, secret, patience_s)
@@ -93,6 +95,10 @@ class Process:
             self.store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
             told["store"] = (own, self.store.port)
         return told
+
+    def sees(self, path: str) -> bool:
+        """Whether a file is there for this process."""
+        return os.path.exists(path)
 
     def build(self, make: Make, w: Wiring) -> Reply:
         """Connect and build: facts for the summary, and what simulators are like (None: they are elsewhere)."""
