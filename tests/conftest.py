@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 # Before torch, the simulators and any process that a test starts read them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,13 +23,21 @@ collect_ignore = ["extras"]  # simulators with a MuJoCo of their own: make test-
 torch.set_num_threads(1)
 
 
+def start_ray(**options: Any) -> None:
+    """Ray with eight slots for processes; ``options``: of ``ray.init``."""
+    import ray
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    ray.init(address="local", num_cpus=8, **quiet, **options)
+
+
 @pytest.fixture(scope="module")
 def eight_slots() -> Iterator[None]:
     """Ray with eight slots for processes, of this file's own; runs join it."""
     import ray
 
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    start_ray()
     yield
     ray.shutdown()
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 import toys
+from conftest import start_ray
 from test_placements import SMALL, rows
 
 from embodied_ppo import build, checkpoint
@@ -143,3 +148,87 @@ def test_without_restarts_the_run_fails_with_the_cause(tmp_path: Path, monkeypat
     with pytest.raises(ProcessLost, match=r"process lost: rollout,actor rank 0 \(pid \d+"):
         build.train(toys.config({**SMALL, **HYBRID, "run_dir": str(tmp_path / "run")}), quiet=True)
     assert "failed: ProcessLost: process lost: rollout,actor rank 0" in (tmp_path / "run" / "log.txt").read_text()
+
+
+# ------------------------------------------------------------------------------------------------------- full, and gone
+PICTURES: dict[str, Any] = {
+    "env.id": "Pong-v5",
+    "env.num_envs": 32,
+    "env.max_episode_steps": 50,
+    "algorithm.horizon": 96,
+    "algorithm.global_batch_size": 1536,
+    "algorithm.update_epoch": 1,
+    "updates": 2,
+}
+"""87 MB of pictures an update."""
+
+
+@pytest.fixture
+def small_store(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ray with 80 MB for objects and, where asked for, a disk that counts as full."""
+    ray.shutdown()
+    start_ray(object_store_memory=80_000_000, _system_config=getattr(request, "param", {}))
+    yield
+    ray.shutdown()
+    start_ray()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_store")
+def test_experience_larger_than_rays_memory_goes_by_disk(tmp_path: Path) -> None:
+    apart, local = tmp_path / "apart", tmp_path / "local"
+    options = {"placement": "disaggregated", "cluster.devices_per_node": 2, "run_dir": str(apart)}
+    build.train(toys.config({**SMALL, **PICTURES, **options}), quiet=True)
+    build.train(toys.config({**SMALL, **PICTURES, "run_dir": str(local)}), quiet=True)
+    assert rows(apart) == rows(local)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("small_store", [{"local_fs_capacity_threshold": 0.001}], indirect=True, ids=["full disk"])
+def test_memory_and_disk_that_are_full_are_named_with_a_cure(small_store: None, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        c = toys.config({**SMALL, **PICTURES, "placement": "disaggregated", "cluster.devices_per_node": 2})
+        made = toys.placed(c, tmp_path, stack)
+        known = handles(made)
+        start = time.monotonic()
+        with pytest.raises(TrainingError) as caught:
+            made.collect(96, update=0)
+        assert time.monotonic() - start < 60
+        first = known["env,rollout rank 0"]
+        assert str(caught.value) == (
+            f"{first}, collect: Ray's shared memory on its machine is full, and so is the disk that it moves objects "
+            "to (/tmp/ray); free that disk, start Ray with more memory (--object-store-memory=BYTES), lower "
+            "algorithm.horizon or env.num_envs, or let one process act and learn ('rollout,actor': its experience "
+            "stays where it is)"
+        )
+    assert gone([h.pid for h in known.values()])
+
+
+def below(pid: int) -> dict[int, str]:
+    """Its descendants and their command lines."""
+    found = {}
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, file.read_text().split()):
+            found |= {child: Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")} | below(child)
+    return found
+
+
+@pytest.mark.slow
+def test_rays_own_process_that_dies_is_named(tmp_path: Path) -> None:
+    """As it does where /dev/shm is filled by others (SIGBUS). The command in a process of its own: Ray may end it."""
+    options = {**HYBRID, "updates": 100_000, "env_steps": None, "run_dir": tmp_path / "run"}
+    words = [f"{name}={'null' if x is None else x}" for name, x in {**SMALL, **options}.items()]
+    command = [sys.executable, "-m", "embodied_ppo.cli", "train", *words]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3) and time.monotonic() < until:
+        time.sleep(0.1)
+    family = below(run.pid)
+    (raylet,) = (pid for pid, words in family.items() if "/raylet/raylet " in words)
+    os.kill(raylet, signal.SIGKILL)
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 3
+    assert "process lost: " in err.splitlines()[-1]
+    assert "Ray's own process on its machine (raylet) is gone" in err.splitlines()[-1], err
+    assert gone(list(family))
+    assert [json.loads(line)["update"] for line in metrics.read_text().splitlines()][:3] == [0, 1, 2]

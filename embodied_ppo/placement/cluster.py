@@ -282,14 +282,13 @@ class ClusterSystem(RunSystem):
 
     def _build(self, make: Make) -> None:
         """Simulators first, then who asks for them, then who only learns."""
-        maker = ray.put(make)
         deadline = max(self.options.start_timeout_s, self.options.step_timeout_s)
         first = [self.plan.group(role) for role in ("env", "rollout", "actor") if self.plan.has(role)]
         rollout, actor = first[-2:]
         about: Mapping[str, Any] | None = None
         for group in dict.fromkeys((*first, *self.plan.groups)):
             calls = [
-                Call(h.actor.build.remote(maker, self._wiring(group, rank, about)), h)
+                Call(h.actor.build.remote(make, self._wiring(group, rank, about)), h)
                 for rank, h in enumerate(self.processes[group])
             ]
             serving = self._serve(self.processes[group], "env") if group is rollout else []

@@ -17,7 +17,15 @@ from typing import Any, TypeAlias
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -34,6 +42,15 @@ LOOK_EVERY_S = 10.0
 """Between looks at whether processes that are waited for are alive."""
 REASONS = (ConfigError, EnvError, PlacementError, CheckpointError, TrainingError)
 """Errors that say all there is to say; of others the traceback matters."""
+FULL = (
+    "Ray's shared memory on its machine is full, and so is the disk that it moves objects to (/tmp/ray); free that "
+    "disk, start Ray with more memory (--object-store-memory=BYTES), lower algorithm.horizon or env.num_envs, or let "
+    "one process act and learn ('rollout,actor': its experience stays where it is)"
+)
+NODE_GONE = (
+    "Ray's own process on its machine (raylet) is gone, or the machine is: killed, out of memory, or /dev/shm was "
+    "filled by others; see /tmp/ray/session_latest/logs/raylet.out there, free memory, start Ray again"
+)
 
 
 @dataclass(frozen=True)
@@ -275,6 +292,8 @@ def _follows(error: RayError) -> bool:
 def _translated(error: RayError, handle: Handle, phase: str) -> Exception:
     if isinstance(error, RayTaskError):
         cause: Any = error.cause
+        if isinstance(cause, (ObjectStoreFullError, OutOfDiskError)):
+            return TrainingError(f"{handle}, {phase}: {FULL}")
         if isinstance(cause, REASONS):
             text = str(cause)
             return type(cause)(text if phase == "build" else f"{handle}, {phase}: {text}")
@@ -287,7 +306,10 @@ def _translated(error: RayError, handle: Handle, phase: str) -> Exception:
 
 def _reason(error: RayActorError) -> str:
     """The line of Ray's message that says why."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = str(error)
+    if isinstance(error, ActorUnavailableError) or "node has died" in text or "node has crashed" in text:
+        return NODE_GONE
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     told = [x for x in lines if any(word in x.lower() for word in ("cause", "exit", "killed", "died", "terminated"))]
     return one_line(Exception(" ".join(dict.fromkeys(told[-2:] or lines[-1:]))))[:400]
 
