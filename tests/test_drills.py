@@ -85,6 +85,22 @@ def test_a_process_that_dies_is_named_at_once(victim: str, phase: str, tmp_path:
     assert gone(pids)
 
 
+def test_of_processes_that_learn_together_the_one_that_died_is_named(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        longer = {"placement": "fused", "cluster.devices_per_node": 4, "algorithm.update_epoch": 200}
+        made = system(tmp_path, stack, **longer)
+        experience, _ = made.collect(64, update=0)
+        known = handles(made)
+        victim = known["env,rollout,actor rank 2"]
+        killer = soon(lambda: os.kill(victim.pid, signal.SIGKILL), 1.0)
+        with pytest.raises(
+            ProcessLost, match=rf"process lost: env,rollout,actor rank 2 \(pid {victim.pid}, .* update: "
+        ):
+            made.update(experience, update=0)
+        killer.join()
+    assert gone([h.pid for h in known.values()])
+
+
 def test_a_process_that_is_stopped_is_named_after_the_deadline_with_what_it_did(tmp_path: Path) -> None:
     with ExitStack() as stack:
         made = system(tmp_path, stack, **{"cluster.step_timeout_s": 12.0})

@@ -104,6 +104,7 @@ class Process:
         own = host or ray.util.get_node_ip_address()
         if name := interface(own):  # left alone, gloo takes what the host's name stands for: 127.0.1.1 on Debian
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each holds a connection to each
         told: dict[str, Any] = {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
         if serves:
             self.exchange = Exchange(own, secret, patience_s)
@@ -269,7 +270,7 @@ def _blame(
     error: RayError, handle: Handle, pending: Sequence[Any], owner: Mapping[Any, Handle], phase: str
 ) -> Exception:
     """The error to raise. A process that merely lost another is not the cause: the others are asked for a moment."""
-    until = time.monotonic() + 2.0
+    until = time.monotonic() + 5.0
     found = [(error, handle)]
     pending = list(pending)
     while pending and _follows(found[-1][0]) and time.monotonic() < until:
@@ -286,7 +287,7 @@ def _blame(
 def _follows(error: RayError) -> bool:
     """Whether it only says that another process is gone."""
     text = str(error)
-    return isinstance(error, RayTaskError) and ("the process is gone" in text or "Connection closed by peer" in text)
+    return isinstance(error, RayTaskError) and ("the process is gone" in text or "gloo/transport" in text)
 
 
 def _translated(error: RayError, handle: Handle, phase: str) -> Exception:
