@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import shutil
+import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,10 +23,15 @@ from typing import Any
 
 import torch
 
+from embodied_ppo.errors import one_line
 from embodied_ppo.types import CheckpointError
 
 FORMAT = 1
 MANIFEST, CONFIG, POLICY, TRAINING = "manifest.json", "config.yaml", "policy.pt", "training.pt"
+NO_ZIP = (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, EOFError, LookupError)
+"""What zipfile raises for what is none, or a damaged one."""
+DAMAGED = (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError, OverflowError)
+"""What torch.load raises for damaged files, besides ``pickle.UnpicklingError``: found by scripts/fuzz.py."""
 
 
 @dataclass(frozen=True)
@@ -199,30 +205,30 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         manifest = json.loads((folder / MANIFEST).read_text())
         version, files = manifest["format"], dict(manifest["files"])
         update = int(manifest["update"])
+        expected = {name: (int(of["bytes"]), str(of["sha256"])) for name, of in files.items()}
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{folder / MANIFEST}: is missing; the directory is no complete checkpoint, use another"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{folder / MANIFEST}: is not a manifest ({error!r}); use another checkpoint") from error
     if version != FORMAT:
         raise CheckpointError(
             f"{folder / MANIFEST}: format {version}, this version reads {FORMAT}; use the version that wrote it"
         )
     for name in (CONFIG, POLICY, TRAINING):
-        if name not in files:
+        if name not in expected:
             raise CheckpointError(f"{folder / MANIFEST}: lists no {name}; use another checkpoint")
-    for name, expected in files.items():
+        size, digest = expected[name]  # of whatever else is listed nothing is read
         file = folder / name
         if not file.is_file():
             raise CheckpointError(f"{file}: is missing (update {update}); use another checkpoint of the run")
         data = file.read_bytes()
-        if len(data) != expected["bytes"]:
+        if len(data) != size:
             raise CheckpointError(
-                f"{file}: has {len(data)} bytes, its manifest says {expected['bytes']}; it was cut short, "
-                "use another checkpoint"
+                f"{file}: has {len(data)} bytes, its manifest says {size}; it was cut short, use another checkpoint"
             )
-        if hashlib.sha256(data).hexdigest() != expected["sha256"]:
+        if hashlib.sha256(data).hexdigest() != digest:
             raise CheckpointError(f"{file}: its contents do not match the manifest's sha256; use another checkpoint")
     return Checkpoint(folder, manifest)
 
@@ -246,8 +252,12 @@ def newest_valid(run_dir: Path, notice: Any = lambda text: None) -> Checkpoint |
 
 
 def _load(path: Path) -> dict[str, Any]:
-    if not zipfile.is_zipfile(path):
-        raise CheckpointError(f"{path}: is no file of torch.save; use another checkpoint")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise CheckpointError(f"{path}: is compressed, which torch.save never does; use another checkpoint")
+    except (OSError, *NO_ZIP) as error:
+        raise CheckpointError(f"{path}: is no file of torch.save ({error}); use another checkpoint") from error
     try:
         value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -255,9 +265,9 @@ def _load(path: Path) -> dict[str, Any]:
             f"{path}: holds objects other than tensors and plain values, which are never executed; "
             "use a checkpoint written by embodied-ppo"
         ) from error
-    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+    except DAMAGED as error:
         raise CheckpointError(
-            f"{path}: cannot be read ({str(error).splitlines()[0]}); use another checkpoint"
+            f"{path}: cannot be read ({one_line(error, kind=True)}); use another checkpoint"
         ) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__}, not named tensors; use another checkpoint")
@@ -272,12 +282,14 @@ def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: st
             raise CheckpointError(
                 f"{source}: has no tensor {name!r}; it is another model's, use the model it was trained with"
             )
+        if not isinstance(weights[name], torch.Tensor):
+            raise CheckpointError(f"{source}: {name!r} is no tensor; use a checkpoint written by embodied-ppo")
         if weights[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{source}: tensor {name!r} is {tuple(weights[name].shape)}, this model needs {tuple(tensor.shape)}; "
                 "use the model and env it was trained with"
             )
-    extra = sorted(set(weights) - set(own))
+    extra = sorted(map(str, weights.keys() - own.keys()))
     if extra:
         raise CheckpointError(
             f"{source}: has tensor {extra[0]!r}, which this model lacks; use the model it was trained with"

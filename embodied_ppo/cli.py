@@ -520,6 +520,8 @@ def _stored(resume: str) -> tuple[str, dict[str, Any]]:
     """config.yaml of the run that ``resume`` (a run or a checkpoint of it) names."""
     import yaml
 
+    from embodied_ppo import strict
+
     folder = Path(resume)
     if not folder.is_dir():
         raise CheckpointError(f"resume = {resume}: no such directory; name a run, or write resume=auto")
@@ -531,7 +533,7 @@ def _stored(resume: str) -> tuple[str, dict[str, Any]]:
             f"resume = {resume}: holds no config.yaml; name a run directory or a checkpoint inside one"
         )
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = strict.plain_yaml(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise CheckpointError(f"resume = {resume}: {file} is damaged ({one_line(e)}); name another checkpoint") from e
     if not isinstance(content, dict):

@@ -11,6 +11,7 @@ import pickle
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -45,14 +46,31 @@ def _compiler() -> str:
     return os.environ.get("CXX") or "g++"
 
 
+def _libraries() -> Path:
+    """The folder of libraries, made if need be. They run as code: RuntimeError where others can put some there."""
+    folder = cache_folder() / "compiled"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    told = folder.stat()
+    if told.st_uid != os.getuid():
+        raise RuntimeError(
+            f"{folder} is another user's (uid {told.st_uid}); EMBODIED_PPO_CACHE names another directory"
+        )
+    if told.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise RuntimeError(
+            f"others can write in {folder} (mode {told.st_mode & 0o777:o}), and what is there runs: chmod go-w"
+        )
+    return folder
+
+
 def obstacle() -> str:
     """Why nothing can be compiled here; "" if it can."""
     if shutil.which(_compiler()) is None:
         return f"no C++ compiler ({_compiler()} is not on the path; Debian: apt-get install g++)"
     try:
-        cache_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryFile(dir=cache_folder()):
+        with tempfile.TemporaryFile(dir=_libraries()):
             return ""
+    except RuntimeError as error:
+        return str(error)
     except OSError as error:
         return f"{cache_folder()} cannot be written ({error.strerror}; EMBODIED_PPO_CACHE names another directory)"
 
@@ -109,7 +127,7 @@ class Library:
 
     def __init__(self, program: Callable[..., Any], example: Sequence[Tensor]) -> None:
         """``program`` is an object that pickle takes. Nothing is computed with ``example``."""
-        self.path = cache_folder() / "compiled" / f"{fingerprint(program, example)}.pt2"
+        self.path = _libraries() / f"{fingerprint(program, example)}.pt2"
         self._child: subprocess.Popen[bytes] | None = None
         self._errors = None
         self.work: tempfile.TemporaryDirectory[str] | None = None
@@ -117,7 +135,6 @@ class Library:
         if _sound(self.path):
             return
         self.path.unlink(missing_ok=True)
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         example = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in example]
         request = tempfile.TemporaryFile()  # noqa: SIM115  (not a pipe: nobody reads before torch is imported)
         try:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import string
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import imageio.v3 as imageio
 import imageio_ffmpeg
 import numpy as np
 import torch
+from PIL import Image
 from PIL.Image import DecompressionBombError
 from torch import Tensor
 
@@ -31,10 +33,16 @@ READ = (VERSION, "v2.1", "v2.0")
 """What is read."""
 STATE, ACTION, CAMERA = "observation.state", "action", "observation.images."
 """Names of features; CAMERA is followed by the camera's."""
+FASTEST = 100_000
+"""Frames per second: more is no robot."""
 CHUNK = 1000
 """Files of a folder chunk-000."""
 UNREADABLE = (OSError, SyntaxError, ValueError, IndexError, AttributeError, struct.error, DecompressionBombError)
 """What pillow raises for damaged pictures: found with PNG, JPEG, GIF and WebP."""
+NOWHERE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
+"""What a row raises that does not say what it should."""
+PICTURES = ("PNG", "JPEG", "GIF", "WEBP")
+"""Formats that are read: pillow has others that run programs (EPS: Ghostscript)."""
 
 
 # ------------------------------------------------------------------------------------------------------ what is read
@@ -118,7 +126,7 @@ def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
     frames = sum(episode.length for episode in episodes)
     if not frames:
         raise ConfigError(f"{folder}: has no episodes; record some, or choose another folder")
-    _check_memory(folder, cameras, frames, len(episodes))
+    _check_memory(folder, cameras, sum(features[key]["shape"][0] for key in names.values()), frames, len(episodes))
     instructions = read_tasks(folder, version)
 
     images = {key: np.empty((frames, *size, 3), dtype=np.uint8) for key, size in cameras.items()}
@@ -169,7 +177,7 @@ def read_info(folder: Path) -> dict[str, Any]:
         info = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"{path} is missing, so this is no folder of demonstrations; name one that has it") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is no JSON that can be read ({error}); record or download it anew") from error
     if not isinstance(info, dict) or info.get("codebase_version") not in READ:
         version = info.get("codebase_version") if isinstance(info, dict) else None
@@ -179,6 +187,11 @@ def read_info(folder: Path) -> dict[str, Any]:
     for key, kind in (("features", dict), ("fps", (int, float)), ("data_path", str), ("total_episodes", int)):
         if not isinstance(info.get(key), kind):
             raise ConfigError(f"{path}: {key}={info.get(key)!r} is missing or of the wrong type; download it anew")
+    if not 0 < info["fps"] <= FASTEST:
+        raise ConfigError(f"{path}: fps={info['fps']} must be > 0 and <= {FASTEST}; download it anew")
+    for key, feature in info["features"].items():
+        if not isinstance(feature, dict):
+            raise ConfigError(f"{path}: features.{key}={feature!r} must say dtype and shape; download it anew")
     return info
 
 
@@ -187,7 +200,7 @@ def _named(folder: Path, features: Mapping[str, Any], name: str) -> str:
     for key in (name, "state" if name == STATE else "actions"):
         if key in features:
             shape = features[key].get("shape")
-            if not isinstance(shape, list) or len(shape) != 1 or not isinstance(shape[0], int) or shape[0] < 1:
+            if not isinstance(shape, list) or len(shape) != 1 or not _whole(shape[0], 1):
                 raise ConfigError(f"{folder}/meta/info.json: {key} has shape {shape}; it must be one vector a frame")
             return key
     raise ConfigError(f"{folder}/meta/info.json: has no feature {name}; it has {', '.join(features) or 'none'}")
@@ -195,11 +208,12 @@ def _named(folder: Path, features: Mapping[str, Any], name: str) -> str:
 
 def _size(folder: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]:
     """(H, W) of a camera; shapes are [H, W, 3] or [3, H, W]."""
-    shape = feature.get("shape") or []
-    if len(shape) == 3 and shape[2] == 3:
-        return int(shape[0]), int(shape[1])
-    if len(shape) == 3 and shape[0] == 3:
-        return int(shape[1]), int(shape[2])
+    shape = feature.get("shape")
+    if isinstance(shape, list) and len(shape) == 3 and all(_whole(size, 1) for size in shape):
+        if shape[2] == 3:
+            return shape[0], shape[1]
+        if shape[0] == 3:
+            return shape[1], shape[2]
     raise ConfigError(f"{folder}/meta/info.json: {key} has shape {shape}; it must be [height, width, 3]")
 
 
@@ -220,7 +234,7 @@ def _episodes_v3(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -
             }
             data = _place(folder, info["data_path"], row, "data")
             episodes.append(_Episode(row["episode_index"], row["length"], data, found))
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except NOWHERE as error:
             raise ConfigError(
                 f"{folder}/meta/episodes: episode {row.get('episode_index')} does not say where it is "
                 f"({type(error).__name__}: {error}); record or download it anew"
@@ -234,9 +248,9 @@ def _episodes_v2(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -
         try:
             index, length = row["episode_index"], row["length"]
             place = {"episode_chunk": index // info.get("chunks_size", CHUNK), "episode_index": index}
-            found = {key: (folder / info["video_path"].format(video_key=key, **place), 0) for key in videos}
-            episodes.append(_Episode(index, length, folder / info["data_path"].format(**place), found))
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            found = {key: (_inside(folder, info["video_path"], video_key=key, **place), 0) for key in videos}
+            episodes.append(_Episode(index, length, _inside(folder, info["data_path"], **place), found))
+        except NOWHERE as error:
             raise ConfigError(
                 f"{folder}/meta/episodes.jsonl: {row} does not say where it is ({type(error).__name__}: {error}); "
                 "download it anew"
@@ -250,18 +264,31 @@ def _episodes_v2(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -
 
 
 def _place(folder: Path, template: str, row: Mapping[str, Any], of: str, key: str = "") -> Path:
-    return folder / template.format(
-        video_key=key, chunk_index=row[f"{of}/chunk_index"], file_index=row[f"{of}/file_index"]
-    )
+    places = {name: row[f"{of}/{name}"] for name in ("chunk_index", "file_index")}
+    return _inside(folder, template, video_key=key, **places)
+
+
+def _inside(folder: Path, template: str, **fields: Any) -> Path:
+    """A template of meta/info.json, filled in. Raises ValueError where that leads out of ``folder``."""
+    for _, name, form, conversion in string.Formatter().parse(template):
+        if name is not None and (not name.isidentifier() or conversion or not re.fullmatch(r"0?\d{0,2}d?", form or "")):
+            raise ValueError(f"{{{name}:{form}}} is no place")
+    path = Path(template.format(**fields))
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{str(path)!r} lies outside the folder")
+    return folder / path
 
 
 def _checked(path: Path, episodes: list[_Episode]) -> list[_Episode]:
     """In order. Raises ConfigError for an episode that is there twice, or empty."""
+    for episode in episodes:
+        if not _whole(episode.index, 0):
+            raise ConfigError(f"{path}: episode_index={episode.index!r} is no number of an episode; download it anew")
     episodes.sort(key=lambda episode: episode.index)
     for i, episode in enumerate(episodes):
         if i and episode.index == episodes[i - 1].index:
             raise ConfigError(f"{path}: episode {episode.index} is there twice; record or download it anew")
-        if not isinstance(episode.length, int) or episode.length < 1:
+        if not _whole(episode.length, 1):
             raise ConfigError(f"{path}: episode {episode.index} has length={episode.length}; it must be at least 1")
     return episodes
 
@@ -269,7 +296,16 @@ def _checked(path: Path, episodes: list[_Episode]) -> list[_Episode]:
 def read_rows(folder: Path) -> list[dict[str, Any]]:
     """Episodes of v3.0, in order."""
     paths = sorted((folder / "meta/episodes").glob("*/*.parquet"))
-    return sorted((row for path in paths for row in _load(path).to_pylist()), key=lambda row: row["episode_index"])
+    rows = [row for path in paths for row in _rows(path)]
+    for row in rows:
+        if not _whole(index := row.get("episode_index"), 0):
+            raise ConfigError(f"{folder}/meta/episodes: episode_index={index!r} is no number; download it anew")
+    return sorted(rows, key=lambda row: row["episode_index"])
+
+
+def _whole(x: Any, least: int) -> bool:
+    """Whether it is a whole number from ``least`` on that int64 holds."""
+    return isinstance(x, int) and not isinstance(x, bool) and least <= x < 2**63
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -278,7 +314,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     except FileNotFoundError as error:
         raise ConfigError(f"{path} is missing; download the folder anew") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: are no JSON lines that can be read ({error}); download it anew") from error
 
 
@@ -291,24 +327,27 @@ def read_tasks(folder: Path, version: str) -> dict[int, str]:
         path = folder / "meta/tasks.parquet"
         if not path.exists() and not any((folder / "meta/episodes").glob("*/*.parquet")):
             return {}
-        rows = _load(path).to_pylist()
+        rows = _rows(path)
     try:
         return {int(row["task_index"]): str(row.get("task") or row["__index_level_0__"]) for row in rows}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except NOWHERE as error:
         raise ConfigError(
             f"{path}: has no columns task_index and task ({type(error).__name__}: {error}); download it anew"
         ) from error
 
 
-def _check_memory(folder: Path, cameras: Mapping[str, tuple[int, int]], frames: int, episodes: int) -> None:
+def _check_memory(
+    folder: Path, cameras: Mapping[str, tuple[int, int]], numbers: int, frames: int, episodes: int
+) -> None:
+    """``numbers``: of the state and the action of a frame."""
     free = _free_bytes()
-    need = frames * sum(3 * height * width for height, width in cameras.values())
+    need = frames * (sum(3 * height * width for height, width in cameras.values()) + 4 * numbers)
     if free is not None and need > free / 2:
-        sizes = " + ".join(f"{height} x {width} x 3" for height, width in cameras.values())
+        sizes = " + ".join([*(f"{height} x {width} x 3" for height, width in cameras.values()), f"{numbers} x 4"])
         fits = int(episodes * (free / 2) / need)
         raise ConfigError(
-            f"{folder}: {frames} frames x ({sizes}) bytes = {need / 2**30:.2f} GiB of pictures, more than half of the "
-            f"{free / 2**30:.2f} GiB of memory that are free; about limit={fits} of its {episodes} episodes would fit; "
+            f"{folder}: {frames} frames x ({sizes}) bytes = {need / 2**30:.2f} GiB of pictures and numbers, more than "
+            f"half of the {free / 2**30:.2f} GiB of memory that are free; about limit={fits} of its {episodes} episodes would fit; "
             "else use smaller pictures, or a machine with more memory"
         )
 
@@ -340,19 +379,29 @@ def arrow(path: Path) -> tuple[Any, Any]:
 def _load(path: Path, columns: Sequence[str] | None = None) -> Any:
     """A pyarrow table. Raises ConfigError."""
     pyarrow, parquet = arrow(path)
-    if not path.exists():
-        raise ConfigError(f"{path} is missing; copy or download the folder anew, or record it again")
     try:
+        if not path.exists():
+            raise ConfigError(f"{path} is missing; copy or download the folder anew, or record it again")
         with parquet.ParquetFile(path) as file:
             there = file.schema_arrow.names
-            if lacks := [name for name in columns or () if name not in there]:
-                raise ConfigError(f"{path}: has no column {lacks[0]}; it has {', '.join(there)}")
+            if lacks := [name for name in columns or () if there.count(name) != 1]:
+                what = f"has several columns {lacks[0]}" if lacks[0] in there else f"has no column {lacks[0]}"
+                raise ConfigError(f"{path}: {what}; it has {', '.join(there)}")
             return file.read(None if columns is None else list(columns)).combine_chunks()
     except (pyarrow.ArrowException, OSError) as error:
         cause = one_line(error)
         raise ConfigError(
             f"{path}: is no parquet file that can be read ({cause}); record or download it anew"
         ) from error
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """All of a parquet file. Raises ConfigError."""
+    table = _load(path)
+    try:
+        return table.to_pylist()
+    except (arrow(path)[0].ArrowException, ValueError, OverflowError) as error:  # text that is none, the year 30000
+        raise ConfigError(f"{path}: has values that cannot be read ({one_line(error)}); download it anew") from error
 
 
 class _Table:
@@ -362,6 +411,9 @@ class _Table:
         self.path = path
         self._table = _load(path, [*columns, "episode_index", "frame_index", "task_index"])
         self._cache: dict[str, Any] = {}
+        for name in ("episode_index", "frame_index", "task_index"):
+            if not str(self._table[name].type).startswith(("int", "uint")) or self._table[name].null_count:
+                raise ConfigError(f"{path}: {name} is not a whole number in every frame; record or download it anew")
         self._episode, self._frame, self._task = (
             self._table[name].to_numpy() for name in ("episode_index", "frame_index", "task_index")
         )
@@ -423,7 +475,7 @@ class _Table:
         flat = column.flatten() if lists else column
         try:
             return flat.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, dims)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError, pyarrow.ArrowException) as error:
             raise ConfigError(f"{self.path}: {name} holds {column.type}, not numbers; download it anew") from error
 
     def pictures(self, name: str, rows: np.ndarray, episode: _Episode, size: tuple[int, int]) -> np.ndarray:
@@ -431,17 +483,22 @@ class _Table:
         out = np.empty((len(rows), *size, 3), dtype=np.uint8)
         for i, row in enumerate(rows.tolist()):
             where = f"{self._where(episode)}, frame {i}: {name}"
-            held = self._table[name][row].as_py()
+            try:
+                held = self._table[name][row].as_py()
+            except ValueError as error:
+                raise ConfigError(f"{where} cannot be read ({one_line(error)}); download it anew") from error
             data = held.get("bytes") if isinstance(held, dict) else held
             if not isinstance(data, bytes):
                 raise ConfigError(f"{where} holds no picture; download the dataset with its pictures in the tables")
             try:
-                picture = np.asarray(imageio.imread(io.BytesIO(data), plugin="pillow", mode="RGB"))
+                with Image.open(io.BytesIO(data), formats=PICTURES) as picture:
+                    width, height = picture.size
+                    if (height, width) == size:  # before a small file unfolds to gigabytes
+                        out[i] = np.asarray(picture.convert("RGB"))
             except UNREADABLE as error:
                 raise ConfigError(f"{where} cannot be decoded ({error}); record or download it anew") from error
-            if picture.shape != (*size, 3):
-                raise ConfigError(f"{where} is {list(picture.shape)}; meta/info.json says {[*size, 3]}")
-            out[i] = picture
+            if (height, width) != size:
+                raise ConfigError(f"{where} is {[height, width, 3]}; meta/info.json says {[*size, 3]}")
         return out
 
 
@@ -487,6 +544,7 @@ def _frames(path: Path) -> Any:
     read_frames: Any = imageio_ffmpeg.read_frames
     return read_frames(
         str(path),
-        input_params=["-threads", "1", "-xerror", "-err_detect", "explode"],
+        # mp4 alone: playlists and lists of files, which ffmpeg also knows by their contents, name other files
+        input_params=["-f", "mp4", "-threads", "1", "-xerror", "-err_detect", "explode"],
         output_params=["-fps_mode", "passthrough"],
     )

@@ -79,9 +79,11 @@ def _description(file: Path) -> str:
     """The option ``description`` of an experiment, else its first comment."""
     import yaml
 
+    from embodied_ppo import strict
+
     text = file.read_text(encoding="utf-8")
     try:
-        content = yaml.safe_load(text)
+        content = strict.plain_yaml(text)
     except yaml.YAMLError:
         return "(broken YAML)"
     if isinstance(content, Mapping) and isinstance(content.get("description"), str):

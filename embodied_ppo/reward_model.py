@@ -50,7 +50,9 @@ def load(path: str, *, dtype: torch.dtype = torch.float32, device: torch.device 
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     cure = "; name a complete directory of a sequence-classification model"
     with refusing(f"{option}: transformers refuses: ", cure):
-        model, info = AutoModel.from_pretrained(path, dtype=dtype, output_loading_info=True, **local)
+        model, info = AutoModel.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, use_safetensors=True, **local
+        )
         tokenizer = Tokenizer.from_pretrained(path, **local)
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(

@@ -104,7 +104,7 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
 def stored_options(source: checkpoint.Checkpoint) -> dict[str, Any]:
     file = source.path / checkpoint.CONFIG
     try:
-        options = yaml.safe_load(source.config_text())
+        options = strict.plain_yaml(source.config_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file}: is no YAML ({' '.join(str(error).split())}); use another checkpoint") from error
     if not isinstance(options, dict):

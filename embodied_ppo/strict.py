@@ -99,6 +99,23 @@ class Loaded(Generic[C]):
         return frozenset(path for path, label in self.origin.items() if counts(path, label))
 
 
+class _Plain(yaml.SafeLoader):
+    """Without aliases (``*name``): a few lines of them can stand for more values than memory holds, or for ever."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"an alias, which is not read{self.peek_event().start_mark}")
+        return super().compose_node(parent, index)
+
+
+def plain_yaml(text: str) -> Any:
+    """What YAML says, of plain values. Raises YAMLError, and nothing else, for whatever is wrong with it."""
+    try:
+        return yaml.load(text, _Plain)
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError) as error:
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error  # of 2000-99-99, !!bool x, a deep list ..
+
+
 # ------------------------------------------------------------------------------------------------------------- reading
 def load(cls: type[C], mapping: Mapping[str, Any], *, source: str | None = None) -> C:
     """One mapping -> ``cls``, checked. Raises ConfigError (PlacementError for a placement)."""
@@ -243,7 +260,7 @@ def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> A
     elif kind is dict:
         if isinstance(value, str) and value.lstrip().startswith("{"):  # the command line has no keys with commas
             with suppress(yaml.YAMLError):
-                value = yaml.safe_load(value)
+                value = plain_yaml(value)
         if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
             return _plain(value)
     elif hint is float:

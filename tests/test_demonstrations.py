@@ -341,8 +341,8 @@ def test_bad_datasets_are_refused(good: Path, tmp_path: Path, name: str) -> None
 
 
 def test_too_little_memory_is_told_with_the_sum(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demonstrations, "_free_bytes", lambda: 20000.0)  # 25 frames of 1152 bytes are 28800
-    with pytest.raises(ConfigError, match=r"25 frames x \(16 x 24 x 3\) bytes = .* limit=1 of its 5 episodes"):
+    monkeypatch.setattr(demonstrations, "_free_bytes", lambda: 20000.0)  # 25 frames of 1172 bytes are 29300
+    with pytest.raises(ConfigError, match=r"25 frames x \(16 x 24 x 3 \+ 5 x 4\) bytes = .* limit=1 of its 5 episodes"):
         read(good)
     check(read(good, limit=1), 1)
 

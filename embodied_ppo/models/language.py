@@ -469,7 +469,7 @@ def load(
                     "(hf download NAME --local-dir DIR), or leave path null for a new, small model"
                 )
             model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, local_files_only=True, trust_remote_code=False
+                path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
             )
         else:
             fields = dict(architecture)

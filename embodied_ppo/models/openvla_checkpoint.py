@@ -401,6 +401,8 @@ def _weights(folder: Path, where: str) -> list[Path]:
         raise ConfigError(f"{where}: model.safetensors.index.json has no weight_map; download it again")
     files = [folder / str(name) for name in sorted(set(names.values()))]
     for file in files:
+        if file.parent != folder:
+            raise ConfigError(f"{where}: model.safetensors.index.json names {file}, outside; download it again")
         if not file.is_file():
             raise ConfigError(f"{where}: {file.name} is in model.safetensors.index.json but missing; download it")
     return files

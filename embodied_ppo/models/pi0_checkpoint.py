@@ -156,6 +156,7 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
             dtype=torch.float32,
             local_files_only=True,
             trust_remote_code=False,
+            use_safetensors=True,
             output_loading_info=True,
             key_mapping=FORMER,
         )

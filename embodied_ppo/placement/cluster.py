@@ -20,7 +20,7 @@ from embodied_ppo.config import ClusterConfig
 from embodied_ppo.loop import TRAINING
 from embodied_ppo.placement.part import Seat
 from embodied_ppo.placement.plan import ASKS, Group, Plan
-from embodied_ppo.placement.process import Actor, Call, Handle, Make, Wiring, end, wait
+from embodied_ppo.placement.process import LOOPBACK, Actor, Call, Handle, Make, Wiring, end, wait
 from embodied_ppo.placement.residency import Residency
 from embodied_ppo.placement.system import Records, RunSystem
 from embodied_ppo.rollout import added
@@ -31,7 +31,6 @@ SHARE = 1 / 64
 PATIENCE_S = 3.0
 """For processes to close what they hold."""
 CURE = "add nodes, free them, or lower cluster.num_nodes and cluster.devices_per_node"
-LOOPBACK = "127.0.0.1"
 """Where processes of one machine listen: nobody else can knock."""
 
 

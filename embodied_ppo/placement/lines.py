@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from embodied_ppo.errors import one_line
 from embodied_ppo.types import ProcessLost
 
 Value = Tensor | dict[str, Any] | None
@@ -36,6 +37,8 @@ BUFFER = 4 << 20
 """Bytes that may be under way: an action always fits, so that both ends may send at once."""
 SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of a network interface."""
+NO_MESSAGE = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, OverflowError, RecursionError)
+"""What ``unpack`` raises for bytes that ``pack`` did not make."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class Line:
         hello = bytearray(HELLO.size)
         self._fill(memoryview(hello))
         digest, name = HELLO.unpack(hello)
-        return name.rstrip(b"\0").decode() if hmac.compare_digest(digest, _digest(secret)) else None
+        return name.rstrip(b"\0").decode(errors="replace") if hmac.compare_digest(digest, _digest(secret)) else None
 
     def send(self, m: Message) -> None:
         self._push(pack(m))
@@ -137,11 +140,17 @@ class Line:
         self._fill(memoryview(prefix))
         self.waited_s += time.monotonic() - start
         length, size = PREFIX.unpack(prefix)
-        words, payload = bytearray(length), torch.empty(size, dtype=torch.uint8)
+        try:
+            words, payload = bytearray(length), torch.empty(size, dtype=torch.uint8)
+        except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+            raise ProcessLost(f"{self.peer}: announces {length} + {size} bytes, which there is no room for") from error
         self._fill(memoryview(words))
         if size:
             self._fill(payload.numpy().data)
-        return unpack(bytes(words), payload)
+        try:
+            return unpack(bytes(words), payload)
+        except NO_MESSAGE as error:
+            raise ProcessLost(f"{self.peer}: sent what is no message ({one_line(error, kind=True)})") from error
 
     def _fill(self, room: memoryview) -> None:
         try:

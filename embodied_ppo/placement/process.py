@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -38,6 +39,8 @@ from embodied_ppo.types import CheckpointError, ConfigError, EnvError, Placement
 
 Make: TypeAlias = "Callable[[Seat, Exchange | None, Callable[[str], None]], tuple[Part, Mapping[str, Any]]]"
 """Builds what a process holds, and facts for the summary; it is given someone to talk to."""
+LOOPBACK = "127.0.0.1"
+"""Where processes of one machine listen."""
 LOOK_EVERY_S = 10.0
 """Between looks at whether processes that are waited for are alive."""
 REASONS = (ConfigError, EnvError, PlacementError, CheckpointError, TrainingError)
@@ -104,14 +107,17 @@ class Process:
         own = host or ray.util.get_node_ip_address()
         if name := interface(own):  # left alone, gloo takes what the host's name stands for: 127.0.1.1 on Debian
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each holds a connection to each
         told: dict[str, Any] = {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
         if serves:
             self.exchange = Exchange(own, secret, patience_s)
             told["exchange"] = self.exchange.address
         if meets:
-            self.store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
-            told["store"] = (own, self.store.port)
+            listening = socket.create_server((own, 0))  # torch's own would listen on every interface
+            port, fd = listening.getsockname()[1], listening.detach()
+            self.store = TCPStore(own, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+            told["store"] = (own, port)
         return told
 
     def sees(self, path: str) -> bool:
