@@ -187,7 +187,8 @@ def _range(part: Any, count: int, label: str) -> range:
             raise PlacementError(f"{label}: there is {count} device, which has no halves; write all")
         return range(count // 2) if text == "first half" else range(count // 2, count)
     first, dash, last = text.partition("-")
-    if isinstance(part, bool) or not first.strip().isdecimal() or (dash and not last.strip().isdecimal()):
+    numbers = [first.strip(), *([last.strip()] if dash else [])]
+    if isinstance(part, bool) or not all(n.isdecimal() and len(n) < 10 for n in numbers):
         raise PlacementError(
             f"{label}: {show(part)} is no device; write all, a number, a range as 0-3, 'first half', 'second half', "
             "or a list of these"
@@ -243,7 +244,7 @@ def _group(entry: str, value: Any, hardware: Hardware) -> Group:
                 f"{label}: {unknown[0]} is not known; {choose(str(unknown[0]), ('devices', 'processes', 'node'), '')}"
             )
         devices, processes, node = value.get("devices", "all"), value.get("processes"), value.get("node")
-    if node is not None and node not in hardware.labels:
+    if node is not None and node not in list(hardware.labels):
         raise PlacementError(
             f"{label}: no node bears the label {node}; {choose(str(node), list(hardware.labels), 'labels: ')} "
             "(cluster.node_groups)"

@@ -1,0 +1,752 @@
+"""Throws made-up and damaged input at everything that reads what strangers may hand over (docs/security.md).
+
+    python scripts/fuzz.py [TARGET ...] [--inputs N] [--seed N]     all targets: 100,000 inputs and more
+    python scripts/fuzz.py TARGET --atheris [SECONDS]               guided by coverage, if atheris is installed
+
+Only the errors that a target declares may come out; what else does ends the run with its number, input and traceback.
+Inputs are functions of a random.Random: numbered ones here, hypothesis' in tests/test_fuzz.py, which also finds the
+smallest one, and through it atheris'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from datetime import date
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from embodied_ppo import checkpoint, cli, data, demonstrations, rundir, strict
+from embodied_ppo.config import Config, DemosConfig, EvaluateConfig, ExportConfig
+from embodied_ppo.errors import CheckpointError, ConfigError, EnvError, PlacementError, ProcessLost
+from embodied_ppo.placement import lines, plan
+from embodied_ppo.placement.lines import HELLO, PREFIX, Exchange, Line, Message, dial, pack
+
+
+@dataclass(frozen=True)
+class Target:
+    """make: an input; run: takes it; errors: what it may raise; count: inputs of a long run."""
+
+    make: Callable[[Random], Any]
+    run: Callable[[Any], object]
+    errors: tuple[type[Exception], ...]
+    count: int
+
+
+# --------------------------------------------------------------------------------------------------------------- inputs
+ODD = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1 << 70,
+    0.5,
+    float("inf"),
+    float("nan"),
+    "",
+    "???",
+    "null",
+    "all",
+    "0-3",
+    "1:30",
+    "../x",
+]
+ODD += [
+    "/etc/passwd",
+    "{",
+    "${seed}",
+    "${oc.env:HOME}",
+    "a\0b",
+    "\ud800",
+    "1e400",
+    "9" * 5000,
+    [],
+    {},
+    [[]],
+    {"": None},
+]
+
+
+LETTERS = "abz_.:,-=+~'\"{}[]()$#&*!|>%@\\/ \t\n019eE\0\x85é中\ud800🙂"
+
+
+def text(r: Random, most: int = 8) -> str:
+    return "".join(r.choice(LETTERS) for _ in range(r.randrange(most + 1)))
+
+
+def junk(r: Random, depth: int = 2) -> Any:
+    """Any value that YAML or JSON may hold."""
+    kind = r.randrange(12 if depth else 8)
+    if kind < 3:
+        return r.choice(ODD)
+    if kind == 3:
+        return r.randint(-9, 9) * 10 ** r.choice((0, 0, 1, 4, 20))
+    if kind == 4:
+        return r.uniform(-2, 2) * 10.0 ** r.choice((0, 0, -9, 9, 300))
+    if kind == 5:
+        return r.choice((b"", b"\xff\0", date(1, 1, 1), date(9999, 12, 31)))
+    if kind < 8:
+        return text(r)
+    if kind < 10:
+        return [junk(r, depth - 1) for _ in range(r.randrange(4))]
+    return {r.choice((text(r, 3), text(r, 3), 1, None)): junk(r, depth - 1) for _ in range(r.randrange(4))}
+
+
+Changes = list[tuple[float, str, bytes]]
+
+
+def changes(r: Random) -> Changes:
+    """What is done to bytes: where (as a part of their length), how, and with which bytes."""
+    hows = ("set", "set", "set", "insert", "delete", "cut", "repeat")
+    return [
+        (r.random(), r.choice(hows), bytes(r.randrange(256) for _ in range(r.randint(1, 4))))
+        for _ in range(r.randint(1, 5))
+    ]
+
+
+def damaged(whole: bytes, done: Changes) -> bytes:
+    """``whole`` after ``changes``."""
+    x = bytearray(whole)
+    for part, how, new in done:
+        at = int(part * len(x))
+        if how == "set":
+            x[at : at + len(new)] = new
+        elif how == "insert":
+            x[at:at] = new
+        elif how == "delete":
+            del x[at : at + len(new)]
+        elif how == "repeat":
+            x[at:at] = x[at : at + 64 * len(new)]
+        else:
+            del x[at:]
+    return bytes(x)
+
+
+Edits = list[tuple[int, str, Any]]
+
+
+def edited(tree: Any, edits: Edits) -> Any:
+    """JSON after edits: the n-th place of it set to a value, left out, or told twice."""
+    tree = json.loads(json.dumps(tree))
+    for number, how, value in edits:
+        places = list(_places(tree))
+        if not places:
+            break
+        node, key = places[number % len(places)]
+        if how == "set":
+            node[key] = value
+        elif how == "delete":
+            del node[key]
+        elif isinstance(node, list):
+            node.append(node[key])
+        else:
+            node[f"{key}2"] = node[key]
+    return tree
+
+
+def _places(node: Any) -> Iterator[tuple[Any, Any]]:
+    for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+        yield node, key
+        yield from _places(node[key])
+
+
+def edits(r: Random) -> Edits:
+    hows = ("set", "set", "set", "delete", "repeat")
+    return [(r.randrange(200), r.choice(hows), junk(r)) for _ in range(r.randint(1, 3))]
+
+
+def as_json(value: Any) -> bytes:
+    return json.dumps(value, default=str).encode()
+
+
+def _scratch() -> Path:
+    """A folder of this process, with room for one input."""
+    return Path(_folder().name)
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    memory = Path("/dev/shm")
+    return tempfile.TemporaryDirectory(prefix="embodied_ppo_fuzz_", dir=memory if os.access(memory, os.W_OK) else None)
+
+
+# --------------------------------------------------------------------------------------------------------------- config
+CONFIGS = (Config, EvaluateConfig, DemosConfig, ExportConfig)
+
+
+@cache
+def _paths() -> dict[str, list[Any]]:
+    """Option -> values that it might take: its default, its choices, and odd ones."""
+    found: dict[str, list[Any]] = {}
+    for cls in CONFIGS:
+        for path, option in strict.describe(cls).items():
+            words = [x.strip() for x in option.type.removeprefix("one of ").split(",")]
+            found[path] = [option.default, *words]
+        found |= {path: [1, 0.5, True, "auto"] for path in strict.alias_paths(cls)}
+    return found
+
+
+def config_inputs(r: Random) -> tuple[Any, list[tuple[str, Any]], bool]:
+    def option() -> tuple[str, Any]:
+        path = r.choice(_names())
+        if r.random() < 0.2:
+            return r.choice((path.partition(".")[0], path + text(r, 2), text(r))), junk(r)
+        return path, r.choice(_paths()[path]) if r.random() < 0.6 else junk(r)
+
+    return r.choice(CONFIGS), [option() for _ in range(r.randrange(6))], r.random() < 0.5
+
+
+@cache
+def _names() -> list[str]:
+    return sorted(_paths())
+
+
+def config_run(case: tuple[Any, list[tuple[str, Any]], bool]) -> None:
+    cls, options, nested = case
+    tree: dict[Any, Any] = {}
+    for path, value in options:
+        node, parts = tree, path.split(".") if nested else [path]
+        for part in parts[:-1]:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                return
+        node[parts[-1]] = value
+    made = strict.load(cls, tree, source="fuzz")
+    assert strict.read(cls, [("", strict.dump(made))]).config == made
+
+
+SCRAPS = [
+    "&a ",
+    "*a",
+    "<<: ",
+    "!!int ",
+    "!!bool x",
+    "!!timestamp 1",
+    "2000-99-99",
+    "[",
+    "{",
+    "? ",
+    "- ",
+    ": ",
+    "!!set ",
+]
+SCRAPS += [
+    "\t",
+    "\n",
+    "seed: ",
+    "env: ",
+    "--- ",
+    "'",
+    '"',
+    "| ",
+    "%",
+    "!!python/object/apply:os.system [x]",
+    "0b",
+    "1:99",
+]
+
+
+@cache
+def _dumped() -> bytes:
+    return yaml.safe_dump(strict.dump(Config())).encode()
+
+
+def yaml_inputs(r: Random) -> str:
+    kind = r.randrange(200)
+    if kind == 0:
+        return "{a: " + "[" * r.randrange(3000)
+    if kind < 150:
+        return "".join(r.choice(SCRAPS) if r.random() < 0.7 else text(r, 4) for _ in range(r.randrange(12)))
+    whole = _dumped()
+    start = r.randrange(len(whole))
+    return damaged(whole[start : start + 400], changes(r)).decode(errors="replace")
+
+
+def yaml_run(text: str) -> None:
+    found = strict.plain_yaml(text)
+    if isinstance(found, dict):
+        strict.load(Config, found)
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+def line_inputs(r: Random) -> list[str]:
+    return [_line(r) for _ in range(r.randint(1, 3))]
+
+
+def _line(r: Random) -> str:
+    if r.random() < 0.2:
+        return text(r, 12)
+    name = r.choice(("experiment", "model", "env", "placement", "x")) if r.random() < 0.2 else r.choice(_names())
+    value = r.choice(
+        ("[", "{a: 1}", "1,2", "'", '{"a,b": [0]}', "${", "${seed}", "null", "", text(r, 10), str(junk(r)))
+    )
+    return f"{r.choice(('', '', '', '+', '++', '~', 'hydra.'))}{name}={value}"
+
+
+@cache
+def _loader() -> Any:
+    return cli._loader(cli._parse_arguments(["train"]))[0]
+
+
+def line_run(lines: list[str]) -> None:
+    """Hydra's grammar and our checks around it; nothing is composed."""
+    cli._parse([cli._quoted(x) for x in lines], _loader())
+
+
+def command_inputs(r: Random) -> tuple[str, list[str]]:
+    words = ("config", "plan", "--only", "--json", "--quiet", "-m", "train", "--config-name")
+    return r.choice(("config", "plan")), [
+        r.choice(words) if r.random() < 0.2 else _line(r) for _ in range(r.randrange(4))
+    ]
+
+
+def command_run(case: tuple[str, list[str]]) -> None:
+    """The whole command, of those that start nothing."""
+    said = io.StringIO()
+    with redirect_stderr(said), open(os.devnull, "w") as nowhere:
+        shown, sys.stdout = sys.stdout, nowhere
+        try:
+            code = cli.main([case[0], *case[1]])
+        finally:
+            sys.stdout = shown
+    assert code in (0, cli.REFUSED), f"exit code {code}: {said.getvalue()[-1500:]}"
+    assert code == 0 or said.getvalue().splitlines()[-1].startswith("error: "), said.getvalue()
+
+
+# ----------------------------------------------------------------------------------------------------------- checkpoint
+def _model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+
+
+@cache
+def _checkpoint() -> dict[str, bytes]:
+    """Files of a small checkpoint."""
+    folder = _scratch() / "whole"
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    training = {
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+        "update": 3,
+        "order": [1, 2],
+        "lag": None,
+    }
+    text, info = (
+        yaml.safe_dump(strict.dump(Config())),
+        {"env_steps": 64, "versions": {"torch": "2"}, "config_hash": "0" * 12},
+    )
+    made = checkpoint.save(
+        folder, update=3, policy=model.state_dict(), training=training, config_text=text, info=info, keep_last=1
+    )
+    return {file.name: file.read_bytes() for file in made.iterdir()}
+
+
+def checkpoint_inputs(r: Random) -> tuple[str, Changes, Edits | None, bool]:
+    c = checkpoint
+    name = r.choice((c.MANIFEST, c.POLICY, c.POLICY, c.POLICY, c.TRAINING, c.CONFIG))
+    return name, changes(r), edits(r) if r.random() < 0.3 else None, r.random() < 0.9
+
+
+def checkpoint_run(case: tuple[str, Changes, Edits | None, bool]) -> None:
+    """One file damaged; the manifest, which might be the attacker's, agrees with it."""
+    name, done, of_manifest, sign = case
+    contents = dict(_checkpoint())
+    if name != checkpoint.MANIFEST or of_manifest is None:
+        contents[name] = damaged(contents[name], done)
+    if sign and name != checkpoint.MANIFEST:
+        manifest = json.loads(contents[checkpoint.MANIFEST])
+        digest = hashlib.sha256(contents[name]).hexdigest()
+        manifest["files"][name] = {"bytes": len(contents[name]), "sha256": digest}
+        contents[checkpoint.MANIFEST] = as_json(manifest)
+    elif of_manifest is not None:
+        contents[checkpoint.MANIFEST] = as_json(edited(json.loads(contents[checkpoint.MANIFEST]), of_manifest))
+    folder = _scratch() / "checkpoint"
+    folder.mkdir(exist_ok=True)
+    for file, held in contents.items():
+        (folder / file).write_bytes(held)
+    found = checkpoint.open_checkpoint(folder)
+    if name == checkpoint.CONFIG:
+        strict.load(Config, rundir.stored_options(found))
+    found.training()
+    checkpoint.load_weights(_model(), found.policy(), "fuzz")
+
+
+# -------------------------------------------------------------------------------------------------------------- dataset
+@cache
+def _parquet(kind: str) -> bytes:
+    """A table of frames or of episodes or of tasks, with pictures in the table."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from PIL import Image
+
+    out = io.BytesIO()
+    if kind == "data":
+        pictures = []
+        for form in ("PNG", "JPEG", "WEBP", "GIF"):
+            held = io.BytesIO()
+            Image.fromarray(np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)).save(held, form)
+            pictures.append({"bytes": held.getvalue(), "path": "x"})
+        columns: dict[str, Any] = {
+            "observation.state": pa.array([[0.0, 1.0]] * 4, pa.list_(pa.float32())),
+            "action": pa.array([[0.5]] * 4, pa.list_(pa.float32())),
+            "observation.images.front": pictures,
+            "episode_index": [0, 0, 1, 1],
+            "frame_index": [0, 1, 0, 1],
+            "task_index": [0, 0, 1, 1],
+        }
+    elif kind == "episodes":
+        columns = {"episode_index": [0, 1], "length": [2, 2], "data/chunk_index": [0, 0], "data/file_index": [0, 0]}
+    else:
+        columns = {"task_index": [0, 1], "task": ["lift it", "put it down"]}
+    pq.write_table(pa.table(columns), out)
+    return out.getvalue()
+
+
+INFO = {
+    "codebase_version": "v3.0",
+    "fps": 20,
+    "total_episodes": 2,
+    "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+    "video_path": None,
+    "features": {
+        "observation.state": {"dtype": "float32", "shape": [2]},
+        "action": {"dtype": "float32", "shape": [1]},
+        "observation.images.front": {"dtype": "image", "shape": [8, 6, 3]},
+    },
+}
+FILES = {
+    "data": "data/chunk-000/file-000.parquet",
+    "episodes": "meta/episodes/chunk-000/file-000.parquet",
+    "tasks": "meta/tasks.parquet",
+}
+LINES = {"episodes": [{"episode_index": 0, "length": 2}, {"episode_index": 1, "length": 2}], "tasks": []}
+LINES["tasks"] = [{"task_index": 0, "task": "lift it"}, {"task_index": 1, "task": "put it down"}]
+
+
+KINDS = ("data", "data", "episodes", "tasks", "info", "info", "picture", "columns")
+
+
+def dataset_inputs(r: Random) -> tuple[bool, str, Changes, Edits, list[Any]]:
+    return r.random() < 0.5, r.choice(KINDS), changes(r), edits(r), [junk(r) for _ in range(r.randrange(5))]
+
+
+def dataset_run(case: tuple[bool, str, Changes, Edits, list[Any]]) -> None:
+    old, kind, done, of_json, column = case
+    root = _scratch() / "dataset"
+    shutil.rmtree(root, ignore_errors=True)
+    for file in FILES.values():
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+    for name, file in FILES.items():
+        held = _parquet(name)
+        (root / file).write_bytes(damaged(held, done) if name == kind else held)
+    info: Any = INFO
+    if old:
+        info = {**INFO, "codebase_version": "v2.1", "data_path": "data/chunk-{episode_chunk:03d}/file-000.parquet"}
+        for name, rows in LINES.items():
+            held = edited(rows, of_json) if name == kind else rows
+            (root / f"meta/{name}.jsonl").write_bytes(b"\n".join(map(as_json, held)))
+    (root / "meta/info.json").write_bytes(as_json(edited(info, of_json) if kind == "info" else info))
+    if kind in ("picture", "columns"):
+        _changed_table(root / FILES["data"], kind, done, column)
+    demonstrations.read(root)
+
+
+def _changed_table(file: Path, kind: str, done: list[Any], column: list[Any]) -> None:
+    """One picture damaged, or a column of other values."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(file)
+    number = sum(len(new) for _, _, new in done) % table.num_columns
+    name = table.column_names[number] if kind == "columns" else "observation.images.front"
+    if kind == "picture":
+        values = table[name].to_pylist()
+        values[number % 4]["bytes"] = damaged(values[number % 4]["bytes"], done)
+    else:
+        values = (column + [None] * 4)[:4]
+    out = io.BytesIO()
+    try:
+        pq.write_table(table.set_column(table.column_names.index(name), name, pa.array(values)), out)
+    except (pa.ArrowException, ValueError, OverflowError, TypeError):
+        return  # not what a table can hold
+    file.write_bytes(out.getvalue())
+
+
+# -------------------------------------------------------------------------------------------------------------- prompts
+ROWS = [
+    {"data_source": "x", "prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": "4"}},
+    {"question": "2+2?", "answer": "so #### 4"},
+    {"prompt": "2+2?", "ground_truth": 4, "extra_info": {"split": "test"}},
+]
+
+
+@cache
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "2": 1, "+": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # pyright: ignore[reportAttributeAccessIssue]
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", chat_template=template)
+
+
+def prompts_inputs(r: Random) -> tuple[str, Edits, Changes | None]:
+    return r.choice((".jsonl", ".json", ".parquet")), edits(r), changes(r) if r.random() < 0.5 else None
+
+
+def prompts_run(case: tuple[str, Edits, Changes | None]) -> None:
+    suffix, of_json, done = case
+    rows = edited(ROWS, of_json)
+    if suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        out = io.BytesIO()
+        try:
+            pq.write_table(pa.Table.from_pylist(json.loads(as_json(rows[:1]))), out)
+        except (pa.ArrowException, ValueError, OverflowError, TypeError, AttributeError):
+            return  # not what a table can hold
+        held = out.getvalue()
+    else:
+        held = as_json(rows) if suffix == ".json" else b"\n".join(map(as_json, rows))
+    file = _scratch() / f"prompts{suffix}"
+    file.write_bytes(held if done is None else damaged(held, done))
+    data.load_prompts(file, _tokenizer(), prompt_length=64, chat_template="auto", system=None)
+
+
+# ------------------------------------------------------------------------------------------------------------ placement
+WORDS = [*plan.ROLES["embodied"], *plan.ROLES["reasoning"], "x", "", " env , rollout ", "rollout,reward"]
+SPLITS = [
+    "env,rollout,actor",
+    "env/rollout,actor",
+    "env/rollout/actor",
+    "rollout,actor",
+    "rollout,reward/actor,reference/critic",
+]
+SPLITS += ["rollout,actor,critic,reference,reward", "rollout,reward/actor,critic,reference"]
+PLACES = [
+    "all",
+    "all",
+    "first half",
+    "second half",
+    "0-3",
+    "0-1",
+    "0",
+    0,
+    1,
+    [0, 1],
+    "1-0",
+    "0-",
+    "-1",
+    "²",
+    "٣",
+    "1:30",
+    "9" * 5000,
+]
+
+
+def placement_inputs(r: Random) -> tuple[Any, plan.Hardware, str, list[int]]:
+    def simple() -> Any:
+        kind = r.random()
+        return r.choice(PLACES[:10]) if kind < 0.85 else r.choice(PLACES) if kind < 0.95 else junk(r)
+
+    def where() -> Any:
+        kind = r.randrange(6)
+        if kind < 3:
+            return simple()
+        if kind == 3:
+            return [simple() for _ in range(r.randrange(4))]
+        full = {
+            "devices": simple(),
+            "processes": r.choice((1, 2, 3, 4, 0, junk(r))),
+            "node": r.choice(("gpu", junk(r))),
+        }
+        return {key: value for key, value in full.items() if r.random() < 0.5}
+
+    if r.random() < 0.15:
+        placement: Any = r.choice(sorted(plan.PRESETS))
+    else:
+        words = r.choice(SPLITS).split("/") if r.random() < 0.8 else [r.choice(WORDS) for _ in range(r.randrange(5))]
+        placement = {word + (text(r, 2) if r.random() < 0.05 else ""): where() for word in words}
+    mode = "embodied" if "env" in str(placement) or r.random() < 0.1 else "reasoning"
+    hardware = plan.Hardware(
+        per_node=tuple(r.randint(1, 4) for _ in range(r.randint(1, 3))),
+        kind=r.choice(("cpu", "cuda")),
+        labels=r.choice(({}, {"gpu": (0,)})),
+        memory=r.choice((None, 1, 10**9, 10**12)),
+    )
+    return placement, hardware, mode, [r.choice((1, 2, 4, 8, 64, r.randint(1, 64))) for _ in range(4)]
+
+
+def placement_run(case: tuple[Any, plan.Hardware, str, list[int]]) -> None:
+    placement, hardware, mode, (envs, group, batch, lag) = case
+    without = () if lag % 2 else ("critic", "reference", "reward")
+    made = plan.plan(placement, hardware, mode=mode, without=without, stages=1 + lag % 3, max_lag=lag % 2)
+    plan.lines(made.rows())
+    plan.check_memory(made, {g.name: {"weights": batch << 20, "activations": envs << 24} for g in made.groups})
+    if mode == "embodied":
+        plan.check_numbers(made, num_envs=envs, group_size=group, global_batch_size=batch)
+    else:
+        plan.check_sequences(
+            made, prompts=envs, group_size=group, batches={"algorithm.global_batch_size": batch * group}
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------- lines
+MESSAGE = Message(
+    "step", 3, {"seeds": [1, 2]}, {"a": torch.arange(6.0).view(2, 3), "b": {"c": torch.tensor(True), "d": None}}
+)
+
+
+def message_inputs(r: Random) -> tuple[str, Any]:
+    if r.random() < 0.5:
+        return "bytes", changes(r)
+    return "words", edited(json.loads(pack(MESSAGE)[0].tobytes()[PREFIX.size :]), edits(r))
+
+
+def message_run(case: tuple[str, Any]) -> None:
+    """What a peer that knows the secret sends."""
+    whole = b"".join(pack(MESSAGE))
+    if case[0] == "bytes":
+        held = damaged(whole, case[1])
+    else:
+        length, size = PREFIX.unpack(whole[: PREFIX.size])
+        words = as_json(case[1])
+        held = PREFIX.pack(len(words), size) + words + whole[PREFIX.size + length :]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(held)
+        theirs.close()
+        line = object.__new__(Line)
+        line.connection, line.peer, line.patience_s, line.waited_s = ours, "a peer", 1.0, 0.0
+        line.receive()
+
+
+def stranger_inputs(r: Random) -> bytes:
+    hello = HELLO.pack(hashlib.sha256(b"guess").digest(), b"rollout rank 0") + b"".join(pack(MESSAGE))
+    return damaged(hello, changes(r)) if r.random() < 0.7 else bytes(r.randrange(256) for _ in range(r.randrange(200)))
+
+
+@cache
+def _exchange() -> tuple[Exchange, Line]:
+    exchange = Exchange("127.0.0.1", "the secret", 5.0)
+    return exchange, dial(exchange.address, "the secret", "friend", peer="exchange", patience_s=5.0)
+
+
+def stranger_run(held: bytes) -> None:
+    """What one that does not know it sends: nobody parses that, and a friend is heard after it."""
+    exchange, friend = _exchange()
+    with socket.create_connection(exchange.address) as stranger:
+        stranger.sendall(held)
+        stranger.shutdown(socket.SHUT_WR)
+        friend.send(Message("ping"))
+        line, m = exchange.receive()
+        assert (line.peer, m.word) == ("friend", "ping")
+
+
+# -------------------------------------------------------------------------------------------------------------- running
+REFUSALS = (ConfigError, PlacementError)
+TARGETS: dict[str, Target] = {
+    "config": Target(config_inputs, config_run, REFUSALS, 40_000),
+    "yaml": Target(yaml_inputs, yaml_run, (*REFUSALS, yaml.YAMLError), 8_000),
+    "line": Target(line_inputs, line_run, REFUSALS, 10_000),
+    "command": Target(command_inputs, command_run, (), 300),
+    "placement": Target(placement_inputs, placement_run, (PlacementError,), 30_000),
+    "checkpoint": Target(checkpoint_inputs, checkpoint_run, (CheckpointError, *REFUSALS), 6_000),
+    "dataset": Target(dataset_inputs, dataset_run, (ConfigError, EnvError), 6_000),
+    "prompts": Target(prompts_inputs, prompts_run, (ConfigError,), 6_000),
+    "message": Target(message_inputs, message_run, (ProcessLost,), 10_000),
+    "stranger": Target(stranger_inputs, stranger_run, (), 3_000),
+}
+
+
+def attempt(target: Target, r: Random) -> bool:
+    """Whether the target refused an input; raises what it must not raise."""
+    case = target.make(r)
+    try:
+        target.run(case)
+    except target.errors:
+        return True
+    except BaseException:
+        print(f"input: {case!r}"[:4000], file=sys.stderr)
+        raise
+    return False
+
+
+def guided(name: str, seconds: int) -> None:
+    """Inputs that atheris chooses by what they reach in our code."""
+    import atheris  # pyright: ignore[reportMissingImports]
+
+    @given(st.randoms(use_true_random=False))
+    @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    def test(r: Random) -> None:
+        attempt(TARGETS[name], r)
+
+    for module in (checkpoint, cli, data, demonstrations, rundir, strict, plan, lines):
+        for held in vars(module).values():
+            if getattr(held, "__module__", None) == module.__name__ and hasattr(held, "__code__"):
+                atheris.instrument_func(held)
+    fuzz_one: Any = test.hypothesis.fuzz_one_input  # pyright: ignore[reportFunctionMemberAccess]
+    atheris.Setup([sys.argv[0], f"-max_total_time={seconds}", "-max_len=8192"], fuzz_one)
+    atheris.Fuzz()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(TARGETS))
+    parser.add_argument("--inputs", type=int, help="of each target, instead of its own number")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--atheris", type=int, nargs="?", const=60, metavar="SECONDS")
+    args = parser.parse_args()
+    if unknown := set(args.targets) - set(TARGETS):
+        parser.error(f"no target {min(unknown)}; there are {', '.join(TARGETS)}")
+    torch.set_num_threads(1)
+    if args.atheris:
+        if len(args.targets) != 1:
+            parser.error("--atheris takes one target")
+        guided(args.targets[0], args.atheris)
+        return 0
+    total = 0
+    print("| target | inputs | refused | seconds |\n|---|---|---|---|")
+    for name in args.targets or TARGETS:
+        begin = time.monotonic()
+        target = TARGETS[name]
+        inputs = args.inputs or target.count
+        refused = 0
+        for number in range(inputs):
+            try:
+                refused += attempt(target, Random(f"{name} {args.seed} {number}"))
+            except BaseException:
+                print(f"input {number} of {name}, --seed {args.seed}:", file=sys.stderr)
+                raise
+        total += inputs
+        print(f"| {name} | {inputs} | {refused} | {time.monotonic() - begin:.0f} |", flush=True)
+    print(f"{total} inputs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
