@@ -347,8 +347,8 @@ def _check_memory(
         fits = int(episodes * (free / 2) / need)
         raise ConfigError(
             f"{folder}: {frames} frames x ({sizes}) bytes = {need / 2**30:.2f} GiB of pictures and numbers, more than "
-            f"half of the {free / 2**30:.2f} GiB of memory that are free; about limit={fits} of its {episodes} episodes "
-            "would fit; else use smaller pictures, or a machine with more memory"
+            f"half of the {free / 2**30:.2f} GiB of memory that are free; about limit={fits} of its {episodes} "
+            "episodes would fit; else use smaller pictures, or a machine with more memory"
         )
 
 

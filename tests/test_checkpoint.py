@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,6 +116,31 @@ def not_a_dictionary(run_dir: Path) -> Path:
     return run_dir
 
 
+def no_tensor(run_dir: Path) -> Path:
+    weights = checkpoint.open_checkpoint(run_dir).policy()
+    torch.save({**weights, "value_head.bias": 1.0}, step(run_dir) / "policy.pt")
+    resign(run_dir)
+    return run_dir
+
+
+def compressed(run_dir: Path) -> Path:
+    """A megabyte that would be a gigabyte in memory."""
+    file = step(run_dir) / "policy.pt"
+    with zipfile.ZipFile(file) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in held.items():
+            archive.writestr(name, data)
+    resign(run_dir)
+    return run_dir
+
+
+LAUGHS = "env:\n kwargs:\n  a: &a [x, x]\n" + "".join(
+    f"  {chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(12)
+)
+"""Nine to the twelfth values."""
+
+
 def damaged_config(text: str) -> Callable[[Path], Path]:
     def damage(run_dir: Path) -> Path:
         (step(run_dir) / "config.yaml").write_text(text)
@@ -172,6 +198,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "manifest missing": (without("manifest.json"), "manifest.json: is missing; .* use another"),
     "manifest torn": (torn_manifest, "manifest.json: is not a manifest .* use another"),
     "manifest of the future": (edit_manifest(format=99), "format 99, this version reads 1; use the version"),
+    "manifest without end": (edit_manifest(update=float("inf")), "manifest.json: is not a manifest .* use another"),
+    "manifest of lists": (edit_manifest(files={"policy.pt": []}), "manifest.json: is not a manifest .* use another"),
+    "compressed": (compressed, "policy.pt: is compressed, which torch.save never does; use another"),
+    "no tensor": (no_tensor, "policy.pt: 'value_head.bias' is no tensor; use"),
+    "config is a bomb": (
+        damaged_config(LAUGHS),
+        r"config.yaml: is no YAML \(an alias, which is not read.* use another",
+    ),
+    "config of itself": (damaged_config("env: &a {kwargs: *a}"), r"config.yaml: is no YAML \(an alias, .* use another"),
+    "config runs code": (damaged_config("!!python/object/apply:os.mkdir [bomb-went-off]"), "config.yaml: is no YAML"),
+    "config too deep": (damaged_config("a: " + "[" * 5000), r"config.yaml: is no YAML \(RecursionError.* use another"),
+    "config of no day": (damaged_config("a: 2000-99-99"), r"config.yaml: is no YAML \(ValueError.* use another"),
     "manifest lists nothing": (edit_manifest(files={}), "lists no config.yaml; use another"),
     "training.pt missing": (without("training.pt"), "training.pt: is missing .* use another"),
     "no checkpoints": (empty_run, "holds no checkpoint"),
@@ -199,6 +237,17 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(
     assert re.search(pattern, err[0]), err[0]
     assert files(tmp_path) == before, "nothing is written or lost"
     assert not (tmp_path / "bomb-went-off").exists()
+
+
+def test_a_manifest_does_not_reach_outside(run_dir: Path) -> None:
+    """A name with ``..`` would tell whether a file is there, how long it is and what its digest is."""
+    file = step(run_dir) / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["files"]["../../../secret"] = {"bytes": 1, "sha256": "0"}
+    file.write_text(json.dumps(manifest))
+    fifo = run_dir.parent / "secret"
+    os.mkfifo(fifo)  # whoever opens it waits for ever
+    assert checkpoint.open_checkpoint(run_dir).update == 2
 
 
 def test_latest_best_and_pruning(trained: Path, tmp_path: Path) -> None:

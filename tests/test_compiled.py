@@ -169,6 +169,22 @@ def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
     library.close()
 
 
+def test_libraries_of_others_are_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path))
+    folder, x = tmp_path / "compiled", torch.zeros(3)
+    assert compiled.obstacle() == "" and folder.stat().st_mode & 0o777 == 0o700
+    for mode in (0o770, 0o707):
+        folder.chmod(mode)
+        assert (
+            f"others can write in {folder} (mode {mode:o}), and what is there runs: chmod go-w" in compiled.obstacle()
+        )
+        with pytest.raises(RuntimeError, match="others can write"):
+            compiled.Library(Double("theirs"), [x, x])
+    folder.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    assert f"{folder} is another user's (uid {folder.stat().st_uid}); EMBODIED_PPO_CACHE names" in compiled.obstacle()
+
+
 @pytest.mark.parametrize("what", ["compiler", "cache"])
 def test_obstacles(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert compiled.obstacle() == ""

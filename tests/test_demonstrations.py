@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 
 from embodied_ppo import demonstrations
 from embodied_ppo.demonstrations import Demonstrations, read
@@ -286,6 +289,12 @@ def damaged(folder: Path) -> None:
     (folder / VIDEO).write_bytes(bytes(data))
 
 
+def playlist(folder: Path) -> None:
+    """What ffmpeg would take for a list of other files, whatever its name."""
+    other = folder / SHORT
+    (folder / VIDEO).write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{other}\n#EXT-X-ENDLIST\n")
+
+
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no info": (lambda f: (f / "meta/info.json").unlink(), r"info.json is missing, so this is no folder of demonst"),
     "info": (lambda f: (f / "meta/info.json").write_text("{"), r"info.json: is no JSON that can be read"),
@@ -322,6 +331,26 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "task": (lambda f: rewritten(f, DATA, setting(0, task_index=7)), r"episode 2 has task_index=7, which meta/tasks"),
     "twice": (lambda f: rewritten(f, EPISODES, setting(1, episode_index=2)), r"episode 2 is there twice"),
+    "outside": (
+        lambda f: info(f, data_path="../good0/data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"),
+        r"episode 0 does not say where it is \(ValueError: '\.\./good0/data.*' lies outside the folder\)",
+    ),
+    "elsewhere": (lambda f: info(f, video_path="/etc/passwd"), r"'/etc/passwd' lies outside the folder"),
+    "a wide template": (
+        lambda f: info(f, data_path="{chunk_index:9999999999d}"),
+        r"\{chunk_index:9999999999d\} is no pl",
+    ),
+    "a deep template": (
+        lambda f: info(f, data_path="{chunk_index.__class__}"),
+        r"\{chunk_index.__class__:\} is no place",
+    ),
+    "playlist": (playlist, VIDEO + r": is no video that can be read"),
+    "endless": (
+        lambda f: rewritten(f, EPISODES, setting(0, length=2**50)),
+        r"1125899906842\d+ frames x .* GiB of pictures and numbers, more than half",
+    ),
+    "no fps": (lambda f: info(f, fps=float("nan")), r"fps=nan must be > 0"),
+    "no number": (lambda f: rewritten(f, EPISODES, setting(0, episode_index=-1)), r"episode_index=-1 is no number"),
 }
 
 
@@ -415,6 +444,19 @@ def test_whatever_a_damaged_picture_raises_is_told(tmp_path: Path) -> None:
             except ConfigError as error:
                 refused += "episode 0, frame 0" in str(error)
     assert refused > 200
+
+
+def test_pictures_run_no_programs_and_do_not_unfold(tmp_path: Path) -> None:
+    """PostScript, which pillow hands to Ghostscript, and a small file of 100 million pixels."""
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 24 16\n%%EndComments\n(x) run\nshowpage\n%%EOF\n"
+    with pytest.raises(ConfigError, match=r"frame 0: .* cannot be decoded \(cannot identify"):
+        read(in_tables(tmp_path / "eps", [[eps]], (H, W)))
+    held = io.BytesIO()
+    Image.new("1", (10_000, 8_000)).save(held, "PNG")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError, match=r"is \[8000, 10000, 3\]; meta/info.json says \[16, 24, 3\]"):
+        read(in_tables(tmp_path / "bomb", [[held.getvalue()]], (H, W)))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB; its pixels would be 240 MB
 
 
 @pytest.mark.parametrize("kind", ["video", "image"])

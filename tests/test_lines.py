@@ -17,7 +17,7 @@ from embodied_ppo import robot, tree
 from embodied_ppo.placement.lines import PREFIX, Desk, Exchange, Line, Message, Server, dial, interface, pack, unpack
 from embodied_ppo.placement.simulators import Joined, RemoteEnv, Simulators
 from embodied_ppo.rollout import Rollout, Staged, env_seeds
-from embodied_ppo.types import EnvError, TrainingError, VectorEnv
+from embodied_ppo.types import EnvError, ProcessLost, TrainingError, VectorEnv
 
 CPU = torch.device("cpu")
 
@@ -121,6 +121,33 @@ def test_strangers_are_hung_up_on() -> None:
     assert words.recv(1) == b""
     with pytest.raises(ConnectionResetError):  # what it sent was not even read
         noise.recv(1)
+    exchange.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        PREFIX.pack(1 << 40, 0),
+        PREFIX.pack(0, (1 << 64) - 1),
+        PREFIX.pack(3, 0) + b"\xff\xff\xff",
+        PREFIX.pack(2, 0) + b"[]",
+        *(
+            PREFIX.pack(len(words), 0) + words
+            for words in (b'["step",0,{},0,[["load",[]]]]', b'["step",0,{},0,[["float32",[9]]]]', b"[" * 50_000)
+        ),
+    ],
+)
+def test_what_is_no_message_is_told(data: bytes) -> None:
+    left, right = pair()
+    right.sendall(data)
+    with pytest.raises(ProcessLost, match=r"env rank 2: (sent what is no message|announces)"):
+        Line(left, "env rank 2", 1.0).receive()
+
+
+def test_a_name_cut_within_a_letter_is_heard() -> None:
+    exchange = Exchange("127.0.0.1", "secret", 5.0)
+    dial(exchange.address, "secret", "é" * 47 + "a" + "é", peer="env", patience_s=5.0).send(Message("ping"))
+    assert exchange.receive()[1].word == "ping"
     exchange.close()
 
 

@@ -355,6 +355,18 @@ def test_shards_and_the_original_name_of_layer_scales(tmp_path: Path) -> None:
         openvla_checkpoint.load(tmp_path)
 
 
+def test_shards_lie_within_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(synthetic(), tmp_path / "theirs.safetensors")
+    (folder / "config.json").write_text(json.dumps(config_json()))
+    for name in ("../theirs.safetensors", str(tmp_path / "theirs.safetensors")):
+        index = {"metadata": {}, "weight_map": dict.fromkeys(synthetic(), name)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ConfigError, match=r"index.json names .*theirs.safetensors, outside; download it again"):
+            openvla_checkpoint.load(folder)
+
+
 def test_statistics_of_a_fine_tuned_model_go_first(tmp_path: Path) -> None:
     mine = {"libero_spatial": {"action": STATS}, "bridge_orig": {"action": STATS | {"q99": [9.0, 9.0, 9.0]}}}
     (checkpoint(tmp_path) / "dataset_statistics.json").write_text(json.dumps(mine))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import toys
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from embodied_ppo import build, checkpoint
+from embodied_ppo.placement.process import LOOPBACK, Actor
 from embodied_ppo.types import ConfigError, EnvError, PlacementError
 
 pytestmark = pytest.mark.usefixtures("eight_slots")
@@ -177,3 +179,29 @@ def test_a_system_may_be_closed_twice(tmp_path: Path) -> None:
     c = toys.config({**SMALL, "placement": "fused", "cluster.devices_per_node": 1})
     with ExitStack() as stack:
         toys.placed(c, tmp_path, stack).close()
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses that a process listens at, as the kernel writes them: hexadecimal, address:port."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    at = {f"socket:[{row[9]}]": row[1] for row in rows if row[3] == "0A"}
+    held = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            held.add(os.readlink(fd))
+    return {address for socket, address in at.items() if socket in held}
+
+
+def test_on_one_machine_what_we_open_is_heard_there_alone() -> None:
+    """Exchange, store and process group: all at 127.0.0.1. What Ray itself opens is there before (docs/security.md)."""
+    ones = [Actor.options(num_cpus=1).remote(f"rank {i}", 1) for i in range(2)]
+    opened = [one.open.remote(LOOPBACK, "secret", 20.0, serves=False, meets=False) for one in ones]
+    pids = [told["pid"] for told in ray.get(opened)]
+    before = set.union(*map(listening, pids))
+    told = ray.get(ones[0].open.remote(LOOPBACK, "secret", 20.0, serves=True, meets=True))
+    ray.get([one.join.remote("weights", told["store"], i, 2, 20.0) for i, one in enumerate(ones)])
+    ours = set.union(*map(listening, pids)) - before
+    assert len(ours) >= 4  # exchange, store, and one of the group in each
+    assert {address.partition(":")[0] for address in ours} == {"0100007F"}
+    for one in ones:
+        ray.kill(one)

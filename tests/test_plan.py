@@ -93,7 +93,8 @@ BAD: list[tuple[Any, Hardware, str]] = [
         ({"env,rollout,actor": value}, EIGHT,
          f"{C} = {{env,rollout,actor: {text}}}: {text} is no device; write all, a number, a range as 0-3, "
          "'first half', 'second half', or a list of these")
-        for value, text in (("0:3",) * 2, (90.5, "90.5"), (True, "true"), ("-1",) * 2, ("0-3-5",) * 2, (None, "null"))
+        for value, text in (("0:3",) * 2, (90.5, "90.5"), (True, "true"), ("-1",) * 2, ("0-3-5",) * 2, (None, "null"),
+                            ("9" * 5000,) * 2)
     ),
     ({"env,rollout,actor": {"devices": "0-3", "proceses": 2}}, EIGHT,
      C + " = {env,rollout,actor: {devices: 0-3, proceses: 2}}: proceses is not known; did you mean processes? "
@@ -103,6 +104,12 @@ BAD: list[tuple[Any, Hardware, str]] = [
      "write processes: 1"),
     ({"env,rollout,actor": {"devices": "0-2", "processes": 0}}, EIGHT,
      C + " = {env,rollout,actor: {devices: 0-2, processes: 0}}: processes = 0 must be a number >= 1; leave it out: 3"),
+    ({"env,rollout,actor": {"devices": "0-1", "processes": 10**20}}, EIGHT,
+     C + " = {env,rollout,actor: {devices: 0-1, processes: 100000000000000000000}}: processes = 100000000000000000000 "
+     "are more than 1024 on a device; write processes: 2"),
+    ({"env,rollout,actor": {"node": ["sim"]}}, TWO_NODES,
+     C + " = {env,rollout,actor: {node: [sim]}}: no node bears the label ['sim']; labels: sim, train "
+     "(cluster.node_groups)"),
     ({"env,rollout,actor": {"node": "simm"}}, TWO_NODES,
      C + " = {env,rollout,actor: {node: simm}}: no node bears the label simm; did you mean sim? labels: sim, train "
      "(cluster.node_groups)"),

@@ -37,6 +37,8 @@ BUFFER = 4 << 20
 """Bytes that may be under way: an action always fits, so that both ends may send at once."""
 SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of a network interface."""
+WORDS = 64 << 20
+"""Most bytes of words in a message."""
 NO_MESSAGE = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, OverflowError, RecursionError)
 """What ``unpack`` raises for bytes that ``pack`` did not make."""
 
@@ -140,10 +142,12 @@ class Line:
         self._fill(memoryview(prefix))
         self.waited_s += time.monotonic() - start
         length, size = PREFIX.unpack(prefix)
+        if length > WORDS:
+            raise ProcessLost(f"{self.peer}: sent what is no message (it announces {length} bytes of words)")
         try:
             words, payload = bytearray(length), torch.empty(size, dtype=torch.uint8)
-        except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
-            raise ProcessLost(f"{self.peer}: announces {length} + {size} bytes, which there is no room for") from error
+        except (OverflowError, RuntimeError, TypeError) as error:  # the second is torch's word for no memory
+            raise ProcessLost(f"{self.peer}: announces {size} bytes, which there is no room for") from error
         self._fill(memoryview(words))
         if size:
             self._fill(payload.numpy().data)

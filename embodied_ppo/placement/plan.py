@@ -27,6 +27,8 @@ PRESETS: dict[str, dict[str, str]] = {
 """What ``placement=NAME`` stands for. Roles that a run does not have are left out. ``local``: this process, no Ray."""
 
 PATH = "cluster.component_placement"
+MOST = 1024
+"""Processes on one device: more is a slip of the pen."""
 
 ASKS: dict[str, tuple[str, ...]] = {"rollout": ("env", "reward"), "actor": ("critic", "reference")}
 """Who asks whom; in one process that is a call, else a message."""
@@ -261,6 +263,10 @@ def _ranks(where: tuple[int, ...], processes: Any, hardware: Hardware, label: st
         return tuple((d,) for d in where)
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         raise PlacementError(f"{label}: processes = {show(processes)} must be a number >= 1; leave it out: {count}")
+    if processes > MOST * count:
+        raise PlacementError(
+            f"{label}: processes = {processes} are more than {MOST} on a device; write processes: {count}"
+        )
     if processes % count and count % processes:
         near = [n for n in range(1, 2 * count + 1) if n % count == 0 or count % n == 0]
         best = min(near, key=lambda n: abs(n - processes))
