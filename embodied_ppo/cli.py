@@ -619,7 +619,7 @@ def _parse_line(line: str, loader: ConfigLoaderImpl) -> Override:
         raise ConfigError(f"{line}: {key or 'nothing'} is no option's name; write section.option=value")
     try:
         (override,) = OverridesParser.create(config_loader=loader).parse_overrides([line])
-    except HydraException as e:
+    except (HydraException, ValueError, RecursionError) as e:  # the last two: of very long numbers, very deep lists
         raise ConfigError(f"{line} is not understood ({_hydra_says(e)}); quote the value: \"{key}='{value}'\"") from e
     return override
 

@@ -101,7 +101,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with parquet.ParquetFile(path) as file:
             items = [item for batch in file.iter_batches() for item in batch.to_pylist()]
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # text that is none, the year 30000
         cause = one_line(error)
         raise ConfigError(f"{path}: is no parquet file that can be read ({cause}); write it anew") from error
     for i, item in enumerate(items):

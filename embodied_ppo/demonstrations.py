@@ -388,7 +388,7 @@ def _load(path: Path, columns: Sequence[str] | None = None) -> Any:
                 what = f"has several columns {lacks[0]}" if lacks[0] in there else f"has no column {lacks[0]}"
                 raise ConfigError(f"{path}: {what}; it has {', '.join(there)}")
             return file.read(None if columns is None else list(columns)).combine_chunks()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:  # names of columns, too
         cause = one_line(error)
         raise ConfigError(
             f"{path}: is no parquet file that can be read ({cause}); record or download it anew"
