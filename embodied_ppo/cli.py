@@ -599,11 +599,12 @@ def _parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
         if override.is_hydra_override():
             raise ConfigError(f"{line} is set but not read; hydra.* is for --multirun")
         group, value = override.key_or_group, override.value()
-        if value is not None and not isinstance(value, list) and _is_group(override, loader):
+        if value is not None and _is_group(override, loader):
             options = loader.get_group_options(group)
-            if str(value) not in options:
-                kind = PlacementError if group == "placement" else ConfigError
-                raise kind(f"{group} = {value}: no such {group}; {choose(str(value), options, 'there are: ')}")
+            for chosen in value if isinstance(value, list) else [value]:
+                if str(chosen) not in options:
+                    kind = PlacementError if group == "placement" else ConfigError
+                    raise kind(f"{group} = {chosen}: no such {group}; {choose(str(chosen), options, 'there are: ')}")
         overrides.append(override)
     return overrides
 

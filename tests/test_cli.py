@@ -186,6 +186,7 @@ REFUSALS = [
     ("train env..id=3", "env..id=3 .. no option's name"),
     ("train env.id=[a", "env.id=[a is not understood .. quote the value: \"env.id='[a'\""),
     ("train run_dir=a(b", "run_dir=a(b is not understood .. quote"),
+    ("train placement=[0.5]", "placement = 0.5: no such placement; there are: "),
     ("train run_dir=${nowhere}", "Interpolation key 'nowhere' not found"),
     ("train seed=0,1", "seed=0,1 names several values; add --multirun"),
     ("train hydra.verbose=true", "hydra.verbose=true is set but not read; hydra.* is for --multirun"),
@@ -259,6 +260,11 @@ REFUSALS = [
     ("train --multirun seed=range(0,", "seed=range(0, is not understood"),
     ("train --multirun hydra.nothing=1", "hydra.nothing"),
 ]
+
+
+def test_a_number_of_thousands_of_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "seed=" + "9" * 5000]) == 2
+    assert "is not understood (Exceeds the limit (4300 digits)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("line", "parts"), REFUSALS, ids=[line or "(nothing)" for line, _ in REFUSALS])
