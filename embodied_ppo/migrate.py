@@ -92,8 +92,8 @@ def read(file: str, peer: str) -> Source:
     if not path.is_file():
         raise ConfigError(f"{file}: no such file; name a YAML file with {PEERS[peer].name}'s options")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as e:
+        content = strict.plain_yaml(path.read_text(encoding="utf-8"), aliases=True)
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ConfigError(f"{file} is not plain YAML ({one_line(e)}); mend it") from e
     if not isinstance(content, Mapping) or not content:
         raise ConfigError(f"{file} holds no options ({show(content)}); name a YAML file with {PEERS[peer].name}'s")

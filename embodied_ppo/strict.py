@@ -108,10 +108,10 @@ class _Plain(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def plain_yaml(text: str) -> Any:
+def plain_yaml(text: str, *, aliases: bool = False) -> Any:
     """What YAML says, of plain values. Raises YAMLError, and nothing else, for whatever is wrong with it."""
     try:
-        return yaml.load(text, _Plain)
+        return yaml.load(text, yaml.SafeLoader if aliases else _Plain)
     except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError) as error:
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error  # of 2000-99-99, !!bool x, a deep list ..
 

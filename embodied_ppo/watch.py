@@ -232,7 +232,7 @@ def _options(file: Path) -> dict[str, str]:
     if not file.exists():
         return {}
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = strict.plain_yaml(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{file}: is no YAML ({one_line(error)})") from error
     return {name: show(value) for name, value in strict.flat(content if isinstance(content, dict) else {}).items()}
