@@ -190,12 +190,12 @@ SHOWN = 12
 def print_tuned(told: Mapping[str, Any]) -> None:
     """Placements by predicted seconds, what was refused, and what to do with the best."""
     found, refused = told["placements"], told["refused"]
-    rows = [["placement", "processes", "predicted s", "collect", "update", "publish", "GB on a device", "measured s"]]
+    rows = [["predicted s", "collect", "update", "publish", "measured s", "GB", "placement"]]
     for i, row in enumerate(found):
         if i < SHOWN or row["measured_s"] is not None:
             seconds = [f"{row[f'{part}_s']:.3g}" for part in ("whole", "collect", "update", "publish")]
             took = "" if row["measured_s"] is None else f"{row['measured_s']:.3g}"
-            rows.append([row["placement"], str(row["processes"]), *seconds, f"{row['memory_gb']:.3g}", took])
+            rows.append([*seconds, took, f"{row['memory_gb']:.3g}", row["placement"]])
     table(rows)
     if len(found) > len(rows) - 1:
         print(f"and {len(found) - len(rows) + 1} more (--json)")
@@ -203,8 +203,7 @@ def print_tuned(told: Mapping[str, Any]) -> None:
     table([["refused", row["placement"], row["reason"]] for row in refused[:SHOWN]])
     if len(refused) > SHOWN:
         print(f"and {len(refused) - SHOWN} more (--json)")
-    print()
-    table([["best", told["best"]], ["file", told["file"]], ["command", told["command"]]])
+    print(f"\n{told['best']}: {told['file']}\n\n{told['command']}")  # one line, to be copied
 
 
 # -------------------------------------------------------------------------------------------------------- fit, doctor

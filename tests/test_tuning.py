@@ -104,12 +104,11 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", *SMALL, "cluster.devices_per_node=1"]) == 0
     told = capsys.readouterr()
     lines = told.out.splitlines()
-    assert (
-        " ".join(lines[0].split()) == "placement processes s an update collect update publish GB on a device measured"
-    )
-    assert any(line.startswith("local  ") and len(line.split()) == 8 for line in lines)
+    assert " ".join(lines[0].split()) == "predicted s collect update publish measured s GB placement"
+    assert any(line.endswith("  local") and len(line.split()) == 7 for line in lines)
     assert any(line.startswith("refused  hybrid  ") and "needs 2 devices" in line for line in lines), told.out
-    assert lines[-1].startswith("command  embodied-ppo train --config-dir my_configs")
+    assert lines[-1].startswith("embodied-ppo train --config-dir my_configs experiment=cartpole env.num_envs=8 ")
+    assert lines[-1].endswith(" placement=tuned_cartpole")
     assert "measured: a step of 8 environments " in told.err and "trying local, " in told.err
 
 
