@@ -58,10 +58,12 @@ def test_every_block_runs(tmp_path: Path) -> None:
 
 
 def replaced(source: str, function: str, text: str) -> str:
-    """``source`` with ``text`` in the place of the method ``function``."""
+    """``source`` with the methods in ``text``, which shows them in their class, in the place of ``function``."""
+    methods = text.partition("    ...\n\n")[2]
+    assert methods.startswith(f"    def {function}(")
     (node,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == function)
     lines = source.splitlines(keepends=True)
-    return "".join([*lines[: node.lineno - 1], text, *lines[node.end_lineno :]])
+    return "".join([*lines[: node.lineno - 1], methods, *lines[node.end_lineno :]])
 
 
 # ----------------------------------------------------------------------------------------------- what check_env finds
