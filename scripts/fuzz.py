@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -698,10 +699,10 @@ def attempt(target: Target, r: Random) -> bool:
 
 def guided(name: str, seconds: int) -> None:
     """Inputs that atheris chooses by what they reach in our code."""
-    import atheris  # pyright: ignore[reportMissingImports]
+    atheris: Any = importlib.import_module("atheris")
 
     @given(st.randoms(use_true_random=False))
-    @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(database=None, deadline=None, suppress_health_check=[*HealthCheck.__members__.values()])
     def test(r: Random) -> None:
         attempt(TARGETS[name], r)
 
