@@ -129,3 +129,93 @@ def judge(rows: Iterable[Mapping[str, Any]]) -> list[Verdict]:
         below = r.low is not None and x < r.low
         verdicts.append(Verdict(r.tag, x, bool(text) and not (below and r.slow), text))
     return verdicts
+
+
+# ------------------------------------------------------------------------------------------------------- while it runs
+HISTORY = 50
+"""Updates that a warning about change looks back on."""
+
+
+SLOW_S = 10.0
+"""Seconds that WINDOW updates must have taken before their speed is judged: that of shorter ones is noise."""
+
+
+class Watch:
+    """Sees every update's metrics; says each kind of trouble once."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self._said: set[str] = set()
+
+    def see(self, row: Mapping[str, float]) -> list[str]:
+        """What is new trouble after this update: one sentence each, with what to try."""
+        self.rows.append(dict(row))
+        early = len(self.rows) < 4 * WINDOW
+        found = {} if early else {v.tag: v.text for v in judge(self.rows[-HISTORY:]) if v.warning}
+        checks = (self._slower, self._collapsed, self._exploded, self._dead)
+        found |= {check.__name__: text for check in checks if (text := check())}
+        new = {name: text for name, text in found.items() if name not in self._said}
+        self._said |= new.keys()
+        return list(new.values())
+
+    def _ends(self, tag: str) -> tuple[float, float] | None:
+        """Medians of the first and of the newest WINDOW values; None before there are four times as many."""
+        values = [x for row in self.rows if math.isfinite(x := row.get(tag, math.nan))]
+        if len(values) < 4 * WINDOW:
+            return None
+        return median(values[:WINDOW]), median(values[-WINDOW:])
+
+    def _slower(self) -> str:
+        """Throughput below half of its median over the run."""
+        tag = next((tag for tag in self.rows[-1] if tag.startswith("speed/")), "")
+        values = [x for row in self.rows if math.isfinite(x := row.get(tag, math.nan))]
+        if len(values) < 4 * WINDOW:
+            return ""
+        usual, now = median(values), median(values[-WINDOW:])
+        seconds = sum(row.get(t, 0.0) for row in self.rows[-WINDOW:] for t in ("time/collect_s", "time/update_s"))
+        if now >= 0.5 * usual or seconds < SLOW_S:
+            return ""
+        phases = [t for t in self.rows[-1] if t in ("time/collect_s", "time/update_s", "time/publish_s")]
+        before = {t: median([row.get(t, 0.0) for row in self.rows]) for t in phases}
+        after = {t: median([row.get(t, 0.0) for row in self.rows[-WINDOW:]]) for t in phases}
+        most = max(phases, key=lambda t: after[t] - before[t], default="")
+        grown = f"; {most} has gone from {before[most]:.3g} to {after[most]:.3g}" if most else ""
+        return (
+            f"{tag} is {now:,.0f}, below half of its median of {usual:,.0f}{grown}: look who else uses the machine "
+            "(top, nvidia-smi), whether memory is short, and whether episodes have become dearer to simulate"
+        )
+
+    def _collapsed(self) -> str:
+        """Entropy nearly gone while returns are where they began."""
+        entropy, returns = self._ends("policy/entropy"), self._ends("rollout/return")
+        if entropy is None or returns is None or entropy[0] <= 0 or entropy[1] >= 0.1 * entropy[0]:
+            return ""
+        if returns[1] > returns[0] + 0.1 * abs(returns[0]):
+            return ""
+        return (
+            f"policy/entropy has fallen from {entropy[0]:.3g} to {entropy[1]:.3g} and returns have not risen: the "
+            "policy no longer tries anything; lower lr, set algorithm.entropy_bonus=0.01 or algorithm.entropy_target"
+        )
+
+    def _exploded(self) -> str:
+        """A value loss far above its beginning that explains nothing."""
+        loss, explained = self._ends("value/loss"), self._ends("value/explained_variance")
+        if loss is None or loss[1] <= 100 * max(loss[0], 1e-8) or (explained is not None and explained[1] > 0.2):
+            return ""
+        return (
+            f"value/loss has grown from {loss[0]:.3g} to {loss[1]:.3g}: the critic does not follow; scale rewards "
+            "(algorithm.reward_norm=running), lower value_lr, or set value_clip"
+        )
+
+    def _dead(self) -> str:
+        """HISTORY updates without a success, all returns equal."""
+        newest = self.rows[-HISTORY:]
+        returns = [x for row in newest if math.isfinite(x := row.get("rollout/return", math.nan))]
+        successes = [x for row in newest if math.isfinite(x := row.get("rollout/success", math.nan))]
+        if len(returns) < HISTORY or any(successes) or max(returns) - min(returns) > 1e-6 * max(1.0, abs(returns[0])):
+            return ""
+        said = "no episode has succeeded and " if successes else ""
+        return (
+            f"{said}rollout/return has been {returns[0]:.3g} in {HISTORY} updates: nothing tells good from bad; check "
+            "the reward (grader, success_key), make the task easier to begin with, or clone demonstrations first"
+        )

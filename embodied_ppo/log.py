@@ -18,6 +18,7 @@ from typing import Any, Literal, TextIO
 
 from tensorboard.compat.proto import summary_pb2
 
+from embodied_ppo.health import Watch
 from embodied_ppo.types import Mean, Metrics
 
 Summary: Any = vars(summary_pb2)["Summary"]  # protobuf makes its classes at import
@@ -107,6 +108,7 @@ class Log:
         self._evaluated_at = 0
         self._started = time.perf_counter()
         self._last_line = -math.inf
+        self._watch = Watch()
 
     def _open(self, first_update: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -120,6 +122,7 @@ class Log:
         self.board.close()
         self._rows.close()
         self._open(first_update)
+        self._watch = Watch()
 
     # ------------------------------------------------------------------------------------------------- messages
     def say(self, text: str, *, show: bool = True) -> None:
@@ -143,6 +146,10 @@ class Log:
         values = [Summary.Value(tag=tag, simple_value=x) for tag, x in row.items() if math.isfinite(x)]
         self._write(Summary(value=values), steps)  # one event: a tenth of the time of one for each tag
         self._last |= row
+        if self.speed in row:
+            for trouble in self._watch.see(row):
+                self.say(f"warning, update {update}: {trouble}")
+                self.board.add_text("warnings", trouble, steps)
         if "eval/return" in row:
             self._evaluated_at = update
         if self.speed not in row:  # an evaluation beside the training

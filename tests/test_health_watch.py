@@ -1,0 +1,99 @@
+"""What is said of a training that goes wrong: each trouble is provoked, in real trainings where that takes seconds."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+
+from embodied_ppo import build
+from embodied_ppo.health import HISTORY, WINDOW, Watch
+
+
+def row(**more: float) -> dict[str, float]:
+    """Of a healthy update."""
+    found = {
+        "speed/env_steps_per_s": 1000.0,
+        "time/collect_s": 1.0,
+        "time/update_s": 1.0,
+        "policy/approx_kl": 0.01,
+        "policy/entropy": 1.0,
+        "value/loss": 1.0,
+        "value/explained_variance": 0.5,
+        "rollout/return": 1.0,
+    }
+    return found | {name.replace("__", "/"): x for name, x in more.items()}
+
+
+def said(rows: list[dict[str, float]]) -> list[str]:
+    watch = Watch()
+    return [text for r in rows for text in watch.see(r)]
+
+
+def test_healthy_training_is_not_talked_about() -> None:
+    assert said([row(rollout__return=float(i)) for i in range(200)]) == []
+    learnt = [row(rollout__return=float(i), policy__entropy=math.exp(-i / 20)) for i in range(200)]
+    assert said(learnt) == []  # certain, and better
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        (row(speed__env_steps_per_s=300.0, time__collect_s=9.0), "time/collect_s has gone from 1 to 9"),
+        (row(policy__entropy=0.01), "policy/entropy has fallen from 1 to 0.01 and returns have not risen"),
+        (row(value__loss=1e4, value__explained_variance=-3.0), "value/loss has grown from 1 to 1e+04"),
+        (row(policy__approx_kl=0.4), "policy/approx_kl is 0.4, above 0.03"),
+        (row(device__idle=0.9), "device/idle is 0.9, above 0.5"),
+    ],
+)
+def test_each_trouble_is_said_once_with_what_to_try(trouble: dict[str, float], words: str) -> None:
+    rows = [row(rollout__return=1.0 + i % 2) for i in range(60)] + [trouble | {"rollout/return": i} for i in (1.0, 2.0)]
+    found = said([*rows, *(trouble | {"rollout/return": 1.0 + i % 2} for i in range(2 * WINDOW))])
+    hits = [text for text in found if words in text]
+    assert len(hits) == 1, found
+    assert any(word in hits[0] for word in ("lower", "set ", "scale", "try", "look"))
+
+
+def test_a_success_that_never_comes() -> None:
+    dead = row(rollout__return=0.0, rollout__success=0.0)
+    found = said([dead] * (HISTORY + 5))
+    assert len(found) == 1 and "no episode has succeeded and rollout/return has been 0 in 50 updates" in found[0]
+    assert said([row(rollout__return=float(i % 3), rollout__success=0.0) for i in range(100)]) == []
+    assert said([dead | {"rollout/success": 0.1}] * 100) == []
+
+
+SMALL: dict[str, Any] = {
+    "env.id": "CartPole-v1",
+    "env.num_envs": 8,
+    "algorithm.horizon": 16,
+    "algorithm.global_batch_size": 32,
+    "evaluation.episodes": 2,
+    "evaluation.video_episodes": 0,
+    "compile": "never",
+    "updates": 30,
+}
+
+
+def test_a_real_training_says_it_in_log_and_tensorboard(tmp_path: Path) -> None:
+    """Steps a hundred times too large: the KL runs away, and the policy stops trying."""
+    build.train(toys.config({**SMALL, "run_dir": str(tmp_path / "run"), "algorithm.lr": 0.1}))
+    log = (tmp_path / "run" / "log.txt").read_text()
+    warnings = [line for line in log.splitlines() if "warning, update" in line]
+    assert any("policy/approx_kl is" in line and "lower lr" in line for line in warnings), log
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    board.Reload()
+    assert "warnings/text_summary" in board.Tags()["tensors"]
+
+
+def test_a_real_training_that_is_well_says_nothing(tmp_path: Path) -> None:
+    build.train(toys.config({**SMALL, "run_dir": str(tmp_path / "run"), "algorithm.lr": 1e-3}), quiet=True)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 31
+    told = (tmp_path / "run" / "log.txt").read_text()
+    assert "warning, update" not in told, told
