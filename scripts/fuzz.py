@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
@@ -99,7 +100,7 @@ def junk(r: Random, depth: int = 2) -> Any:
     """Any value that YAML or JSON may hold."""
     kind = r.randrange(12 if depth else 8)
     if kind < 3:
-        return r.choice(ODD)
+        return deepcopy(r.choice(ODD))
     if kind == 3:
         return r.randint(-9, 9) * 10 ** r.choice((0, 0, 1, 4, 20))
     if kind == 4:
@@ -155,13 +156,13 @@ def edited(tree: Any, edits: Edits) -> Any:
             break
         node, key = places[number % len(places)]
         if how == "set":
-            node[key] = value
+            node[key] = deepcopy(value)
         elif how == "delete":
             del node[key]
         elif isinstance(node, list):
-            node.append(node[key])
+            node.append(deepcopy(node[key]))
         else:
-            node[f"{key}2"] = node[key]
+            node[f"{key}2"] = deepcopy(node[key])
     return tree
 
 

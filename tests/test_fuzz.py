@@ -14,15 +14,15 @@ sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 
 import fuzz
 
-FEW = {"command": 5}
-NUMBERED = {"command": 10}
+FEW = {"command": 3}
+NUMBERED = {"command": 5}
 
 
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_nothing_but_the_declared_errors_comes_out(name: str) -> None:
     @given(st.randoms(use_true_random=False))
     @settings(
-        max_examples=FEW.get(name, 40),
+        max_examples=FEW.get(name, 25),
         derandomize=True,
         database=None,
         deadline=None,
@@ -37,6 +37,6 @@ def test_nothing_but_the_declared_errors_comes_out(name: str) -> None:
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_numbered_inputs_are_refused_and_taken(name: str) -> None:
     """Neither all of them nor none: else a target would not reach what it is for."""
-    target, inputs = fuzz.TARGETS[name], NUMBERED.get(name, 300)
+    target, inputs = fuzz.TARGETS[name], NUMBERED.get(name, 200)
     refused = sum(fuzz.attempt(target, Random(f"{name} 0 {number}")) for number in range(inputs))
     assert refused < inputs and (refused > 0 or not target.errors)
