@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
+import socket
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ import toys
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from embodied_ppo import build, checkpoint
-from embodied_ppo.placement.process import LOOPBACK, Actor
-from embodied_ppo.types import ConfigError, EnvError, PlacementError
+from embodied_ppo.placement.process import LOOPBACK, Actor, Process
+from embodied_ppo.types import ConfigError, EnvError, PlacementError, ProcessLost
 
 pytestmark = pytest.mark.usefixtures("eight_slots")
 
@@ -153,10 +153,7 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
         with pytest.raises((kind, EnvError), match=words):
             train(tmp_path / "run", cluster__devices_per_node=2, **options)
         assert not (tmp_path / "run").exists()
-    until = time.monotonic() + 20
-    while (free := ray.available_resources().get("CPU")) != 8.0 and time.monotonic() < until:
-        time.sleep(0.2)
-    assert free == 8.0
+    assert toys.slots_free() == 8.0
 
 
 def test_devices_that_are_not_there_are_said_within_the_deadline(tmp_path: Path) -> None:
@@ -205,3 +202,11 @@ def test_on_one_machine_what_we_open_is_heard_there_alone() -> None:
     assert {address.partition(":")[0] for address in ours} == {"0100007F"}
     for one in ones:
         ray.kill(one)
+
+
+def test_a_learner_that_reaches_nobody_says_where_and_how_long_it_tried() -> None:
+    nobody = socket.create_server((LOOPBACK, 0))
+    address = nobody.getsockname()
+    nobody.close()
+    with pytest.raises(ProcessLost, match=rf"team rank 0 of 2: .* at {LOOPBACK}:{address[1]} within 0.2 s \(cluster"):
+        Process("actor rank 0", 0).join("team", address, 0, 2, 0.2)

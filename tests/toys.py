@@ -3,6 +3,7 @@ and a training of a few milliseconds."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -299,3 +300,13 @@ def placed(c: Config, run_dir: Path, stack: ExitStack) -> Any:
     made: Any = spread.assemble(setup, where).system
     stack.callback(made.close)
     return made
+
+
+def slots_free(expected: float = 8.0) -> float:
+    """CPUs that Ray has to give, as soon as there are as many as expected: it takes them back a moment later."""
+    import ray  # takes a second to load
+
+    until = time.monotonic() + 20
+    while (free := ray.available_resources().get("CPU", 0.0)) != expected and time.monotonic() < until:
+        time.sleep(0.2)
+    return free

@@ -180,7 +180,10 @@ def dial(address: tuple[str, int], secret: str, name: str, *, peer: str, patienc
     try:
         line = Line(socket.create_connection(address, patience_s), peer, patience_s)
     except OSError as error:
-        raise ProcessLost(f"{peer} at {address[0]}:{address[1]}: cannot be reached ({error})") from error
+        where = f"{peer} at {address[0]}:{address[1]}"
+        raise ProcessLost(
+            f"{where}: cannot be reached within {patience_s:g} s (cluster.step_timeout_s): {error}"
+        ) from error
     line.greet(secret, name)
     return line
 

@@ -150,9 +150,19 @@ class Process:
         self._group(name, address, rank, world, patience_s)
 
     def _group(self, name: str, address: tuple[str, int], rank: int, world: int, patience_s: float) -> Any:
+        """Meet the others of a team. Raises ProcessLost where they are not all there in time."""
+        try:
+            return self._met(name, address, rank, world, timedelta(seconds=patience_s))
+        except RuntimeError as error:  # DistError, or gloo's own
+            raise ProcessLost(
+                f"{name} rank {rank} of {world}: the others were not met at {address[0]}:{address[1]} within "
+                f"{patience_s:g} s (cluster.step_timeout_s): {one_line(error, kind=True)}"
+            ) from error
+
+    def _met(self, name: str, address: tuple[str, int], rank: int, world: int, wait: timedelta) -> Any:
         if self.store is None or (self.store.host, self.store.port) != tuple(address):
-            self.store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=patience_s))
-        store, wait = PrefixStore(name, self.store), timedelta(seconds=patience_s)
+            self.store = TCPStore(*address, is_master=False, timeout=wait)
+        store = PrefixStore(name, self.store)
         if name == "learners":  # the default group: fully_shard looks for it
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
@@ -303,7 +313,8 @@ def _translated(error: RayError, handle: Handle, phase: str) -> Exception:
             return TrainingError(f"{handle}, {phase}: {FULL}")
         if isinstance(cause, REASONS):
             text = str(cause)
-            return type(cause)(text if phase == "build" else f"{handle}, {phase}: {text}")
+            mistake = phase == "build" and not isinstance(cause, ProcessLost)  # whoever finds it, it is the user's
+            return type(cause)(text if mistake else f"{handle}, {phase}: {text}")
         lines = [line for line in str(error).splitlines() if line.strip()]
         return TrainingError(f"{handle}, {phase}: {one_line(cause, kind=True)}\n" + "\n".join(lines[-15:]))
     if isinstance(error, RayActorError):
