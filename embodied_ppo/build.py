@@ -374,9 +374,8 @@ def planned(config: Config) -> dict[str, Any]:
 
     Raises ConfigError, EnvError, PlacementError (does not fit).
     """
-    found = placed(config, device(config.device, config.threads))
-    needs = mode(config).Foresight(config).needs(found)
-    plan.check_memory(found, needs)
+    found, how = placed(config, device(config.device, config.threads)), mode(config)
+    needs = how.check_memory(config, found)
     turns = [f"{g.name} with {' and '.join(o.name for o in found.sharing(g))}" for g in found.groups]
     return {
         "devices": found.rows(),
@@ -384,7 +383,7 @@ def planned(config: Config) -> dict[str, Any]:
         "weights": {f"rollout rank {i}": found.weights_path(i) for i in range(found.processes("rollout"))},
         "facts": {
             "takes turns": [text for text in turns if not text.endswith("with ")],
-            **mode(config).facts(config, found),
+            **how.facts(config, found),
         },
     }
 

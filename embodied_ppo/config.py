@@ -523,6 +523,9 @@ class ClusterConfig:
     weights: Literal["auto", "ipc", "broadcast", "store"] = "auto"
     """How the actor's weights reach rollout processes: ipc through memory of one device or machine, broadcast by a
     collective, store through Ray; auto: ipc where they share a device, else broadcast; with max_lag store."""
+    shard: bool = False
+    """Each process of actor holds a part of every parameter, gradient and optimiser state (FSDP2): for models that do
+    not fit one device. A layer is whole only while it computes."""
     check_weights: bool = False
     """Compare a checksum of all processes' weights after each update."""
     address: str | None = None

@@ -267,7 +267,8 @@ class Descent:
             (beside / self.ranks.world).backward()
             self.beside_told.append(float(beside.detach()))
         loss = self.ranks.add_gradients(self.critic if warming else [*self.actor, *self.critic], total["loss"])
-        actor, critic = (_gradient_norm(group, part.mask.device) for group in (self.actor, self.critic))
+        norms = (_gradient_norm(group, part.mask.device) for group in (self.actor, self.critic))
+        actor, critic = map(self.ranks.whole, norms)
         norm = torch.hypot(actor, critic)
         total |= {"actor_norm": actor, "critic_norm": critic, "finite": norm + loss}
         if not math.isfinite(float(total["finite"])):
@@ -283,9 +284,10 @@ class Descent:
         text = f"{where}: loss {float(stats['loss']):g}, gradient norm {norm:g} (not finite), not trained on"
         if part is not None and self.dump_dir is not None:
             self.dump_dir.mkdir(parents=True, exist_ok=True)
-            path = self.dump_dir / "bad_batch.pt"
+            path = self.dump_dir / (f"bad_batch_{rank}.pt" if (rank := self.ranks.rank) else "bad_batch.pt")
             leaves = {name: value for name in part.__slots__ if (value := getattr(part, name)) is not None}
-            torch.save({"batch": leaves, "policy": self.module.state_dict(), "where": where}, path.with_suffix(".new"))
+            policy = self.ranks.whole_state(self.module.state_dict())
+            torch.save({"batch": leaves, "policy": policy, "where": where}, path.with_suffix(".new"))
             path.with_suffix(".new").replace(path)
             text += f"; the batch is in {path}"
         return TrainingError(f"{text}; lower algorithm.lr or look for non-finite rewards and observations")
@@ -313,7 +315,12 @@ class Descent:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state()``."""
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
+        parameters, saved = [*self.actor, *self.critic], state["optimizer"]
+        held = {
+            i: {key: self.ranks.part(x, parameters[i]) for key, x in moments.items()}
+            for i, moments in saved["state"].items()
+        }
+        self.optimizer.load_state_dict({**saved, "state": held})
         for group, option in zip(self.optimizer.param_groups, options, strict=True):
             group.update(option)  # the configuration's, should it have changed
         if self.config.lr_schedule == "adaptive":  # what does not adapt is the configuration's
@@ -354,12 +361,19 @@ class TokenDescent(Descent):
     def _micro(self, part: Batch) -> Iterator[Batch]:
         """Columns sorted by length, cut by the budget, trimmed."""
         most = self.config.micro_batch_size
-        for index, width, rows in cut_columns(part.mask, part.inputs["place"], self.tokens, most):
-            cut = take(part, index, "column")
-            place = torch.where(cut.mask, cut.inputs["place"], 0)[:rows]  # masked places would lengthen packed rows
-            inputs = {"row": cut.inputs["row"][:width], "place": place}
-            rest = tree.map(lambda x, n=rows: x[:n], replace(cut, inputs={}))
-            yield replace(rest, inputs=inputs)
+        cuts = list(cut_columns(part.mask, part.inputs["place"], self.tokens, most))
+        masked = replace(part, mask=torch.zeros_like(part.mask))
+        for _ in range(self.ranks.passes(len(cuts)) - len(cuts)):
+            yield self._cut(masked, part.mask.new_zeros(1, dtype=torch.int64), 1, 1)
+        for index, width, rows in cuts:
+            yield self._cut(part, index, width, rows)
+
+    @staticmethod
+    def _cut(part: Batch, index: Tensor, width: int, rows: int) -> Batch:
+        cut = take(part, index, "column")
+        place = torch.where(cut.mask, cut.inputs["place"], 0)[:rows]  # masked places would lengthen packed rows
+        rest = tree.map(lambda x: x[:rows], replace(cut, inputs={}))
+        return replace(rest, inputs={"row": cut.inputs["row"][:width], "place": place})
 
 
 def cut_columns(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from embodied_ppo import advantages, compiled, kl, losses, tree
 from embodied_ppo.config import AlgorithmConfig
@@ -122,6 +122,10 @@ def summary(actor: Descended, critic: Descended, c: AlgorithmConfig, *, lr: Sequ
 
 
 # ----------------------------------------------------------------------------------------------------------- one model
+METHODS = ("encode", "act", "evaluate", "value", "bc_loss")
+"""Of policies, those that read weights."""
+
+
 class JointLearner(Descent):
     """PPO on one module with policy and value head: one loss, one backward, one AdamW with two learning rates."""
 
@@ -141,6 +145,10 @@ class JointLearner(Descent):
     ) -> None:
         """``policy`` is an ``nn.Module``; ``num_envs``: of all ranks; ``beside``: the loss of behaviour cloning that
         every minibatch adds, see ``cloning.Beside``; the rest as for ``Descent``."""
+        ranks = ranks or Ranks()
+        self.reference = copy.deepcopy(policy) if config.use_kl_loss or config.use_kl_in_reward else None
+        for model in self._models(policy):
+            ranks.shard(model, [name for name in METHODS if hasattr(model, name)])
         super().__init__(
             Objective(policy, config),
             policy.parameter_groups(),
@@ -157,14 +165,15 @@ class JointLearner(Descent):
         self.returns = advantages.ReturnScaler(num_envs).to(self.critic[0].device)
         self.kl = kl.controller(**vars(config.kl_ctrl))
         self.entropy = losses.EntropyController(config.entropy_bonus, config.entropy_target)
-        self.reference = None
-        if config.use_kl_loss or config.use_kl_in_reward:
-            if config.use_kl_loss:
-                kl.check_loss_type(config.kl_loss_type)
-            self.reference = copy.deepcopy(policy)
+        if config.use_kl_loss:
+            kl.check_loss_type(config.kl_loss_type)
         losses.check_levels(
             logprob_type=config.logprob_type, entropy_type=config.entropy_type, reward_type=config.reward_type
         )
+
+    def _models(self, policy: Policy) -> list[nn.Module]:
+        """The policy and, if there is one, its reference."""
+        return [model for model in (policy, self.reference) if isinstance(model, nn.Module)]
 
     # --------------------------------------------------------------------------------------------- one update
     def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
@@ -172,6 +181,8 @@ class JointLearner(Descent):
         c = self.config
         warming = update < c.critic_warmup
         start = time.process_time()
+        for model in self._models(self.policy):
+            self.ranks.reshard(model)
         batch, metrics = self._prepare(trajectory)
         prepared = time.process_time()
         done = self.descend(batch, update, warming=warming, entropy_coef=self.entropy.coef)
@@ -293,4 +304,5 @@ class JointLearner(Descent):
                     "algorithm.use_kl_loss/use_kl_in_reward: the checkpoint holds no reference policy to continue "
                     "with; start a new run, or resume without the KL options"
                 )
-            self.reference.load_state_dict(state["reference"])
+            assert isinstance(self.reference, nn.Module)
+            self.reference.load_state_dict(self.ranks.parts(self.reference, state["reference"]))

@@ -375,6 +375,11 @@ def check_tuning(config: Config, explicit: Collection[str] = ()) -> None:
             f"resume = {config.resume}: is not read by tune, which continues nothing; leave it out, and write "
             "it to train with what tune has found"
         )
+    if config.cluster.shard:
+        raise PlacementError(
+            "cluster.shard = true: tune does not know what it costs to gather a model's parts; leave it out, and write "
+            "it to train with what tune has found"
+        )
     default = ClusterConfig()
     given = [("placement", config.placement, "local"), ("cluster.stages", config.cluster.stages, default.stages)]
     given.append(("cluster.component_placement", config.cluster.component_placement, default.component_placement))

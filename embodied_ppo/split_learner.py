@@ -90,11 +90,23 @@ class Reference(Protocol):
         ...
 
 
+ACTS, VALUES = ("hidden", "view_where"), ("value",)
+"""Methods of actor (and reference) and of critic that read weights."""
+
+
 def parts(
-    obs: Rows, mask: Tensor, tokens: int | None, columns: int | None
+    obs: Rows, mask: Tensor, tokens: int | None, columns: int | None, ranks: Ranks
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
-    """Columns in parts of like length: (index [b], ids [b, l], place [b, r], r). See ``cut_columns``."""
-    for part, width, rows in cut_columns(mask, obs["place"], tokens, columns):
+    """Columns in parts of like length: (index [b], ids [b, l], place [b, r], r). See ``cut_columns``.
+
+    Where ranks wait for each other, those with fewer parts begin with one token, again and again: what is made of it,
+    the part that holds it overwrites.
+    """
+    cuts = list(cut_columns(mask, obs["place"], tokens, columns))
+    first = mask.new_zeros(1, dtype=torch.int64)
+    for _ in range(ranks.passes(len(cuts)) - len(cuts)):
+        yield first, obs["row"][:1, first].T, first.unsqueeze(0), 1
+    for part, width, rows in cuts:
         place = torch.where(mask, obs["place"], 0)[:rows, part]
         yield part, obs["row"][:width, part].T, place.T, rows
 
@@ -108,6 +120,7 @@ def views(
     *,
     tokens: int | None,
     columns: int | None,
+    ranks: Ranks,
     hidden: bool = False,
 ) -> dict[str, Tensor]:
     """ "log_prob" [T, N] of the taken tokens and, if asked for, "hidden" states [T, N, D]; arbitrary where masked."""
@@ -115,7 +128,7 @@ def views(
     out = {"log_prob": zero}
     if hidden:
         out["hidden"] = zero.new_zeros(*zero.shape, policy.decoder.module.hidden_size)
-    for part, ids, place, rows in parts(obs, mask, tokens, columns):
+    for part, ids, place, rows in parts(obs, mask, tokens, columns, ranks):
         states = policy.hidden(ids, place)
         out["log_prob"][:rows, part] = policy.view_where(mask[:rows, part], states, action[:rows, part]).log_prob
         if hidden:
@@ -126,22 +139,28 @@ def views(
 class FrozenReference:
     """A reference in this process."""
 
-    def __init__(self, policy: LanguagePolicy, *, tokens: int | None, columns: int | None) -> None:
-        """``policy`` becomes the reference. ``tokens``, ``columns``: of a forward pass, at most."""
-        self.policy = policy.requires_grad_(False)
-        self.limits: dict[str, Any] = {"tokens": tokens, "columns": columns}
+    def __init__(
+        self, policy: LanguagePolicy, *, tokens: int | None, columns: int | None, ranks: Ranks | None = None
+    ) -> None:
+        """``policy`` becomes the reference. ``tokens``, ``columns``: of a forward pass, at most. ``ranks``: who asks
+        references of theirs."""
+        self.policy, self.ranks = policy.requires_grad_(False), ranks or Ranks()
+        self.ranks.shard(policy, ACTS)
+        self.limits: dict[str, Any] = {"tokens": tokens, "columns": columns, "ranks": self.ranks}
 
     def settle(self, actor: LanguagePolicy) -> None:
         """It is a copy already."""
 
     def view(self, obs: Rows, mask: Tensor, action: Tensor, *, hidden: bool) -> dict[str, Tensor]:
-        return views(self.policy, obs, mask, action, hidden=hidden, **self.limits)
+        found = views(self.policy, obs, mask, action, hidden=hidden, **self.limits)
+        self.ranks.reshard(self.policy)
+        return found
 
     def state(self) -> dict[str, Any]:
         return self.policy.state_dict()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.policy.load_state_dict(state)
+        self.policy.load_state_dict(self.ranks.parts(self.policy, state))
 
     def held(self) -> Any:
         return list(self.policy.state_dict().values())
@@ -159,14 +178,17 @@ class ValueLearner(TokenDescent):
         columns: int,
         tokens: int | None = None,
         concurrent: bool = False,
+        ranks: Ranks | None = None,
         **rest: Any,
     ) -> None:
         """``config``: of its optimiser and epochs. ``length``: response_length (T). ``columns``: sequences of an
         optimiser step, of all ranks together. ``tokens``: at most in a forward pass (config.micro_batch_size:
-        sequences in it). ``concurrent``: it learns in a thread of its own. ``rest`` as for ``Descent``."""
+        sequences in it). ``concurrent``: it learns in a thread of its own. ``ranks`` and ``rest`` as for ``Descent``.
+        """
         own = replace(config, minibatch_unit="column", target_kl_stop=None)
+        (ranks or Ranks()).shard(critic, VALUES)
         objective = TokenObjective(critic, own, length=length)
-        super().__init__(objective, own, columns=columns, tokens=tokens, critic=True, **rest)
+        super().__init__(objective, own, columns=columns, tokens=tokens, critic=True, ranks=ranks, **rest)
         self.pool: ThreadPoolExecutor | None = None
         if concurrent:
             threads = torch.get_num_threads()  # a thread has its own number
@@ -184,7 +206,7 @@ class ValueLearner(TokenDescent):
     def values(self, obs: Rows, mask: Tensor) -> Tensor:
         critic: Any = self.module
         value = torch.zeros(mask.shape, device=mask.device)
-        for part, ids, place, rows in parts(obs, mask, self.tokens, self.config.micro_batch_size):
+        for part, ids, place, rows in parts(obs, mask, self.tokens, self.config.micro_batch_size, self.ranks):
             value[:rows, part] = torch.where(mask[:rows, part], critic.value(ids, place).T, 0.0)
         return value
 
@@ -215,7 +237,7 @@ class ValueLearner(TokenDescent):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state["critic"])
-        self.module.load_state_dict(state["critic_weights"])
+        self.module.load_state_dict(self.ranks.parts(self.module, state["critic_weights"]))
 
     def held(self) -> Any:
         return [self.state(), [p.grad for p in self.module.parameters() if p.grad is not None]]
@@ -266,10 +288,11 @@ class SplitLearner:
             if config.use_kl_loss:
                 kl.check_loss_type(config.kl_loss_type)
             self.reference = reference or FrozenReference(
-                copy.deepcopy(policy), tokens=tokens, columns=config.micro_batch_size
+                copy.deepcopy(policy), tokens=tokens, columns=config.micro_batch_size, ranks=ranks
             )
         if critic is None and config.adv_type == "gae":
             raise ConfigError("algorithm.adv_type = gae: needs a critic; write critic.use_critic_model=true")
+        self.ranks.shard(policy, ACTS)
         whole = replace(config, minibatch_unit="column")
         self.actor = TokenDescent(
             TokenObjective(policy, whole, length=length, reference=self._beside()),
@@ -303,6 +326,7 @@ class SplitLearner:
         out."""
         c = self.config
         start = time.process_time()
+        self.ranks.reshard(self.policy)
         batch, metrics = self._prepare(trajectory)
         prepared = time.process_time()
         if self.critic is not None:
@@ -342,7 +366,7 @@ class SplitLearner:
         full_loss = c.use_kl_loss and c.kl_loss_type == "full"
         full = full_loss or (c.use_kl_in_reward and c.kl_penalty == "full")
         if self.recompute or c.off_policy_correction is not None:
-            limits: dict[str, Any] = {"tokens": self.tokens, "columns": c.micro_batch_size}
+            limits: dict[str, Any] = {"tokens": self.tokens, "columns": c.micro_batch_size, "ranks": ranks}
             behaviour = views(self.policy, obs, mask, t.action, **limits)["log_prob"]
             if c.off_policy_correction is not None:
                 weight, metrics = off_policy(behaviour, t.log_prob, mask, c)
@@ -389,7 +413,7 @@ class SplitLearner:
         if self.config.kl_penalty != "full":
             return kl.estimate(behaviour, other["log_prob"], self.config.kl_penalty)
         distance = torch.zeros_like(behaviour)
-        for part, ids, place, rows in parts(obs, mask, self.tokens, self.config.micro_batch_size):
+        for part, ids, place, rows in parts(obs, mask, self.tokens, self.config.micro_batch_size, self.ranks):
             view = self.policy.view_where(
                 mask[:rows, part],
                 self.policy.hidden(ids, place),

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
-from embodied_ppo import compiled, robot, tree
+from embodied_ppo import checkpoint, compiled, robot, tree
 from embodied_ppo.assembly import Assembly, Setup, hardware_of, steps_per_update
 from embodied_ppo.batches import batches
 from embodied_ppo.config import AlgorithmConfig, Config
+from embodied_ppo.evaluate import EvaluationResult
 from embodied_ppo.learner import JointLearner
 from embodied_ppo.placement import memory, plan
 from embodied_ppo.placement.lines import Exchange, Server
@@ -23,8 +25,9 @@ from embodied_ppo.placement.part import Part, Seat, alike
 from embodied_ppo.placement.residency import Residency
 from embodied_ppo.placement.simulators import Described, Joined, RemoteEnv, Simulators, described
 from embodied_ppo.placement.system import Records
+from embodied_ppo.ranks import Ranks
 from embodied_ppo.rollout import Staged, env_seeds
-from embodied_ppo.types import ConfigError, Trajectory, VectorEnv
+from embodied_ppo.types import ConfigError, PlacementError, Trajectory, VectorEnv
 
 if TYPE_CHECKING:
     from embodied_ppo.placement.cluster import ClusterSystem
@@ -43,8 +46,22 @@ def planned(config: Config, device: torch.device) -> plan.Plan | None:
     plan.check_numbers(
         made, num_envs=config.env.num_envs, group_size=a.group_size, global_batch_size=a.global_batch_size
     )
+    if c.shard and (why := unsharded(made)):
+        raise PlacementError(f"cluster.shard = true: {why}")
     check_compile(config, made)
     return made
+
+
+def unsharded(placed: plan.Plan) -> str:
+    """Why learners cannot hold a part of a model each, and a cure; "": they can."""
+    if [int(x) for x in torch.__version__.split(".")[:2]] < [2, 13]:
+        return f"needs torch 2.13, this is {torch.__version__}; write cluster.shard=false"
+    if placed.processes("actor") == 1:
+        return (
+            "one process learns, and has nobody to share a model with; give actor more devices "
+            "(cluster.devices_per_node, cluster.component_placement), or write cluster.shard=false"
+        )
+    return ""
 
 
 def check_compile(config: Config, placed: plan.Plan) -> None:
@@ -75,13 +92,19 @@ class Foresight:
         self._acts: dict[int, tuple[int, Any, Any]] = {}
         self._learns: dict[tuple[int, int | None], memory.Memory] = {}
 
-    def needs(self, placed: plan.Plan, micro: int | None = None) -> dict[str, dict[str, int]]:
+    def needs(
+        self, placed: plan.Plan, micro: int | None = None, *, shard: bool | None = None
+    ) -> dict[str, dict[str, int]]:
         """Group -> bytes that one of its processes will need at the peak, by what for; simulators not counted.
 
-        ``micro``: samples at once instead of algorithm.micro_batch_size.
+        ``micro``: samples at once instead of algorithm.micro_batch_size. ``shard``: instead of cluster.shard.
         """
         peak, t = self._acting(placed.processes("rollout") * placed.stages)
-        update = self._updating(placed.processes("actor"), micro)
+        learns = placed.processes("actor")
+        update = self._updating(learns, micro)
+        if self.config.cluster.shard if shard is None else shard:
+            held = memory.in_parts(self.policy, learns, acts=placed.fused("rollout", "actor"))
+            update = replace(update, **held)
         weights = memory.nbytes([*self.policy.parameters(), *self.policy.buffers()])
         found: dict[str, dict[str, int]] = {}
         for group in placed.groups:
@@ -119,6 +142,27 @@ def share_of(a: AlgorithmConfig, world: int) -> AlgorithmConfig:
     return replace(a, global_batch_size=batch, micro_batch_size=min(a.micro_batch_size or batch, batch))
 
 
+class Foresees(Protocol):
+    """``Foresight`` of either mode."""
+
+    def needs(
+        self, placed: plan.Plan, micro: int | None = None, *, shard: bool | None = None
+    ) -> dict[str, dict[str, int]]: ...
+
+
+def check_memory(
+    config: Config, placed: plan.Plan, foresight: Foresees | None = None, why: str | None = None
+) -> dict[str, dict[str, int]]:
+    """What is foreseen. Raises PlacementError where it does not fit, and says whether it would with cluster.shard,
+    unless there is a reason ``why`` it cannot be (None: as ``unsharded`` says)."""
+    foresight = foresight or Foresight(config)
+    needs, sharded = foresight.needs(placed), None
+    if not config.cluster.shard and not (unsharded(placed) if why is None else why):
+        sharded = partial(foresight.needs, placed, shard=True)
+    plan.check_memory(placed, needs, sharded)
+    return needs
+
+
 def facts(config: Config, placed: plan.Plan) -> dict[str, int]:
     """What an update consists of, for people."""
     b = batches(config)
@@ -134,7 +178,7 @@ def assemble(s: Setup, placed: plan.Plan) -> Assembly:
     """The system in processes of a Ray cluster. Raises ConfigError, EnvError, PlacementError."""
     config = s.config
     if config.model.checkpoint is None:  # else predicting would load it here
-        plan.check_memory(placed, Foresight(config).needs(placed))
+        check_memory(config, placed)
     system = started(s, placed, robot.records(s), part)
     return Assembly(system, config.env.id, config.algorithm.horizon, system.write, facts=system.facts)
 
@@ -219,7 +263,9 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
         for stage in range(rank * seat.stages, (rank + 1) * seat.stages):
             envs.append(_simulators(s, seat, seeds[stage * n : stage * n + n], "train"))
     about = described(envs[0]) if envs else seat.about or _looked_at(s)
-    policy = robot.make_policy(config, envs[0] if envs else Described(about, s.device))
+    host = learns.sharded and not config.cloning.steps  # what need never be whole on a device is built beside it
+    where = torch.device("cpu") if host else s.device
+    policy = robot.make_policy(config, envs[0] if envs else Described(about, where))
     since = None if seat.turns else robot.compile_from(config, s.device, s.notice)
     if envs and not rank:
         robot.check_evaluation(config, s.device)
@@ -237,6 +283,8 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
         if since is not None and learns.world > 1:
             s.notice(f"compile: minibatches are not compiled, {learns.world} processes learn together")
         learner = robot.make_learner(s, policy, later(learns.world == 1), learns)
+        if learns.sharded and not learns.rank:
+            s.notice(told_of_parts(policy, learns))
     rollouts = [
         robot.make_rollout(config, env, policy, later(), stage=rank * seat.stages + i, stages=stages)
         for i, env in enumerate(envs)
@@ -249,9 +297,29 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
         server=server,
         count=lambda experience: steps_per_update(config) // learns.world,
         measure=lambda: robot.measure(config.evaluation, policy, lambda seeds: _simulators(s, seat, seeds, "evaluate")),
-        write=robot.writer(s, policy),
+        write=_writer(s, about) if learns.sharded else robot.writer(s, policy),
         about=about,
     ), facts
+
+
+def told_of_parts(policy: torch.nn.Module, learns: Ranks) -> str:
+    """What the log should say of cluster.shard."""
+    whole, mine = (memory.nbytes(list(x)) for x in (policy.parameters(), map(learns.local, policy.parameters())))
+    return (
+        f"cluster.shard: {learns.world} processes of actor hold the model's {plan.amount(whole)} together, this one "
+        f"{plan.amount(mine)}"
+    )
+
+
+def _writer(s: Setup, about: Any) -> Callable[[EvaluationResult, checkpoint.Checkpoint, Path], robot.Written]:
+    """As ``robot.writer``, with the checkpoint's weights: parts of a policy cannot be filmed elsewhere."""
+
+    def write(result: EvaluationResult, source: checkpoint.Checkpoint, out: Path) -> robot.Written:
+        policy = robot.make_policy(s.config, Described(about, torch.device("cpu")))
+        checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
+        return robot.writer(s, policy)(result, source, out)
+
+    return write
 
 
 def _here(s: Setup, seeds: list[int], kind: str) -> VectorEnv:

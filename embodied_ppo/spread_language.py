@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from embodied_ppo import reasoner, rules
+from embodied_ppo import reasoner, rules, spread
 from embodied_ppo.assembly import Assembly, Setup, hardware_of
 from embodied_ppo.batches import batches
 from embodied_ppo.config import Config
@@ -53,8 +54,27 @@ def planned(config: Config, device: torch.device) -> plan.Plan | None:
         )
     if config.rollout.engine == "vllm" and made.group("rollout").processes > made.hardware.total:
         raise PlacementError("rollout.engine = vllm: one process on a device; leave out processes")
+    if c.shard and (why := unsharded(config, made)):
+        raise PlacementError(f"cluster.shard = true: {why}")
     check_compile(config, made)
     return made
+
+
+def unsharded(config: Config, placed: plan.Plan) -> str:
+    """As ``spread.unsharded``."""
+    a = config.algorithm
+    if why := spread.unsharded(placed):
+        return why
+    for role in ("critic", "reference"):
+        if placed.has(role) and not placed.fused("actor", role):
+            return f"{role} is in processes of its own; join them, as 'actor,{role}', or write cluster.shard=false"
+    if config.critic.concurrent:
+        return "actor and critic gather their layers one after another; write critic.concurrent=false"
+    if (a.use_kl_loss and a.kl_loss_type == "full") or (a.use_kl_in_reward and a.kl_penalty == "full"):
+        return "the full KL divergence reads policy and reference at once; use k3 (algorithm.kl_loss_type, kl_penalty)"
+    if config.rollout.engine == "vllm" and placed.fused("rollout", "actor"):
+        return "vLLM has weights of its own; give rollout its own processes (placement=disaggregated)"
+    return ""
 
 
 class Foresight:
@@ -70,18 +90,22 @@ class Foresight:
         uses_critic = "critic" not in rules.unused_roles(config)
         self.critic = reasoner.make_critic(config, self.policy, cpu) if uses_critic else None
 
-    def needs(self, placed: plan.Plan, micro: int | None = None) -> dict[str, dict[str, int]]:
+    def needs(
+        self, placed: plan.Plan, micro: int | None = None, *, shard: bool | None = None
+    ) -> dict[str, dict[str, int]]:
         """As of ``spread``; ``micro``: responses at once instead of micro_batch_size and micro_batch_tokens."""
         config, a, policy, longest = self.config, self.config.algorithm, self.policy, self.longest
         sequences = a.rollout_batch_size * a.group_size
         acts, learns = placed.processes("rollout"), placed.processes("actor")
+        shard = config.cluster.shard if shard is None else shard
+        whole = memory.nbytes([*policy.parameters(), *policy.buffers()])
         found: dict[str, dict[str, int]] = {}
         for group in placed.groups:
             need: dict[str, int] = dict.fromkeys(
                 ("weights", "gradients", "optimiser", "experience", "cache", "activations"), 0
             )
-            if "rollout" in group.roles or "actor" in group.roles:
-                need["weights"] += memory.nbytes([*policy.parameters(), *policy.buffers()])
+            if ("rollout" in group.roles or "actor" in group.roles) and not (shard and "actor" in group.roles):
+                need["weights"] += whole
             if "rollout" in group.roles:
                 slots = min(config.rollout.slots, sequences // acts)
                 need["cache"] = memory.cache(policy, slots, longest)
@@ -89,16 +113,21 @@ class Foresight:
             for role, model in models.items():
                 if role not in group.roles:
                     continue
-                size = memory.nbytes([p for p in model.parameters() if p.requires_grad])
-                need["weights"] += memory.nbytes([*model.parameters(), *model.buffers()]) if role == "critic" else 0
-                need["gradients"] += size
-                need["optimiser"] += 2 * size
+                if shard:
+                    held = memory.in_parts(model, learns, acts=role == "actor" and "rollout" in group.roles)
+                else:
+                    size = memory.nbytes([p for p in model.parameters() if p.requires_grad])
+                    held = {"gradients": size, "optimiser": 2 * size}
+                    if role == "critic":
+                        held["weights"] = memory.nbytes([*model.parameters(), *model.buffers()])
+                for what, size in held.items():
+                    need[what] += size
                 batch = (a if role == "actor" else reasoner.critic_config(a, config.critic)).global_batch_size
                 rows = min(batch * a.group_size // learns, micro or self.at_once or sequences)
                 most = memory.language_step(model, rows, longest, a.response_length)
                 need["activations"] = max(need["activations"], most)
             if "reference" in group.roles:
-                need["weights"] += memory.nbytes([*policy.parameters(), *policy.buffers()])
+                need["weights"] += memory.in_parts(policy, learns)["weights"] if shard else whole
             if "actor" in group.roles or "rollout" in group.roles:
                 need["experience"] = sequences // min(acts, learns) * (8 * longest + memory.TOKEN * a.response_length)
             found[group.name] = need
@@ -110,6 +139,11 @@ class Foresight:
         a = self.config.algorithm
         by_tokens = None if a.micro_batch_tokens is None else max(1, a.micro_batch_tokens // self.longest)
         return min((rows for rows in (a.micro_batch_size, by_tokens) if rows is not None), default=None)
+
+
+def check_memory(config: Config, placed: plan.Plan) -> dict[str, dict[str, int]]:
+    """As ``spread.check_memory``."""
+    return spread.check_memory(config, placed, Foresight(config), unsharded(config, placed))
 
 
 def facts(config: Config, placed: plan.Plan) -> dict[str, int]:
@@ -127,7 +161,7 @@ def assemble(s: Setup, placed: plan.Plan) -> Assembly:
     """The system in processes of a Ray cluster. Raises ConfigError, PlacementError."""
     config = s.config
     if config.actor.model.path is None:  # else predicting would load it here
-        plan.check_memory(placed, Foresight(config).needs(placed))
+        check_memory(config, placed)
     system = started(s, placed, reasoner.records(s), part)
     name, horizon = reasoner.title(config), config.algorithm.response_length
     return Assembly(
@@ -143,7 +177,10 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
     """
     config, roles = s.config, seat.roles
     stack = ExitStack()
-    m = reasoner.read(s)
+    # what need never be whole on a device is built beside it
+    host = seat.learners.sharded and "rollout" not in roles and not config.warm_start.steps
+    where = torch.device("cpu") if host else s.device
+    m = reasoner.read(replace(s, device=where))
     judge: Graders | None = None
     if "reward" in roles:
         rule = reasoner.make_graders(config, m.prompts, stack)
@@ -154,7 +191,7 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
         reasoner.demonstrate(s, m.policy, m.tokenizer)
     if "actor" in roles:
         alike(m.policy, seat.learners)
-    critic, values = _critic(s, seat, m)
+    critic, values = _critic(replace(s, device=where), seat, m)
     reference: FrozenReference | None = None
     if "reference" in roles and "actor" not in roles:
         a = config.algorithm
@@ -172,6 +209,8 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
         rollout = reasoner.make_rollout(s, m, engine, grades, *seat.ranks["rollout"])
     if "actor" in roles:
         learner = reasoner.make_learner(s, m.policy, critic, ranks=seat.learners, reference=_reference(s, seat))
+        if seat.learners.sharded and not seat.learners.rank:
+            s.notice(spread.told_of_parts(m.policy, seat.learners))
     mine: list[nn.Module] = [] if values is None else [values.module]
     mine += [] if reference is None else [reference.policy]
     made = Part(

@@ -298,6 +298,12 @@ class Policy(Protocol):
         """'actor' and 'critic': disjoint, together every trainable parameter."""
         ...
 
+    def units(self) -> list[nn.Module]:
+        """Large modules that are called one after another, or with ``ranks.gathered``: where learners hold a part of
+        each parameter, each is whole only while it computes. All else is whole as long as a method of the policy runs.
+        """
+        ...
+
     def observe(self, obs: Obs, mask: Tensor) -> None:
         """Merge raw observations [M, ..] where ``mask`` [M] into the normaliser."""
         ...

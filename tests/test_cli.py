@@ -165,6 +165,7 @@ REFUSALS = [
     ),
     ("tune mode=reasoning updates=1", "mode = reasoning: tune predicts placements of robot policies"),
     ("tune placement=hybrid", "placement = hybrid: is what tune looks for; leave it out, or try it with train"),
+    ("tune cluster.shard=true", "cluster.shard = true: tune does not know what it costs to gather a model's parts"),
     ("tune cluster.stages=2", "cluster.stages = 2: is what tune looks for; leave it out"),
     (
         "tune component_placement={actor:0,rollout:0,env:0}",

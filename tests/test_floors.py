@@ -16,7 +16,7 @@ PACKAGE = ROOT / "embodied_ppo"
 
 FLOORS: dict[str, int] = {
     **dict.fromkeys(("errors", "types", "tree", "config", "noise", "health"), 0),  # words
-    **dict.fromkeys(("advantages", "losses", "kl", "distributions", "moments", "ranks"), 1),  # maths
+    **dict.fromkeys(("advantages", "losses", "kl", "distributions", "moments", "ranks", "shards"), 1),  # maths
     **dict.fromkeys(("models.backbone", "models.actor_critic", "models.language", "models.vla"), 2),
     **dict.fromkeys(("models.vla_token", "models.vla_gaussian", "models.vla_flow"), 2),
     **dict.fromkeys(("models.openvla", "models.openvla_checkpoint", "models.vlm", "models.vla_checkpoint"), 2),

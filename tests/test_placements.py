@@ -113,6 +113,75 @@ def test_two_processes_for_each_role_train_alike_wherever_they_are(local: Path, 
     assert found["fused"][1]["value/loss"] != alone[1]["value/loss"]  # other minibatches
 
 
+IN_PARTS: dict[str, dict[str, Any]] = {
+    "fused": TWICE["fused"],
+    "disaggregated": {**TWICE["disaggregated"], "cluster__check_weights": True},
+    "store": {**TWICE["disaggregated"], "cluster__weights": "store"},
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("reference") / "run"
+    train(run_dir, **TWICE["fused"], algorithm__use_kl_loss=True)
+    return run_dir
+
+
+def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for tag, value in theirs.items():
+            assert ours[tag] == (pytest.approx(value, rel=1e-5, abs=1e-6) if isinstance(value, float) else value), tag
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_learners_that_hold_parts_learn_what_whole_ones_do(name: str, reference: Path, tmp_path: Path) -> None:
+    options = {**IN_PARTS[name], "algorithm__use_kl_loss": True, "cluster__shard": True}
+    assert_close(train(tmp_path / "run", **options), rows(reference))
+    assert "cluster.shard: 2 processes of actor hold" in (tmp_path / "run" / "log.txt").read_text()
+    one, other = (checkpoint.open_checkpoint(d / "checkpoints" / "step_000004") for d in (reference, tmp_path / "run"))
+    toys.assert_alike(other.policy(), one.policy())
+    toys.assert_alike(other.training()["learner"], one.training()["learner"])
+
+
+def test_a_run_with_parts_resumes_one_with_whole_models_and_the_other_way_round(
+    reference: Path, tmp_path: Path
+) -> None:
+    options = {**TWICE["fused"], "algorithm__use_kl_loss": True}
+    half = str(reference / "checkpoints" / "step_000002")
+    resumed = train(tmp_path / "parts", **options, cluster__shard=True, resume=half)
+    assert_close(resumed, rows(reference)[-2:])
+    train(tmp_path / "alone", algorithm__use_kl_loss=True, updates=5, resume=str(tmp_path / "parts"))
+    assert len(rows(tmp_path / "alone")) == 1
+
+
+PIXELS: dict[str, Any] = {
+    "env.id": "Tabletop",
+    "env.num_envs": 4,
+    "env.action_chunk": 4,
+    "env.cameras": ["front"],
+    "env.image_size": 32,
+    "env.kwargs": {"families": ["reach"], "obs": "language"},
+    "model.policy": "token",
+    "model.width": 32,
+    "algorithm.horizon": 4,
+    "algorithm.global_batch_size": 8,
+    "evaluation.episodes": 2,
+    "evaluation.num_envs": 2,
+    "updates": 3,
+}
+
+
+def test_a_policy_that_sees_learns_in_parts_what_it_learns_whole(tmp_path: Path) -> None:
+    given = {name.replace(".", "__"): x for name, x in PIXELS.items()}
+    expected = train(tmp_path / "whole", **given, **TWICE["fused"])
+    film = {"evaluation__video_episodes": 1, "evaluation__video_steps": 4}
+    assert_close(train(tmp_path / "fused", **given, **TWICE["fused"], **film, cluster__shard=True), expected)
+    assert list((tmp_path / "fused" / "videos").glob("*.mp4"))
+    assert_close(train(tmp_path / "apart", **given, **TWICE["disaggregated"], cluster__shard=True), expected)
+
+
 def test_a_run_resumes_bit_for_bit_and_in_another_placement(tmp_path: Path) -> None:
     options = TWICE["hybrid"]
     whole = train(tmp_path / "whole", **options)
@@ -143,6 +212,11 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
         ),
         (ConfigError, "action_chunk", {"placement": "hybrid", "env__action_chunk": 3}),
         (ConfigError, "compile=always: 2 processes learn together", {"placement": "fused", "compile": "always"}),
+        (
+            PlacementError,
+            "cluster.shard = true: one process learns",
+            {"placement": "disaggregated", "cluster__shard": True},
+        ),
         (
             PlacementError,
             "only cluster.weights=store",

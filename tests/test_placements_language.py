@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import toys
-from test_placements import rows
+from test_placements import assert_close, rows
 
 from embodied_ppo import build, checkpoint, rules, strict
 from embodied_ppo.config import Config
@@ -141,6 +141,21 @@ def test_a_run_resumes_bit_for_bit_also_in_another_placement(local: Path, tmp_pa
     assert "episodes begin anew" not in (tmp_path / "two" / "log.txt").read_text()
 
 
+IN_PARTS: dict[str, dict[str, Any]] = {
+    "fused": TWICE["fused"],
+    "disaggregated": {"placement": "disaggregated", "cluster__devices_per_node": 4, "cluster__check_weights": True},
+}
+
+
+def test_learners_that_hold_parts_learn_what_whole_ones_do(tmp_path: Path) -> None:
+    few = {"updates": 2, "algorithm__micro_batch_tokens": 40}
+    expected = train(tmp_path / "whole", **KL, **few, **TWICE["fused"])
+    for name, options in IN_PARTS.items():
+        assert_close(train(tmp_path / name, **KL, **few, **options, cluster__shard=True), expected)
+        toys.assert_alike(weights(tmp_path / name, 2), weights(tmp_path / "whole", 2))
+        assert "cluster.shard: 2 processes of actor hold" in (tmp_path / name / "log.txt").read_text()
+
+
 def test_without_a_critic_and_with_a_reward_model_that_begins_as_the_actor(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "algorithm__adv_type": "grpo",
@@ -192,6 +207,18 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         "global_batch_size = 2: 2 responses cannot be dealt out evenly over 4 processes of actor; write "
         "algorithm.global_batch_size=4",
         {**FUSED, "cluster__devices_per_node": 4, "algorithm__global_batch_size": 2},
+    ),
+    (
+        "cluster.shard = true: critic is in processes of its own; join them, as 'actor,critic'",
+        {"placement": "colocated", "cluster__devices_per_node": 2, "cluster__shard": True},
+    ),
+    (
+        "cluster.shard = true: actor and critic gather their layers one after another; write critic.concurrent=false",
+        {**TWICE["fused"], "cluster__shard": True, "critic__concurrent": True},
+    ),
+    (
+        "cluster.shard = true: the full KL divergence reads policy and reference at once; use k3",
+        {**TWICE["fused"], "cluster__shard": True, "algorithm__use_kl_loss": True, "algorithm__kl_loss_type": "full"},
     ),
     (
         "reward and critic share device 0",

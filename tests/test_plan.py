@@ -13,6 +13,7 @@ from embodied_ppo.errors import ConfigError, PlacementError
 from embodied_ppo.placement.plan import (
     PRESETS,
     ROLES,
+    ROOM,
     Group,
     Hardware,
     Plan,
@@ -272,6 +273,60 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
     check_memory(apart, {"env,rollout": NEEDS["rollout"], "actor": NEEDS["actor"]})
     with pytest.raises(PlacementError, match=r"node 0 needs 2 x 0 MB \(env\) \+ 2 x 2\.5 GB \(rollout\) \+ 2 x 11 GB"):
         check_memory(of(15_000_000_000, "cpu"), NEEDS)  # all share it
+
+
+def test_whether_parts_of_a_model_would_fit_is_said() -> None:
+    p = plan("fused", Hardware((4,), "cuda", memory=10_000_000_000))
+    whole: dict[str, Any] = {"env,rollout,actor": {"weights": 2_000_000_000, "optimiser": 9_000_000_000}}
+    some: dict[str, Any] = {"env,rollout,actor": {"weights": 2_500_000_000, "optimiser": 2_250_000_000}}
+    cure = "write cluster.shard=true: 4 processes of actor then hold a part of the model each"
+    with pytest.raises(PlacementError, match=rf"more than 92% of its 10 GB; one process .*; {cure}$"):
+        check_memory(p, whole, lambda: some)
+    for no_cure in (None, lambda: whole):
+        with pytest.raises(PlacementError, match=r"; train adapters \(model\.lora_rank\), or give roles devices"):
+            check_memory(p, whole, no_cure)
+    check_memory(p, some)
+
+
+def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(memory: int, **options: Any) -> str:
+        hardware = Hardware((4,), "cpu", memory=memory)
+        monkeypatch.setattr(spread, "hardware_of", lambda config, device: hardware)
+        c = toys.config({"placement": "fused", **options})
+        placed = spread.planned(c, torch.device("cpu"))
+        assert placed is not None
+        try:
+            spread.check_memory(c, placed)
+        except PlacementError as error:
+            return str(error)
+        return ""
+
+    wide = {"model.hidden": [512, 512]}
+    whole, parts = (
+        sum(map(int, needs.values()))
+        for shard in (False, True)
+        for c in [toys.config({"placement": "fused", "cluster.shard": shard, **wide})]
+        for needs in spread.foreseen(c, plan("fused", Hardware((4,)))).values()
+    )
+    assert parts < 0.9 * whole
+    between = int(4 * (parts + whole) / 2 / ROOM)
+    assert refused(between, **wide).endswith("write cluster.shard=true: 4 processes of actor then hold a part of the "
+                                             "model each")  # fmt: skip
+    assert refused(between, **wide, **{"cluster.shard": True}) == ""
+    assert "cluster.shard" not in refused(int(3.9 * parts), **wide)
+    assert "cluster.shard" not in refused(int(3.9 * parts), **wide, **{"cluster.shard": True})
+
+
+def test_parts_are_refused_where_there_is_nobody_to_share_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(devices: int) -> str:
+        monkeypatch.setattr(spread, "hardware_of", lambda config, device: Hardware((devices,)))
+        with pytest.raises((ConfigError, PlacementError)) as told:
+            spread.planned(toys.config({"placement": "fused", "cluster.shard": True}), torch.device("cpu"))
+        return str(told.value)
+
+    assert refused(1).startswith("cluster.shard = true: one process learns, and has nobody to share a model with; give")
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    assert refused(2) == "cluster.shard = true: needs torch 2.13, this is 2.9.1+cpu; write cluster.shard=false"
 
 
 def test_memory_is_told_as_a_table() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_placements import rows, train
+from test_placements import assert_close, rows, train
 from torch import Tensor, nn
 
 from embodied_ppo.placement import residency
@@ -79,6 +79,16 @@ def test_tensors_come_back_bit_for_bit_where_they_were() -> None:
         for a, b in zip(net.state_dict().values(), twin.state_dict().values(), strict=True):
             assert torch.equal(a, b)
         assert torch.equal(view, twin[0].weight[2:4])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.usefixtures("eight_slots")
+def test_parts_of_a_model_take_turns_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"placement": "colocated", "cluster__devices_per_node": 2, "updates": 3}
+    options |= {"algorithm__use_kl_loss": True, "cluster__check_weights": True}
+    expected = train(tmp_path / "whole", **options)
+    monkeypatch.setattr(residency, "MOVES", {"cpu"})
+    assert_close(train(tmp_path / "parts", **options, cluster__shard=True), expected)
+    assert '"time/swap_s": 0.0,' not in (tmp_path / "parts" / "metrics.jsonl").read_text()
 
 
 @pytest.mark.usefixtures("eight_slots")

@@ -74,7 +74,7 @@ def learner(config: AlgorithmConfig = BASE, *, critic: bool = True, **options: A
         with torch.no_grad():  # values that are not all 0
             model.value_head.weight.copy_(torch.linspace(-0.2, 0.2, 32))
         own = both | {"columns": options.get("critic_columns", both["columns"])}
-        own["concurrent"] = options.get("concurrent", False)
+        own |= {"concurrent": options.get("concurrent", False), "ranks": options.get("ranks")}
         values = ValueLearner(model, options.get("critic_config", config), **own)
     rest = {name: x for name, x in options.items() if name in ("recompute", "dump_dir", "notice", "ranks")}
     return SplitLearner(policy, values, config, num_sequences=N, **both, **rest)

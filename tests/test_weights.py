@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from embodied_ppo import robot
 from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.placement import weights
 from embodied_ppo.placement.weights import Layout, Parcel, Shelf, moving, open_shelf
 from embodied_ppo.types import ArraySpec, Box, PlacementError
 
@@ -50,6 +51,22 @@ def test_tensors_arrive_bit_for_bit() -> None:
     assert Parcel(got).checksum() == Parcel(sent).checksum()
     got["b"][3] += 1e-9
     assert Parcel(got).checksum() != Parcel(sent).checksum()
+
+
+def test_buckets_hold_all_bytes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, got = Parcel(named()), named()
+    for size, count in ((1, 6), (64, 3), (1 << 20, 1)):
+        monkeypatch.setattr(weights, "BUCKET", size)
+        parts = list(sent.buckets())
+        assert len(parts) == count and all(len(p.tensors) == 1 or p.layout.total <= size for p in parts)
+        assert torch.equal(torch.cat([p.pack() for p in parts]), sent.pack())
+        for x in got.values():
+            x.zero_()
+        for p, into in zip(parts, Parcel(got).buckets(), strict=True):
+            into.unpack(p.pack())
+        assert all(bits(got[name]) == bits(x) for name, x in named().items())
+        assert sent.checksum() == Parcel(got).checksum()
+    assert not list(Parcel({}).buckets())
 
 
 def test_the_receivers_types_are_sent() -> None:

@@ -192,6 +192,9 @@ class CountingPolicy(nn.Module):
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         return {"actor": [], "critic": []}
 
+    def units(self) -> list[nn.Module]:
+        return []
+
     def observe(self, obs: Obs, mask: Tensor) -> None:
         pass
 
@@ -310,3 +313,19 @@ def slots_free(expected: float = 8.0) -> float:
     while (free := ray.available_resources().get("CPU", 0.0)) != expected and time.monotonic() < until:
         time.sleep(0.2)
     return free
+
+
+def assert_alike(found: Any, expected: Any, where: str = "") -> None:
+    """The same nested state, tensors to 1e-5."""
+    assert type(found) is type(expected), where
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for name, value in expected.items():
+            assert_alike(found[name], value, f"{where}/{name}")
+    elif isinstance(expected, Tensor):
+        assert type(found) is Tensor and found.dtype == expected.dtype, where
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{where}: {text}")
+    elif isinstance(expected, list):
+        assert_alike(dict(enumerate(found)), dict(enumerate(expected)), where)
+    else:
+        assert found == expected, where

@@ -107,6 +107,9 @@ class ActorCritic(nn.Module):
         names = {id(p) for p in critic}
         return {"actor": [p for p in self.parameters() if id(p) not in names], "critic": critic}
 
+    def units(self) -> list[nn.Module]:
+        return []
+
 
 def _distribution(config: ModelConfig, spec: ActionSpec) -> str:
     discrete = isinstance(spec, Discrete)

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import checkpoint
 
 from embodied_ppo.models.directory import refusing
+from embodied_ppo.ranks import gathered
 from embodied_ppo.types import ConfigError
 
 M = TypeVar("M")
@@ -201,7 +202,12 @@ class Decoder(nn.Module):
         return rotary(x, positions, kind) if hasattr(rotary, "layer_types") else rotary(x, positions)
 
     def _layer(self, i: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, place: Tensor | None) -> Tensor:
-        layer = self.layers[i]
+        return gathered(self.layers[i], self._compute, i, x, cos, sin, attend, place)
+
+    @staticmethod
+    def _compute(
+        layer: Any, i: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, place: Tensor | None
+    ) -> Tensor:
         a = layer.self_attn
         h = layer.input_layernorm(x)
         key, value = _heads(a, "k", h), _heads(a, "v", h)
@@ -312,6 +318,10 @@ class LanguagePolicy(nn.Module):
         self.decoder = Aside(Decoder(self.model.model))
         self.softcap: float | None = getattr(self.model.config, "final_logit_softcapping", None)
 
+    def units(self) -> list[nn.Module]:
+        """As of ``types.Policy``."""
+        return [*self.decoder.module.layers]
+
     def hidden(self, ids: Tensor, place: Tensor) -> Tensor:
         """[B, R, D] of tokens [B, L] at places [B, R]."""
         with precision(self.model.lm_head.weight, self.compute):
@@ -415,6 +425,10 @@ class LanguageCritic(nn.Module):
         within = "model.model."
         body = {name.removeprefix(within): x for name, x in policy.items() if name.startswith(within)}
         self.decoder.base.load_state_dict(body)
+
+    def units(self) -> list[nn.Module]:
+        """As of ``types.Policy``."""
+        return [*self.decoder.layers]
 
     def value(self, ids: Tensor, place: Tensor) -> Tensor:
         """float32 [B, R] of tokens [B, L] at places [B, R]."""

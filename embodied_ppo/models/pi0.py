@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,6 +31,7 @@ from embodied_ppo.models.backbone import VECTOR, Encoder
 from embodied_ppo.models.pi0_checkpoint import Published, Statistics, read
 from embodied_ppo.models.vla import INSTRUCTION, WORDS, Found, ValueHead, action_size, check_units
 from embodied_ppo.models.vla_flow import Field, Flow, learned_log_std
+from embodied_ppo.ranks import gathered, layers
 from embodied_ppo.types import ActionSpec, ArraySpec, ConfigError, Obs, ObsSpec
 
 PAD = -1
@@ -184,9 +186,9 @@ class Trunk(nn.Module):
         keys, values = [], []
         for layer in language.layers:
             if self.checkpointing and torch.is_grad_enabled():
-                x, k, v = cast(Any, checkpoint(block, layer, x, rotation, seen, use_reentrant=False))
+                x, k, v = cast(Any, checkpoint(gathered, layer, block, x, rotation, seen, use_reentrant=False))
             else:
-                x, k, v = block(layer, x, rotation, seen)
+                x, k, v = gathered(layer, block, x, rotation, seen)
             keys.append(k)
             values.append(v)
         out = language.norm(x).float() * valid.unsqueeze(-1)
@@ -303,6 +305,9 @@ class PI0(Flow, lora.Adapted):
         actor = [p for p in self.parameters() if p.requires_grad and id(p) not in names]
         return {"actor": actor, "critic": critic}
 
+    def units(self) -> list[nn.Module]:
+        return [*layers(self.trunk.vlm), *layers(self.expert), self.trunk.vlm.language_model.embed_tokens]
+
     def tell(self, sentences: Sequence[str]) -> None:
         """The sentences that observations count, from now on."""
         self.sentences = tuple(sentences)
@@ -396,9 +401,10 @@ class PI0(Flow, lora.Adapted):
                 h = self.embed(seen.state, x, tau)
                 for layer, *past in zip(cast(Any, model.layers), seen.keys, seen.values, strict=True):
                     if self.checkpointing and torch.is_grad_enabled():
-                        h = cast(Any, checkpoint(block, layer, h, rotation, mask, tuple(past), use_reentrant=False))[0]
+                        run = partial(checkpoint, gathered, use_reentrant=False)
+                        h = cast(Any, run(layer, block, h, rotation, mask, tuple(past)))[0]
                     else:
-                        h = block(layer, h, rotation, mask, (past[0], past[1]))[0]
+                        h = gathered(layer, block, h, rotation, mask, (past[0], past[1]))[0]
                 h = cast(Any, model.norm)(h[:, 1:])
                 scale = None if self.scale is None else self.scale(h)
                 return self.velocity(h).float(), None if scale is None else learned_log_std(scale)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from embodied_ppo.config import ModelConfig
 from embodied_ppo.models.backbone import VECTOR, Encoder, channels_last
+from embodied_ppo.ranks import gathered
 from embodied_ppo.types import ActionSpec, ArraySpec, Box, ConfigError, Obs, ObsSpec
 
 INSTRUCTION = "instruction"
@@ -286,7 +287,7 @@ class Decoder(nn.Module):
 
     def remember(self, memory: Memory) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each block: all that is needed of a memory."""
-        return [block.remember(memory.tokens) for block in self._all()]
+        return [gathered(block, Block.remember, memory.tokens) for block in self._all()]
 
     def forward(
         self,
@@ -408,6 +409,9 @@ class VLA(nn.Module):
         names = {id(p) for p in critic}
         actor = [p for p in self.parameters() if p.requires_grad and id(p) not in names]
         return {"actor": actor, "critic": critic}
+
+    def units(self) -> list[nn.Module]:
+        return [*self.decoder.blocks]
 
 
 def mean_executed(loss: Tensor, executed: Tensor) -> Tensor:

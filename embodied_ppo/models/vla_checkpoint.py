@@ -35,6 +35,7 @@ from embodied_ppo.models.openvla_checkpoint import ActionTokens
 from embodied_ppo.models.vla import INSTRUCTION, Found, ValueHead, action_size, check_units
 from embodied_ppo.models.vla_token import Tokens
 from embodied_ppo.models.vlm import Prompts, VisionLanguage
+from embodied_ppo.ranks import layers
 from embodied_ppo.types import ActionSpec, ConfigError, Obs, ObsSpec
 
 OTHERS = {
@@ -282,6 +283,9 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         critic = list(self.value_head.parameters())
         return {"actor": [p for p in self.body.parameters() if p.requires_grad], "critic": critic}
+
+    def units(self) -> list[nn.Module]:
+        return [*layers(self.body), self.body.language.get_input_embeddings()]
 
     def tell(self, sentences: Sequence[str]) -> None:
         """The sentences that observations count, from now on."""

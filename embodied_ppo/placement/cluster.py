@@ -270,13 +270,15 @@ class ClusterSystem(RunSystem):
                 for h in handles:
                     desks.setdefault(h.name, []).append(role)
         teams = {"learners": "actor", "critics": "critic"}
+        gathers = self.options.shard and {"rollout", "actor"} <= {*group.roles}
         return Wiring(
-            Seat(group.roles, ranks, self.plan.stages, about=about, turns=self.residency.turns(group)),
+            Seat(group.roles, ranks, self.plan.stages, about=about, turns=self.residency.turns(group) or gathers),
             desks=[(self.addresses[name], name, tuple(roles)) for name, roles in desks.items()],
             teams={team: ranks[role] for team, role in teams.items() if role in ranks},
             store=self.store,
             secret=self.secret,
             patience_s=self.options.step_timeout_s,
+            shard=self.plan.hardware.kind if self.options.shard else None,
         )
 
     def _build(self, make: Make) -> None:
@@ -367,12 +369,15 @@ class ClusterSystem(RunSystem):
         if ranks := by_path.get("broadcast"):
             members = [first, *(self.actors[r] for r in ranks)]
             calls += [Call(h.actor.broadcast.remote(version), h) for h in members]
+            calls += self._assist([first])
         if ranks := by_path.get("store"):
             data = first.actor.packed.remote()
+            calls += self._assist([first])
             calls += [Call(self.actors[r].actor.call.remote("unpacked", version, data), self.actors[r]) for r in ranks]
         if ranks := by_path.get("ipc"):
             near = {r: self.learners[i] for r in ranks if (i := self.plan.near(r)) is not None}
             senders = list(dict.fromkeys(near.values()))
+            calls += self._assist(senders)
             shelves = dict(zip(senders, self._ask(senders, "shelved"), strict=True))
             calls += [
                 Call(self.actors[r].actor.call.remote("unshelved", version, shelves[near[r]]), self.actors[r])
@@ -384,6 +389,11 @@ class ClusterSystem(RunSystem):
             self._wait(calls, "publish")
         if self.options.check_weights:
             self._check_weights()
+
+    def _assist(self, senders: list[Handle]) -> list[Call]:
+        """What the other learners do while these send, where each holds a part of what is sent."""
+        others = [h for h in self.learners if h not in senders] if self.options.shard else []
+        return [Call(h.actor.call.remote("assist"), h) for h in others]
 
     def _check_weights(self) -> None:
         everyone = list(dict.fromkeys([*self.learners, *self.actors]))
@@ -482,12 +492,15 @@ class ClusterSystem(RunSystem):
 
     def _save(self, update: int, rest: Mapping[str, Any]) -> Path:
         self._turn("save")
-        first = self.learners[0]
+        first, *others = self.learners
         serving = self._serve(self.actors, "env")
         states = [h.actor.state.remote() for h in self.actors]
         serving += self._serve([first], *ASKS["actor"])  # after: who has a critic and a rollout tells of that first
-        call = Call(first.actor.save.remote(str(self.records.checkpoints.absolute()), update, rest, *states), first)
-        return Path(self._wait([call, *serving], "save")[0].result)
+        folder = str(self.records.checkpoints.absolute())
+        calls = [Call(first.actor.save.remote(folder, update, rest, *states), first)]
+        if self.options.shard:
+            calls += [Call(h.actor.save.remote(folder, update, rest), h) for h in others]
+        return Path(self._wait([*calls, *serving], "save")[0].result)
 
     def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
         self._turn("save")

@@ -81,6 +81,31 @@ class Memory:
         return sum(vars(self).values())
 
 
+def in_parts(model: Any, ranks: int, *, acts: bool = False) -> dict[str, int]:
+    """Bytes of weights, gradients and optimiser of one of ``ranks`` learners that hold a part of every parameter each.
+
+    Beside the parts there are, whole: what belongs to no unit and two of the units (the next one is fetched already);
+    if the process ``acts``, at other times all weights. ``model`` has ``units``.
+    """
+
+    def whole(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+        """Bytes of weights, and of gradients."""
+        known = list(parameters)
+        return nbytes(known), nbytes([p for p in known if p.requires_grad])
+
+    units = [whole(unit.parameters()) for unit in model.units()]
+    weights, gradients = whole(model.parameters())
+    beside = [
+        min(total, total - sum(unit[i] for unit in units) + 2 * max((unit[i] for unit in units), default=0))
+        for i, total in enumerate((weights, gradients))
+    ]
+    return {
+        "weights": nbytes(list(model.buffers())) + weights // ranks + (weights if acts else beside[0]),
+        "gradients": gradients // ranks + beside[1],
+        "optimiser": 2 * gradients // ranks,
+    }
+
+
 @contextmanager
 def imagined(policy: nn.Module) -> Iterator[list[Tensor]]:
     """Within it tensors have no contents; ``policy`` is given as what it is made of, without contents."""

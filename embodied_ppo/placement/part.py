@@ -29,7 +29,7 @@ class Seat:
     stages  of one rollout process       desks    role -> connections to the processes of it that this one asks
     about   what simulators are like     learners who learns together; critics: the same of the critic
             (``simulators.described``), for who has none
-    turns   whether its tensors leave the device while others need it, so that nothing may remember where they lie
+    turns   whether its tensors leave the device, for others or to be parts, so that nothing may remember where they lie
     """
 
     roles: tuple[str, ...]
@@ -151,21 +151,32 @@ class Part:
         assert self.policy is not None
         tensors = moving(self.policy, everything=everything)
         Layout.of(tensors).check(layout, who)
-        self.parcel, self.shelf, self.opened = Parcel(tensors, layout), None, None
+        self.parcel, self.shelf, self.opened = Parcel(tensors, layout, self.seat.learners), None, None
         return layout.total
 
     def shared(self, version: int) -> None:
         """The learner is in this process: only the version moves."""
+        self._gather()
         self._now(version)
 
     def _now(self, version: int) -> None:
         self.version = version
         self._arrived(version)
 
+    def _gather(self) -> None:
+        """Have all weights here for who acts with them, where learners hold a part each."""
+        if self.policy is not None and "rollout" in self.seat.roles:
+            self.seat.learners.unshard(self.policy)
+
+    def assist(self) -> None:
+        """Another learner sends tensors of which I hold a part."""
+        assert self.parcel is not None
+        self.parcel.assist()
+
     def packed(self) -> Any:
         """The tensors' bytes, as an object for others."""
         assert self.parcel is not None
-        return self.parcel.pack().cpu().numpy()
+        return self.parcel.pack(torch.zeros(self.parcel.layout.total, dtype=torch.uint8)).numpy()
 
     def unpacked(self, version: int, data: Any) -> None:
         """What ``packed`` gave."""
@@ -192,16 +203,17 @@ class Part:
     def broadcast(self, version: int, group: Any) -> None:
         """Send to, or receive from, the first rank of a process group."""
         assert self.parcel is not None
-        flat = self.parcel.pack()
-        group.broadcast(flat, 0).wait()
-        if group.rank():
-            self.parcel.unpack(flat)
+        for bucket in self.parcel.buckets():
+            flat = bucket.pack()
+            group.broadcast(flat, 0).wait()
+            if group.rank():
+                bucket.unpack(flat)
         self._now(version)
 
     def checksum(self) -> tuple[int, str]:
         """The version here, and a sum over what travelled."""
         assert self.policy is not None
-        return self.version, Parcel(moving(self.policy, everything=True)).checksum()
+        return self.version, Parcel(moving(self.policy, everything=True), ranks=self.seat.learners).checksum()
 
     # -------------------------------------------------------------------------------------------------- taking turns
     def reside(self, level: int) -> int:
@@ -217,12 +229,13 @@ class Part:
     def _tensors(self, level: int) -> list[Tensor]:
         """The policy's, or all others that the learner holds between updates."""
         assert self.policy is not None
-        weights = [*self.policy.parameters(), *self.policy.buffers()]
+        weights = [self.seat.learners.local(x) for x in (*self.policy.parameters(), *self.policy.buffers())]
         if level == WEIGHTS:
             return weights
         mine = {x.untyped_storage().data_ptr() for x in weights}
         rest = _tensors_in(self._held())
         rest += [p.grad for p in self.policy.parameters() if p.grad is not None]
+        rest = map(self.seat.learners.local, rest)
         return [x for x in rest if x.ndim and x.untyped_storage().data_ptr() not in mine]
 
     # --------------------------------------------------------------------------------------------------- checkpoint
@@ -235,12 +248,17 @@ class Part:
         return buffer.getvalue()
 
     def save(self, folder: str, update: int, rollouts: Sequence[bytes], **rest: Any) -> str:
-        """Write a checkpoint; ``rollouts``: everyone's ``state``."""
+        """Write a checkpoint; ``rollouts``: everyone's ``state``. Of learners that hold parts all are asked, and the
+        first one writes."""
         assert self.policy is not None and self.learner is not None
+        ranks = self.seat.learners
+        learner, policy = ranks.whole_state(self.learner.state()), ranks.whole_state(self.policy.state_dict())
+        self._gather()
+        if ranks.rank:
+            return ""
         states = [torch.load(io.BytesIO(data), weights_only=True) for data in rollouts]
         rollout = states[0] if len(states) == 1 else {"processes": states}
-        training = {"learner": self.learner.state(), "rollout": rollout}
-        policy = self.policy.state_dict()
+        training = {"learner": learner, "rollout": rollout}
         self.hang_up(*ASKS["actor"])
         return str(checkpoint.save(Path(folder), update=update, policy=policy, training=training, **rest))
 
@@ -249,7 +267,16 @@ class Part:
         assert self.policy is not None
         source = checkpoint.open_checkpoint(path)
         rank, world = self.seat.ranks.get("rollout", (0, 1))
-        resume(source, notice, policy=self.policy, rollout=self.rollout, learner=self.learner, rank=rank, world=world)
+        resume(
+            source,
+            notice,
+            policy=self.policy,
+            rollout=self.rollout,
+            learner=self.learner,
+            rank=rank,
+            world=world,
+            learners=self.seat.learners,
+        )
         self.version = source.update
         self.hang_up("env", *ASKS["actor"])
 

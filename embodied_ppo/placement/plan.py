@@ -5,7 +5,7 @@ Roles joined by a comma share a process; entries with common devices take turns;
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -481,25 +481,44 @@ def loads(p: Plan, needs: Mapping[str, Need]) -> list[Load]:
     return list(most.values())
 
 
-def check_memory(p: Plan, needs: Mapping[str, Need], *, least: bool = False) -> None:
+def check_memory(
+    p: Plan,
+    needs: Mapping[str, Need],
+    sharded: Callable[[], Mapping[str, Need]] | None = None,
+    *,
+    least: bool = False,
+) -> None:
     """Whether everything fits in every phase; as ``loads``. Raises PlacementError with the arithmetic.
 
-    ``least``: micro-batches are as small as they can be.
+    ``sharded``: needs with cluster.shard, where it is not on and could be. ``least``: micro-batches are as small as
+    they can be.
     """
+    found = _too_much(p, needs, least)
+    if found is None:
+        return
+    told, cure = found
+    if sharded is not None and _too_much(p, sharded(), least) is None:
+        cure = f"write cluster.shard=true: {p.processes('actor')} processes of actor then hold a part of the model each"
+    raise PlacementError(f"{told}; {cure}")
+
+
+def _too_much(p: Plan, needs: Mapping[str, Need], least: bool) -> tuple[str, str] | None:
+    """The first device that does not suffice, with the arithmetic, and a cure; None: all fits."""
     limit = p.hardware.memory
     if limit is None:
-        return
+        return None
     for load in loads(p, needs):
         if load.total > ROOM * limit:
             largest = max(load.parts, key=lambda name: sum(load.parts[name]))
             told = ", ".join(f"{what} {amount(size)}" for what, size in needs[largest].items() if size)
             parts = " + ".join(f"{len(sizes)} x {amount(sizes[0])} ({name})" for name, sizes in load.parts.items())
             context = f", {amount(CONTEXT)} of each for CUDA itself" if p.hardware.kind == "cuda" else ""
-            cure = _memory_cure(p, needs[largest], least)
-            raise PlacementError(
+            return (
                 f"placement: {load.where} needs {parts} = {amount(load.total)} to {load.phase}, more than {ROOM:.0%} "
-                f"of its {amount(limit)}; one process of {largest}: {told}{context}; {cure}"
+                f"of its {amount(limit)}; one process of {largest}: {told}{context}",
+                _memory_cure(p, needs[largest], least),
             )
+    return None
 
 
 def amount(size: int) -> str:

@@ -35,6 +35,7 @@ from embodied_ppo.log import peak_rss_mb
 from embodied_ppo.placement.lines import Desk, Exchange, dial, interface
 from embodied_ppo.placement.part import Part, Seat
 from embodied_ppo.ranks import Ranks, Together
+from embodied_ppo.shards import Sharded
 from embodied_ppo.types import CheckpointError, ConfigError, EnvError, PlacementError, ProcessLost, TrainingError
 
 Make: TypeAlias = "Callable[[Seat, Exchange | None, Callable[[str], None]], tuple[Part, Mapping[str, Any]]]"
@@ -80,6 +81,7 @@ class Wiring:
     teams    "learners", "critics": (rank, world) among those that learn together
     store    the address where teams meet
     secret   that others want to hear
+    shard    kind of device that learners hold a part of each parameter on; None: each holds all
     """
 
     seat: Seat
@@ -88,6 +90,7 @@ class Wiring:
     store: tuple[str, int]
     secret: str
     patience_s: float
+    shard: str | None = None
 
 
 class Process:
@@ -136,6 +139,8 @@ class Process:
             for name, (rank, world) in w.teams.items()
             if world > 1
         }
+        if w.shard and teams:  # both teams are the same processes
+            teams = dict.fromkeys(teams, Sharded(self.groups["learners"], w.shard))
         seat = replace(w.seat, desks=desks, **teams)
 
         def built() -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from embodied_ppo import checkpoint
 from embodied_ppo.log import numbers
+from embodied_ppo.ranks import Ranks
 from embodied_ppo.types import CheckpointError, Learner, Metrics, Trajectory
 
 
@@ -142,12 +143,15 @@ def resume(
     learner: Learner | None,
     rank: int = 0,
     world: int = 1,
+    learners: Ranks | None = None,
 ) -> None:
-    """Have the parts of one process continue from a checkpoint; ``rank`` of ``world`` rollout processes.
+    """Have the parts of one process continue from a checkpoint; ``rank`` of ``world`` rollout processes; ``learners``:
+    who learns with it.
 
     Where another number of processes simulated, episodes begin anew and ``notice`` hears it. Raises CheckpointError.
     """
-    checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
+    weights = (learners or Ranks()).parts(policy, source.policy())
+    checkpoint.load_weights(policy, weights, source.path / checkpoint.POLICY)
     training = source.training()
     try:
         if learner is not None:

@@ -10,16 +10,19 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from embodied_ppo.ranks import Ranks
 from embodied_ppo.types import PlacementError
 
 ALIGN = 16
+BUCKET = 256 << 20
+"""Bytes that are sent together: what is on its way needs memory."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,10 @@ def moving(policy: nn.Module, *, everything: bool = False) -> dict[str, Tensor]:
 class Parcel:
     """Tensors that are sent or received again and again."""
 
-    def __init__(self, tensors: dict[str, Tensor], layout: Layout | None = None) -> None:
-        """``layout``: the receiver's, whose types are sent; None: as they are."""
+    def __init__(self, tensors: dict[str, Tensor], layout: Layout | None = None, ranks: Ranks | None = None) -> None:
+        """``layout``: the receiver's, whose types are sent; None: as they are. ``ranks``: who holds parts of them."""
         self.tensors, self.layout = list(tensors.values()), layout or Layout.of(tensors)
+        self.ranks = ranks or Ranks()
 
     @torch.no_grad()
     def pack(self, flat: Tensor | None = None) -> Tensor:
@@ -91,8 +95,24 @@ class Parcel:
             where = self.tensors[0].device if self.tensors else "cpu"
             flat = torch.zeros(self.layout.total, dtype=torch.uint8, device=where)
         for view, x in zip(self.layout.views(flat), self.tensors, strict=True):
-            view.copy_(x)
+            view.copy_(self.ranks.whole(x))
         return flat
+
+    def buckets(self) -> Iterator[Parcel]:
+        """The same in parts of at most BUCKET bytes, or one tensor."""
+        start, held, names = 0, 0, [name for name, *_ in self.layout.entries]
+        for i, size in enumerate([*self.layout.sizes, BUCKET + 1]):  # the last one only ends what came before
+            if i > start and held + size > BUCKET:
+                tensors = dict(zip(names[start:i], self.tensors[start:i], strict=True))
+                yield Parcel(tensors, Layout(self.layout.entries[start:i]), self.ranks)
+                start, held = i, 0
+            held += size
+
+    @torch.no_grad()
+    def assist(self) -> None:
+        """What others have to do while one packs tensors that each holds a part of."""
+        for x in self.tensors:
+            self.ranks.whole(x)
 
     @torch.no_grad()
     def unpack(self, flat: Tensor) -> None:
@@ -102,7 +122,10 @@ class Parcel:
 
     def checksum(self) -> str:
         """16 hex digits over all bytes."""
-        return hashlib.sha256(self.pack().cpu().numpy().tobytes()).hexdigest()[:16]
+        digest = hashlib.sha256()
+        for part in self.buckets():
+            digest.update(part.pack().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------------------------------------ shared memory
