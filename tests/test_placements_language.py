@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import toys
-from test_placements import assert_close, rows
+from test_placements import Once, assert_close, rows
 
 from embodied_ppo import build, checkpoint, rules, strict
 from embodied_ppo.config import Config
@@ -73,10 +73,13 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("local") / "run"
-    train(run_dir, **KL)
-    return run_dir
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    return Once(train, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def local(once: Once) -> Path:
+    return once(**KL)
 
 
 ALIKE: dict[str, dict[str, Any]] = {
@@ -95,9 +98,10 @@ ALIKE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_a_process_for_each_role_trains_as_one_process_does(name: str, local: Path, tmp_path: Path) -> None:
-    assert train(tmp_path / "run", **KL, **ALIKE[name]) == rows(local)
-    assert same(weights(tmp_path / "run"), weights(local))
+def test_a_process_for_each_role_trains_as_one_process_does(name: str, local: Path, once: Once) -> None:
+    placed = once(**KL, **ALIKE[name])
+    assert rows(placed) == rows(local)
+    assert same(weights(placed), weights(local))
     assert rows(local)[-1]["value/loss"] > 0 and rows(local)[-1]["kl/to_reference"] > 0
 
 
@@ -117,26 +121,26 @@ TWICE: dict[str, dict[str, Any]] = {
 }
 
 
-def test_two_processes_for_each_role_train_alike_wherever_they_are(local: Path, tmp_path: Path) -> None:
-    found = {name: train(tmp_path / name, **KL, **options) for name, options in TWICE.items()}
+def test_two_processes_for_each_role_train_alike_wherever_they_are(local: Path, once: Once) -> None:
+    runs = {name: once(**KL, **options) for name, options in TWICE.items()}
+    found = {name: rows(run) for name, run in runs.items()}
     for name, told in found.items():
         assert told == found["fused"], name
-        assert same(weights(tmp_path / name), weights(tmp_path / "fused"))
+        assert same(weights(runs[name]), weights(runs["fused"]))
     alone = rows(local)
     assert [row["tokens"] for row in found["fused"]][:2] == [row["tokens"] for row in alone][:2]  # the same noise
     for tag in ("rollout/return", "advantage/std", "value/explained_variance", "rollout/epoch", "rollout/truncated"):
         assert found["fused"][1][tag] == pytest.approx(alone[1][tag], rel=1e-5), tag
 
 
-def test_a_run_resumes_bit_for_bit_also_in_another_placement(local: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_bit_for_bit_also_in_another_placement(local: Path, once: Once, tmp_path: Path) -> None:
     for name in ("apart", "fused"):
-        train(tmp_path / name, **KL, **ALIKE[name], updates=2)
-        train(tmp_path / name, **KL, **ALIKE["disaggregated"], resume=str(tmp_path / name))
+        half = once(**KL, **ALIKE[name]) / "checkpoints" / "step_000002"
+        train(tmp_path / name, **KL, **ALIKE["disaggregated"], resume=str(half))
         assert same(weights(tmp_path / name), weights(local)), name
-    train(tmp_path / "two", **KL, **TWICE["colocated"], updates=1)
-    whole = train(tmp_path / "whole", **KL, **TWICE["fused"])
-    resumed = train(tmp_path / "two", **KL, **TWICE["apart"], resume=str(tmp_path / "two"))
-    assert resumed[-1] == whole[-1]
+    first = once(**KL, **TWICE["colocated"]) / "checkpoints" / "step_000001"
+    resumed = train(tmp_path / "two", **KL, **TWICE["apart"], resume=str(first))
+    assert resumed[-1] == rows(once(**KL, **TWICE["fused"]))[-1]
     train(tmp_path / "two", **KL, resume=str(tmp_path / "two"), updates=4)  # in one process: the data go on
     assert "episodes begin anew" not in (tmp_path / "two" / "log.txt").read_text()
 

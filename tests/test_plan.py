@@ -306,7 +306,7 @@ def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.Monk
         sum(map(int, needs.values()))
         for shard in (False, True)
         for c in [toys.config({"placement": "fused", "cluster.shard": shard, **wide})]
-        for needs in spread.foreseen(c, plan("fused", Hardware((4,)))).values()
+        for needs in spread.Foresight(c).needs(plan("fused", Hardware((4,)))).values()
     )
     assert parts < 0.9 * whole
     between = int(4 * (parts + whole) / 2 / ROOM)
