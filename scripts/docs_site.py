@@ -225,7 +225,7 @@ def curve(what: str, over: str, runs: Mapping[str, list[tuple[float, float]]]) -
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    style = {"svg.fonttype": "none", "svg.hashsalt": "embodied_ppo", "font.family": "sans-serif", "font.size": 9}
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "embodied_ppo", "font.family": "sans-serif", "font.size": 9}
     with matplotlib.rc_context(style):
         figure, axis = plt.subplots(figsize=(5.6, 2.6), layout="constrained")
         for name, points in runs.items():

@@ -7,12 +7,16 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 
 import pytest
 import yaml
+from chromium import PROGRAM, Browser
 from mkdocs.exceptions import PluginError
 from test_floors import FLOORS
 
@@ -134,6 +138,31 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     for file in [*site.rglob("*.css"), *site.rglob("*.svg")]:
         fetched = re.findall(r"(?:url\(|@import )['\"]?((?:https?:)?//[^'\")\s]+)", file.read_text(encoding="utf-8"))
         assert not fetched, file
+
+
+def test_a_browser_asks_this_site_alone_and_finds_an_option(site: Path, tmp_path: Path) -> None:
+    if not PROGRAM:
+        pytest.skip("no Chromium: the pages were not looked at")
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        home = f"http://127.0.0.1:{server.server_port}/"
+        browser = Browser(tmp_path)
+        try:
+            for page in ("recipes", "placement", "options"):
+                browser.open(f"{home}{page}.html", width=390, height=844)
+                assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), page
+            browser.open(f"{home}index.html?q=gae_lambda")
+            browser.wait("document.querySelector('.md-search-result a[href*=\"options.html#algorithm.gae_lambda\"]')")
+        finally:
+            browser.close()
+            server.shutdown()
+    assert browser.problems == []
+    assert {request for request in browser.requests if not request.startswith((home, "data:", "blob:"))} == set()
 
 
 def test_drawings_are_those_of_the_plans() -> None:
