@@ -157,7 +157,7 @@ def test_a_browser_asks_this_site_alone_and_finds_an_option(site: Path, tmp_path
                 browser.open(f"{home}{page}.html", width=390, height=844)
                 assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), page
             browser.open(f"{home}index.html?q=gae_lambda")
-            browser.wait("document.querySelector('.md-search-result a[href*=\"options.html#algorithm.gae_lambda\"]')")
+            browser.wait("document.querySelector('.md-search-result a[href$=\"#algorithm.gae_lambda\"]')")
         finally:
             browser.close()
             server.shutdown()
