@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-mjlab test-libero test-vllm check bench build clean
+.PHONY: help train test test-mjlab test-libero test-vllm check bench docs build clean
 
 ARGS ?=
 JOBS ?= 2
@@ -43,13 +43,16 @@ bench: .venv/dev ## speed of training and generation on this machine
 	$(BIN)/python scripts/bench_train.py $(ARGS)
 	$(BIN)/python scripts/bench_language.py
 
+docs: .venv/dev ## the documentation as pages, site/index.html; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 build: .venv/dev ## source distribution and wheel into dist/, tried in an environment of their own
 	rm -rf build dist *.egg-info/SOURCES.txt
 	$(BIN)/python -m build
 	EMBODIED_PPO_DIST=dist $(BIN)/python -m pytest -q tests/test_wheel.py
 
 clean: ## remove .venv, .venv-*, builds and caches; runs/ stays
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find embodied_ppo envs configs tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A new environment in folder $(1), unless one is there whose Python is supported.

@@ -1,0 +1,240 @@
+"""What MkDocs calls while it builds the site (``make docs``): pages and curves made from the code and the results.
+
+overview.md is README.md; options.md comes from ``embodied_ppo.config``; a heading of recipes.md that names an
+experiment gets its description, its command and its learning curve; ``<!-- modules: .. -->`` becomes what they say of
+themselves. Links to files outside docs/ become their paths.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import io
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from markdown.extensions.toc import slugify_unicode
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from embodied_ppo import explain
+from embodied_ppo.config import Config, DemosConfig, EvaluateConfig, ExportConfig
+from embodied_ppo.errors import show
+from embodied_ppo.rules import UNREAD, mode_of
+from embodied_ppo.strict import Option, alias_paths, describe, flat, plain_yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+COMMANDS: dict[str, type] = {"evaluate": EvaluateConfig, "demos": DemosConfig, "export": ExportConfig}
+"""Commands with options of their own; the others read train's."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Anchors keep letters that are not ASCII, as forges do: #π0."""
+    config.mdx_configs["toc"]["slugify"] = slugify_unicode
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds what is not in docs/."""
+    made: dict[str, Callable[[], str]] = {"overview.md": overview, "options.md": options}
+    made |= {f"curves/{name}.svg": partial(curve, *told) for name, told in curves().items()}
+    for name, text in made.items():
+        files.append(File.generated(config, name, content=text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if page.file.src_uri == "recipes.md":
+        markdown = recipes(markdown)
+    markdown = re.sub(r"^<!-- modules: (.+) -->$", modules, markdown, flags=re.MULTILINE)
+    return links(markdown, DOCS / page.file.src_uri)
+
+
+# --------------------------------------------------------------------------------------------------------------- links
+def overview() -> str:
+    """README.md as a page of docs/. Its links to docs/ lose that folder, the others go up."""
+
+    def moved(found: re.Match[str]) -> str:
+        target = found[1]
+        return f"]({target.removeprefix('docs/') if target.startswith('docs/') else '../' + target})"
+
+    return re.sub(r"\]\((?!https?:|#)([^)\s]+)\)", moved, (ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def links(markdown: str, file: Path) -> str:
+    """Links out of docs/: README.md is a page here, other files of the repository are named. Raises PluginError where
+    there is none."""
+
+    def named(found: re.Match[str]) -> str:
+        text, target, anchor = found[1], found[2], found[3] or ""
+        outside = (file.parent / target).resolve()
+        if outside.is_relative_to(DOCS):
+            return found[0]
+        if not outside.exists():
+            raise PluginError(f"{file.relative_to(ROOT)}: links to {target}, and there is no such file")
+        if outside == ROOT / "README.md":
+            return f"[{text}]({'../' * (len(file.relative_to(DOCS).parts) - 1)}overview.md{anchor})"
+        path = outside.relative_to(ROOT).as_posix()
+        return f"`{path}`" if Path(text).name == outside.name else f"{text} (`{path}`)"
+
+    return re.sub(r"(?<!!)\[([^\]\n]*)\]\((\.\./[^)#\s]*)(#[^)\s]*)?\)", named, markdown)
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+def options() -> str:
+    """Every option of config.py, in its order, under the section it is in."""
+    lines = ["# Options", ""]
+    lines += [
+        "Made from `embodied_ppo/config.py` when these pages were built. On the command line: `section.name=value`.",
+        "",
+    ]
+    lines += [
+        "`embodied-ppo config experiment=NAME` prints the same with each value and who set it; `--only WORD` picks.",
+        "",
+    ]
+    lines += _section("train", Config, "", "## train", "Top level: `name=value`.")
+    for section in dict.fromkeys(path.rpartition(".")[0] for path in describe(Config)):
+        if section:
+            lines += _section(section, Config, section, f"## {section}", "")
+    for command, cls in COMMANDS.items():
+        known = [path for path in describe(cls) if not path.startswith("env.")]
+        what = f"Options of `embodied-ppo {command}`."
+        lines += ["", f"## embodied-ppo {command} {{#{command}}}", "", what, ""]
+        lines += [line for path in known for line in _entry(cls, path, f"{command}-")]
+    return "\n".join(lines) + "\n"
+
+
+def _section(anchor: str, cls: type, section: str, title: str, what: str) -> list[str]:
+    known = [path for path in describe(cls) if path.rpartition(".")[0] == section]
+    lines = ["", f"{title} {{#{anchor}}}", "", what, ""]
+    return lines + [line for path in known for line in _entry(cls, path, "")]
+
+
+def _entry(cls: type, path: str, prefix: str) -> list[str]:
+    option = describe(cls)[path]
+    facts = [html.escape(option.allowed), f"default {_code(show(_plain(option)))}"]
+    also = [alias for alias, targets in alias_paths(cls).items() if path in targets]
+    if also:
+        facts.append("also read: " + ", ".join(map(_code, also)))
+    if cls is Config and (mode := mode_of(path)):
+        facts.append(f"mode={mode} only")
+    if cls is Config and (where := next((w for names, (w, _) in UNREAD.items() if path in names.split(",")), None)):
+        facts.append(f"read with {_code(where)}")
+    return [
+        f"#### {path} {{#{prefix}{path}}}",
+        "",
+        f'<div class="option"><p>{_prose(option.meaning)}</p><p class="facts">{" · ".join(facts)}</p></div>',
+        "",
+    ]
+
+
+def _plain(option: Option) -> Any:
+    return list(option.default) if isinstance(option.default, tuple) else option.default
+
+
+def _code(text: str) -> str:
+    return f"<code>{html.escape(text)}</code>"
+
+
+def _prose(text: str) -> str:
+    """A docstring as HTML: only its backticks mean something."""
+    return re.sub(r"`+([^`]+)`+", r"<code>\1</code>", html.escape(" ".join(text.split()), quote=False))
+
+
+# ------------------------------------------------------------------------------------------------------------ concepts
+def modules(found: re.Match[str]) -> str:
+    """A table of modules, each with the first sentence of its docstring; ``envs``: of all simulators and tasks."""
+    if found[1] == "envs":
+        files = sorted((ROOT / "envs" / "embodied_envs").rglob("*.py"))
+    else:
+        files = [ROOT / "embodied_ppo" / f"{name.replace('.', '/')}.py" for name in found[1].split()]
+    lines = ["| module | |", "|---|---|"]
+    for file in files:
+        if not file.exists():
+            raise PluginError(f"<!-- modules: {found[1]} -->: there is no {file.relative_to(ROOT)}")
+        said = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        what = html.escape(" ".join(said.partition("\n\n")[0].split()), quote=False).replace("|", "\\|")
+        name = file.relative_to(ROOT / ("envs/embodied_envs" if found[1] == "envs" else "embodied_ppo")).as_posix()
+        lines.append(f"| `{name}` | {what} |")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
+@cache
+def shipped() -> dict[str, dict[str, str]]:
+    """Experiments of this tree, by name."""
+    found = explain.experiments(str(ROOT / "configs"))
+    return {one["name"]: one for one in found if Path(one["file"]).is_relative_to(ROOT)}
+
+
+def recipes(markdown: str) -> str:
+    """Under each ``### NAME`` of an experiment: what it is, how it is run, how it learned."""
+    told, drawn = shipped(), curves()
+
+    def more(found: re.Match[str]) -> str:
+        name = found[1]
+        if name not in told:
+            raise PluginError(f"docs/recipes.md: {name} is no experiment of configs/experiment")
+        file = plain_yaml(Path(told[name]["file"]).read_text(encoding="utf-8"))
+        yours = [f" {path}=.." for path, value in flat(file).items() if value == "???"]
+        lines = [f"### {name} {{#{name}}}", "", html.escape(told[name]["description"], quote=False), "", "```"]
+        lines += [f"embodied-ppo train experiment={name}{''.join(yours)}", "```", ""]
+        if name in drawn:
+            lines += [f"![{drawn[name][0]} of {name} while it learns](curves/{name}.svg){{ loading=lazy }}", ""]
+        return "\n".join(lines)
+
+    return re.sub(r"^### (\w+)$", more, markdown, flags=re.MULTILINE)
+
+
+@cache
+def curves() -> dict[str, tuple[str, str, dict[str, list[tuple[float, float]]]]]:
+    """Experiment -> what is drawn, over what, and each seed's points, of the runs in docs/results."""
+    found: dict[str, tuple[str, str, dict[str, list[tuple[float, float]]]]] = {}
+
+    def add(name: str, what: str, over: str, seed: int, points: list[tuple[float, float]]) -> None:
+        found.setdefault(name, (what, over, {}))[2][f"seed {seed}"] = points
+
+    for run in _results("learning"):
+        points = [(steps / 1e6, value) for steps, value in run["curve"]]
+        add(run["experiment"], "Return of training episodes", "environment steps (millions)", run["seed"], points)
+    for run in _results("vla"):
+        points = [(steps / 1e6, value) for steps, value in run["curve"]]
+        add(run["experiment"], "Success", "environment steps of PPO (millions)", run["seed"], points)
+    for run in _results("language"):
+        if run["variant"] in shipped():
+            points = [(float(update), value) for update, value in run["accuracy"].items()]
+            add(run["variant"], "Held-out accuracy", "updates", run["seed"], points)
+    return found
+
+
+def _results(name: str) -> list[Mapping[str, Any]]:
+    return json.loads((DOCS / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def curve(what: str, over: str, runs: Mapping[str, list[tuple[float, float]]]) -> str:
+    """An SVG with text as text."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "embodied_ppo", "font.family": "sans-serif", "font.size": 9}
+    with matplotlib.rc_context(style):
+        figure, axis = plt.subplots(figsize=(5.6, 2.6), layout="constrained")
+        for name, points in runs.items():
+            axis.plot(*zip(*points, strict=True), lw=1.3, label=name)
+        axis.set_xlabel(over)
+        axis.set_ylabel(what)
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8)
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+        plt.close(figure)
+    return drawn.getvalue()
