@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import toys
 
-from embodied_ppo import build
+from embodied_ppo import build, health
 from embodied_ppo.health import HISTORY, WINDOW, Watch
 
 
@@ -89,6 +92,63 @@ def test_a_real_training_says_it_in_log_and_tensorboard(tmp_path: Path) -> None:
     board = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     board.Reload()
     assert "warnings/text_summary" in board.Tags()["tensors"]
+
+
+class Turns(gymnasium.Env[np.ndarray[Any, Any], int]):
+    """Episodes of four steps; after 200 steps the robot is ``slow`` (10 ms more a step), or rewards are ``large``.
+    ``dull``: nothing is ever earned."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, turn: str) -> None:
+        self.turn, self.steps = turn, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: int) -> Any:
+        self.steps += 1
+        late = self.steps > 200
+        time.sleep(0.01 if late and self.turn == "slow" else 0)
+        reward = (
+            0.0
+            if self.turn == "dull"
+            else float(self.np_random.normal()) * (1e3 if late and self.turn == "large" else 1)
+        )
+        return self.observation_space.sample(), reward, self.steps % 4 == 0, False, {"is_success": False}
+
+
+gymnasium.register("test/Turns-v0", lambda **kwargs: Turns(**kwargs))
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        ("slow", "speed/env_steps_per_s is "),
+        ("large", "value/loss has grown from "),
+        ("dull", "no episode has succeeded and rollout/return has been 0 in 50 updates: nothing tells good from bad"),
+    ],
+)
+def test_a_robot_that_turns_bad_is_told_of(
+    turn: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "SLOW_S", 0.2)
+    options = {
+        "env.id": "test/Turns-v0",
+        "env.kwargs": {"turn": turn},
+        "env.num_envs": 2,
+        "updates": 55,
+        "env.num_threads": 0,
+    }
+    smaller = {"algorithm.horizon": 8, "algorithm.global_batch_size": 16, "algorithm.update_epoch": 1}
+    build.train(toys.config({**SMALL, **options, **smaller, "run_dir": str(tmp_path / "run")}), quiet=True)
+    told = [line for line in (tmp_path / "run" / "log.txt").read_text().splitlines() if "warning, update" in line]
+    assert len([line for line in told if words in line]) == 1, told
+    if turn == "slow":
+        (line,) = (line for line in told if words in line)
+        assert "time/collect_s has gone from " in line
 
 
 def test_a_real_training_that_is_well_says_nothing(tmp_path: Path) -> None:

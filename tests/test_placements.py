@@ -213,6 +213,14 @@ def test_rollouts_run_ahead_where_they_may(tmp_path: Path) -> None:
     assert [row["rollout/version_lag"] for row in told if "rollout/version_lag" in row] == [0.0, 1.0, 1.0, 1.0]
 
 
+def test_devices_that_wait_most_of_the_time_are_told_of(tmp_path: Path) -> None:
+    apart = {"cluster__component_placement": {"env": 0, "rollout": 1, "actor": 2}, "cluster__devices_per_node": 3}
+    train(tmp_path / "run", **apart, updates=21)
+    told = [line for line in (tmp_path / "run" / "log.txt").read_text().splitlines() if "warning, update" in line]
+    (line,) = (line for line in told if "device/idle is 0." in line)
+    assert line.endswith("above 0.5: devices wait more than they work: try another placement")
+
+
 def test_what_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (PlacementError, "needs device 3", {"cluster__component_placement": {"env,rollout,actor": "0-3"}}),
