@@ -174,7 +174,7 @@ PICTURES: dict[str, Any] = {
     "algorithm.horizon": 96,
     "algorithm.global_batch_size": 1536,
     "algorithm.update_epoch": 1,
-    "updates": 2,
+    "updates": 1,
 }
 """87 MB of pictures an update."""
 

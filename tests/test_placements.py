@@ -175,6 +175,7 @@ PIXELS: dict[str, Any] = {
     "env.id": "Tabletop",
     "env.num_envs": 4,
     "env.action_chunk": 4,
+    "env.max_episode_steps": 16,
     "env.cameras": ["front"],
     "env.image_size": 32,
     "env.kwargs": {"families": ["reach"], "obs": "language"},

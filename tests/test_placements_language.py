@@ -151,12 +151,11 @@ IN_PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_learners_that_hold_parts_learn_what_whole_ones_do(tmp_path: Path) -> None:
-    few = {"updates": 2, "algorithm__micro_batch_tokens": 40}
-    expected = train(tmp_path / "whole", **KL, **few, **TWICE["fused"])
+def test_learners_that_hold_parts_learn_what_whole_ones_do(once: Once, tmp_path: Path) -> None:
+    whole, few = once(**KL, **TWICE["fused"]), {"algorithm__micro_batch_tokens": 40}
     for name, options in IN_PARTS.items():
-        assert_close(train(tmp_path / name, **KL, **few, **options, cluster__shard=True), expected)
-        toys.assert_alike(weights(tmp_path / name, 2), weights(tmp_path / "whole", 2))
+        assert_close(train(tmp_path / name, **KL, **few, **options, cluster__shard=True), rows(whole))
+        toys.assert_alike(weights(tmp_path / name), weights(whole))
         assert "cluster.shard: 2 processes of actor hold" in (tmp_path / name / "log.txt").read_text()
 
 

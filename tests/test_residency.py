@@ -85,7 +85,7 @@ def test_tensors_come_back_bit_for_bit_where_they_were() -> None:
 def test_parts_of_a_model_take_turns_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"placement": "colocated", "cluster__devices_per_node": 2, "updates": 3}
     options |= {"algorithm__use_kl_loss": True, "cluster__check_weights": True}
-    expected = train(tmp_path / "whole", **options)
+    expected = train(tmp_path / "whole", **options | {"placement": "fused"})  # which learns the same
     monkeypatch.setattr(residency, "MOVES", {"cpu"})
     assert_close(train(tmp_path / "parts", **options, cluster__shard=True), expected)
     assert '"time/swap_s": 0.0,' not in (tmp_path / "parts" / "metrics.jsonl").read_text()
@@ -95,7 +95,7 @@ def test_parts_of_a_model_take_turns_too(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_run_whose_processes_take_turns_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: everything is moved away and back in every phase."""
     options: dict[str, Any] = {"placement": "colocated", "cluster__devices_per_node": 1}
-    expected = train(tmp_path / "still", **options)
+    expected = train(tmp_path / "still")  # in one process, which learns the same
     monkeypatch.setattr(residency, "MOVES", {"cpu"})
     ask, moved = ClusterSystem._ask, dict[str, int]()
 
