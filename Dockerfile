@@ -6,15 +6,20 @@ ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 ARG BASE
 
-# EGL for pictures without a screen; g++ for the option compile; Python where the base has none (Debian 12: 3.11, Ubuntu 24.04: 3.12)
+# EGL for pictures without a screen; g++ for the option compile; Python where the base has none (Debian 12: 3.11, Ubuntu 24.04: 3.12).
+# Versions are the base's, which the builder chooses; the words of $( ) are meant to be split.
+# hadolint ignore=DL3008,SC2046
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         make g++ libegl1 libegl-mesa0 libgl1 libgl1-mesa-dri \
         $(command -v python3 >/dev/null || echo python3 python3-venv) \
     && rm -rf /var/lib/apt/lists/*
 
-RUN useradd --create-home ppo
-USER ppo
+# One number over every base: who else writes the volume of runs, and a cluster that asks for a numbered user, rely on it.
+# Ubuntu's base has given 1000 away.
+RUN if id ubuntu >/dev/null 2>&1; then userdel --remove ubuntu; fi \
+    && useradd --create-home --uid 1000 ppo
+USER 1000
 WORKDIR /home/ppo/embodied_ppo
 
 # No COPY of the whole folder: .venv/ and runs/ of the host stay out of the image.
