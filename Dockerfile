@@ -1,8 +1,8 @@
 # CPU:  docker build -t embodied-ppo .
-# GPU:  docker build -t embodied-ppo:gpu --build-arg BASE=nvidia/cuda:13.0.2-base-ubuntu24.04 .
+# GPU:  docker build -t embodied-ppo:gpu --build-arg BASE=docker.io/nvidia/cuda:13.0.2-base-ubuntu24.04 .
 # Run:  docker run --rm [--gpus all] --shm-size 8g -v embodied-runs:/home/ppo/embodied_ppo/runs embodied-ppo train experiment=quickstart
 # (torch brings its own CUDA libraries; the base adds what the driver needs. Ray wants the shared memory.)
-ARG BASE=python:3.11-slim-bookworm
+ARG BASE=docker.io/library/python:3.11-slim-bookworm
 FROM ${BASE}
 ARG BASE
 
