@@ -1,4 +1,4 @@
-"""The Dockerfile names what is there: an image can be built only where there is a builder, so what can rot is read here."""
+"""The Dockerfile names what is there: it is built only where there is a builder, so what can rot is read here."""
 
 from __future__ import annotations
 
