@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 
 import gymnasium
 import numpy as np
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from embodied_envs import libero_env, mjlab_env
 from embodied_ppo.types import EnvError
@@ -79,3 +81,13 @@ def test_the_tested_sets_agree_with_each_other(extra: str, pins: dict[str, str])
     assert {name: own[name].startswith(start) for name, start in pins.items()} == dict.fromkeys(pins, True)
     for name in ("torch", "gymnasium", "numpy", "envpool", "ray", "pytest"):
         assert own[name] == main[name], name
+
+
+def test_the_tested_set_is_for_every_python_that_we_support() -> None:
+    """Debian 12 has 3.11.2, too old for some. What is installed in another version than the tested is not judged."""
+    (lowest,) = re.findall(r'^requires-python = ">=([\d.]+),', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "scripts" / "constraints.txt").read_text(), re.MULTILINE))
+    tested = [found for found in distributions() if pins.get(found.name.lower().replace("_", "-")) == found.version]
+    assert len(tested) > 50
+    wants = {found.name: found.metadata["Requires-Python"] for found in tested}
+    assert {name: want for name, want in wants.items() if want and f"{lowest}.0" not in SpecifierSet(want)} == {}
