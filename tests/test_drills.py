@@ -21,8 +21,9 @@ import toys
 from conftest import start_ray
 from test_placements import SMALL, rows
 
-from embodied_ppo import build, checkpoint
+from embodied_ppo import build, checkpoint, tree
 from embodied_ppo.placement import cluster as cluster_module
+from embodied_ppo.placement.process import Process
 from embodied_ppo.types import ProcessLost, TrainingError
 
 pytestmark = pytest.mark.usefixtures("eight_slots")
@@ -115,6 +116,22 @@ def test_a_process_that_is_stopped_is_named_after_the_deadline_with_what_it_did(
         text = str(caught.value)
         assert "env rank 0" in text and "cluster.step_timeout_s" in text, text
     assert gone([frozen.pid, waiting.pid])
+
+
+def test_what_a_process_does_is_told_however_deep_in_a_library_it_waits() -> None:
+    inside, end = threading.Event(), threading.Event()
+
+    def deep(left: int) -> bool:
+        return deep(left - 1) if left else inside.set() or end.wait(60)
+
+    waiting = threading.Thread(target=tree.map, args=(deep, 20), name="learner")
+    waiting.start()
+    assert inside.wait(10)
+    told = Process("actor rank 0", 0).stacks()
+    end.set()
+    waiting.join()
+    told = told[told.index("thread learner:") :]
+    assert "in map" in told and "in wait" in told, told
 
 
 def test_an_error_in_one_process_is_the_error_of_the_run(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ SHARE = 1 / 64
 PATIENCE_S = 3.0
 """For processes to close what they hold."""
 CURE = "add nodes, free them, or lower cluster.num_nodes and cluster.devices_per_node"
-"""Where processes of one machine listen: nobody else can knock."""
 
 
 class Reservation:

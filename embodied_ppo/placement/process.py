@@ -233,8 +233,10 @@ class Process:
         names = {t.ident: t.name for t in threading.enumerate()}
         for number, frame in sys._current_frames().items():
             if number != threading.get_ident():
-                lines = "".join(traceback.format_stack(frame)[-6:])
-                if "embodied" in lines:
+                stack = traceback.format_stack(frame)
+                ours = [i for i, line in enumerate(stack) if "embodied" in line][-6:]
+                if ours:  # where it waits may be deep in a library
+                    lines = "".join(line for i, line in enumerate(stack) if i in ours or i >= len(stack) - 3)
                     told.append(f"thread {names.get(number, number)}:\n{lines}")
         return "\n".join(told)
 
