@@ -107,7 +107,7 @@ def hardware_of(config: Config, device: torch.device) -> plan.Hardware:
         memory = int(c.device_memory_gb * 1e9)
     nodes = tuple(range(c.num_nodes))
     labels = {
-        name: plan.ranges(value, nodes, f"cluster.node_groups = {{{name}: {value}}}")
+        name: plan.ranges(value, nodes, f"cluster.node_groups = {{{name}: {value}}}", "node")
         for name, value in c.node_groups.items()
     }
     return plan.Hardware((c.devices_per_node or here,) * c.num_nodes, kind, labels, memory)

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import jinja2
 
-from embodied_ppo import evaluate
+from embodied_ppo import evaluate, tree
 from embodied_ppo.evaluate import Episode, EvaluationResult
 from embodied_ppo.film import Film
 from embodied_ppo.rollout import TRAINING_SEEDS
@@ -212,7 +212,7 @@ def describe(
             for e in r.episodes
         ],
         "versions": dict(sorted(versions.items())),
-        "config": dict(config),
+        "config": tree.map(_word, config),
     }
     if unit == "tokens":
         del content["seeds"]  # no simulator
@@ -221,6 +221,11 @@ def describe(
     if samples:
         content["samples"] = [dict(s) for s in samples]
     return content
+
+
+def _word(value: Any) -> Any:
+    """An option's value; what JSON has no number for (``env.kwargs`` may be infinite) as text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def statistics(result: EvaluationResult, unit: Unit = "env_steps") -> dict[str, Any]:

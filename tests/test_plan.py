@@ -90,6 +90,8 @@ BAD: list[tuple[Any, Hardware, str]] = [
      C + " = {env,rollout,actor: [0-3, 2]}: device 2 is listed twice; list it once"),
     ({"env,rollout,actor": []}, EIGHT,
      C + " = {env,rollout,actor: []}: names no device; write all, a number or a range as 0-3"),
+    ({"env,rollout,actor": "0-1,4-5"}, EIGHT,
+     C + " = {env,rollout,actor: 0-1,4-5}: 0-1,4-5 is more than one range; write a list, as [0-1,4-5]"),
     *(
         ({"env,rollout,actor": value}, EIGHT,
          f"{C} = {{env,rollout,actor: {text}}}: {text} is no device; write all, a number, a range as 0-3, "
@@ -129,6 +131,15 @@ def test_refusals_name_path_value_limit_and_cure(placement: Any, hardware: Hardw
     with pytest.raises(PlacementError) as caught:
         plan(placement, hardware)
     assert str(caught.value) == text
+
+
+def test_a_label_for_a_node_that_is_not_there() -> None:
+    with pytest.raises(
+        PlacementError, match=r"^cluster.node_groups = \{train: 1\}: 1 needs node 1, but there is 1 \(0\)"
+    ):
+        spread.planned(
+            toys.config({"placement": "fused", "cluster.node_groups": {"sim": 0, "train": 1}}), torch.device("cpu")
+        )
 
 
 def test_presets_of_simulators_are_refused_for_language_models() -> None:

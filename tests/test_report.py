@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -119,6 +120,13 @@ def test_the_same_evaluation_gives_the_same_bytes(tmp_path: Path) -> None:
         time.sleep(0.01)
     assert paths[0].json.read_bytes() == paths[1].json.read_bytes()
     assert not re.search(r"20\d\d-\d\d-\d\d", paths[0].json.read_text()), "a date"
+
+
+def test_an_infinite_option_is_text(tmp_path: Path) -> None:
+    options = {"env": {"kwargs": {"clip": math.inf, "low": [-math.inf, 1.0], "none": None}}}
+    written = report.write(tmp_path, [result("A-v1", [1.0])], **PROVENANCE | {"config": options})
+    told = json.loads(written.json.read_text())["config"]
+    assert told == {"env": {"kwargs": {"clip": "inf", "low": ["-inf", 1.0], "none": None}}}
 
 
 def test_nothing_to_report_is_refused(tmp_path: Path) -> None:

@@ -162,37 +162,39 @@ class Plan:
 
 
 # ------------------------------------------------------------------------------------------------------------- grammar
-def ranges(value: Any, available: Sequence[int], label: str) -> tuple[int, ...]:
+def ranges(value: Any, available: Sequence[int], label: str, what: str = "device") -> tuple[int, ...]:
     """``all``, ``2``, ``0-3``, ``first half``, ``second half`` or a list of these -> positions in ``available``,
     ascending.
 
-    Raises PlacementError; ``label`` begins the message.
+    Raises PlacementError; ``label`` begins the message, ``what`` is numbered.
     """
     parts = list(value) if isinstance(value, (list, tuple)) else [value]
     count, found = len(available), list[int]()
     if not parts:
-        raise PlacementError(f"{label}: names no device; write all, a number or a range as 0-3")
+        raise PlacementError(f"{label}: names no {what}; write all, a number or a range as 0-3")
     for part in parts:
-        found += _range(part, count, label)
+        found += _range(part, count, label, what)
     twice = sorted({d for d in found if found.count(d) > 1})
     if twice:
-        raise PlacementError(f"{label}: device {twice[0]} is listed twice; list it once")
+        raise PlacementError(f"{label}: {what} {twice[0]} is listed twice; list it once")
     return tuple(sorted(available[d] for d in found))
 
 
-def _range(part: Any, count: int, label: str) -> range:
+def _range(part: Any, count: int, label: str, what: str) -> range:
     text = " ".join(str(part).split())
     if text == "all":
         return range(count)
     if text in ("first half", "second half"):
         if count < 2:
-            raise PlacementError(f"{label}: there is {count} device, which has no halves; write all")
+            raise PlacementError(f"{label}: there is {count} {what}, which has no halves; write all")
         return range(count // 2) if text == "first half" else range(count // 2, count)
+    if "," in text:
+        raise PlacementError(f"{label}: {show(part)} is more than one range; write a list, as [{text}]")
     first, dash, last = text.partition("-")
     numbers = [first.strip(), *([last.strip()] if dash else [])]
     if isinstance(part, bool) or not all(n.isdecimal() and len(n) < 10 for n in numbers):
         raise PlacementError(
-            f"{label}: {show(part)} is no device; write all, a number, a range as 0-3, 'first half', 'second half', "
+            f"{label}: {show(part)} is no {what}; write all, a number, a range as 0-3, 'first half', 'second half', "
             "or a list of these"
         )
     low, high = int(first), int(last) if dash else int(first)
@@ -201,7 +203,7 @@ def _range(part: Any, count: int, label: str) -> range:
     if high >= count:
         there = f"0-{count - 1}" if count > 1 else "0"
         raise PlacementError(
-            f"{label}: {text} needs device {high}, but there {'are' if count > 1 else 'is'} {count} ({there}); "
+            f"{label}: {text} needs {what} {high}, but there {'are' if count > 1 else 'is'} {count} ({there}); "
             f"write {'0' if low >= count or low == count - 1 == 0 else f'{low}-{count - 1}'}, "
             "or say what there is in cluster.num_nodes and cluster.devices_per_node"
         )
