@@ -808,8 +808,9 @@ def _report(error: Exception) -> int:
         return REFUSED
     if not isinstance(error, TrainingError):
         traceback.print_exception(error)
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    print(f"error: {one_line(error)}", file=sys.stderr)
+        error = RuntimeError(one_line(error, kind=True))
+    first, _, _ = str(error).partition("\n")  # what follows (stacks of other processes) the log has told
+    print(f"error: {first}", file=sys.stderr)
     return FAILED
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import embodied_ppo
+from embodied_ppo.errors import one_line
 from embodied_ppo.types import TrainingError
 
 Function: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
@@ -285,7 +286,7 @@ class Later:
                     Later.waiting -= 1
         except (RuntimeError, OSError) as error:
             if self.required:
-                raise TrainingError(f"compile=always: {error}; mend it, or use compile=auto") from error
+                raise TrainingError(f"compile=always: {one_line(error)}; mend it, or use compile=auto") from error
             self.notice(f"compile: {error}; training goes on without")
             self.since = None
         return self._function

@@ -18,6 +18,7 @@ import yaml
 
 from embodied_ppo import cli, explain, rules, strict
 from embodied_ppo.config import Config, EvaluateConfig
+from embodied_ppo.errors import ProcessLost
 
 TINY = [
     "experiment=cartpole",
@@ -612,6 +613,17 @@ def test_an_unexpected_failure_keeps_its_traceback(
     assert cli.main(["train"]) == 3
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("Traceback") and lines[-1] == "error: KeyError: 'what was asked for'"
+
+
+def test_stacks_of_other_processes_are_not_in_the_last_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(_: Any) -> None:
+        raise ProcessLost("no answer for 8 s: actor rank 0, update\n--- actor rank 0\nFile process.py, in wait")
+
+    monkeypatch.setitem(cli.COMMANDS, "train", (lost, "", ""))
+    assert cli.main(["train"]) == 3
+    assert capsys.readouterr().err == "error: no answer for 8 s: actor rank 0, update\n"
 
 
 def test_interrupt_saves_and_exits_130() -> None:
