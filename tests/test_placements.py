@@ -17,6 +17,9 @@ import toys
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from embodied_ppo import build, checkpoint
+from embodied_ppo.config import ClusterConfig
+from embodied_ppo.placement.cluster import Reservation
+from embodied_ppo.placement.plan import Hardware, plan
 from embodied_ppo.placement.process import LOOPBACK, Actor, Process
 from embodied_ppo.types import ConfigError, EnvError, PlacementError, ProcessLost
 
@@ -265,6 +268,16 @@ def test_devices_that_others_have_are_waited_for_as_long_as_it_says(tmp_path: Pa
             train(tmp_path / "run", placement="hybrid", cluster__devices_per_node=2, cluster__start_timeout_s=2)
     finally:
         remove_placement_group(taken)
+
+
+def test_a_ray_that_does_not_answer_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = object.__new__(Reservation)
+    asked.plan = plan("fused", Hardware())
+    with pytest.raises(PlacementError, match=rf"^cluster.address = {LOOPBACK}:1: Ray cannot be reached .*refused"):
+        asked._connect(ClusterConfig(address=f"{LOOPBACK}:1"))
+    monkeypatch.setenv("RAY_ADDRESS", f"{LOOPBACK}:99999")
+    with pytest.raises(PlacementError, match=rf"^cluster.address is null, RAY_ADDRESS = {LOOPBACK}:99999: Ray cannot"):
+        asked._connect(ClusterConfig())
 
 
 def test_a_system_may_be_closed_twice(tmp_path: Path) -> None:

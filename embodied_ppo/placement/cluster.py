@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ SHARE = 1 / 64
 """Of a device's bundle, for one process: as many as that may be on one."""
 PATIENCE_S = 3.0
 """For processes to close what they hold."""
+LISTENS_S = 10.0
+"""Longest wait for a Ray that is named to take a connection."""
 CURE = "add nodes, free them, or lower cluster.num_nodes and cluster.devices_per_node"
 
 
@@ -58,6 +61,9 @@ class Reservation:
         rest: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
         try:
             if address:
+                host, _, port = address.rpartition(":")
+                if port.isdecimal() and "/" not in host:  # Ray itself tries for minutes and says nothing
+                    socket.create_connection((host, int(port)), LISTENS_S).close()
                 ray.init(address=address, **rest)
             elif len(h.per_node) > 1:
                 raise PlacementError(
@@ -67,11 +73,12 @@ class Reservation:
             else:
                 cores = {"num_cpus": max(h.total, os.cpu_count() or 1)}
                 ray.init(address="local", **cores, **rest)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, OverflowError) as error:
             if isinstance(error, PlacementError):
                 raise
+            named = "cluster.address =" if options.address else "cluster.address is null, RAY_ADDRESS ="
             raise PlacementError(
-                f"cluster.address = {address}: Ray cannot be reached ({str(error).splitlines()[0]}); "
+                f"{named} {address}: Ray cannot be reached ({str(error).splitlines()[0]}); "
                 "check ray status there; if it asks for a token, RAY_AUTH_MODE=token is needed here, too"
             ) from error
 
