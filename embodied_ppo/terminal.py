@@ -13,9 +13,15 @@ from embodied_ppo import compiled
 from embodied_ppo.log import LINE_EVERY_S, Timer
 
 
+def _signals() -> list[signal.Signals]:
+    """Those that end a run: Ctrl-C, SIGTERM and, unless nohup has it ignored, a terminal that is closed."""
+    known = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    return [s for s in known if s is not signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]
+
+
 @contextmanager
 def stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask to stop after the update under way; a second one, one while evaluating, or while
+    """``_signals`` ask to stop after the update under way; a second one, one while evaluating, or while
     waiting for the compiler, at once."""
     asked: list[int] = []
 
@@ -25,7 +31,7 @@ def stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
         asked.append(number)
 
     try:
-        before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        before = {s: signal.signal(s, ask) for s in _signals()}
     except ValueError:  # not in the main thread: the caller keeps its signals
         before = {}
     try:
@@ -36,7 +42,7 @@ def stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
 
 
 class Interrupts:
-    """Ctrl-C and SIGTERM raise KeyboardInterrupt: at once, or where ``whole()`` ends; a second one at once."""
+    """``_signals`` raise KeyboardInterrupt: at once, or where ``whole()`` ends; a second one at once."""
 
     def __init__(self) -> None:
         self._before: dict[Any, Any] = {}
@@ -44,7 +50,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         with suppress(ValueError):  # not in the main thread: the caller keeps its signals
-            self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+            self._before = {s: signal.signal(s, self._ask) for s in _signals()}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -15,8 +15,9 @@ import pytest
 import torch
 import toys
 
-from embodied_ppo import build, checkpoint, robot, strict
+from embodied_ppo import build, checkpoint, robot, strict, terminal
 from embodied_ppo.config import Config
+from embodied_ppo.log import Timer
 
 TINY = {
     "name": "tiny",
@@ -154,7 +155,7 @@ def wait_for(path: Path, process: subprocess.Popen, seconds: float = 60.0) -> No
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupt_saves_and_leaves_with_130(tmp_path: Path, number: int) -> None:
     process = start(tmp_path / "run")
     wait_for(tmp_path / "run" / "checkpoints" / "latest", process)
@@ -166,6 +167,21 @@ def test_interrupt_saves_and_leaves_with_130(tmp_path: Path, number: int) -> Non
     last_row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert newest.update == last_row["update"], "everything learned was saved"
     assert f"resume={tmp_path / 'run'}" in err
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    for handler in (signal.SIG_DFL, signal.SIG_IGN):
+        before = signal.signal(signal.SIGHUP, handler)
+        try:
+            with terminal.stop_signals(Timer()) as asked:
+                ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+                assert ignored == (handler is signal.SIG_IGN)
+                assert ignored or signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
+                os.kill(os.getpid(), signal.SIGHUP)
+                assert asked() != ignored
+            assert signal.getsignal(signal.SIGHUP) is handler
+        finally:
+            signal.signal(signal.SIGHUP, before)
 
 
 def test_kill_9_at_any_moment_leaves_only_checkpoints_that_load(tmp_path: Path) -> None:
