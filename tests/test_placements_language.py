@@ -107,7 +107,10 @@ def test_a_process_for_each_role_trains_as_one_process_does(name: str, local: Pa
 
 TWICE: dict[str, dict[str, Any]] = {
     "fused": {"placement": "fused", "cluster__devices_per_node": 2},
-    "colocated": {"placement": "colocated", "cluster__devices_per_node": 2},
+    "turns": {
+        "cluster__component_placement": {"rollout,reward": "0-1", "actor,reference": "0-1", "critic": "0-1"},
+        "cluster__devices_per_node": 2,
+    },
     "apart": {
         "cluster__component_placement": {
             "rollout": "0-1",
@@ -138,8 +141,8 @@ def test_a_run_resumes_bit_for_bit_also_in_another_placement(local: Path, once: 
         half = once(**KL, **ALIKE[name]) / "checkpoints" / "step_000002"
         train(tmp_path / name, **KL, **ALIKE["disaggregated"], resume=str(half))
         assert same(weights(tmp_path / name), weights(local)), name
-    first = once(**KL, **TWICE["colocated"]) / "checkpoints" / "step_000001"
-    resumed = train(tmp_path / "two", **KL, **TWICE["apart"], resume=str(first))
+    first = once(**KL, **TWICE["apart"]) / "checkpoints" / "step_000001"
+    resumed = train(tmp_path / "two", **KL, **TWICE["turns"], resume=str(first))
     assert resumed[-1] == rows(once(**KL, **TWICE["fused"]))[-1]
     train(tmp_path / "two", **KL, resume=str(tmp_path / "two"), updates=4)  # in one process: the data go on
     assert "episodes begin anew" not in (tmp_path / "two" / "log.txt").read_text()
