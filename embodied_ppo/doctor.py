@@ -126,7 +126,7 @@ def _torch() -> dict[str, Any]:
     try:
         if torch.version.cuda is not None:
             torch.cuda.init()
-    except Exception as error:  # any: torch tells why it has no GPU by many kinds of them
+    except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as error:  # no driver, no GPU, a sick one
         reason = one_line(error)
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         assert float(torch.ones(1000, device=f"cuda:{i}").sum()) == 1000

@@ -338,7 +338,7 @@ def attempt(call: Callable[[], T], failures: dict[str, str], what: str) -> T | N
     """None where it fails; ``failures`` says why."""
     try:
         return call()
-    except Exception as error:  # a run on a lent GPU is not given away for one of its numbers
+    except Exception as error:  # ten minutes of a GPU are not given away for one of their numbers
         failures[what] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return None
 

@@ -62,7 +62,7 @@ class Host:
     def processes(self) -> dict[int, str]:
         """Process ids and command lines of whatever runs there, besides what keeps the host alive."""
         found = {}
-        for entry in Path(f"/proc/{self.init}/root/proc").glob("[0-9]*/cmdline"):
+        for entry in Path("/proc", str(self.init), "root", "proc").glob("[0-9]*/cmdline"):
             with suppress(FileNotFoundError, ProcessLookupError):  # has just ended
                 if words := entry.read_bytes():  # none: it has ended, and nobody asked how
                     found[int(entry.parent.name)] = words.replace(b"\0", b" ").decode()
