@@ -36,16 +36,6 @@ def system(tmp_path: Path, stack: ExitStack, **options: Any) -> Any:
     return toys.placed(toys.config({**SMALL, **HYBRID, **longer, **options}), tmp_path, stack)
 
 
-def gone(pids: list[int]) -> bool:
-    """Whether none of these processes is left, within a moment."""
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
-        if not any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
-            return True
-        time.sleep(0.1)
-    return False
-
-
 def soon(act: Callable[[], Any], seconds: float = 0.3) -> threading.Timer:
     timer = threading.Timer(seconds, act)
     timer.start()
@@ -83,7 +73,7 @@ def test_a_process_that_dies_is_named_at_once(victim: str, phase: str, tmp_path:
         text = str(caught.value)
         assert text.startswith(f"process lost: {victim} (pid {known[victim].pid}, node "), text
         assert f", {phase}: " in text
-    assert gone(pids)
+    assert toys.gone(*pids)
 
 
 def test_of_processes_that_learn_together_the_one_that_died_is_named(tmp_path: Path) -> None:
@@ -99,7 +89,7 @@ def test_of_processes_that_learn_together_the_one_that_died_is_named(tmp_path: P
         ):
             made.update(experience, update=0)
         killer.join()
-    assert gone([h.pid for h in known.values()])
+    assert toys.gone(*(h.pid for h in known.values()))
 
 
 def test_a_process_that_is_stopped_is_named_after_the_deadline_with_what_it_did(tmp_path: Path) -> None:
@@ -115,7 +105,7 @@ def test_a_process_that_is_stopped_is_named_after_the_deadline_with_what_it_did(
         assert time.monotonic() - start < 40
         text = str(caught.value)
         assert "env rank 0" in text and "cluster.step_timeout_s" in text, text
-    assert gone([frozen.pid, waiting.pid])
+    assert toys.gone(frozen.pid, waiting.pid)
 
 
 def test_what_a_process_does_is_told_however_deep_in_a_library_it_waits() -> None:
@@ -234,7 +224,7 @@ def test_memory_and_disk_that_are_full_are_named_with_a_cure(small_store: None, 
             "algorithm.horizon or env.num_envs, or let one process act and learn ('rollout,actor': its experience "
             "stays where it is)"
         )
-    assert gone([h.pid for h in known.values()])
+    assert toys.gone(*(h.pid for h in known.values()))
 
 
 def below(pid: int) -> dict[int, str]:
@@ -263,5 +253,5 @@ def test_rays_own_process_that_dies_is_named(tmp_path: Path) -> None:
     assert run.returncode == 3
     assert "process lost: " in err.splitlines()[-1]
     assert "Ray's own process on its machine (raylet) is gone" in err.splitlines()[-1], err
-    assert gone(list(family))
+    assert toys.gone(*family)
     assert [json.loads(line)["update"] for line in metrics.read_text().splitlines()][:3] == [0, 1, 2]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import toys
 
 from embodied_ppo.grading import GRADERS, Grade, Sample
 from embodied_ppo.grading_pool import GraderPool
@@ -91,14 +92,6 @@ def alive(pid: int | None) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def wait_for_end(pid: int) -> None:
-    """Of a process that is not our child: whoever inherits it may leave it a zombie."""
-    end = time.monotonic() + 5
-    while alive(pid) and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def pids(pool: GraderPool) -> set[int | None]:
     return {worker.process.pid for worker in pool._workers}
 
@@ -153,7 +146,7 @@ def test_causes_are_told(pool: GraderPool, word: str, told: str) -> None:
 def test_what_a_grader_started_ends_with_it(pool: GraderPool, tmp_path: Path) -> None:
     assert pool.grade([sample("child", file=str(tmp_path / "pid"))])[0].failed
     child = int((tmp_path / "pid").read_text())
-    wait_for_end(child)
+    assert toys.gone(child)
 
 
 def test_workers_ignore_interrupts_and_survive_idle_deaths(pool: GraderPool) -> None:
@@ -193,7 +186,7 @@ def test_workers_end_with_their_parent(file: str) -> None:
         assert alive(worker)
         time.sleep(0.2)
         parent.kill()
-    wait_for_end(worker)
+    assert toys.gone(worker)
 
 
 def test_graders_that_cannot_be_loaded(file: str, tmp_path: Path) -> None:

@@ -315,6 +315,21 @@ def slots_free(expected: float = 8.0) -> float:
     return free
 
 
+def gone(*pids: int) -> bool:
+    """Whether these processes end within a moment. Whoever inherits one may leave it a zombie, which has no command."""
+
+    def runs(pid: int) -> bool:
+        try:
+            return bool(Path("/proc", str(pid), "cmdline").read_bytes())
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    until = time.monotonic() + 10
+    while (left := any(map(runs, pids))) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not left
+
+
 def assert_alike(found: Any, expected: Any, where: str = "") -> None:
     """The same nested state, tensors to 1e-5."""
     assert type(found) is type(expected), where
