@@ -39,7 +39,7 @@ DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 
 
 # -------------------------------------------------------------------------------------------------------------- train
-def train(config: Config, *, explicit: Any = (), quiet: bool = False, json: bool = False) -> dict[str, Any]:
+def train(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
     """Train as configured; returns what ``summary.json`` holds.
 
     Raises ConfigError, EnvError, CheckpointError before anything is written; TrainingError if the run fails;
@@ -48,7 +48,7 @@ def train(config: Config, *, explicit: Any = (), quiet: bool = False, json: bool
     return _start(config, explicit, quiet, imitate=False)
 
 
-def clone(config: Config, *, explicit: Any = (), quiet: bool = False, json: bool = False) -> dict[str, Any]:
+def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
     """A run of no updates: the clone of ``config.cloning``, saved, measured and reported. As ``train``."""
     model, steps = config.model, config.cloning.steps
     rules_of_cloning = (
@@ -434,7 +434,7 @@ def _open(where: str) -> tuple[checkpoint.Checkpoint, Path, Config]:
     return source, run_dir, strict.load(Config, options, source=f"{strict.STORED}, {source.path / checkpoint.CONFIG}")
 
 
-def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False, json: bool = False) -> dict[str, Any]:
+def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
     """Measure a checkpoint and write the report; returns its headline numbers and paths.
 
     Raises CheckpointError, ConfigError, EnvError before anything is written.

@@ -68,7 +68,8 @@ def _train_one(loaded: Loaded, args: argparse.Namespace, extra: dict[str, Any]) 
     _say_aliases(loaded, args)
     from embodied_ppo import build
 
-    summary = build.train(loaded.config, explicit=loaded.deliberate({FLAGS}), quiet=args.quiet, json=args.json)
+    with _aside():
+        summary = build.train(loaded.config, explicit=loaded.deliberate({FLAGS}), quiet=args.quiet)
     _print_result({**extra, **summary}, args)
 
 
@@ -80,8 +81,9 @@ def _evaluate(args: argparse.Namespace) -> None:
     _say_aliases(loaded, args)
     from embodied_ppo import build
 
-    explicit = loaded.deliberate({FLAGS})
-    _print_result(build.evaluate(loaded.config, explicit=explicit, quiet=args.quiet, json=args.json), args)
+    with _aside():
+        found = build.evaluate(loaded.config, explicit=loaded.deliberate({FLAGS}), quiet=args.quiet)
+    _print_result(found, args)
 
 
 def _demos(args: argparse.Namespace) -> None:
@@ -89,7 +91,8 @@ def _demos(args: argparse.Namespace) -> None:
     _say_aliases(loaded, args)
     from embodied_ppo import build
 
-    told = build.demos(loaded.config, quiet=args.quiet)
+    with _aside():
+        told = build.demos(loaded.config, quiet=args.quiet)
     if not args.json:  # there nested entries are shown, too
         told["families"] = ", ".join(f"{name} {count}" for name, count in told["families"].items()) or None
     _print_result(told, args)
@@ -100,15 +103,18 @@ def _clone(args: argparse.Namespace) -> None:
     _say_aliases(loaded, args)
     from embodied_ppo import build
 
-    explicit = loaded.deliberate({FLAGS})
-    _print_result(build.clone(loaded.config, explicit=explicit, quiet=args.quiet, json=args.json), args)
+    with _aside():
+        summary = build.clone(loaded.config, explicit=loaded.deliberate({FLAGS}), quiet=args.quiet)
+    _print_result(summary, args)
 
 
 def _export(args: argparse.Namespace) -> None:
     loaded = _prepare(args, args.overrides)
     from embodied_ppo import build
 
-    _print_result(build.export(loaded.config.checkpoint, loaded.config.out), args)
+    with _aside():
+        told = build.export(loaded.config.checkpoint, loaded.config.out)
+    _print_result(told, args)
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -130,7 +136,8 @@ def _tune(args: argparse.Namespace) -> None:
 
     home = Path(args.config_dir or MY_CONFIGS)
     file = tuning.destination(home, loaded.config.name)
-    found = tuning.search(loaded.config, explicit=loaded.deliberate({FLAGS}), quiet=args.quiet)
+    with _aside():
+        found = tuning.search(loaded.config, explicit=loaded.deliberate({FLAGS}), quiet=args.quiet)
     tuning.write(file, found, shlex.join([PROGRAM, "tune", *args.overrides]))
     args.config_dir, args.command = str(home), "train"
     words = [*(line for line in args.overrides if not _of_placement(line)), f"placement={file.stem}"]
@@ -266,6 +273,11 @@ def _new_task(args: argparse.Namespace) -> None:
         print(explain.as_json(told))
     else:
         explain.print_new_task(made.files, made.assumed, made.commands)
+
+
+def _aside() -> contextlib.AbstractContextManager[object]:
+    """Results alone go to stdout: what simulators, graders and Ray print meanwhile goes to stderr."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def _say_aliases(loaded: Loaded, args: argparse.Namespace) -> None:

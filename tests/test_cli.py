@@ -526,9 +526,14 @@ def test_help_lists_the_commands_that_exist(capsys: pytest.CaptureFixture[str]) 
 
 # ---------------------------------------------------------------------------------------------------------- real runs
 def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "--json", *TINY, "run_dir=run", "algorithm.vf_coef=0.7"]) == 0
+    pole = "gymnasium.envs.classic_control:CartPoleEnv"
+    noise = f"print('a simulator speaks')\nimport gymnasium\ngymnasium.register('Pole-v0', '{pole}')\n"
+    Path("noisy.py").write_text(noise)
+    words = [*TINY, "env.id=noisy:Pole-v0", "env.max_episode_steps=20"]
+    assert cli.main(["train", "--json", *words, "run_dir=run", "algorithm.vf_coef=0.7"]) == 0
     out = capsys.readouterr()
     summary = json.loads(out.out)
+    assert "a simulator speaks" in out.err
     assert (summary["updates"], summary["env_steps"]) == (1, 32)
     assert "algorithm.vf_coef is read as algorithm.value_loss_coef" in out.err
     stored = Path("run/config.yaml")
@@ -549,7 +554,7 @@ def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["evaluate", "--json", "checkpoint=run", "episodes=2", "num_envs=2", "video=false", "out=report"]) == 0
     )
     assert json.loads(capsys.readouterr().out)["episodes"] == 2
-    assert sorted(p.name for p in Path.cwd().iterdir()) == ["report", "run"]
+    assert {p.name for p in Path.cwd().iterdir()} - {"__pycache__"} == {"noisy.py", "report", "run"}
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "- 1", "\x00"])

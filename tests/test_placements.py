@@ -79,10 +79,14 @@ def local(once: Once) -> Path:
 ALIKE: dict[str, dict[str, Any]] = {
     "fused": {"placement": "fused", "cluster__devices_per_node": 1},
     "colocated": {"placement": "colocated", "cluster__devices_per_node": 1, "cluster__check_weights": True},
-    "disaggregated": {"placement": "disaggregated", "cluster__devices_per_node": 2, "cluster__check_weights": True},
+    "disaggregated": {
+        "placement": "disaggregated",
+        "cluster__devices_per_node": 2,
+        "cluster__weights": "store",
+        "cluster__check_weights": True,
+    },
     "hybrid": {"placement": "hybrid", "cluster__devices_per_node": 2},
     "apart": {"cluster__component_placement": {"env": "0-1", "rollout": 2, "actor": 3}, "cluster__devices_per_node": 4},
-    "store": {"placement": "disaggregated", "cluster__devices_per_node": 2, "cluster__weights": "store"},
     "crossed": {"cluster__component_placement": {"env,actor": 0, "rollout": 1}, "cluster__devices_per_node": 2},
 }
 
@@ -135,8 +139,7 @@ def test_two_processes_for_each_role_train_alike_wherever_they_are(local: Path, 
 
 IN_PARTS: dict[str, dict[str, Any]] = {
     "fused": TWICE["fused"],
-    "disaggregated": {**TWICE["disaggregated"], "cluster__check_weights": True},
-    "store": {**TWICE["disaggregated"], "cluster__weights": "store"},
+    "disaggregated": {**TWICE["disaggregated"], "cluster__weights": "store", "cluster__check_weights": True},
 }
 
 
@@ -198,7 +201,8 @@ def test_a_policy_that_sees_learns_in_parts_what_it_learns_whole(tmp_path: Path)
     film = {"evaluation__video_episodes": 1, "evaluation__video_steps": 4}
     assert_close(train(tmp_path / "fused", **given, **TWICE["fused"], **film, cluster__shard=True), expected)
     assert list((tmp_path / "fused" / "videos").glob("*.mp4"))
-    assert_close(train(tmp_path / "apart", **given, **TWICE["disaggregated"], cluster__shard=True), expected)
+    apart = {**TWICE["disaggregated"], "cluster__check_weights": True}
+    assert_close(train(tmp_path / "apart", **given, **apart, cluster__shard=True), expected)
 
 
 def test_a_run_resumes_bit_for_bit_and_in_another_placement(once: Once, tmp_path: Path) -> None:

@@ -69,7 +69,9 @@ def test_the_line_that_is_printed_trains_in_the_best_placement(capsys: pytest.Ca
 def trained(capsys: pytest.CaptureFixture[str], told: dict[str, Any]) -> dict[str, Any]:
     """Run the printed line; the run's options, which are those of the file."""
     assert cli.main([*shlex.split(told["command"])[1:], "--quiet", "--json"]) == 0, capsys.readouterr().err
-    summary = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert said.out.startswith("{"), said
+    summary = json.loads(said.out)
     assert summary["updates"] == 2 and summary["env_steps"] == 128
     options = yaml.safe_load((Path(summary["run_dir"]) / "config.yaml").read_text())
     settings = yaml.safe_load(Path(told["file"]).read_text())

@@ -139,13 +139,9 @@ def test_a_shelf_is_read_by_another_process_and_leaves_nothing() -> None:
 # -------------------------------------------------------------------------------------------------------- the contract
 WAYS: dict[str, dict[str, Any]] = {
     "share": {"cluster.component_placement": {"env,rollout,actor": "0-1"}},
-    "ipc": {"cluster.component_placement": {"env,rollout": "0-1", "actor": "0-1"}},
+    "ipc": {"cluster.component_placement": {"env,rollout": "0-1", "actor": "2-3"}, "cluster.weights": "ipc"},
     "broadcast": {"cluster.component_placement": {"env,rollout": "0-1", "actor": "2-3"}},
     "store": {"cluster.component_placement": {"env,rollout": "0-1", "actor": "2-3"}, "cluster.weights": "store"},
-    "ipc over machines' memory": {
-        "cluster.component_placement": {"env,rollout": "0-1", "actor": "2-3"},
-        "cluster.weights": "ipc",
-    },
 }
 
 
@@ -155,7 +151,7 @@ def test_after_publish_every_process_holds_the_learners_tensors(way: str, tmp_pa
     c = toys.config({**SMALL, **WAYS[way], "cluster.devices_per_node": 4})
     with ExitStack() as stack:
         made = toys.placed(c, tmp_path, stack)
-        assert made.paths == [way.split()[0]] * 2
+        assert made.paths == [way] * 2
         everyone = list(dict.fromkeys([*made.learners, *made.actors]))
         assert {version for version, _ in made._ask(everyone, "checksum")} == {0}
         seen = {made._ask(everyone, "checksum")[0][1]}

@@ -35,7 +35,6 @@ from embodied_ppo.log import peak_rss_mb
 from embodied_ppo.placement.lines import Desk, Exchange, dial, interface
 from embodied_ppo.placement.part import Part, Seat
 from embodied_ppo.ranks import Ranks, Together
-from embodied_ppo.shards import Sharded
 from embodied_ppo.types import CheckpointError, ConfigError, EnvError, PlacementError, ProcessLost, TrainingError
 
 Make: TypeAlias = "Callable[[Seat, Exchange | None, Callable[[str], None]], tuple[Part, Mapping[str, Any]]]"
@@ -140,6 +139,8 @@ class Process:
             if world > 1
         }
         if w.shard and teams:  # both teams are the same processes
+            from embodied_ppo.shards import Sharded  # torch's FSDP2 takes half a second to load
+
             teams = dict.fromkeys(teams, Sharded(self.groups["learners"], w.shard))
         seat = replace(w.seat, desks=desks, **teams)
 
