@@ -116,6 +116,14 @@ def _train(
     updates = total_updates(config)
     if source is not None:
         check_resume(config, source, updates, early.append)
+        if (done := _finished(run_dir, source, updates)) is not None:
+            if not quiet:
+                more = "updates=" if config.mode == "reasoning" else "updates= or env_steps="
+                told = (
+                    f"{run_dir}: nothing left to train and nothing changed; {more} asks for more than {updates} updates"
+                )
+                print(told, file=sys.stderr, flush=True)
+            return done
     config = replace(absolute(config), run_dir=str(run_dir), resume=None)
     where = device(config.device, config.threads)
     notices: set[str] = set()
@@ -191,6 +199,17 @@ def _train(
             made.system.close()
 
 
+def _finished(run_dir: Path, source: checkpoint.Checkpoint, updates: int) -> dict[str, Any] | None:
+    """The summary of a run that has all its updates; None where some are left, or it ended before its report."""
+    if source.update < updates or source.path.parent != (run_dir / "checkpoints").resolve():
+        return None
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return summary if summary.get("updates") == source.update else None
+
+
 def _assembled(s: Setup, stack: ExitStack) -> Assembly:
     """The system that the options ask for. Raises ConfigError, EnvError, PlacementError."""
     match s.config.mode:
@@ -204,9 +223,7 @@ def _assembled(s: Setup, stack: ExitStack) -> Assembly:
 
 def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) -> dict[str, Any]:
     run_dir, system = log.run_dir, made.system
-    what = f"updates {first + 1} to {updates}"
-    if first >= updates:
-        what = f"nothing left to train (updates={'' if config.mode == 'reasoning' else ' or env_steps='} asks for more)"
+    what = f"updates {first + 1} to {updates}" if first < updates else "nothing left to train"
     log.say(f"{config.name}: {made.title}, {what}, in {run_dir}")
     for line in batches.lines(config) if first < updates else ():
         log.say(f"  {line}")
@@ -217,7 +234,7 @@ def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) 
 
     system.measured = show
     started, timer, startup_s = time.perf_counter(), Timer(), process_age_s()
-    before: dict[str, float] = {}
+    before = log.row(0)
     begun = system.steps
     schedule = loop.Schedule(
         updates=updates,

@@ -192,8 +192,13 @@ def find(path: str | Path) -> Path:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = sorted(folder.glob("step_*"))
     if not steps:
+        runs = sorted({manifest.parents[2] for manifest in path.glob(f"*/checkpoints/step_*/{MANIFEST}")})
+        if runs:
+            raise CheckpointError(
+                f"checkpoint={path}: is no run, but holds {len(runs)}; name one, the last is {runs[-1]}"
+            )
         raise CheckpointError(
-            f"checkpoint={path}: holds no checkpoint (checkpoints/step_*); train with save_every > 0 first"
+            f"checkpoint={path}: holds no checkpoint (checkpoints/step_*); if it is a run, train with save_every > 0"
         )
     return steps[-1].resolve()
 

@@ -124,6 +124,11 @@ class Log:
         self._open(first_update)
         self._watch = Watch()
 
+    def row(self, update: int) -> dict[str, Any]:
+        """What metrics.jsonl holds of an update; nothing where it was lost, or another run's directory has it."""
+        rows = (json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines())
+        return next((row for row in rows if row["update"] == update), {})
+
     # ------------------------------------------------------------------------------------------------- messages
     def say(self, text: str, *, show: bool = True) -> None:
         """One line for the user, on stderr (unless they have seen it: not ``show``) and in log.txt."""

@@ -213,6 +213,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "manifest lists nothing": (edit_manifest(files={}), "lists no config.yaml; use another"),
     "training.pt missing": (without("training.pt"), "training.pt: is missing .* use another"),
     "no checkpoints": (empty_run, "holds no checkpoint"),
+    "folder of runs": (lambda run_dir: run_dir.parent, "is no run, but holds 1; name one, the last is .*run"),
     "file": (lambda run_dir: run_dir / "config.yaml", "is a file; give the directory"),
     "nowhere": (lambda run_dir: run_dir / "nowhere", "does not exist; give a run"),
 }

@@ -111,10 +111,14 @@ def test_two_halves_equal_the_whole(
 def test_what_a_resumed_run_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A schedule that spans another length now; nothing left to train; a checkpoint that does not verify."""
     run_dir = tmp_path / "run"
-    build.train(tiny(run_dir, updates=4), quiet=True)
-    build.train(tiny(run_dir, updates=4, resume="auto"))
-    assert "nothing left to train" in capfd.readouterr().err
-    build.train(tiny(run_dir, updates=8, resume="auto"))
+    first = build.train(tiny(run_dir, updates=4), quiet=True)
+    files = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
+    other = tiny(run_dir, updates=4, resume="auto")
+    again = build.train(replace(other, algorithm=replace(other.algorithm, lr=0.1)))
+    assert "nothing left to train and nothing changed" in capfd.readouterr().err
+    assert again == json.loads(json.dumps(first)) and {p: p.read_bytes() for p in files} == files
+    second = build.train(tiny(run_dir, updates=8, resume="auto"))
+    assert second["initial_return"] == first["initial_return"] is not None
     told = capfd.readouterr().err
     assert "resume: the run was to have 4 updates, now 8: lr_schedule=linear spans them anew" in told
     weights = run_dir / "checkpoints" / "step_000008" / checkpoint.POLICY
