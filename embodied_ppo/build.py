@@ -28,6 +28,7 @@ from embodied_ppo.assembly import (
     versions,
 )
 from embodied_ppo.config import Config, DemosConfig, EvaluateConfig
+from embodied_ppo.evaluate import EvaluationResult
 from embodied_ppo.log import Log, Timer, numbers, peak_rss_mb, process_age_s
 from embodied_ppo.placement import plan
 from embodied_ppo.rundir import absolute, check_resume, locate, locked, stored_options
@@ -212,13 +213,15 @@ def _finished(run_dir: Path, source: checkpoint.Checkpoint, updates: int) -> dic
 
 def _assembled(s: Setup, stack: ExitStack) -> Assembly:
     """The system that the options ask for. Raises ConfigError, EnvError, PlacementError."""
+    how = mode(s.config)
+    where = how.planned(s.config, s.device)
+    if where is None and how.foreseeable(s.config, alone=True):
+        how.check_memory(s.config, placed(s.config, s.device))
     match s.config.mode:
         case "embodied":
-            placed = spread.planned(s.config, s.device)
-            return robot.assemble(s, stack) if placed is None else spread.assemble(s, placed)
+            return robot.assemble(s, stack) if where is None else spread.assemble(s, where)
         case "reasoning":
-            placed = spread_language.planned(s.config, s.device)
-            return reasoner.assemble(s, stack) if placed is None else spread_language.assemble(s, placed)
+            return reasoner.assemble(s, stack) if where is None else spread_language.assemble(s, where)
 
 
 def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) -> dict[str, Any]:
@@ -484,7 +487,8 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
     with bar or ExitStack():
         result, written = measure(out, lambda episode: None if bar is None else bar.advance(bar.task_ids[0]))
     found = numbers(result.metrics())
-    return {"checkpoint": str(source.path), "episodes": config.episodes, **found, **written}
+    intervals = {"ci95": result.intervals()} if isinstance(result, EvaluationResult) else {}
+    return {"checkpoint": str(source.path), "episodes": config.episodes, **found, **intervals, **written}
 
 
 def export(where: str, out: str) -> dict[str, Any]:

@@ -818,6 +818,11 @@ def _report(error: Exception) -> int:
     if isinstance(error, (UsageError, ConfigError, PlacementError, CheckpointError, EnvError)):
         print(f"error: {one_line(error)}", file=sys.stderr)
         return REFUSED
+    if isinstance(error, MemoryError):
+        error = TrainingError(
+            f"out of memory ({one_line(error, kind=True)}); embodied-ppo plan tells what a run needs; lower env.num_envs "
+            "or algorithm.horizon"
+        )
     if not isinstance(error, TrainingError):
         traceback.print_exception(error)
         error = RuntimeError(one_line(error, kind=True))

@@ -98,6 +98,13 @@ class EvaluationResult:
                 metrics[f"eval/success/{part.episodes[0].kind}"] = Mean.of(map(float, part.successes or ()))
         return metrics
 
+    def intervals(self) -> dict[str, list[float]]:
+        """95 % intervals [low, high] of ``metrics``: Student's t of a mean, Wilson's of a success rate."""
+        found = {"eval/return": mean_interval(self.returns), "eval/length": mean_interval(self.lengths)}
+        if self.successes is not None:
+            found["eval/success"] = wilson_interval(sum(self.successes), len(self.successes))
+        return {tag: list(ends) for tag, ends in found.items() if ends is not None}
+
 
 # -------------------------------------------------------------------------------------------------------- measurement
 def evaluation_seeds(seed: int, episodes: int) -> list[int]:

@@ -235,6 +235,8 @@ def print_rows(rows: Sequence[Any]) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ summary
 def print_summary(summary: Mapping[str, Any]) -> None:
-    """Numbers and words of a summary, one per line; nested entries stay in the files."""
+    """Numbers and words of a summary, one per line, with their intervals; other nested entries stay in the files."""
     flat = {k: v for k, v in summary.items() if not isinstance(v, (Mapping, list, tuple))}
-    table([[k, f"{v:.6g}" if isinstance(v, float) else "-" if v is None else str(v)] for k, v in flat.items()])
+    ends = {k: f" ({low:.6g} to {high:.6g}, 95 %)" for k, (low, high) in summary.get("ci95", {}).items()}
+    told = {k: f"{v:.6g}" if isinstance(v, float) else "-" if v is None else str(v) for k, v in flat.items()}
+    table([[k, text + ends.get(k, "")] for k, text in told.items()])

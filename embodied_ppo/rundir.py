@@ -121,7 +121,7 @@ def check_resume(config: Config, source: checkpoint.Checkpoint, updates: int, sa
         if path in FIXED_ON_RESUME:
             raise ConfigError(
                 f"{path}={now}: the run to resume has {old.get(path)}, which its weights, counters or random streams "
-                "rest on; leave it, or start a new run"
+                "rest on; leave it (and experiment=: resume= alone has the run's own options), or start a new run"
             )
         say(f"resume: {path} was {old.get(path)}, is {now}")
     schedule = config.algorithm.lr_schedule

@@ -150,6 +150,14 @@ class Foresees(Protocol):
     ) -> dict[str, dict[str, int]]: ...
 
 
+def foreseeable(config: Config, *, alone: bool = False) -> bool:
+    """Whether what is needed can be predicted in this process before the run is built, ``alone``: in the same one.
+
+    Predicting would load a checkpoint, and some simulators can be started only once in a process (Isaac).
+    """
+    return config.model.checkpoint is None and not (alone and config.env.simulator in ("torch", "mjlab", "libero"))
+
+
 def check_memory(
     config: Config, placed: plan.Plan, foresight: Foresees | None = None, why: str | None = None
 ) -> dict[str, dict[str, int]]:
@@ -177,7 +185,7 @@ def facts(config: Config, placed: plan.Plan) -> dict[str, int]:
 def assemble(s: Setup, placed: plan.Plan) -> Assembly:
     """The system in processes of a Ray cluster. Raises ConfigError, EnvError, PlacementError."""
     config = s.config
-    if config.model.checkpoint is None:  # else predicting would load it here
+    if foreseeable(config):
         check_memory(config, placed)
     system = started(s, placed, robot.records(s), part)
     return Assembly(system, config.env.id, config.algorithm.horizon, system.write, facts=system.facts)

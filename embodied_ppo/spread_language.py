@@ -141,6 +141,11 @@ class Foresight:
         return min((rows for rows in (a.micro_batch_size, by_tokens) if rows is not None), default=None)
 
 
+def foreseeable(config: Config, *, alone: bool = False) -> bool:
+    """As of ``spread``: predicting would load the actor."""
+    return config.actor.model.path is None
+
+
 def check_memory(config: Config, placed: plan.Plan) -> dict[str, dict[str, int]]:
     """As ``spread.check_memory``."""
     return spread.check_memory(config, placed, Foresight(config), unsharded(config, placed))
@@ -160,7 +165,7 @@ def facts(config: Config, placed: plan.Plan) -> dict[str, int]:
 def assemble(s: Setup, placed: plan.Plan) -> Assembly:
     """The system in processes of a Ray cluster. Raises ConfigError, PlacementError."""
     config = s.config
-    if config.actor.model.path is None:  # else predicting would load it here
+    if foreseeable(config):
         check_memory(config, placed)
     system = started(s, placed, reasoner.records(s), part)
     name, horizon = reasoner.title(config), config.algorithm.response_length

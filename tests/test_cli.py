@@ -553,7 +553,12 @@ def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         cli.main(["evaluate", "--json", "checkpoint=run", "episodes=2", "num_envs=2", "video=false", "out=report"]) == 0
     )
-    assert json.loads(capsys.readouterr().out)["episodes"] == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["episodes"] == 2 and found["ci95"].keys() == {"eval/return", "eval/length"}
+    low, high = found["ci95"]["eval/return"]
+    assert low <= found["eval/return"] <= high
+    explain.print_summary(found)
+    assert re.search(rf"^eval/return +\S+ \({low:.6g} to {high:.6g}, 95 %\)$", capsys.readouterr().out, re.M)
     assert {p.name for p in Path.cwd().iterdir()} - {"__pycache__"} == {"noisy.py", "report", "run"}
 
 
