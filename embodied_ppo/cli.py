@@ -820,8 +820,8 @@ def _report(error: Exception) -> int:
         return REFUSED
     if isinstance(error, MemoryError):
         error = TrainingError(
-            f"out of memory ({one_line(error, kind=True)}); embodied-ppo plan tells what a run needs; lower env.num_envs "
-            "or algorithm.horizon"
+            f"out of memory ({one_line(error, kind=True)}); embodied-ppo plan tells what a run needs; lower "
+            "env.num_envs or algorithm.horizon"
         )
     if not isinstance(error, TrainingError):
         traceback.print_exception(error)

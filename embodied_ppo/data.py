@@ -66,7 +66,7 @@ class Row:
 
 
 # -------------------------------------------------------------------------------------------------------------- files
-def _files(paths: Paths) -> list[Path]:
+def files_of(paths: Paths) -> list[Path]:
     """Every file, directories replaced by the data in them. Raises ConfigError."""
     files: list[Path] = []
     for path in [Path(paths)] if isinstance(paths, (str, Path)) else [Path(p) for p in paths]:
@@ -144,7 +144,7 @@ def read_rows(paths: Paths, *, prompt_key: str | None = None, answer_key: str | 
     Rows that name no ``data_source`` get "openai/gsm8k" (GSM8K) or the file's name. Raises ConfigError.
     """
     rows: list[Row] = []
-    for path in _files(paths):
+    for path in files_of(paths):
         before, gsm8k = len(rows), False
         for where, item in _parquet(path) if path.suffix == ".parquet" else _json(path):
             if not isinstance(item, dict):

@@ -16,7 +16,7 @@ import torch
 from embodied_ppo import checkpoint, compiled, exam, grading, report, reward_model, strict, synthetic
 from embodied_ppo.assembly import Assembly, Setup, versions
 from embodied_ppo.config import AlgorithmConfig, Config, CriticConfig, EvaluateConfig, EvaluationConfig
-from embodied_ppo.data import Prompt, load_prompts, load_tokenizer
+from embodied_ppo.data import Prompt, files_of, load_prompts, load_tokenizer
 from embodied_ppo.errors import show
 from embodied_ppo.exam import ExamResult
 from embodied_ppo.generation.engine import Engine, Generator
@@ -80,6 +80,22 @@ def read_files(
     more = f"; {longer:,} longer than algorithm.prompt_length={limit} were left out" if longer else ""
     say(f"data: {len(prompts):,} prompts of {what}={show(files)}{more}")
     return prompts
+
+
+def check_files(config: Config) -> None:
+    """Whether tokenizer, data files and the actor's directory are there: what is in them each process reads later.
+
+    Raises ConfigError.
+    """
+    make_tokenizer(config)
+    if config.data.task is None:
+        for what, files in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+            try:
+                files_of(list(files))
+            except ConfigError as error:
+                raise ConfigError(f"{what}={show(files)}: {error}") from error
+    if (path := config.actor.model.path) is not None and not Path(path).is_dir():
+        raise ConfigError(f"actor.model.path={path}: there is no such directory; name the directory of a model")
 
 
 # -------------------------------------------------------------------------------------------------------------- models

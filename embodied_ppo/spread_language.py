@@ -165,6 +165,7 @@ def facts(config: Config, placed: plan.Plan) -> dict[str, int]:
 def assemble(s: Setup, placed: plan.Plan) -> Assembly:
     """The system in processes of a Ray cluster. Raises ConfigError, PlacementError."""
     config = s.config
+    reasoner.check_files(config)
     if foreseeable(config):
         check_memory(config, placed)
     system = started(s, placed, reasoner.records(s), part)

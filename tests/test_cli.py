@@ -178,6 +178,15 @@ REFUSALS = [
     ("tune cluster.max_lag=1 cluster.weights=ipc", "only cluster.weights=store keeps for them"),
     ("tune cluster.device_memory_gb=1e-5", "tune: no placement is left; local: placement: node 0 needs 1 x"),
     (
+        "train experiment=cartpole env.num_envs=100000000 algorithm.global_batch_size=100000000",
+        "placement: node 0 needs 1 x .. to collect, more than 92% of its .. lower algorithm.horizon or env.num_envs",
+    ),
+    (
+        "train experiment=gsm8k_qwen2_5_0_5b actor.model.path=nowhere data.train=[a.jsonl] data.eval=[b.jsonl] "
+        "placement=fused cluster.devices_per_node=1 device=cpu",
+        "actor.tokenizer= .. nowhere: is no directory",
+    ),
+    (
         "tune cluster.max_lag=1 cluster.devices_per_node=1",
         "no placement is left; local: cluster.max_lag = 1: one process",
     ),
