@@ -65,7 +65,7 @@ RANGES: tuple[Range, ...] = (
     ),
     Range(
         "value/explained_variance",
-        0.0,
+        -0.1,  # of a critic that knows nothing yet it is 0, more or less
         None,
         below="the critic is worse than a constant: check the scale of rewards (reward_norm=running), raise value_lr, "
         "or give it critic_warmup",

@@ -119,7 +119,7 @@ def check_length(policy: LanguagePolicy, prompts: Sequence[Prompt], response_len
     limit = getattr(policy.model.config, "max_position_embeddings", None)
     if limit is not None and longest + response_length > limit:
         raise ConfigError(
-            f"response_length = {response_length}: with the longest prompt of {longest} tokens that is "
+            f"algorithm.response_length = {response_length}: with the longest prompt of {longest} tokens that is "
             f"{longest + response_length}, the model's limit is {limit}; lower it, or take shorter prompts"
         )
     return longest + response_length

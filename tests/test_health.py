@@ -29,7 +29,7 @@ def test_slow_is_no_warning_but_a_bad_critic_is() -> None:
     (slow,) = judge(rows("policy/approx_kl", *[1e-5] * WINDOW))
     assert slow.text.startswith("policy/approx_kl is 1e-05, below 0.002: ") and not slow.warning
     (bad,) = judge(rows("value/explained_variance", *[-0.5] * WINDOW))
-    assert bad.text.startswith("value/explained_variance is -0.5, below 0: ") and bad.warning
+    assert bad.text.startswith("value/explained_variance is -0.5, below -0.1: ") and bad.warning
 
 
 @pytest.mark.parametrize("edge", [0.002, 0.03])
