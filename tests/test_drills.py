@@ -137,10 +137,14 @@ def test_an_error_in_one_process_is_the_error_of_the_run(tmp_path: Path) -> None
 
 
 def test_a_run_that_loses_a_process_ends_as_if_it_had_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kill -9 in the middle of the third update's rollout, with one restart: the same weights and the same log."""
-    options = {**SMALL, **HYBRID, "cluster.max_restarts": 1, "updates": 4, "save_every": 1}
+    """kill -9 in the middle of the third update's rollout, with one restart: the same weights and the same log.
+
+    The undisturbed run is in one process, which is the same (tests/test_placements.py).
+    """
+    options = {**SMALL, "updates": 4, "save_every": 1}
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     build.train(toys.config({**options, "run_dir": str(undisturbed)}), quiet=True)
+    options |= {**HYBRID, "cluster.max_restarts": 1}
     collect = cluster_module.ClusterSystem.collect
     left = [1]
 

@@ -120,7 +120,6 @@ def test_a_process_for_each_role_trains_as_one_process_does(name: str, local: Pa
 
 TWICE: dict[str, dict[str, Any]] = {
     "fused": {"placement": "fused", "cluster__devices_per_node": 2},
-    "colocated": {"placement": "colocated", "cluster__devices_per_node": 2, "cluster__check_weights": True},
     "disaggregated": {"placement": "disaggregated", "cluster__devices_per_node": 4},
     "hybrid": {"placement": "hybrid", "cluster__devices_per_node": 4},
 }

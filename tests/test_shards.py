@@ -4,9 +4,11 @@ processes, over real gloo."""
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
@@ -66,11 +68,23 @@ def _answered(work: Any, given: tuple[Any, ...]) -> tuple[int, Any]:
     return dist.get_rank(), work(*given)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    given = (str(tmp_path_factory.mktemp("store") / "file"), request.param)
-    with ProcessPoolExecutor(request.param, get_context("spawn"), _join, given) as pool:
-        yield Processes(request.param, pool)
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Processes]]:
+    """Processes by how many they are, started when first asked for."""
+    with ExitStack() as stack:
+
+        @functools.cache
+        def started(world: int) -> Processes:
+            given = (str(tmp_path_factory.mktemp("store") / "file"), world)
+            pool = ProcessPoolExecutor(world, get_context("spawn"), _join, given)
+            return Processes(world, stack.enter_context(pool))
+
+        yield started
+
+
+@pytest.fixture(params=[2, 4])
+def processes(request: pytest.FixtureRequest, worlds: Callable[[int], Processes]) -> Processes:
+    return worlds(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -196,13 +210,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-FOR_FOUR = ("mlp, everything", "tokens", "tokens, reference", "paligemma, adapters, reference", "pi0")
+FOR_FOUR = ("mlp, everything", "tokens, reference", "paligemma, adapters, reference", "pi0")
 
 
-@pytest.mark.parametrize("case", CASES)
+def of_worlds(two: Iterable[str], four: Iterable[str]) -> Any:
+    """``processes`` and a case: these with two processes, those with four."""
+    pairs = [*((2, case) for case in two), *((4, case) for case in four)]
+    return pytest.mark.parametrize(("processes", "case"), pairs, indirect=["processes"])
+
+
+@of_worlds(CASES, FOR_FOUR)
 def test_an_update_is_that_of_whole_models(case: str, processes: Processes, folder: Path) -> None:
-    if processes.world == 4 and case not in FOR_FOUR:  # two of them have shown it
-        return
     kind, model, algorithm = CASES[case]
     whole = processes(learned, kind, folder, model, algorithm, False)
     parts = processes(learned, kind, folder, model, algorithm, True)
@@ -236,7 +254,7 @@ def spoken(case: str, sharded: bool) -> Any:
     return x.ranks.whole_state({"policy": x.policy.state_dict(), "training": x.state()}), told
 
 
-@pytest.mark.parametrize("case", SPOKEN)
+@of_worlds(SPOKEN, ("a token budget",))
 def test_so_it_is_with_language_models(case: str, processes: Processes) -> None:
     whole, parts = processes(spoken, case, False), processes(spoken, case, True)
     toys.assert_alike(parts[0][0], whole[0][0])
@@ -354,21 +372,19 @@ def going_on(kind: str, folder: Path, first: int, last: int, state: Any, sharded
     return ranks.whole_state({"policy": module.state_dict(), "training": learner.state()})
 
 
-@pytest.mark.parametrize("kind", ["mlp", "tokens", "paligemma", "language"])
-def test_what_is_saved_goes_on_with_parts_and_whole(kind: str, processes: Processes, folder: Path) -> None:
-    if processes.world == 4 and kind != "tokens":  # two of them have shown it
-        return
-    half = processes(going_on, kind, folder, 0, 1, None, True)[0]
-    through = processes(going_on, kind, folder, 0, 2, None, True)[0]
-    resumed = processes(going_on, kind, folder, 1, 2, half, True)[0]
+@of_worlds(("mlp", "tokens", "paligemma", "language"), ("tokens",))
+def test_what_is_saved_goes_on_with_parts_and_whole(case: str, processes: Processes, folder: Path) -> None:
+    half = processes(going_on, case, folder, 0, 1, None, True)[0]
+    through = processes(going_on, case, folder, 0, 2, None, True)[0]
+    resumed = processes(going_on, case, folder, 1, 2, half, True)[0]
     assert all(torch.equal(x, through["policy"][name]) for name, x in resumed["policy"].items())
     ours, theirs = (x["training"].get("critic", x["training"])["optimizer"]["state"] for x in (resumed, through))
     for i, kept in theirs.items():
         assert all(torch.equal(x, ours[i][key]) for key, x in kept.items())
-    whole = going_on(kind, folder, 1, 2, half, False, alone=True)  # in one process, as any other checkpoint
+    whole = going_on(case, folder, 1, 2, half, False, alone=True)  # in one process, as any other checkpoint
     toys.assert_alike(whole, through)
-    back = processes(going_on, kind, folder, 2, 3, whole, True)[0]
-    toys.assert_alike(back, going_on(kind, folder, 2, 3, whole, False, alone=True))
+    back = processes(going_on, case, folder, 2, 3, whole, True)[0]
+    toys.assert_alike(back, going_on(case, folder, 2, 3, whole, False, alone=True))
 
 
 def broken(folder: Path, dump: Path) -> str:
