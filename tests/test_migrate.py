@@ -368,7 +368,7 @@ def test_values_land_where_they_belong(peer: str, theirs: dict[str, Any], ours: 
 REASONS = [
     ("verl", {"trainer.total_epochs": 15}, "trainer.total_epochs", "epochs x prompts"),
     ("verl", {f"{ACTOR}fsdp_config.param_offload": True, f"{ACTOR}ppo_epochs": 1},
-     f"{ACTOR}fsdp_config.param_offload", "every process of a role holds a whole one"),
+     f"{ACTOR}fsdp_config.param_offload", "in parts with cluster.shard=true"),
     ("verl", {f"{ROLLOUT}gpu_memory_utilization": 0.5}, f"{ROLLOUT}gpu_memory_utilization", "inference engine"),
     ("verl", {"algorithm.kl_ctrl.kl_coef": 0.005}, "algorithm.kl_ctrl.kl_coef", "it needs algorithm.use_kl_in_rew"),
     ("verl", {f"{ACTOR}policy_loss.loss_mode": "gspo"}, f"{ACTOR}policy_loss.loss_mode", "another loss"),

@@ -150,7 +150,7 @@ def engine(value: Any, source: Source) -> Answer:
 
 KL = VALUE_ALIASES["algorithm.kl_loss_type"]
 
-SHARDED = "how their backend splits, casts and checkpoints a model; here every process of a role holds a whole one"
+SHARDED = "how their backend splits, casts and checkpoints a model; here whole, or in parts with cluster.shard=true"
 OFFLOAD = "who waits on a shared device sleeps in host memory by itself; cluster.component_placement says who shares"
 ENGINE = "inside their inference engine; here rollout.engine and rollout.slots are all"
 MEMORY = "memory only; algorithm.micro_batch_size or micro_batch_tokens bound every forward pass here"
