@@ -25,6 +25,7 @@ import yaml
 
 from embodied_ppo.config import (
     ALIASES,
+    CURES,
     REFUSED,
     VALUE_ALIASES,
     Config,
@@ -346,6 +347,8 @@ def _suggest(cls: type, raw: str) -> str:
     options = describe(cls)
     known = {**{p: (p,) for p in options}, **alias_paths(cls)}
     section, _, leaf = raw.rpartition(".")
+    if cls is Config and leaf in CURES:
+        return CURES[leaf]
     homes = [p for p in known if p.rpartition(".")[2] == leaf]
     if homes:
         where = " or ".join(f"{p}{_reads(p, known)}" for p in homes[:2])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
+import yaml
 
 from embodied_ppo import rules, strict
-from embodied_ppo.config import ALIASES, REFUSED, VALUE_ALIASES, Config, EnvConfig, EvaluateConfig
+from embodied_ppo.config import ALIASES, CURES, REFUSED, VALUE_ALIASES, Config, EnvConfig, EvaluateConfig
 from embodied_ppo.errors import ConfigError, PlacementError, show
 
 
@@ -231,6 +233,22 @@ def test_what_says_where_roles_run() -> None:
         ("evn.num_env", "env.num_envs"),
         ("sed", "did you mean seed?"),
         ("model.hiden", "did you mean model.hidden?"),
+        (
+            "clip_coef",
+            "clip_coef belongs to algorithm.clip_coef (= algorithm.clip_ratio_low, algorithm.clip_ratio_high)",
+        ),
+        ("update_epochs", "update_epochs belongs to algorithm.update_epochs (= algorithm.update_epoch)"),
+        ("num_learning_epochs", "belongs to algorithm.num_learning_epochs (= algorithm.update_epoch)"),
+        ("agent.algorithm.clip_param", "clip_param belongs to algorithm.clip_param"),
+        ("num_minibatches", "algorithm.global_batch_size = algorithm.horizon x env.num_envs / that number"),
+        ("algorithm.num_minibatches", "algorithm.global_batch_size = algorithm.horizon x env.num_envs / that number"),
+        ("agent.algorithm.num_mini_batches", "write algorithm.global_batch_size"),
+        ("algorithm.clip_vloss", "write algorithm.value_clip=0.2, or null"),
+        ("algorithm.use_clipped_value_loss", "write algorithm.value_clip=0.2, or null"),
+        ("anneal_lr", "true is algorithm.lr_schedule=linear here, false algorithm.lr_schedule=constant"),
+        ("algorithm.norm_adv", "algorithm.normalize_advantages=true, or false"),
+        ("algorithm.schedule", "adaptive is algorithm.lr_schedule=adaptive"),
+        ("desired_kl", "desired_kl belongs to algorithm.desired_kl"),
         ("algorithm.xyz", "algorithm has: horizon, update_epoch"),
         ("xyz", "the top level has: mode, placement"),
     ],
@@ -348,6 +366,14 @@ OPTIONS_MD = {
     "algorithm.ppo_micro_batch_size": (64, ["micro_batch_size"]),
     "algorithm.rollout_micro_batch_size": (64, ["micro_batch_size"]),
     "algorithm.logprob_forward_micro_batch_size": (64, ["micro_batch_size"]),
+    # CleanRL's and rsl_rl's
+    "algorithm.clip_coef": (0.3, ["clip_ratio_low", "clip_ratio_high"]),
+    "algorithm.clip_param": (0.3, ["clip_ratio_low", "clip_ratio_high"]),
+    "algorithm.ent_coef": (0.02, ["entropy_bonus"]),
+    "algorithm.entropy_coef": (0.02, ["entropy_bonus"]),
+    "algorithm.update_epochs": (3, ["update_epoch"]),
+    "algorithm.num_learning_epochs": (3, ["update_epoch"]),
+    "algorithm.minibatch_size": (64, ["global_batch_size"]),
 }
 
 
@@ -374,6 +400,24 @@ def test_every_alias_names_options_that_exist() -> None:
     assert written == set(known)
     assert all(target in strict.describe(Config) for targets in known.values() for target in targets)
     assert not set(known) & set(strict.describe(Config))
+
+
+def test_a_cure_is_of_no_name_that_is_read_and_names_options_that_exist() -> None:
+    read = {path.rpartition(".")[2] for path in (*strict.describe(Config), *strict.alias_paths(Config))}
+    assert not set(CURES) & read
+    for cure in CURES.values():
+        for path, value in re.findall(r"((?:algorithm|model|evaluation)\.\w+|device)=([^\s,;]+(?:,\d+\])?)", cure):
+            assert strict.load(Config, nested({path: yaml.safe_load(value)})), cure
+
+
+def test_lengths_and_names_of_cleanrl_and_rsl_rl() -> None:
+    theirs = {"total_timesteps": 5000, "max_iterations": 7, "save_interval": 3, "exp_name": "mine"}
+    loaded = strict.read(Config, [("file", theirs)])
+    config = loaded.config
+    assert (config.env_steps, config.updates, config.save_every, config.name) == (5000, 7, 3, "mine")
+    assert dict(loaded.aliases) == {
+        "total_timesteps": "env_steps", "max_iterations": "updates", "save_interval": "save_every", "exp_name": "name"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "word"), [(p, w) for p, words in VALUE_ALIASES.items() for w in words])
