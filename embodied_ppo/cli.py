@@ -43,6 +43,8 @@ UNWELL, REFUSED, FAILED, INTERRUPTED = 1, 2, 3, 130
 """Exit codes: doctor found what the default recipes miss, nothing started, the run failed, interrupted after saving."""
 
 
+PRIMARY = ("train", "demos", "clone", "evaluate", "export")
+"""Commands with a primary config of their name; the others read train's."""
 MY_CONFIGS = "my_configs"
 """Folder for what a command writes to be read as a config, unless --config-dir names one."""
 
@@ -74,9 +76,7 @@ def _train_one(loaded: Loaded, args: argparse.Namespace, extra: dict[str, Any]) 
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    for word in args.overrides:
-        if "=" not in word and not word.startswith("~"):
-            raise UsageError(f"{word} is not of the form option=value; write checkpoint={word}")
+    _refuse_words(args)
     loaded = _prepare(args, args.overrides)
     _say_aliases(loaded, args)
     from embodied_ppo import build
@@ -84,6 +84,16 @@ def _evaluate(args: argparse.Namespace) -> None:
     with _aside():
         found = build.evaluate(loaded.config, explicit=loaded.deliberate({FLAGS}), quiet=args.quiet)
     _print_result(found, args)
+
+
+def _refuse_words(args: argparse.Namespace) -> None:
+    """A word alone is taken for a checkpoint, unless it is an option's name. Raises UsageError."""
+    from embodied_ppo import strict
+    from embodied_ppo.config import OWN_OPTIONS
+
+    for word in args.overrides:
+        if "=" not in word and not word.startswith("~") and word not in strict.describe(OWN_OPTIONS[args.command]):
+            raise UsageError(f"{word} is not of the form option=value; write checkpoint={word}")
 
 
 def _demos(args: argparse.Namespace) -> None:
@@ -109,6 +119,7 @@ def _clone(args: argparse.Namespace) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
+    _refuse_words(args)
     loaded = _prepare(args, args.overrides)
     from embodied_ppo import build
 
@@ -208,8 +219,10 @@ def _doctor(args: argparse.Namespace) -> None:
 
 
 def _config(args: argparse.Namespace) -> None:
-    if args.overrides and args.overrides[0] in ("train", "demos", "clone", "evaluate"):
+    if args.overrides and args.overrides[0] in PRIMARY:
         args.command = args.overrides.pop(0)
+    elif args.config_name in PRIMARY:
+        args.command = args.config_name
     loaded = _prepare(args, args.overrides, check=args.command == "train")
     rows = explain.config_rows(loaded, only=args.only)
     if not rows:
@@ -343,9 +356,9 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str, str]] = {
 def _prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = True) -> Loaded:
     """Compose, type and check. Raises ConfigError, PlacementError or CheckpointError."""
     from embodied_ppo import rules, strict
-    from embodied_ppo.config import Config, DemosConfig, EvaluateConfig, ExportConfig
+    from embodied_ppo.config import OWN_OPTIONS, Config, DemosConfig
 
-    cls = {"demos": DemosConfig, "evaluate": EvaluateConfig, "export": ExportConfig}.get(args.command, Config)
+    cls = OWN_OPTIONS.get(args.command, Config)
     if cls is DemosConfig:
         defaults = strict.dump(Config()) | strict.dump(DemosConfig())
         return strict.read(DemosConfig, _demos_layers(lines, _layers(args, lines, defaults)))
@@ -537,9 +550,7 @@ def _stored(resume: str) -> tuple[str, dict[str, Any]]:
     folder = Path(resume)
     if not folder.is_dir():
         raise CheckpointError(f"resume = {resume}: no such directory; name a run, or write resume=auto")
-    file = next(
-        (f for f in (folder / "config.yaml", folder.resolve().parent.parent / "config.yaml") if f.is_file()), None
-    )
+    file = _config_of(folder)
     if file is None:
         raise CheckpointError(
             f"resume = {resume}: holds no config.yaml; name a run directory or a checkpoint inside one"
@@ -552,6 +563,12 @@ def _stored(resume: str) -> tuple[str, dict[str, Any]]:
         raise CheckpointError(f"resume = {resume}: {file} is damaged (no options in it); name another checkpoint")
     # where the run lay when it was written is not where it lies now; resume says that
     return str(file), {k: v for k, v in content.items() if k not in ("resume", "run_dir")}
+
+
+def _config_of(folder: Path) -> Path | None:
+    """config.yaml of a run, by its directory or a checkpoint's."""
+    files = (folder / "config.yaml", folder.resolve().parent.parent / "config.yaml")
+    return next((file for file in files if file.is_file()), None)
 
 
 # -------------------------------------------------------------------------------------------------------------- hydra
@@ -593,8 +610,7 @@ def _loader(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
     if _config_dir(args):
         path.prepend(provider="command line", path=f"file://{os.path.abspath(args.config_dir)}")
     loader = Loader(config_search_path=path)
-    primary = args.command if args.command in ("demos", "clone", "evaluate", "export") else "train"
-    name = (args.config_name or primary).removesuffix(".yaml")
+    name = (args.config_name or (args.command if args.command in PRIMARY else "train")).removesuffix(".yaml")
     if not loader.repository.config_exists(name):
         names = sorted({n for n in loader.get_group_options("", ObjectType.CONFIG) if not n.startswith("_")})
         raise UsageError(f"--config-name {name}: no such config; {choose(name, names, 'there are: ')}")
@@ -627,7 +643,12 @@ def _parse_line(line: str, loader: ConfigLoaderImpl) -> Override:
 
     key, equals, value = line.partition("=")
     if not equals and not line.startswith("~"):
-        raise ConfigError(f"{line} is not of the form option=value; write {line}=VALUE")
+        cure = f"{line}=VALUE"
+        if line in loader.get_group_options("experiment"):
+            cure = f"experiment={line}"
+        elif os.path.isdir(line) and _config_of(Path(line)):
+            cure = f"resume={line}"
+        raise ConfigError(f"{line} is not of the form option=value; write {cure}")
     if not re.fullmatch(r"(\+\+?|~)?[A-Za-z_][\w/@-]*([.:][\w@-]+)*", key):
         raise ConfigError(f"{line}: {key or 'nothing'} is no option's name; write section.option=value")
     try:
@@ -751,8 +772,13 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         kind = "flag" if name.startswith("-") else "command"
         raise UsageError(f"{name}: no such {kind}; {choose(name, list(COMMANDS), 'commands: ')}")
     _, line, example = COMMANDS[name]
+    own = explain.own_options(name)
     parser = _Parser(
-        prog=f"{PROGRAM} {name}", description=line, epilog=f"example: {PROGRAM} {example}", allow_abbrev=False
+        prog=f"{PROGRAM} {name}",
+        description=line,
+        epilog="\n\n".join([*([own] if own else []), f"example: {PROGRAM} {example}"]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     if name == "new-task":
         parser.add_argument("name", metavar="NAME", help="of the task's module; its class is in CamelCase")
@@ -767,7 +793,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument("overrides", nargs="*", metavar="RUN", help="run directories, or folders of runs (runs)")
         parser.add_argument("--port", type=int, default=0, help="of the page (default: a free one)")
     else:
-        see = f"see `{PROGRAM} config`"
+        see = f"see `{PROGRAM} config{f' {name}' if name in PRIMARY else ''}`"
         parser.add_argument("overrides", nargs="*", type=_quoted, metavar="option=value", help=see)
         parser.add_argument("--config-dir", metavar="DIR", help="your own configs; searched before those that ship")
     parser.add_argument("--json", action="store_true", help="results as JSON")

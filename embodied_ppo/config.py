@@ -787,3 +787,7 @@ class DemosConfig:
     clone learns to come back. 0: executed as recorded."""
     env: EnvConfig = field(default_factory=EnvConfig)
     """Of the experiment; read are id, kwargs, cameras, image_size, randomize and num_threads."""
+
+
+OWN_OPTIONS: dict[str, type] = {"evaluate": EvaluateConfig, "demos": DemosConfig, "export": ExportConfig}
+"""Commands with options of their own; the others read train's."""

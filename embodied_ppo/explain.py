@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -139,6 +141,27 @@ def print_config(rows: Mapping[str, Mapping[str, Any]]) -> None:
         if i:
             print()
         table(cells, title=section or "run")
+
+
+def own_options(command: str) -> str:
+    """Options of a command that has some of its own, for its --help: name=default and meaning. Empty for others.
+
+    Those of a section are left out: ``config`` shows them.
+    """
+    from embodied_ppo.config import OWN_OPTIONS
+    from embodied_ppo.strict import describe
+
+    if command not in OWN_OPTIONS:
+        return ""
+    rows = {o.path: (f"{o.path}={show(o.default)}", o.meaning) for o in describe(OWN_OPTIONS[command]).values()}
+    rows = [row for path, row in rows.items() if "." not in path]
+    width = max(len(name) for name, _ in rows)
+    room = max(40, min(120, shutil.get_terminal_size().columns) - width - 4)
+    lines = []
+    for name, meaning in rows:
+        first, *rest = textwrap.wrap(" ".join(meaning.split()), room, break_on_hyphens=False)
+        lines += [f"  {name:<{width}}  {first}", *(" " * (width + 4) + line for line in rest)]
+    return "\n".join(["own options, with their defaults:", *lines])
 
 
 # --------------------------------------------------------------------------------------------------------------- plan

@@ -24,15 +24,13 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from embodied_ppo import explain
-from embodied_ppo.config import Config, DemosConfig, EvaluateConfig, ExportConfig
+from embodied_ppo.config import OWN_OPTIONS, Config
 from embodied_ppo.errors import show
 from embodied_ppo.rules import UNREAD, mode_of
 from embodied_ppo.strict import Option, alias_paths, describe, flat, plain_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-COMMANDS: dict[str, type] = {"evaluate": EvaluateConfig, "demos": DemosConfig, "export": ExportConfig}
-"""Commands with options of their own; the others read train's."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -103,7 +101,7 @@ def options() -> str:
     for section in dict.fromkeys(path.rpartition(".")[0] for path in describe(Config)):
         if section:
             lines += _section(section, Config, section, f"## {section}", "")
-    for command, cls in COMMANDS.items():
+    for command, cls in OWN_OPTIONS.items():
         known = [path for path in describe(cls) if not path.startswith("env.")]
         what = f"Options of `embodied-ppo {command}`."
         lines += ["", f"## embodied-ppo {command} {{#{command}}}", "", what, ""]

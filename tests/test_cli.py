@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from embodied_ppo import cli, explain, rules, strict
-from embodied_ppo.config import Config, EvaluateConfig
-from embodied_ppo.errors import ProcessLost
+from embodied_ppo.config import OWN_OPTIONS, Config, EvaluateConfig
+from embodied_ppo.errors import ProcessLost, show
 
 TINY = [
     "experiment=cartpole",
@@ -192,6 +192,7 @@ REFUSALS = [
     ),
     # syntax
     ("train algorithm.gamma", "algorithm.gamma is not of the form option=value; write algorithm.gamma=VALUE"),
+    ("train quickstart", "quickstart is not of the form option=value; write experiment=quickstart"),
     ("train =3", "=3 .. no option's name; write section.option=value"),
     ("train .gamma=3", ".gamma=3 .. no option's name"),
     ("train env..id=3", "env..id=3 .. no option's name"),
@@ -222,6 +223,8 @@ REFUSALS = [
     ("evaluate", "checkpoint = '' .. checkpoint=runs/"),
     ("evaluate checkpoint=nowhere", "nowhere"),
     ("evaluate runs/x", "write checkpoint=runs/x"),
+    ("evaluate episodes", "episodes is not of the form option=value; write episodes=VALUE"),
+    ("export runs/x", "write checkpoint=runs/x"),
     ("evaluate checkpoint=x episods=3", "episods = 3 .. did you mean episodes?"),
     ("evaluate checkpoint=x episodes=0", "episodes = 0 .. >= 1"),
     ("evaluate checkpoint=x env.max_episode_step=3", "env.max_episode_step = 3 .. env.max_episode_steps"),
@@ -487,6 +490,21 @@ def test_config_of_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+@pytest.mark.parametrize("name", OWN_OPTIONS)
+def test_help_of_a_command_with_options_of_its_own_lists_them(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for path, option in strict.describe(OWN_OPTIONS[name]).items():
+        if "." not in path:
+            assert f" {path}={show(option.default)} {' '.join(option.meaning.split())}" in text
+
+
+@pytest.mark.parametrize("name", OWN_OPTIONS)
+def test_config_by_the_name_of_a_primary_config_is_that_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert config(capsys, "--config-name", name) == config(capsys, name)
+    assert set(config(capsys, name)) == set(strict.describe(OWN_OPTIONS[name]))
+
+
 def test_output_that_nobody_reads_to_the_end_is_no_failure() -> None:
     done = subprocess.run(["bash", "-c", f"{' '.join(command('config', '--json'))} | true; exit ${{PIPESTATUS[0]}}"],
                           capture_output=True, text=True, timeout=60)  # fmt: skip
@@ -513,7 +531,9 @@ def test_experiments_lists_what_ships_and_what_is_mine(capsys: pytest.CaptureFix
     assert len(found) == len(lines) + 2 and written() == []
 
 
-@pytest.mark.parametrize("line", ["--help", "--version", "train --help", "experiments", "trian", "train --jsn"])
+@pytest.mark.parametrize(
+    "line", ["--help", "--version", "train --help", "evaluate --help", "experiments", "trian", "train --jsn"]
+)
 def test_quick_answers_load_neither_torch_nor_hydra(line: str) -> None:
     code = f"import sys; from embodied_ppo import cli; cli.main({line.split()!r}); print(sorted(sys.modules))"
     before = cpu_of_children()
@@ -555,6 +575,8 @@ def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
         assert rows["env.num_envs"]["source"] == f"{strict.STORED}, {resume}/config.yaml"
         assert rows["updates"]["source"] == "command line" and rows["run_dir"]["value"] is None
     assert config(capsys, "resume=run", "experiment=hopper")["env.id"]["value"] == "Hopper-v4"
+    assert cli.main(["train", "run"]) == 2
+    assert "run is not of the form option=value; write resume=run\n" in capsys.readouterr().err
     assert cli.main(["train", "--quiet", "resume=run", "updates=2"]) == 0
     out = capsys.readouterr()
     assert re.search(r"^updates +2$", out.out, re.M) and out.err == ""
