@@ -223,7 +223,7 @@ def _config(args: argparse.Namespace) -> None:
         args.command = args.overrides.pop(0)
     elif args.config_name in PRIMARY:
         args.command = args.config_name
-    loaded = _prepare(args, args.overrides, check=args.command == "train")
+    loaded = _prepare(args, args.overrides, check=args.command == "train", partial=True)
     rows = explain.config_rows(loaded, only=args.only)
     if not rows:
         names = sorted({path.rpartition(".")[2] for path in explain.config_rows(loaded)})
@@ -231,6 +231,10 @@ def _config(args: argparse.Namespace) -> None:
         hint = f"did you mean {near[0]}?" if near else "leave --only out to see all"
         raise UsageError(f"--only {args.only}: no option mentions it; {hint}")
     _say_aliases(loaded, args)
+    if loaded.missing and not args.quiet:
+        print(
+            f"yours to write, and until then nothing is checked: {', '.join(sorted(loaded.missing))}", file=sys.stderr
+        )
     if args.json:
         print(explain.as_json(rows))
     else:
@@ -353,8 +357,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str, str]] = {
 
 
 # ------------------------------------------------------------------------------------------------ text -> typed config
-def _prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = True) -> Loaded:
-    """Compose, type and check. Raises ConfigError, PlacementError or CheckpointError."""
+def _prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = True, partial: bool = False) -> Loaded:
+    """Compose, type and check; with ``partial`` options may be ``???``, and then nothing is compared.
+
+    Raises ConfigError, PlacementError or CheckpointError.
+    """
     from embodied_ppo import rules, strict
     from embodied_ppo.config import OWN_OPTIONS, Config, DemosConfig
 
@@ -362,8 +369,8 @@ def _prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = Tr
     if cls is DemosConfig:
         defaults = strict.dump(Config()) | strict.dump(DemosConfig())
         return strict.read(DemosConfig, _demos_layers(lines, _layers(args, lines, defaults)))
-    loaded = strict.read(cls, _layers(args, lines, strict.dump(cls())))
-    if not check:
+    loaded = strict.read(cls, _layers(args, lines, strict.dump(cls())), partial=partial)
+    if not check or loaded.missing:
         return loaded
     config, origin = loaded.config, loaded.origin
     if args.command == "clone":

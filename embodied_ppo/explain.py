@@ -9,6 +9,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -116,9 +117,7 @@ def config_rows(loaded: Any, *, only: str | None = None) -> dict[str, dict[str, 
             continue
         if only and only.lower() not in f"{path} {option.meaning}".lower():
             continue
-        value = loaded.config
-        for name in path.split("."):
-            value = getattr(value, name)
+        value = "???" if path in loaded.missing else attrgetter(path)(loaded.config)
         rows[path] = {
             "value": list(value) if isinstance(value, tuple) else value,
             "default": list(option.default) if isinstance(option.default, tuple) else option.default,

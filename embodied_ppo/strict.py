@@ -81,6 +81,8 @@ class Loaded(Generic[C]):
     """Canonical path of every option that was set -> the layer that set it."""
     aliases: tuple[tuple[str, str], ...]
     """(as written, as read), each once."""
+    missing: frozenset[str] = frozenset()
+    """Options that are ``???`` still; the config has their defaults."""
 
     def deliberate(self, always: Collection[str] = ()) -> frozenset[str]:
         """Options set to something other than their default, or set at all by a layer named in ``always``.
@@ -126,8 +128,11 @@ def load(cls: type[C], mapping: Mapping[str, Any], *, source: str | None = None)
     return loaded.config
 
 
-def read(cls: type[C], layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Loaded[C]:
-    """Merge (label, mapping) layers, the last wins; types and limits are checked, options are not yet compared."""
+def read(cls: type[C], layers: Sequence[tuple[str, Mapping[str, Any]]], *, partial: bool = False) -> Loaded[C]:
+    """Merge (label, mapping) layers, the last wins; types and limits are checked, options are not yet compared.
+
+    partial  options may be ``???``, for their user to say; else that is refused
+    """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     aliases: dict[str, str] = {}
@@ -148,10 +153,11 @@ def read(cls: type[C], layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Loade
             origin[target] = label
     if values.get("algorithm.clip_ratio_c") is _DUAL_CLIP:
         values["algorithm.clip_ratio_c"] = _dual_clip(values, origin)
-    config = _build(cls, (), values, origin)
+    missing = frozenset(path for path, value in values.items() if partial and value == "???")
+    config = _build(cls, (), {path: value for path, value in values.items() if path not in missing}, origin)
     if isinstance(config, EvaluateConfig):
         config = replace(config, env=_read_env(config.env, origin.get("env", ""), aliases))
-    return Loaded(config, origin, tuple(aliases.items()))
+    return Loaded(config, origin, tuple(aliases.items()), missing)
 
 
 def _leaves(cls: type, mapping: Any, label: str) -> Iterator[tuple[str, Any]]:

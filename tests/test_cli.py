@@ -33,6 +33,10 @@ TINY = [
 ]
 
 
+GSM8K = ["actor.model.path", "data.eval", "data.train"]
+"""What experiment=gsm8k_qwen2_5_0_5b leaves to its user."""
+
+
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Every test runs in an empty folder of its own."""
@@ -488,6 +492,16 @@ def test_config_of_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
         "type": "a whole number",
         "limit": ">= 1",
     }
+
+
+def test_config_shows_what_is_yours_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--json", "experiment=gsm8k_qwen2_5_0_5b"]) == 0
+    out, err = capsys.readouterr()
+    asked = {path: row["source"] for path, row in json.loads(out).items() if row["value"] == "???"}
+    assert asked == dict.fromkeys(GSM8K, "configs/experiment/gsm8k_qwen2_5_0_5b.yaml")
+    assert err == f"yours to write, and until then nothing is checked: {', '.join(GSM8K)}\n"
+    assert cli.main(["config", "--json", "experiment=gsm8k_qwen2_5_0_5b", "actor.model.path=x", "seed=-1"]) == 2
+    assert "seed = -1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", OWN_OPTIONS)
