@@ -99,6 +99,13 @@ def load(mjcf: Path) -> mujoco.MjModel:
         raise EnvError(f"{where} nothing in it can move; give its bodies joints: <joint name=.. type=hinge axis=../>")
     if not model.nu:
         cure = '<actuator><motor name=".." joint=".." ctrlrange="-1 1"/></actuator>'
+        if "<robot" in mjcf.read_text(encoding="utf-8", errors="replace"):
+            save = f"s = mujoco.MjSpec.from_file({str(mjcf)!r}); s.compile(); open('robot.xml', 'w').write(s.to_xml())"
+            raise EnvError(
+                f"{where} is a URDF, which MuJoCo reads without actuators, and its base stands fixed in the world; "
+                f'save it as MJCF: python -c "import mujoco; {save}", then add to that file {cure}, and a floor and a free '
+                "joint if it is to move about"
+            )
         raise EnvError(f"{where} it has no actuators, so there is nothing to learn; add some: {cure}")
     for j in range(model.njnt):
         free = model.jnt_type[j] == FREE

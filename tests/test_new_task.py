@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +153,10 @@ def test_the_home_pose_is_the_keyframe_of_that_name() -> None:
 BALL = '<mujoco><worldbody>{}<body name="ball"><freejoint/><geom size=".1"/>{}</body></worldbody>{}</mujoco>'
 ARM = '<body><joint name="j"/><geom size=".1" pos=".1 0 0"/></body>'
 MOTOR = '<actuator><motor joint="j"/></actuator>'
+URDF = """<robot name="arm"><link name="base"/><link name="arm"><inertial><mass value="1"/>
+<inertia ixx=".1" iyy=".1" izz=".1" ixy="0" ixz="0" iyz="0"/></inertial></link>
+<joint name="j" type="revolute"><parent link="base"/><child link="arm"/><axis xyz="0 1 0"/>
+<limit lower="-1" upper="1" effort="10" velocity="3"/></joint></robot>"""
 REFUSED = [
     ("robot.xml", "<mujoco><worldbody></mujoco>", "robot.xml: MuJoCo refuses it: XML parse error"),
     ("robot.xml", WALKER, r"MuJoCo refuses it: .*shell.obj.* \(meshes and textures are looked for from .*here\)"),
@@ -159,6 +164,7 @@ REFUSED = [
     ("robot.xml", f"<mujoco><worldbody>{ARM}</worldbody></mujoco>", "it has no actuators, .*<motor name="),
     ("robot.xml", BALL.format("", ARM, MOTOR), "body ball floats freely and there is nothing to stand on"),
     ("robot.xml", BALL.format("", ARM, MOTOR).replace(' name="ball"', ""), "the free body 1 has no name"),
+    ("robot.urdf", URDF, "robot.urdf: is a URDF, which MuJoCo reads without actuators, .* save it as MJCF: python -c"),
     (
         "robot.xml",
         f'<mujoco><worldbody><body name="b"><joint/><geom size=".1"/>{ARM}</body></worldbody>{MOTOR}</mujoco>',
@@ -173,6 +179,18 @@ def test_models_that_make_no_task_are_refused(file: str, text: str, said: str) -
     with pytest.raises(EnvError, match=said):
         new_task.write("my_robot", Path(file))
     assert [str(p) for p in Path().iterdir()] == [file], "nothing is written"
+
+
+def test_the_cure_for_a_urdf_makes_an_mjcf_that_lacks_actuators_only() -> None:
+    Path("robot.urdf").write_text(URDF)
+    with pytest.raises(EnvError) as caught:
+        new_task.write("my_robot", Path("robot.urdf"))
+    code = re.search(r'python -c "(.*?)", then', str(caught.value))
+    assert code is not None
+    subprocess.run([sys.executable, "-c", code[1]], check=True, timeout=60)
+    text = Path("robot.xml").read_text()
+    Path("robot.xml").write_text(text.replace("</mujoco>", '<actuator><motor name="m" joint="j"/></actuator></mujoco>'))
+    assert new_task.write("my_robot", Path("robot.xml")).files
 
 
 def test_a_free_robot_with_thrusters_or_a_floor_is_none_of_these() -> None:
