@@ -24,6 +24,7 @@ from embodied_ppo.generation.sampling import Sampling
 from embodied_ppo.generation.vllm import VllmEngine
 from embodied_ppo.grading_pool import GraderPool
 from embodied_ppo.models import language
+from embodied_ppo.models.directory import share
 from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
 from embodied_ppo.placement.local import LocalSystem
 from embodied_ppo.placement.system import Records
@@ -570,6 +571,7 @@ def export(trained: Config, source: checkpoint.Checkpoint, out: Path) -> dict[st
     try:
         policy.model.save_pretrained(out)
         tokenizer.save_pretrained(out)
+        share(out)
     except OSError as error:
         raise ConfigError(f"out={out}: cannot be written ({error.strerror}); name another directory") from error
     again = language.load(str(out), {}, what="out")

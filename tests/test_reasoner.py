@@ -269,6 +269,10 @@ def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
 
     done = run(capsys, "export", "checkpoint=run", "out=mine")
     assert done["logit_difference"] == 0
+    Path("new").touch()
+    assert {file.stat().st_mode for file in Path("mine").iterdir()} == {Path("new").stat().st_mode}, (
+        "as the umask has it"
+    )
     mine = AutoModelForCausalLM.from_pretrained("mine", dtype=torch.float32)
     before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     config = strict.load(Config, yaml.safe_load(Path("run/config.yaml").read_text()))

@@ -486,6 +486,10 @@ def test_train_evaluate_and_export(
     assert measured["eval/return"] == pytest.approx(done["final_return"])
     written = run(capsys, "export", "checkpoint=run", "out=mine")
     assert written["logit_difference"] < 1e-4
+    Path("new").touch()
+    assert {file.stat().st_mode for file in Path("mine").iterdir()} == {Path("new").stat().st_mode}, (
+        "as the umask has it"
+    )
     again = run(capsys, "train", *TINY, *options[1:], "model.checkpoint=mine", "run_dir=second", "updates=1")
     assert again["updates"] == 1
 

@@ -28,6 +28,13 @@ def refusing(before: str, after: str = "", *, kind: bool = False) -> Iterator[No
         raise ConfigError(f"{before}{one_line(error, kind=kind)}{after}") from error
 
 
+def share(folder: str | Path) -> None:
+    """safetensors writes files that only their owner may read; theirs become the rights of config.json beside them."""
+    mode = (Path(folder) / "config.json").stat().st_mode & 0o777
+    for file in Path(folder).glob("*.safetensors"):
+        file.chmod(mode)
+
+
 def json_of(file: Path, where: str, cure: str) -> dict[str, Any]:
     """One JSON object. ``where`` is the option and its value, "" where the caller says it; ``cure``: which directory
     to name instead. Raises ConfigError.

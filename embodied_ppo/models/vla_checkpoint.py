@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from embodied_ppo.config import ModelConfig
 from embodied_ppo.models import lora, openvla_checkpoint
 from embodied_ppo.models.backbone import Encoder, channels_last, is_image
-from embodied_ppo.models.directory import json_of
+from embodied_ppo.models.directory import json_of, share
 from embodied_ppo.models.openvla import Cache, Embedded, OpenVLABody
 from embodied_ppo.models.openvla_checkpoint import ActionTokens
 from embodied_ppo.models.vla import INSTRUCTION, Found, ValueHead, action_size, check_units
@@ -381,6 +381,7 @@ def export(policy: CheckpointVLA, source: str | Path, out: str | Path) -> None:
         if file.is_file() and "safetensors" not in file.name:
             shutil.copyfile(file, folder / file.name)
     policy.body.write(folder)
+    share(folder)
 
 
 def _kind(folder: str) -> str:
