@@ -103,8 +103,8 @@ def load(mjcf: Path) -> mujoco.MjModel:
             save = f"s = mujoco.MjSpec.from_file({str(mjcf)!r}); s.compile(); open('robot.xml', 'w').write(s.to_xml())"
             raise EnvError(
                 f"{where} is a URDF, which MuJoCo reads without actuators, and its base stands fixed in the world; "
-                f'save it as MJCF: python -c "import mujoco; {save}", then add to that file {cure}, and a floor and a free '
-                "joint if it is to move about"
+                f'save it as MJCF: python -c "import mujoco; {save}", then add to that file {cure}, and a floor and a '
+                "free joint if it is to move about"
             )
         raise EnvError(f"{where} it has no actuators, so there is nothing to learn; add some: {cure}")
     for j in range(model.njnt):
