@@ -45,6 +45,7 @@ bench: .venv/dev ## speed of training and generation on this machine
 
 docs: .venv/dev ## the documentation as pages, site/index.html; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "to read them, with the search: python3 -m http.server -d site"
 
 build: .venv/dev ## source distribution and wheel into dist/, tried in an environment of their own
 	rm -rf build dist *.egg-info/SOURCES.txt

@@ -55,6 +55,8 @@ def test_every_block_runs(tmp_path: Path) -> None:
     assert folder == tmp_path / "my_robot"
     assert imageio.imread(folder / "look.png").std() > 10, "a picture of something"
     assert re.search(r"^eval/success +\d", said, re.M), "the second evaluation has a success rate"
+    by_hand, measured = re.findall(r"^(?:eval/)?return +(\S+)", said, re.M)[-2:]
+    assert float(by_hand) == pytest.approx(float(measured), rel=1e-4), "a script of one's own acts as evaluate does"
 
 
 def replaced(source: str, function: str, text: str) -> str:
