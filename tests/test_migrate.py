@@ -240,8 +240,10 @@ def test_what_a_run_needs_and_the_file_does_not_say_is_asked_for(capsys: pytest.
     found = convert("verl", VERL)
     assert set(found.to_write) == {"data.train", "data.eval", "updates"}
     Path("mine/experiment/x.yaml").write_text(found.text("theirs.yaml"))
-    assert cli.main(["config", "--config-dir", "mine", "experiment=x"]) == 2
+    assert cli.main(["train", "--config-dir", "mine", "experiment=x"]) == 2
     assert "= ??? " in capsys.readouterr().err
+    assert cli.main(["config", "--config-dir", "mine", "experiment=x"]) == 0
+    assert "yours to write" in (err := capsys.readouterr().err) and "data.eval, data.train, updates" in err
 
 
 # --------------------------------------------------------------------------------------------------------------- values
