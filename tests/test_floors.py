@@ -110,8 +110,8 @@ FLOORS: dict[str, int] = {
 LAZY = {"cli", "explain"}
 """May import our own modules inside functions: `embodied-ppo --help` answers before torch is loaded."""
 
-WITH_RAY = "placement.cluster"
-"""Is imported where a run asks for it: Ray takes a second to load, and training in one process does not need it."""
+SLOW = {"placement.cluster", "shards"}
+"""Are imported where a run asks for them: Ray takes a second to load, FSDP2 half of one, and most runs need neither."""
 
 ONLY_IN = {"hydra": {"cli"}, "omegaconf": {"cli"}, "ray": {"placement.process", "placement.cluster", "doctor"}}
 ONLY_IN |= {
@@ -208,7 +208,7 @@ def test_there_are_no_cycles():
 @pytest.mark.parametrize("name", FLOORS)
 def test_own_modules_are_imported_at_the_top(name):
     if name not in LAZY:
-        assert not [target for target, inside in own(name) if inside and target != WITH_RAY]
+        assert not [target for target, inside in own(name) if inside and target not in SLOW]
 
 
 def test_training_in_one_process_does_not_import_ray():
