@@ -181,7 +181,7 @@ def print_migration(told: Mapping[str, Any]) -> None:
     """Theirs -> ours, and what has no counterpart, with the reason."""
 
     def theirs(row: Mapping[str, Any]) -> str:
-        return f"{row['theirs']} = {show(row['value'])}"
+        return f"{show(row['theirs'])} = {show(row['value'])}"
 
     mapped = [
         [theirs(row) + (" (their default)" if row["default"] else ""), f"{path} = {show(value)}"]

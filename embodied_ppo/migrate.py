@@ -28,9 +28,12 @@ from embodied_ppo.peers.verl import VERL
 
 MISSING = "???"
 """What the written file has where the peer's does not say what we need."""
-UNFIT = (TypeError, ValueError, AttributeError, KeyError, IndexError, ZeroDivisionError)
+UNFIT = (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError)
 """What a rule raises over a value of another kind than the option has."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
+MANY = 10_000
+"""Values of a file, characters of what a ``${..}`` stands for: few lines of aliases and references can say more than
+memory holds."""
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
@@ -97,11 +100,15 @@ def read(file: str, peer: str) -> Source:
         raise ConfigError(f"{file} is not plain YAML ({one_line(e)}); mend it") from e
     if not isinstance(content, Mapping) or not content:
         raise ConfigError(f"{file} holds no options ({show(content)}); name a YAML file with {PEERS[peer].name}'s")
-    try:
-        values = dict(_flat(content, "", PEERS[peer].whole))
-    except RecursionError:
-        raise ConfigError(f"{file} holds a section that contains itself; mend it") from None
-    return _resolved(values)
+    left = [content]
+    for _ in range(MANY):
+        if not left:
+            break
+        node = left.pop()
+        left.extend(node.values() if isinstance(node, Mapping) else node if isinstance(node, (list, tuple)) else ())
+    else:
+        raise ConfigError(f"{file} holds a section that contains itself, or more than {MANY:,} values; mend it")
+    return _resolved(dict(_flat(content, "", PEERS[peer].whole)))
 
 
 def _flat(node: Any, path: str, whole: frozenset[str]) -> Iterator[tuple[str, Any]]:
@@ -136,16 +143,21 @@ def _resolve(value: Any, path: str, values: Mapping[str, Any], depth: int) -> An
         match = REFERENCE.search(value)
         if match is None or depth > 20:
             raise _Unresolved
-        inner = _resolve(_evaluated(match[1], path, values, depth), path, values, depth + 1)
+        inner = _resolve(_evaluated(match[1], path, values), path, values, depth + 1)
+        if len(show(inner)) > MANY:
+            raise _Unresolved
         value = inner if match[0] == value else value.replace(match[0], show(inner), 1)
         depth += 1
     return value
 
 
-def _evaluated(text: str, path: str, values: Mapping[str, Any], depth: int) -> Any:
+def _evaluated(text: str, path: str, values: Mapping[str, Any]) -> Any:
     """What stands between the braces. Raises _Unresolved."""
     name, colon, rest = text.partition(":")
-    arguments = [yaml.safe_load(part) for part in rest.split(",")] if colon and "\\" not in rest else []
+    try:
+        arguments = [strict.plain_yaml(part) for part in rest.split(",")] if colon and "\\" not in rest else []
+    except yaml.YAMLError:
+        raise _Unresolved from None
     if not colon:
         return _looked_up(text.strip(), path, values)
     if name == "oc.select" and arguments:
@@ -155,7 +167,7 @@ def _evaluated(text: str, path: str, values: Mapping[str, Any], depth: int) -> A
             return arguments[1] if len(arguments) == 2 else None
     if name == "not" and len(arguments) == 1:
         return not arguments[0]
-    if len(arguments) == 2 and all(type(a) in (int, float) for a in arguments):
+    if len(arguments) == 2 and all(type(a) in (int, float) and abs(a) < 1e15 for a in arguments):
         a, b = arguments
         if name in ("subtract", "multiply") or (name == "int_div" and b):
             return a - b if name == "subtract" else a * b if name == "multiply" else a // b

@@ -102,7 +102,19 @@ class Loaded(Generic[C]):
         return frozenset(path for path, label in self.origin.items() if counts(path, label))
 
 
-class _Plain(yaml.SafeLoader):
+class _Values(yaml.SafeLoader):
+    """Of values that can be written again."""
+
+    def construct_yaml_int(self, node: Any) -> int:
+        value = super().construct_yaml_int(node)
+        str(value)  # ValueError for 0xff.. of thousands of digits: no message could show it
+        return value
+
+
+_Values.add_constructor("tag:yaml.org,2002:int", _Values.construct_yaml_int)
+
+
+class _Plain(_Values):
     """Without aliases (``*name``): a few lines of them can stand for more values than memory holds, or for ever."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -114,7 +126,7 @@ class _Plain(yaml.SafeLoader):
 def plain_yaml(text: str, *, aliases: bool = False) -> Any:
     """What YAML says, of plain values. Raises YAMLError, and nothing else, for whatever is wrong with it."""
     try:
-        return yaml.load(text, yaml.SafeLoader if aliases else _Plain)
+        return yaml.load(text, _Values if aliases else _Plain)
     except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError) as error:
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error  # of 2000-99-99, !!bool x, a deep list ..
 

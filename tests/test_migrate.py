@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -482,6 +483,10 @@ FILES = {
     "foreign.yaml": "services: {web: {image: nginx}}\n",
     "code.yaml": "algorithm: !!python/object/apply:os.mkdir [pwned]\n",
     "self.yaml": "algorithm: &a {b: *a}\n",
+    "list_self.yaml": "algorithm: {gamma: &a [*a]}\n",
+    "bomb.yaml": "a: &a {x: 1, y: 1}\n"
+    + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)),
+    "hexadecimal.yaml": f"algorithm: {{gamma: 0x{'f' * 6000}}}\n",
 }
 REFUSALS = [
     ("verl missing.yaml", "missing.yaml: no such file; name a YAML file with verl's options"),
@@ -490,6 +495,9 @@ REFUSALS = [
     ("verl list.yaml", "list.yaml holds no options"),
     ("verl text.yaml", "text.yaml holds no options"),
     ("verl self.yaml", "self.yaml holds a section that contains itself"),
+    ("verl list_self.yaml", "list_self.yaml holds a section that contains itself"),
+    ("verl bomb.yaml", "or more than 10,000 values"),
+    ("verl hexadecimal.yaml", "hexadecimal.yaml is not plain YAML"),
     ("verl code.yaml", "code.yaml is not plain YAML"),
     ("verl foreign.yaml", "foreign.yaml holds no option of verl's (it has services.web.image)"),
     ("verl roll.yaml", "roll.yaml looks like ROLL's (24 of its 24 options"),
@@ -514,6 +522,28 @@ def test_refusals_are_one_line_and_write_nothing(line: str, message: str, capsys
         position = err.index(part, position)
     assert {p.name for p in Path.cwd().iterdir()} == set(FILES)
     assert Path("verl.yaml").read_text() == FILES["verl.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "options"),
+    [
+        ("verl", {"data.seed": "${multiply:[,2}"}),
+        ("verl", {"data.seed": "${subtract:2000-99-99,2}"}),
+        ("verl", {"data.seed": f"${{multiply:{'9' * 4000},{'9' * 4000}}}"}),
+        (
+            "verl",
+            {f"data.{a}": [f"${{data.{b}}}"] * 30 for a, b in zip("abcdef", "bcdefg", strict=True)} | {"data.g": 1},
+        ),
+        ("verl", {"trainer.nnodes": math.inf}),
+        ("trl", {"total_episodes": math.inf}),
+        ("roll", {"actor_train.device_mapping": "list(range(0,1000000000000))"}),
+    ],
+)
+def test_values_that_no_program_could_take_are_told_as_such(peer: str, options: dict[str, Any]):
+    known = {"verl": {"algorithm.gamma": 0.5}, "trl": {"gamma": 0.5}, "roll": {"gamma": 0.5}}[peer]
+    found = convert(peer, known | options)
+    said = {row["theirs"] for rows in (found.unknown, found.refused, found.meaningless) for row in rows}
+    assert said & options.keys() and found.options["algorithm.gamma"] == 0.5
 
 
 def test_every_default_of_a_peer_is_an_option_of_its_table():

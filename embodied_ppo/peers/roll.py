@@ -44,6 +44,8 @@ from embodied_ppo.peers.rule import (
     warmup_steps,
 )
 
+MOST = 100_000
+"""Devices in a range that is read."""
 DEVICES = re.compile(r"list\(range\((\d+),(\d+)(?:,(\d+))?\)\)|(?:list\()?\[(\d+(?:,\d+)*)\]\)?")
 
 
@@ -56,6 +58,8 @@ def _devices(value: Any) -> list[int] | None:
         if not (match := DEVICES.fullmatch(part)):
             return None
         low, high, step, single = match.groups()
+        if not single and int(high) - int(low) > MOST:
+            return None
         found += [int(d) for d in single.split(",")] if single else range(int(low), int(high), int(step or 1) or 1)
     return sorted(set(found))
 
