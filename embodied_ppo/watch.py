@@ -6,9 +6,10 @@ import base64
 import errno
 import hashlib
 import json
-import math
 import os
 import re
+import stat
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -65,7 +66,7 @@ def find(roots: Sequence[Path]) -> dict[str, Path]:
             here = Path(folder)
             deep = len(here.relative_to(root).parts) >= DEPTH
             if ROWS in files:
-                found[str(here.absolute())] = here
+                found[os.fsencode(here.absolute()).decode(errors="replace")] = here  # as a browser can ask for it
             inner[:] = () if ROWS in files or deep else sorted(n for n in inner if not n.startswith("."))
     return found
 
@@ -99,16 +100,19 @@ def status(run: Path) -> dict[str, Any]:
             "rows": stamps[ROWS],
             "config": stamps["config.yaml"],
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:  # gone, or damaged: the page says so
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # gone, or damaged: the page says so
         return {"state": "unreadable", "note": one_line(error, kind=True), "health": []}
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    """(time of the last change in ns, size in bytes); zeros without a file."""
+    """(time of the last change in ns, size in bytes); zeros without a file. Raises OSError for a pipe or a device:
+    they have no end."""
     try:
         found = file.stat()
     except FileNotFoundError:
         return 0, 0
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "is no file", str(file))
     return found.st_mtime_ns, found.st_size
 
 
@@ -159,7 +163,7 @@ def _tail(file: Path) -> bytes:
 
 def _newest(run: Path, pattern: str) -> dict[str, Any] | None:
     """Name and time of change of the newest file."""
-    found = max(((_stamp(file)[0], file) for file in run.glob(pattern)), default=None)
+    found = max(((_stamp(file)[0], file) for file in run.glob(pattern) if file.is_file()), default=None)
     return None if found is None else {"name": found[1].relative_to(run).as_posix(), "changed": found[0]}
 
 
@@ -171,6 +175,7 @@ def read_on(file: Path, start: int, mark: str) -> dict[str, Any]:
     returns  {from, next, mark, rows, broken, more}: bytes [from, next) were read, always whole lines: a last line
              without its end waits. ``broken``: lines among them that are no JSON. ``more``: ask again at once
     """
+    _stamp(file)
     with open(file, "rb") as f:
         if start and _mark(f, start) != mark:
             start = 0
@@ -200,7 +205,7 @@ def _rows(block: bytes) -> tuple[list[dict[str, Any]], int]:
             continue
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
             rows.append({tag: _finite(x) for tag, x in row.items() if x is None or isinstance(x, (int, float))})
@@ -210,7 +215,7 @@ def _rows(block: bytes) -> tuple[list[dict[str, Any]], int]:
 
 
 def _finite(x: float | None) -> float | None:
-    return x if x is None or math.isfinite(x) else None
+    return x if x is None or abs(x) <= sys.float_info.max else None  # JSON has 1e999 and integers without end, too
 
 
 def differences(runs: Sequence[Path]) -> list[dict[str, Any]]:
@@ -229,7 +234,7 @@ def differences(runs: Sequence[Path]) -> list[dict[str, Any]]:
 
 def _options(file: Path) -> dict[str, str]:
     """Dotted path -> value, as the command line would take it; empty without a file."""
-    if not file.exists():
+    if _stamp(file) == (0, 0):
         return {}
     try:
         content = strict.plain_yaml(file.read_text(encoding="utf-8"))
@@ -284,11 +289,13 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self._answer()
         except Refused as refused:
-            self._send(refused.status, str(refused).encode(), "text/plain; charset=utf-8")
+            self._send(refused.status, str(refused).encode(errors="replace"), "text/plain; charset=utf-8")
         except ConnectionError:  # the browser has left, or wants another part of the film
             self.close_connection = True
         except (OSError, ValueError) as error:  # a file is gone or damaged: the page says which
-            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, one_line(error).encode(), "text/plain; charset=utf-8")
+            self._send(
+                HTTPStatus.INTERNAL_SERVER_ERROR, one_line(error).encode(errors="replace"), "text/plain; charset=utf-8"
+            )
 
     def _answer(self) -> None:
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")

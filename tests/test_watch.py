@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -137,6 +138,9 @@ def test_lines_that_are_no_numbers(tmp_path: Path) -> None:
     )
     found = watch.read_on(file, 0, "")
     assert found["rows"] == [{"a": None, "b": None, "c": None, "d": None, "f": 2}, {"f": 3}] and found["broken"] == 3
+    file.write_text("[" * 100_000 + '\n{"a": 1' + "0" * 400 + "}\n")  # deeper than Python goes; no float
+    found = watch.read_on(file, 0, "")
+    assert found["rows"] == [{"a": None}] and found["broken"] == 1
 
 
 def test_a_long_file_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,6 +328,25 @@ def test_bad_questions_get_a_line(tmp_path: Path, serve: Any) -> None:
     assert get(server, "/data", {"run": run, "from": "-1"})[0] == 400
     assert get(server, "/data")[0] == 400 and get(server, "/data", [("run", run)] * 2)[0] == 400
     assert get(server, "/x")[2] == b"/x: no such page"
+    odd = tmp_path / os.fsdecode(b"\xff")  # no text in any encoding
+    make_run(tmp_path / "o").close()
+    (tmp_path / "o").rename(odd)
+    (run_odd,) = (row["run"] for row in told(server, "/runs")["runs"] if row["run"] != run)
+    assert len(told(server, "/data", {"run": run_odd})["rows"]) == 40
+    (odd / "config.yaml").write_text("a: [")
+    assert get(server, "/diff", {"run": run_odd})[0] == 500
+    shutil.rmtree(odd)
+    make_run(tmp_path / "b").close()
+    (tmp_path / "b" / "summary.json").write_text("[" * 100_000)
+    for name, file in (("c", "log.txt"), ("d", "metrics.jsonl")):  # read, a pipe would never end
+        make_run(tmp_path / name).close()
+        (tmp_path / name / file).unlink()
+        os.mkfifo(tmp_path / name / file)
+    (tmp_path / "a" / "videos").mkdir()
+    os.mkfifo(tmp_path / "a" / "videos" / "x.mp4")
+    assert [row["state"] for row in told(server, "/runs")["runs"]] == ["running", *["unreadable"] * 3]
+    status, _, body = get(server, "/data", {"run": str(tmp_path / "d")})
+    assert status == 500 and b"metrics.jsonl" in body
     (tmp_path / "a" / "config.yaml").write_text("a: [")
     status, _, body = get(server, "/diff", {"run": run})
     assert status == 500 and b"config.yaml: is no YAML" in body and b"\n" not in body
