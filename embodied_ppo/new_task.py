@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import keyword
 import os
 import re
@@ -21,6 +22,9 @@ from embodied_ppo.errors import EnvError
 
 CONTROL_STEP_S, EPISODE_S, LEASH = 0.02, 5.0, 1.0
 """What a new task begins with: 50 decisions a second, five seconds; loose joints end it 1 rad or m from home."""
+
+TIMESTEPS = 1e-5, 1.0
+"""Of physics, s: from 2000 steps in a decision to a step in each."""
 
 TEMPLATES = {
     "{name}.py": "new_task.py.j2",
@@ -70,11 +74,18 @@ def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
         keep_trailing_newline=True,
     )
     environment.filters["py"] = _literal
+    environment.filters["quoted"] = lambda text: _literal(text)[1:-1]
     path = Path(os.path.relpath(mjcf.resolve(), folder.resolve())).as_posix()
-    for file, template in files.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        text = environment.get_template(template).render(name=name, kind=kind, mjcf=path, **found)
-        file.write_text(text, encoding="utf-8")
+    texts = {
+        file: environment.get_template(template).render(name=name, kind=kind, mjcf=path, **found)
+        for file, template in files.items()
+    }
+    try:
+        for file, text in texts.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise EnvError(f"--out {folder}: cannot be written ({error.strerror}); name another folder") from error
     home = Path(sys.executable).parent
     where = "" if shutil.which("embodied-ppo") == str(home / "embodied-ppo") else f"{home}/"
     commands = (
@@ -95,6 +106,13 @@ def load(mjcf: Path) -> mujoco.MjModel:
         place = f" (meshes and textures are looked for from {mjcf.resolve().parent})" if "file" in str(error) else ""
         raise EnvError(f"--mjcf {mjcf}: MuJoCo refuses it: {error}{place}") from error
     where = f"--mjcf {mjcf}:"
+    if not TIMESTEPS[0] <= model.opt.timestep <= TIMESTEPS[1]:
+        raise EnvError(
+            f"{where} its timestep is {model.opt.timestep:g} s, not from {TIMESTEPS[0]:g} to {TIMESTEPS[1]:g}; write "
+            '<option timestep="0.002"/>'
+        )
+    if not np.isfinite(model.key_qpos).all():
+        raise EnvError(f"{where} a keyframe's qpos holds {model.key_qpos[~np.isfinite(model.key_qpos)][0]}; mend it")
     if not model.njnt:
         raise EnvError(f"{where} nothing in it can move; give its bodies joints: <joint name=.. type=hinge axis=../>")
     if not model.nu:
@@ -247,7 +265,7 @@ def _bounds(model: mujoco.MjModel, i: int) -> tuple[float, float, str]:
 def _literal(value: Any) -> str:
     """A value as Python source in double quotes."""
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
     if isinstance(value, dict):

@@ -8,9 +8,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from toys import BALANCE
 
 import embodied_envs
@@ -170,6 +172,16 @@ REFUSED = [
         f'<mujoco><worldbody><body name="b"><joint/><geom size=".1"/>{ARM}</body></worldbody>{MOTOR}</mujoco>',
         r"joint 0 \(of body b\) has no name",
     ),
+    (
+        "robot.xml",
+        f'<mujoco><option timestep="0"/><worldbody>{ARM}</worldbody>{MOTOR}</mujoco>',
+        "timestep is 0 s, not",
+    ),
+    (
+        "robot.xml",
+        f'<mujoco><worldbody>{ARM}</worldbody>{MOTOR}<keyframe><key qpos="nan"/></keyframe></mujoco>',
+        "qpos holds nan",
+    ),
 ]
 
 
@@ -191,6 +203,19 @@ def test_the_cure_for_a_urdf_makes_an_mjcf_that_lacks_actuators_only() -> None:
     text = Path("robot.xml").read_text()
     Path("robot.xml").write_text(text.replace("</mujoco>", '<actuator><motor name="m" joint="j"/></actuator></mujoco>'))
     assert new_task.write("my_robot", Path("robot.xml")).files
+
+
+def test_names_of_a_model_stay_names() -> None:
+    file, name = Path('a\n"""b: \'${x}.xml'), "&quot;&quot;&quot;&#10;1/0&#10;\\"
+    model = f"<mujoco><worldbody>{ARM}</worldbody>{MOTOR}</mujoco>".replace('"j"', f'"{name}"')
+    file.write_text(model.replace("<motor", f'<motor name="{name}"'))
+    for written in new_task.write("my_robot", file).files:
+        if written.suffix == ".py":
+            namespace: dict[str, Any] = {"__name__": "my_robot", "__file__": str(written)}
+            exec(compile(written.read_text(), str(written), "exec"), namespace)
+            assert namespace.get("JOINTS", ('"""\n1/0\n\\',)) == ('"""\n1/0\n\\',)
+        else:
+            assert file.name in yaml.safe_load(written.read_text())["description"]
 
 
 def test_a_free_robot_with_thrusters_or_a_floor_is_none_of_these() -> None:
@@ -225,7 +250,8 @@ def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     assert "my_robot/my_robot.py is there already and stays as it is" in capsys.readouterr().err
     assert Path("my_robot/my_robot.py").read_text() == "mine"
     Path("file").touch()
-    assert cli.main([*command, "--out", "file"]) == 2 and "is a file; name a folder" in capsys.readouterr().err
+    for out, said in (("file", "is a file; name a folder"), ("file/x", "cannot be written (Not a directory); name")):
+        assert cli.main([*command, "--out", out]) == 2 and said in capsys.readouterr().err
     assert cli.main(["new-task", "x", "--mjcf", "nowhere.xml"]) == 2
     assert "--mjcf nowhere.xml: no such file" in capsys.readouterr().err
     assert cli.main(["new-task", "x"]) == 2 and "--mjcf" in capsys.readouterr().err
