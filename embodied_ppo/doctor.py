@@ -404,7 +404,7 @@ def _driver() -> list[str]:
         return ["a GPU (/dev/nvidia0)"] if Path("/dev/nvidia0").exists() else []
     query = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
     lines = done.stdout.splitlines() if done.returncode == 0 else []
@@ -423,9 +423,8 @@ def _compiler() -> Row:
         source, program = Path(folder, "a.cpp"), Path(folder, "a.out")
         source.write_text("#include <vector>\n#include <omp.h>\nint main() { return std::vector<int>(7).size(); }\n")
         try:
-            made = subprocess.run(
-                [name, "-fopenmp", str(source), "-o", str(program)], capture_output=True, text=True, timeout=DEADLINE_S
-            )
+            command = [name, "-fopenmp", str(source), "-o", str(program)]
+            made = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=DEADLINE_S)
             works = made.returncode == 0 and subprocess.run([str(program)], timeout=DEADLINE_S).returncode == 7
             said = made.stderr.strip().splitlines()[:1] or ["its program does not run"]
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -264,7 +264,7 @@ def test_gpus_that_others_use_and_a_driver_that_fails(tmp_path: Path, monkeypatc
 
 def test_compilers_that_do_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "g++"
-    broken.write_text("#!/bin/sh\necho 'omp.h: No such file' >&2\nexit 1\n")
+    broken.write_text("#!/bin/sh\nprintf 'omp.h: No such file \\377\\n' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     row = doctor._compiler()
