@@ -19,7 +19,7 @@ from embodied_ppo import __version__, checkpoint, strict
 from embodied_ppo.config import Config
 from embodied_ppo.placement import plan
 from embodied_ppo.placement.system import RunSystem
-from embodied_ppo.types import ConfigError
+from embodied_ppo.types import ConfigError, PlacementError
 
 PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "envpool", "hydra-core", "tensorboard", "transformers")
 
@@ -105,6 +105,9 @@ def hardware_of(config: Config, device: torch.device) -> plan.Hardware:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if c.device_memory_gb:
         memory = int(c.device_memory_gb * 1e9)
+    if (count := (c.devices_per_node or here) * c.num_nodes) > plan.MOST_DEVICES:
+        said = f"cluster.num_nodes x cluster.devices_per_node = {count} devices"
+        raise PlacementError(f"{said}, more than {plan.MOST_DEVICES}; write what there is")
     nodes = tuple(range(c.num_nodes))
     labels = {
         name: plan.ranges(value, nodes, f"cluster.node_groups = {{{name}: {value}}}", "node")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,7 +95,8 @@ def _placed(config: Config, devices: int, where: torch.device) -> tuple[Config, 
         return wanted, build.placed(wanted, where), f"--devices {devices}"
     except PlacementError as error:
         why = f"--devices {devices}: {error}"
-    for count in range(devices, 1, -1):
+    most = config.env.num_envs if config.mode == "embodied" else config.algorithm.rollout_batch_size  # one for each
+    for count in range(min(devices, most), 1, -1):
         cluster = replace(c, num_nodes=1, devices_per_node=count, node_groups={}, component_placement={}, max_lag=0)
         cluster = replace(cluster, weights="auto" if c.max_lag else c.weights)
         fused = replace(config, placement="fused", cluster=cluster)
@@ -183,6 +185,10 @@ def destination(out: str) -> tuple[Path, str, str]:
     if file.suffix != ".yaml" or file.parent.name != "experiment":
         raise ConfigError(
             f"--out {out}: experiments are in a folder of that name; write --out my_configs/experiment/{file.stem}.yaml"
+        )
+    if not re.fullmatch(r"[\w .-]+", file.stem, re.ASCII):
+        raise ConfigError(
+            f"--out {out}: no experiment can be called {file.stem!r}; letters, digits and _ . - can be used"
         )
     if file.exists():
         raise ConfigError(f"--out {out}: is there already; name another file")

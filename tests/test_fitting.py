@@ -144,6 +144,8 @@ def test_two_devices_become_one(tmp_path: Path, capsys: pytest.CaptureFixture[st
     memory = f"cluster.device_memory_gb={(sum(whole.values()) - 0.4 * whole['activations']) / 0.92 / 1e9}"
     told = fit(capsys, *words, memory, "--devices", "1", "--out", "mine/experiment/small.yaml")
     found = changed(told)
+    many = changed(fit(capsys, *words, "--devices", "1000"))  # tried are only as many as there are environments
+    assert many["placement"] == ("disaggregated", "fused") and many["cluster.devices_per_node"][1] < 1000
     assert found.pop("placement") == ("disaggregated", "local") and found.pop("cluster.devices_per_node") == (4, 0)
     assert found.pop("algorithm.micro_batch_size")[0] is None and not found
     whys = {change["option"]: change["why"] for change in told["changes"]}
@@ -226,8 +228,10 @@ def test_the_recipe_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "line"),
     [
         ([*ROBOT, "--devices", "0"], "0 is no number >= 1"),
+        ([*ROBOT, "--devices", "1000000000"], "cluster.devices_per_node = 1000000000 devices, more than 16384"),
         (ROBOT, "the following arguments are required: --devices"),
         ([*ROBOT, "--devices", "1", "--out", "small.yaml"], "write --out my_configs/experiment/small.yaml"),
+        ([*ROBOT, "--devices", "1", "--out", "mine/experiment/a,b=c.yaml"], "no experiment can be called 'a,b=c'"),
         ([*ROBOT, "--devices", "1", "resume=auto"], "resume = auto: fit writes a recipe"),
         ([*ROBOT, "--devices", "1", "cluster.stages=2"], "cluster.stages = 2: is not read with placement=local"),
         (

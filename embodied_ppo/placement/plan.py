@@ -29,6 +29,8 @@ PRESETS: dict[str, dict[str, str]] = {
 PATH = "cluster.component_placement"
 MOST = 1024
 """Processes on one device: more is a slip of the pen."""
+MOST_DEVICES = 16384
+"""Of all machines, likewise."""
 
 ASKS: dict[str, tuple[str, ...]] = {"rollout": ("env", "reward"), "actor": ("critic", "reference")}
 """Who asks whom; in one process that is a call, else a message."""
