@@ -821,6 +821,9 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this (>&-): nobody reads
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     try:
         if not argv:
             raise UsageError(f"no command; commands: {', '.join(COMMANDS)}; see {PROGRAM} --help")

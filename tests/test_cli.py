@@ -533,6 +533,14 @@ def test_json_is_strict() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- experiments
+def test_streams_that_are_closed_are_read_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):  # as Python has them after >&- 2>&-
+        monkeypatch.setattr(sys, name, None)
+    assert cli.main(["experiments"]) == 0 and cli.main(["experiments", "x"]) == 2
+    for stream in (sys.stdout, sys.stderr):
+        stream.close()
+
+
 def test_experiments_lists_what_ships_and_what_is_mine(capsys: pytest.CaptureFixture[str], mine: Path) -> None:
     assert cli.main(["experiments"]) == 0
     lines = capsys.readouterr().out.splitlines()
