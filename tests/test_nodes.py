@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -49,7 +50,9 @@ def test_two_machines_train_as_one_and_the_loss_of_one_is_said(nodes: tuple[Clus
         build.train(toys.config({**TWO, **three, "placement": "fused"}), quiet=True)
     c = toys.config({**TWO, **apart, "cluster.step_timeout_s": 30.0})
     with ExitStack() as stack:
+        handler = signal.getsignal(signal.SIGTERM)
         made = toys.placed(c, tmp_path, stack)
+        assert signal.getsignal(signal.SIGTERM) is handler  # not Ray's, which leaves processes behind
         homes = {h.name: h.node for group in made.processes.values() for h in group}
         assert len(set(homes.values())) == 2
         made.collect(16, update=0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ class Reservation:
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the first error is raised, the others follow it
         self.started = not ray.is_initialized()
         if self.started:
+            handler = signal.getsignal(signal.SIGTERM)
             self._connect(options)
+            with suppress(ValueError):  # not in the main thread: Ray took none there
+                signal.signal(signal.SIGTERM, handler)  # Ray's own would end the command at once, with exit code 15
         self.group: PlacementGroup | None = None
         try:
             self.group = self._reserve("GPU" if plan.hardware.kind == "cuda" else "CPU", options, notice)
