@@ -8,7 +8,8 @@ ARGS ?=
 JOBS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c scripts/constraints.txt
-TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive MUJOCO_GL=egl
+# PYTHONDONTWRITEBYTECODE, where it is set: hundreds of processes would compile our modules anew.
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive MUJOCO_GL=egl PYTHONDONTWRITEBYTECODE=
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 # The first interpreter that runs and is supported (a name on the path may be a shim of a version that is not there).
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \

@@ -200,8 +200,6 @@ def test_a_policy_that_sees_learns_in_parts_what_it_learns_whole(tmp_path: Path)
     film = {"evaluation__video_episodes": 1, "evaluation__video_steps": 4}
     assert_close(train(tmp_path / "fused", **given, **TWICE["fused"], **film, cluster__shard=True), expected)
     assert list((tmp_path / "fused" / "videos").glob("*.mp4"))
-    apart = {**TWICE["disaggregated"], "cluster__check_weights": True}
-    assert_close(train(tmp_path / "apart", **given, **apart, cluster__shard=True), expected)
 
 
 def test_a_run_resumes_bit_for_bit_and_in_another_placement(once: Once, tmp_path: Path) -> None:
