@@ -37,7 +37,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from embodied_ppo import checkpoint, cli, data, demonstrations, rundir, strict
+from embodied_ppo import checkpoint, cli, compose, data, demonstrations, rundir, strict
 from embodied_ppo.config import Config, DemosConfig, EvaluateConfig, ExportConfig
 from embodied_ppo.errors import CheckpointError, ConfigError, EnvError, PlacementError, ProcessLost
 from embodied_ppo.placement import lines, plan
@@ -307,12 +307,12 @@ def _line(r: Random) -> str:
 
 @cache
 def _loader() -> Any:
-    return cli._loader(cli._parse_arguments(["train"]))[0]
+    return compose.loader_of(cli._parse_arguments(["train"]))[0]
 
 
 def line_run(lines: list[str]) -> None:
     """Hydra's grammar and our checks around it; nothing is composed."""
-    cli._parse([cli._quoted(x) for x in lines], _loader())
+    compose.parse([compose.quoted(x) for x in lines], _loader())
 
 
 def command_inputs(r: Random) -> tuple[str, list[str]]:

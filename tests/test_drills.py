@@ -19,10 +19,12 @@ import ray
 import torch
 import toys
 from conftest import start_ray
+from ray.exceptions import RayTaskError
 from test_placements import SMALL, rows
 
 from embodied_ppo import build, checkpoint, tree
 from embodied_ppo.placement import cluster as cluster_module
+from embodied_ppo.placement import process
 from embodied_ppo.placement.process import Process
 from embodied_ppo.types import ProcessLost, TrainingError
 
@@ -122,6 +124,15 @@ def test_what_a_process_does_is_told_however_deep_in_a_library_it_waits() -> Non
     waiting.join()
     told = told[told.index("thread learner:") :]
     assert "in map" in told and "in wait" in told, told
+
+
+def test_who_waits_for_others_in_vain_has_lost_them() -> None:
+    """As gloo says it: seen where no process had ended, and the deadline had passed."""
+    cause = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.h:311] Connect timeout [none]")
+    told = process._translated(
+        RayTaskError("update", str(cause), cause), process.Handle(None, "actor rank 1"), "update"
+    )
+    assert isinstance(told, ProcessLost) and "(cluster.step_timeout_s)" in str(told) and "Connect timeout" in str(told)
 
 
 def test_an_error_in_one_process_is_the_error_of_the_run(tmp_path: Path) -> None:

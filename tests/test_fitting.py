@@ -11,7 +11,7 @@ import torch
 import yaml
 from test_placements import rows
 
-from embodied_ppo import build, checkpoint, cli, fitting, strict
+from embodied_ppo import build, checkpoint, cli, compose, fitting, strict
 from embodied_ppo.config import ClusterConfig, Config
 
 ROBOT = [
@@ -61,7 +61,7 @@ def needed(*words: str) -> list[dict[str, int]]:
 
 def _resolved(words: tuple[str, ...]) -> str:
     args = cli._parse_arguments(["train", *words])
-    return yaml.safe_dump(strict.relevant(cli._prepare(args, args.overrides).config))
+    return yaml.safe_dump(strict.relevant(compose.prepare(args, args.overrides).config))
 
 
 def learned(run_dir: Path) -> dict[str, torch.Tensor]:

@@ -76,6 +76,7 @@ FLOORS: dict[str, int] = {
     **dict.fromkeys(
         (
             "cli",
+            "compose",
             "build",
             "robot",
             "spread",
@@ -107,13 +108,13 @@ FLOORS: dict[str, int] = {
 }
 """Every module of the package, without the empty ``__init__``s."""
 
-LAZY = {"cli", "explain"}
+LAZY = {"cli", "compose", "explain"}
 """May import our own modules inside functions: `embodied-ppo --help` answers before torch is loaded."""
 
 SLOW = {"placement.cluster", "shards"}
 """Are imported where a run asks for them: Ray takes a second to load, FSDP2 half of one, and most runs need neither."""
 
-ONLY_IN = {"hydra": {"cli"}, "omegaconf": {"cli"}, "ray": {"placement.process", "placement.cluster", "doctor"}}
+ONLY_IN = {"hydra": {"compose"}, "omegaconf": {"compose"}, "ray": {"placement.process", "placement.cluster", "doctor"}}
 ONLY_IN |= {
     "transformers": {
         "models.language",

@@ -323,6 +323,11 @@ def _translated(error: RayError, handle: Handle, phase: str) -> Exception:
             text = str(cause)
             mistake = phase == "build" and not isinstance(cause, ProcessLost)  # whoever finds it, it is the user's
             return type(cause)(text if mistake else f"{handle}, {phase}: {text}")
+        if _follows(error):  # and no other process said why
+            return ProcessLost(
+                f"process lost: {handle}, {phase}: those it works with did not answer in time "
+                f"(cluster.step_timeout_s), or the network between them is gone: {one_line(cause, kind=True)}"
+            )
         lines = [line for line in str(error).splitlines() if line.strip()]
         return TrainingError(f"{handle}, {phase}: {one_line(cause, kind=True)}\n" + "\n".join(lines[-15:]))
     if isinstance(error, RayActorError):
