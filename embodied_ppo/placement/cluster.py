@@ -37,6 +37,17 @@ LISTENS_S = 10.0
 CURE = "add nodes, free them, or lower cluster.num_nodes and cluster.devices_per_node"
 
 
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """SIGTERM goes on to be ours: Ray takes it when it connects, and gives it to nobody when it leaves."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # not in the main thread, where Ray takes none
+            signal.signal(signal.SIGTERM, handler)
+
+
 class Reservation:
     """Ray, and one bundle for every device of a plan."""
 
@@ -48,10 +59,8 @@ class Reservation:
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the first error is raised, the others follow it
         self.started = not ray.is_initialized()
         if self.started:
-            handler = signal.getsignal(signal.SIGTERM)
-            self._connect(options)
-            with suppress(ValueError):  # not in the main thread: Ray took none there
-                signal.signal(signal.SIGTERM, handler)  # Ray's own would end the command at once, with exit code 15
+            with _own_sigterm():
+                self._connect(options)
         self.group: PlacementGroup | None = None
         try:
             self.group = self._reserve("GPU" if plan.hardware.kind == "cuda" else "CPU", options, notice)
@@ -143,7 +152,8 @@ class Reservation:
         if self.group is not None:
             remove_placement_group(self.group)
         if self.started:
-            ray.shutdown()
+            with _own_sigterm():
+                ray.shutdown()
         self.group, self.started = None, False
 
 
