@@ -208,15 +208,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def encode(texts: Sequence[str], tok: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
-    """The tokens of each text and no others. Raises ConfigError where ``tok`` refuses a character."""
+    """The tokens of each text and no others. Raises ConfigError where ``tok``, of characters, lacks one."""
     different = list(dict.fromkeys(texts))
-    try:
-        rows: Any = tok(different, add_special_tokens=False)["input_ids"]
-    except Exception as error:  # the class itself is what tokenizers raises for a word that a vocabulary lacks
-        if type(error) is not Exception:
-            raise
-        lacking = sorted(set("".join(different)) - set(tok.get_vocab()))
-        raise ConfigError(f"the tokenizer has no token for {', '.join(map(repr, lacking))} ({error})") from error
+    if lacking := sorted(set("".join(different)) - set(tok.get_vocab())):
+        raise ConfigError(f"the tokenizer has no token for {', '.join(map(repr, lacking))}")
+    rows: Any = tok(different, add_special_tokens=False)["input_ids"]
     ids = dict(zip(different, map(tuple, rows), strict=True))
     return [ids[text] for text in texts]
 
