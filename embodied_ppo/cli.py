@@ -156,7 +156,7 @@ def _tune(args: argparse.Namespace) -> None:
 
 def _of_placement(line: str) -> bool:
     """Whether an override is about what a tuned placement says."""
-    from embodied_ppo.config import ALIASES
+    from embodied_ppo.names import ALIASES
 
     key = line.lstrip("+~").partition("=")[0]
     paths = ALIASES[""].get(key, (key,))

@@ -23,18 +23,9 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, g
 
 import yaml
 
-from embodied_ppo.config import (
-    ALIASES,
-    CURES,
-    REFUSED,
-    VALUE_ALIASES,
-    Config,
-    DemosConfig,
-    EvaluateConfig,
-    ExportConfig,
-    Limit,
-)
+from embodied_ppo.config import Config, DemosConfig, EvaluateConfig, ExportConfig, Limit
 from embodied_ppo.errors import ConfigError, PlacementError, show
+from embodied_ppo.names import ALIASES, CURES, REFUSED, VALUE_ALIASES
 from embodied_ppo.rules import check, mode_of
 
 C = TypeVar("C")

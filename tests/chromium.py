@@ -20,7 +20,7 @@ WAIT_S = 60.0
 
 
 def program() -> str:
-    """Where there is none the test is skipped; with $NO_SKIPS, which .ci/run sets when it has installed one, it fails."""
+    """Where there is none the test is skipped; with $NO_SKIPS, as .ci/run sets it, which installs one, it fails."""
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if found is None and "NO_SKIPS" not in os.environ:
         pytest.skip("no Chromium: no browser looked at the page (Debian: apt-get install chromium)")

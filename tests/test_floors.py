@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "embodied_ppo"
 
 FLOORS: dict[str, int] = {
-    **dict.fromkeys(("errors", "types", "tree", "config", "noise", "health"), 0),  # words
+    **dict.fromkeys(("errors", "types", "tree", "config", "names", "noise", "health"), 0),  # words
     **dict.fromkeys(("advantages", "losses", "kl", "distributions", "moments", "ranks", "shards"), 1),  # maths
     **dict.fromkeys(("models.backbone", "models.actor_critic", "models.language", "models.vla"), 2),
     **dict.fromkeys(("models.vla_token", "models.vla_gaussian", "models.vla_flow"), 2),

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from embodied_ppo import rules, strict
-from embodied_ppo.config import ALIASES, CURES, REFUSED, VALUE_ALIASES, Config, EnvConfig, EvaluateConfig
+from embodied_ppo.config import Config, EnvConfig, EvaluateConfig
 from embodied_ppo.errors import ConfigError, PlacementError, show
+from embodied_ppo.names import ALIASES, CURES, REFUSED, VALUE_ALIASES
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:

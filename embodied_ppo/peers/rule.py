@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from embodied_ppo.config import VALUE_ALIASES
 from embodied_ppo.errors import show
+from embodied_ppo.names import VALUE_ALIASES
 
 Answer = dict[str, Any] | str
 """Our options, or why there are none."""
