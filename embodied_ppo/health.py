@@ -9,6 +9,8 @@ docs/experiments.md, many of which learn well below 0.002 nats an update.
 from __future__ import annotations
 
 import math
+from bisect import insort
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -135,23 +137,34 @@ def judge(rows: Iterable[Mapping[str, Any]]) -> list[Verdict]:
 HISTORY = 50
 """Updates that a warning about change looks back on."""
 
+PHASES = ("time/collect_s", "time/update_s", "time/publish_s")
 
 SLOW_S = 10.0
 """Seconds that WINDOW updates must have taken before their speed is judged: that of shorter ones is noise."""
 
 
 class Watch:
-    """Sees every update's metrics; says each kind of trouble once."""
+    """Sees every update's metrics; says each kind of trouble once. Of all but the newest it keeps a few numbers."""
 
     def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
+        self._newest: deque[Mapping[str, float]] = deque(maxlen=HISTORY)
+        self._first: defaultdict[str, list[float]] = defaultdict(list)
+        """The first 4 * WINDOW values of each tag."""
+        self._ordered: defaultdict[str, list[float]] = defaultdict(list)
+        """Every value of those tags that are compared with the whole run, smallest first."""
         self._said: set[str] = set()
 
     def see(self, row: Mapping[str, float]) -> list[str]:
         """What is new trouble after this update: one sentence each, with what to try."""
-        self.rows.append(dict(row))
-        early = len(self.rows) < 4 * WINDOW
-        found = {} if early else {v.tag: v.text for v in judge(self.rows[-HISTORY:]) if v.warning}
+        self._newest.append(dict(row))
+        for tag, x in row.items():
+            if math.isfinite(x):
+                if len(self._first[tag]) < 4 * WINDOW:
+                    self._first[tag].append(x)
+                if tag in (*PHASES, "rollout/return") or tag.startswith("speed/"):
+                    insort(self._ordered[tag], x)
+        early = len(self._newest) < 4 * WINDOW
+        found = {} if early else {v.tag: v.text for v in judge(self._newest) if v.warning}
         checks = (self._slower, self._collapsed, self._exploded, self._dead)
         found |= {check.__name__: text for check in checks if (text := check())}
         new = {name: text for name, text in found.items() if name not in self._said}
@@ -160,24 +173,30 @@ class Watch:
 
     def _ends(self, tag: str) -> tuple[float, float] | None:
         """Medians of the first and of the newest WINDOW values; None before there are four times as many."""
-        values = [x for row in self.rows if math.isfinite(x := row.get(tag, math.nan))]
-        if len(values) < 4 * WINDOW:
+        first, newest = self._first[tag], self._values(tag)
+        if len(first) < 4 * WINDOW or len(newest) < WINDOW:
             return None
-        return median(values[:WINDOW]), median(values[-WINDOW:])
+        return median(first[:WINDOW]), median(newest[-WINDOW:])
+
+    def _values(self, tag: str) -> list[float]:
+        """Those among the newest rows."""
+        return [x for row in self._newest if math.isfinite(x := row.get(tag, math.nan))]
 
     def _slower(self) -> str:
         """Throughput below half of its median over the run."""
-        tag = next((tag for tag in self.rows[-1] if tag.startswith("speed/")), "")
-        values = [x for row in self.rows if math.isfinite(x := row.get(tag, math.nan))]
+        last = self._newest[-1]
+        tag = next((tag for tag in last if tag.startswith("speed/")), "")
+        values = self._ordered[tag]
         if len(values) < 4 * WINDOW:
             return ""
-        usual, now = median(values), median(values[-WINDOW:])
-        seconds = sum(row.get(t, 0.0) for row in self.rows[-WINDOW:] for t in ("time/collect_s", "time/update_s"))
+        newest = list(self._newest)[-WINDOW:]
+        usual, now = values[len(values) // 2], median([row.get(tag, 0.0) for row in newest])
+        seconds = sum(row.get(t, 0.0) for row in newest for t in ("time/collect_s", "time/update_s"))
         if now >= 0.5 * usual or seconds < SLOW_S:
             return ""
-        phases = [t for t in self.rows[-1] if t in ("time/collect_s", "time/update_s", "time/publish_s")]
-        before = {t: median([row.get(t, 0.0) for row in self.rows]) for t in phases}
-        after = {t: median([row.get(t, 0.0) for row in self.rows[-WINDOW:]]) for t in phases}
+        phases = [t for t in PHASES if t in last and self._ordered[t]]
+        before = {t: self._ordered[t][len(self._ordered[t]) // 2] for t in phases}
+        after = {t: median([row.get(t, 0.0) for row in newest]) for t in phases}
         most = max(phases, key=lambda t: after[t] - before[t], default="")
         grown = f"; {most} has gone from {before[most]:.3g} to {after[most]:.3g}" if most else ""
         return (
@@ -208,11 +227,12 @@ class Watch:
         )
 
     def _dead(self) -> str:
-        """HISTORY updates without a success, all returns equal."""
-        newest = self.rows[-HISTORY:]
-        returns = [x for row in newest if math.isfinite(x := row.get("rollout/return", math.nan))]
-        successes = [x for row in newest if math.isfinite(x := row.get("rollout/success", math.nan))]
+        """HISTORY updates without a success, all returns equal; a run that rose to them has learnt all there is."""
+        returns, successes = self._values("rollout/return"), self._values("rollout/success")
+        ever = self._ordered["rollout/return"]
         if len(returns) < HISTORY or any(successes) or max(returns) - min(returns) > 1e-6 * max(1.0, abs(returns[0])):
+            return ""
+        if not successes and ever[0] < returns[0] >= ever[-1]:
             return ""
         said = "no episode has succeeded and " if successes else ""
         return (

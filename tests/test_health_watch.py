@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,25 @@ def test_a_success_that_never_comes() -> None:
     assert len(found) == 1 and "no episode has succeeded and rollout/return has been 0 in 50 updates" in found[0]
     assert said([row(rollout__return=float(i % 3), rollout__success=0.0) for i in range(100)]) == []
     assert said([dead | {"rollout/success": 0.1}] * 100) == []
+    rising, full = [row(rollout__return=float(i)) for i in range(0, 500, 10)], [row(rollout__return=500.0)] * HISTORY
+    assert said(rising + full) == []  # the best there is
+    assert len(said(rising + [row(rollout__return=9.0)] * HISTORY)) == 1
+
+
+def test_a_long_run_is_not_remembered_row_by_row() -> None:
+    """Bytes that each of 2,000 updates leaves behind; a row of 60 tags takes some 4,000."""
+    watch = Watch()
+    rows = [row(rollout__return=float(i % 7), **{f"more__{n}": i + n / 60 for n in range(60)}) for i in range(50)]
+    tracemalloc.start()
+    try:
+        for i in range(3000):
+            watch.see({tag: x + i * 1e-9 for tag, x in rows[i % 50].items()})
+            if i == 999:
+                before = tracemalloc.get_traced_memory()[0]
+        left = (tracemalloc.get_traced_memory()[0] - before) / 2000
+    finally:
+        tracemalloc.stop()
+    assert left < 300, left
 
 
 SMALL: dict[str, Any] = {
