@@ -19,7 +19,7 @@ from embodied_ppo import __version__, checkpoint, strict
 from embodied_ppo.config import Config
 from embodied_ppo.placement import plan
 from embodied_ppo.placement.system import RunSystem
-from embodied_ppo.types import ConfigError, PlacementError
+from embodied_ppo.types import Advance, ConfigError, PlacementError
 
 PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "envpool", "hydra-core", "tensorboard", "transformers")
 
@@ -47,7 +47,7 @@ class Setup:
     progress: Callable[[str], None]
     early: list[str]
     fresh_start: bool = True
-    advance: Callable[[str, int, int], None] = lambda what, done, total: None
+    advance: Advance = lambda what, done, total: None
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from embodied_ppo.evaluate import EvaluationResult
 from embodied_ppo.log import Log, Timer, numbers, peak_rss_mb, process_age_s
 from embodied_ppo.placement import plan
 from embodied_ppo.rundir import absolute, check_resume, locate, locked, stored_options
-from embodied_ppo.terminal import Interrupts, Progress, episode_bar, stop_signals
+from embodied_ppo.terminal import Interrupts, Progress, stop_signals
 from embodied_ppo.types import CheckpointError, ConfigError, EnvError, ProcessLost, TrainingError
 
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
@@ -463,15 +463,12 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
     rules.check_evaluation(config, trained.mode, explicit)
     where = device(config.device, config.threads)
 
-    def say(line: str) -> None:
-        if not quiet:
-            print(line, file=sys.stderr, flush=True)
-
+    progress = Progress(quiet)
     match trained.mode:
         case "embodied":
             measure = robot.evaluate(config, trained, source, run_dir=run_dir, device=where)
         case "reasoning":
-            measure = reasoner.evaluate(config, trained, source, run_dir=run_dir, device=where, say=say)
+            measure = reasoner.evaluate(config, trained, source, run_dir=run_dir, device=where, say=progress.say)
     default, free = (
         strict.dump(EvaluateConfig()),
         ("checkpoint", "episodes", "seed", "num_envs", "out", "device", "threads"),
@@ -483,9 +480,8 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out={out}: cannot be written ({error.strerror}); name another directory") from error
-    bar = None if quiet else episode_bar(config.episodes)
-    with bar or ExitStack():
-        result, written = measure(out, lambda episode: None if bar is None else bar.advance(bar.task_ids[0]))
+    with progress:
+        result, written = measure(out, progress.advance)
     found = numbers(result.metrics())
     intervals = {"ci95": result.intervals()} if isinstance(result, EvaluationResult) else {}
     return {"checkpoint": str(source.path), "episodes": config.episodes, **found, **intervals, **written}

@@ -29,6 +29,7 @@ from embodied_ppo.models.vla_checkpoint import CheckpointVLA
 from embodied_ppo.models.vla_flow import FlowVLA
 from embodied_ppo.models.vla_gaussian import GaussianVLA
 from embodied_ppo.models.vla_token import TokenVLA
+from embodied_ppo.types import Advance
 
 Family: TypeAlias = "TokenVLA | FlowVLA | GaussianVLA | PI0 | CheckpointVLA"
 BETAS = (0.9, 0.99)
@@ -61,7 +62,7 @@ def clone(
     *,
     seed: int,
     notice: Callable[[str], None] = lambda text: None,
-    advance: Callable[[str, int, int], None] = lambda what, done, total: None,
+    advance: Advance = lambda what, done, total: None,
 ) -> Cloned:
     """First ``config.foresight_steps`` that foresee, then ``config.steps`` that also imitate; AdamW.
 
@@ -101,7 +102,7 @@ class _Lesson:
         config: CloningConfig,
         seed: int,
         notice: Callable[[str], None],
-        advance: Callable[[str, int, int], None],
+        advance: Advance,
     ) -> None:
         self.policy, self.demos, self.config, self.notice, self.advance = policy, demos, config, notice, advance
         self.device = policy.query.device

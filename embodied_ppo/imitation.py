@@ -22,7 +22,7 @@ from embodied_ppo.config import Config, DemosConfig, EnvConfig
 from embodied_ppo.demonstrations import read as read_demonstrations
 from embodied_ppo.errors import EnvError, TrainingError, one_line, show
 from embodied_ppo.recording import SAFE, Writer
-from embodied_ppo.types import ConfigError
+from embodied_ppo.types import Advance, ConfigError
 
 RECORDERS = 64
 """Environments that demonstrations are recorded in."""
@@ -50,7 +50,7 @@ class Recorded:
 def demonstrations(
     config: Config,
     notice: Callable[[str], None],
-    advance: Callable[[str, int, int], None] = lambda what, done, total: None,
+    advance: Advance = lambda what, done, total: None,
 ) -> Path:
     """Folder of what ``config.cloning`` learns from; recorded by the task's expert unless it is there. ConfigError."""
     c, env = config.cloning, config.env
@@ -203,7 +203,7 @@ def clone(
     policy: cloning.Family,
     config: Config,
     notice: Callable[[str], None],
-    advance: Callable[[str, int, int], None] = lambda what, done, total: None,
+    advance: Advance = lambda what, done, total: None,
 ) -> dict[str, float]:
     """Behaviour cloning by ``config.cloning``, or the weights that an earlier run got by it; its losses, by name.
 

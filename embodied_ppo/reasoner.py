@@ -32,7 +32,7 @@ from embodied_ppo.ranks import Ranks
 from embodied_ppo.reasoning import Graders, ReasoningRollout, Truncation, WithFormat, reader
 from embodied_ppo.rollout import sampling_key
 from embodied_ppo.split_learner import Critic, Reference, SplitLearner, ValueLearner
-from embodied_ppo.types import CheckpointError, ConfigError, Trajectory
+from embodied_ppo.types import Advance, CheckpointError, ConfigError, Trajectory
 from embodied_ppo.warm_start import warm_start
 
 
@@ -529,8 +529,8 @@ def evaluate(
     run_dir: Path,
     device: torch.device,
     say: Callable[[str], None],
-) -> Callable[[Path, Callable[[Any], None]], tuple[ExamResult, dict[str, str | None]]]:
-    """What examines a checkpoint and writes the report into a folder, telling of every answer; ``say``: to the user.
+) -> Callable[[Path, Advance], tuple[ExamResult, dict[str, str | None]]]:
+    """What examines a checkpoint and writes the report into a folder, telling of every response; ``say``: to the user.
 
     Raises CheckpointError, ConfigError.
     """
@@ -544,17 +544,16 @@ def evaluate(
     check_length(policy, prompts[: config.episodes], sampling.max_tokens)
     text, fill = decoder(tokenizer, stops), pad_id(tokenizer, stops)
 
-    def measure(out: Path, on_answer: Callable[[Any], None]) -> tuple[ExamResult, dict[str, str | None]]:
+    def measure(out: Path, advance: Advance) -> tuple[ExamResult, dict[str, str | None]]:
         with ExitStack() as stack:
             rule = make_graders(trained, prompts, stack)
             judge = with_format(trained, make_reward(trained, rule, None, device, say))
-            engine = Engine(policy, slots=trained.rollout.slots, pad_id=fill, decode=text)
+            tell = functools.partial(advance, "responses")
+            engine = Engine(policy, slots=trained.rollout.slots, pad_id=fill, decode=text, tell=tell)
             chosen = prompts[: config.episodes]
             result = exam.examine(
                 chosen, engine, judge, reader(text, sampling.stop), sampling, n=config.n, seed=config.seed
             )
-        for answer in result.answers[:: config.n]:
-            on_answer(answer)
         return result, write_report(trained, result, source=source, run_dir=run_dir, out=out)
 
     return measure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,7 +33,7 @@ from embodied_ppo.placement.simulators import Described
 from embodied_ppo.placement.system import Records
 from embodied_ppo.ranks import Ranks
 from embodied_ppo.rollout import Rollout, env_seeds, sampling_key
-from embodied_ppo.types import ConfigError, Discrete, Policy, VectorEnv
+from embodied_ppo.types import Advance, ConfigError, Discrete, Policy, VectorEnv
 
 
 # ------------------------------------------------------------------------------------------------------------- pieces
@@ -319,7 +320,7 @@ def evaluate(
     *,
     run_dir: Path,
     device: torch.device,
-) -> Callable[[Path, Callable[[Any], None]], tuple[EvaluationResult, Written]]:
+) -> Callable[[Path, Advance], tuple[EvaluationResult, Written]]:
     """What measures a checkpoint and writes the report into a folder, telling of every episode.
 
     Raises CheckpointError, ConfigError, EnvError.
@@ -338,8 +339,10 @@ def evaluate(
     if not config.deterministic:
         sampling_temperature(policy, config.temperature)
 
-    def examine(out: Path, on_episode: Callable[[Any], None]) -> tuple[EvaluationResult, Written]:
-        result = measure(config, policy, factory, on_episode)
+    def examine(out: Path, advance: Advance) -> tuple[EvaluationResult, Written]:
+        done = itertools.count(1)
+        advance("episodes", 0, config.episodes)
+        result = measure(config, policy, factory, lambda _: advance("episodes", next(done), config.episodes))
         written = write_report(
             replace(trained, env=env_config),
             result,

@@ -75,7 +75,7 @@ class Interrupts:
 
 
 class Progress:
-    """Of what takes long before training: a bar on a terminal, else a line every LINE_EVERY_S; on stderr."""
+    """Of what takes long beside training: a bar on a terminal, else a line every LINE_EVERY_S; on stderr."""
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
@@ -99,7 +99,7 @@ class Progress:
         if what != self._what:
             self._what, self._first, self._begun, self._told = what, done, now, now
             if sys.stderr.isatty():
-                self._bar = self._bar or _bar(start=True)
+                self._bar = self._bar or _bar()
                 self._bar.add_task(what, total=total)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[-1], completed=done)
@@ -117,19 +117,11 @@ class Progress:
             self._bar = None
 
 
-def episode_bar(total: int) -> Any:
-    """Of episodes; nothing where there is no terminal."""
-    bar = _bar(disable=not sys.stderr.isatty())
-    bar.add_task("episodes", total=total)
-    return bar
-
-
-def _bar(*, start: bool = False, disable: bool = False) -> Any:
+def _bar() -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), disable=disable)
-    if start:
-        bar.start()
+    bar = Progress(*columns, console=Console(stderr=True))
+    bar.start()
     return bar

@@ -6,7 +6,7 @@ minibatch, C actions of a chunk, A action dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
@@ -202,6 +202,9 @@ class Mean:
         count = float(self.count)
         return float(self.sum) / count if count else float("nan")
 
+
+Advance: TypeAlias = Callable[[str, int, int], None]
+"""Hears how much of what takes long is done: what, how many, of how many."""
 
 Metrics: TypeAlias = "dict[str, Mean | float]"
 """Tag (a row of docs/metrics.md) -> a mean over samples, or a plain number that is not averaged."""

@@ -221,25 +221,34 @@ def _finite(x: float | None) -> float | None:
 def differences(runs: Sequence[Path]) -> list[dict[str, Any]]:
     """Every option that is not the same in all runs, and its values in their order; null: not read there.
 
-    Raises ValueError for a config.yaml that is none.
+    A config.yaml that is none has a row of its own, and says nothing about other options.
     """
-    options = [_options(run / "config.yaml") for run in runs]
+    options: list[dict[str, str]] = []
+    broken: dict[int, str] = {}
+    for n, run in enumerate(runs):
+        try:
+            options.append(_options(run / "config.yaml"))
+        except ValueError as error:
+            options.append({})
+            broken[n] = str(error)
+    sound = [found for n, found in enumerate(options) if n not in broken]
     names = dict.fromkeys(name for found in options for name in found)
-    return [
+    rows = [
         {"option": name, "values": [found.get(name) for found in options]}
         for name in names
-        if name not in OWN and len({found.get(name) for found in options}) > 1
+        if name not in OWN and len({found.get(name) for found in sound}) > 1
     ]
+    return rows + ([{"option": "config.yaml", "values": [broken.get(n) for n in range(len(runs))]}] if broken else [])
 
 
 def _options(file: Path) -> dict[str, str]:
-    """Dotted path -> value, as the command line would take it; empty without a file."""
+    """Dotted path -> value, as the command line would take it; empty without a file. Raises ValueError."""
     if _stamp(file) == (0, 0):
         return {}
     try:
         content = strict.plain_yaml(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ValueError(f"{file}: is no YAML ({one_line(error)})") from error
+        raise ValueError(f"is no YAML ({one_line(error)})") from error
     return {name: show(value) for name, value in strict.flat(content if isinstance(content, dict) else {}).items()}
 
 

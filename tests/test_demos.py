@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 
-from embodied_ppo import checkpoint, cli
+from embodied_ppo import checkpoint, cli, terminal
 from embodied_ppo.demonstrations import read
 
 SMALL = [
@@ -227,7 +227,7 @@ def test_the_options_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
 # -------------------------------------------------------------------------------------------------------------- clone
 @pytest.mark.parametrize("policy", ["token", "flow", "gaussian"])
 def test_a_clone_is_measured_and_improved_as_if_train_had_cloned(
-    policy: str, capsys: pytest.CaptureFixture[str]
+    policy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(capsys, "demos", "out=d", "episodes=4")
     words = [f"experiment=tabletop_{policy}", *SMALL]
@@ -246,7 +246,9 @@ def test_a_clone_is_measured_and_improved_as_if_train_had_cloned(
     stored = yaml.safe_load(Path("clone/config.yaml").read_text())
     assert (stored["updates"], stored["env_steps"]) == (None, 250000)  # of the experiment, for PPO
 
-    measured, _ = run(capsys, "evaluate", "checkpoint=clone", "episodes=4", "num_envs=4", "video=false")
+    monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.0)
+    measured, err = run(capsys, "evaluate", "checkpoint=clone", "episodes=4", "num_envs=4", "video=false")
+    assert [line for line in err.splitlines() if "left" in line][-1] == "episodes 4/4  0 s left"
     assert measured["eval/return"] == told["final_return"]
     assert Path("clone/reports/step_000000-4x0").is_dir()
 

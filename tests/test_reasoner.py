@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_log import LANGUAGE_ONLY
 from test_resume import assert_same, contents, rows, wait_for
 
-from embodied_ppo import checkpoint, cli, reasoner, reward_model, strict, synthetic
+from embodied_ppo import checkpoint, cli, reasoner, reward_model, strict, synthetic, terminal
 from embodied_ppo.config import Config
 from embodied_ppo.models import language
 
@@ -333,13 +333,16 @@ def test_files_and_directories_that_are_not_there(capsys: Capture) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ evaluate
-def test_evaluations_of_a_checkpoint(capsys: Capture) -> None:
+def test_evaluations_of_a_checkpoint(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     train(capsys)
 
     def measure(*options: object) -> dict[str, Any]:
         found = run(capsys, "evaluate", "checkpoint=run", "episodes=8", *options)
         return {tag: x for tag, x in found.items() if tag.startswith("eval/")}
 
+    monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.0)
+    assert cli.main(["evaluate", "checkpoint=run", "episodes=8", "n=2", "deterministic=false"]) == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if "left" in line][-1] == "responses 16/16  0 s left"
     once = measure("out=once")
     assert once == measure("out=twice") == measure("seed=7") and "eval/pass@2" not in once
     assert json.loads(Path("once/report.json").read_text())["deterministic"]

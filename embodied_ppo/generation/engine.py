@@ -98,11 +98,13 @@ class Engine:
         pad_id: int,
         decode: Callable[[list[int]], str] | None = None,
         static: bool | None = None,
+        tell: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """``slots``: rows decoded together (S). ``decode``: token ids to text, for stop texts. ``static``: whether
-        steps have fixed shapes, which CUDA graphs need; None: on a GPU. The tokens are the same."""
+        steps have fixed shapes, which CUDA graphs need; None: on a GPU. The tokens are the same. ``tell`` hears after
+        each step how many responses are done, and of how many."""
         self.policy, self.slots, self.pad_id, self.decode = policy, slots, pad_id, decode
-        self.static = static
+        self.static, self.tell = static, tell
         self.version = 0
         self._cache: _Cache | None = None
         self._rounds: StaticDecode | None = None
@@ -156,6 +158,7 @@ class Engine:
                 everyone = slice(0, state.active)
                 state.take(everyone, self._step(cache, state), self.decode)
             state.leave(cache)
+            self.tell(len(prompts) - len(waiting) - state.active, len(prompts))
 
     def _room(self, slots: int, width: int) -> _Cache:
         """A cache of ``slots`` rows and ``width`` tokens at least; the last one if it is."""
