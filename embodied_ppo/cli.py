@@ -422,7 +422,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{PROGRAM} {__version__}" if argv == ["--version"] else _help(), flush=True)
             return 0
         args = _parse_arguments(argv)
-        sys.path.append(os.getcwd())  # where env.id=my_module:MyTask-v0 looks
+        try:
+            sys.path.append(os.getcwd())  # where env.id=my_module:MyTask-v0 looks
+        except FileNotFoundError as e:
+            raise UsageError("the current folder has been deleted; change to one that is there") from e
         COMMANDS[argv[0]][0](args)
         sys.stdout.flush()
     except SystemExit as e:

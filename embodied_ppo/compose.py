@@ -126,7 +126,8 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
     stored = None
     groups = {o.key_or_group: o.value() for o in overrides if _is_group(o, loader)}
     resume = next((o.value() for o in overrides if o.key_or_group == "resume" and not o.is_delete()), None)
-    if args.command == "train" and name == "train" and resume not in (None, "auto") and "experiment" not in groups:
+    named = resume not in (None, "auto") and not isinstance(resume, bool)
+    if args.command == "train" and name == "train" and named and "experiment" not in groups:
         stored = _stored(str(resume))
         lines = [*lines, "~experiment"]
     elif args.command == "train" and groups.get("mode") == "reasoning" and "experiment" not in groups:
@@ -152,8 +153,8 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
             )
             (flagged if beats else files).append((f"{root}/{path}.yaml", node))
             if experiment and path == f"experiment/{experiment}":
-                named = OmegaConf.create({"name": str(experiment).replace("/", "-")})
-                files.insert(0, (f"{root}/{path}.yaml", named))
+                title = OmegaConf.create({"name": str(experiment).replace("/", "-")})
+                files.insert(0, (f"{root}/{path}.yaml", title))
         if stored is not None:
             from embodied_ppo.strict import STORED
 

@@ -318,6 +318,8 @@ def _cure(hint: Any, value: Any, path: str, allowed: str) -> str:
     base = {get_args(h)[0] if get_origin(h) is Annotated else h for h in plain}
     if bool in base and str(value).lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
         return f"write {path}={str(str(value).lower() in ('true', 'yes', 'on', '1')).lower()}"
+    if path == "resume" and isinstance(value, bool):  # as rsl_rl has it
+        return "name a run, resume=runs/.., or write resume=auto for what run_dir holds"
     if str in base and isinstance(value, (int, float, bool)):
         return f"quote it: {path}=\"'{show(value)}'\" (in YAML: '{show(value)}')"
     if any(get_origin(h) is tuple for h in plain) and isinstance(value, (int, str)) and not isinstance(value, bool):

@@ -223,6 +223,7 @@ REFUSALS = [
         "train --config-name mine",
         "--config-name mine: no such config; .. there are: clone, demos, evaluate, export, train",
     ),
+    ("train resume=true", "resume = true (command line) must be text .. resume=auto for what run_dir holds"),
     ("train resume=nowhere", "resume = nowhere: no such directory; .. resume=auto"),
     ("evaluate", "checkpoint = '' .. checkpoint=runs/"),
     ("evaluate checkpoint=nowhere", "nowhere"),
@@ -317,6 +318,18 @@ def test_a_users_own_config_is_refused_in_one_line(
     for part in parts.split(" .. "):
         assert part in err
     assert written() == []
+
+
+def test_a_current_folder_that_is_gone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("gone").mkdir()
+    here = Path.cwd()
+    monkeypatch.chdir("gone")
+    (here / "gone").rmdir()
+    try:
+        assert cli.main(["train", "experiment=cartpole"]) == 2
+    finally:
+        os.chdir(here)
+    assert capsys.readouterr().err == "error: the current folder has been deleted; change to one that is there\n"
 
 
 def test_refusals_of_a_real_process() -> None:
