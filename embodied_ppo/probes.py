@@ -44,7 +44,7 @@ def measured(s: Setup, update: int, since: int | None, placements: Sequence[plan
     a, total = s.config.algorithm, s.config.env.num_envs
     fast = since is not None and since <= update
     codes = [tune.code(p, fast) for p in placements]
-    parts = _few(sorted({part for p in placements for part in _parts(p)}))
+    parts = few(sorted({part for p in placements for part in _parts(p)}))
     taken: Taken = {}
     facts: dict[str, float] = {}
     policy: Any = None
@@ -58,11 +58,11 @@ def measured(s: Setup, update: int, since: int | None, placements: Sequence[plan
             for on in sorted({learns for _, learns in codes}):
                 if _learns(a, part) and not (on and part > 1):  # several are never compiled
                     probe.learn(on)
-            facts = facts or probe.sizes() | _message(*probe.spoken())
+            facts = facts or probe.sizes() | message_s(*probe.spoken())
     s.advance("measuring", len(parts), len(parts))
 
     def costs(role: str) -> dict[bool, tune.Cost]:
-        return {on: _cost(points) for (name, on), points in taken.items() if name == role}
+        return {on: cost(points) for (name, on), points in taken.items() if name == role}
 
     return tune.Measured(
         num_envs=total,
@@ -72,13 +72,13 @@ def measured(s: Setup, update: int, since: int | None, placements: Sequence[plan
         simulate=costs("simulate")[False],
         act=costs("act"),
         learn=costs("learn"),
-        copy_byte_s=_copy(s.device),
-        cores=_cores(),
+        copy_byte_s=copy_byte_s(s.device),
+        cores=cores(),
         **facts,
     )
 
 
-def _cost(points: Sequence[tuple[float, float, float]]) -> tune.Cost:
+def cost(points: Sequence[tuple[float, float, float]]) -> tune.Cost:
     wall, cpu = ([(point[0], point[i]) for point in points] for i in (1, 2))
     return tune.Cost(tune.fitted(wall), tune.fitted(cpu))
 
@@ -97,7 +97,7 @@ def _learns(a: AlgorithmConfig, part: int) -> bool:
     return not a.global_batch_size % (part * unit)
 
 
-def _few(sizes: Sequence[int]) -> list[int]:
+def few(sizes: Sequence[int]) -> list[int]:
     """The first, the last and those between them, SIZES at most."""
     last = len(sizes) - 1
     return [sizes[i] for i in sorted({round(k * last / (SIZES - 1)) for k in range(SIZES)})]
@@ -146,7 +146,7 @@ class _Probe:
                 (cpu - simulate_cpu) / horizon,
             )
 
-        took = _again(once)
+        took = again(once)
         self._note("simulate", False, *took[:2])
         self._note("act", on, *took[2:])
 
@@ -159,7 +159,7 @@ class _Probe:
             learner.update(self.trajectory, update=self.update)
             return time.perf_counter() - wall, time.process_time() - cpu
 
-        self._note("learn", on, *_again(once))
+        self._note("learn", on, *again(once))
 
     def spoken(self) -> tuple[Tensor, dict[str, Any]]:
         """An action for all environments, and the step that answers it."""
@@ -179,7 +179,7 @@ class _Probe:
         }
 
 
-def _again(once: Callable[[], tuple[float, ...]]) -> list[float]:
+def again(once: Callable[[], tuple[float, ...]]) -> list[float]:
     """The least that it takes: what is more is other work on this machine. The first time warms up."""
     took, begun = list[tuple[float, ...]](), 0.0
     once()
@@ -192,7 +192,7 @@ def _again(once: Callable[[], tuple[float, ...]]) -> list[float]:
 
 
 # ------------------------------------------------------------------------------------------------------------- machine
-def _message(action: Tensor, answer: Mapping[str, Any]) -> dict[str, float]:
+def message_s(action: Tensor, answer: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a message between processes, and of a byte in it."""
     secret = secrets.token_hex(16)
     exchange = Exchange("127.0.0.1", secret, 60.0)
@@ -223,7 +223,7 @@ def _message(action: Tensor, answer: Mapping[str, Any]) -> dict[str, float]:
     return {"message_s": there_and_back.fixed / 2, "byte_s": there_and_back.each}
 
 
-def _copy(device: torch.device) -> float:
+def copy_byte_s(device: torch.device) -> float:
     """Seconds to bring a byte of the host's memory to the device (on a CPU: elsewhere in it)."""
     x = torch.zeros(PARCEL, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
@@ -232,17 +232,17 @@ def _copy(device: torch.device) -> float:
         x.to(device, copy=True)[-1].item()
         return (time.perf_counter() - start,)
 
-    return _again(once)[0] / PARCEL
+    return again(once)[0] / PARCEL
 
 
-def _cores() -> float:
+def cores() -> float:
     """How many times as much all cores do in a while as one does, with products of matrices."""
     count = os.cpu_count() or 1
     x = torch.randn(256, 256)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
 
     def work() -> None:
+        torch.set_num_threads(1)  # of this thread: each has its own number
         for _ in range(100):
             torch.mm(x, x)
 
@@ -259,6 +259,6 @@ def _cores() -> float:
         return once
 
     try:
-        return min(count, max(1.0, count * _again(seconds(1))[0] / _again(seconds(count))[0]))
+        return min(count, max(1.0, count * again(seconds(1))[0] / again(seconds(count))[0]))
     finally:
         torch.set_num_threads(threads)

@@ -479,9 +479,7 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
     critic = make_critic(config, m.policy, s.device)
     engine = make_engine(m)
     rollout = make_rollout(s, m, engine, judge)
-    since = 0 if config.compile == "always" else None
-    if since is not None and (why := compiled.obstacle()):
-        raise ConfigError(f"compile=always: {why}; or use compile=auto")
+    since = compile_from(config)
     values = None if critic is None else make_values(s, critic, since)
     system = LocalSystem(
         records(s),
@@ -495,6 +493,15 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
     size = sum(p.numel() for p in m.policy.parameters())
     name, horizon = title(config, size), config.algorithm.response_length
     return Assembly(system, name, horizon, writer(s), ExamResult.samples, success="eval/accuracy")
+
+
+def compile_from(config: Config) -> int | None:
+    """Update from which minibatches are compiled; None: never. Raises ConfigError where that is asked for in vain."""
+    if config.compile != "always":
+        return None
+    if why := compiled.obstacle():
+        raise ConfigError(f"compile=always: {why}; or use compile=auto")
+    return 0
 
 
 def make_engine(m: Material) -> Generator:

@@ -366,9 +366,14 @@ def _check_lag(cluster: ClusterConfig) -> None:
 
 def check_tuning(config: Config, explicit: Collection[str] = ()) -> None:
     """As ``check``, for a run whose placement is yet to be found. Raises ConfigError, PlacementError."""
-    if config.mode != "embodied":
+    if config.mode == "reasoning" and config.compile == "always":
         raise ConfigError(
-            "mode = reasoning: tune predicts placements of robot policies; look at one with plan, and try it with train"
+            "compile = always: tune times language models without the compiler; leave it out, and write it to train "
+            "with what tune has found"
+        )
+    if config.mode == "reasoning" and config.rollout.engine != "builtin":
+        raise ConfigError(
+            f"rollout.engine = {config.rollout.engine}: tune times the built-in engine, not this one; leave it out"
         )
     if config.resume is not None:
         raise ConfigError(

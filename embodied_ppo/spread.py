@@ -70,7 +70,7 @@ def check_compile(config: Config, placed: plan.Plan) -> None:
         return
     residency = Residency(placed)
     why = f"{placed.processes('actor')} processes learn together" if placed.processes("actor") > 1 else ""
-    if any(residency.turns(placed.group(role)) for role in ("rollout", "actor")):
+    if any(residency.turns(placed.group(role)) for role in ("rollout", "actor", "critic") if placed.has(role)):
         why = "processes that take turns on a GPU move their tensors"
     if why:
         raise ConfigError(f"compile=always: {why}; use compile=auto")

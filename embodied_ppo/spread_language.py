@@ -89,6 +89,7 @@ class Foresight:
         self.longest = reasoner.check_length(self.policy, [*train, *held_out], config.algorithm.response_length)
         uses_critic = "critic" not in rules.unused_roles(config)
         self.critic = reasoner.make_critic(config, self.policy, cpu) if uses_critic else None
+        self._steps: dict[tuple[str, int], int] = {}
 
     def needs(
         self, placed: plan.Plan, micro: int | None = None, *, shard: bool | None = None
@@ -124,8 +125,9 @@ class Foresight:
                     need[what] += size
                 batch = (a if role == "actor" else reasoner.critic_config(a, config.critic)).global_batch_size
                 rows = min(batch * a.group_size // learns, micro or self.at_once or sequences)
-                most = memory.language_step(model, rows, longest, a.response_length)
-                need["activations"] = max(need["activations"], most)
+                if (role, rows) not in self._steps:
+                    self._steps[role, rows] = memory.language_step(model, rows, longest, a.response_length)
+                need["activations"] = max(need["activations"], self._steps[role, rows])
             if "reference" in group.roles:
                 need["weights"] += memory.in_parts(policy, learns)["weights"] if shard else whole
             if "actor" in group.roles or "rollout" in group.roles:
@@ -214,7 +216,8 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
         grades = judge if judge is not None else RemoteGraders(asked[0], m.prompts)
         rollout = reasoner.make_rollout(s, m, engine, grades, *seat.ranks["rollout"])
     if "actor" in roles:
-        learner = reasoner.make_learner(s, m.policy, critic, ranks=seat.learners, reference=_reference(s, seat))
+        since, reference_there = reasoner.compile_from(config), _reference(s, seat)
+        learner = reasoner.make_learner(s, m.policy, critic, since, ranks=seat.learners, reference=reference_there)
         if seat.learners.sharded and not seat.learners.rank:
             s.notice(spread.told_of_parts(m.policy, seat.learners))
     mine: list[nn.Module] = [] if values is None else [values.module]
@@ -242,7 +245,7 @@ def _critic(s: Setup, seat: Seat, m: reasoner.Material) -> tuple[Critic | None, 
     if "critic" in seat.roles:
         critic = reasoner.make_critic(s.config, m.policy, s.device)
         assert critic is not None
-        values = reasoner.make_values(s, critic, ranks=seat.critics)
+        values = reasoner.make_values(s, critic, reasoner.compile_from(s.config), ranks=seat.critics)
         return values, values
     asked = seat.desks.get("critic", ())
     own = model.path is not None or bool(model.architecture)

@@ -18,11 +18,21 @@ from typing import Any
 import torch
 import yaml
 
-from embodied_ppo import loop, probes, robot, rules, spread, strict
+from embodied_ppo import (
+    loop,
+    probes,
+    probes_language,
+    reasoner,
+    robot,
+    rules,
+    spread,
+    spread_language,
+    strict,
+)
 from embodied_ppo.assembly import Setup, device, hardware_of, matmul_precision, total_updates
 from embodied_ppo.config import ClusterConfig, Config
 from embodied_ppo.log import Log, Timer
-from embodied_ppo.placement import plan, tune
+from embodied_ppo.placement import plan, tune, tune_language
 from embodied_ppo.rundir import absolute
 from embodied_ppo.terminal import Interrupts, Progress
 from embodied_ppo.types import ConfigError, PlacementError, ProcessLost, TrainingError
@@ -64,7 +74,7 @@ class Found:
     tried: dict[str, float]
     failed: dict[str, str]
     refused: list[tuple[tune.Choice, str]]
-    measured: tune.Measured
+    measured: tune.Machine
 
     asked: Config
     devices: int
@@ -115,16 +125,23 @@ def offered(config: Config, where: torch.device) -> tuple[list[Offer], list[tupl
     Raises ConfigError, EnvError; PlacementError where nothing is left.
     """
     hardware, lag = hardware_of(config, where), config.cluster.max_lag
-    foresight = spread.Foresight(config)
+    robots = config.mode == "embodied"
+    foresight = spread.Foresight(config) if robots else spread_language.Foresight(config)
+    planned = spread.planned if robots else spread_language.planned
+    without = rules.unused_roles(config)
+    roles = ",".join(role for role in plan.ROLES[config.mode] if role not in without)
+    cores = (os.cpu_count() or 1) * config.cluster.num_nodes
+    choices = tune.choices(hardware, cores) if robots else tune_language.choices(hardware, without)
     found, refused = dict[Any, Offer](), list[tuple[tune.Choice, str]]()
-    for choice in tune.choices(hardware, (os.cpu_count() or 1) * config.cluster.num_nodes):
+    for choice in choices:
         try:
-            placed = spread.planned(chosen(config, choice), where)
+            placed = planned(chosen(config, choice), where)
             if placed is None and lag:
                 raise PlacementError(f"cluster.max_lag = {lag}: one process cannot run ahead of itself")
             key = None if placed is None else tune.meaning(placed)
             if key not in found:
-                whole = placed or plan.plan({"env,rollout,actor": 0}, replace(hardware, per_node=(1,)))
+                alone = replace(hardware, per_node=(1,))
+                whole = placed or plan.plan({roles: 0}, alone, mode=config.mode, without=without)
                 needs = foresight.needs(whole)
                 plan.check_memory(whole, needs)
                 most = max(load.total for load in plan.loads(whole, needs))
@@ -163,26 +180,40 @@ def search(config: Config, *, explicit: Any = (), quiet: bool = False) -> Found:
         offers, refused = offered(config, where)
         if any(offer.placed is not None for offer in offers):
             check_devices(config, where, notice)
-        updates, since = total_updates(config), robot.compile_from(config, where, notice)
+        updates, robots = total_updates(config), config.mode == "embodied"
+        # Neither a robot's clone nor a learned reward model takes another time than one that knows nothing; a language
+        # model that has not been taught when to end does.
+        quick = replace(config, reward=replace(config.reward, model=replace(config.reward.model, steps=1)))
         setup = Setup(
-            config, where, folder, updates, "", {}, notice, notice, [], fresh_start=False, advance=bar.advance
+            quick, where, folder, updates, "", {}, notice, notice, [], fresh_start=not robots, advance=bar.advance
         )
-        m = probes.measured(setup, updates // 2, since, [offer.placed for offer in offers])
+        placements = [offer.placed for offer in offers]
+        if robots:
+            m = probes.measured(setup, updates // 2, robot.compile_from(config, where, notice), placements)
+            ranked = [(offer, tune.predicted(offer.placed, m, offer.needs)) for offer in offers]
+            if not m.compiled:
+                setup = replace(setup, config=replace(quick, compile="never"))
+        else:
+            m = probes_language.measured(setup, updates // 2, placements)
+            ranked = [(offer, tune_language.predicted(offer.placed, m, offer.needs)) for offer in offers]
         bar.say(f"measured: {_costs(m)}")
-        if not m.compiled:
-            setup = replace(setup, config=replace(config, compile="never"))
-        ranked = [(offer, tune.predicted(offer.placed, m, offer.needs)) for offer in offers]
         ranked.sort(key=lambda pair: (float(f"{pair[1].whole_s:.2g}"), pair[0].processes))  # no finer than it is true
         tried, failed = _try(setup, ranked, updates // 2, bar.say)
     return Found(ranked, tried, failed, refused, m, config, hardware_of(config, where).per_node[0])
 
 
-def _costs(m: tune.Measured) -> str:
+def _costs(m: tune.Measured | tune_language.Measured) -> str:
     """For people."""
+    there = f"a message {m.message_s * 1e6:.3g} us; {m.cores:.2g} cores"
+    if isinstance(m, tune_language.Measured):
+        named = {"generating": m.generate, "grading": m.grade, "the reference": m.view, "values": m.values}
+        named |= {"the actor's update": m.learn, "the critic's": m.teach}
+        each = [f"{name} {cost.wall(m.responses):.3g} s" for name, cost in named.items() if cost is not None]
+        return f"of {m.responses} responses {', '.join(each)}; {there}"
     n, act, learn = m.num_envs, *(list(costs.values())[-1] for costs in (m.act, m.learn))
     return (
         f"a step of {n} environments {m.simulate.wall(n) * 1e3:.3g} ms, deciding {act.wall(n) * 1e3:.3g} ms, learning "
-        f"{learn.wall(n):.3g} s an update; a message {m.message_s * 1e6:.3g} us; {m.cores:.2g} cores"
+        f"{learn.wall(n):.3g} s an update; {there}"
     )
 
 
@@ -231,7 +262,8 @@ def _tried(setup: Setup, placed: plan.Plan | None, first: int) -> float:
     lag = setup.config.cluster.max_lag
     warm = 1 + lag
     with ExitStack() as stack:
-        made = robot.assemble(setup, stack) if placed is None else spread.assemble(setup, placed)
+        alone, apart = (robot, spread) if setup.config.mode == "embodied" else (reasoner, spread_language)
+        made = alone.assemble(setup, stack) if placed is None else apart.assemble(setup, placed)
         stack.callback(made.system.close)
         log = Log(setup.run_dir, total_updates=setup.updates, first_update=first, unit=made.system.unit, quiet=True)
         stack.callback(log.close)

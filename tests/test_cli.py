@@ -164,11 +164,8 @@ REFUSALS = [
     ("train algorithm.train_batch_size=8", "algorithm.rollout_batch_size = 8 .. needs mode=reasoning"),
     ("train cluster.num_nodes=2", "cluster.num_nodes = 2 .. placement=local"),
     ("train placement=fused cluster.num_nodes=2 cluster.devices_per_node=1", "cluster.num_nodes = 2: no Ray cluster"),
-    (
-        "tune experiment=arithmetic",
-        "mode = reasoning: tune predicts placements of robot policies; look at one with plan",
-    ),
-    ("tune mode=reasoning updates=1", "mode = reasoning: tune predicts placements of robot policies"),
+    ("tune experiment=arithmetic compile=always", "compile = always: tune times language models without the compiler"),
+    ("tune experiment=arithmetic placement=fused", "placement = fused: is what tune looks for"),
     ("tune placement=hybrid", "placement = hybrid: is what tune looks for; leave it out, or try it with train"),
     ("tune cluster.shard=true", "cluster.shard = true: tune does not know what it costs to gather a model's parts"),
     ("tune cluster.stages=2", "cluster.stages = 2: is what tune looks for; leave it out"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 import toys
 from test_placements import Once, assert_close, rows
 
-from embodied_ppo import build, checkpoint, rules, strict
+from embodied_ppo import build, checkpoint, rules, spread_language, strict
+from embodied_ppo.assembly import Setup
 from embodied_ppo.config import Config
+from embodied_ppo.placement.part import Seat
+from embodied_ppo.split_learner import SplitLearner, ValueLearner
 from embodied_ppo.types import ConfigError, PlacementError
 
 pytestmark = pytest.mark.usefixtures("eight_slots")
@@ -99,6 +103,17 @@ def test_a_process_for_each_role_trains_as_one_process_does(name: str, local: Pa
     assert rows(placed) == rows(local)
     assert same(weights(placed), weights(local))
     assert rows(local)[-1]["value/loss"] > 0 and rows(local)[-1]["kl/to_reference"] > 0
+
+
+def test_what_is_to_be_compiled_is_so_in_processes_too(tmp_path: Path) -> None:
+    asked = config({"compile": "always", "placement": "fused", "cluster.devices_per_node": 1})
+    setup = Setup(asked, torch.device("cpu"), tmp_path, 3, "", {}, print, print, [])
+    for compile, since in (("always", 0), ("auto", None)):
+        s = replace(setup, config=replace(asked, compile=compile))
+        made, _ = spread_language.part(s, Seat(("rollout", "actor", "critic", "reward"), {"rollout": (0, 1)}), None)
+        assert isinstance(made.learner, SplitLearner) and isinstance(made.learner.critic, ValueLearner)
+        assert made.learner.actor.later.since == made.learner.critic.later.since == since
+        made.close()
 
 
 TWICE: dict[str, dict[str, Any]] = {

@@ -361,3 +361,8 @@ def test_what_takes_turns_on_a_gpu_is_not_compiled(monkeypatch: pytest.MonkeyPat
                 spread.planned(c, torch.device("cuda"))
         else:
             assert spread.planned(c, torch.device("cuda")) is not None
+    apart = {"rollout,actor,reward": 0, "critic": 1, "reference": 1}
+    asked = toys.config({"compile": "always"})
+    with pytest.raises(ConfigError, match="compile=always: processes that take turns on a GPU"):
+        spread.check_compile(asked, plan(apart, Hardware((2,), "cuda"), mode="reasoning"))
+    spread.check_compile(asked, plan(apart, Hardware((2,)), mode="reasoning"))

