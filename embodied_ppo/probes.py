@@ -38,10 +38,11 @@ Taken = dict[tuple[str, bool], list[tuple[float, float, float]]]
 """(role, whether compiled) -> what it took: environments, seconds by the clock, CPU seconds."""
 
 
-def measured(s: Setup, update: int, since: int | None, placements: Sequence[plan.Plan | None]) -> tune.Measured:
-    """All that predicting these placements asks for; None: one process. ``update``: which of the run is measured,
-    ``since``: of ``robot.compile_from``. ``s.advance`` hears how far it is. Raises ConfigError, EnvError."""
+def measured(s: Setup, update: int, placements: Sequence[plan.Plan | None]) -> tune.Measured:
+    """All that predicting these placements asks for; None: one process. ``update``: which of the run is measured.
+    ``s.advance`` hears how far it is. Raises ConfigError, EnvError."""
     a, total = s.config.algorithm, s.config.env.num_envs
+    since = robot.compile_from(s.config, s.device, s.notice)
     fast = since is not None and since <= update
     codes = [tune.code(p, fast) for p in placements]
     parts = few(sorted({part for p in placements for part in _parts(p)}))

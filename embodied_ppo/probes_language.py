@@ -28,8 +28,7 @@ from embodied_ppo.split_learner import NOTHING, FrozenReference, Rows
 
 
 def measured(s: Setup, update: int, placements: Sequence[plan.Plan | None]) -> Measured:
-    """All that predicting these placements asks for; None: one process. ``update``: which of the run is measured.
-    ``s.advance`` hears how far it is. Raises ConfigError."""
+    """As of ``probes``. Raises ConfigError."""
     config, a = s.config, s.config.algorithm
     responses = a.rollout_batch_size * a.group_size
     cuts = {k for p in placements for k in _parts(p) if not a.rollout_batch_size % k}
@@ -46,6 +45,7 @@ def measured(s: Setup, update: int, placements: Sequence[plan.Plan | None]) -> M
         own = reasoner.critic_config(a, config.critic)
         costs = {role: cost(points) for role, points in taken.items()}
         return Measured(
+            compiled=False,
             responses=responses,
             steps=a.update_epoch * (a.rollout_batch_size // a.global_batch_size),
             critic_steps=0 if critic is None else own.update_epoch * (a.rollout_batch_size // own.global_batch_size),

@@ -7,7 +7,7 @@ import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -29,7 +29,7 @@ from embodied_ppo import (
     spread_language,
     strict,
 )
-from embodied_ppo.assembly import Setup, device, hardware_of, matmul_precision, total_updates
+from embodied_ppo.assembly import Assembly, Setup, device, hardware_of, matmul_precision, total_updates
 from embodied_ppo.config import ClusterConfig, Config
 from embodied_ppo.log import Log, Timer
 from embodied_ppo.placement import plan, tune, tune_language
@@ -110,6 +110,48 @@ class Found:
         return {"placements": rows, "refused": refused, "best": self.best.choice.name, "measured": costs}
 
 
+# --------------------------------------------------------------------------------------------------------------- modes
+@dataclass(frozen=True)
+class Mode:
+    """What is asked of the parts of mode=embodied, or of mode=reasoning.
+
+    planned, foresight          of a run in a placement, and what any will need
+    choices                     of the devices, as many cores and the roles that a run lacks
+    measured, predicted         costs of the roles; of an update in a placement
+    alone, apart                the system in this process, or in a placement's
+    """
+
+    planned: Callable[[Config, torch.device], plan.Plan | None]
+    foresight: Callable[[Config], spread.Foresees]
+    choices: Callable[[plan.Hardware, int, Sequence[str]], list[tune.Choice]]
+    measured: Callable[[Setup, int, Sequence[plan.Plan | None]], Any]
+    predicted: Callable[[plan.Plan | None, Any, Mapping[str, plan.Need]], tune.Prediction]
+    alone: Callable[[Setup, ExitStack], Assembly]
+    apart: Callable[[Setup, plan.Plan], Assembly]
+
+
+MODES = {
+    "embodied": Mode(
+        spread.planned,
+        spread.Foresight,
+        lambda hardware, cores, without: tune.choices(hardware, cores),
+        probes.measured,
+        tune.predicted,
+        robot.assemble,
+        spread.assemble,
+    ),
+    "reasoning": Mode(
+        spread_language.planned,
+        spread_language.Foresight,
+        lambda hardware, cores, without: tune_language.choices(hardware, without),
+        probes_language.measured,
+        tune_language.predicted,
+        reasoner.assemble,
+        spread_language.assemble,
+    ),
+}
+
+
 # -------------------------------------------------------------------------------------------------------------- offers
 def chosen(config: Config, choice: tune.Choice) -> Config:
     """The run in that placement."""
@@ -125,17 +167,14 @@ def offered(config: Config, where: torch.device) -> tuple[list[Offer], list[tupl
     Raises ConfigError, EnvError; PlacementError where nothing is left.
     """
     hardware, lag = hardware_of(config, where), config.cluster.max_lag
-    robots = config.mode == "embodied"
-    foresight = spread.Foresight(config) if robots else spread_language.Foresight(config)
-    planned = spread.planned if robots else spread_language.planned
-    without = rules.unused_roles(config)
+    mode, without = MODES[config.mode], rules.unused_roles(config)
+    foresight = mode.foresight(config)
     roles = ",".join(role for role in plan.ROLES[config.mode] if role not in without)
     cores = (os.cpu_count() or 1) * config.cluster.num_nodes
-    choices = tune.choices(hardware, cores) if robots else tune_language.choices(hardware, without)
     found, refused = dict[Any, Offer](), list[tuple[tune.Choice, str]]()
-    for choice in choices:
+    for choice in mode.choices(hardware, cores, without):
         try:
-            placed = planned(chosen(config, choice), where)
+            placed = mode.planned(chosen(config, choice), where)
             if placed is None and lag:
                 raise PlacementError(f"cluster.max_lag = {lag}: one process cannot run ahead of itself")
             key = None if placed is None else tune.meaning(placed)
@@ -180,41 +219,20 @@ def search(config: Config, *, explicit: Any = (), quiet: bool = False) -> Found:
         offers, refused = offered(config, where)
         if any(offer.placed is not None for offer in offers):
             check_devices(config, where, notice)
-        updates, robots = total_updates(config), config.mode == "embodied"
+        mode, updates = MODES[config.mode], total_updates(config)
         # Neither a robot's clone nor a learned reward model takes another time than one that knows nothing; a language
         # model that has not been taught when to end does.
         quick = replace(config, reward=replace(config.reward, model=replace(config.reward.model, steps=1)))
-        setup = Setup(
-            quick, where, folder, updates, "", {}, notice, notice, [], fresh_start=not robots, advance=bar.advance
-        )
-        placements = [offer.placed for offer in offers]
-        if robots:
-            m = probes.measured(setup, updates // 2, robot.compile_from(config, where, notice), placements)
-            ranked = [(offer, tune.predicted(offer.placed, m, offer.needs)) for offer in offers]
-            if not m.compiled:
-                setup = replace(setup, config=replace(quick, compile="never"))
-        else:
-            m = probes_language.measured(setup, updates // 2, placements)
-            ranked = [(offer, tune_language.predicted(offer.placed, m, offer.needs)) for offer in offers]
-        bar.say(f"measured: {_costs(m)}")
+        fresh = config.mode == "reasoning"
+        setup = Setup(quick, where, folder, updates, "", {}, notice, notice, [], fresh_start=fresh, advance=bar.advance)
+        m = mode.measured(setup, updates // 2, [offer.placed for offer in offers])
+        bar.say(f"measured: {m.told()}")
+        if not m.compiled:
+            setup = replace(setup, config=replace(quick, compile="never"))
+        ranked = [(offer, mode.predicted(offer.placed, m, offer.needs)) for offer in offers]
         ranked.sort(key=lambda pair: (float(f"{pair[1].whole_s:.2g}"), pair[0].processes))  # no finer than it is true
         tried, failed = _try(setup, ranked, updates // 2, bar.say)
     return Found(ranked, tried, failed, refused, m, config, hardware_of(config, where).per_node[0])
-
-
-def _costs(m: tune.Measured | tune_language.Measured) -> str:
-    """For people."""
-    there = f"a message {m.message_s * 1e6:.3g} us; {m.cores:.2g} cores"
-    if isinstance(m, tune_language.Measured):
-        named = {"generating": m.generate, "grading": m.grade, "the reference": m.view, "values": m.values}
-        named |= {"the actor's update": m.learn, "the critic's": m.teach}
-        each = [f"{name} {cost.wall(m.responses):.3g} s" for name, cost in named.items() if cost is not None]
-        return f"of {m.responses} responses {', '.join(each)}; {there}"
-    n, act, learn = m.num_envs, *(list(costs.values())[-1] for costs in (m.act, m.learn))
-    return (
-        f"a step of {n} environments {m.simulate.wall(n) * 1e3:.3g} ms, deciding {act.wall(n) * 1e3:.3g} ms, learning "
-        f"{learn.wall(n):.3g} s an update; {there}"
-    )
 
 
 def _try(
@@ -262,8 +280,8 @@ def _tried(setup: Setup, placed: plan.Plan | None, first: int) -> float:
     lag = setup.config.cluster.max_lag
     warm = 1 + lag
     with ExitStack() as stack:
-        alone, apart = (robot, spread) if setup.config.mode == "embodied" else (reasoner, spread_language)
-        made = alone.assemble(setup, stack) if placed is None else apart.assemble(setup, placed)
+        mode = MODES[setup.config.mode]
+        made = mode.alone(setup, stack) if placed is None else mode.apart(setup, placed)
         stack.callback(made.system.close)
         log = Log(setup.run_dir, total_updates=setup.updates, first_update=first, unit=made.system.unit, quiet=True)
         stack.callback(log.close)

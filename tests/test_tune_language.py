@@ -17,6 +17,7 @@ def measured(**differs: Any) -> Measured:
     """64 responses, each: generated in 1 ms, graded in 0.1, looked at in 0.2 by reference and critic, learnt from in 2
     by the actor, in 1 by the critic."""
     values: dict[str, Any] = {
+        "compiled": False,
         "responses": 64,
         "steps": 4,
         "critic_steps": 2,

@@ -83,7 +83,10 @@ LANGUAGE = [
 ]
 
 
-def test_a_language_models_four_models_are_placed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_language_models_four_models_are_placed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "TRIED", 1)
     words = ["tune", *LANGUAGE, "cluster.devices_per_node=1"]
     assert cli.main([*words, "--json"]) == 0, capsys.readouterr().err
     said = capsys.readouterr()
@@ -98,7 +101,7 @@ def test_a_language_models_four_models_are_placed(capsys: pytest.CaptureFixture[
     for role in ("generate", "grade", "view", "values", "learn", "teach"):
         assert costs[role]["wall"]["fixed"] + costs[role]["wall"]["each"] > 0, role
     tried = {name: row["measured_s"] for name, row in rows.items() if row["measured_s"] is not None}
-    assert "local" in tried and 2 <= len(tried) <= 3 and told["best"] == min(tried, key=lambda name: tried[name])
+    assert "local" in tried and len(tried) <= 2 and told["best"] == min(tried, key=lambda name: tried[name])
     assert "measured: of 16 responses generating " in said.err and ", the critic's " in said.err
     trained(capsys, told)
 

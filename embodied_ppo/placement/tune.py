@@ -176,11 +176,13 @@ class Cost:
 class Machine:
     """What moving things takes here, and what there is to move in an update.
 
+    compiled                          whether most of the run is compiled code
     message_s, byte_s, copy_byte_s    a message between processes, a byte in one, a byte copied in memory
     cores                             of this machine: how much more they do together than one
     experience_bytes, weights_bytes   of all rollouts; what is published
     """
 
+    compiled: bool
     message_s: float
     byte_s: float
     copy_byte_s: float
@@ -188,13 +190,16 @@ class Machine:
     experience_bytes: float
     weights_bytes: float
 
+    def told(self) -> str:
+        """For people."""
+        return f"a message {self.message_s * 1e6:.3g} us; {self.cores:.2g} cores"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Machine):
     """A run of a robot policy on this machine.
 
     num_envs, horizon, steps          of the run; ``steps``: of the optimiser in an update
-    compiled                          whether most of the run is compiled code
     simulate                          a step of n environments
     act, learn                        compiled or not -> deciding for n environments, with all that collecting is
                                       besides; an update from the n columns of one learner
@@ -204,12 +209,19 @@ class Measured(Machine):
     num_envs: int
     horizon: int
     steps: int
-    compiled: bool
     simulate: Cost
     act: Mapping[bool, Cost]
     learn: Mapping[bool, Cost]
     step_bytes: float
     gradient_bytes: float
+
+    def told(self) -> str:
+        """See ``Machine``."""
+        n, act, learn = self.num_envs, *(list(costs.values())[-1] for costs in (self.act, self.learn))
+        return (
+            f"a step of {n} environments {self.simulate.wall(n) * 1e3:.3g} ms, deciding {act.wall(n) * 1e3:.3g} ms, "
+            f"learning {learn.wall(n):.3g} s an update; {super().told()}"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------- prediction
