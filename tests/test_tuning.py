@@ -45,6 +45,12 @@ def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "LONG_S", 0.02)
 
 
+@pytest.fixture
+def one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best predicted alone, and one process."""
+    monkeypatch.setattr(tuning, "TRIED", 1)
+
+
 def tuned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert cli.main(["tune", "--quiet", "--json", *SMALL, *words]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
@@ -83,10 +89,8 @@ LANGUAGE = [
 ]
 
 
-def test_a_language_models_four_models_are_placed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tuning, "TRIED", 1)
+@pytest.mark.usefixtures("one_try")
+def test_a_language_models_four_models_are_placed(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tune", *LANGUAGE, "cluster.devices_per_node=1"]
     assert cli.main([*words, "--json"]) == 0, capsys.readouterr().err
     said = capsys.readouterr()
@@ -147,6 +151,7 @@ def test_a_run_that_runs_ahead_does_so_where_it_is_placed(capsys: pytest.Capture
     assert (cluster["max_lag"], cluster["check_weights"], cluster["devices_per_node"]) == (1, True, 2)
 
 
+@pytest.mark.usefixtures("one_try")
 def test_a_users_own_configs_get_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """An experiment in a folder of one's own; its name says which file, however it is spelt."""
     mine = tmp_path / "my own"
@@ -158,7 +163,8 @@ def test_a_users_own_configs_get_it(capsys: pytest.CaptureFixture[str], tmp_path
     assert not (tmp_path / "my_configs").exists()
 
 
-def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("one_try")
+def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["tune", *SMALL, "cluster.devices_per_node=1"]) == 0
     told = capsys.readouterr()
     lines = told.out.splitlines()
@@ -168,6 +174,9 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].startswith("embodied-ppo train --config-dir my_configs experiment=cartpole env.num_envs=8 ")
     assert lines[-1].endswith(" placement=tuned_cartpole")
     assert "measured: a step of 8 environments " in told.err and "trying local, " in told.err
+    # nothing else is left of it
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["my_configs", "placement", "tuned_cartpole.yaml"]
+    assert ray.is_initialized()
 
 
 def test_what_does_not_fit_is_refused_with_the_sum() -> None:
@@ -238,12 +247,6 @@ def test_cores_are_counted_by_threads_that_use_one_each(monkeypatch: pytest.Monk
     finally:
         torch.set_num_threads(before)
     assert seen == {1}
-
-
-def test_nothing_is_left_of_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    tuned(capsys, "cluster.devices_per_node=1")
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["my_configs", "placement", "tuned_cartpole.yaml"]
-    assert ray.is_initialized()
 
 
 def test_a_folder_that_cannot_be_written_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
