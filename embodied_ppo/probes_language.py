@@ -15,16 +15,13 @@ from torch import Tensor
 from embodied_ppo import reasoner
 from embodied_ppo.assembly import Setup
 from embodied_ppo.config import Config
-from embodied_ppo.data import Prompt
 from embodied_ppo.descent import Descended
-from embodied_ppo.grading import Grade, Sample
 from embodied_ppo.models.language import LanguagePolicy
 from embodied_ppo.placement import memory, plan
 from embodied_ppo.placement.tune_language import Measured
 from embodied_ppo.placement.weights import moving
 from embodied_ppo.probes import again, copy_byte_s, cores, cost, few, message_s
-from embodied_ppo.reasoning import Graders
-from embodied_ppo.split_learner import NOTHING, FrozenReference, Rows
+from embodied_ppo.split_learner import NOTHING, FrozenReference, Rows, full_kl
 
 
 def measured(s: Setup, update: int, placements: Sequence[plan.Plan | None]) -> Measured:
@@ -90,7 +87,6 @@ class _Probe:
         self.engine = reasoner.make_engine(self.m)
         a = config.algorithm
         self.reference: FrozenReference | None = None
-        self.full = (a.use_kl_loss and a.kl_loss_type == "full") or (a.use_kl_in_reward and a.kl_penalty == "full")
         if a.use_kl_loss or a.use_kl_in_reward:
             frozen = copy.deepcopy(self.m.policy)
             self.reference = FrozenReference(frozen, tokens=a.micro_batch_tokens, columns=a.micro_batch_size)
@@ -100,21 +96,22 @@ class _Probe:
     def times(self, part: int, update: int) -> dict[str, list[float]]:
         """Role -> seconds by the clock and of CPUs that one of ``part`` processes takes for its share."""
         s = replace(self.setup, config=_share(self.setup.config, part))
-        judge = _Timed(self.judge)
-        rollout = reasoner.make_rollout(self.setup, self.m, self.engine, judge, 0, part)
+        rollout = reasoner.make_rollout(self.setup, self.m, self.engine, self.judge, 0, part)
         horizon = s.config.algorithm.response_length
 
         def collect() -> tuple[float, ...]:
-            judge.took = [0.0, 0.0]
-            self.trajectory, took = _timed(lambda: rollout.collect(horizon, update=update, version=0)[0])
-            return (*(x - y for x, y in zip(took, judge.took, strict=True)), *judge.took)
+            before = rollout.grade_s, rollout.cpu_s["grade"]
+            self.trajectory, (wall, cpu) = _timed(lambda: rollout.collect(horizon, update=update, version=0)[0])
+            graded, graded_cpu = rollout.grade_s - before[0], rollout.cpu_s["grade"] - before[1]
+            return wall - graded, cpu - graded_cpu, graded, graded_cpu
 
         found = again(collect)
         t = self.trajectory
         self.experience_bytes = memory.nbytes(t) * part
         times = {"generate": found[:2], "grade": found[2:]}
         obs, mask = t.obs, t.mask
-        if self.reference is not None and not self.full:  # else the actor reads it, and is never apart from it
+        full = full_kl(s.config.algorithm)
+        if self.reference is not None and not full:  # else the actor reads it, and is never apart from it
             view = self.reference.view
             times["view"] = again(lambda: _timed(lambda: view(obs, mask, t.action, hidden=False))[1])
         if self.critic is not None:
@@ -129,7 +126,7 @@ class _Probe:
             times["teach"] = again(lambda: _timed(teach)[1])
             values.close()
         here = _Here(t.log_prob)
-        critic, reference = None if self.critic is None else here, self.reference if self.full else here
+        critic, reference = None if self.critic is None else here, self.reference if full else here
         learner = reasoner.make_learner(s, self.m.policy, critic, reference=reference)
         times["learn"] = again(lambda: _timed(lambda: learner.update(t, update=update))[1])
         learner.close()
@@ -149,29 +146,6 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
     wall, cpu = time.perf_counter(), time.process_time()
     result = call()
     return result, (time.perf_counter() - wall, time.process_time() - cpu)
-
-
-class _Timed:
-    """``Graders`` with a clock."""
-
-    def __init__(self, inner: Graders) -> None:
-        self.inner, self.took = inner, [0.0, 0.0]
-
-    @property
-    def failures(self) -> int:
-        return self.inner.failures
-
-    @property
-    def last_failure(self) -> str | None:
-        return self.inner.last_failure
-
-    def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
-        grades, took = _timed(lambda: self.inner.grade(samples, prompts))
-        self.took = [x + y for x, y in zip(self.took, took, strict=True)]
-        return grades
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class _Here:

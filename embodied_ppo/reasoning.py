@@ -138,6 +138,8 @@ class ReasoningRollout:
         self.sampler = Sampler(len(prompts), batch, seed, shuffle)
         self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
         self.cpu_s = {"generate": 0.0, "grade": 0.0}
+        self.grade_s = 0.0
+        """Wall time of reading and grading responses, of which ``cpu_s`` is this process's."""
         self._told = self._equal = False
 
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
@@ -153,7 +155,7 @@ class ReasoningRollout:
         key, first = sampling_key(self.seed, update, "generate"), self.rank * len(chosen)
         samples = torch.arange(first, first + len(chosen))  # the same noise, whoever generates
         made = self.generator.generate([p.ids for p in chosen], self.sampling, seed=key, samples=samples)
-        generated = time.process_time()
+        generated, wall = time.process_time(), time.perf_counter()
         texts = [
             self.text(row[:n]) for row, n in zip(made.token.tolist(), made.length.tolist(), strict=True)
         ]  # without what ended them
@@ -162,6 +164,7 @@ class ReasoningRollout:
         grades = self.graders.grade(samples, chosen)
         self.cpu_s["generate"] += generated - start
         self.cpu_s["grade"] += time.process_time() - generated
+        self.grade_s += time.perf_counter() - wall
         if self.graders.failures > failures and not self._told:  # once: rollout/grader_failures counts them
             self._told = True
             self.notice(f"reward: a response could not be graded: {self.graders.last_failure}")

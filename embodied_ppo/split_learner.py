@@ -94,6 +94,11 @@ ACTS, VALUES = ("hidden", "view_where"), ("value",)
 """Methods of actor (and reference) and of critic that read weights."""
 
 
+def full_kl(c: AlgorithmConfig) -> bool:
+    """Whether loss or reward compares whole distributions with the reference's."""
+    return (c.use_kl_loss and c.kl_loss_type == "full") or (c.use_kl_in_reward and c.kl_penalty == "full")
+
+
 def parts(
     obs: Rows, mask: Tensor, tokens: int | None, columns: int | None, ranks: Ranks
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
@@ -363,8 +368,7 @@ class SplitLearner:
         assert isinstance(obs, dict)
         metrics: Metrics = {}
         behaviour, weight = t.log_prob, None
-        full_loss = c.use_kl_loss and c.kl_loss_type == "full"
-        full = full_loss or (c.use_kl_in_reward and c.kl_penalty == "full")
+        full = full_kl(c)
         if self.recompute or c.off_policy_correction is not None:
             limits: dict[str, Any] = {"tokens": self.tokens, "columns": c.micro_batch_size, "ranks": ranks}
             behaviour = views(self.policy, obs, mask, t.action, **limits)["log_prob"]
@@ -401,7 +405,7 @@ class SplitLearner:
             mask=mask,
             weight=weight,
             ref_log_prob=other.get("log_prob") if c.use_kl_loss else None,
-            ref_logits=other.get("hidden") if full_loss else None,
+            ref_logits=other.get("hidden") if c.use_kl_loss and c.kl_loss_type == "full" else None,
         )
         return batch, metrics | told
 

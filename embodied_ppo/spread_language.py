@@ -21,7 +21,7 @@ from embodied_ppo.placement.lines import Exchange, Server
 from embodied_ppo.placement.part import Part, Seat, alike
 from embodied_ppo.placement.services import RemoteCritic, RemoteGraders, RemoteReference, Services
 from embodied_ppo.reasoning import Graders
-from embodied_ppo.split_learner import Critic, FrozenReference, Reference, ValueLearner
+from embodied_ppo.split_learner import Critic, FrozenReference, Reference, ValueLearner, full_kl
 from embodied_ppo.spread import check_compile, started
 from embodied_ppo.types import PlacementError
 
@@ -46,8 +46,7 @@ def planned(config: Config, device: torch.device) -> plan.Plan | None:
         group_size=a.group_size,
         batches={option: batch * a.group_size for option, batch in batches.items()},
     )
-    full = (a.use_kl_loss and a.kl_loss_type == "full") or (a.use_kl_in_reward and a.kl_penalty == "full")
-    if full and made.has("reference") and not made.fused("actor", "reference"):
+    if full_kl(a) and made.has("reference") and not made.fused("actor", "reference"):
         raise PlacementError(
             "cluster.component_placement: the full KL divergence needs the reference's logits, which do not travel; "
             "join them, as 'actor,reference', or write algorithm.kl_loss_type=k3 and algorithm.kl_penalty=k1"
@@ -62,7 +61,6 @@ def planned(config: Config, device: torch.device) -> plan.Plan | None:
 
 def unsharded(config: Config, placed: plan.Plan) -> str:
     """As ``spread.unsharded``."""
-    a = config.algorithm
     if why := spread.unsharded(placed):
         return why
     for role in ("critic", "reference"):
@@ -70,7 +68,7 @@ def unsharded(config: Config, placed: plan.Plan) -> str:
             return f"{role} is in processes of its own; join them, as 'actor,{role}', or write cluster.shard=false"
     if config.critic.concurrent:
         return "actor and critic gather their layers one after another; write critic.concurrent=false"
-    if (a.use_kl_loss and a.kl_loss_type == "full") or (a.use_kl_in_reward and a.kl_penalty == "full"):
+    if full_kl(config.algorithm):
         return "the full KL divergence reads policy and reference at once; use k3 (algorithm.kl_loss_type, kl_penalty)"
     if config.rollout.engine == "vllm" and placed.fused("rollout", "actor"):
         return "vLLM has weights of its own; give rollout its own processes (placement=disaggregated)"

@@ -342,7 +342,8 @@ def test_evaluations_of_a_checkpoint(capsys: Capture, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.0)
     assert cli.main(["evaluate", "checkpoint=run", "episodes=8", "n=2", "deterministic=false"]) == 0
-    assert [line for line in capsys.readouterr().err.splitlines() if "left" in line][-1] == "responses 16/16  0 s left"
+    told = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
+    assert told[0].startswith("responses 0/16  ") and told[-1] == "responses 16/16  0 s left"
     once = measure("out=once")
     assert once == measure("out=twice") == measure("seed=7") and "eval/pass@2" not in once
     assert json.loads(Path("once/report.json").read_text())["deterministic"]
