@@ -18,7 +18,7 @@ from embodied_ppo.types import ConfigError
 
 EPS = 1e-8
 BOOTSTRAP_TYPES = ("standard", "always")
-ADV_TYPES = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ADV_TYPES = ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 REWARD_NORMS = (None, "batch", "group", "running")
 
 
@@ -226,10 +226,10 @@ def estimate(
     """Advantage and returns, float32 [T, N], by the name of the estimator; arguments as ``gae``.
 
     The critic-free estimators take a column's score, the sum of its unmasked rewards (undiscounted; a column is one
-    episode or response), and give every unmasked row of the column the same advantage; reinforce_plus_plus gives each
-    row its return-to-go. None of them reads a value. Their returns, which only train a critic that happens to be there,
-    are the λ=1 targets of ``gae``: the discounted rewards to the episode's end, or to the value where the clock or the
-    rollout cut it. ``whiten`` as in ``reinforce_plus_plus``.
+    episode or response), and give every unmasked row of the column the same advantage; reinforce and
+    reinforce_plus_plus give each row its return-to-go. None of them reads a value. Their returns, which only train a
+    critic that happens to be there, are the λ=1 targets of ``gae``: the discounted rewards to the episode's end, or to
+    the value where the clock or the rollout cut it. ``whiten`` as in ``reinforce_plus_plus``.
     Raises ConfigError for another adv_type and as the estimators do.
     """
     if adv_type not in ADV_TYPES:
@@ -248,6 +248,8 @@ def estimate(
     )
     if adv_type == "gae":
         return advantage, returns
+    if adv_type == "reinforce":
+        return return_to_go(reward, terminated, truncated, mask, gamma=gamma, steps=steps), returns
     if adv_type == "reinforce_plus_plus":
         advantage = reinforce_plus_plus(reward, terminated, truncated, mask, gamma=gamma, steps=steps, whiten=whiten)
         return advantage, returns
@@ -292,7 +294,7 @@ def shape_rewards(
     group_size: int = 1,
     running_std: Tensor | float | None = None,
 ) -> Tensor:
-    """Clamp, then normalise rewards, once, before any KL is subtracted; [T, N] -> float32 [T, N].
+    """Clamp, then normalise rewards, before any KL is subtracted; [T, N] -> float32 [T, N].
 
     1. clip: r ← clamp(r, ±clip)
     2. norm: r ← (r − μ)·rsqrt(σ² + 1e-8); with shift alone r − μ, with scale alone r·rsqrt(σ² + 1e-8)
@@ -345,8 +347,8 @@ def _standardise(x: Tensor, keep: Tensor, *, shift: bool, scale: bool) -> Tensor
 
 
 @torch.no_grad()
-def whiten_rewards(reward: Tensor, mask: Tensor) -> Tensor:
-    """(r − μ)·rsqrt(σ² + 1e-8) + μ over unmasked entries, unbiased σ²: the mean is kept (as in TRL).
+def whiten_rewards(reward: Tensor, mask: Tensor, *, keep_mean: bool = True) -> Tensor:
+    """(r − μ)·rsqrt(σ² + 1e-8) + μ over unmasked entries, unbiased σ². TRL keeps the mean, ROLL does not (no + μ).
 
     float32 [T, N] -> float32 [T, N]; masked rows untouched; fewer than 2 entries stay as they are.
     """
@@ -354,7 +356,8 @@ def whiten_rewards(reward: Tensor, mask: Tensor) -> Tensor:
     if float(moments.count) < 2:
         return reward
     white, _ = normalize(reward, mask, moments=moments)
-    return torch.where(mask.bool(), white + moments.mean, reward.double()).float()
+    white = white + moments.mean if keep_mean else white
+    return torch.where(mask.bool(), white, reward.double()).float()
 
 
 class ReturnScaler(nn.Module):

@@ -205,8 +205,9 @@ class AlgorithmConfig:
     minibatch_unit: Literal["step", "column"] = "step"
     """Minibatches are cut by single steps, or by whole columns (all T steps of an environment)."""
     # --- advantages
-    adv_type: Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "gae"
-    """Advantage estimator."""
+    adv_type: Literal["gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "gae"
+    """Advantage estimator. reinforce: the discounted return-to-go, without a value; reinforce_plus_plus is the same
+    and is meant for normalize_advantages=true."""
     gamma: Fraction = 0.99
     """Discount per primitive step."""
     gae_lambda: Fraction = 0.95
@@ -216,7 +217,9 @@ class AlgorithmConfig:
     advantage_clip: Positive | None = None
     """Clamp advantages to +-this after normalisation; null: not."""
     reward_clip: Positive | None = None
-    """Clamp rewards to +-this, before everything else; null: not."""
+    """Clamp rewards to +-this; null: not."""
+    reward_clip_order: Literal["before_norm", "after_norm"] = "before_norm"
+    """before_norm clamps raw rewards, once; after_norm clamps after reward_norm and again after the KL penalty."""
     missing_eos_penalty: NonNegative = 0.0
     """Taken off the score of a response that response_length cut."""
     reward_norm: Literal["batch", "group", "running"] | None = None
@@ -226,7 +229,11 @@ class AlgorithmConfig:
     reward_scale: bool = False
     """With reward_norm: only divide by the deviation."""
     whiten_rewards: bool = False
-    """Divide rewards by their deviation over the rollout, keeping the mean."""
+    """Divide rewards by their deviation over the rollout."""
+    whiten_subtract_mean: bool = False
+    """With whiten_rewards: also subtract the mean; false: the mean of the rewards is kept."""
+    whiten_after_kl: bool = False
+    """With whiten_rewards: after the KL penalty is subtracted; false: before."""
     group_size: Count = 1
     """Neighbouring environments (responses) that share a start state (prompt)."""
     bootstrap_type: Literal["standard", "always"] = "standard"
@@ -248,6 +255,9 @@ class AlgorithmConfig:
         "token-mean"
     )
     """How per-sample losses become one; seq-*: over columns (minibatch_unit=column)."""
+    loss_scale_factor: Positive | None = None
+    """Constant by which seq-mean-token-sum-norm divides each column's sum; null: horizon (response_length in
+    reasoning)."""
     logprob_type: Literal["token_level", "action_level", "chunk_level"] = "action_level"
     """Granularity of the ratio: per action dimension, per action, per chunk."""
     entropy_type: Literal["token_level", "action_level", "chunk_level"] = "action_level"
@@ -373,6 +383,10 @@ class CriticConfig:
     """The critic's; without path and architecture it begins as a copy of the actor's."""
     concurrent: bool = False
     """Learn in a thread of its own while the actor learns: the same numbers, and a second core."""
+    loss_agg_func: (
+        Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
+    ) = None
+    """How the value losses of tokens become one; null: token-mean, whatever algorithm.loss_agg_func is."""
     update_epoch: Count | None = None
     """Passes over one rollout."""
     global_batch_size: Count | None = None

@@ -32,8 +32,12 @@ def shaped(
     returns: advantages.ReturnScaler,
     steps: int | Tensor = 1,
 ) -> Tensor:
-    """Rewards [T, N] clipped and normalised; ``returns`` sees them first, should its deviation be asked for."""
-    reward = advantages.clip(reward, c.reward_clip)
+    """Rewards [T, N] before the KL penalty: clipped, normalised and whitened as far as the options say.
+
+    ``returns`` is updated with the (clipped) rewards where reward_norm=running reads its deviation.
+    """
+    if c.reward_clip_order == "before_norm":
+        reward = advantages.clip(reward, c.reward_clip)
     if c.reward_norm == "running":
         returns.update(reward, done, mask, c.gamma, steps)
     reward = advantages.shape_rewards(
@@ -45,7 +49,23 @@ def shaped(
         group_size=c.group_size,
         running_std=returns.std,
     )
-    return advantages.whiten_rewards(reward, mask) if c.whiten_rewards else reward
+    if c.reward_clip_order == "after_norm":
+        reward = torch.where(mask.bool(), advantages.clip(reward, c.reward_clip), reward)
+    return reward if c.whiten_after_kl else whitened(reward, mask, c)
+
+
+def whitened(reward: Tensor, mask: Tensor, c: AlgorithmConfig) -> Tensor:
+    """Rewards [T, N] whitened over all unmasked entries, where the options say so."""
+    if not c.whiten_rewards:
+        return reward
+    return advantages.whiten_rewards(reward, mask, keep_mean=not c.whiten_subtract_mean)
+
+
+def shaped_after_kl(reward: Tensor, mask: Tensor, c: AlgorithmConfig) -> Tensor:
+    """What ``shaped`` leaves for after the KL penalty (ROLL, TRL): the second clamp, then whitening; [T, N]."""
+    if c.reward_clip_order == "after_norm":
+        reward = torch.where(mask.bool(), advantages.clip(reward, c.reward_clip), reward)
+    return whitened(reward, mask, c) if c.whiten_after_kl else reward
 
 
 def off_policy(old: Tensor, acted: Tensor, mask: Tensor, c: AlgorithmConfig) -> tuple[Tensor, Metrics]:
@@ -241,6 +261,7 @@ class JointLearner(Descent):
             distance = kl_distance(behaviour, reference.log_prob, c.kl_penalty, logits, reference.logits, dims=2)
             reward, told = penalized(reward, ranks.columns(distance), whole.mask, self.kl.coef)
             metrics |= told
+        reward = shaped_after_kl(reward, whole.mask, c)
         advantage, returns, told = estimated(replace(whole, reward=reward), c, steps=steps, notice=self.notice)
         metrics |= told
         batch = Batch(

@@ -72,7 +72,8 @@ class Objective(nn.Module):
         elements, stats = _surrogate(log_prob, b, c)
 
         def agg(x: Tensor) -> Tensor:
-            return losses.aggregate(x, b.mask, how=c.loss_agg_func, denominator=whole, length=float(c.horizon))
+            length = float(c.loss_scale_factor or c.horizon)
+            return losses.aggregate(x, b.mask, how=c.loss_agg_func, denominator=whole, length=length)
 
         policy_loss, entropy_mean = agg(elements), agg(entropy)
         errors, far = losses.value_loss(
@@ -129,9 +130,11 @@ class TokenObjective(nn.Module):
         length: int,
         reference: LanguagePolicy | None = None,
     ) -> None:
-        """``length``: response_length, what seq-mean-token-sum-norm divides by. ``reference``: for kl type full."""
+        """``length``: response_length, by which seq-mean-token-sum-norm divides unless config.loss_scale_factor is set.
+        ``reference``: for kl type full."""
         super().__init__()
-        self.policy, self.config, self.length = model, config, float(length)
+        self.policy, self.config = model, config
+        self.length = float(config.loss_scale_factor or length)
         self.reference = Aside(reference)
 
     @staticmethod
@@ -152,7 +155,7 @@ class TokenObjective(nn.Module):
             errors, far = losses.value_loss(
                 value, b.value, b.returns, value_clip=c.value_clip, huber_delta=c.huber_delta
             )
-            loss = losses.aggregate(errors, b.mask, denominator=rows)
+            loss = losses.aggregate(errors, b.mask, how=c.loss_agg_func, denominator=whole, length=self.length)
             return loss, stats | {
                 "loss": loss.detach(),
                 "value_loss": loss.detach(),

@@ -146,10 +146,11 @@ def make_critic(config: Config, policy: LanguagePolicy, device: torch.device) ->
 
 
 def critic_config(a: AlgorithmConfig, c: CriticConfig) -> AlgorithmConfig:
-    """The algorithm's options with the critic's own."""
+    """The algorithm's options with the critic's own; its loss_agg_func is token-mean where critic says nothing."""
     names = {f.name for f in fields(AlgorithmConfig)}
     own = {f.name: getattr(c, f.name) for f in fields(c) if f.name in names and getattr(c, f.name) is not None}
     schedule = own.get("lr_schedule", a.lr_schedule)
+    own = {"loss_agg_func": "token-mean", **own}
     return replace(a, **{**own, "lr_schedule": "constant" if schedule == "adaptive" else schedule})
 
 

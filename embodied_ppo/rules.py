@@ -56,6 +56,22 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
         "algorithm.reward_norm=batch, group or running",
         lambda c: c.algorithm.reward_norm is not None,
     ),
+    "algorithm.reward_clip_order": (
+        "algorithm.reward_clip, and algorithm.reward_norm or algorithm.use_kl_in_reward=true",
+        lambda c: (
+            c.algorithm.reward_clip is not None
+            and (c.algorithm.reward_norm is not None or c.algorithm.use_kl_in_reward)
+        ),
+    ),
+    "algorithm.whiten_subtract_mean": ("algorithm.whiten_rewards=true", lambda c: c.algorithm.whiten_rewards),
+    "algorithm.whiten_after_kl": (
+        "algorithm.whiten_rewards=true and algorithm.use_kl_in_reward=true",
+        lambda c: c.algorithm.whiten_rewards and c.algorithm.use_kl_in_reward,
+    ),
+    "algorithm.loss_scale_factor": (
+        "algorithm.loss_agg_func (or critic.loss_agg_func) = seq-mean-token-sum-norm",
+        lambda c: "seq-mean-token-sum-norm" in (c.algorithm.loss_agg_func, c.critic.loss_agg_func),
+    ),
     "algorithm.kl_loss_coef,algorithm.kl_loss_type": (
         "algorithm.use_kl_loss=true",
         lambda c: c.algorithm.use_kl_loss,
@@ -131,7 +147,7 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
         lambda c: not c.evaluation.deterministic,
     ),
     "critic.use_critic_model,critic.concurrent,critic.model.path,critic.model.architecture,critic.model.dtype,"
-    "critic.model.gradient_checkpointing,critic.update_epoch,critic.global_batch_size,critic.lr,critic.lr_schedule,"
+    "critic.model.gradient_checkpointing,critic.loss_agg_func,critic.update_epoch,critic.global_batch_size,critic.lr,critic.lr_schedule,"
     "critic.lr_warmup,critic.max_grad_norm,critic.weight_decay,algorithm.critic_warmup,algorithm.value_clip,"
     "algorithm.huber_delta": (
         "algorithm.adv_type=gae",

@@ -20,7 +20,7 @@ from torch import Tensor
 from embodied_ppo import advantages, compiled, kl, losses
 from embodied_ppo.config import AlgorithmConfig
 from embodied_ppo.descent import Descended, TokenDescent, cut_columns
-from embodied_ppo.learner import estimated, off_policy, penalized, shaped, summary
+from embodied_ppo.learner import estimated, off_policy, penalized, shaped, shaped_after_kl, summary, whitened
 from embodied_ppo.models.language import LanguageCritic, LanguagePolicy
 from embodied_ppo.objective import TokenObjective
 from embodied_ppo.ranks import Ranks
@@ -385,12 +385,13 @@ class SplitLearner:
         plain = replace(c, whiten_rewards=False)
         score = shaped(score, some, some, plain, returns=self.returns)
         reward = torch.where(done & t.mask, score, 0.0)
-        if c.whiten_rewards:
-            reward = advantages.whiten_rewards(reward, t.mask)
+        if not c.whiten_after_kl:
+            reward = whitened(reward, t.mask, c)
         if c.use_kl_in_reward:
             distance = ranks.columns(self._distance(obs, mask, t.action, behaviour, other))
             reward, told = penalized(reward, distance, t.mask, self.kl.coef)
             metrics |= told
+        reward = shaped_after_kl(reward, t.mask, c)
         following = torch.cat([t.value[1:], torch.zeros_like(t.value[:1])])  # never read where the response ends
         t = replace(t, next_value=following, reward=reward)
         advantage, returns, told = estimated(t, c, notice=self.notice)

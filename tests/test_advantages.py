@@ -305,6 +305,15 @@ def test_return_to_go_by_hand():
     assert advantages.return_to_go(**rows, gamma=0.5).flatten().tolist() == [2.0, 2.0, 0.0, 4.0]
 
 
+def test_reinforce_by_hand():
+    """The discounted return-to-go as it is: no value, no whitening; a cut by the clock ends the sum."""
+    rows = column(reward=[1.0, 2.0, 9.0, 4.0], value=[7.0] * 4, truncated=[0, 1, 0, 0], mask=[1, 1, 0, 1])
+    rows["next_value"] = torch.full_like(rows["reward"], 5.0)
+    # 4 ; masked: 0 ; 2 ; 1 + 0.5 x 2
+    advantage, _ = advantages.estimate("reinforce", **rows, gamma=0.5, gae_lambda=0.9)
+    assert advantage.flatten().tolist() == [2.0, 2.0, 0.0, 4.0]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_reinforce_plus_plus_twin(seed):
     rows = random_rows(10, 4, seed)
@@ -430,6 +439,8 @@ def test_whiten_rewards_keeps_the_mean():
     # 0, 4: mean 2, unbiased deviation √8
     two = advantages.whiten_rewards(torch.tensor([[0.0, 4.0]]), torch.ones(1, 2).bool())
     assert two.tolist() == [pytest.approx([2 - 2 / 8**0.5, 2 + 2 / 8**0.5])]
+    centred = advantages.whiten_rewards(torch.tensor([[0.0, 4.0]]), torch.ones(1, 2).bool(), keep_mean=False)
+    assert centred.tolist() == [pytest.approx([-2 / 8**0.5, 2 / 8**0.5])]
     one = torch.tensor([[7.0]])
     assert advantages.whiten_rewards(one, torch.ones(1, 1).bool()).equal(one)
 

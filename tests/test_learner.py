@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied_ppo import strict, tree
+from embodied_ppo import advantages, strict, tree
 from embodied_ppo.config import AlgorithmConfig, ModelConfig
 from embodied_ppo.descent import learning_rate_factor
-from embodied_ppo.learner import JointLearner
+from embodied_ppo.learner import JointLearner, shaped, shaped_after_kl
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.backbone import VECTOR
 from embodied_ppo.rollout import sampling_key
@@ -152,6 +152,36 @@ def test_micro_batches_over_epochs():
     assert_close(runs[0][0], runs[1][0], rel=1e-4)
     for name, x in runs[0][1].items():
         torch.testing.assert_close(runs[1][1][name], x, rtol=1e-4, atol=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------- order of rewards
+def test_rewards_are_clipped_and_whitened_where_the_options_say():
+    """Scores 0, 4 and 8; the penalty is 1 on the first, 0 on the others. Mean 4, unbiased deviation 4."""
+    score, kept = torch.tensor([[0.0, 4.0, 8.0]]), torch.ones(1, 3).bool()
+    penalty = torch.tensor([[1.0, 0.0, 0.0]])
+
+    def rewards(**options: Any) -> list[float]:
+        c = AlgorithmConfig(**options)
+        scaler = advantages.ReturnScaler(3)
+        before = shaped(score, torch.ones(1, 3).bool(), kept, c, returns=scaler)
+        return shaped_after_kl(before - penalty, kept, c)[0].tolist()
+
+    clipped = {"reward_clip": 0.5, "reward_norm": "batch"}
+    # clamp to 0.5: 0, 0.5, 0.5; mean 1/3, deviation 0.5/sqrt(3): -2/sqrt(3), 1/sqrt(3), 1/sqrt(3); minus the penalty
+    root = 3**0.5
+    assert rewards(**clipped) == pytest.approx([-2 / root - 1, 1 / root, 1 / root], abs=1e-6)
+    # -1, 0, 1 clamped to 0.5; minus the penalty -1.5, clamped again
+    assert rewards(**clipped, reward_clip_order="after_norm") == pytest.approx([-0.5, 0.0, 0.5], abs=1e-6)
+    # -1 + 4, 0 + 4, 1 + 4; minus the penalty
+    assert rewards(whiten_rewards=True) == pytest.approx([2.0, 4.0, 5.0], abs=1e-6)
+    assert rewards(whiten_rewards=True, whiten_subtract_mean=True) == pytest.approx([-2.0, 0.0, 1.0], abs=1e-6)
+    # -1, 4, 8: mean 11/3, squares 196/9 + 1/9 + 169/9 = 366/9, variance 61/3
+    mean, deviation = 11 / 3, (61 / 3) ** 0.5
+    after = [(x - mean) / deviation for x in (-1.0, 4.0, 8.0)]
+    roll = {"whiten_rewards": True, "whiten_after_kl": True, "whiten_subtract_mean": True}
+    assert rewards(**roll) == pytest.approx(after, abs=1e-6)
+    trl = {"whiten_rewards": True, "whiten_after_kl": True}
+    assert rewards(**trl) == pytest.approx([x + mean for x in after], abs=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------- masks change nothing

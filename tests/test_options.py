@@ -97,10 +97,13 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.normalize_advantages": (False, {}),
     "algorithm.advantage_clip": (0.5, {}),
     "algorithm.reward_clip": (0.1, {}),
+    "algorithm.reward_clip_order": ("after_norm", {"algorithm.reward_clip": 0.5, "algorithm.reward_norm": "batch"}),
     "algorithm.reward_norm": ("batch", {}),
     "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
     "algorithm.reward_scale": (True, {"algorithm.reward_norm": "batch"}),
     "algorithm.whiten_rewards": (True, {}),
+    "algorithm.whiten_subtract_mean": (True, {"algorithm.whiten_rewards": True}),
+    "algorithm.whiten_after_kl": (True, {"algorithm.whiten_rewards": True, **IN_REWARD}),
     "algorithm.group_size": (2, {}),
     "algorithm.bootstrap_type": ("always", FALLING),
     "algorithm.clip_ratio_low": (0.01, {}),
@@ -109,6 +112,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.entropy_bonus": (0.1, {}),
     "algorithm.entropy_target": (0.0, {"algorithm.entropy_bonus": 0.01}),
     "algorithm.loss_agg_func": ("seq-mean-token-sum", COLUMNS),
+    "algorithm.loss_scale_factor": (3.0, {**COLUMNS, "algorithm.loss_agg_func": "seq-mean-token-sum-norm"}),
     "algorithm.logprob_type": ("token_level", {}),
     "algorithm.entropy_type": ("token_level", {"algorithm.entropy_bonus": 0.1}),
     "algorithm.target_kl_stop": (1e-6, {}),
@@ -239,9 +243,9 @@ def test_without_lag_there_is_nothing_to_correct():
 
 OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     # values that take another branch than the one above; each differs from every other value of its option
-    "algorithm.adv_type": [
+    "algorithm.adv_type": [  # reinforce is reinforce_plus_plus, both with normalize_advantages
         (kind, {"algorithm.group_size": 2, "env.restart_each_rollout": True, "env.max_episode_steps": 6})
-        for kind in ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+        for kind in ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus_baseline")
     ],
     "algorithm.reward_norm": [
         (kind, {"algorithm.group_size": 2, "env.restart_each_rollout": True})

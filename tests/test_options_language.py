@@ -97,11 +97,14 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.normalize_advantages": (False, {}),
     "algorithm.advantage_clip": (0.5, {}),
     "algorithm.reward_clip": (0.1, {}),
+    "algorithm.reward_clip_order": ("after_norm", {"algorithm.reward_clip": 0.5, "algorithm.reward_norm": "batch"}),
     "algorithm.missing_eos_penalty": (0.5, {}),
     "algorithm.reward_norm": ("batch", {}),
     "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
     "algorithm.reward_scale": (True, {"algorithm.reward_norm": "batch"}),
     "algorithm.whiten_rewards": (True, {}),
+    "algorithm.whiten_subtract_mean": (True, {"algorithm.whiten_rewards": True}),
+    "algorithm.whiten_after_kl": (True, {"algorithm.whiten_rewards": True, **IN_REWARD}),
     "algorithm.group_size": (2, {}),
     "algorithm.clip_ratio_low": (0.01, {}),
     "algorithm.clip_ratio_high": (0.01, {}),
@@ -109,6 +112,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.entropy_bonus": (0.1, {}),
     "algorithm.entropy_target": (0.0, {"algorithm.entropy_bonus": 0.01}),
     "algorithm.loss_agg_func": ("seq-mean-token-sum", {}),
+    "algorithm.loss_scale_factor": (
+        3.0,
+        {"algorithm.loss_agg_func": "seq-mean-token-sum-norm", "algorithm.max_grad_norm": 100.0},
+    ),
     "algorithm.target_kl_stop": (1e-6, {}),
     "algorithm.use_kl_loss": (True, {}),
     "algorithm.kl_loss_coef": (0.1, IN_LOSS),
@@ -141,6 +148,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "critic.model.path": (str(FILES / "model"), {}),
     "critic.model.architecture": ({**ARCHITECTURE, "hidden_size": 24}, {}),
     "critic.model.dtype": ("bfloat16", {}),
+    "critic.loss_agg_func": ("seq-mean-token-mean", {}),
     "critic.update_epoch": (1, {}),
     "critic.global_batch_size": (8, {}),
     "critic.lr": (1e-3, {}),
@@ -353,7 +361,10 @@ def test_without_lag_there_is_nothing_to_correct() -> None:
 KINDS = ("abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+")
 OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     # option -> (values, what they need): each leaves other weights or another KL than every other
-    "algorithm.adv_type": (("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"), GROUPS),
+    "algorithm.adv_type": (
+        ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        GROUPS,
+    ),
     "algorithm.reward_norm": ((None, "batch", "group", "running"), GROUPS),
     "algorithm.loss_agg_func": (
         ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
@@ -369,6 +380,7 @@ OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "reward.grader": (("auto", "exact"), {"reward.path": None}),
 }
 SAME = {
+    "algorithm.adv_type": [("reinforce", "reinforce_plus_plus")],  # both with normalize_advantages
     "algorithm.kl_loss_type": [("k2", "k2+")],  # + is k2's gradient
     "reward.grader": [("auto", "exact")],  # arithmetic's own grader takes the response as it is
 }

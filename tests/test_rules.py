@@ -137,6 +137,13 @@ UNREAD = {
     "algorithm.lr_end": (0.1, {"algorithm.lr_schedule": "cosine"}),
     "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
     "algorithm.reward_scale": (True, {"algorithm.reward_norm": "batch"}),
+    "algorithm.reward_clip_order": (
+        "after_norm",
+        {"algorithm.reward_clip": 1.0, "algorithm.reward_norm": "batch"},
+    ),
+    "algorithm.whiten_subtract_mean": (True, {"algorithm.whiten_rewards": True}),
+    "algorithm.whiten_after_kl": (True, {"algorithm.whiten_rewards": True, "algorithm.use_kl_in_reward": True}),
+    "algorithm.loss_scale_factor": (100.0, {**LANGUAGE, "algorithm.loss_agg_func": "seq-mean-token-sum-norm"}),
     "evaluation.randomize": (True, {"env.randomize": True}),
     "algorithm.kl_loss_coef": (0.1, {"algorithm.use_kl_loss": True}),
     "algorithm.kl_loss_type": ("k2", {"algorithm.use_kl_loss": True}),
@@ -166,6 +173,7 @@ UNREAD = {
     "critic.model.dtype": ("bfloat16", LANGUAGE),
     "critic.model.gradient_checkpointing": (True, LANGUAGE),
     "critic.concurrent": (True, LANGUAGE),
+    "critic.loss_agg_func": ("seq-mean-token-mean", LANGUAGE),
     "critic.update_epoch": (2, LANGUAGE),
     "critic.global_batch_size": (64, LANGUAGE),
     "critic.lr": (0.1, LANGUAGE),
@@ -252,7 +260,11 @@ NOT_READ = {
         (f"critic.model.{x}" for x in ("path", "architecture", "dtype", "gradient_checkpointing")), NO_VALUE
     ),
     **dict.fromkeys(
-        (f"critic.{x}" for x in ("concurrent", "update_epoch", "global_batch_size", "lr", "lr_schedule")), NO_VALUE
+        (
+            f"critic.{x}"
+            for x in ("concurrent", "loss_agg_func", "update_epoch", "global_batch_size", "lr", "lr_schedule")
+        ),
+        NO_VALUE,
     ),
     **dict.fromkeys((f"critic.{x}" for x in ("lr_warmup", "max_grad_norm", "weight_decay")), NO_VALUE),
     **dict.fromkeys((f"algorithm.{x}" for x in ("critic_warmup", "value_clip", "huber_delta")), NO_VALUE),

@@ -166,6 +166,38 @@ def test_scores_are_normalised_as_scores() -> None:
         torch.testing.assert_close(found[:r, i], expected[i].expand(r), rtol=0, atol=1e-5)
 
 
+# -------------------------------------------------------------------------------------------------------- denominators
+def test_value_loss_averages_over_sequences_where_the_critic_says_so() -> None:
+    """seq-mean-token-mean: the mean over rows of each row's mean of (R - V)^2 / 2; null: the mean over tokens."""
+    whole = replace(BASE, update_epoch=1, global_batch_size=N, value_clip=None)
+    for how in ("token-mean", "seq-mean-token-mean"):
+        x = learner(whole, columns=N, critic_config=replace(whole, loss_agg_func=how))
+        t = experience(x.policy)
+        batch, _ = x._prepare(t)
+        square = (batch.returns - batch.value).double().square() / 2
+        rows = [square[:r, i] for i, r in enumerate(LENGTH)]
+        by_row = sum(float(row.mean()) for row in rows) / N
+        expected = by_row if how == "seq-mean-token-mean" else float(torch.cat(rows).mean())
+        assert numbers(x.update(t, update=0))["value/loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_loss_scale_factor_replaces_the_response_length() -> None:
+    c = replace(BASE, update_epoch=1, loss_agg_func="seq-mean-token-sum-norm")
+    norms = []
+    for factor in (None, float(T), 4.0 * T):
+        x = learner(replace(c, loss_scale_factor=factor), critic_config=BASE)
+        norms.append(numbers(x.update(experience(x.policy, noise=0.3), update=0))["policy/loss"])
+    assert norms[0] == norms[1] and norms[2] != norms[0]
+    single = [
+        numbers(x.update(experience(x.policy, noise=0.3), update=0))["policy/loss"]
+        for x in (
+            learner(replace(c, global_batch_size=N, loss_scale_factor=f), columns=N, critic_config=BASE)
+            for f in (2.0, 8.0)
+        )
+    ]
+    assert single[0] == pytest.approx(4 * single[1], rel=1e-5) and single[0] != 0
+
+
 # ----------------------------------------------------------------------------------------------- what changes nothing
 OPTIONS: dict[str, Any] = {
     "plain": {},
