@@ -190,6 +190,7 @@ def print_migration(told: Mapping[str, Any]) -> None:
     ]
     parts = [
         (f"mapped, {told['peer']} -> ours", mapped),
+        ("mapped, but not exactly the same", [[theirs(row), row["why"]] for row in told["differences"]]),
         ("no meaning here", [[theirs(row), row["why"]] for row in told["meaningless"]]),
         ("refused", [[theirs(row), row["why"]] for row in told["refused"]]),
         ("unknown", [[theirs(row), row["why"]] for row in told["unknown"]]),

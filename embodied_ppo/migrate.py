@@ -1,12 +1,14 @@
 """A peer's PPO options become ours: ``embodied-ppo import-config`` with a table for each of RLinf, verl, ROLL and TRL.
 
 A table maps a peer's dotted path (``*`` stands for anything) to a rule: (value, the whole file) -> our options, or the
-reason why it has none. The longest path that fits counts. What no path fits is unknown, and told. A file is parsed as
-plain YAML; nothing in it is run or imported. docs/migration.md says where words are alike and meanings differ.
+reason why it has none. The longest path that fits counts. What no path fits is reported as unknown. A file is parsed
+as plain YAML, or as dotted command-line overrides; nothing in it is run or imported. docs/migration.md says where words
+are alike and meanings differ.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,6 +22,7 @@ import yaml
 from embodied_ppo import explain, rules, strict
 from embodied_ppo.config import Config
 from embodied_ppo.errors import ConfigError, PlacementError, choose, one_line, show
+from embodied_ppo.peers import overrides
 from embodied_ppo.peers.rlinf import RLINF
 from embodied_ppo.peers.roll import ROLL
 from embodied_ppo.peers.rule import Peer, Rule, Source, Table
@@ -52,6 +55,8 @@ class Migration:
     """{theirs, value, why}: ours exists and does not take this value."""
     unknown: list[dict[str, Any]] = field(default_factory=list)
     """{theirs, value, why}"""
+    differences: list[dict[str, Any]] = field(default_factory=list)
+    """{theirs, value, why}: options that are mapped and still do not train exactly as theirs."""
     to_write: dict[str, str] = field(default_factory=dict)
     """Our options that the peer's file does not say and a run needs -> what to write; ??? in the file."""
     conflict: str | None = None
@@ -90,12 +95,15 @@ NEEDED = {
 
 # ------------------------------------------------------------------------------------------------------------- reading
 def read(file: str, peer: str) -> Source:
-    """The file's options. Raises ConfigError where there is no such file, or it is no mapping of options."""
+    """The options of a YAML file, or of a file of dotted overrides.
+
+    Raises ConfigError where there is no such file, or it holds no options.
+    """
     path = Path(file)
     if not path.is_file():
         raise ConfigError(f"{file}: no such file; name a YAML file with {PEERS[peer].name}'s options")
     try:
-        content = strict.plain_yaml(path.read_text(encoding="utf-8"), aliases=True)
+        content = _content(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ConfigError(f"{file} is not plain YAML ({one_line(e)}); mend it") from e
     if not isinstance(content, Mapping) or not content:
@@ -109,6 +117,17 @@ def read(file: str, peer: str) -> Source:
     else:
         raise ConfigError(f"{file} holds a section that contains itself, or more than {MANY:,} values; mend it")
     return _resolved(dict(_flat(content, "", PEERS[peer].whole)))
+
+
+def _content(text: str) -> Any:
+    """A YAML document, or the dotted overrides of a command line. Raises YAMLError where it is neither."""
+    try:
+        content = strict.plain_yaml(text, aliases=True)
+    except yaml.YAMLError:
+        if options := overrides.parse(text):
+            return options
+        raise
+    return content if isinstance(content, Mapping) else overrides.parse(text) or content
 
 
 def _flat(node: Any, path: str, whole: frozenset[str]) -> Iterator[tuple[str, Any]]:
@@ -203,6 +222,11 @@ def convert(peer: str, file: str) -> Migration:
             _apply(found, path, value, rule, source, default=True)
     for path, value in its.always.items():
         found.options.setdefault(path, value)
+    with contextlib.suppress(*UNFIT):  # such a value is among the refused already
+        found.differences = [
+            {"theirs": path, "value": source.get(path, its.defaults.get(path)), "why": why}
+            for path, why in its.differences(source).items()
+        ]
     found.to_write = {path: what for path, what in NEEDED[found.mode].items() if path not in found.options}
     _drop_unread(found, file)
     try:
@@ -317,6 +341,7 @@ def migrate(peer: str, file: str, out: str | None) -> dict[str, Any]:
     text = found.text(Path(file).name)
     if out is not None:
         try:
+            Path(out).parent.mkdir(parents=True, exist_ok=True)
             with open(out, "x", encoding="utf-8") as stream:
                 stream.write(text)
         except OSError as e:

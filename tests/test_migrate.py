@@ -223,8 +223,7 @@ def test_a_documented_block_converts_without_loss(peer: str, block: dict[str, An
     mapped = {row["theirs"] for row in found.mapped if not row["default"]}
     assert mapped | set(told(found)) == set(block), "every option is mapped or explained"
 
-    out = "mine/experiment/imported.yaml"
-    Path(out).parent.mkdir(parents=True)
+    out = "mine/experiment/imported.yaml"  # neither folder exists
     assert cli.main(["import-config", peer, "theirs.yaml", "--out", out]) == 0
     capsys.readouterr()
     fill = [f"{path}={FILL[path]}" for path in found.to_write]
@@ -348,6 +347,40 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
       "cluster.num_nodes": 2, "cluster.devices_per_node": 8}),
     ("roll", {"gamma": 1}, {"algorithm.normalize_advantages": False, "algorithm.value_clip": None,
                             "algorithm.loss_agg_func": "seq-mean-token-mean", "algorithm.lr_schedule": "linear"}),
+    # .. whitening subtracts the mean, after the penalty; clipping follows normalisation; its defaults; one critic epoch
+    ("roll", {"whiten_rewards": True, "add_token_level_kl": True},
+     {"algorithm.whiten_rewards": True, "algorithm.whiten_subtract_mean": True, "algorithm.whiten_after_kl": True,
+      "algorithm.kl_ctrl.kl_coef": 0.2}),
+    ("roll", {"whiten_rewards": True}, {"algorithm.whiten_subtract_mean": True, "algorithm.whiten_after_kl": "absent"}),
+    ("roll", {"whiten_rewards": False}, {"algorithm.whiten_rewards": False,
+                                         "algorithm.whiten_subtract_mean": "absent"}),
+    ("roll", {"reward_clip": 5, "norm_mean_type": "batch", "norm_std_type": "batch"},
+     {"algorithm.reward_clip": 5.0, "algorithm.reward_clip_order": "after_norm"}),
+    ("roll", {"reward_clip": 5, "add_token_level_kl": True}, {"algorithm.reward_clip_order": "after_norm"}),
+    ("roll", {"reward_clip": 5}, {"algorithm.reward_clip": 5.0, "algorithm.reward_clip_order": "absent"}),
+    ("roll", {"use_kl_loss": True}, {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 0.0}),
+    ("roll", {"ppo_epochs": 4}, {"algorithm.update_epoch": 4, "critic.update_epoch": 1,
+                                 "critic.loss_agg_func": "seq-mean-token-mean"}),
+    ("roll", {"adv_estimator": "reinforce", "ppo_epochs": 4},
+     {"algorithm.adv_type": "reinforce", "algorithm.normalize_advantages": False, "critic.use_critic_model": False,
+      "critic.update_epoch": "absent", "critic.loss_agg_func": "absent"}),
+    ("roll", {"adv_estimator": "grpo", "num_return_sequences_in_group": 4},
+     {"algorithm.adv_type": "grpo", "algorithm.reward_norm": "absent"}),
+    ("roll", {"adv_estimator": "grpo", "num_return_sequences_in_group": 4, "add_token_level_kl": True},
+     {"algorithm.adv_type": "reinforce", "algorithm.reward_norm": "group"}),  # scores are normalised before the penalty
+    ("roll", {**WORKERS, "actor_train.device_mapping": "[0,1]", "loss_agg_mode": "seq-mean-token-sum-norm",
+              "actor_train.training_args.per_device_train_batch_size": 2, "prompt_length": 101, "response_length": 300,
+              "actor_train.training_args.gradient_accumulation_steps": 16},  # 64 responses in rows of 400
+     {"algorithm.loss_agg_func": "seq-mean-token-sum-norm", "algorithm.loss_scale_factor": 6.25}),
+    ("roll", {"reward_norm": "batch", "reward_shift": True}, {"algorithm.reward_norm": "batch",
+                                                             "algorithm.reward_shift": True}),
+    # verl: the critic's aggregation is the actor's unless it has one of its own
+    ("verl", {f"{ACTOR}loss_agg_mode": "seq-mean-token-mean"}, {"algorithm.loss_agg_func": "seq-mean-token-mean",
+                                                                "critic.loss_agg_func": "seq-mean-token-mean"}),
+    ("verl", {f"{ACTOR}loss_agg_mode": "seq-mean-token-sum", "critic.loss_agg_mode": "token-mean"},
+     {"algorithm.loss_agg_func": "seq-mean-token-sum", "critic.loss_agg_func": "token-mean"}),
+    ("verl", {f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm", f"{ACTOR}loss_scale_factor": 1000},
+     {"algorithm.loss_scale_factor": 1000.0}),
     # TRL: batches; one learning rate for both; KL always in the reward
     ("trl", TRL, {"algorithm.rollout_batch_size": 64, "algorithm.global_batch_size": 32,
                   "algorithm.micro_batch_size": 16, "updates": 157, "algorithm.lr": 3e-6, "critic.lr": 3e-6,
@@ -356,6 +389,11 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
                   "algorithm.value_clip": 0.2, "algorithm.missing_eos_penalty": 1.0, "rollout.temperature": 0.7}),
     ("trl", {"num_ppo_epochs": 2}, {"algorithm.gae_lambda": 0.95, "algorithm.use_kl_in_reward": True,
                                     "algorithm.response_length": 53, "actor.model.dtype": "bfloat16"}),
+    ("trl", {"whiten_rewards": True}, {"algorithm.whiten_rewards": True, "algorithm.whiten_after_kl": True,
+                                       "algorithm.max_grad_norm": None}),
+    ("trl", {"whiten_rewards": True, "kl_coef": 0.0}, {"algorithm.whiten_rewards": True,
+                                                       "algorithm.whiten_after_kl": "absent"}),
+    ("trl", {"max_grad_norm": 0.3, "deepspeed": "zero2.json"}, {"algorithm.max_grad_norm": 0.3}),
     ("trl", {"num_ppo_epochs": 2, "kl_coef": 0.0, "stop_token_id": 7}, {"algorithm.use_kl_in_reward": False,
                                                                        "rollout.stop_token_ids": [7]}),
 ]  # fmt: skip
@@ -379,6 +417,10 @@ REASONS = [
     ("rlinf", {"rollout.enable_offload": True}, "rollout.enable_offload", "sleeps in host memory"),
     ("rlinf", {"env.train.env_type": "maniskill"}, "env.train.env_type", "env.simulator=torch"),
     ("roll", {"norm_mean_type": "group", "norm_std_type": "batch"}, "norm_std_type", "both of the group"),
+    ("roll", {"norm_mean_type": "running", "norm_std_type": "running"}, "norm_mean_type", "mean and deviation of"),
+    ("roll", {"reward_norm": "running"}, "reward_norm", "running mean and deviation of the scores"),
+    ("roll", {"reward_norm": "batch", "norm_mean_type": None}, "reward_norm", "before 25 September 2025"),
+    ("roll", {"adv_estimator": "grpo", "norm_mean_type": "batch"}, "norm_mean_type", "sets both to group"),
     ("trl", {"vf_coef": 0.1}, "vf_coef", "an optimiser of its own"),
     ("trl", {"num_train_epochs": 3, "lam": 1.0}, "num_train_epochs", "epochs x prompts"),
     # ours refuses
@@ -407,6 +449,86 @@ def test_what_has_no_counterpart_is_told_with_the_reason(peer: str, theirs: dict
     assert why in told(found)[path]
     assert path not in {row["theirs"] for row in found.mapped}
     assert not Path("pwned").exists()
+
+
+DIFFERENCES = [
+    ("roll", {"reward_norm": "batch", "lambd": 1}, "reward_norm", "such a version trains without it"),
+    ("roll", {"loss_agg_mode": "seq-mean-token-sum-norm", "lambd": 1}, "loss_agg_mode", "write algorithm.loss_scale"),
+    ("roll", {"gamma": 1}, "lambd", "their trace begins at the end of the padding"),
+    ("roll", {"lambd": 1, "gamma": 1}, None, ""),
+    ("roll", {"adv_estimator": "reinforce"}, None, ""),
+    ("verl", {f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm"}, f"{ACTOR}loss_agg_mode", "times ours"),
+    ("trl", {"max_grad_norm": 1.0}, "max_grad_norm", "with DeepSpeed only"),
+    ("trl", {"whiten_rewards": True}, "whiten_rewards", "in each process"),
+    ("trl", TRL, "num_mini_batches", "write algorithm.global_batch_size=64"),
+    ("trl", {"gamma": 1.0}, None, ""),
+    ("trl", {"num_mini_batches": "many", "gamma": 1.0}, None, ""),
+]
+
+
+@pytest.mark.parametrize(("peer", "theirs", "path", "why"), DIFFERENCES)
+def test_differences_of_mapped_options_are_printed(
+    peer: str, theirs: dict[str, Any], path: str | None, why: str, capsys: pytest.CaptureFixture[str]
+):
+    found = {row["theirs"]: row["why"] for row in convert(peer, theirs).differences}
+    assert list(found) == ([] if path is None else [path])
+    if path is not None:
+        assert why in found[path]
+        assert cli.main(["import-config", peer, "theirs.yaml", "--out", "new.yaml"]) == 0
+        out = capsys.readouterr().out
+        assert why in out[out.index("mapped, but not exactly the same") :]
+
+
+SCRIPT = r"""#!/bin/bash
+# it's a comment with an apostrophe and an option.of=x \
+set -x
+export VLLM_USE_V1=1
+home=/data
+train="['$home/a.parquet', '${home}/b.parquet']"
+CUDA_VISIBLE_DEVICES=0,1 python3 -m verl.trainer.main_ppo \
+    --config-name='ppo_trainer.yaml' \
+    algorithm.adv_estimator=gae \
+    # algorithm.gamma=0.5 \
+    actor_rollout_ref.actor.clip_ratio=0.2 \
+    +actor_rollout_ref.actor.clip_ratio_high=0.28   \
+    ++critic.optim.lr=1e-5 \
+    data.train_files="$train" data.val_files=$HOME/test.parquet \
+    data.prompt_key='a#b' trainer.experiment_name="run"\ 1 \
+    trainer.logger='["console","wandb"]' \
+    trainer.total_training_steps=3\
+    data.seed='${algorithm.nothing}' data.max_prompt_length=$(wc -l x) \
+    actor=megatron ~algorithm.lam trainer.my_own= $@ # trailing=comment
+"""
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_command_line_overrides_import_like_a_file(ending: str, capsys: pytest.CaptureFixture[str]):
+    Path("run.sh").write_bytes(SCRIPT.replace("\n", ending).encode())
+    found = migrate.convert("verl", "run.sh")
+    expected = {
+        "algorithm.clip_ratio_low": 0.2,
+        "algorithm.clip_ratio_high": 0.28,
+        "critic.lr": 1e-5,
+        "data.train": ["/data/a.parquet", "/data/b.parquet"],
+        "data.prompt_key": "a#b",
+        "name": "run 1",
+        "updates": 3,
+    }
+    assert {path: found.options.get(path, "absent") for path in expected} == expected
+    unknown = {row["theirs"]: row["value"] for row in found.unknown}
+    assert unknown == {
+        "data.val_files": "${HOME}/test.parquet",
+        "data.max_prompt_length": "${shell}wc",
+        "actor": "megatron",
+        "trainer.my_own": "",
+    }
+    assert "--cfg job" in told(found)["hydra.config-name"] and "algorithm.gamma" not in told(found)
+
+    lines = [f"{path}={json.dumps(value)}" for path, value in VERL.items()]
+    Path("lines.txt").write_text("\n".join(lines).replace('"', "'"))  # one a line, and nothing else
+    assert migrate.convert("verl", "lines.txt").options == convert("verl", VERL).options
+    assert cli.main(["import-config", "verl", "lines.txt", "--quiet"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["algorithm"]["clip_ratio_low"] == 0.3
 
 
 def test_options_that_do_not_go_together_are_told():
@@ -504,7 +626,7 @@ REFUSALS = [
     ("trl verl.yaml", "looks like verl's .. write import-config verl verl.yaml"),
     ("vrl verl.yaml", "vrl: no such framework; did you mean verl? there are: rlinf, verl, roll, trl"),
     ("verl verl.yaml --out verl.yaml", "--out verl.yaml: exists; name a new file"),
-    ("verl verl.yaml --out nowhere/new.yaml", "--out nowhere/new.yaml: cannot be written"),
+    ("verl verl.yaml --out verl.yaml/new.yaml", "--out verl.yaml/new.yaml: cannot be written"),
     ("verl", "import-config needs a framework and a file"),
     ("verl verl.yaml more.yaml", "import-config needs a framework and a file"),
 ]

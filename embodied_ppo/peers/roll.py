@@ -147,14 +147,94 @@ def _steps_per_update(role: str) -> Callable[[Source], float | None]:
     def steps(source: Source) -> float | None:
         step, group = _step(role, source), int(source.get("num_return_sequences_in_group", 1))
         prompts = source.get("rollout_batch_size", 128)
-        return source.get("ppo_epochs", 1) * max(1.0, prompts * group / step) if step else None
+        epochs = source.get("ppo_epochs", 1) if role == "actor_train" else 1  # their critic takes one epoch
+        return epochs * max(1.0, prompts * group / step) if step else None
 
     return steps
 
 
+def _epochs(value: Any, source: Source) -> Answer:
+    """Their critic takes one pass over the rollout, whatever ppo_epochs is (CriticWorker.train_step)."""
+    return {"algorithm.update_epoch": value} | ({"critic.update_epoch": 1} if _has_critic(source) else {})
+
+
+def _has_critic(source: Source) -> bool:
+    return source.get("adv_estimator", "gae") == "gae"
+
+
+def _has_penalty(source: Source) -> bool:
+    return bool(source.get("add_token_level_kl", False))
+
+
+def _normalizes(source: Source) -> bool:
+    """Whether scores are normalised before anything else."""
+    answers = _norm(None, source), _old_norm(source.get("reward_norm"), source)
+    mapped = any(isinstance(answer, dict) and answer["algorithm.reward_norm"] for answer in answers)
+    return mapped or source.get("adv_estimator") == "grpo"
+
+
+def _whitening(value: Any, source: Source) -> Answer:
+    """Theirs subtracts the mean, and comes after the KL penalty (compute_advantage)."""
+    if not value:
+        return {"algorithm.whiten_rewards": False}
+    order = {"algorithm.whiten_after_kl": True} if _has_penalty(source) else {}
+    return {"algorithm.whiten_rewards": True, "algorithm.whiten_subtract_mean": True} | order
+
+
+def _reward_clip(value: Any, source: Source) -> Answer:
+    """Theirs comes after normalisation, and again after the KL penalty; 0 is off."""
+    if not value:
+        return {"algorithm.reward_clip": None}
+    later = _has_penalty(source) or _normalizes(source)
+    return {"algorithm.reward_clip": value} | ({"algorithm.reward_clip_order": "after_norm"} if later else {})
+
+
+SUM_NORM = "seq-mean-token-sum-norm"
+
+
+def _aggregation(value: Any, source: Source) -> Answer:
+    factor = _sum_norm_factor(source) if value == SUM_NORM else None
+    return {"algorithm.loss_agg_func": value} | ({"algorithm.loss_scale_factor": factor} if factor else {})
+
+
+def _sum_norm_factor(source: Source) -> float | None:
+    """Their sum over all sequences of a step / (sequence_length - 1), as a factor of our mean over the sequences."""
+    length, responses = source.get("sequence_length"), _step("actor_train", source)
+    if length is None and source.get("response_length") is not None:
+        length = source.get("response_length") + source.get("prompt_length", 1024)
+    if length is None or responses is None or source.get("actor_train.use_dynamic_batching_in_train"):
+        return None
+    return (length - 1) / responses
+
+
+OLD_NORM = "of ROLL before 25 September 2025; later versions read norm_mean_type and norm_std_type instead"
+
+
+def _old_norm(value: Any, source: Source) -> Answer:
+    if value in (None, "None"):
+        return "null: norm_mean_type and norm_std_type say it"
+    if source.has("norm_mean_type") or source.has("norm_std_type"):
+        return OLD_NORM
+    if source.get("adv_estimator") == "grpo":
+        return "adv_estimator=grpo normalises over the group there, too"
+    if value == "running":
+        return RUNNING
+    return {"algorithm.reward_norm": value, "algorithm.reward_shift": bool(source.get("reward_shift", False))}
+
+
+RUNNING = (
+    "theirs keeps a running mean and deviation of the scores; reward_norm=running here divides by the running "
+    "deviation of the discounted return. Write algorithm.reward_norm=batch, or leave scores as they are"
+)
+
+
 def _norm(value: Any, source: Source) -> Answer:
+    if source.get("adv_estimator") == "grpo":
+        return "adv_estimator=grpo sets both to group there, too"
     mean, std = source.get("norm_mean_type"), source.get("norm_std_type")
-    if "running" in (mean, std) or (None not in (mean, std) and mean != std):
+    if "running" in (mean, std):
+        return RUNNING
+    if None not in (mean, std) and mean != std:
         return "mean and deviation are both of the batch, or both of the group, here: algorithm.reward_norm"
     kind = mean or std
     return {
@@ -175,8 +255,33 @@ def _clip(side: str) -> Rule:
 
 
 def _estimator(value: Any, source: Source) -> Answer:
-    name = "reinforce_plus_plus" if value == "reinforce" else value
-    return {"algorithm.adv_type": name} | ({} if name == "gae" else {"critic.use_critic_model": False})
+    """Their grpo is the return-to-go of scores normalised over the group: ours where nothing else enters the sum."""
+    if value == "gae":  # their value loss averages over sequences, whatever loss_agg_mode is
+        return {"algorithm.adv_type": "gae", "critic.loss_agg_func": "seq-mean-token-mean"}
+    answer = {"algorithm.adv_type": value, "critic.use_critic_model": False}
+    others = source.get("reward_clip"), source.get("whiten_rewards"), source.get("gamma", 1) != 1
+    if value == "grpo" and (_has_penalty(source) or any(others)):
+        return answer | {"algorithm.adv_type": "reinforce", "algorithm.reward_norm": "group"}
+    return answer
+
+
+def _differences(source: Source) -> dict[str, str]:
+    """What no option of ours says."""
+    found: dict[str, str] = {}
+    if source.get("reward_norm") in ("batch", "group") and isinstance(
+        _old_norm(source.get("reward_norm"), source), dict
+    ):
+        found["reward_norm"] = f"an option {OLD_NORM}, so such a version trains without it; it is mapped as before"
+    if source.get("loss_agg_mode") == SUM_NORM and _sum_norm_factor(source) is None:
+        found["loss_agg_mode"] = (
+            "theirs is the sum over all sequences of a step / (sequence_length - 1), ours their mean / "
+            "response_length; write algorithm.loss_scale_factor = (sequence_length - 1) / responses of a step"
+        )
+    if _has_critic(source) and (source.get("lambd", 0.95) != 1 or source.get("gamma", 1) != 1):
+        found["lambd"] = (
+            "their trace begins at the end of the padding, with what the critic says there; ours at the last token"
+        )
+    return found
 
 
 def _dual(value: Any, source: Source) -> Answer:
@@ -259,15 +364,15 @@ TABLE: dict[str, Rule] = {
     "sequence_length": _response,
     "adv_estimator": _estimator,
     "num_return_sequences_in_group": ours("algorithm.group_size"),
-    "ppo_epochs": ours("algorithm.update_epoch"),
+    "ppo_epochs": _epochs,
     "use_kl_loss": lambda value, source: {"algorithm.use_kl_loss": value, "algorithm.kl_loss_type": "k3"},
     "kl_loss_coef": ours("algorithm.kl_loss_coef"),
-    "loss_agg_mode": ours("algorithm.loss_agg_func"),
+    "loss_agg_mode": _aggregation,
     "entropy_loss_coef": ours("algorithm.entropy_bonus"),
     "whiten_advantages": ours("algorithm.normalize_advantages"),
-    "whiten_rewards": ours("algorithm.whiten_rewards"),
+    "whiten_rewards": _whitening,
     "advantage_clip": ours("algorithm.advantage_clip"),
-    "reward_clip": ours("algorithm.reward_clip"),
+    "reward_clip": _reward_clip,
     "dual_clip_loss": _dual,
     "lambd": ours("algorithm.gae_lambda"),
     "gamma": ours("algorithm.gamma"),
@@ -283,9 +388,9 @@ TABLE: dict[str, Rule] = {
     "add_token_level_kl": ours("algorithm.use_kl_in_reward"),
     "norm_mean_type": _norm,
     "norm_std_type": _norm,
-    "reward_norm": ours("algorithm.reward_norm"),
-    "reward_shift": ours("algorithm.reward_shift"),
-    "reward_scale": ours("algorithm.reward_scale"),
+    "reward_norm": _old_norm,
+    "reward_shift": none("in algorithm.reward_shift, where reward_norm is read"),
+    "reward_scale": none("read with reward_norm=running only, and that has no counterpart"),
     "use_reward_scaling": only(False, same="off, as here", other="algorithm.reward_norm says it"),
     "use_reward_norm": only(False, same="off, as here", other="algorithm.reward_norm says it"),
     "add_len_reward": only(False, same="off, as here", other="a grader may count length"),
@@ -402,6 +507,9 @@ ROLL = Peer(
     {
         "rollout_batch_size": 128,
         "adv_estimator": "gae",
+        "ppo_epochs": 1,
+        "init_kl_coef": 0.2,
+        "kl_loss_coef": 0,
         "lambd": 0.95,
         "loss_agg_mode": "seq-mean-token-mean",
         "whiten_advantages": False,
@@ -412,4 +520,5 @@ ROLL = Peer(
         "critic.training_args.learning_rate": 5e-5,
         "max_steps": 500,
     },
+    differences=_differences,
 )

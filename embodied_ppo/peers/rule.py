@@ -42,6 +42,8 @@ class Peer:
     """Options of ours for what it does and has no option for."""
     whole: frozenset[str] = frozenset()
     """Paths whose value is a mapping that is read as one."""
+    differences: Callable[[Source], Mapping[str, str]] = lambda source: {}
+    """What trains otherwise here although its options are mapped: their option -> the difference."""
 
 
 def reasoning(source: Source) -> str:

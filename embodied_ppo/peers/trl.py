@@ -64,6 +64,37 @@ def _kl(value: Any, source: Source) -> Answer:
     return {"algorithm.use_kl_in_reward": bool(value), "algorithm.kl_ctrl.kl_coef": value}
 
 
+def _whitening(value: Any, source: Source) -> Answer:
+    """After the KL penalty; the mean is kept."""
+    order = {"algorithm.whiten_after_kl": True} if value and source.get("kl_coef", 0.05) else {}
+    return {"algorithm.whiten_rewards": bool(value), **order}
+
+
+def _grad_norm(value: Any, source: Source) -> Answer:
+    """Their loop does not clip gradients; DeepSpeed's engine does."""
+    return {f"{section}.max_grad_norm": value if source.has("deepspeed") else None for section in BOTH}
+
+
+def _differences(source: Source) -> dict[str, str]:
+    """What no option of ours says."""
+    found: dict[str, str] = {}
+    if source.get("max_grad_norm") and not source.has("deepspeed"):
+        found["max_grad_norm"] = (
+            "their PPO reads it with DeepSpeed only and clips no gradient otherwise, nor does the import"
+        )
+    if source.get("whiten_rewards"):
+        found["whiten_rewards"] = (
+            "theirs whitens in each process for itself, over one place more than the tokens: the score has its own"
+        )
+    accumulated, parts = (int(source.get(name, 1)) for name in ("gradient_accumulation_steps", "num_mini_batches"))
+    if accumulated > 1 and parts > 1:
+        found["num_mini_batches"] = (
+            f"their optimiser steps once in gradient_accumulation_steps = {accumulated} backward passes, also across "
+            f"minibatches; for that write algorithm.global_batch_size={_batch(source) // max(1, parts // accumulated)}"
+        )
+    return found
+
+
 def _steps(path: str) -> Rule:
     """Updates; below 1 a share of all of them."""
 
@@ -106,7 +137,7 @@ TABLE: dict[str, Rule] = {
         else f"a share of all updates; write algorithm.lr_warmup = {show(value)} x updates"
     ),
     "weight_decay": ours(*(f"{s}.weight_decay" for s in BOTH)),
-    "max_grad_norm": ours(*(f"{s}.max_grad_norm" for s in BOTH)),
+    "max_grad_norm": _grad_norm,
     "adam_beta1": ours("algorithm.adam_beta1"),
     "adam_beta2": ours("algorithm.adam_beta2"),
     "adam_epsilon": ours("algorithm.adam_eps"),
@@ -119,7 +150,7 @@ TABLE: dict[str, Rule] = {
                     "critic.lr is how fast it learns"),
     "gamma": ours("algorithm.gamma"),
     "lam": ours("algorithm.gae_lambda"),
-    "whiten_rewards": ours("algorithm.whiten_rewards"),
+    "whiten_rewards": _whitening,
     "response_length": ours("algorithm.response_length"),
     "temperature": ours("rollout.temperature"),
     "missing_eos_penalty": lambda value, source: {"algorithm.missing_eos_penalty": value or 0.0},
@@ -189,7 +220,9 @@ TRL = Peer(
         "lam": 0.95,
         "temperature": 0.7,
         "response_length": 53,
+        "max_grad_norm": 1.0,
         "bf16": True,
     },
     {"algorithm.clip_ratio_c": None},
+    differences=_differences,
 )

@@ -67,6 +67,24 @@ def _estimator(value: Any, source: Source) -> Answer:
     return answer | ({} if name == "gae" else {"critic.use_critic_model": False})
 
 
+def _aggregation(value: Any, source: Source) -> Answer:
+    """The critic's is the actor's unless the file gives it one of its own."""
+    both = value != "token-mean" and source.get("critic.loss_agg_mode") is None
+    both = both and source.get("algorithm.adv_estimator", "gae") == "gae"
+    return {"algorithm.loss_agg_func": value} | ({"critic.loss_agg_func": value} if both else {})
+
+
+def _differences(source: Source) -> dict[str, str]:
+    """What no option of ours says."""
+    path = "actor_rollout_ref.actor.loss_agg_mode"
+    if source.get(path) != "seq-mean-token-sum-norm":
+        return {}
+    return {
+        path: "theirs sums over the sequences of a micro-batch where ours takes the mean of all: their loss is "
+        "ppo_micro_batch_size_per_gpu times ours, and meets grad_clip earlier"
+    }
+
+
 def _micro(value: Any, source: Source) -> Answer:
     """Deprecated: of all devices together."""
     if value is None:
@@ -161,9 +179,8 @@ _ACTOR: dict[str, Rule] = {
     "clip_ratio_low": given("algorithm.clip_ratio_low", "null: clip_ratio"),
     "clip_ratio_high": given("algorithm.clip_ratio_high", "null: clip_ratio"),
     "clip_ratio_c": ours("algorithm.clip_ratio_c"),
-    "loss_agg_mode": ours("algorithm.loss_agg_func"),
-    "loss_scale_factor": only(None, same="response_length, as here", other="seq-mean-token-sum-norm divides by "
-                              "algorithm.response_length here"),
+    "loss_agg_mode": _aggregation,
+    "loss_scale_factor": given("algorithm.loss_scale_factor", "null: response_length, as here"),
     "entropy_coeff": ours("algorithm.entropy_bonus"),
     "calculate_entropy": none("the entropy is always told here: policy/entropy"),
     "use_kl_loss": ours("algorithm.use_kl_loss"),
@@ -231,7 +248,7 @@ _CRITIC: dict[str, Rule] = {
     "ppo_epochs": ours("critic.update_epoch"),
     "cliprange_value": ours("algorithm.value_clip"),
     "grad_clip": ours("critic.max_grad_norm"),
-    "loss_agg_mode": none("the value loss is the mean over tokens here"),
+    "loss_agg_mode": ours("critic.loss_agg_func"),
     **under("optim.", _optim("critic", "critic.grad_clip")),
     **under("model.", _model("critic")),
     "ppo_micro_batch_size*": none(MEMORY),
@@ -350,4 +367,5 @@ VERL = Peer(
         "actor_rollout_ref.actor.optim.weight_decay": 0.01,
         "critic.optim.weight_decay": 0.01,
     },
+    differences=_differences,
 )
