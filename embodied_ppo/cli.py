@@ -385,7 +385,9 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument("--json", action="store_true", help="what was written and assumed as JSON")
         return parser.parse_args(list(argv[1:]))
     if name == "import-config":
-        parser.add_argument("overrides", nargs="*", metavar="FRAMEWORK FILE", help="rlinf, verl, roll or trl; its YAML or overrides")
+        parser.add_argument(
+            "overrides", nargs="*", metavar="FRAMEWORK FILE", help="rlinf, verl, roll or trl; its YAML or overrides"
+        )
         parser.add_argument("--out", metavar="FILE", help="the experiment to write, a new file (default: stdout)")
     elif name == "watch":
         parser.add_argument("overrides", nargs="*", metavar="RUN", help="run directories, or folders of runs (runs)")

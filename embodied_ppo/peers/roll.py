@@ -267,21 +267,23 @@ def _estimator(value: Any, source: Source) -> Answer:
 
 def _differences(source: Source) -> dict[str, str]:
     """What no option of ours says."""
-    found: dict[str, str] = {}
+    differences: dict[str, str] = {}
     if source.get("reward_norm") in ("batch", "group") and isinstance(
         _old_norm(source.get("reward_norm"), source), dict
     ):
-        found["reward_norm"] = f"an option {OLD_NORM}, so such a version trains without it; it is mapped as before"
+        differences["reward_norm"] = (
+            f"an option {OLD_NORM}, so such a version trains without it; it is mapped as before"
+        )
     if source.get("loss_agg_mode") == SUM_NORM and _sum_norm_factor(source) is None:
-        found["loss_agg_mode"] = (
+        differences["loss_agg_mode"] = (
             "theirs is the sum over all sequences of a step / (sequence_length - 1), ours their mean / "
             "response_length; write algorithm.loss_scale_factor = (sequence_length - 1) / responses of a step"
         )
     if _has_critic(source) and (source.get("lambd", 0.95) != 1 or source.get("gamma", 1) != 1):
-        found["lambd"] = (
+        differences["lambd"] = (
             "their trace begins at the end of the padding, with what the critic says there; ours at the last token"
         )
-    return found
+    return differences
 
 
 def _dual(value: Any, source: Source) -> Answer:

@@ -77,22 +77,22 @@ def _grad_norm(value: Any, source: Source) -> Answer:
 
 def _differences(source: Source) -> dict[str, str]:
     """What no option of ours says."""
-    found: dict[str, str] = {}
+    differences: dict[str, str] = {}
     if source.get("max_grad_norm") and not source.has("deepspeed"):
-        found["max_grad_norm"] = (
+        differences["max_grad_norm"] = (
             "their PPO reads it with DeepSpeed only and clips no gradient otherwise, nor does the import"
         )
     if source.get("whiten_rewards"):
-        found["whiten_rewards"] = (
+        differences["whiten_rewards"] = (
             "theirs whitens in each process for itself, over one place more than the tokens: the score has its own"
         )
     accumulated, parts = (int(source.get(name, 1)) for name in ("gradient_accumulation_steps", "num_mini_batches"))
     if accumulated > 1 and parts > 1:
-        found["num_mini_batches"] = (
+        differences["num_mini_batches"] = (
             f"their optimiser steps once in gradient_accumulation_steps = {accumulated} backward passes, also across "
             f"minibatches; for that write algorithm.global_batch_size={_batch(source) // max(1, parts // accumulated)}"
         )
-    return found
+    return differences
 
 
 def _steps(path: str) -> Rule:
