@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -13,7 +14,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
-from embodied_ppo.errors import ConfigError  # not from types: a worker starts without torch
+from embodied_ppo.errors import ConfigError, one_line  # not from types: a worker starts without torch
 from embodied_ppo.grading import FAILED, Grade, Grader, Sample, is_cheap, judge, resolve
 
 if TYPE_CHECKING:
@@ -56,8 +57,16 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.pipe, far = context.Pipe()
         self.process = context.Process(target=_serve, args=(spec, far), daemon=True, name="grader")
-        self.process.start()
-        far.close()
+        try:
+            self.process.start()
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            self.pipe.close()
+            raise ConfigError(
+                f"grader = {str(spec)[:80]}: cannot be sent to worker processes ({one_line(error)[:80]}); "
+                "define it at the top level of a module, or set workers=0"
+            ) from error
+        finally:
+            far.close()
         self.ready = False
         self.sample: int | None = None
         self.deadline = time.monotonic() + START_S

@@ -193,7 +193,7 @@ def make_graders(config: Config, prompts: Sequence[Prompt], stack: ExitStack) ->
     if r.path is not None:
         spec = f"{r.path}:{r.name}"
     elif r.grader == "auto" and config.data.task is not None:
-        spec = synthetic.grader(config.data.task)
+        spec = synthetic.TaskGrader(config.data.task)
     elif r.grader == "auto":
         unknown = sorted({p.data_source for p in prompts} - set(grading.DEFAULTS))
         if unknown and r.model.path is None:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from embodied_ppo.data import Prompt
 from embodied_ppo.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    from embodied_ppo.data import Prompt
 
 VOCABULARY = "_^$0123456789+-*=;#() ,."
 """Character i is token i; the first three are padding, beginning and end."""
@@ -144,13 +145,16 @@ def grade(data_source: str, solution_str: str, ground_truth: str, extra_info: An
     return {"score": float(right), "acc": right, "pred": answer, "format": bool(task.form.fullmatch(solution_str))}
 
 
-def grader(task: str) -> Callable[..., dict[str, Any]]:
-    """``grade`` for one task, whatever the data is called."""
+@dataclass(frozen=True)
+class TaskGrader:
+    """``grade`` for the task of this name, whatever the data source is called; worker processes can unpickle it."""
 
-    def graded(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-        return grade(task, solution_str, ground_truth, extra_info)
+    task: str
 
-    return graded
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+    ) -> dict[str, Any]:
+        return grade(self.task, solution_str, ground_truth, extra_info)
 
 
 # ------------------------------------------------------------------------------------------------------ demonstrations
@@ -219,6 +223,8 @@ def encode(texts: Sequence[str], tok: PreTrainedTokenizerBase) -> list[tuple[int
 
 def prompts(task: Task, part: Part, tok: PreTrainedTokenizerBase) -> list[Prompt]:
     """The prompts of one part of the problems, as ``data`` gives those of files. Raises ConfigError."""
+    from embodied_ppo.data import Prompt  # imports torch, which a worker that only grades does without
+
     problems = task.problems(part)
     ids = encode([p.prompt for p in problems], tok)
     return [Prompt(x, p.prompt, p.answer, task.name, {}, i) for i, (x, p) in enumerate(zip(ids, problems, strict=True))]

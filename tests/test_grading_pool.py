@@ -17,6 +17,7 @@ import toys
 
 from embodied_ppo.grading import GRADERS, Grade, Sample
 from embodied_ppo.grading_pool import GraderPool
+from embodied_ppo.synthetic import TaskGrader
 from embodied_ppo.types import ConfigError
 
 GRADER_FILE = '''
@@ -226,10 +227,24 @@ def test_functions_in_workers() -> None:
     pool = GraderPool(GRADERS["exact"], workers=1, timeout_s=5)
     assert [g.correct for g in pool.grade([sample("aa", "aa"), sample("ab", "aa")])] == [True, False]
     pool.close()
+    pool = GraderPool(TaskGrader("scratchpad"), workers=1, timeout_s=5)
+    assert [g.correct for g in pool.grade([sample("64#46", "46"), sample("64#64", "46")])] == [True, False]
+    pool.close()
+
+
+def test_functions_that_cannot_be_pickled() -> None:
+    def local(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+        return 1.0
+
+    with pytest.raises(ConfigError, match=r"grader = .*local.*: cannot be sent to worker processes .*; define it at"):
+        GraderPool(local, workers=1, timeout_s=5)
 
 
 def test_a_worker_starts_without_torch() -> None:
-    code = "import sys, embodied_ppo.grading_pool; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = (
+        "import sys, embodied_ppo.grading_pool, embodied_ppo.synthetic\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -395,6 +395,12 @@ def hangs(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+def test_a_synthetic_task_is_graded_in_worker_processes(capsys: Capture) -> None:
+    train(capsys, "updates=1", "reward.workers=2", "evaluation.episodes=1")
+    last = rows(Path("run"))[-1]
+    assert last["rollout/grader_failures"] == 0 and last["rollout/return"] == last["rollout/success"]
+
+
 @pytest.mark.parametrize("name", ["sync", "later"])
 def test_a_grader_of_ones_own(name: str, capsys: Capture) -> None:
     Path("mine.py").write_text(GRADERS)
