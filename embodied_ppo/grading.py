@@ -17,12 +17,12 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from decimal import Decimal
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
+from embodied_ppo.answers import NUMBER, final_statement, read_number, spell_number
 from embodied_ppo.errors import ConfigError, choose  # not from types: a worker starts without torch
 
 Grader: TypeAlias = Callable[..., Any]
@@ -59,17 +59,12 @@ FAILED = Grade(0.0, failed=True)
 # ---------------------------------------------------------------------------------------------------- built-in graders
 _SIGN = "(?P<sign>[-+\N{MINUS SIGN}]?)"
 _DIGITS = r"(?P<digits>[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
-_NO_NUMBER = r"(?P<more>[ \t]*/[ \t]*[0-9]|[eE:][-+]?[0-9])?"
-_FINAL = re.compile(rf"####[ \t$€£*_=:\\]*(?:boxed\{{)?{_SIGN}[$€£\\]*{_DIGITS}{_NO_NUMBER}")
 _ANYWHERE = re.compile(rf"(?:(?<![\w)]){_SIGN})?[$€£]?{_DIGITS}")
-_GOLD = re.compile(rf"\s*{_SIGN}[$€£]?{_DIGITS}\s*%?\s*")
+_GOLD = re.compile(rf"\s*{_SIGN}[$€£]?(?P<digits>{NUMBER})\s*%?\s*")
 
 
 def _number(match: re.Match[str]) -> str:
-    """One spelling per number: without commas, plus, and zeros that say nothing. Equal exactly if the Decimals are."""
-    text = format(Decimal(match["digits"].replace(",", "")), "f")
-    text = text.rstrip("0").rstrip(".") if "." in text else text
-    return text if text == "0" or match["sign"] in (None, "", "+") else f"-{text}"
+    return spell_number(match["digits"], match["sign"] or "")
 
 
 def _gold(ground_truth: str) -> str:
@@ -110,12 +105,13 @@ def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra
 
 
 def gsm8k_numeric(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """The number after the last ``####`` that has one, by value: ``#### 72.00``, ``####72`` and ``#### $72`` are 72.
+    """Compare by value the one number that the final statement has: the paragraph after the last ``####``.
 
-    A fraction, a power of ten or a time of day (``3/4``, ``1e3``, ``5:30``) is no answer.
+    ``#### 72.00``, ``####72``, ``#### $72`` and ``#### x = 72`` are 72. A statement with another number, an operator,
+    a range, an alternative or a magnitude (``72 or 7``, ``72/5``, ``72 million``) has no answer.
     """
-    found = list(_FINAL.finditer(solution_str))
-    answer = _number(found[-1]) if found and not found[-1]["more"] else None
+    statement = final_statement(solution_str)
+    answer = read_number(statement) if statement is not None else None
     return _verdict(answer, answer == _gold(ground_truth), format=answer is not None)
 
 

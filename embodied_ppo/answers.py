@@ -1,0 +1,135 @@
+"""Read the final answer of a response: the one number after ``####``, and the contents of ``\\boxed{}``.
+
+Everything here takes linear time: the responses of a policy are long, and graders run in the main process.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from decimal import Decimal
+
+_LETTER = r"[^\W\d_]"
+_SPACE = " \N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}"
+_GROUPED = "|".join(rf"[1-9][0-9]{{0,2}}(?:{mark}[0-9]{{3}})+" for mark in (",", f"[{_SPACE}]"))
+NUMBER = rf"(?:{_GROUPED}|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
+"""Pattern of digits without a sign: thousands may be separated by commas or by single spaces."""
+
+# -------------------------------------------------------------------------------------------------- words with a meaning
+_NUMBER_WORDS = frozenset(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred hundreds thousand thousands "
+    "million millions billion billions trillion trillions dozen dozens lakh crore".split()
+)
+CHANGES_VALUE = _NUMBER_WORDS | frozenset(
+    # magnitudes and fractions
+    "k mn mln mio bn half halves third thirds quarter fourths fifth fifths sixths sevenths eighth eighths ninths tenth "
+    "tenths hundredth hundredths thousandth thousandths thrice twice double triple "
+    # operators
+    "plus minus negative squared cubed multiplied divided root sqrt factorial modulo mod pi infinity inf nan "
+    # alternatives, ranges and approximations
+    "or either neither nor not never maybe perhaps possibly versus vs than least most between approximately approx "
+    "roughly about around nearly almost".split()
+)
+"""Words beside a number with which it is no longer the answer as it stands."""
+_CHANGES_NEXT = frozenset("over under above below beyond exceeding square cube log power half".split())
+_GLUED_UNITS = frozenset("mm cm km in ft yd mi mg g kg lb lbs oz ml mL cl L s sec min h hr hrs mph kph km".split())
+_UNIT_LETTERS = frozenset("a m g l L s h".split())
+"""Words of one letter after a number that are no factors: the article and units."""
+
+# ------------------------------------------------------------------------------------------------------------- one number
+_MARKER = re.compile("#{4,}")
+_WORD = re.compile(f"{_LETTER}+")
+_NOT = re.compile(r"n['’]t\b")
+_PUNCTUATION = r"""\s.,:;'"’‘“”—()\[\]%"""
+_INSIDE_WORDS = rf"(?<={_LETTER})[-/_](?={_LETTER})|(?<={_LETTER})[!?]"
+_LABEL = re.compile(rf"(?:{_LETTER}|[{_PUNCTUATION}]|{_INSIDE_WORDS})*+(?:=\s*)?")
+_UNIT = re.compile(rf"(?:[-/](?={_LETTER}{{2}}))?(?:{_LETTER}|[{_PUNCTUATION}°]|{_INSIDE_WORDS})*+")
+_DIGIT_RUN = re.compile(rf"\.?[0-9](?:[0-9.,]|[{_SPACE}](?=[0-9]))*")
+_SIGNS = "-+\N{MINUS SIGN}"
+_MARKUP = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        # Separators of thousands in LaTeX: 1{,}234, 1,\!234 and 1\,234.
+        (r"(?<=[0-9])\{,\}(?=[0-9])|(?<=[0-9]),\\!(?=[0-9])", ","),
+        (r"(?<=[0-9])\\[,;: ](?=[0-9])", " "),
+        (r"\\([$%])", r"\1"),
+        (rf"(?<=[{_SIGNS}])[$€£¥₹](?=[.0-9])", ""),
+        # A line break replaces everything else, because digits on its two sides stay apart.
+        (r"<[|/]?[A-Za-z_]{1,32}\|?>", "\n"),  # <answer>, </answer>, <|im_end|>
+        (r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf|quad)(?![A-Za-z])|\\[()\[\],;:! ]|[{}$€£¥₹]", "\n"),
+        # Emphasis: **72**, __72__, `72`; its first half may stand before the marker.
+        (r"\A\s*[*`_]{1,3}(?=\s)|(?<![\w)*`])[*`_]{1,3}(?=[^\s*`_])|(?<=[^\s*`_])[*`_]{1,3}(?![\w*`])", "\n"),
+    )
+]
+
+
+def spell_number(digits: str, sign: str = "") -> str:
+    """Return the one spelling of a number: without separators, plus sign and zeros that do not change its value.
+
+    Two spellings are equal exactly if the numbers are.
+    """
+    text = format(Decimal(re.sub(rf"[,{_SPACE}]", "", digits)), "f")
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return text if text == "0" or sign in ("", "+") else f"-{text}"
+
+
+def read_number(text: str) -> str | None:
+    """Return the number that ``text`` states, or None where it states no number, or anything but one.
+
+    A label before the number (``Answer:``, ``x =``, words), a currency, a percent sign and a unit after it do not
+    count. Several numbers, operators, ranges, alternatives, fractions, approximations and magnitudes give None.
+    """
+    for pattern, replacement in _MARKUP:
+        text = pattern.sub(replacement, text)
+    runs = list(_DIGIT_RUN.finditer(text))
+    if len(runs) != 1 or any(unicodedata.numeric(c, None) is not None for c in text if not c.isascii()):
+        return None
+    digits = runs[0][0].rstrip(".,")
+    label, unit = text[: runs[0].start()], text[runs[0].end() :]
+    sign = label[-1] if label and label[-1] in _SIGNS else ""
+    label = label.removesuffix(sign)
+    if not re.fullmatch(NUMBER, digits) or (label and not (label[-1].isspace() or label[-1] in ":=\"'“‘")):
+        return None
+    return spell_number(digits, sign) if _is_plain(label, unit) else None
+
+
+def _is_plain(label: str, unit: str) -> bool:
+    """Whether the texts before and after a number leave its value as it is."""
+    words = {word.lower() for word in _WORD.findall(label) + _WORD.findall(unit)}
+    if words & CHANGES_VALUE or _NOT.search(label) or _NOT.search(unit):
+        return False
+    before = re.search(rf"(?<!{_LETTER})(?:({_LETTER}+)\s)?({_LETTER}+)\s*\Z", label)
+    if before and (len(before[2]) == 1 or _CHANGES_NEXT & set(before[0].lower().split())):
+        return False
+    glued = _WORD.match(unit)
+    if glued and glued[0] not in _GLUED_UNITS:
+        return False
+    first = re.match(rf"\s+({_LETTER})(?!{_LETTER})", unit)
+    if unit[:1] in ("(", "[") or (first and first[1] not in _UNIT_LETTERS):
+        return False
+    return bool(_LABEL.fullmatch(label) and _UNIT.fullmatch(unit))
+
+
+def final_statement(response: str) -> str | None:
+    """Return what follows the last ``####`` with a number after it, to the end of its paragraph; None: there is none.
+
+    Paragraphs without a number are part of the statement, so that the number may stand below a heading.
+    """
+    sections = _MARKER.split(response)[1:]
+    section = next((text for text in reversed(sections) if _has_number(text)), None)
+    if section is None:
+        return None
+    lines: list[str] = []
+    complete = False
+    for line in section.splitlines():
+        if complete and not line.strip():
+            break
+        complete = complete or _has_number(line)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _has_number(text: str) -> bool:
+    """Whether ``text`` has a digit of any script or an English number word."""
+    return any(map(str.isnumeric, text)) or any(word.lower() in _NUMBER_WORDS for word in _WORD.findall(text))
