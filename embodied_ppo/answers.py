@@ -15,29 +15,35 @@ _GROUPED = "|".join(rf"[1-9][0-9]{{0,2}}(?:{mark}[0-9]{{3}})+" for mark in (",",
 NUMBER = rf"(?:{_GROUPED}|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 """Pattern of digits without a sign: thousands may be separated by commas or by single spaces."""
 
-# -------------------------------------------------------------------------------------------------- words with a meaning
-_NUMBER_WORDS = frozenset(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred hundreds thousand thousands "
-    "million millions billion billions trillion trillions dozen dozens lakh crore".split()
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# ------------------------------------------------------------------------------------------------- words with a meaning
+_NUMBER_WORDS = _words(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety "
+    "hundred hundreds thousand thousands million millions billion billions trillion trillions "
+    "dozen dozens lakh crore"
 )
-CHANGES_VALUE = _NUMBER_WORDS | frozenset(
+CHANGES_VALUE = _NUMBER_WORDS | _words(
     # magnitudes and fractions
-    "k mn mln mio bn half halves third thirds quarter fourths fifth fifths sixths sevenths eighth eighths ninths tenth "
-    "tenths hundredth hundredths thousandth thousandths thrice twice double triple "
+    "k mn mln mio bn half halves third thirds quarter fourths fifth fifths sixths sevenths eighth "
+    "eighths ninths tenth tenths hundredth hundredths thousandth thousandths thrice twice double triple "
     # operators
     "plus minus negative squared cubed multiplied divided root sqrt factorial modulo mod pi infinity inf nan "
     # alternatives, ranges and approximations
-    "or either neither nor not never maybe perhaps possibly versus vs than least most between approximately approx "
-    "roughly about around nearly almost".split()
+    "or either neither nor not never maybe perhaps possibly versus vs than least most between "
+    "approximately approx roughly about around nearly almost"
 )
 """Words beside a number with which it is no longer the answer as it stands."""
-_CHANGES_NEXT = frozenset("over under above below beyond exceeding square cube log power half".split())
-_GLUED_UNITS = frozenset("mm cm km in ft yd mi mg g kg lb lbs oz ml mL cl L s sec min h hr hrs mph kph km".split())
-_UNIT_LETTERS = frozenset("a m g l L s h".split())
+_CHANGES_NEXT = _words("over under above below beyond exceeding square cube log power")
+_GLUED_UNITS = _words("mm cm km in ft yd mi mg g kg lb lbs oz ml mL cl L s sec min h hr hrs mph kph")
+_UNIT_LETTERS = _words("a m g l L s h")
 """Words of one letter after a number that are no factors: the article and units."""
 
-# ------------------------------------------------------------------------------------------------------------- one number
+# ---------------------------------------------------------------------------------------------------------- one number
 _MARKER = re.compile("#{4,}")
 _WORD = re.compile(f"{_LETTER}+")
 _NOT = re.compile(r"n['’]t\b")
@@ -133,3 +139,73 @@ def final_statement(response: str) -> str | None:
 def _has_number(text: str) -> bool:
     """Whether ``text`` has a digit of any script or an English number word."""
     return any(map(str.isnumeric, text)) or any(word.lower() in _NUMBER_WORDS for word in _WORD.findall(text))
+
+
+# --------------------------------------------------------------------------------------------------------------- boxes
+_TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\[A-Za-z]+|\\.|[{}]", re.DOTALL)
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
+_PERCENT = re.compile(r"\\?%|\\(?:text|mathrm|mbox)\s*\{\s*per ?cent\s*\}|\bper ?cent\b")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\[,;: ])(?=[0-9]{3}(?![0-9]))")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|hbox)\s*\{([^{}]*)\}")
+_RELATION = re.compile(
+    r"\\(?:approx|sim|simeq|cong|equiv|neq?|not|n?mid|lor|vee|land|wedge|to|gets|(?:long)?(?:left|right)+arrow"
+    r"|implies|impliedby|iff|mapsto|propto|[hv]?phantom|hspace)(?![A-Za-z])|\\[&\\]|[|≈≠≡→⇒∨∧]",
+    re.IGNORECASE,
+)
+
+
+def boxed_answers(text: str) -> list[str]:
+    """Return the contents of each outermost ``\\boxed{}`` or ``\\fbox{}``; a box without its end has the content "".
+
+    ``\\boxed 7`` is a box as well. A box inside another one is part of the content of the other.
+    """
+    contents: list[str] = []
+    start: int | None = None
+    depth = position = 0
+    while match := _TOKEN.search(text, position):
+        position = match.end()
+        if start is None and _BOX.match(match[0]):
+            opening = re.compile(r"\s*+(\{?)").match(text, position)
+            assert opening is not None
+            position = opening.end()
+            if opening[1]:
+                start, depth = position, 1
+            else:  # LaTeX boxes the next token
+                contents.append(text[position : position + 1])
+        elif start is not None and match[0] in ("{", "}"):
+            depth += 1 if match[0] == "{" else -1
+            if depth == 0:
+                content = _BOX.sub("", text[start : match.start()])
+                group = re.fullmatch(r"\s*\{([^{}]*)\}\s*", content)  # math-verify reads {7} as a set
+                contents.append(group[1] if group else content)
+                start = None
+    return contents if start is None else [*contents, ""]
+
+
+def plain_latex(text: str) -> str:
+    """Remove percent signs, which are units here, and separators of thousands that math-verify misreads."""
+    return _THOUSANDS.sub("", _PERCENT.sub(" ", text)).replace("~", " ")
+
+
+def adds_meaning(answer: str, truth: str) -> bool:
+    """Whether an answer in LaTeX has words or relations beside its value that the true answer lacks.
+
+    math-verify drops them: it reads ``7 \\text{ million}``, ``7 \\approx 12`` and ``7 \\text{ (12)}`` as 7.
+    """
+    texts = " ".join(_TEXT.findall(answer))
+    digits_in_text = re.search("[0-9]", texts) and re.search("[0-9]", _TEXT.sub("", answer))
+    return bool(digits_in_text) or not _marks(answer) <= _marks(truth)
+
+
+def _marks(latex: str) -> set[str]:
+    words = {word.lower() for word in _WORD.findall(_COMMAND.sub(" ", latex)) if len(word) > 1}  # k may be a variable
+    return words & CHANGES_VALUE | {match[0] for match in _RELATION.finditer(latex)}
+
+
+def constant_sides(answer: str, truth: str) -> list[str]:
+    """Return the sides without variables of an equation, where the true answer is no equation: all must equal it."""
+    sides = re.split(r"(?<![<>!\\])=", answer)
+    if len(sides) < 2 or "=" in truth or "," in answer or ";" in answer:
+        return []
+    return [side for side in sides if not _WORD.search(_COMMAND.sub(" ", side))]

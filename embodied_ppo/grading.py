@@ -22,7 +22,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from embodied_ppo.answers import NUMBER, final_statement, read_number, spell_number
+from embodied_ppo.answers import (
+    NUMBER,
+    adds_meaning,
+    boxed_answers,
+    constant_sides,
+    final_statement,
+    plain_latex,
+    read_number,
+    spell_number,
+)
 from embodied_ppo.errors import ConfigError, choose  # not from types: a worker starts without torch
 
 Grader: TypeAlias = Callable[..., Any]
@@ -116,16 +125,44 @@ def gsm8k_numeric(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def math_verify(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """Equal as mathematics, by package math-verify; its own time limits are off: they need the main thread."""
-    from math_verify import parse, verify
+    """Compare as mathematics, by package math-verify: the contents of all boxes, or the last expression without a box.
 
-    wrapped = ground_truth if "$" in ground_truth or "\\boxed" in ground_truth else f"\\boxed{{{ground_truth}}}"
-    gold = parse(wrapped, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    Several boxes are right if each of them is. A percent sign is a unit: ``\\boxed{50\\%}`` is 50 and not 0.5. Words
+    and relations that the true answer lacks (``7 \\text{ million}``, ``7 \\approx 12``) make an answer wrong.
+    """
+    truth = plain_latex(ground_truth)
+    gold = _parse(truth if re.search(r"(?<!\\)\$|\\boxed", truth) else f"\\boxed{{{truth}}}")
     if not gold:
         raise ValueError(f"ground_truth = {ground_truth[:60]!r} cannot be read by math-verify; use exact")
-    found = parse(solution_str, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-    right = bool(found) and verify(gold, found, timeout_seconds=None)
-    return _verdict(str(found[0]) if found else None, right)
+    boxes = list(dict.fromkeys(map(plain_latex, boxed_answers(solution_str))))
+    if boxes:
+        plain = not any(adds_meaning(box, truth) for box in boxes)
+        right = plain and all(_is_equal(gold, truth, box) for box in boxes)
+        parsed = _parse(f"\\boxed{{{boxes[-1]}}}") if right or (plain and len(boxes) == 1) else []
+    else:
+        response = plain_latex(solution_str)
+        last = re.search(r"[0-9$\\].*\Z", response.rstrip().rpartition("\n")[2])
+        parsed = [] if last and adds_meaning(last[0], truth) else _parse(response)
+        right = _verify(gold, parsed)
+    return _verdict(str(parsed[0]) if parsed else None, right)
+
+
+def _parse(latex: str) -> list[Any]:
+    """What math-verify reads; without its time limits, which need the main thread."""
+    from math_verify import parse
+
+    return parse(latex, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+
+
+def _verify(gold: list[Any], parsed: list[Any]) -> bool:
+    from math_verify import verify
+
+    return bool(parsed) and verify(gold, parsed, timeout_seconds=None)
+
+
+def _is_equal(gold: list[Any], truth: str, box: str) -> bool:
+    """Whether the content of a box, and each constant side of it where it is an equation, equals the true answer."""
+    return all(_verify(gold, _parse(f"\\boxed{{{side}}}")) for side in [box, *constant_sides(box, truth)])
 
 
 DEFAULTS: dict[str, Grader] = {"openai/gsm8k": gsm8k_numeric}

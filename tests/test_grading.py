@@ -329,6 +329,86 @@ def test_math_verify() -> None:
     assert grades[0].correct is True and grades[0].answer == "1/2" and grades[5].answer is None
 
 
+# (true answer, responses that are right, responses that are wrong)
+MATHEMATICS: list[tuple[str, list[str], list[str]]] = [
+    (
+        "7",
+        [
+            r"\boxed{7}",
+            r"\boxed{7.0}",
+            r"$\boxed{7}$.",
+            r"\boxed 7",
+            r"\fbox{7}",
+            r"\boxed{\boxed{7}}",
+            r"\boxed{x = 7}",
+            r"\boxed{k = 7}",
+            r"\boxed{3 + 4 = 7}",
+            r"\boxed{\frac{14}{2}}",
+            r"\boxed{\$7}",
+            r"\boxed{7^\circ}",
+            r"\boxed{7~\text{cm}}",
+            r"\boxed{7 \text{ cm}^2}",
+            r"\boxed{7}, which is \boxed{7.0}",
+            "Half of the two is $7$.",
+            "The answer is 7.",
+        ],
+        [
+            r"\boxed{12} or \boxed{7}",
+            r"\boxed{7} or \boxed{12}",
+            r"\boxed{12}. No, \boxed{7}",
+            r"\boxed{12} and much later \(\boxed{7}\)",
+            r"\boxed{7} \boxed{",
+            r"\boxed{7",
+            r"\boxed{}",
+            r"\boxed{12 \text{ or } 7}",
+            r"\boxed{7 \text{ or so}}",
+            r"\boxed{7 \text{ or } \boxed{12}}",
+            r"\boxed{12, 7}",
+            r"\boxed{\{7, 12\}}",
+            r"\boxed{\pm 7}",
+            r"\boxed{x=12 \lor x=7}",
+            r"\boxed{12 \to 7}",
+            r"\boxed{7 \approx 12}",
+            r"\boxed{12 \mid 7}",
+            r"\boxed{12 \not= 7}",
+            r"\boxed{12 = 7}",
+            r"\boxed{7 = 12}",
+            r"\boxed{x = 12 = 7}",
+            r"\boxed{x < 7}",
+            r"\boxed{7 \text{ (12)}}",
+            r"\boxed{7 \text{ million}}",
+            r"\boxed{\text{not } 7}",
+            r"\boxed{-7}",
+            r"\boxed{\text{nan}}",
+            r"\boxed{\frac{0}{0}}",
+            r"\boxed{\infty}",
+            r"\boxed{７}",
+            "The answer is 7 or 12",
+            "It is 7 million",
+            "",
+        ],
+    ),
+    ("50", [r"\boxed{50\%}", r"\boxed{50%}", r"\boxed{50 percent}", "50%"], [r"\boxed{0.5}", r"\boxed{5\%}"]),
+    ("0.5", [r"\boxed{0.5}", r"\boxed{\frac12}"], [r"\boxed{50\%}", "50%"]),
+    (r"50\%", [r"\boxed{50\%}", r"\boxed{50}", "50%"], [r"\boxed{0.5}", r"\boxed{\frac{1}{2}}"]),
+    ("1234", [r"\boxed{1{,}234}", r"\boxed{1\,234}", r"\boxed{1,\!234}"], [r"\boxed{1, 234}"]),
+    (r"x=1 \text{ or } x=2", [r"\boxed{x=1 \text{ or } x=2}"], [r"\boxed{x=1}", r"\boxed{x=1}, \boxed{x=2}"]),
+    (r"7 \text{ million}", [r"\boxed{7 \text{ million}}"], []),
+    (r"\text{negative}", [r"\boxed{\text{negative}}"], [r"\boxed{\text{positive}}"]),
+]
+
+
+def test_answers_in_latex() -> None:
+    pytest.importorskip("math_verify")
+    grader = grading.resolve("math_verify")
+    for truth, right, wrong in MATHEMATICS:
+        for response in right + wrong:
+            grade = as_grade(grader(data_source="", solution_str=response, ground_truth=truth, extra_info={}))
+            assert (grade.score, grade.correct) == (response in right, response in right), (truth, response)
+    for response in (r"\boxed{7}, \boxed{12}", r"\boxed{7 \text{ million}}"):  # no votes of maj@n
+        assert GRADERS["math_verify"]("", response, "12", {})["pred"] is None
+
+
 def test_math_verify_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ConfigError, match=r"grader = math_verify: needs a package .*; pip install math-verify"):
