@@ -143,6 +143,8 @@ def _has_number(text: str) -> bool:
 
 # --------------------------------------------------------------------------------------------------------------- boxes
 _TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\[A-Za-z]+|\\.|[{}]", re.DOTALL)
+LONGEST_BOX = 1000
+"""Characters of a box that math-verify reads; a longer one costs it its time limit and is wrong."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _PERCENT = re.compile(r"\\?%|\\(?:text|mathrm|mbox)\s*\{\s*per ?cent\s*\}|\bper ?cent\b")
@@ -156,9 +158,10 @@ _RELATION = re.compile(
 
 
 def boxed_answers(text: str) -> list[str]:
-    """Return the contents of each outermost ``\\boxed{}`` or ``\\fbox{}``; a box without its end has the content "".
+    """Return the contents of each outermost ``\\boxed{}`` or ``\\fbox{}``.
 
-    ``\\boxed 7`` is a box as well. A box inside another one is part of the content of the other.
+    ``\\boxed 7`` is a box as well. A box inside another one is part of the content of the other. A box without its
+    end, or with more than ``LONGEST_BOX`` characters, has the content "", which equals no answer.
     """
     contents: list[str] = []
     start: int | None = None
@@ -180,7 +183,8 @@ def boxed_answers(text: str) -> list[str]:
                 group = re.fullmatch(r"\s*\{([^{}]*)\}\s*", content)  # math-verify reads {7} as a set
                 contents.append(group[1] if group else content)
                 start = None
-    return contents if start is None else [*contents, ""]
+    contents += [] if start is None else [""]
+    return [content if len(content) <= LONGEST_BOX else "" for content in contents]
 
 
 def plain_latex(text: str) -> str:

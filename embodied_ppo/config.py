@@ -465,21 +465,23 @@ class RewardModelConfig:
 class RewardConfig:
     grader: str = "auto"
     """A built-in (exact, gsm8k_strict, gsm8k_flexible, gsm8k_numeric, math_verify), module:function or FILE.py:function
-    with verl's signature (data_source, solution_str, ground_truth, extra_info), async too; auto: by data source."""
+    with verl's signature (data_source, solution_str, ground_truth, extra_info), which may be async; auto: the grader of
+    data.task or of the data source."""
     path: str | None = None
-    """File of a grader, as verl's custom_reward_function has it; instead of grader."""
+    """File of a grader, as in verl's custom_reward_function; it replaces grader."""
     name: str = "compute_score"
-    """Function in that file."""
+    """Function in the file of reward.path."""
     workers: Natural | None = None
-    """Processes that grade; 0: none, in this one and without time limit; null: 0 for cheap built-ins, else 2."""
+    """Number of grading processes; 0: grade in the main process, without a time limit; null: 0 for the graders of
+    synthetic tasks and for built-ins except math_verify, else 2."""
     timeout_s: Positive = 10.0
-    """Limit of one response, seconds; one that takes longer scores 0 and is counted."""
+    """Time limit of one response in a grading process, seconds; a response that exceeds it scores 0 and is counted."""
     format: str | None = None
     """Regular expression that a whole response should match."""
     format_weight: NonNegative = 0.1
-    """Added to the score where it does."""
+    """Added to the score of a response that matches reward.format."""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    """A model that scores instead of the grader, which then only says right or wrong."""
+    """A model that scores instead of the grader; the grader then only decides between right and wrong."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 from embodied_ppo.errors import ConfigError, choose, one_line
 from embodied_ppo.models.directory import refusing
 from embodied_ppo.rollout import sampling_key
+from embodied_ppo.synthetic import Part, Task, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -318,6 +319,13 @@ def _messages(row: Row, suffix: str, system: str | None) -> list[dict[str, str]]
             raise ConfigError(f"{row.where}: begins with a system message of its own; leave system out")
         messages.insert(0, {"role": "system", "content": system})
     return messages
+
+
+def task_prompts(task: Task, part: Part, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return the prompts of one part of a synthetic task's problems. Raises ConfigError."""
+    problems = task.problems(part)
+    ids = encode([p.prompt for p in problems], tokenizer)
+    return [Prompt(x, p.prompt, p.answer, task.name, {}, i) for i, (x, p) in enumerate(zip(ids, problems, strict=True))]
 
 
 # ------------------------------------------------------------------------------------------------------------ sampler

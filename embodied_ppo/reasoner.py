@@ -16,7 +16,7 @@ import torch
 from embodied_ppo import checkpoint, compiled, exam, grading, report, reward_model, strict, synthetic
 from embodied_ppo.assembly import Assembly, Setup, versions
 from embodied_ppo.config import AlgorithmConfig, Config, CriticConfig, EvaluateConfig, EvaluationConfig
-from embodied_ppo.data import Prompt, files_of, load_prompts, load_tokenizer
+from embodied_ppo.data import Prompt, files_of, load_prompts, load_tokenizer, task_prompts
 from embodied_ppo.errors import show
 from embodied_ppo.exam import ExamResult
 from embodied_ppo.generation.engine import Engine, Generator
@@ -49,9 +49,9 @@ def read_prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> 
     d = config.data
     if d.task is not None:
         task = synthetic.TASKS[d.task]
-        found = synthetic.prompts(task, "train", tokenizer), synthetic.prompts(task, "held_out", tokenizer)
-        say(f"data: {len(found[0]):,} prompts of task {d.task}, {len(found[1]):,} held out")
-        return found
+        train, held_out = (task_prompts(task, part, tokenizer) for part in ("train", "held_out"))
+        say(f"data: {len(train):,} prompts of task {d.task}, {len(held_out):,} held out")
+        return train, held_out
     train = read_files(config, d.train, tokenizer, say, "data.train")
     held_out = read_files(config, d.eval, tokenizer, say, "data.eval")
     both = {p.text for p in train} & {p.text for p in held_out}

@@ -14,8 +14,6 @@ from embodied_ppo.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-    from embodied_ppo.data import Prompt
-
 VOCABULARY = "_^$0123456789+-*=;#() ,."
 """Character i is token i; the first three are padding, beginning and end."""
 PAD, BOS, EOS = 0, 1, 2
@@ -219,12 +217,3 @@ def encode(texts: Sequence[str], tok: PreTrainedTokenizerBase) -> list[tuple[int
     rows: Any = tok(different, add_special_tokens=False)["input_ids"]
     ids = dict(zip(different, map(tuple, rows), strict=True))
     return [ids[text] for text in texts]
-
-
-def prompts(task: Task, part: Part, tok: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The prompts of one part of the problems, as ``data`` gives those of files. Raises ConfigError."""
-    from embodied_ppo.data import Prompt  # imports torch, which a worker that only grades does without
-
-    problems = task.problems(part)
-    ids = encode([p.prompt for p in problems], tok)
-    return [Prompt(x, p.prompt, p.answer, task.name, {}, i) for i, (x, p) in enumerate(zip(ids, problems, strict=True))]

@@ -40,6 +40,7 @@ FLOORS: dict[str, int] = {
     **dict.fromkeys(
         (
             "data",
+            "answers",
             "grading",
             "grading_pool",
             "reasoning",

@@ -383,6 +383,7 @@ MATHEMATICS: list[tuple[str, list[str], list[str]]] = [
             r"\boxed{\frac{0}{0}}",
             r"\boxed{\infty}",
             r"\boxed{７}",
+            rf"\boxed{{7{'+0' * 100_000}}}",
             "The answer is 7 or 12",
             "It is 7 million",
             "",

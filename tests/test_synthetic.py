@@ -217,7 +217,7 @@ def test_other_characters_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_prompts(task: Task) -> None:
-    found = synthetic.prompts(task, "held_out", TOKENIZER)
+    found = data.task_prompts(task, "held_out", TOKENIZER)
     assert len(found) == task.held_out and [p.index for p in found] == list(range(task.held_out))
     p: Problem = SPLITS[task.name][1][7]
     ids = tuple(VOCABULARY.index(c) for c in p.prompt)
