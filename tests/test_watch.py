@@ -546,6 +546,11 @@ def test_it_fits(tmp_path: Path, serve: Any, page: Browser, width: int, dark: bo
       return [...svg.querySelectorAll('text')].filter(t => out(t.getBoundingClientRect())).map(t => t.textContent);
     })"""
     assert page.evaluate(cut) == [], "labels are cut"
+    hidden = """[...document.querySelectorAll('.run')].filter(row => {
+      const box = row.getBoundingClientRect(), x = box.right - 4;
+      return ![box.top + 4, box.bottom - 4].every(y => row.contains(document.elementFromPoint(x, y)));
+    }).map(row => row.innerText)"""
+    assert page.evaluate(hidden) == [], "runs of the list are clipped"
     place = "document.querySelector('#phases').getBoundingClientRect().top"
     before = page.evaluate(place)
     time.sleep(2.5)
