@@ -6,7 +6,8 @@ import base64
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -427,7 +428,8 @@ def learning_curves(rows: Iterable[Mapping[str, Any]], *, unit: Unit = "env_step
 
     The x axis is what the rows count in ``unit``, else updates.
     """
-    rows = list(rows)
+    drawn = {unit, "update", *(tag for _, tags, _ in CURVES[unit] for tag in tags)}
+    rows = [{tag: x for tag, x in row.items() if tag in drawn and _finite(x)} for row in rows]
     key = next((k for k in (unit, "update") if any(k in row for row in rows)), None)
     if key is None:
         return []
@@ -435,7 +437,7 @@ def learning_curves(rows: Iterable[Mapping[str, Any]], *, unit: Unit = "env_step
     for title, tags, floor in CURVES[unit]:
         series = {}
         for tag in tags:
-            values = [(float(row[key]), float(row[tag])) for row in rows if key in row and _finite(row.get(tag))]
+            values = [(float(row[key]), float(row[tag])) for row in rows if key in row and tag in row]
             if values:
                 series[tag] = _thin([(x, y if floor is None else max(floor, y)) for x, y in values], points)
         if series:
@@ -443,14 +445,31 @@ def learning_curves(rows: Iterable[Mapping[str, Any]], *, unit: Unit = "env_step
     return charts
 
 
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl of a run, without a torn last line; empty where there is none."""
+LINE = 1 << 20
+"""Longest line of metrics.jsonl that is read, bytes; a row has a few thousand."""
+
+
+def rows(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a run's metrics.jsonl; damaged, overlong and torn lines are left out."""
     file = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    if not file.is_file():
+        return
+    with open(file, "rb", buffering=LINE) as f:
+        while line := f.readline(LINE):
+            if not line.endswith(b"\n"):
+                while line and not line.endswith(b"\n"):
+                    line = f.readline(LINE)
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict):
+                yield row
 
 
 def _finite(x: Any) -> bool:
-    return isinstance(x, (int, float)) and math.isfinite(x)
+    return isinstance(x, (int, float)) and abs(x) <= sys.float_info.max
 
 
 def _thin(values: list[tuple[float, float]], points: int) -> list[tuple[float, float]]:

@@ -35,7 +35,13 @@ DEPTH = 4
 """Folders below a given one in which runs are looked for."""
 
 CHUNK = 4 << 20
-"""Bytes of metrics.jsonl in one answer."""
+"""Bytes of metrics.jsonl in one answer; a longer line is skipped."""
+
+SMALL = 1 << 18
+"""Largest config.yaml and summary.json that are read, bytes; both have a few thousand."""
+
+NOTE = 600
+"""Characters of a message from log.txt that are shown."""
 
 MARK = 1024
 """Bytes before a position that tell whether a file is still the one that was read."""
@@ -88,7 +94,7 @@ def status(run: Path) -> dict[str, Any]:
     rows, config    when metrics.jsonl and config.yaml changed
     """
     try:
-        stamps = {name: _stamp(run / name) for name in (ROWS, "log.txt", "summary.json", "config.yaml")}
+        stamps = {name: _changed(run / name) for name in (ROWS, "log.txt", "summary.json", "config.yaml")}
         told = dict(_told(run, tuple(stamps.values())))
         age = time.time() - max(changed for changed, _ in stamps.values()) / 1e9
         if told["state"] == "running" and age > max(SILENT_S, 3 * told["update_s"]):
@@ -104,16 +110,51 @@ def status(run: Path) -> dict[str, Any]:
         return {"state": "unreadable", "note": one_line(error, kind=True), "health": []}
 
 
-def _stamp(file: Path) -> tuple[int, int]:
-    """(time of the last change in ns, size in bytes); zeros without a file. Raises OSError for a pipe or a device:
-    they have no end."""
+def _changed(file: Path) -> tuple[int, int]:
+    """Return (time of the last change in ns, size in bytes) of a file or link; zeros without one."""
     try:
-        found = file.stat()
+        status = file.lstat()
     except FileNotFoundError:
         return 0, 0
-    if not stat.S_ISREG(found.st_mode):
+    return status.st_mtime_ns, status.st_size
+
+
+def _size(file: Path) -> int | None:
+    """Return the size of a file in bytes, None without one.
+
+    Raises:
+        OSError: for a link, which could lead out of the run, and for a pipe or a device, which have no end.
+    """
+    try:
+        status = file.lstat()
+    except FileNotFoundError:
+        return None
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(errno.EINVAL, "is a link, which is not followed", str(file))
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "is no file", str(file))
-    return found.st_mtime_ns, found.st_size
+    return status.st_size
+
+
+def _open(file: Path) -> BinaryIO:
+    """Open what ``_size`` accepts, also where the file is replaced by a link or a pipe in between."""
+    f = os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+        f.close()
+        raise OSError(errno.EINVAL, "is no file", str(file))
+    return f
+
+
+def _text(file: Path) -> str | None:
+    """The text of a small file, None without one. Raises OSError, and ValueError for more than SMALL bytes."""
+    size = _size(file)
+    if size is None:
+        return None
+    with _open(file) as f:
+        block = f.read(SMALL + 1)
+    if len(block) > SMALL:
+        raise ValueError(f"{file}: has {size} bytes, more than {SMALL}, and is not read")
+    return block.decode("utf-8")
 
 
 @lru_cache(maxsize=1000)
@@ -125,12 +166,12 @@ def _told(run: Path, stamps: tuple[tuple[int, int], ...]) -> Mapping[str, Any]:
     lines = stamped.findall(_tail(run / "log.txt").decode(errors="replace"))
     plans = [int(x) for line in lines for x in re.findall(r", updates \d+ to (\d+), in ", line)]
     last = lines[-1] if lines else ""
-    file = run / "summary.json"
-    done = json.loads(file.read_text())["updates"] if file.exists() else None
+    summary = _text(run / "summary.json")
+    done = None if summary is None else json.loads(summary)["updates"]
     if last.startswith("failed: "):
-        state, note = "failed", last.removeprefix("failed: ")
+        state, note = "failed", last.removeprefix("failed: ")[:NOTE]
     elif last.startswith("interrupted"):
-        state, note = "interrupted", last
+        state, note = "interrupted", last[:NOTE]
     elif done is not None and (update or 0) >= done >= (plans[-1] if plans else 0):
         state, note = "finished", ""
     else:
@@ -152,18 +193,19 @@ def _phases(row: Mapping[str, Any]) -> dict[str, float]:
 
 def _tail(file: Path) -> bytes:
     """The last whole lines of a file, about TAIL bytes; empty without one."""
-    if not file.exists():
+    size = _size(file)
+    if not size:
         return b""
-    with open(file, "rb") as f:
-        f.seek(max(0, os.fstat(f.fileno()).st_size - TAIL))
-        if f.tell():
-            f.readline()
-        return f.read()
+    with _open(file) as f:
+        f.seek(max(0, size - TAIL))
+        torn = f.tell() > 0
+        block = f.read(TAIL)
+    return block.partition(b"\n")[2] if torn else block
 
 
 def _newest(run: Path, pattern: str) -> dict[str, Any] | None:
     """Name and time of change of the newest file."""
-    found = max(((_stamp(file)[0], file) for file in run.glob(pattern) if file.is_file()), default=None)
+    found = max(((file.stat().st_mtime_ns, file) for file in run.glob(pattern) if file.is_file()), default=None)
     return None if found is None else {"name": found[1].relative_to(run).as_posix(), "changed": found[0]}
 
 
@@ -172,21 +214,25 @@ def read_on(file: Path, start: int, mark: str) -> dict[str, Any]:
 
     mark     that answer's ``mark``: a digest of the bytes before ``start``. Where they are others now, or gone, because
              a resumed run dropped rows or began anew, reading begins anew as well: ``from`` is 0
-    returns  {from, next, mark, rows, broken, more}: bytes [from, next) were read, always whole lines: a last line
-             without its end waits. ``broken``: lines among them that are no JSON. ``more``: ask again at once
+    returns  {from, next, mark, rows, broken, more}: bytes [from, next) were read, whole lines: a last line without its
+             end waits. A line of more than CHUNK bytes is skipped, CHUNK bytes at a time. ``broken``: lines that are
+             no JSON, or skipped. ``more``: there is more to read at once
     """
-    _stamp(file)
-    with open(file, "rb") as f:
+    _size(file)
+    with _open(file) as f:
         if start and _mark(f, start) != mark:
             start = 0
-        f.seek(start)
+        f.seek(max(0, start - 1))
+        skipping = start > 0 and f.read(1) != b"\n"  # an earlier answer ended within a long line
         block = f.read(CHUNK)
         more = len(block) == CHUNK
-        if more:
-            block += f.readline()
-        block = block[: block.rfind(b"\n") + 1]
-        rows, broken = _rows(block)
-        end = start + len(block)
+        if more and b"\n" not in block:
+            size, rows, broken = CHUNK, [], 0 if skipping else 1
+        else:
+            size = block.rfind(b"\n") + 1
+            begin = block.find(b"\n") + 1 if skipping else 0
+            rows, broken = _rows(block[begin:size])
+        end = start + size
         return {"from": start, "next": end, "mark": _mark(f, end), "rows": rows, "broken": broken, "more": more}
 
 
@@ -243,10 +289,11 @@ def differences(runs: Sequence[Path]) -> list[dict[str, Any]]:
 
 def _options(file: Path) -> dict[str, str]:
     """Dotted path -> value, as the command line would take it; empty without a file. Raises ValueError."""
-    if _stamp(file) == (0, 0):
-        return {}
     try:
-        content = strict.plain_yaml(file.read_text(encoding="utf-8"))
+        text = _text(file)
+        content = None if text is None else strict.plain_yaml(text)
+    except OSError as error:
+        raise ValueError(str(error.strerror)) from error
     except yaml.YAMLError as error:
         raise ValueError(f"is no YAML ({one_line(error)})") from error
     return {name: show(value) for name, value in strict.flat(content if isinstance(content, dict) else {}).items()}
@@ -323,8 +370,8 @@ class Handler(BaseHTTPRequestHandler):
             case "/data":
                 (run,) = self._runs(asked, 1)
                 start, mark = asked.get("from", ["0"])[0], asked.get("mark", [""])[0]
-                if not start.isdecimal():
-                    raise Refused(HTTPStatus.BAD_REQUEST, f"from={start}: is no number of bytes")
+                if not re.fullmatch(r"[0-9]{1,18}", start):
+                    raise Refused(HTTPStatus.BAD_REQUEST, f"from={start[:30]}: is no number of bytes")
                 self._json(read_on(run / ROWS, int(start), mark))
             case "/diff":
                 self._json(differences(self._runs(asked)))
@@ -348,27 +395,35 @@ class Handler(BaseHTTPRequestHandler):
         file = (run / name).resolve() if SHOWN.fullmatch(name) else None  # links are followed, but not out of the run
         if file is None or not file.is_relative_to(run.resolve()) or not file.is_file():
             raise Refused(HTTPStatus.NOT_FOUND, f"name={name}: is no film or report of the run")
-        with open(file, "rb") as f:
+        with _open(file) as f:
             size = os.fstat(f.fileno()).st_size
             part = _part(self.headers.get("Range", ""), size)
             status, headers = HTTPStatus.OK, {"Accept-Ranges": "bytes"}
             if part is not None:
                 status = HTTPStatus.PARTIAL_CONTENT
                 headers["Content-Range"] = f"bytes {part.start}-{part.stop - 1}/{size}"
-                f.seek(part.start)
-            body = f.read(size if part is None else len(part))
-            self._send(status, body, TYPES[file.suffix], policy=REPORT_POLICY, headers=headers)
+            part = range(size) if part is None else part
+            self._head(status, len(part), TYPES[file.suffix], policy=REPORT_POLICY, headers=headers)
+            try:
+                sent = self.connection.sendfile(f, part.start, len(part)) if part else 0
+            except OSError:  # the answer has begun: it cannot become another one
+                sent = -1
+            if sent != len(part):
+                self.close_connection = True
 
     def _json(self, value: Any) -> None:
         self._send(HTTPStatus.OK, explain.as_json(value).encode(), TYPES[".json"])
 
-    def _send(
-        self, status: HTTPStatus, body: bytes, kind: str, *, policy: str = "default-src 'none'", headers: Any = None
-    ) -> None:
+    def _send(self, status: HTTPStatus, body: bytes, kind: str, *, policy: str = "default-src 'none'") -> None:
+        self._head(status, len(body), kind, policy=policy)
+        self.wfile.write(body)
+
+    def _head(self, status: HTTPStatus, size: int, kind: str, *, policy: str, headers: Any = None) -> None:
+        """Send the headers of an answer of ``size`` bytes."""
         self.send_response(status)
         always = {
             "Content-Type": kind,
-            "Content-Length": str(len(body)),
+            "Content-Length": str(size),
             "Content-Security-Policy": policy,
             "Cross-Origin-Resource-Policy": "same-origin",
             "X-Content-Type-Options": "nosniff",
@@ -378,7 +433,6 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in {**always, **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are no news."""

@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import time
+import tracemalloc
 from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
@@ -160,6 +161,22 @@ def test_histogram_counts_every_episode_once() -> None:
     assert sum(int(bar.label.split()[0]) for bar in bars) == len(values)
     assert len(report.histogram([500.0] * 20).bars) == 1
     assert len(report.histogram([0.0]).bars) == 1
+
+
+def test_rows_are_read_line_by_line(tmp_path: Path) -> None:
+    assert list(report.rows(tmp_path)) == []
+    text = (
+        b'{"update": 1, "env_steps": 9, "eval/return": 2}\n{"torn\n[1]\n' + b"[" * 100_000 + b'\n\xff\n{"update": 2}\n'
+    )
+    with open(tmp_path / "metrics.jsonl", "wb") as file:
+        file.write(text)
+        file.truncate(1 << 27)  # a sparse line
+    tracemalloc.start()
+    assert [row["update"] for row in report.rows(tmp_path)] == [1, 2]
+    assert tracemalloc.get_traced_memory()[1] < 10e6
+    tracemalloc.stop()
+    odd = [{"env_steps": 1, "eval/return": 10**400}, {"env_steps": [], "eval/return": 3.0}]
+    assert report.learning_curves(odd) == []
 
 
 def test_curves_leave_out_what_is_absent_or_not_a_number() -> None:

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -151,6 +152,91 @@ def test_a_long_file_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
         told_ = watch.read_on(file, told_["next"], told_["mark"])
         seen += [row["update"] for row in told_["rows"]]
     assert seen == list(range(50))
+
+
+@pytest.fixture
+def peak_mb() -> Iterator[Callable[[], float]]:
+    """The most memory that Python has allocated since the last call, in megabytes."""
+
+    def measure() -> float:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        return peak / 1e6
+
+    tracemalloc.start()
+    yield measure
+    tracemalloc.stop()
+
+
+def test_an_endless_line_is_skipped_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peak_mb: Callable[[], float]
+) -> None:
+    run = tmp_path / "run"
+    make_run(run, updates=3).close()
+    file = run / "metrics.jsonl"
+    size = file.stat().st_size
+    with open(file, "r+b") as f:
+        f.truncate(3 << 30)  # a sparse line of 3 GB
+    peak_mb()
+    first = watch.read_on(file, 0, "")
+    assert [row["update"] for row in first["rows"]] == [1, 2, 3] and first["next"] == size and first["more"]
+    second = watch.read_on(file, size, first["mark"])
+    assert (second["next"], second["rows"], second["broken"]) == (size + watch.CHUNK, [], 1) and second["more"]
+    third = watch.read_on(file, second["next"], second["mark"])
+    assert third["from"] == second["next"] and third["broken"] == 0, "it is counted once"
+    assert watch.status(run)["state"] == "running"
+    with open(run / "log.txt", "r+b") as f:
+        f.truncate(3 << 30)
+    assert watch.status(run)["state"] == "running"
+    assert peak_mb() < 5 * watch.CHUNK / 1e6
+
+    monkeypatch.setattr(watch, "CHUNK", 100)
+    file.write_text('{"update": 1}\n' + "x" * 345 + '\n{"update": 2}\n{"upd')
+    seen, broken, answer = [], 0, {"next": 0, "mark": "", "more": True}
+    while answer["more"]:
+        answer = watch.read_on(file, answer["next"], answer["mark"])
+        seen += [row["update"] for row in answer["rows"]]
+        broken += answer["broken"]
+    assert (seen, broken, answer["next"]) == ([1, 2], 1, 14 + 346 + 14)
+
+
+@pytest.mark.parametrize("name", ["summary.json", "config.yaml"])
+def test_large_files_and_links_of_a_run_are_not_read(tmp_path: Path, name: str, peak_mb: Callable[[], float]) -> None:
+    for run in ("a", "b"):
+        make_run(tmp_path / run, seed=run).close()
+    file = tmp_path / "a" / name
+    file.touch()
+    os.truncate(file, 3 << 30)
+
+    def reason() -> str:
+        if name == "summary.json":
+            return watch.status(tmp_path / "a")["note"]
+        (row,) = watch.differences([tmp_path / "a", tmp_path / "b"])
+        assert row["option"] == "config.yaml" and row["values"][1] is None
+        return row["values"][0]
+
+    peak_mb()
+    assert f"{file}: has 3221225472 bytes, more than {watch.SMALL}" in reason()
+    assert peak_mb() < 10
+    file.unlink()
+    (tmp_path / "elsewhere").write_text('{"updates": 40, "password": "secret"}')
+    file.symlink_to(tmp_path / "elsewhere")
+    assert "is a link, which is not followed" in reason() and "secret" not in reason()
+    state = watch.status(tmp_path / "a")["state"]
+    assert state == ("unreadable" if name == "summary.json" else "running"), "the rows are still shown"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "log.txt"])
+def test_links_to_rows_and_messages_are_not_followed(tmp_path: Path, serve: Any, name: str) -> None:
+    run = tmp_path / "runs" / "a"
+    make_run(run).close()
+    (run / name).rename(tmp_path / "elsewhere")
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    server = serve(tmp_path / "runs")
+    (row,) = told(server, "/runs")["runs"]
+    assert row["state"] == "unreadable" and "is a link, which is not followed" in row["note"]
+    if name == "metrics.jsonl":
+        assert get(server, "/data", {"run": run})[0] == 500
 
 
 def test_runs_are_found_in_folders(tmp_path: Path) -> None:
@@ -325,10 +411,32 @@ def test_parts_of_a_film(tmp_path: Path, serve: Any) -> None:
         assert get(server, "/file", words, Range=asked)[2] == bytes(range(100))
 
 
+@pytest.mark.parametrize("headers", [{}, {"Range": "bytes=0-"}])
+def test_a_film_of_30_gb_is_streamed(
+    tmp_path: Path, serve: Any, headers: dict[str, str], peak_mb: Callable[[], float]
+) -> None:
+    make_run(tmp_path / "a").close()
+    (tmp_path / "a" / "videos").mkdir()
+    film = tmp_path / "a" / "videos" / "step_1.mp4"
+    film.write_bytes(b"begins")
+    os.truncate(film, 30 << 30)  # sparse
+    server = serve(tmp_path / "a")
+    peak_mb()
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=10)
+    connection.request("GET", f"/file?{urlencode({'run': tmp_path / 'a', 'name': 'videos/step_1.mp4'})}", None, headers)
+    answer = connection.getresponse()
+    assert int(answer.headers["Content-Length"]) == 30 << 30 and answer.read(6) == b"begins"
+    connection.close()
+    assert get(server, "/runs")[0] == 200 and peak_mb() < 20
+    os.truncate(film, 0)
+    assert get(server, "/file", {"run": tmp_path / "a", "name": "videos/step_1.mp4"})[2] == b""
+
+
 def test_bad_questions_get_a_line(tmp_path: Path, serve: Any) -> None:
     make_run(tmp_path / "a").close()
     server, run = serve(tmp_path), str(tmp_path / "a")
-    assert get(server, "/data", {"run": run, "from": "-1"})[0] == 400
+    for start in ("-1", "9" * 30, "9" * 5000):
+        assert get(server, "/data", {"run": run, "from": start})[0] == 400
     assert get(server, "/data")[0] == 400 and get(server, "/data", [("run", run)] * 2)[0] == 400
     assert get(server, "/x")[2] == b"/x: no such page"
     odd = tmp_path / os.fsdecode(b"\xff")  # no text in any encoding
