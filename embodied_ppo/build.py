@@ -40,13 +40,17 @@ DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 
 
 # -------------------------------------------------------------------------------------------------------------- train
-def train(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
+def train(config: Config, *, explicit: Any = (), quiet: bool = False, since_s: float = 0.0) -> dict[str, Any]:
     """Train as configured; returns what ``summary.json`` holds.
+
+    Args:
+        since_s: Age of this process at the beginning of the run, from which ``startup_s`` is counted. Later runs of a
+            process, as in a sweep, do not count the time of earlier ones.
 
     Raises ConfigError, EnvError, CheckpointError before anything is written; TrainingError if the run fails;
     SystemExit(130) after an interrupt has saved.
     """
-    return _start(config, explicit, quiet, imitate=False)
+    return _start(config, explicit, quiet, imitate=False, since_s=since_s)
 
 
 def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
@@ -81,7 +85,7 @@ def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
     return _start(config, explicit, quiet, imitate=True)
 
 
-def _start(config: Config, explicit: Any, quiet: bool, *, imitate: bool) -> dict[str, Any]:
+def _start(config: Config, explicit: Any, quiet: bool, *, imitate: bool, since_s: float = 0.0) -> dict[str, Any]:
     """``imitate``: cloning only."""
     rules.check(config, explicit)
     early: list[str] = []
@@ -100,7 +104,8 @@ def _start(config: Config, explicit: Any, quiet: bool, *, imitate: bool) -> dict
                 )
             if newest and source is not None:
                 checkpoint.set_aside(run_dir, after=source.update, notice=early.append)
-        return _train(config, run_dir, source, early, stack if fresh else None, quiet=quiet, imitate=imitate)
+        fresh_lock = stack if fresh else None
+        return _train(config, run_dir, source, early, fresh_lock, quiet=quiet, imitate=imitate, since_s=since_s)
 
 
 def _train(
@@ -112,6 +117,7 @@ def _train(
     *,
     quiet: bool,
     imitate: bool,
+    since_s: float,
 ) -> dict[str, Any]:
     """Build everything, then run. ``fresh`` holds the lock of a run directory that does not exist yet."""
     updates = total_updates(config)
@@ -177,7 +183,7 @@ def _train(
                         first = source.update if source is not None else 0
                         log.rewind(first)
                         log.say(f"goes on after update {first}")
-                    return _run(config, made, log, first=first, updates=updates)
+                    return _run(config, made, log, first=first, updates=updates, since_s=since_s)
                 except ProcessLost as error:
                     lost += 1
                     if lost > config.cluster.max_restarts:
@@ -224,7 +230,7 @@ def _assembled(s: Setup, stack: ExitStack) -> Assembly:
             return reasoner.assemble(s, stack) if where is None else spread_language.assemble(s, where)
 
 
-def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) -> dict[str, Any]:
+def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int, since_s: float) -> dict[str, Any]:
     run_dir, system = log.run_dir, made.system
     what = f"updates {first + 1} to {updates}" if first < updates else "nothing left to train"
     log.say(f"{config.name}: {made.title}, {what}, in {run_dir}")
@@ -236,7 +242,7 @@ def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int) 
             log.table("samples", rows, steps=system.steps)
 
     system.measured = show
-    started, timer, startup_s = time.perf_counter(), Timer(), process_age_s()
+    started, timer, startup_s = time.perf_counter(), Timer(), process_age_s() - since_s
     before = log.row(0)
     begun = system.steps
     schedule = loop.Schedule(
@@ -497,7 +503,8 @@ def export(where: str, out: str) -> dict[str, Any]:
         return robot.export(trained, source, Path(out))
     if trained.mode == "embodied":
         raise ConfigError(
-            f"checkpoint={where}: is a robot policy, which transformers does not know; its weights are in "
-            f"{source.path / checkpoint.POLICY} (torch.load)"
+            f"checkpoint={where}: is a robot policy (model.policy={trained.model.policy}); export writes language "
+            "models, and robot policies with model.policy=token and model.checkpoint. The weights are in "
+            f"{source.path / checkpoint.POLICY}; docs/tutorial.md, section 6, loads them in a script of your own"
         )
     return reasoner.export(trained, source, Path(out))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import os
 import shlex
 import sys
@@ -22,6 +21,7 @@ from embodied_ppo.errors import (
     PlacementError,
     TrainingError,
     choose,
+    nearest,
     one_line,
     show,
 )
@@ -40,26 +40,44 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         flag = message.rpartition("unrecognized arguments: ")[2].split(" ")[0]
         flags = [s for action in self._actions for s in action.option_strings if s.startswith("--")]
-        near = difflib.get_close_matches(flag, flags, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+        near = nearest(flag, flags)
+        hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
         raise UsageError(f"{message}; {hint}")
 
 
 # ----------------------------------------------------------------------------------------------------------- commands
 def _train(args: argparse.Namespace) -> None:
     if args.multirun:
-        return multirun(args, _train_one)
+        return _sweep(args)
     loaded = prepare(args, args.overrides)
-    return _train_one(loaded, args, {})
+    _train_one(loaded, args, {})
+    return None
 
 
-def _train_one(loaded: Loaded, args: argparse.Namespace, extra: dict[str, Any]) -> None:
+def _sweep(args: argparse.Namespace) -> None:
+    """Train one run per combination; a table by arm over seeds ends the text, also where a job failed."""
+    results: list[dict[str, Any]] = []
+    try:
+        multirun(args, lambda *job: results.append(_train_one(*job)))
+    finally:
+        if not args.json and len(results) > 1:
+            print()
+            explain.print_arms(results)
+
+
+def _train_one(loaded: Loaded, args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
+    """Train, print and return the summary with ``extra``."""
     _say_aliases(loaded, args)
     from embodied_ppo import build
+    from embodied_ppo.log import process_age_s
 
+    # the first job of a sweep includes the start of the process, like a run without a sweep
+    since_s = process_age_s() if extra.get("job") else 0.0
+    explicit = loaded.deliberate({FLAGS})
     with _aside():
-        summary = build.train(loaded.config, explicit=loaded.deliberate({FLAGS}), quiet=args.quiet)
+        summary = build.train(loaded.config, explicit=explicit, quiet=args.quiet, since_s=since_s)
     _print_result({**extra, **summary}, args)
+    return {**extra, **summary}
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -214,8 +232,8 @@ def _config(args: argparse.Namespace) -> None:
     rows = explain.config_rows(loaded, only=args.only)
     if not rows:
         names = sorted({path.rpartition(".")[2] for path in explain.config_rows(loaded)})
-        near = difflib.get_close_matches(args.only, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else "leave --only out to see all"
+        near = nearest(args.only, names)
+        hint = f"did you mean {near}?" if near else "leave --only out to see all"
         raise UsageError(f"--only {args.only}: no option mentions it; {hint}")
     _say_aliases(loaded, args)
     if loaded.missing and not args.quiet:

@@ -7,7 +7,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -28,8 +28,12 @@ FLAGS = "command line"
 """Who set an option that was given as an argument."""
 PRIMARY = ("train", "demos", "clone", "evaluate", "export")
 """Commands with a primary config of their name; the others read train's."""
-RunJob: TypeAlias = "Callable[[Loaded, argparse.Namespace, dict[str, Any]], None]"
-"""Trains in one job of a sweep, and tells its number and overrides with the results."""
+RunJob: TypeAlias = "Callable[[Loaded, argparse.Namespace, dict[str, Any]], object]"
+"""Trains in one job of a sweep, and prints its number, overrides and differing options with the results."""
+SWEEPS = "runs/sweeps/"
+"""Where the folders of sweeps are; a sweep whose jobs have the same name is in SWEEPS/NAME."""
+LONGEST = 120
+"""Characters of the name of a job's folder."""
 
 
 def prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = True, partial: bool = False) -> Loaded:
@@ -386,8 +390,15 @@ def multirun(args: argparse.Namespace, run: RunJob) -> None:
         if cfg.sweeper._target_.endswith(".BasicSweeper"):
             params = [f"{k}={v}" for k, v in _plain(cfg.sweeper.params or {}).items()]
             parsed = [_parse_line(line, loader) for line in (*params, *_plain(cfg.overrides.task))]
-            _check_jobs([job for batch in BasicSweeper.split_arguments(parsed, None) for job in batch], args)
-        hydra.multirun(name, functools.partial(_job, args=args, run=run), lines)
+            batches = BasicSweeper.split_arguments(parsed, None)
+            names = _check_jobs([job for batch in batches for job in batch], args)
+            folder = str(_plain(cfg.sweep)["dir"])
+            if len(names) == 1 and folder.startswith(f"{SWEEPS}${{"):
+                below = f"{names.pop()}/{folder.removeprefix(SWEEPS)}".replace("'", "\\'")
+                lines.append(f"hydra.sweep.dir='{SWEEPS}{below}'")
+        given = [_parse_line(line, loader) for line in args.overrides]
+        fixed = {o.key_or_group for o in given if not o.is_sweep_override()}
+        hydra.multirun(name, functools.partial(_job, args=args, run=run, fixed=fixed), lines)
     except (HydraException, OmegaConfBaseException) as e:
         raise ConfigError(_hydra_says(e)) from e
     finally:
@@ -401,29 +412,62 @@ def _plain(node: Any) -> Any:
     return OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
 
 
-def _check_jobs(jobs: Sequence[Sequence[str]], args: argparse.Namespace) -> None:
+def _check_jobs(jobs: Sequence[Sequence[str]], args: argparse.Namespace) -> set[str]:
+    """Check every job of a sweep and return the names of their runs. Raises ConfigError."""
     folders: dict[str, int] = {}
+    names: set[str] = set()
     for i, job in enumerate(jobs):
         try:
-            folder = prepare(args, job).config.run_dir
+            config = prepare(args, job).config
         except ValueError as e:
             raise type(e)(f"job {i} ({' '.join(o.lstrip('+') for o in job)}): {e}") from e
+        folder = config.run_dir
+        names.add(config.name)
         if folder is not None and folders.setdefault(folder, i) != i:
             raise ConfigError(f"run_dir = {folder} is that of job {folders[folder]} and of job {i}; leave run_dir out")
+    return names
 
 
-def _job(_: Any, *, args: argparse.Namespace, run: RunJob) -> None:
-    """One job of a sweep, in the folder hydra made for it unless run_dir says otherwise."""
+def _job(_: Any, *, args: argparse.Namespace, run: RunJob, fixed: Collection[str]) -> None:
+    """Run one job of a sweep, in a folder of its own unless run_dir names one.
+
+    Args:
+        fixed: Options that are the same in all jobs.
+    """
     from hydra.core.hydra_config import HydraConfig
 
     job = HydraConfig.get()
     lines = _plain(job.overrides.task)
     loaded = prepare(args, lines)
+    pairs = [line.lstrip("+~").partition("=") for line in lines]
+    differing = [(key, value) for key, _, value in pairs if key not in fixed]
+    options = dict(sorted(differing, key=lambda pair: pair[0] == "seed"))  # the folders of an arm stay together
     if loaded.config.run_dir is None:
-        loaded = replace(loaded, config=replace(loaded.config, run_dir=job.runtime.output_dir))
-    extra = {"job": job.job.num, "overrides": " ".join(line.lstrip("+") for line in lines)}
+        folder = Path(job.runtime.output_dir)
+        if _plain(job.sweep)["subdir"] == ".":
+            folder = job_folder(folder, options, job.job.num)
+        loaded = replace(loaded, config=replace(loaded.config, run_dir=str(folder)))
+    overrides = " ".join(line.lstrip("+") for line in lines)
+    extra = {"job": job.job.num, "overrides": overrides, "options": options}
     try:
         run(loaded, args, extra)
     except Exception as error:  # any: says which job of the sweep it was, which hydra does not; raised on
         print(f"job {extra['job']} ({extra['overrides']}) failed: {error}", file=sys.stderr)
         raise
+
+
+def job_folder(sweep: Path, options: Mapping[str, str], number: int) -> Path:
+    """Return the folder of a job, named after the options that differ between jobs: ``lr-0.001_seed-0``.
+
+    An option has its last name alone where that is unambiguous. What command lines would have to quote becomes ``-``.
+    The job's number is appended to a name that is too long or taken, and is the name where no option differs.
+    """
+    leaves = [key.rpartition(".")[2] for key in options]
+    parts = [
+        f"{leaf if leaves.count(leaf) == 1 else key}-{value.strip(chr(39) + chr(34) + '[]{}()')}"
+        for (key, value), leaf in zip(options.items(), leaves, strict=True)
+    ]
+    name = re.sub(r"[^\w.-]+", "-", "_".join(parts).replace("+", ""), flags=re.ASCII).strip(".-")
+    if len(name) > LONGEST or (sweep / name).exists():
+        name = f"{name[:LONGEST]}-{number}".lstrip("-")
+    return sweep / (name or str(number))

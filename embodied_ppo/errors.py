@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -31,10 +31,22 @@ class ProcessLost(TrainingError):
     """A process of the run died or is silent: names role, rank, machine and phase. Rebuilt, the run can go on."""
 
 
+def nearest(word: str, names: Iterable[str], *, cutoff: float | None = None) -> str | None:
+    """Return the name that ``word`` is most likely a typing error of, None where no name is near.
+
+    Args:
+        cutoff: Least similarity, ``2 * equal characters / all characters`` of both. The default is 0.7, and 0.6 for
+            words of up to four characters: one wrong or two exchanged characters are near.
+    """
+    least = cutoff or (0.6 if len(word) <= 4 else 0.7)
+    near = difflib.get_close_matches(word, list(names), n=1, cutoff=least)
+    return near[0] if near else None
+
+
 def choose(word: str, names: Sequence[str], intro: str) -> str:
     """``did you mean x?`` where one is near, and what there is."""
-    near = difflib.get_close_matches(word, names, n=1)
-    return (f"did you mean {near[0]}? " if near else "") + intro + (", ".join(names) or "none")
+    near = nearest(word, names)
+    return (f"did you mean {near}? " if near else "") + intro + (", ".join(names) or "none")
 
 
 def show(value: Any) -> str:

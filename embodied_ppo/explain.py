@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import shutil
+import statistics
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -254,6 +255,32 @@ def print_rows(rows: Sequence[Any]) -> None:
         if broken
         else "all that the default recipes need works"
     )
+
+
+# -------------------------------------------------------------------------------------------------------------- sweep
+def print_arms(results: Sequence[Mapping[str, Any]]) -> None:
+    """Print the results of a sweep by arm: the options that differ except the seed.
+
+    Args:
+        results: Summaries of runs, each with ``options``, those that differ between the runs.
+    """
+    arms: dict[tuple[tuple[str, str], ...], list[Mapping[str, Any]]] = {}
+    for result in results:
+        arm = tuple((key, value) for key, value in result["options"].items() if key != "seed")
+        arms.setdefault(arm, []).append(result)
+    tags = [tag for tag in ("final_return", "final_success") if any(r.get(tag) is not None for r in results)]
+    columns = [f"{tag} {part}" for tag in tags for part in ("mean", "std", "min", "max")]
+    rows = [["arm", "runs", *columns]]
+    for arm, runs in arms.items():
+        cells = [", ".join(f"{key}={value}" for key, value in arm) or "all", str(len(runs))]
+        for tag in tags:
+            values = [float(r[tag]) for r in runs if r.get(tag) is not None]
+            numbers = [statistics.mean(values), min(values), max(values)] if values else [math.nan] * 3
+            std = f"{statistics.stdev(values):.4g}" if len(values) > 1 else "-"
+            mean, low, high = (f"{x:.4g}" for x in numbers)
+            cells += [mean, std, low, high]
+        rows.append(cells)
+    table(rows)
 
 
 # ------------------------------------------------------------------------------------------------------------ summary

@@ -42,7 +42,7 @@ def measured(s: Setup, update: int, placements: Sequence[plan.Plan | None]) -> t
     """All that predicting these placements asks for; None: one process. ``update``: which of the run is measured.
     ``s.advance`` hears how far it is. Raises ConfigError, EnvError."""
     a, total = s.config.algorithm, s.config.env.num_envs
-    since = robot.compile_from(s.config, s.device, s.notice)
+    since, _ = robot.compile_from(s.config, s.device, s.notice)
     fast = since is not None and since <= update
     codes = [tune.code(p, fast) for p in placements]
     parts = few(sorted({part for p in placements for part in _parts(p)}))

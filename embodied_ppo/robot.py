@@ -120,15 +120,21 @@ COMPILE_AFTER = 8192
 """Optimiser steps after which compile=auto has compiled code take over: about as long as the compiler needs."""
 
 
-def compile_from(config: Config, device: torch.device, notice: Callable[[str], None]) -> int | None:
-    """The first update of compiled code, None for never: a matter of options alone, so that a run repeats itself."""
+def compile_from(config: Config, device: torch.device, notice: Callable[[str], None]) -> tuple[int | None, str]:
+    """Return the first update of compiled code, None for never, and then the reason.
+
+    It depends on options alone, so that a run repeats itself.
+    """
     a = config.algorithm
     if config.compile == "never":
-        return None
+        return None, "compile=never"
     at_once = config.compile == "always" or device.type == "cuda"  # a CUDA graph is captured in a moment
     since = 0 if at_once else -(-COMPILE_AFTER // batches(config).actor.steps)
     if since >= total_updates(config):
-        return None
+        return None, (
+            f"compile=auto starts after {COMPILE_AFTER} optimiser steps, in update {since + 1}, and the run has "
+            f"{total_updates(config)}"
+        )
     why = compiled.obstacle() if device.type == "cpu" else ""
     if a.micro_batch_size is not None and a.micro_batch_size < a.global_batch_size:
         why = "algorithm.micro_batch_size cuts minibatches; leave it null"
@@ -137,11 +143,11 @@ def compile_from(config: Config, device: torch.device, notice: Callable[[str], N
     if config.cloning.coef:
         why = "cloning.coef adds demonstrations to minibatches; leave it 0"
     if not why:
-        return since
+        return since, ""
     if config.compile == "always":
         raise ConfigError(f"compile=always: {why}; or use compile=auto")
     notice(f"compile: not used, {why}")
-    return None
+    return None, why
 
 
 def check_evaluation(config: Config, device: torch.device) -> None:
@@ -267,8 +273,8 @@ def clone(s: Setup, policy: AnyPolicy) -> dict[str, float]:
     return imitation.clone(policy, s.config, s.progress, s.advance)
 
 
-def tell(s: Setup, env: VectorEnv, policy: AnyPolicy, since: int | None) -> None:
-    """What the log should say of these options before the first update; ``since``: of ``compile_from``."""
+def tell(s: Setup, env: VectorEnv, policy: AnyPolicy, since: int | None, why: str) -> None:
+    """What the log should say of these options before the first update; ``since``, ``why``: of ``compile_from``."""
     config = s.config
     s.early.extend(_unread(config, env))
     if isinstance(policy, PI0) and (told := policy.memory_notice(config.algorithm.horizon * env.num_envs)):
@@ -276,7 +282,7 @@ def tell(s: Setup, env: VectorEnv, policy: AnyPolicy, since: int | None) -> None
     simulators = config.env.num_threads or "as many as there are cores"
     s.early.append(
         f"threads: {torch.get_num_threads()} for tensors, {simulators} for simulators; compiled code: "
-        + ("never" if since is None else f"from update {since + 1} on")
+        + (f"never ({why})" if since is None else f"from update {since + 1} on")
     )
 
 
@@ -294,8 +300,8 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
     policy = make_policy(config, env)
     check_evaluation(config, s.device)
     facts = clone(s, policy)
-    since = compile_from(config, s.device, s.notice)
-    tell(s, env, policy, since)
+    since, why = compile_from(config, s.device, s.notice)
+    tell(s, env, policy, since, why)
 
     def later() -> compiled.Later:
         return compiled.Later(since, required=config.compile == "always", notice=s.notice)

@@ -64,6 +64,10 @@ def unsharded(placed: plan.Plan) -> str:
     return ""
 
 
+TURNS = "processes that take turns on a GPU move their tensors"
+"""Why nothing is compiled there."""
+
+
 def check_compile(config: Config, placed: plan.Plan) -> None:
     """Whether compile=always can be had. Raises ConfigError."""
     if config.compile != "always":
@@ -71,7 +75,7 @@ def check_compile(config: Config, placed: plan.Plan) -> None:
     residency = Residency(placed)
     why = f"{placed.processes('actor')} processes learn together" if placed.processes("actor") > 1 else ""
     if any(residency.turns(placed.group(role)) for role in ("rollout", "actor", "critic") if placed.has(role)):
-        why = "processes that take turns on a GPU move their tensors"
+        why = TURNS
     if why:
         raise ConfigError(f"compile=always: {why}; use compile=auto")
 
@@ -274,10 +278,10 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
     host = learns.sharded and not config.cloning.steps  # what need never be whole on a device is built beside it
     where = torch.device("cpu") if host else s.device
     policy = robot.make_policy(config, envs[0] if envs else Described(about, where))
-    since = None if seat.turns else robot.compile_from(config, s.device, s.notice)
+    since, why = (None, TURNS) if seat.turns else robot.compile_from(config, s.device, s.notice)
     if envs and not rank:
         robot.check_evaluation(config, s.device)
-        robot.tell(s, envs[0], policy, since)
+        robot.tell(s, envs[0], policy, since, why)
 
     def later(on: bool = True) -> compiled.Later:
         return compiled.Later(since if on else None, required=config.compile == "always", notice=s.notice)

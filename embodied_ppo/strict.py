@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import difflib
 import inspect
 import math
 import re
@@ -24,7 +23,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, g
 import yaml
 
 from embodied_ppo.config import Config, DemosConfig, EvaluateConfig, ExportConfig, Limit
-from embodied_ppo.errors import ConfigError, PlacementError, show
+from embodied_ppo.errors import ConfigError, PlacementError, nearest, show
 from embodied_ppo.names import ALIASES, CURES, REFUSED, VALUE_ALIASES
 from embodied_ppo.rules import check, mode_of
 
@@ -312,9 +311,8 @@ def _cure(hint: Any, value: Any, path: str, allowed: str) -> str:
         return f"give it {allowed}"
     plain = _members_of_union(hint)
     choices = [str(c) for h in plain for c in (get_args(h) if get_origin(h) is Literal else ())]
-    near = difflib.get_close_matches(str(value), choices, n=1)
-    if near:
-        return f"did you mean {path}={near[0]}?"
+    if near := nearest(str(value), choices):
+        return f"did you mean {path}={near}?"
     base = {get_args(h)[0] if get_origin(h) is Annotated else h for h in plain}
     if bool in base and str(value).lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
         return f"write {path}={str(str(value).lower() in ('true', 'yes', 'on', '1')).lower()}"
@@ -367,10 +365,9 @@ def _suggest(cls: type, raw: str) -> str:
     mates = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == section}
     everyone = {p.rpartition(".")[2]: p for p in known}
     whole = {} if section in sections(cls) else known  # a known section would make its shortest name look alike
-    for names, text, cutoff in ((mates, leaf, 0.6), (whole, raw, 0.75), (everyone, leaf, 0.75)):
-        near = difflib.get_close_matches(text, list(names), n=1, cutoff=cutoff)
-        if near:
-            path = near[0] if names is whole else str(names[near[0]])
+    for names, text, cutoff in ((mates, leaf, None), (whole, raw, 0.75), (everyone, leaf, 0.75)):
+        if near := nearest(text, names, cutoff=cutoff):
+            path = near if names is whole else str(names[near])
             return f"did you mean {path}{_reads(path, known)}?" + _may(options, known[path])
     home = section if section in sections(cls) else ""
     return f"{home or 'the top level'} has: {', '.join(_members(cls, home))}"

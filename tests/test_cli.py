@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from embodied_ppo import cli, explain, rules, strict
+from embodied_ppo import cli, compose, explain, rules, strict
 from embodied_ppo.config import OWN_OPTIONS, Config, EvaluateConfig
 from embodied_ppo.errors import ProcessLost, show
 
@@ -107,6 +108,8 @@ REFUSALS = [
         "did you mean algorithm.lr_schedule? .. constant, linear, cosine, adaptive",
     ),
     ("train env.kwarg.x=1", "env.kwarg.x = 1 .. no such option"),
+    ("train model.rnn_type=lstm", "model.rnn_type = lstm (command line): no such option"),
+    ("train algorithm.adv_type=gea", "did you mean algorithm.adv_type=gae?"),
     ("train experiment=quickstrat", "experiment = quickstrat: no such experiment; did you mean quickstart?"),
     ("train algorithm=mujocco", "algorithm = mujocco: no such algorithm; did you mean mujoco? there are: atari"),
     ("train model=resnet", "model = resnet: no such model; there are: cnn"),
@@ -292,6 +295,12 @@ def test_one_line_and_nothing_written(line: str, parts: str, capsys: pytest.Capt
     for part in parts.split(" .. "):
         assert part in out.err
     assert written() == []
+
+
+@pytest.mark.parametrize("option", ["model.rnn_type", "env.robot", "algorithm.whatever", "optimizer"])
+def test_no_suggestion_where_nothing_is_near(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", f"{option}=x"]) == 2
+    assert "did you mean" not in (err := capsys.readouterr().err) and f"{option} = x" in err
 
 
 @pytest.mark.parametrize(
@@ -597,6 +606,9 @@ def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a simulator speaks" in out.err
     assert (summary["updates"], summary["env_steps"]) == (1, 32)
     assert "algorithm.vf_coef is read as algorithm.value_loss_coef" in out.err
+    assert (
+        "compiled code: never (compile=auto starts after 8192 optimiser steps, in update 8193, and the run" in out.err
+    )
     stored = Path("run/config.yaml")
     assert yaml.safe_load(stored.read_text())["algorithm"]["value_loss_coef"] == 0.7
 
@@ -622,6 +634,10 @@ def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     assert low <= found["eval/return"] <= high
     explain.print_summary(found)
     assert re.search(rf"^eval/return +\S+ \({low:.6g} to {high:.6g}, 95 %\)$", capsys.readouterr().out, re.M)
+    assert cli.main(["export", "checkpoint=run", "out=exported"]) == 2
+    err = capsys.readouterr().err
+    for part in ("is a robot policy (model.policy=actor_critic)", "model.policy=token", "/policy.pt", "tutorial.md"):
+        assert part in err
     assert {p.name for p in Path.cwd().iterdir()} - {"__pycache__"} == {"noisy.py", "report", "run"}
 
 
@@ -638,18 +654,66 @@ def test_a_run_whose_config_is_damaged(text: str | None, capsys: pytest.CaptureF
 
 
 def test_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--multirun", "--json", "--quiet", *TINY, "seed=0,1", "algorithm.clip_ratio=0.3", "hydra.sweep.dir=sweep"]
+    flags = ["--multirun", "--json", "--quiet", *TINY, "seed=0,1", "algorithm.clip_ratio=0.3", "name=mine"]
     assert cli.main(["train", *flags]) == 0
     jobs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [job["job"] for job in jobs] == [0, 1]
+    assert [job["job"] for job in jobs] == [0, 1] and jobs[1]["options"] == {"seed": "1"}
+    assert jobs[1]["startup_s"] < 0.5 * jobs[1]["wall_s"] + jobs[0]["wall_s"], "without the time of job 0"
+    (folder,) = Path("runs/sweeps/mine").iterdir()
     assert ["seed=0" in jobs[0]["overrides"], "seed=1" in jobs[1]["overrides"]] == [True, True]
     for i in (0, 1):
-        stored = yaml.safe_load(Path(f"sweep/{i}/config.yaml").read_text())
+        stored = yaml.safe_load((folder / f"seed-{i}" / "config.yaml").read_text())
         assert (stored["seed"], stored["algorithm"]["clip_ratio_low"]) == (i, 0.3)
-    assert sorted(p.name for p in Path("sweep").iterdir()) == ["0", "1", "multirun.yaml"]
-    assert [p.name for p in Path.cwd().iterdir()] == ["sweep"]
-    files = {p.name for p in Path("sweep/0").iterdir()}
+    assert sorted(p.name for p in folder.iterdir()) == ["multirun.yaml", "seed-0", "seed-1"]
+    assert [p.name for p in Path.cwd().iterdir()] == ["runs"]
+    files = {p.name for p in (folder / "seed-0").iterdir()}
     assert {"config.yaml", "metrics.jsonl", "summary.json"} <= files and not {".hydra", "embodied-ppo.log"} & files
+
+
+def test_a_sweep_ends_with_a_table_by_arm(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["-m", "--quiet", *TINY, "evaluation.video_episodes=0", "seed=0,1"]
+    assert cli.main(["train", *flags, "hydra.sweep.dir=sweep"]) == 0
+    assert {p.name for p in Path("sweep").iterdir()} == {"seed-0", "seed-1", "multirun.yaml"}
+    head, row = capsys.readouterr().out.split("\n\n")[-1].splitlines()
+    assert re.match(r"arm +runs +final_return mean +final_return std +final_return min +final_return max$", head)
+    returns = [json.loads(Path(f"sweep/seed-{i}/summary.json").read_text())["final_return"] for i in (0, 1)]
+    mean, low, high = (f"{x:.4g}" for x in (sum(returns) / 2, min(returns), max(returns)))
+    cells = row.split()
+    assert cells[:3] == ["all", "2", mean] and cells[4:] == [low, high]
+
+
+def test_arms_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    def result(value: float | None, **options: str) -> dict[str, Any]:
+        return {"options": options, "final_return": value, "final_success": None}
+
+    explain.print_arms([result(1.0, lr="0.1", seed="0"), result(3.0, lr="0.1", seed="1"), result(None, lr="0.2")])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["lr=0.1", "2", "2", "1.414", "1", "3"],  # the deviation of 1 and 3: sqrt(2)
+        ["lr=0.2", "1", "nan", "-", "nan", "nan"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "3"),
+        ({"algorithm.lr": "1e-3", "seed": "0"}, "lr-1e-3_seed-0"),
+        ({"actor.lr": "0.1", "critic.lr": "0.2"}, "actor.lr-0.1_critic.lr-0.2"),
+        ({"model.hidden": "[64,64]", "env.id": "my_module:MyTask-v0"}, "hidden-64-64_id-my_module-MyTask-v0"),
+        ({"experiment": "../x/y"}, "experiment-..-x-y"),
+        ({"description": "a b, 'c' $HOME é"}, "description-a-b-c-HOME"),
+        ({"taken": "1"}, "taken-1-3"),
+        ({"description": "x" * 500}, f"description-{'x' * 108}-3"),
+    ],
+)
+def test_the_folder_of_a_job_is_named_after_the_options_that_differ(options: dict[str, str], name: str) -> None:
+    Path("sweep/taken-1").mkdir(parents=True)
+    folder = compose.job_folder(Path("sweep"), options, 3)
+    assert folder == Path("sweep") / name
+    loader, _ = compose.loader_of(argparse.Namespace(config_dir=None, config_name=None, command="train"))
+    (override,) = compose.parse([f"resume={folder}"], loader)
+    assert override.value() == str(folder), "a command line needs no quotes"
 
 
 def test_a_sweep_goes_on_after_a_failing_job_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:

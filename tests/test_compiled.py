@@ -188,8 +188,8 @@ def test_obstacles(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         assert "cannot be written (Not a directory" in compiled.obstacle()
     said: list[str] = []
     c = toys.config({"compile": "auto", "updates": 10_000})
-    assert robot.compile_from(c, torch.device("cpu"), said.append) is None
-    assert len(said) == 1 and said[0].startswith("compile: not used, ")
+    since, why = robot.compile_from(c, torch.device("cpu"), said.append)
+    assert since is None and said == [f"compile: not used, {why}"]
     with pytest.raises(ConfigError, match=r"compile=always: .*; or use compile=auto"):
         robot.compile_from(replace(c, compile="always"), torch.device("cpu"), said.append)
 
@@ -197,16 +197,22 @@ def test_obstacles(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_from_which_update() -> None:
     """8192 optimiser steps; 3 epochs x 2 minibatches an update: after 1366 updates, however long the run is."""
 
-    def since(**options: Any) -> int | None:
+    def decided(**options: Any) -> tuple[int | None, str]:
         return robot.compile_from(toys.config({"updates": 2000, **options}), torch.device("cpu"), pytest.fail)
+
+    def since(**options: Any) -> int | None:
+        return decided(**options)[0]
 
     assert since() == 1366 and since(updates=5000) == 1366 and since(**{"algorithm.update_epoch": 6}) == 683
     assert since(updates=1366) is None  # too short to use it
-    assert since(compile="always") == 0 and since(compile="never") is None
+    assert since(compile="always") == 0 and decided(compile="never") == (None, "compile=never")
+    reason = "compile=auto starts after 8192 optimiser steps, in update 1367, and the run has 1366"
+    assert decided(updates=1366) == (None, reason)
     said: list[str] = []
     c = toys.config({"updates": 2000, "algorithm.micro_batch_size": 4})
-    assert robot.compile_from(c, torch.device("cpu"), said.append) is None and "micro_batch_size" in said[0]
-    assert robot.compile_from(toys.config({"updates": 2000}), torch.device("cuda"), pytest.fail) == 0  # a CUDA graph
+    why = robot.compile_from(c, torch.device("cpu"), said.append)[1]
+    assert why.startswith("algorithm.micro_batch_size cuts minibatches") and why in said[0]
+    assert robot.compile_from(toys.config({"updates": 2000}), torch.device("cuda"), pytest.fail)[0] == 0  # a CUDA graph
 
 
 # --------------------------------------------------------------------------------------------------- learner and acting
@@ -299,7 +305,7 @@ def test_a_run_repeats_and_resumes_bit_for_bit_across_the_switch(
     """Compiled from update 5 of 8 on, whether the cache is cold or warm, and also in a run resumed at 4 or at 6."""
     monkeypatch.setattr(robot, "COMPILE_AFTER", 5 * 2 * (16 * 8 // 32))  # updates x epochs x minibatches
     whole = tiny(tmp_path / "whole", save_every=2)
-    assert robot.compile_from(whole, torch.device("cpu"), pytest.fail) == 5
+    assert robot.compile_from(whole, torch.device("cpu"), pytest.fail)[0] == 5
     build.train(whole, quiet=False)  # cold
     assert "compile: waiting for the compiler" in capfd.readouterr().err
     build.train(replace(whole, run_dir=str(tmp_path / "again")), quiet=False)  # warm

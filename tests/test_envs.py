@@ -436,6 +436,7 @@ REFUSED = [
     ),
     ("HalfCheeta-v4", {"simulator": "gymnasium"}, "unknown to gymnasium; nearest in gymnasium: HalfCheetah"),
     ("FetchReach-v4", {"simulator": "gymnasium"}, "unknown to gymnasium"),
+    ("Track-v0", {}, "; if a module of yours registers it with Gymnasium, write env.id=module:Track-v0$"),
     ("CartPole-v1", {"simulator": "isaac"}, "choose one of auto, mujoco, warp, envpool, gymnasium, torch"),
     ("CartPole-v1", {"seeds": [1]}, "1 seeds for 2 environments"),
     ("CartPole-v1", {"seeds": [1, 2**31]}, r"seed 2147483648 is outside \[0, 2\*\*31\)"),

@@ -144,4 +144,4 @@ def _made(
 def nearest(id: str, n: int = 3) -> dict[str, list[str]]:
     """Family of tasks -> its ``n`` ids most like ``id``, best first."""
     known = {"our tasks": list(tasks.OWN), "envpool": envpool_env.ids(), "gymnasium": gymnasium_env.ids()}
-    return {name: difflib.get_close_matches(id, ids, n=n, cutoff=0.4) for name, ids in known.items()}
+    return {name: difflib.get_close_matches(id, ids, n=n, cutoff=0.6) for name, ids in known.items()}

@@ -50,14 +50,15 @@ def find(id: str) -> type[Task] | None:
 
 
 def hint(id: str) -> str:
-    """What an unknown id may have meant, were it a task of the user's; "" if nothing speaks for that.
+    """Return how the id of a task of the user's is written; "" where its module has been imported already.
 
-    Imports nothing: ``find`` has imported the module of package.module:Class already.
+    Nothing is imported here: ``find`` has imported the module of package.module:Class.
     """
     module, _, name = id.rpartition(":")
     if not module:
-        is_module = name.isidentifier() and importlib.util.find_spec(name) is not None
-        return f"; a task of yours is named {name}:Class" if is_module else ""
+        if name.isidentifier() and importlib.util.find_spec(name) is not None:
+            return f"; a task of yours is named {name}:Class"
+        return f"; if a module of yours registers it with Gymnasium, write env.id=module:{name}"
     if module not in sys.modules:
         return ""
     members = vars(sys.modules[module])
