@@ -21,7 +21,18 @@ import numpy as np
 from embodied_ppo.errors import EnvError
 
 CONTROL_STEP_S, EPISODE_S, LEASH = 0.02, 5.0, 1.0
-"""What a new task begins with: 50 decisions a second, five seconds; loose joints end it 1 rad or m from home."""
+"""What a new task begins with: 50 decisions a second, five seconds; joints that fall end it 1 rad or m from home."""
+
+FALLING = 0.1
+"""A passive hinge falls where gravity's lever arm exceeds this part of the radius of gyration, a slide where gravity's
+share along it does: a pole falls, a wheel does not."""
+
+DISTANCES = {
+    int(mujoco.mjtSensor.mjSENS_RANGEFINDER),
+    int(mujoco.mjtSensor.mjSENS_GEOMDIST),
+    int(mujoco.mjtSensor.mjSENS_GEOMNORMAL),
+}
+"""Sensors that measure from the robot to its surroundings, also to those that are fixed in the world."""
 
 TIMESTEPS = 1e-5, 1.0
 """Of physics, s: from 2000 steps in a decision to a step in each."""
@@ -172,10 +183,55 @@ def _driven(model: mujoco.MjModel) -> set[int]:
     return {int(i) for at, n in rows for i in data.moment_colind[at : at + n]}
 
 
+def _falls(model: mujoco.MjModel, joint: int, pose: np.ndarray) -> bool:
+    """Whether gravity moves a hinge or slide near ``pose`` [nq]: a pole falls, a wheel does not."""
+    data = mujoco.MjData(model)
+    dof, mass = int(model.jnt_dofadr[joint]), float(model.body_subtreemass[model.jnt_bodyid[joint]])
+    weight = mass * float(np.linalg.norm(model.opt.gravity))
+    slide = model.jnt_type[joint] == int(mujoco.mjtJoint.mjJNT_SLIDE)
+    size = 1.0 if slide else float(np.sqrt(model.dof_M0[dof] / mass))  # radius of gyration, m
+    forces = []
+    for offset in (-0.5, 0.0, 0.5):
+        data.qpos[:] = pose
+        data.qpos[model.jnt_qposadr[joint]] += offset
+        mujoco.mj_forward(model, data)
+        forces.append(abs(float(data.qfrc_bias[dof])))  # at rest: of gravity alone, N or N m
+    return max(forces) > FALLING * weight * size
+
+
+def _global_sensors(model: mujoco.MjModel, pose: np.ndarray) -> list[int]:
+    """Sensors that report positions in the world: they change when all that floats is shifted along x and y."""
+    data = mujoco.MjData(model)
+    readings = []
+    for shift in ((0.0, 0.0), (0.37, -0.53)):
+        data.qpos[:] = pose
+        for body, _ in _free(model):
+            at = int(model.jnt_qposadr[model.body_jntadr[body]])
+            data.qpos[at : at + 2] += shift
+        mujoco.mj_forward(model, data)
+        readings.append(data.sensordata.copy())
+    changed = ~np.isclose(*readings, rtol=0, atol=1e-6)
+
+    def is_global(i: int) -> bool:
+        kind = int(model.sensor_type[i])
+        if kind == int(mujoco.mjtSensor.mjSENS_CONTACT):  # there may be no contact at home
+            return bool(int(model.sensor_intprm[i, 0]) >> int(mujoco.mjtConDataField.mjCONDATA_POS) & 1)
+        # velocities and forces change only with the ground: these are no positions
+        of_position = model.sensor_needstage[i] == int(mujoco.mjtStage.mjSTAGE_POS) and kind not in DISTANCES
+        first = model.sensor_adr[i]
+        return of_position and bool(changed[first : first + model.sensor_dim[i]].any())
+
+    return [i for i in range(model.nsensor) if is_global(i)]
+
+
 def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
     """What the templates say about the model, and the sentences ``assumed``."""
     assumed: list[str] = []
-    joints = [j for j in range(model.njnt) if model.jnt_type[j] not in (FREE, BALL)]
+    driven = _driven(model)
+    roots = {int(model.body_rootid[model.dof_bodyid[i]]) for i in driven}
+    single = [j for j in range(model.njnt) if model.jnt_type[j] not in (FREE, BALL)]
+    of_robot = [j for j in single if not roots or int(model.body_rootid[model.jnt_bodyid[j]]) in roots]
+    joints = of_robot or single
     balls = [model.joint(j).name for j in np.flatnonzero(model.jnt_type == BALL)]
 
     key, pose = None, model.qpos0.copy()
@@ -187,15 +243,13 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
     else:
         assumed.append("the home pose is the one the MJCF draws (there is no keyframe)")
     moved = {}
-    for j in joints if key is None else []:
+    for j in single if key is None else []:
         low, high = model.jnt_range[j]
         if model.jnt_limited[j] and not low <= pose[model.jnt_qposadr[j]] <= high:
             moved[model.joint(j).name] = round(float(low + high) / 2, 4)
     if moved:
         assumed.append(f"at home {', '.join(moved)} stand in the middle of their range, for 0 lies outside of it")
 
-    driven = _driven(model)
-    roots = {int(model.body_rootid[model.dof_bodyid[i]]) for i in driven}
     floating = [body for body, _ in _free(model)]
     robots = [body for body in floating if int(model.body_rootid[body]) in roots]
     base = model.body(robots[0]).name if robots else None
@@ -206,7 +260,8 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
             "an episode ends when it is under half its height at home" if falls else "its height at home is not above 0"
         )
         assumed.append(f"{base} is the robot's floating base: its x and y are not observed; {end}")
-    if objects := [model.body(body).name for body in floating if body not in robots[:1]]:
+    objects = [model.body(body).name for body in floating if body not in robots[:1]]
+    if objects := [*objects, *(model.joint(j).name for j in single if j not in joints)]:
         assumed.append(f"{', '.join(objects)}: objects, observed, not part of the reward")
 
     bounds = [_bounds(model, i) for i in range(model.nu)]
@@ -215,13 +270,30 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
     for i in unlimited:
         assumed.append(f"{actuators[i]} has no ctrlrange: its action is {bounds[i][2]}, {list(bounds[i][:2])}")
     loose = [j for j in joints if not model.jnt_limited[j]]
-    leash = {model.joint(j).name: LEASH for j in loose if int(model.jnt_dofadr[j]) not in driven}
+    falling = [j for j in loose if int(model.jnt_dofadr[j]) not in driven and _falls(model, j, pose)]
+    leash = {model.joint(j).name: LEASH for j in falling}
     if leash:
-        assumed.append(f"{', '.join(leash)}: no range and no actuator, so an episode ends {LEASH:g} (rad, m) from home")
+        assumed.append(
+            f"{', '.join(leash)}: no range and no actuator, and gravity moves it, so an episode ends {LEASH:g} "
+            "(rad, m) from home"
+        )
     if turning := [model.joint(j).name for j in loose if model.joint(j).name not in leash]:
         assumed.append(f"{', '.join(turning)}: no range, so nothing ends an episode there")
-    if model.nsensordata:
+    hidden = _global_sensors(model, pose) if base else []
+    sensed = [
+        n
+        for i in range(model.nsensor)
+        if i not in hidden
+        for n in range(model.sensor_adr[i], model.sensor_adr[i] + model.sensor_dim[i])
+    ]
+    if model.nsensordata and not hidden:
         assumed.append(f"all {model.nsensor} sensors are observed ({model.nsensordata} numbers)")
+    elif hidden:
+        names = ", ".join(model.sensor(i).name or f"sensor {i}" for i in hidden)
+        assumed.append(
+            f"{model.nsensor - len(hidden)} of {model.nsensor} sensors are observed ({len(sensed)} numbers); not "
+            f"{names}: positions in the world"
+        )
     timestep = float(model.opt.timestep)
     decimation = max(1, round(CONTROL_STEP_S / timestep))
     step_s = decimation * timestep
@@ -240,8 +312,9 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
         "actuators": actuators,
         "bounds": [b[:2] for b in bounds] if unlimited else None,
         "act": model.na,
-        "sensors": model.nsensordata,
-        "size": model.nq + model.nv + model.na + model.nsensordata - (2 if base else 0),
+        "sensors": len(sensed),
+        "sensed": [int(n) for n in sensed] if hidden and sensed else None,
+        "size": model.nq + model.nv + model.na + len(sensed) - (2 if base else 0),
         "decimation": decimation,
         "step_s": step_s,
         "episode": episode,

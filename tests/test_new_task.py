@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mujoco
 import pytest
 import torch
 import yaml
@@ -77,7 +78,7 @@ def run(command: str) -> str:
 def test_the_printed_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["new-task", "my_robot", "--mjcf", "../robots/balance.xml", "--out", "a folder"]) == 0
     out = capsys.readouterr().out
-    assert "hinge: no range and no actuator, so an episode ends 1 (rad, m) from home" in out
+    assert "hinge: no range and no actuator, and gravity moves it, so an episode ends 1 (rad, m) from home" in out
     assert "push has no ctrlrange: its action is from -1 to 1, [-1.0, 1.0]" in out
     assert "all 1 sensors are observed (1 numbers)" in out
     test, train, evaluate = (line.strip() for line in out.split("next:\n")[1].splitlines())
@@ -138,6 +139,65 @@ def test_what_the_task_computes() -> None:
     s["qpos"][0] = task.home
     s["qpos"][0, 9] = 0.14
     assert task.terminated(s), "under half of 0.3"
+    env.close()
+
+
+POSITIONS = """<sensor>
+    <framepos name="place" objtype="body" objname="trunk"/><subtreecom name="mass" body="trunk"/>
+    <framepos name="to_start" objtype="body" objname="trunk" reftype="site" refname="start"/>
+    <contact name="touched" body1="trunk" data="pos"/>
+    <framepos name="to_cube" objtype="body" objname="cube" reftype="body" refname="trunk"/>
+    <framelinvel name="speed" objtype="body" objname="trunk"/>"""
+
+
+def test_positions_in_the_world_are_not_observed_through_sensors() -> None:
+    text = WALKER.replace("<sensor>", POSITIONS).replace("<worldbody>", '<worldbody><site name="start" pos="1 1 0"/>')
+    Path("../robots/lost.xml").write_text(text)
+    written = new_task.write("my_lost", Path("../robots/lost.xml"))
+    line = "4 of 8 sensors are observed (10 numbers); not place, mass, to_start, touched: positions in the world"
+    assert line in written.assumed
+    sys.path.append("my_lost")
+    env = embodied_envs.make("my_lost:MyLost", num_envs=1, seeds=[0])
+    assert env.obs_spec.shape == (18 + 17 + 1 + 10,)
+    task, s, model = env.task, {k: x.clone() for k, x in env.s.items()}, env.physics.model
+    observations = []
+    for shift in (0.0, 0.7):
+        data = mujoco.MjData(model)
+        data.qpos[:] = task.home
+        for body in ("trunk", "cube"):
+            start = model.jnt_qposadr[model.body(body).jntadr[0]]
+            data.qpos[start : start + 2] += shift
+        mujoco.mj_forward(model, data)
+        s["qpos"][0], s["sensordata"][0] = torch.tensor(data.qpos), torch.tensor(data.sensordata)
+        observations.append(task.observe(s)[0])
+    changed = (observations[0] - observations[1]).abs() > 1e-6
+    assert changed.nonzero().flatten().tolist() == [0, 1], "x and y of the cube, which is an object"
+    env.close()
+
+
+FINGER = """<mujoco model="finger"><worldbody>
+  <body name="upper"><joint name="upper" axis="0 1 0"/><geom type="capsule" fromto="0 0 0 0 0 -.2" size=".02"/>
+    <body name="wheel" pos="0 0 -.2"><joint name="wheel" axis="0 1 0"/>
+      <geom type="cylinder" size=".05 .01" zaxis="0 1 0"/></body></body>
+  <body name="spinner" pos="0 0 -.4"><joint name="spinner" axis="0 1 0"/><geom size=".02" pos=".05 0 0"/></body>
+  <body name="drawer"><joint name="drawer" type="slide" axis="1 0 0" range=".1 .3"/><geom size=".02"/></body>
+  </worldbody><actuator><motor joint="upper" ctrlrange="-1 1"/></actuator></mujoco>"""
+
+
+def test_wheels_and_objects_may_turn() -> None:
+    """Only what gravity moves on the robot itself ends an episode; a spinner beside the robot is an object."""
+    Path("finger.xml").write_text(FINGER)
+    said = "; ".join(new_task.write("my_finger", Path("finger.xml"), Path(".")).assumed)
+    assert "spinner, drawer: objects, observed, not part of the reward" in said and "so an episode ends" not in said
+    assert "upper, wheel: no range, so nothing ends an episode there" in said
+    sys.path.append(".")
+    env = embodied_envs.make("my_finger:MyFinger", num_envs=1, seeds=[0])
+    task, s = env.task, {k: x.clone() for k, x in env.s.items()}
+    s["qpos"][0] = task.home
+    assert task.home[3] == 0.2, "the middle of the drawer's range"
+    still = torch.zeros(1, 1, dtype=torch.float64)
+    s["qpos"][0, 2:] += torch.tensor([20.0, 0.2])
+    assert task.reward({}, s, still).item() == 1.0 and not task.terminated(s).any()
     env.close()
 
 
