@@ -159,8 +159,9 @@ class ModelConfig:
     """Of the arithmetic of a checkpoint's model; what is trained is kept in float32 in any case."""
     gradient_checkpointing: bool = False
     """A checkpoint's model computes activations twice instead of keeping them."""
-    detach_value: bool = True
-    """The value head learns on features that it does not change (an untrained head was seen to undo a clone)."""
+    detach_value: bool | None = None
+    """true: the value loss trains the value head only (its gradient in the features was seen to undo a clone); null:
+    true for policy=token, flow and gaussian, false for actor_critic, where shared_backbone=false separates both."""
     word_buckets: Annotated[int, Limit(ge=2)] = 1024
     """Words of instructions are known by their hash, one of so many."""
 
@@ -190,6 +191,13 @@ class AlgorithmConfig:
     micro_batch_size: Count | None = None
     """Samples (steps; responses in reasoning) in one forward and backward: less memory, the same numbers to rounding;
     null: global_batch_size."""
+    rollout_micro_batch_size: Count | None = None
+    """Rows of one forward pass while acting and valuing (environments; in reasoning responses decoded or valued
+    together): less memory, the same numbers to rounding; null: all environments (rollout.slots, micro_batch_size)."""
+    logprob_forward_micro_batch_size: Count | None = None
+    """Samples (steps; responses in reasoning) of one forward pass without gradient, which computes log-probabilities
+    again (KL, off_policy_correction, recompute_log_probs): less memory, the same numbers to rounding; null:
+    micro_batch_size."""
     rollout_batch_size: Count = 256
     """Prompts of one update; each gets group_size responses."""
     prompt_length: Count = 1024
@@ -263,7 +271,11 @@ class AlgorithmConfig:
     entropy_type: Literal["token_level", "action_level", "chunk_level"] = "action_level"
     """Granularity of the entropy."""
     reward_type: Literal["action_level", "chunk_level"] = "chunk_level"
-    """Granularity of rewards and advantages."""
+    """Granularity of rewards and advantages: a chunk of actions has one reward and one value (see chunk_reward), or
+    each of its actions has a reward, a value, an advantage and a mask of its own."""
+    chunk_reward: Literal["discounted", "sum"] = "discounted"
+    """Reward of a chunk of actions (reward_type=chunk_level): the sum of its rewards discounted by gamma per primitive
+    step, or the plain sum, as in RLinf."""
     target_kl_stop: Positive | None = None
     """Skip the update's remaining epochs once an epoch's mean approx_kl exceeds this (nats); null: never."""
     use_kl_loss: bool = False

@@ -19,6 +19,7 @@ from embodied_ppo.descent import Descended, Descent
 from embodied_ppo.moments import Moments, RunningMoments, expand_mask, explained_variance, masked_moments, masked_sum
 from embodied_ppo.objective import Objective, kl_distance
 from embodied_ppo.ranks import Ranks
+from embodied_ppo.rollout import in_parts
 from embodied_ppo.types import Batch, ConfigError, Evaluation, Mean, Metrics, Policy, Trajectory
 
 
@@ -87,7 +88,7 @@ def penalized(reward: Tensor, distance: Tensor, mask: Tensor, coef: float) -> tu
 def estimated(
     t: Trajectory, c: AlgorithmConfig, *, steps: int | Tensor = 1, notice: Callable[[str], None]
 ) -> tuple[Tensor, Tensor, Metrics]:
-    """Advantages as the loss wants them, and returns, [T, N]."""
+    """Advantages as the loss wants them, and returns, [T, N]; T counts actions where each has a value."""
     advantage, returns = advantages.estimate(
         c.adv_type,
         reward=t.reward,
@@ -139,6 +140,16 @@ def summary(actor: Descended, critic: Descended, c: AlgorithmConfig, *, lr: Sequ
     if c.use_kl_loss and not c.use_kl_in_reward:
         metrics["kl/to_reference"] = Mean(a["kl"], a["rows"])
     return metrics
+
+
+def in_time(x: Tensor) -> Tensor:
+    """[T, N, C] -> [T·C, N]: the actions of each column in the order of their execution; [T, N] as it is."""
+    return x if x.ndim == 2 else x.transpose(1, 2).flatten(0, 1)
+
+
+def in_chunks(x: Tensor, like: Tensor) -> Tensor:
+    """The inverse of ``in_time``, for a tensor ``like`` [T, N, C] or [T, N]."""
+    return x if like.ndim == 2 else x.unflatten(0, (-1, like.shape[2])).transpose(1, 2)
 
 
 # ----------------------------------------------------------------------------------------------------------- one model
@@ -219,7 +230,8 @@ class JointLearner(Descent):
 
     def _observe(self, t: Trajectory) -> None:
         """Merge everyone's observations into the policy's normalisers, in order of rank."""
-        obs, mask = tree.flatten_time(t.obs), t.mask.flatten()
+        decided = t.mask if t.mask.ndim == 2 else t.mask.any(-1)  # [T, N]
+        obs, mask = tree.flatten_time(t.obs), decided.flatten()
         if self.ranks.world == 1:
             return self.policy.observe(obs, mask)
         running = [m for m in self.module.modules() if isinstance(m, RunningMoments)]
@@ -237,15 +249,16 @@ class JointLearner(Descent):
     def _prepare(self, trajectory: Trajectory) -> tuple[Batch, Metrics]:
         """Rewards, advantages and everything the losses read, as [T*N, ..] (steps) or [T, N, ..] (columns).
 
-        What is one number a decision is computed for the columns of all ranks, so that nobody's part is normalised or
+        Rewards and advantages are computed for the columns of all ranks, so that no rank's part is normalised or
         measured by itself.
         """
         c, t, ranks = self.config, trajectory, self.ranks
         mask = t.mask
-        inputs = self.policy.encode(tree.flatten_time(t.obs))  # [T*N, ..]
+        inputs = self._encoded(self.policy, t)
         metrics: Metrics = {}
         scalars = ("reward", "value", "next_value", "terminated", "truncated", "mask", "steps")
-        whole = replace(t, **ranks.columns({name: getattr(t, name) for name in scalars}))  # obs, action: this rank's
+        columns = ranks.columns({name: getattr(t, name) for name in scalars})
+        whole = replace(t, **tree.map(in_time, columns))  # obs, action: this rank's
         done, steps = whole.terminated | whole.truncated, 1 if whole.steps is None else whole.steps
         reward = shaped(whole.reward, done, whole.mask, c, returns=self.returns, steps=steps)
         weight, behaviour = None, t.log_prob
@@ -255,23 +268,24 @@ class JointLearner(Descent):
             weight, metrics = off_policy(old, acted, mask, c)
         reference = None
         if self.reference is not None:  # it sees raw observations through its own, frozen normaliser
-            reference = self._view(self.reference, self.reference.encode(tree.flatten_time(t.obs)), t)
+            reference = self._view(self.reference, self._encoded(self.reference, t), t)
         if reference is not None and c.use_kl_in_reward:
             logits = self._view(self.policy, inputs, t).logits if c.kl_penalty == "full" else None
-            distance = kl_distance(behaviour, reference.log_prob, c.kl_penalty, logits, reference.logits, dims=2)
-            reward, told = penalized(reward, ranks.columns(distance), whole.mask, self.kl.coef)
+            others = {"logits": logits, "ref_logits": reference.logits, "mask": mask}
+            distance = kl_distance(behaviour, reference.log_prob, c.kl_penalty, **others, dims=2)
+            reward, told = penalized(reward, in_time(ranks.columns(distance)), whole.mask, self.kl.coef)
             metrics |= told
         reward = shaped_after_kl(reward, whole.mask, c)
         advantage, returns, told = estimated(replace(whole, reward=reward), c, steps=steps, notice=self.notice)
         metrics |= told
         batch = Batch(
-            inputs=tree.map(lambda x: x.unflatten(0, mask.shape), inputs),
+            inputs=tree.map(lambda x: x.unflatten(0, mask.shape[:2]), inputs),
             action=t.action,
             replay=t.replay,
             log_prob=losses.reduce_log_prob(behaviour, c.logprob_type, batch_dims=2),
             value=t.value,
-            advantage=ranks.own(advantage),
-            returns=ranks.own(returns),
+            advantage=ranks.own(in_chunks(advantage, t.value)),
+            returns=ranks.own(in_chunks(returns, t.value)),
             mask=mask,
             weight=weight,
             ref_log_prob=reference.log_prob if reference is not None and c.use_kl_loss else None,
@@ -279,17 +293,17 @@ class JointLearner(Descent):
         )
         return (batch if c.minibatch_unit == "column" else tree.flatten_time(batch)), metrics
 
+    def _encoded(self, policy: Policy, t: Trajectory) -> Any:
+        """The observations as inputs of ``policy``, [T·N, ..]; a frozen trunk runs here."""
+        return in_parts(policy.encode, self.config.logprob_forward_micro_batch_size, tree.flatten_time(t.obs))
+
     @torch.no_grad()
     def _view(self, policy: Policy, inputs: Any, t: Trajectory) -> Evaluation:
-        """What ``policy`` thinks of the trajectory's actions, [T, N, ..], in micro-batches."""
-        action, replay = tree.flatten_time(t.action), tree.flatten_time(t.replay)
-        size = self.config.micro_batch_size or self.config.global_batch_size
-        parts = []
-        for i in range(0, action.shape[0], size):
-            cut = slice(i, i + size)
-            parts.append(policy.evaluate(tree.index(inputs, cut), action[cut], tree.index(replay, cut)))
-        joined = tree.map(lambda *xs: torch.cat(xs), parts[0], *parts[1:])
-        return tree.map(lambda x: x.unflatten(0, t.mask.shape), joined)
+        """The trajectory's actions as ``policy`` evaluates them, [T, N, ..]."""
+        c = self.config
+        size = c.logprob_forward_micro_batch_size or c.micro_batch_size or c.global_batch_size
+        view = in_parts(policy.evaluate, size, inputs, tree.flatten_time(t.action), tree.flatten_time(t.replay))
+        return tree.map(lambda x: x.unflatten(0, t.mask.shape[:2]), view)
 
     # --------------------------------------------------------------------------------------------- after the epochs
     def _steer(self, metrics: Metrics, sums: Mapping[str, Any], *, warming: bool) -> None:

@@ -27,10 +27,12 @@ SETTINGS: tuple[str, ...] = (
 
 
 def kl_distance(
-    log_prob: Tensor, ref_log_prob: Tensor, kind: str, logits: Any, ref_logits: Any, *, dims: int
+    log_prob: Tensor, ref_log_prob: Tensor, kind: str, logits: Any, ref_logits: Any, *, mask: Tensor, dims: int
 ) -> Tensor:
-    """KL(policy || reference) of each decision, [..] of ``dims`` dimensions."""
-    own, other = (losses.reduce_log_prob(x, "chunk_level", batch_dims=dims) for x in (log_prob, ref_log_prob))
+    """KL(policy || reference) with an entry for each of ``mask``: [..] of ``dims`` dimensions (a decision) or [.., C]
+    (an action)."""
+    level = "chunk_level" if mask.ndim == dims else "action_level"
+    own, other = (losses.reduce_log_prob(x, level, batch_dims=dims) for x in (log_prob, ref_log_prob))
     return kl.estimate(own, other, kind, logits=logits, ref_logits=ref_logits)
 
 
@@ -66,7 +68,7 @@ class Objective(nn.Module):
         """
         c = self.config
         out = self._evaluate(b)
-        dims = b.mask.ndim
+        dims = 2 if c.minibatch_unit == "column" else 1
         log_prob = losses.reduce_log_prob(out.log_prob, c.logprob_type, batch_dims=dims)
         entropy = losses.reduce_log_prob(out.entropy, c.entropy_type, batch_dims=dims)
         elements, stats = _surrogate(log_prob, b, c)
@@ -85,8 +87,8 @@ class Objective(nn.Module):
             loss = loss + policy_loss - entropy_coef * entropy_mean
         if b.ref_log_prob is not None:
             distance = kl_distance(
-                out.log_prob, b.ref_log_prob, c.kl_loss_type, out.logits, b.ref_logits, dims=dims
-            )  # [..]
+                out.log_prob, b.ref_log_prob, c.kl_loss_type, out.logits, b.ref_logits, mask=b.mask, dims=dims
+            )  # [..], or [.., C]
             if not warming:
                 loss = loss + c.kl_loss_coef * agg(distance)
             stats["kl"] = masked_sum(distance.detach(), b.mask)
@@ -112,7 +114,7 @@ class Objective(nn.Module):
             return self.policy.evaluate(b.inputs, b.action, b.replay)
         flat = tree.flatten_time
         out = self.policy.evaluate(flat(b.inputs), flat(b.action), flat(b.replay))
-        return tree.map(lambda x: x.unflatten(0, b.mask.shape), out)
+        return tree.map(lambda x: x.unflatten(0, b.mask.shape[:2]), out)
 
 
 class TokenObjective(nn.Module):

@@ -21,7 +21,7 @@ from embodied_ppo.placement import memory, plan
 from embodied_ppo.placement.tune_language import Measured
 from embodied_ppo.placement.weights import moving
 from embodied_ppo.probes import again, copy_byte_s, cores, cost, few, message_s
-from embodied_ppo.split_learner import NOTHING, FrozenReference, Rows, full_kl
+from embodied_ppo.split_learner import NOTHING, FrozenReference, Rows, full_kl, log_prob_rows
 
 
 def measured(s: Setup, update: int, placements: Sequence[plan.Plan | None]) -> Measured:
@@ -89,7 +89,7 @@ class _Probe:
         self.reference: FrozenReference | None = None
         if a.use_kl_loss or a.use_kl_in_reward:
             frozen = copy.deepcopy(self.m.policy)
-            self.reference = FrozenReference(frozen, tokens=a.micro_batch_tokens, columns=a.micro_batch_size)
+            self.reference = FrozenReference(frozen, tokens=a.micro_batch_tokens, columns=log_prob_rows(a))
         self.trajectory: Any = None
         self.experience_bytes = 0
 

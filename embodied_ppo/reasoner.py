@@ -505,13 +505,19 @@ def compile_from(config: Config) -> int | None:
     return 0
 
 
+def slots(config: Config) -> int:
+    """Responses decoded together, at most."""
+    limit = config.algorithm.rollout_micro_batch_size
+    return config.rollout.slots if limit is None else min(config.rollout.slots, limit)
+
+
 def make_engine(m: Material) -> Generator:
-    """What generates."""
+    """Return the engine that generates responses."""
     r, path = m.config.rollout, m.config.actor.model.path
     if r.engine == "builtin":
-        return Engine(m.policy, slots=r.slots, pad_id=m.fill, decode=m.text)
+        return Engine(m.policy, slots=slots(m.config), pad_id=m.fill, decode=m.text)
     assert path is not None
-    return VllmEngine(m.policy, path, pad_id=m.fill, slots=r.slots, width=m.longest, texts=bool(r.stop))
+    return VllmEngine(m.policy, path, pad_id=m.fill, slots=slots(m.config), width=m.longest, texts=bool(r.stop))
 
 
 def response_tokens(t: Trajectory) -> int:
@@ -557,7 +563,7 @@ def evaluate(
             rule = make_graders(trained, prompts, stack)
             judge = with_format(trained, make_reward(trained, rule, None, device, say))
             tell = functools.partial(advance, "responses")
-            engine = Engine(policy, slots=trained.rollout.slots, pad_id=fill, decode=text, tell=tell)
+            engine = Engine(policy, slots=slots(trained), pad_id=fill, decode=text, tell=tell)
             chosen = prompts[: config.episodes]
             result = exam.examine(
                 chosen, engine, judge, reader(text, sampling.stop), sampling, n=config.n, seed=config.seed

@@ -83,13 +83,14 @@ Written: TypeAlias = "dict[str, str | None]"
 
 def make_policy(config: Config, env: VectorEnv | Described) -> AnyPolicy:
     """The policy of ``config.model`` for the spaces of ``env``, with weights from ``config.seed``."""
-    a = config.algorithm
+    a, chunk = config.algorithm, config.env.action_chunk
+    values = chunk if a.reward_type == "action_level" else 1
     with torch.random.fork_rng():
         torch.manual_seed(sampling_key(config.seed, "weights"))
         if config.model.policy == "actor_critic":
-            policy = ActorCritic(env.obs_spec, env.action_spec, config.model)
+            policy = ActorCritic(env.obs_spec, env.action_spec, config.model, chunk=chunk, values=values)
         elif config.model.checkpoint is not None:
-            rest: dict[str, Any] = {"chunk": config.env.action_chunk, "mapping": config.env.action_mapping}
+            rest: dict[str, Any] = {"chunk": chunk, "mapping": config.env.action_mapping, "values": values}
             rest["sentences"] = getattr(env, "instructions", ())
             if config.model.policy == "flow":
                 policy = PI0.of(env.obs_spec, env.action_spec, config.model, **rest)
@@ -101,8 +102,9 @@ def make_policy(config: Config, env: VectorEnv | Described) -> AnyPolicy:
                 env.obs_spec,
                 env.action_spec,
                 config.model,
-                chunk=config.env.action_chunk,
+                chunk=chunk,
                 sentences=getattr(env, "instructions", ()),
+                values=values,
             )
             policy.freeze(config.model.freeze_trunk)
     if not isinstance(policy, ActorCritic) or policy.kind != "categorical":
@@ -120,10 +122,13 @@ COMPILE_AFTER = 8192
 """Optimiser steps after which compile=auto has compiled code take over: about as long as the compiler needs."""
 
 
-def compile_from(config: Config, device: torch.device, notice: Callable[[str], None]) -> tuple[int | None, str]:
+def compile_from(
+    config: Config, device: torch.device, notice: Callable[[str], None], *, parts: int = 1
+) -> tuple[int | None, str]:
     """Return the first update of compiled code, None for never, and then the reason.
 
-    It depends on options alone, so that a run repeats itself.
+    It follows from options alone, so that a repeated run switches at the same update. ``parts``: rollouts that the
+    environments are divided among.
     """
     a = config.algorithm
     if config.compile == "never":
@@ -138,6 +143,8 @@ def compile_from(config: Config, device: torch.device, notice: Callable[[str], N
     why = compiled.obstacle() if device.type == "cpu" else ""
     if a.micro_batch_size is not None and a.micro_batch_size < a.global_batch_size:
         why = "algorithm.micro_batch_size cuts minibatches; leave it null"
+    if (a.rollout_micro_batch_size or config.env.num_envs) < config.env.num_envs // parts:
+        why = "algorithm.rollout_micro_batch_size cuts the observations that are acted on; leave it null"
     if config.model.checkpoint is not None:
         why = "the model of model.checkpoint runs as it is"
     if config.cloning.coef:
@@ -193,7 +200,8 @@ def make_rollout(
         one_episode=config.env.restart_each_rollout,
         restart_every=config.env.restart_every,
         stagger=config.env.stagger,
-        gamma=a.gamma,
+        gamma=a.gamma if a.chunk_reward == "discounted" else 1.0,
+        rows=a.rollout_micro_batch_size,
         later=later,
         stage=stage,
         stages=stages,

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Generator as Steps
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -17,6 +17,7 @@ from torch import Generator, Tensor, nn
 from embodied_ppo import compiled, tree
 from embodied_ppo.types import Decision, Mean, Metrics, Obs, Policy, Step, TrainingError, Trajectory, VectorEnv
 
+T = TypeVar("T")
 WINDOW = 100
 """Finished episodes over which rollout/return, length and success are averaged."""
 
@@ -84,11 +85,22 @@ class ActProgram:
         return tuple(tree.leaves(torch.func.functional_call(self.module, weights, (obs, noise))))
 
 
+def in_parts(function: Callable[..., T], size: int | None, *inputs: Any) -> T:
+    """Return ``function(*inputs)``, computed on at most ``size`` rows of the inputs at a time (None: on all)."""
+    rows = len(next(tree.leaves(inputs)))
+    if size is None or size >= rows:
+        return function(*inputs)
+    cuts = [slice(i, i + size) for i in range(0, rows, size)]
+    outputs = [function(*tree.index(inputs, cut)) for cut in cuts]
+    return tree.map(lambda *xs: torch.cat(xs), outputs[0], *outputs[1:])
+
+
 class Acting:
     """The policy's ``encode`` and ``act``, in time as compiled code."""
 
-    def __init__(self, policy: Policy, later: compiled.Later) -> None:
-        self.policy, self.later = policy, later
+    def __init__(self, policy: Policy, later: compiled.Later, rows: int | None = None) -> None:
+        """``rows``: observations in one forward pass of eager code, at most; None: all."""
+        self.policy, self.later, self.rows = policy, later, rows
         self.weights: list[Tensor] = []
         self.form: Any = None  # a decision, for its structure
 
@@ -97,8 +109,11 @@ class Acting:
         run = self.later.get(update, lambda: self._program(obs, noise))
         if run is not None:
             return run([*self.weights, noise, *(x.contiguous() for x in tree.leaves(obs))])
-        self.form = self.policy.act(self.policy.encode(obs), noise=noise)
+        self.form = in_parts(self._act, self.rows, obs, noise)
         return list(tree.leaves(self.form))
+
+    def _act(self, obs: Obs, noise: Tensor) -> Decision:
+        return self.policy.act(self.policy.encode(obs), noise=noise)
 
     def stack(self, decisions: list[list[Tensor]]) -> Decision:
         """T decisions [N, ..] as one [T, N, ..]."""
@@ -108,11 +123,36 @@ class Acting:
     def _program(self, obs: Obs, noise: Tensor) -> compiled.Example:
         program = ActProgram(self.policy, obs)
         self.weights = program.weights()
-        self.form = self.policy.act(self.policy.encode(obs), noise=noise)
+        self.form = self._act(obs, noise)
         return compiled.Example(program, self.weights, [noise, *(x.contiguous() for x in tree.leaves(obs))])
 
 
 Collected: TypeAlias = "tuple[Trajectory, Metrics]"
+
+
+def by_action(
+    value: Tensor, next_value: Tensor, terminated: Tensor, truncated: Tensor, mask: Tensor, executed: Tensor
+) -> dict[str, Tensor]:
+    """Return the fields of a trajectory with an entry for each action of a chunk, [T, N, C].
+
+    V of the action that follows inside the chunk is the successor's value; the last executed action has the decision's
+    successor and its flags.
+
+    Args:
+        value: [T, N, C], V of each action, given the observation that the chunk was decided on.
+        next_value: [T, N], V of the decision's true successor.
+        terminated: [T, N]; ``truncated`` and ``mask`` likewise.
+        executed: [T, N, C], the actions before the end of the episode.
+    """
+    following = torch.cat([executed[..., 1:], torch.zeros_like(executed[..., :1])], dim=-1)
+    last = executed & ~following
+    inside = torch.cat([value[..., 1:], value[..., :1]], dim=-1)  # the last column is never taken
+    return {
+        "next_value": torch.where(last, next_value.unsqueeze(-1), inside),
+        "terminated": terminated.unsqueeze(-1) & last,
+        "truncated": truncated.unsqueeze(-1) & last,
+        "mask": mask.unsqueeze(-1) & executed,
+    }
 
 
 def begin(env: VectorEnv, action: Tensor) -> Callable[[], Step]:
@@ -154,6 +194,7 @@ class Rollout:
         restart_every: int = 0,
         stagger: bool = False,
         gamma: float = 1.0,
+        rows: int | None = None,
         later: compiled.Later | None = None,
         stage: int = 0,
         stages: int = 1,
@@ -168,7 +209,9 @@ class Rollout:
         ``stagger``: the first episode of environment i is cut after i/N of the clock limit. Tasks without a fall would
         otherwise stay in step for ever: every rollout would hold N times the same phase of an episode.
 
-        ``gamma``: discount of the rewards inside a chunk of actions.
+        ``gamma``: discount of the rewards inside a chunk of actions, where a chunk has one reward.
+
+        ``rows``: observations in one forward pass of the policy, at most; None: all.
 
         ``later``: from when on the policy acts as compiled code (None: never).
         """
@@ -182,7 +225,8 @@ class Rollout:
         self.cpu_s = {"simulate": 0.0, "act": 0.0}  # CPU seconds of this process, whole run
         self.simulate_s = 0.0  # by the clock, whole run
         self.device = env.device
-        self.acting = Acting(policy, later or compiled.Later(None))
+        self.rows = rows
+        self.acting = Acting(policy, later or compiled.Later(None), rows)
         self.generator = Generator(device=self.device)
         self.obs: Obs | None = None
         self.saves: bool | None = None  # whether the simulator can save itself; None: not asked yet
@@ -266,26 +310,38 @@ class Rollout:
         if self.one_episode:
             mask = mask & (ended.cumsum(0) - ended.long() == 0)  # up to the first end, that row included
         lasted = [s.executed for s in steps if s.executed is not None]
-        count = torch.stack(lasted).sum(-1) if lasted else None  # [T, N]
+        executed = torch.stack(lasted) if lasted else None  # [T, N, C]
+        count = None if executed is None else executed.sum(-1)  # [T, N]
         length = mask if count is None else count * mask
         gained = reward if count is None else reward.sum(-1)
         metrics = self._count_episodes(gained, ended & mask, length, [s.success for s in steps], cuts)
-        if count is not None:
+        each = d.value.ndim == 3  # each action of a chunk has a value, and so a reward and an advantage
+        if count is not None and not each:
             reward = reward @ self.gamma ** torch.arange(reward.shape[-1], dtype=reward.dtype, device=reward.device)
-        return Trajectory(
+        trajectory = Trajectory(
             obs=seen,
             action=d.action,
             log_prob=d.log_prob,
             value=d.value,
             replay=d.replay,
-            next_value=self._next_value(d.value, steps),
+            next_value=self._next_value(d.value[..., 0] if each else d.value, steps),
             reward=reward,
             terminated=terminated,
             truncated=truncated,
             mask=mask,
-            version=torch.full_like(reward, version, dtype=torch.int64),
-            steps=count,
-        ), metrics
+            version=torch.full_like(mask, version, dtype=torch.int64),
+            steps=None if each else count,
+        )
+        if each:
+            assert executed is not None
+            fields = by_action(d.value, trajectory.next_value, terminated, truncated, mask, executed)
+            trajectory = replace(trajectory, **fields)
+        return trajectory, metrics
+
+    def _value(self, obs: Obs) -> Tensor:
+        """V [N] of raw observations; of the first action, where each action of a chunk has a value."""
+        value = in_parts(lambda part: self.policy.value(self.policy.encode(part)), self.rows, obs)
+        return value if value.ndim == 1 else value[:, 0]
 
     def _next_value(self, value: Tensor, steps: list[Step]) -> Tensor:
         """V of every row's true successor, [T, N].
@@ -293,14 +349,12 @@ class Rollout:
         Row t+1 acts on it unless the simulator began a new episode in the same step; then it is in ``final_obs``.
         """
         assert self.obs is not None
-        policy = self.policy
-        next_value = torch.cat([value[1:], policy.value(policy.encode(self.obs)).unsqueeze(0)])
+        next_value = torch.cat([value[1:], self._value(self.obs).unsqueeze(0)])
         ended = torch.stack([s.terminated | s.truncated for s in steps])
         for t, some in enumerate(ended.any(1).tolist()):  # a GPU waits here once
             final_obs = steps[t].final_obs
             if some and final_obs is not None:
-                final = policy.value(policy.encode(final_obs))
-                next_value[t] = torch.where(ended[t], final, next_value[t])
+                next_value[t] = torch.where(ended[t], self._value(final_obs), next_value[t])
         return next_value
 
     def _count_episodes(

@@ -23,7 +23,7 @@ MODES: dict[str, str] = {
         (f"algorithm.{x}" for x in ("horizon", "minibatch_unit", "bootstrap_type", "value_lr")), "embodied"
     ),
     **dict.fromkeys((f"algorithm.{x}_type" for x in ("logprob", "entropy", "reward")), "embodied"),
-    "algorithm.value_loss_coef": "embodied",
+    **dict.fromkeys(("algorithm.chunk_reward", "algorithm.value_loss_coef"), "embodied"),
     **dict.fromkeys((f"evaluation.{x}" for x in ("num_envs", "env_kwargs", "randomize")), "embodied"),
     **dict.fromkeys((f"evaluation.video_{x}" for x in ("episodes", "steps", "size")), "embodied"),
     **dict.fromkeys(("actor", "critic", "rollout", "data", "reward", "warm_start"), "reasoning"),
@@ -89,6 +89,10 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
         lambda c: c.algorithm.off_policy_correction is not None,
     ),
     "algorithm.gae_lambda": ("algorithm.adv_type=gae", lambda c: c.algorithm.adv_type == "gae"),
+    "algorithm.chunk_reward": (
+        "env.action_chunk >= 2 and algorithm.reward_type=chunk_level",
+        lambda c: c.env.action_chunk > 1 and c.algorithm.reward_type == "chunk_level",
+    ),
     "model.hidden_gain,model.policy_gain,model.value_gain": (
         "model.policy=actor_critic and model.orthogonal_init=true",
         lambda c: c.model.policy == "actor_critic" and c.model.orthogonal_init,
@@ -107,6 +111,10 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
         lambda c: c.model.policy != "actor_critic",
     ),
     "model.checkpoint": ("model.policy=token or flow", lambda c: c.model.policy in ("token", "flow")),
+    "model.detach_value": (
+        "model.policy=token, flow or gaussian (actor_critic has a trunk for each with model.shared_backbone=false)",
+        lambda c: c.model.policy != "actor_critic",
+    ),
     "model.unnorm_key,model.lora_rank,model.dtype,model.gradient_checkpointing": (
         "model.checkpoint",
         lambda c: c.model.checkpoint is not None,
@@ -240,6 +248,7 @@ def unread(config: Config) -> Iterator[tuple[str, str]]:
 def _check_robot(config: Config) -> None:
     """What mode=embodied needs."""
     _check_sizes(config)
+    _check_levels(config)
     if config.updates is None and config.env_steps is None:
         raise ConfigError("updates = null and env_steps = null: nothing says how long to train; write updates=100")
     model = config.model
@@ -522,6 +531,25 @@ def _check_algorithm(config: Config) -> None:
                 f"algorithm.reward_type = {a.reward_type} is finer than algorithm.{name} = {getattr(a, name)}; an "
                 f"advantage can be spread over finer entries only: write algorithm.reward_type={getattr(a, name)}"
             )
+
+
+def _check_levels(config: Config) -> None:
+    """Refuse options that have no definition where each action of a chunk has an advantage. Raises ConfigError."""
+    a = config.algorithm
+    if config.env.action_chunk == 1 or a.reward_type == "chunk_level":
+        return
+    if a.loss_agg_func != "token-mean":
+        raise ConfigError(
+            f"algorithm.loss_agg_func = {a.loss_agg_func}: sequences of actions are not aggregated with "
+            f"algorithm.reward_type = action_level and env.action_chunk = {config.env.action_chunk}; write "
+            "algorithm.loss_agg_func=token-mean, or algorithm.reward_type=chunk_level"
+        )
+    if a.off_policy_correction == "sequence":
+        raise ConfigError(
+            "algorithm.off_policy_correction = sequence: sequences of actions have no weight with "
+            f"algorithm.reward_type = action_level and env.action_chunk = {config.env.action_chunk}; write "
+            "algorithm.off_policy_correction=token, or algorithm.reward_type=chunk_level"
+        )
 
 
 def _check_sizes(config: Config) -> None:

@@ -94,6 +94,16 @@ ACTS, VALUES = ("hidden", "view_where"), ("value",)
 """Methods of actor (and reference) and of critic that read weights."""
 
 
+def value_rows(c: AlgorithmConfig) -> int | None:
+    """Sequences of one forward pass that computes values, at most; None: no limit."""
+    return c.rollout_micro_batch_size or c.micro_batch_size
+
+
+def log_prob_rows(c: AlgorithmConfig) -> int | None:
+    """Sequences of one forward pass that computes log-probabilities again, at most; None: no limit."""
+    return c.logprob_forward_micro_batch_size or c.micro_batch_size
+
+
 def full_kl(c: AlgorithmConfig) -> bool:
     """Whether loss or reward compares whole distributions with the reference's."""
     return (c.use_kl_loss and c.kl_loss_type == "full") or (c.use_kl_in_reward and c.kl_penalty == "full")
@@ -187,8 +197,8 @@ class ValueLearner(TokenDescent):
         **rest: Any,
     ) -> None:
         """``config``: of its optimiser and epochs. ``length``: response_length (T). ``columns``: sequences of an
-        optimiser step, of all ranks together. ``tokens``: at most in a forward pass (config.micro_batch_size:
-        sequences in it). ``concurrent``: it learns in a thread of its own. ``ranks`` and ``rest`` as for ``Descent``.
+        optimiser step, of all ranks together. ``tokens``: at most in a forward pass (``value_rows``: sequences).
+        ``concurrent``: it learns in a thread of its own. ``ranks`` and ``rest`` as for ``Descent``.
         """
         own = replace(config, minibatch_unit="column", target_kl_stop=None)
         (ranks or Ranks()).shard(critic, VALUES)
@@ -211,7 +221,7 @@ class ValueLearner(TokenDescent):
     def values(self, obs: Rows, mask: Tensor) -> Tensor:
         critic: Any = self.module
         value = torch.zeros(mask.shape, device=mask.device)
-        for part, ids, place, rows in parts(obs, mask, self.tokens, self.config.micro_batch_size, self.ranks):
+        for part, ids, place, rows in parts(obs, mask, self.tokens, value_rows(self.config), self.ranks):
             value[:rows, part] = torch.where(mask[:rows, part], critic.value(ids, place).T, 0.0)
         return value
 
@@ -293,7 +303,7 @@ class SplitLearner:
             if config.use_kl_loss:
                 kl.check_loss_type(config.kl_loss_type)
             self.reference = reference or FrozenReference(
-                copy.deepcopy(policy), tokens=tokens, columns=config.micro_batch_size, ranks=ranks
+                copy.deepcopy(policy), tokens=tokens, columns=log_prob_rows(config), ranks=ranks
             )
         if critic is None and config.adv_type == "gae":
             raise ConfigError("algorithm.adv_type = gae: needs a critic; write critic.use_critic_model=true")
@@ -370,7 +380,7 @@ class SplitLearner:
         behaviour, weight = t.log_prob, None
         full = full_kl(c)
         if self.recompute or c.off_policy_correction is not None:
-            limits: dict[str, Any] = {"tokens": self.tokens, "columns": c.micro_batch_size, "ranks": ranks}
+            limits: dict[str, Any] = {"tokens": self.tokens, "columns": log_prob_rows(c), "ranks": ranks}
             behaviour = views(self.policy, obs, mask, t.action, **limits)["log_prob"]
             if c.off_policy_correction is not None:
                 weight, metrics = off_policy(behaviour, t.log_prob, mask, c)
@@ -418,7 +428,7 @@ class SplitLearner:
         if self.config.kl_penalty != "full":
             return kl.estimate(behaviour, other["log_prob"], self.config.kl_penalty)
         distance = torch.zeros_like(behaviour)
-        for part, ids, place, rows in parts(obs, mask, self.tokens, self.config.micro_batch_size, self.ranks):
+        for part, ids, place, rows in parts(obs, mask, self.tokens, log_prob_rows(self.config), self.ranks):
             view = self.policy.view_where(
                 mask[:rows, part],
                 self.policy.hidden(ids, place),

@@ -124,7 +124,10 @@ class Foresight:
         """Of deciding for one of so many parts of the environments: the peak, and the experience."""
         if parts not in self._acts:
             rows = self.config.env.num_envs // parts
-            self._acts[parts] = memory.acting(self.policy, self.about.obs_spec, self.cpu, rows)
+            peak, obs, decision = memory.acting(self.policy, self.about.obs_spec, self.cpu, rows)
+            if (limit := self.config.algorithm.rollout_micro_batch_size) is not None and limit < rows:
+                peak = memory.acting(self.policy, self.about.obs_spec, self.cpu, limit)[0]
+            self._acts[parts] = peak, obs, decision
         peak, obs, decision = self._acts[parts]
         return peak, memory.experience(obs, decision, self.config.algorithm.horizon)
 
@@ -278,7 +281,7 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
     host = learns.sharded and not config.cloning.steps  # what need never be whole on a device is built beside it
     where = torch.device("cpu") if host else s.device
     policy = robot.make_policy(config, envs[0] if envs else Described(about, where))
-    since, why = (None, TURNS) if seat.turns else robot.compile_from(config, s.device, s.notice)
+    since, why = (None, TURNS) if seat.turns else robot.compile_from(config, s.device, s.notice, parts=stages)
     if envs and not rank:
         robot.check_evaluation(config, s.device)
         robot.tell(s, envs[0], policy, since, why)

@@ -21,7 +21,7 @@ from embodied_ppo.placement.lines import Exchange, Server
 from embodied_ppo.placement.part import Part, Seat, alike
 from embodied_ppo.placement.services import RemoteCritic, RemoteGraders, RemoteReference, Services
 from embodied_ppo.reasoning import Graders
-from embodied_ppo.split_learner import Critic, FrozenReference, Reference, ValueLearner, full_kl
+from embodied_ppo.split_learner import Critic, FrozenReference, Reference, ValueLearner, full_kl, log_prob_rows
 from embodied_ppo.spread import check_compile, started
 from embodied_ppo.types import PlacementError
 
@@ -106,7 +106,7 @@ class Foresight:
             if ("rollout" in group.roles or "actor" in group.roles) and not (shard and "actor" in group.roles):
                 need["weights"] += whole
             if "rollout" in group.roles:
-                slots = min(config.rollout.slots, sequences // acts)
+                slots = min(reasoner.slots(config), sequences // acts)
                 need["cache"] = memory.cache(policy, slots, longest)
             models: dict[str, LanguagePolicy | Any] = {"actor": policy, "critic": self.critic}
             for role, model in models.items():
@@ -202,7 +202,7 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
     if "reference" in roles and "actor" not in roles:
         a = config.algorithm
         frozen = m.policy if "rollout" not in roles else reasoner.make_policy(config, m.tokenizer, s.device)
-        reference = FrozenReference(frozen, tokens=a.micro_batch_tokens, columns=a.micro_batch_size)
+        reference = FrozenReference(frozen, tokens=a.micro_batch_tokens, columns=log_prob_rows(a))
     server = None
     if exchange is not None:
         services = Services(device=s.device, judge=judge, prompts=m.prompts, critic=values, reference=reference)

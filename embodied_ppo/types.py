@@ -100,7 +100,7 @@ class Decision:
 
     action    [N, ..]  what the simulator gets
     log_prob  [N, ..]  float32 behaviour log-probability, as fine as the policy gives it: [N] or [N, C, A]
-    value     [N]      float32 V(s)
+    value     [N]      float32 V(s); [N, C] where each action of a chunk has a value
     replay             what ``evaluate`` needs beyond obs and action to recompute ``log_prob`` exactly
     """
 
@@ -116,7 +116,7 @@ class Evaluation:
 
     log_prob  [B, ..]  shaped as ``Decision.log_prob``
     entropy   [B, ..]  same shape as log_prob
-    value     [B]
+    value     [B], or [B, C] as ``Decision.value``
     logits    [B, K]   categorical policies only, else None
     """
 
@@ -140,6 +140,9 @@ class Trajectory:
     terminated  [T, N]      bool                           truncated [T, N]     bool
     mask        [T, N]      bool, part of the objective     version  [T, N]      int64, policy version that acted
     steps       [T, N]      int64, primitive steps that a_t lasted; None: one each
+
+    Where each action of a chunk has a value (reward_type=action_level), value, next_value, reward, terminated,
+    truncated and mask are [T, N, C]: the mask ends with the last executed action, which carries the flags.
     """
 
     obs: Obs
@@ -165,6 +168,8 @@ class Batch:
     advantage   shaped, normalised             returns          value targets
     mask        bool, part of the objective    weight           off-policy correction, 1 where there is none
     ref_log_prob / ref_logits                  the reference policy's, None without one
+
+    value, advantage, returns and mask are [.., C] where ``Trajectory.value`` is [T, N, C].
     """
 
     inputs: Any
@@ -294,7 +299,7 @@ class Policy(Protocol):
         ...
 
     def value(self, inputs: Any) -> Tensor:
-        """V(s) [B]; never samples."""
+        """V(s) [B], or [B, C] as ``Decision.value``; never samples."""
         ...
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:

@@ -289,9 +289,13 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
      "algorithm.response_length": 512, "algorithm.global_batch_size": 256, "algorithm.weight_decay": 0.01,
      "critic.weight_decay": 0.01}),
     # RLinf: discounts of chunks, 0.99 = 0.9987445^8; steps per decision; passes; warm-up of 30 steps, 10 an update
+    # a chunk's reward is its plain sum there; two limits of memory
     ("rlinf", {**ROBOT, "algorithm.reward_type": "chunk_level", "algorithm.gamma": 0.99},
-     {"algorithm.gamma": 0.9987445, "env.action_chunk": 8}),
-    ("rlinf", {**ROBOT, "algorithm.reward_type": "action_level", "algorithm.gamma": 0.99}, {"algorithm.gamma": 0.99}),
+     {"algorithm.gamma": 0.9987445, "env.action_chunk": 8, "algorithm.chunk_reward": "sum"}),
+    ("rlinf", {**ROBOT, "algorithm.reward_type": "action_level", "algorithm.gamma": 0.99},
+     {"algorithm.gamma": 0.99, "algorithm.reward_type": "action_level", "algorithm.chunk_reward": "absent"}),
+    ("rlinf", RLINF_ROBOT, {"algorithm.rollout_micro_batch_size": 256, "algorithm.micro_batch_size": "absent",
+                            "algorithm.logprob_forward_micro_batch_size": 16}),
     ("rlinf", {**ROBOT, "env.train.total_num_envs": 64, "env.train.max_steps_per_rollout_epoch": 160,
                "env.train.auto_reset": True, "env.train.rollout_epoch": 2},
      {"env.num_envs": 64, "algorithm.horizon": 40, "env.restart_each_rollout": False}),

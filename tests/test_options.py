@@ -32,6 +32,7 @@ FEW = {"env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size":
 VLM = {**SEES, **FEW, "model.policy": "token", "model.checkpoint": str(ROOT / "smolvlm"), "model.bins": 16}
 OPENVLA = {**VLM, "model.checkpoint": str(ROOT / "openvla"), "model.unnorm_key": "slow"}
 COLUMNS = {"algorithm.minibatch_unit": "column"}
+CHUNKS = {"env.action_chunk": 2}
 IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.0}
 ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
 IN_LOSS = {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 1.0}
@@ -127,6 +128,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.kl_ctrl.target_kl": (1e-9, ADAPTIVE_KL),
     "algorithm.off_policy_correction": ("token", {}),  # with one rollout of lag, see LAG
     "algorithm.off_policy_cap": (0.5, {"algorithm.off_policy_correction": "token"}),
+    "algorithm.reward_type": ("action_level", CHUNKS),
+    "algorithm.chunk_reward": ("sum", CHUNKS),
     "algorithm.value_clip": (0.01, {}),
     "algorithm.huber_delta": (0.01, {}),
     "algorithm.value_loss_coef": (0.1, {}),
@@ -155,12 +158,9 @@ TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
 NOTHING: dict[str, tuple[Any, dict[str, Any], str]] = {
     "env.num_threads": (2, {}, "speed only: environments do not see each other"),
     "algorithm.micro_batch_size": (4, {}, "memory only"),
+    "algorithm.rollout_micro_batch_size": (3, {}, "memory only"),
+    "algorithm.logprob_forward_micro_batch_size": (3, IN_LOSS, "memory only"),
     "model.gradient_checkpointing": (True, VLM, "memory only"),
-    "algorithm.reward_type": (
-        "action_level",
-        {},
-        "a decision is one action (C = 1), so both levels are the same rewards",
-    ),
 }
 
 # option -> (value, words of the refusal)
@@ -263,6 +263,7 @@ OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "model.flow_chain": [(kind, FLOW) for kind in ("one", "sum", "mean")],
     "model.distribution": [("auto", {}), ("squashed_gaussian", {})],
     "model.activation": [(kind, {}) for kind in ("tanh", "relu", "elu", "silu", "gelu")],
+    "algorithm.logprob_type": [(kind, CHUNKS) for kind in ("token_level", "action_level", "chunk_level")],
     "env.action_mapping": [(kind, {**POINT, "model.init_log_std": 1.0}) for kind in ("rescale", "clip", "none")],
 }
 

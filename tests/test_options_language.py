@@ -207,6 +207,8 @@ TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
 # option -> (changed value, why no number may change)
 NOTHING: dict[str, tuple[Any, str]] = {
     "algorithm.micro_batch_size": (2, "memory only"),
+    "algorithm.rollout_micro_batch_size": (3, "memory only"),
+    "algorithm.logprob_forward_micro_batch_size": (3, "memory only"),
     "algorithm.micro_batch_tokens": (40, "memory and speed only"),
     "actor.model.gradient_checkpointing": (True, "memory only"),
     "critic.model.gradient_checkpointing": (True, "memory only"),

@@ -223,6 +223,8 @@ UNREAD = {
     "model.word_buckets": (64, TOKENS),
     "model.freeze_trunk": (True, TOKENS),
     "model.checkpoint": ("x", TOKENS),
+    "model.detach_value": (True, TOKENS),
+    "algorithm.chunk_reward": ("sum", {"env.action_chunk": 2}),
     "model.unnorm_key": ("x", PUBLISHED),
     "model.lora_rank": (4, PUBLISHED),
     "model.lora_alpha": (4.0, {**PUBLISHED, "model.lora_rank": 4}),

@@ -381,6 +381,33 @@ def test_rows_in_a_forward_pass_change_nothing(size: int) -> None:
     assert differences(whole, parts) < 1e-6
 
 
+def test_values_and_recomputed_log_probabilities_have_limits_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of forward passes without gradient: of the critic, and of policy and reference."""
+    rows: dict[str, set[int]] = {}
+
+    def count(cls: type, method: str, name: str) -> None:
+        plain = getattr(cls, method)
+
+        def counted(self: Any, ids: Tensor, place: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                rows.setdefault(name, set()).add(len(ids))
+            return plain(self, ids, place)
+
+        monkeypatch.setattr(cls, method, counted)
+
+    count(LanguageCritic, "value", "values")
+    count(LanguagePolicy, "hidden", "log-probabilities")
+    config = replace(BASE, use_kl_loss=True, use_kl_in_reward=True)
+    limited = replace(config, rollout_micro_batch_size=3, logprob_forward_micro_batch_size=2)
+    both = learner(config, recompute=True), learner(limited, recompute=True)
+    for x in both:
+        t = experience(x.policy)
+        rows.clear()
+        x.update(t, update=0)
+    assert max(rows["values"]) == 3 and max(rows["log-probabilities"]) == 2
+    assert differences(*both) < 1e-6
+
+
 def test_at_once_is_one_after_the_other_bit_for_bit() -> None:
     one, two = learner(), learner(concurrent=True)
     for update in range(2):

@@ -365,8 +365,7 @@ OPTIONS_MD = {
     "algorithm.num_ppo_epochs": (3, ["update_epoch"]),
     "algorithm.ppo_mini_batch_size": (64, ["global_batch_size"]),
     "algorithm.ppo_micro_batch_size": (64, ["micro_batch_size"]),
-    "algorithm.rollout_micro_batch_size": (64, ["micro_batch_size"]),
-    "algorithm.logprob_forward_micro_batch_size": (64, ["micro_batch_size"]),
+    "algorithm.log_prob_micro_batch_size": (64, ["logprob_forward_micro_batch_size"]),
     # CleanRL's and rsl_rl's
     "algorithm.clip_coef": (0.3, ["clip_ratio_low", "clip_ratio_high"]),
     "algorithm.clip_param": (0.3, ["clip_ratio_low", "clip_ratio_high"]),

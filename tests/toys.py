@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from embodied_envs.tasks import State, Task
-from embodied_ppo import assembly, robot, rules, spread, strict
+from embodied_ppo import assembly, compiled, robot, rules, spread, strict
 from embodied_ppo.config import Config
 from embodied_ppo.learner import JointLearner
-from embodied_ppo.rollout import Rollout, env_seeds
+from embodied_ppo.rollout import env_seeds
 from embodied_ppo.types import ActionSpec, ArraySpec, Box, Decision, Evaluation, Mean, Obs, ObsSpec, Step
 
 
@@ -269,15 +269,7 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
     )
     try:
         policy = robot.make_policy(c, env)
-        rollout = Rollout(
-            env,
-            policy,
-            seed=c.seed,
-            group_size=c.algorithm.group_size,
-            one_episode=c.env.restart_each_rollout,
-            restart_every=c.env.restart_every,
-            stagger=c.env.stagger,
-        )
+        rollout = robot.make_rollout(c, env, policy, compiled.Later(None))
         updates = assembly.total_updates(c)
         learner = JointLearner(policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=c.seed)
         pending, rows = [], []

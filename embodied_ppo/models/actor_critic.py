@@ -14,12 +14,26 @@ from embodied_ppo.types import ActionSpec, ConfigError, Decision, Discrete, Eval
 class ActorCritic(nn.Module):
     """Policy head and value head on a shared trunk (or on a trunk each).
 
-    Continuous actions are [B, A] with log-probabilities [B, 1, A]; discrete ones [B] with [B].
-    Raises ConfigError where the distribution does not fit the action space.
+    Continuous actions are [B, C·A] with log-probabilities [B, C, A]; discrete ones [B] with [B].
     """
 
-    def __init__(self, obs_spec: ObsSpec, action_spec: ActionSpec, config: ModelConfig) -> None:
+    def __init__(
+        self, obs_spec: ObsSpec, action_spec: ActionSpec, config: ModelConfig, *, chunk: int = 1, values: int = 1
+    ) -> None:
+        """Build the networks.
+
+        Args:
+            obs_spec: Observations of one environment.
+            action_spec: Actions of one environment; of C actions of A dimensions each, where they come in chunks.
+            config: Options of the section ``model``.
+            chunk: Actions of a chunk, C.
+            values: Outputs of the value head: 1, V is [B]; C, V is [B, C].
+
+        Raises:
+            ConfigError: The distribution does not fit the action space.
+        """
         super().__init__()
+        self.chunk, self.values = chunk, values
         self.kind = _distribution(config, action_spec)
         self.state_dependent_std = config.state_dependent_std
         self.log_std_range = (config.min_log_std, config.max_log_std)
@@ -29,7 +43,7 @@ class ActorCritic(nn.Module):
         self.actions = size = action_spec.n if isinstance(action_spec, Discrete) else action_spec.size
         outputs = 2 * size if self.kind != "categorical" and self.state_dependent_std else size
         self.policy_head = linear(self.trunk.features, outputs, config.policy_gain, config.orthogonal_init)
-        self.value_head = linear(self.trunk.features, 1, config.value_gain, config.orthogonal_init)
+        self.value_head = linear(self.trunk.features, values, config.value_gain, config.orthogonal_init)
         self.log_std = None
         if self.kind != "categorical":
             if self.state_dependent_std:  # the bias starts every state at the initial scale
@@ -55,7 +69,12 @@ class ActorCritic(nn.Module):
             features = self.value_trunk(inputs)
         elif features is None:
             features = self.trunk(inputs)
-        return self.value_head(features).squeeze(-1)
+        value = self.value_head(features)
+        return value.squeeze(-1) if self.values == 1 else value
+
+    def _by_action(self, x: Tensor) -> Tensor:
+        """[B, C·A] -> [B, C, A]."""
+        return x.unflatten(-1, (self.chunk, -1))
 
     # ------------------------------------------------------------------------------------------- protocol
     def encode(self, obs: Obs) -> dict[str, Tensor]:
@@ -78,8 +97,8 @@ class ActorCritic(nn.Module):
             return Decision(action, dist.categorical_log_prob(action, params), value)
         x = params if noise is None else dist.gaussian_sample(params, log_std, noise)
         if self.kind == "gaussian":
-            return Decision(x, dist.gaussian_log_prob(x, params, log_std).unsqueeze(1), value)
-        log_prob = dist.squashed_log_prob(x, params, log_std).unsqueeze(1)
+            return Decision(x, self._by_action(dist.gaussian_log_prob(x, params, log_std)), value)
+        log_prob = self._by_action(dist.squashed_log_prob(x, params, log_std))
         return Decision(x.tanh(), log_prob, value, {"pre_squash": x})
 
     def evaluate(self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
@@ -94,7 +113,7 @@ class ActorCritic(nn.Module):
         else:
             u = replay["pre_squash"]
             log_prob, entropy = dist.squashed_log_prob(u, params, log_std), dist.squashed_entropy(u, params, log_std)
-        return Evaluation(log_prob.unsqueeze(1), entropy.unsqueeze(1), value)
+        return Evaluation(self._by_action(log_prob), self._by_action(entropy), value)
 
     @torch.no_grad()
     def value(self, inputs: dict[str, Tensor]) -> Tensor:

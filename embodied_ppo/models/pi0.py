@@ -214,8 +214,10 @@ class PI0(Flow, lora.Adapted):
         chunk: int,
         sentences: Sequence[str],
         memory_gb: float | None = None,
+        values: int = 1,
     ) -> None:
-        """``memory_gb``: for prefixes of a frozen trunk; None: SHARE of the device's. Raises ConfigError."""
+        """``memory_gb``: for prefixes of a frozen trunk; None: SHARE of the device's. ``values``: see ``ValueHead``.
+        Raises ConfigError."""
         super().__init__()
         what = f"model.checkpoint={config.checkpoint}"
         sizes = published.model.config
@@ -246,7 +248,8 @@ class PI0(Flow, lora.Adapted):
         if config.flow_noise == "learned":
             inner = (nn.Linear(width, 128), nn.SiLU(), nn.Linear(128, 64), nn.SiLU())
             self.scale = nn.Sequential(*inner, nn.Linear(64, self.padded))
-        self.value_head = ValueHead(sizes.vlm_config.text_config.hidden_size + sizes.max_state_dim, config.detach_value)
+        pooled = sizes.vlm_config.text_config.hidden_size + sizes.max_state_dim
+        self.value_head = ValueHead(pooled, config.detach_value, values=values)
         aimed: Statistics | None = published.action
         aimed = None if aimed is None else aimed.only(self.size, "actions")
         self.mean: Tensor | None
@@ -279,10 +282,12 @@ class PI0(Flow, lora.Adapted):
         chunk: int,
         sentences: Sequence[str],
         mapping: str = "none",
+        values: int = 1,
     ) -> PI0:
         """From the directory ``config.checkpoint``; ``mapping``: env.action_mapping. Raises ConfigError."""
         assert config.checkpoint is not None
-        policy = cls(obs_spec, action_spec, config, read(config.checkpoint), chunk=chunk, sentences=sentences)
+        published = read(config.checkpoint)
+        policy = cls(obs_spec, action_spec, config, published, chunk=chunk, sentences=sentences, values=values)
         if policy.mean is not None:
             check_units(action_spec, config, mapping)
         if config.freeze_trunk or config.lora_rank:

@@ -307,20 +307,22 @@ class Decoder(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """V of a hidden state, float32 [B]; 0 everywhere at the start."""
+    """V of a hidden state, float32 [B], or [B, C] of each action of a chunk; 0 everywhere at the start."""
 
-    def __init__(self, width: int, detach: bool, hidden: int | None = None) -> None:
-        """``hidden``: units in between; None: 4 x width."""
+    def __init__(self, width: int, detach: bool | None, hidden: int | None = None, *, values: int = 1) -> None:
+        """``detach``: no gradient reaches the hidden state (None: as True); ``hidden``: units of the layer between,
+        None: 4 x width; ``values``: outputs, 1 or C."""
         super().__init__()
-        self.detach, hidden = detach, hidden or 4 * width
-        self.layers = nn.Sequential(nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, 1))
+        self.detach, hidden, self.values = detach is not False, hidden or 4 * width, values
+        self.layers = nn.Sequential(nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, values))
         last = self.layers[-1]
         assert isinstance(last, nn.Linear)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.layers(hidden.detach() if self.detach else hidden).float().squeeze(-1)
+        value = self.layers(hidden.detach() if self.detach else hidden).float()
+        return value.squeeze(-1) if self.values == 1 else value
 
 
 def action_size(spec: ActionSpec, chunk: int, config: ModelConfig) -> int:
@@ -362,13 +364,14 @@ class VLA(nn.Module):
         chunk: int,
         sentences: Sequence[str],
         queries: Callable[[int, int], int],
+        values: int = 1,
     ) -> None:
-        """``queries(C, A)`` is Q. Raises ConfigError."""
+        """``queries(C, A)`` is Q; ``values``: outputs of the value head, 1 or C. Raises ConfigError."""
         super().__init__()
         self.chunk, self.size = chunk, action_size(action_spec, chunk, config)
         self.trunk, self.decoder = Trunk(obs_spec, sentences, config), Decoder(config)
         self.query = nn.Parameter(torch.randn(queries(self.chunk, self.size), config.width))
-        self.value_head = ValueHead(config.width, config.detach_value)
+        self.value_head = ValueHead(config.width, config.detach_value, values=values)
         self.temperature = config.temperature
         self.sentences = tuple(sentences)
         self.frozen = False

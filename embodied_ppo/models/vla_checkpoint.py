@@ -191,9 +191,10 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         chunk: int,
         sentences: Sequence[str],
         closes: float | None = None,
+        values: int = 1,
     ) -> None:
         """From the directory ``config.checkpoint``; ``closes``: the simulator's action that closes the gripper, its
-        negative opens it. Raises ConfigError."""
+        negative opens it; ``values``: see ``ValueHead``. Raises ConfigError."""
         super().__init__()
         self.closes = closes
         self.chunk, self.size, self.bins = chunk, action_size(action_spec, chunk, config), config.bins
@@ -205,7 +206,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         """OpenVLA's; None: bins are equal parts of [-1, 1]."""
         self.body: Any = self._open(config)
         width = self.body.hidden_size
-        self.value_head = ValueHead(width, config.detach_value, min(4 * width, VALUE_UNITS))
+        self.value_head = ValueHead(width, config.detach_value, min(4 * width, VALUE_UNITS), values=values)
         self.body.recompute = config.gradient_checkpointing
         for module in self.modules():  # some models' own dropout
             module.training = False
@@ -230,9 +231,10 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         sentences: Sequence[str],
         mapping: str = "none",
         closes: float | None = None,
+        values: int = 1,
     ) -> CheckpointVLA:
-        """For a task with this env.action_mapping; the rest as for the class. Raises ConfigError."""
-        policy = cls(obs_spec, action_spec, config, chunk=chunk, sentences=sentences, closes=closes)
+        """For a task with this env.action_mapping; the other arguments as for the class. Raises ConfigError."""
+        policy = cls(obs_spec, action_spec, config, chunk=chunk, sentences=sentences, closes=closes, values=values)
         if policy.actions is not None:
             check_units(action_spec, config, mapping)
         return policy

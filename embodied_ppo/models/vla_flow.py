@@ -71,7 +71,7 @@ class Flow(nn.Module):
 
     @abstractmethod
     def value_of(self, seen: Any) -> Tensor:
-        """float32 [B]."""
+        """float32 [B], or [B, C] (``ValueHead``)."""
 
     def start(self, rows: int) -> Tensor:
         """x_1 [B, H, P] without noise."""
@@ -185,9 +185,25 @@ class FlowVLA(VLA, Flow):
     """The small one."""
 
     def __init__(
-        self, obs_spec: ObsSpec, action_spec: ActionSpec, config: ModelConfig, *, chunk: int, sentences: Sequence[str]
+        self,
+        obs_spec: ObsSpec,
+        action_spec: ActionSpec,
+        config: ModelConfig,
+        *,
+        chunk: int,
+        sentences: Sequence[str],
+        values: int = 1,
     ) -> None:
-        super().__init__(obs_spec, action_spec, config, chunk=chunk, sentences=sentences, queries=lambda C, A: C)
+        """As ``VLA``."""
+        super().__init__(
+            obs_spec,
+            action_spec,
+            config,
+            chunk=chunk,
+            sentences=sentences,
+            queries=lambda C, A: C,
+            values=values,
+        )
         width = config.width
         self.flow_by(config, horizon=self.chunk, padded=self.size)
         self.latent = nn.Linear(self.size, width)

@@ -24,9 +24,25 @@ class GaussianVLA(VLA):
     """
 
     def __init__(
-        self, obs_spec: ObsSpec, action_spec: ActionSpec, config: ModelConfig, *, chunk: int, sentences: Sequence[str]
+        self,
+        obs_spec: ObsSpec,
+        action_spec: ActionSpec,
+        config: ModelConfig,
+        *,
+        chunk: int,
+        sentences: Sequence[str],
+        values: int = 1,
     ) -> None:
-        super().__init__(obs_spec, action_spec, config, chunk=chunk, sentences=sentences, queries=lambda C, A: C)
+        """As ``VLA``."""
+        super().__init__(
+            obs_spec,
+            action_spec,
+            config,
+            chunk=chunk,
+            sentences=sentences,
+            queries=lambda C, A: C,
+            values=values,
+        )
         self.mean = nn.Linear(config.width, self.size)
         self.log_std = nn.Parameter(torch.full((self.chunk, self.size), config.init_log_std))
         self.bounds = config.min_log_std, config.max_log_std

@@ -168,9 +168,25 @@ class TokenVLA(Tokens[Memory], VLA):
     """A small body: a query for each token, a decoder that attends to what is seen."""
 
     def __init__(
-        self, obs_spec: ObsSpec, action_spec: ActionSpec, config: ModelConfig, *, chunk: int, sentences: Sequence[str]
+        self,
+        obs_spec: ObsSpec,
+        action_spec: ActionSpec,
+        config: ModelConfig,
+        *,
+        chunk: int,
+        sentences: Sequence[str],
+        values: int = 1,
     ) -> None:
-        super().__init__(obs_spec, action_spec, config, chunk=chunk, sentences=sentences, queries=lambda C, A: C * A)
+        """As ``VLA``."""
+        super().__init__(
+            obs_spec,
+            action_spec,
+            config,
+            chunk=chunk,
+            sentences=sentences,
+            queries=lambda C, A: C * A,
+            values=values,
+        )
         self.bins = config.bins
         self.autoregressive = config.decode == "autoregressive"
         self.before = nn.Embedding(config.bins + 1, config.width) if self.autoregressive else None

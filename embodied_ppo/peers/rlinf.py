@@ -158,14 +158,12 @@ def _kl(value: Any, source: Source) -> Answer:
     return {"algorithm.use_kl_loss": bool(value), "algorithm.kl_loss_coef": value or 0.0}
 
 
-def _micro(value: Any, source: Source) -> Answer:
-    """One limit here for every forward pass: the learner's, else the lowest."""
-    for learner in ("actor.micro_batch_size", "algorithm.training_batch_size_per_gpu"):
-        if source.get(learner) is not None:
-            return f"memory only, and one limit here: {learner}"
-    names = ("rollout_micro_batch_size", "logprob_forward_micro_batch_size")
-    limits = [source.get(f"algorithm.{name}") for name in names]
-    return {"algorithm.micro_batch_size": min(limit for limit in limits if limit is not None)}
+def _reward_type(value: Any, source: Source) -> Answer:
+    """Their chunk_level adds up the rewards of a chunk without a discount."""
+    answer: dict[str, Any] = {"algorithm.reward_type": value}
+    if value == "chunk_level" and _robot(source) and _chunk(source) > 1:
+        answer["algorithm.chunk_reward"] = "sum"
+    return answer
 
 
 def _placement(value: Any, source: Source) -> Answer:
@@ -256,7 +254,7 @@ def _schedule(section: str) -> dict[str, Rule]:
     }
 
 
-_LEVELS = {f"algorithm.{name}_type": ours(f"algorithm.{name}_type") for name in ("logprob", "entropy", "reward")}
+_LEVELS = {f"algorithm.{name}_type": ours(f"algorithm.{name}_type") for name in ("logprob", "entropy")}
 _SAMPLING: dict[str, Rule] = {
     "do_sample": only(True, same="training samples, as here", other="training always samples here"),
     "top_k": lambda value, source: (
@@ -300,6 +298,7 @@ TABLE: dict[str, Rule] = {
     "algorithm.gae_lambda": _per_step("algorithm.gae_lambda"),
     "algorithm.bootstrap_type": ours("algorithm.bootstrap_type"),
     **_LEVELS,
+    "algorithm.reward_type": _reward_type,
     "algorithm.kl_beta": _kl,
     "algorithm.kl_penalty": lambda value, source: (
         "not read there for robots; algorithm.kl_loss_type is k3" if _robot(source)
@@ -311,8 +310,8 @@ TABLE: dict[str, Rule] = {
         else {"algorithm.use_kl_in_reward": False}
     ),
     "algorithm.critic_warmup_steps": _critic_warmup,
-    "algorithm.rollout_micro_batch_size": _micro,
-    "algorithm.logprob_forward_micro_batch_size": _micro,
+    "algorithm.rollout_micro_batch_size": ours("algorithm.rollout_micro_batch_size"),
+    "algorithm.logprob_forward_micro_batch_size": ours("algorithm.logprob_forward_micro_batch_size"),
     "algorithm.val_rollout_batch_size_per_gpu": none(MEMORY),
     "algorithm.rollout_batch_size_per_gpu": none(MEMORY),
     "algorithm.training_batch_size_per_gpu": ours("algorithm.micro_batch_size"),
@@ -361,7 +360,7 @@ TABLE: dict[str, Rule] = {
     "actor.model.openpi.detach_critic_input": given("model.detach_value", "null: theirs decides"),
     "actor.model.add_value_head": only(True, same="there is always a value head", other="algorithm.loss_type="
                                        "actor_critic has a value head"),
-    "actor.model.value_type": none("one value for each decision here"),
+    "actor.model.value_type": none("algorithm.reward_type=action_level gives each action of a chunk a value"),
     "actor.model.trust_remote_code": none(REMOTE),
     "actor.model.*": none("read from the checkpoint, the task or transformers' own configuration here"),
     "actor.fsdp_config.gradient_checkpointing": lambda value, source: {

@@ -116,7 +116,7 @@ def imagined(policy: nn.Module) -> Iterator[list[Tensor]]:
 def micro_batch(policy: Policy, device: torch.device, t: Trajectory, rows: int, c: AlgorithmConfig) -> Batch:
     """Of the shapes of ``rows`` decisions of ``t``, arbitrary contents."""
     few = tree.map(lambda x: x.new_empty(rows, *x.shape[2:]), t)
-    float_ = torch.empty(rows, device=device)
+    float_ = torch.empty(few.value.shape, device=device)
     batch = Batch(
         inputs=policy.encode(few.obs),
         action=few.action,
@@ -125,7 +125,7 @@ def micro_batch(policy: Policy, device: torch.device, t: Trajectory, rows: int, 
         value=float_,
         advantage=float_,
         returns=float_,
-        mask=torch.ones(rows, dtype=torch.bool, device=device),
+        mask=torch.ones(few.value.shape, dtype=torch.bool, device=device),
     )
     if c.minibatch_unit == "column":
         return tree.map(lambda x: x.unflatten(0, (t.mask.shape[0], -1)), batch)
@@ -147,7 +147,7 @@ def acting(policy: Policy, obs_spec: ObsSpec, device: torch.device, rows: int) -
 
 
 def experience(obs: Any, decision: Decision, horizon: int) -> Trajectory:
-    """Of ``horizon`` such steps, without contents."""
+    """A trajectory of ``horizon`` such steps, without contents."""
 
     def times(x: Tensor) -> Tensor:
         return x.new_empty(horizon, *x.shape)
@@ -165,7 +165,7 @@ def experience(obs: Any, decision: Decision, horizon: int) -> Trajectory:
         terminated=flag,
         truncated=flag,
         mask=flag,
-        version=times(torch.empty_like(decision.value, dtype=torch.int64)),
+        version=times(decision.value.new_empty(len(decision.value), dtype=torch.int64)),
     )
 
 
@@ -227,7 +227,7 @@ def predicted(policy: Policy, learner: JointLearner, device: torch.device, t: Tr
     for hook in hooks:
         hook.remove()
     gradients = nbytes(list(told))
-    rows = t.mask.numel()
+    rows = t.version.numel()
     held = nbytes(t) + (rows + share) * each
     weights = nbytes([*policy.parameters(), *policy.buffers()])
     return Memory(weights, gradients, 2 * gradients, round(held), activations)
