@@ -306,10 +306,10 @@ def test_a_block_of_rlinf_trains_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
 def test_compiled_code_has_one_shape() -> None:
     c = toys.config({"algorithm.rollout_micro_batch_size": 3, "updates": 2000})
     notices: list[str] = []
-    assert robot.compile_from(c, torch.device("cpu"), notices.append) is None
+    assert robot.compile_from(c, torch.device("cpu"), notices.append)[0] is None
     assert "rollout_micro_batch_size" in notices[0]
     with pytest.raises(ConfigError, match="rollout_micro_batch_size"):
         robot.compile_from(replace(c, compile="always"), torch.device("cpu"), notices.append)
     enough = toys.config({"algorithm.rollout_micro_batch_size": 256, "updates": 2000})
     if not compiled.obstacle():
-        assert robot.compile_from(enough, torch.device("cpu"), notices.append) is not None
+        assert robot.compile_from(enough, torch.device("cpu"), notices.append)[0] is not None
