@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -129,6 +130,7 @@ def total_updates(config: Config) -> int:
     return max(1, config.env_steps // steps_per_update(config))
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     found = {"embodied_ppo": __version__, "python": platform.python_version()}
     for package in PACKAGES:

@@ -74,7 +74,7 @@ def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
             f"resume={config.resume} run_dir=NEW",
         ),
         (
-            config.run_dir is not None and any(Path(config.run_dir).glob("checkpoints/step_*")),
+            config.run_dir is not None and bool(checkpoint.steps(Path(config.run_dir) / "checkpoints")),
             f"run_dir={config.run_dir}: holds a run already; name another, or go on with PPO: embodied-ppo train "
             f"resume={config.run_dir} run_dir=NEW",
         ),
@@ -103,7 +103,7 @@ def _start(config: Config, explicit: Any, quiet: bool, *, imitate: bool, since_s
                     f"resume={config.resume}: holds no checkpoint (checkpoints/step_*); start a new run"
                 )
             if newest and source is not None:
-                checkpoint.set_aside(run_dir, after=source.update, notice=early.append)
+                checkpoint.repair(run_dir, source, early.append)
         fresh_lock = stack if fresh else None
         return _train(config, run_dir, source, early, fresh_lock, quiet=quiet, imitate=imitate, since_s=since_s)
 
@@ -195,7 +195,7 @@ def _train(
             if isinstance(error, (ConfigError, CheckpointError, EnvError)):  # no refusal: it had begun
                 raise TrainingError(str(error)) from error
             if isinstance(error, OSError) and error.errno in DISK:
-                kept = f"resume={run_dir}" if any(run_dir.glob("checkpoints/step_*")) else "the same command"
+                kept = f"resume={run_dir}" if checkpoint.steps(run_dir / "checkpoints") else "the same command"
                 raise TrainingError(
                     f"{error.filename or run_dir}: cannot be written ({error.strerror}); free space, then continue "
                     f"with {kept}"
@@ -261,6 +261,9 @@ def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int, 
                     metrics = system.evaluate(0)
                 log.metrics(metrics, update=0, steps=0)
                 before = numbers(metrics)
+            if system.pending_row is not None and not log.row(first):
+                log.say(f"update {first} was saved, but not logged; that is completed now")
+                loop.evaluate_and_log(system, log, timer, system.pending_row, update=first)
             warm: dict[str, float] = {}
 
             elsewhere = system.cpu_s()["process"]
@@ -279,7 +282,7 @@ def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int, 
                 timer=timer,
                 after_first=after_first,
             )
-            if outcome.updates == first and not outcome.interrupted:  # a finished run resumed: nothing was trained
+            if system.result is None and not outcome.interrupted:  # a finished run resumed: nothing was trained
                 with timer("evaluate"):
                     system.evaluate(first)
         except KeyboardInterrupt:

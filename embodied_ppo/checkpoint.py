@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 import pickle
+import re
 import shutil
 import zipfile
 from collections.abc import Callable, Mapping
@@ -23,10 +25,14 @@ from typing import Any
 import torch
 
 from embodied_ppo.errors import one_line
-from embodied_ppo.types import CheckpointError
+from embodied_ppo.types import CheckpointError, PendingRow
 
 FORMAT = 1
 MANIFEST, CONFIG, POLICY, TRAINING = "manifest.json", "config.yaml", "policy.pt", "training.pt"
+ROW = "pending_row"
+"""Key of the manifest: the metrics of the update, which are logged after the checkpoint is written."""
+STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})", re.ASCII)
+"""Name of a checkpoint's directory: the update with at least six digits. Copies (step_000004_backup) do not match."""
 NO_ZIP = (zipfile.BadZipFile, UnicodeDecodeError, NotImplementedError)
 """What opening raises for what is no archive, or a damaged one: all that three million damaged ones raised."""
 DAMAGED = (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError, OverflowError)
@@ -45,6 +51,21 @@ class Checkpoint:
         """Updates done when it was saved."""
         return int(self.manifest["update"])
 
+    def pending_row(self) -> PendingRow | None:
+        """Return the row that was to be logged after saving; None where an older version saved.
+
+        Raises CheckpointError.
+        """
+        if (row := self.manifest.get(ROW)) is None:
+            return None
+        try:
+            metrics = {str(k): math.nan if x is None else float(x) for k, x in row["metrics"].items()}
+            return PendingRow(metrics, bool(row["evaluation_due"]))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CheckpointError(
+                f"{self.path / MANIFEST}: {ROW} is no row of metrics; use another checkpoint"
+            ) from error
+
     def config_text(self) -> str:
         return (self.path / CONFIG).read_text()
 
@@ -53,6 +74,13 @@ class Checkpoint:
 
     def training(self) -> dict[str, Any]:
         return _load(self.path / TRAINING)
+
+
+def steps(folder: Path) -> dict[int, Path]:
+    """Return the checkpoint directories of ``folder`` by update, in increasing order; empty if there is no folder."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    matches = sorted((int(match[1]), folder / name) for name in names if (match := STEP.fullmatch(name)))
+    return {update: path for update, path in matches if path.is_dir()}
 
 
 # -------------------------------------------------------------------------------------------------------------- write
@@ -105,7 +133,7 @@ def set_score(path: Path, score: float) -> None:
 
     Raises CheckpointError if the disk refuses; the checkpoint stays as it was then.
     """
-    best = _best_score(path.parent)
+    best = _score(path.parent / "best")
     manifest = json.loads((path / MANIFEST).read_text()) | {"score": score}
     new = path / (MANIFEST + ".new")
     try:
@@ -118,14 +146,29 @@ def set_score(path: Path, score: float) -> None:
         raise CheckpointError(f"{path}: its score cannot be written ({error.strerror}); free space") from error
 
 
-def set_aside(run_dir: Path, *, after: int, notice: Callable[[str], None] = lambda text: None) -> None:
-    """Rename checkpoints of later updates, which do not verify, so that none counts as the run's newest."""
-    for step in (run_dir / "checkpoints").glob("step_*"):
-        if int(step.name.removeprefix("step_")) > after:
-            aside = step.with_name(f"damaged_{step.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            step.rename(aside)
-            notice(f"resume: {step.name} does not verify; it is kept as {aside.name}")
+def repair(run_dir: Path, newest: Checkpoint, notice: Callable[[str], None]) -> None:
+    """Make a run's directory agree with its newest sound checkpoint, after a kill or a damaged file.
+
+    Later checkpoints, which do not verify, are renamed; the links point to what exists.
+    Raises CheckpointError if the disk refuses.
+    """
+    folder = newest.path.parent
+    try:
+        for update, step in steps(folder).items():
+            if update > newest.update:
+                aside = step.with_name(f"damaged_{step.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                step.rename(aside)
+                notice(f"resume: {step.name} does not verify; it is kept as {aside.name}")
+        if (folder / "latest").resolve() != newest.path:
+            _point(folder / "latest", newest.path.name)
+        if (folder / "best").is_symlink() and not (folder / "best").exists():
+            best = max(steps(folder).values(), key=_score)
+            (folder / "best").unlink()
+            if _score(best) > -math.inf:
+                _point(folder / "best", best.name)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written ({error.strerror}); free space") from error
 
 
 def _bytes(value: Mapping[str, Any]) -> bytes:
@@ -156,17 +199,18 @@ def _point(link: Path, target: str) -> None:
     temporary.replace(link)
 
 
-def _best_score(folder: Path) -> float:
+def _score(step: Path) -> float:
+    """Score of a checkpoint; minus infinity where it has none."""
     try:
-        score = json.loads((folder / "best" / MANIFEST).read_text())["score"]
+        score = json.loads((step / MANIFEST).read_text())["score"]
     except (OSError, ValueError, KeyError):
-        return float("-inf")
-    return float("-inf") if score is None else float(score)
+        return -math.inf
+    return -math.inf if score is None else float(score)
 
 
 def _prune(folder: Path, keep_last: int) -> None:
     best = (folder / "best").resolve()
-    for old in sorted(folder.glob("step_*"))[:-keep_last]:
+    for old in list(steps(folder).values())[:-keep_last]:
         if old.resolve() != best:
             _delete(old)
 
@@ -189,8 +233,8 @@ def find(path: str | Path) -> Path:
     if (path / MANIFEST).exists():
         return path.resolve()
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = sorted(folder.glob("step_*"))
-    if not steps:
+    checkpoints = list(steps(folder).values())
+    if not checkpoints:
         runs = sorted({manifest.parents[2] for manifest in path.glob(f"*/checkpoints/step_*/{MANIFEST}")})
         if runs:
             raise CheckpointError(
@@ -199,7 +243,7 @@ def find(path: str | Path) -> Path:
         raise CheckpointError(
             f"checkpoint={path}: holds no checkpoint (checkpoints/step_*); if it is a run, train with save_every > 0"
         )
-    return steps[-1].resolve()
+    return checkpoints[-1].resolve()
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -242,9 +286,8 @@ def newest_valid(run_dir: Path, notice: Any = lambda text: None) -> Checkpoint |
 
     Raises CheckpointError if there are checkpoints and none verifies.
     """
-    steps = sorted((run_dir / "checkpoints").glob("step_*"), reverse=True)
     error: CheckpointError | None = None
-    for step in steps:
+    for step in reversed(steps(run_dir / "checkpoints").values()):
         try:
             return open_checkpoint(step)
         except CheckpointError as problem:

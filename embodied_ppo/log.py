@@ -83,6 +83,11 @@ def numbers(metrics: Metrics) -> dict[str, float]:
     return {tag: value.value if isinstance(value, Mean) else float(value) for tag, value in metrics.items()}
 
 
+def finite(row: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN: null."""
+    return {tag: value if math.isfinite(value) else None for tag, value in row.items()}
+
+
 class Log:
     """Writers of one run, made when it starts: a refused run leaves no trace."""
 
@@ -147,9 +152,12 @@ class Log:
         Raises OSError where the disk refuses.
         """
         row = numbers(metrics)
-        self._rows.write(json.dumps({"update": update, self.unit: steps} | _finite(row)) + "\n")
         values = [Summary.Value(tag=tag, simple_value=x) for tag, x in row.items() if math.isfinite(x)]
         self._write(Summary(value=values), steps)  # one event: a tenth of the time of one for each tag
+        if "time/save_s" in row:  # a resume starts here and does not write these points again
+            self.board.flush()
+        # The row comes last: a resumed run that finds it takes the update for complete.
+        self._rows.write(json.dumps({"update": update, self.unit: steps} | finite(row)) + "\n")
         self._last |= row
         if self.speed in row:
             for trouble in self._watch.see(row):
@@ -157,8 +165,10 @@ class Log:
                 self.board.add_text("warnings", trouble, steps)
         if "eval/return" in row:
             self._evaluated_at = update
+        if update <= self.first_update:  # before the training of this session
+            self._started = time.perf_counter()
+            return
         if self.speed not in row:  # an evaluation beside the training
-            self._started = time.perf_counter() if update <= self.first_update else self._started
             return
         if update == self.first_update + 1 < self.total_updates:  # whoever watches sees the time left after each
             ends = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + self._left(update)))
@@ -236,11 +246,6 @@ def _thread_failed(args: threading.ExceptHookArgs) -> None:
     """TensorBoard writes in a thread, which prints what ``metrics`` raises after it: that is told once."""
     if not isinstance(args.exc_value, OSError):
         threading.__excepthook__(args)
-
-
-def _finite(row: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON has no NaN: null."""
-    return {tag: value if math.isfinite(value) else None for tag, value in row.items()}
 
 
 def _cell(value: Any) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from embodied_ppo.log import Log, Timer, peak_rss_mb
-from embodied_ppo.types import Metrics, System
+from embodied_ppo.types import Metrics, PendingRow, System
 
 TRAINING = ("collect", "update", "publish")
 """The timer's phases that are training; evaluating and saving are not."""
@@ -66,22 +66,31 @@ def train(
         done += 1
         with timer("publish"):
             system.publish(done)
-        evaluates = done == schedule.updates or bool(schedule.eval_every and done % schedule.eval_every == 0)
-        if evaluates or (schedule.save_every and done % schedule.save_every == 0):
-            with timer("save"):  # before the evaluation: should that fail, nothing is lost
-                system.save(done)
-            saved = done
-        if evaluates:
-            with timer("evaluate"):
-                metrics |= system.evaluate(done)
         seconds = timer.wall["collect"] + timer.wall["update"] + timer.wall["publish"]
-        metrics |= timer.take() | {
-            f"speed/{system.unit}_per_s": (system.steps - before) / seconds,
-            "memory/peak_gb": peak_rss_mb() / 1024,
-        }
-        log.metrics(metrics, update=done, steps=system.steps)
+        metrics |= {f"speed/{system.unit}_per_s": (system.steps - before) / seconds}
+        last = done == schedule.updates
+        row = PendingRow(metrics, last or bool(schedule.eval_every and done % schedule.eval_every == 0))
+        if row.evaluation_due or (schedule.save_every and done % schedule.save_every == 0):
+            with timer("save"):  # before the evaluation: should that fail, nothing is lost
+                system.save(done, row)
+            saved = done
+        metrics = evaluate_and_log(system, log, timer, row, update=done)
         if done == first_update + 1:
             after_first()
     if saved != done or done == 0:
         system.save(done)
     return Outcome(done, done < schedule.updates, metrics)
+
+
+def evaluate_and_log(system: System, log: Log, timer: Timer, row: PendingRow, *, update: int) -> Metrics:
+    """Complete an update: evaluate where that is due, then log. Return the metrics of the whole row.
+
+    A resumed run calls this first if its checkpoint was saved and the row was not logged.
+    """
+    metrics = row.metrics
+    if row.evaluation_due:
+        with timer("evaluate"):
+            metrics = metrics | system.evaluate(update)
+    metrics = metrics | timer.take() | {"memory/peak_gb": peak_rss_mb() / 1024}
+    log.metrics(metrics, update=update, steps=system.steps)
+    return metrics

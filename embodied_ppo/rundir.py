@@ -69,7 +69,7 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
         run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
         if run_dir.exists() and not run_dir.is_dir():
             raise ConfigError(f"run_dir={run_dir}: is a file; name a directory")
-        if any((run_dir / "checkpoints").glob("step_*")):
+        if checkpoint.steps(run_dir / "checkpoints"):
             raise ConfigError(f"run_dir={run_dir}: holds a run already; continue it with resume=auto or name another")
         return run_dir, None
     if config.resume == "auto":
@@ -77,8 +77,8 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
             run_dir = Path(config.run_dir)
         else:
             runs = sorted((Path("runs") / config.name).glob(f"*-{config.seed}"))
-            run_dir = next((r for r in reversed(runs) if any((r / "checkpoints").glob("step_*"))), None)
-        if run_dir is None or not any((run_dir / "checkpoints").glob("step_*")):
+            run_dir = next((r for r in reversed(runs) if checkpoint.steps(r / "checkpoints")), None)
+        if run_dir is None or not checkpoint.steps(run_dir / "checkpoints"):
             say(f"resume=auto: no checkpoint of {config.name!r} with seed {config.seed} yet; starting anew")
             return run_dir or new_run_dir(config), None
         return run_dir, "newest"
@@ -86,19 +86,18 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
         return Path(config.resume), "newest"
     found = checkpoint.find(config.resume)
     home = found.parent.parent if found.parent.name == "checkpoints" else found.parent
-    if (
-        config.run_dir
-        and Path(config.run_dir).resolve() != home
-        and any(Path(config.run_dir).glob("checkpoints/step_*"))
-    ):
-        raise ConfigError(f"run_dir={config.run_dir}: holds another run already; name a new one, or leave it out")
-    newest = max((p.name for p in found.parent.glob("step_*")), default=found.name)
-    if not config.run_dir and newest != found.name:
+    run_dir = Path(config.run_dir) if config.run_dir else home
+    if run_dir.resolve() != home:
+        if checkpoint.steps(run_dir / "checkpoints"):
+            raise ConfigError(f"run_dir={run_dir}: holds another run already; name a new one, or leave it out")
+        return run_dir, str(found)
+    newest = next((step.name for step in reversed(checkpoint.steps(found.parent).values())), found.name)
+    if newest != found.name:
         raise ConfigError(
             f"resume={config.resume}: the run has gone on to {newest}, which continuing here would mix up; "
             f"branch off with run_dir=NEW, or continue the run with resume={home}"
         )
-    return Path(config.run_dir) if config.run_dir else home, str(found)
+    return run_dir, str(found)
 
 
 def stored_options(source: checkpoint.Checkpoint) -> dict[str, Any]:

@@ -334,6 +334,17 @@ class Learner(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class PendingRow:
+    """The row of an update whose checkpoint is written before the update is evaluated and logged.
+
+    metrics  of the rollout and the update      evaluation_due  whether an evaluation's metrics join them
+    """
+
+    metrics: Metrics
+    evaluation_due: bool
+
+
 class System(Protocol):
     """Where things run; the loop's only partner."""
 
@@ -359,6 +370,8 @@ class System(Protocol):
         """Measure the policy; a checkpoint saved after the same update gets the score."""
         ...
 
-    def save(self, update: int) -> Path: ...
+    def save(self, update: int, row: PendingRow | None = None) -> Path:
+        """Write a checkpoint. ``row``: what a resumed run logs of the update if this one ends before it has."""
+        ...
 
     def close(self) -> None: ...

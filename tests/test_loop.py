@@ -17,7 +17,7 @@ from embodied_ppo.log import Log, Timer
 from embodied_ppo.placement.local import LocalSystem
 from embodied_ppo.placement.system import Records
 from embodied_ppo.rollout import Rollout, env_seeds
-from embodied_ppo.types import Mean, Metrics
+from embodied_ppo.types import Mean, Metrics, PendingRow
 
 
 class Notes:
@@ -48,7 +48,7 @@ class Notes:
         self.calls.append(("evaluate", update))
         return {"eval/return": Mean(10.0 * update, 2.0)}
 
-    def save(self, update: int) -> Path:
+    def save(self, update: int, row: PendingRow | None = None) -> Path:
         self.calls.append(("save", update, self.steps))
         return Path()
 

@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 import toys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from embodied_ppo import build, checkpoint, robot, strict, terminal
+from embodied_ppo import build, checkpoint, robot, spread, strict, terminal
 from embodied_ppo.config import Config
-from embodied_ppo.log import Timer
+from embodied_ppo.log import Log, Timer
+from embodied_ppo.placement.system import RunSystem
 
 TINY = {
     "name": "tiny",
@@ -203,7 +205,92 @@ def test_kill_9_at_any_moment_leaves_only_checkpoints_that_load(tmp_path: Path) 
         assert newest is not None and newest.update >= reached + 3
         done = [json.loads(line)["update"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()[:-1]]
         assert newest.update >= max(done) - 1, "at most the updates since the last save are lost"
+        assert done == list(range(len(done))), "the row of every saved update is there, once"
         reached = newest.update
+
+
+class Killed(BaseException):
+    """Ends a run without any handler of errors, as kill -9 does."""
+
+
+STEPS_OF_A_TRANSACTION = (
+    *((checkpoint, name) for name in ("_write", "_point", "_prune", "set_score")),
+    *((RunSystem, name) for name in ("save", "evaluate")),
+    *((Log, name) for name in ("metrics", "_write")),
+)
+"""Functions that save, evaluate and log an update: a test ends the run before any of them, and after the last."""
+
+
+def kill_at(moment: int, update: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Raise Killed before the ``moment``-th step (from 1) of an update's transaction; return the steps taken."""
+    taken: list[str] = []
+    current = [0]
+
+    def step(name: str) -> None:
+        if current[0] == update and taken[-1:] != [name]:  # files of one checkpoint are one step
+            taken.append(name)
+            if len(taken) == moment:
+                raise Killed(name)
+
+    def interruptible(owner: object, name: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*args: object, **options: object) -> object:
+            step(name)
+            result = function(*args, **options)
+            if name == "metrics":
+                step("after the row")
+            return result
+
+        monkeypatch.setattr(owner, name, call)
+
+    publish = robot.LocalSystem.publish
+
+    def count(self: robot.LocalSystem, version: int) -> None:
+        current[0] = version
+        publish(self, version)
+
+    monkeypatch.setattr(robot.LocalSystem, "publish", count)
+    for owner, name in STEPS_OF_A_TRANSACTION:
+        interruptible(owner, name)
+    return taken
+
+
+def state_of(run_dir: Path) -> tuple[object, ...]:
+    """Rows, scores, links and curves of a run."""
+    folder = run_dir / "checkpoints"
+    manifests = {p.parent.name: json.loads(p.read_text()) for p in folder.glob("step_*/manifest.json")}
+    scores = {name: manifest["score"] for name, manifest in manifests.items()}
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    points = [(e.step, e.value) for e in events.Scalars("eval/return")]
+    return rows(run_dir), scores, os.readlink(folder / "best"), os.readlink(folder / "latest"), points
+
+
+def test_a_kill_between_saving_and_logging_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at any point of an update, a run has every row once, each evaluation, each score and the same ``best``."""
+    monkeypatch.setattr(spread, "foreseeable", lambda *_, **__: False)  # a third of the time of these runs
+    monkeypatch.setattr(robot, "write_report", lambda *_, **__: {})  # another third
+
+    def train(name: str, **changes: object) -> None:
+        c = tiny(tmp_path / name, updates=3, save_every=1, eval_every=1, keep_last=9, compile="never", **changes)
+        algorithm = replace(c.algorithm, horizon=4, update_epoch=1)
+        evaluation = replace(c.evaluation, episodes=2, num_envs=2, video_episodes=0)
+        env = replace(c.env, max_episode_steps=1000)
+        build.train(replace(c, algorithm=algorithm, evaluation=evaluation, env=env), quiet=True)
+
+    with monkeypatch.context() as patch:
+        steps = kill_at(0, 2, patch)
+        train("whole")
+    expected = state_of(tmp_path / "whole")
+    print(expected[1:])
+    assert [row["update"] for row in rows(tmp_path / "whole")] == [0, 1, 2, 3]
+    assert {name for _, name in STEPS_OF_A_TRANSACTION} < set(steps)
+    for moment in range(1, len(steps) + 1):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            kill_at(moment, 2 + moment % 2, patch)
+            train(f"killed {moment}")
+        train(f"killed {moment}", resume="auto")
+        assert state_of(tmp_path / f"killed {moment}") == expected, steps[moment - 1]
 
 
 def test_a_damaged_newest_checkpoint_is_skipped_with_a_word(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

@@ -11,9 +11,9 @@ from typing import Any, Literal, Protocol
 from torch import nn
 
 from embodied_ppo import checkpoint
-from embodied_ppo.log import numbers
+from embodied_ppo.log import finite, numbers
 from embodied_ppo.ranks import Ranks
-from embodied_ppo.types import CheckpointError, Learner, Metrics, Trajectory
+from embodied_ppo.types import CheckpointError, Learner, Metrics, PendingRow, Trajectory
 
 
 class Result(Protocol):
@@ -70,6 +70,8 @@ class RunSystem(ABC):
         self.saved: Path | None = None
         """The newest checkpoint of this run, after ``saved_update`` updates."""
         self.saved_update = -1
+        self.pending_row: PendingRow | None = None
+        """Of the checkpoint of this run that was loaded: its row, which may not have been logged."""
         self.measured: Callable[[Any], None] = lambda result: None
         """Hears every evaluation."""
 
@@ -113,9 +115,11 @@ class RunSystem(ABC):
         self.measured(self.result)
         return metrics
 
-    def save(self, update: int) -> Path:
+    def save(self, update: int, row: PendingRow | None = None) -> Path:
         r = self.records
         info = {**r.info, r.unit: self.steps}
+        if row is not None:
+            info[checkpoint.ROW] = vars(row) | {"metrics": finite(numbers(row.metrics))}
         self.saved = self._save(update, {"config_text": r.config_text, "info": info, "keep_last": r.keep_last})
         self.saved_update = update
         return self.saved
@@ -132,6 +136,7 @@ class RunSystem(ABC):
         self.publish(source.update)
         if source.path.parent == self.records.checkpoints.resolve():  # of another run: its scores are not ours to write
             self.saved, self.saved_update = source.path, source.update
+            self.pending_row = source.pending_row()
 
 
 def resume(
