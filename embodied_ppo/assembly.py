@@ -130,6 +130,18 @@ def total_updates(config: Config) -> int:
     return max(1, config.env_steps // steps_per_update(config))
 
 
+def arithmetic(config: Config, device: torch.device) -> dict[str, Any]:
+    """What the rounding of floating-point results depends on besides the options of the algorithm."""
+    cuda = device.type == "cuda"
+    return {
+        "threads": config.threads or torch.get_num_threads(),
+        "matmul_precision": config.matmul_precision,
+        "compile": config.compile,
+        "device": torch.cuda.get_device_name(device) if cuda else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
+        "torch": versions()["torch"],
+    }
+
+
 @functools.cache
 def versions() -> dict[str, str]:
     found = {"embodied_ppo": __version__, "python": platform.python_version()}

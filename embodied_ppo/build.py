@@ -19,6 +19,7 @@ from embodied_ppo import batches, checkpoint, imitation, loop, reasoner, robot, 
 from embodied_ppo.assembly import (
     Assembly,
     Setup,
+    arithmetic,
     config_hash,
     device,
     digest,
@@ -31,7 +32,7 @@ from embodied_ppo.config import Config, DemosConfig, EvaluateConfig
 from embodied_ppo.evaluate import EvaluationResult
 from embodied_ppo.log import Log, Timer, numbers, peak_rss_mb, process_age_s
 from embodied_ppo.placement import plan
-from embodied_ppo.rundir import absolute, check_resume, locate, locked, stored_options
+from embodied_ppo.rundir import absolute, check_resume, claimed, replace_text, stored_options
 from embodied_ppo.terminal import Interrupts, Progress, stop_signals
 from embodied_ppo.types import CheckpointError, ConfigError, EnvError, ProcessLost, TrainingError
 
@@ -89,11 +90,7 @@ def _start(config: Config, explicit: Any, quiet: bool, *, imitate: bool, since_s
     """``imitate``: cloning only."""
     rules.check(config, explicit)
     early: list[str] = []
-    run_dir, wanted = locate(config, early.append)
-    with ExitStack() as stack:
-        fresh = not run_dir.exists()
-        if not fresh:
-            stack.enter_context(locked(run_dir))
+    with claimed(config, early.append) as (run_dir, wanted):
         source = None
         if wanted is not None:
             newest = wanted == "newest"
@@ -104,8 +101,7 @@ def _start(config: Config, explicit: Any, quiet: bool, *, imitate: bool, since_s
                 )
             if newest and source is not None:
                 checkpoint.repair(run_dir, source, early.append)
-        fresh_lock = stack if fresh else None
-        return _train(config, run_dir, source, early, fresh_lock, quiet=quiet, imitate=imitate, since_s=since_s)
+        return _train(config, run_dir, source, early, quiet=quiet, imitate=imitate, since_s=since_s)
 
 
 def _train(
@@ -113,16 +109,16 @@ def _train(
     run_dir: Path,
     source: checkpoint.Checkpoint | None,
     early: list[str],
-    fresh: ExitStack | None,
     *,
     quiet: bool,
     imitate: bool,
     since_s: float,
 ) -> dict[str, Any]:
-    """Build everything, then run. ``fresh`` holds the lock of a run directory that does not exist yet."""
+    """Build everything, then run."""
     updates = total_updates(config)
+    where = device(config.device, config.threads)
     if source is not None:
-        check_resume(config, source, updates, early.append)
+        check_resume(config, source, updates, where, early.append)
         if (done := _finished(run_dir, source, updates)) is not None:
             if not quiet:
                 more = "updates=" if config.mode == "reasoning" else "updates= or env_steps="
@@ -132,7 +128,6 @@ def _train(
                 print(told, file=sys.stderr, flush=True)
             return done
     config = replace(absolute(config), run_dir=str(run_dir), resume=None)
-    where = device(config.device, config.threads)
     notices: set[str] = set()
     say = [early.append]  # until there is a log
 
@@ -150,7 +145,11 @@ def _train(
         bar.say(line)
 
     text = yaml.safe_dump(strict.relevant(config), sort_keys=False)
-    info = {"versions": versions(), "config_hash": config_hash(config)}
+    info = {
+        "versions": versions(),
+        "config_hash": config_hash(config),
+        "arithmetic": arithmetic(config, where),
+    }
     setup = Setup(
         config, where, run_dir, updates, text, info, notice, progress, early, source is None, advance=bar.advance
     )
@@ -159,11 +158,17 @@ def _train(
             made = _assembled(setup, stack)
         if source is not None:
             made.system.load(source, notice)
-        if fresh is not None:
-            fresh.enter_context(locked(run_dir))
-        (run_dir / "config.yaml").write_text(text)
         first = source.update if source is not None else 0
-        log = Log(run_dir, total_updates=updates, first_update=first, unit=made.system.unit, quiet=quiet)
+        try:
+            replace_text(run_dir / "config.yaml", text)
+            log = Log(run_dir, total_updates=updates, first_update=first, unit=made.system.unit, quiet=quiet)
+        except OSError as error:
+            made.system.close()
+            if error.errno not in DISK:
+                raise
+            raise ConfigError(
+                f"run_dir={run_dir}: cannot be written ({error.strerror}); free space, or name another"
+            ) from error
         say[0] = log.say
         try:
             for line in shown:
@@ -341,9 +346,7 @@ def _run(config: Config, made: Assembly, log: Log, *, first: int, updates: int, 
 def _conclude(config: Config, summary: dict[str, Any], log: Log, results: Sequence[str]) -> None:
     """summary.json, and its ``results`` beside the options in TensorBoard."""
     log.hyper_parameters(strict.flat(strict.relevant(config)), {f"hparam/{name}": summary[name] for name in results})
-    temporary = log.run_dir / "summary.json.new"
-    temporary.write_text(json.dumps(summary, indent=1) + "\n")
-    temporary.replace(log.run_dir / "summary.json")
+    replace_text(log.run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
 
 
 def _imitated(config: Config, made: Assembly, log: Log) -> dict[str, Any]:

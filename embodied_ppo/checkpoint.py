@@ -66,6 +66,12 @@ class Checkpoint:
                 f"{self.path / MANIFEST}: {ROW} is no row of metrics; use another checkpoint"
             ) from error
 
+    def arithmetic(self) -> dict[str, Any]:
+        """Return what the rounding of the run depended on; older versions recorded torch's version alone."""
+        versions, settings = (self.manifest.get(key) for key in ("versions", "arithmetic"))
+        torch_version = versions.get("torch") if isinstance(versions, dict) else None
+        return {"torch": torch_version} | (settings if isinstance(settings, dict) else {})
+
     def config_text(self) -> str:
         return (self.path / CONFIG).read_text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -10,20 +11,27 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import torch
 import yaml
 
 from embodied_ppo import checkpoint, strict
-from embodied_ppo.assembly import total_updates
+from embodied_ppo.assembly import arithmetic, total_updates
 from embodied_ppo.config import Config
 from embodied_ppo.types import CheckpointError, ConfigError
 
 # Options that may differ between a run and its continuation without a word; every other difference is told.
 FREE_ON_RESUME = ("updates", "env_steps", "save_every", "keep_last", "eval_every", "evaluation", "run_dir", "resume")
-FREE_ON_RESUME += ("device", "threads", "name", "description")
+FREE_ON_RESUME += ("name", "description")
+ROUNDING_OPTIONS = ("device", "threads", "matmul_precision", "compile")
+"""Options that change results by rounding alone: one line names all that differ."""
 FIXED_ON_RESUME = ("mode", "algorithm.horizon", "env.num_envs", "seed")
 FIXED_ON_RESUME += ("model.activation", "model.heads", "model.decode")  # the same weights would mean something else
+
+
+LOCK = ".lock"
+"""File in a run directory that the process which trains in it holds a lock on."""
 
 
 def absolute(config: Config) -> Config:
@@ -51,6 +59,17 @@ def absolute(config: Config) -> Config:
             model=replace(reward.model, path=full(reward.model.path)),
         ),
     )
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file under another name, then rename it: a full disk leaves the old one."""
+    temporary = path.with_name(f"{path.name}.new")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def new_run_dir(config: Config) -> Path:
@@ -111,11 +130,13 @@ def stored_options(source: checkpoint.Checkpoint) -> dict[str, Any]:
     return options
 
 
-def check_resume(config: Config, source: checkpoint.Checkpoint, updates: int, say: Callable[[str], None]) -> None:
+def check_resume(
+    config: Config, source: checkpoint.Checkpoint, updates: int, device: torch.device, say: Callable[[str], None]
+) -> None:
     """Tell every option that differs from the checkpoint's; refuse those that cannot."""
     old = strict.flat(stored_options(source))
     for path, now in strict.flat(strict.relevant(config)).items():
-        if path.split(".")[0] in FREE_ON_RESUME or old.get(path) == now:
+        if path.split(".")[0] in (*FREE_ON_RESUME, *ROUNDING_OPTIONS) or old.get(path) == now:
             continue
         if path in FIXED_ON_RESUME:
             raise ConfigError(
@@ -123,6 +144,12 @@ def check_resume(config: Config, source: checkpoint.Checkpoint, updates: int, sa
                 "rest on; leave it (and experiment=: resume= alone has the run's own options), or start a new run"
             )
         say(f"resume: {path} was {old.get(path)}, is {now}")
+    now, then = arithmetic(config, device), source.arithmetic()
+    if then.keys() <= {"torch"}:  # written by an older version: its options are what is known
+        now |= {name: getattr(config, name) for name in ROUNDING_OPTIONS}
+        then |= {name: old.get(name, now[name]) for name in ROUNDING_OPTIONS}
+    if changes := [f"{name} was {then[name]}, is {now[name]}" for name in now if then.get(name) != now[name]]:
+        say(f"resume: {', '.join(changes)}: results differ by rounding from those of an uninterrupted run")
     schedule = config.algorithm.lr_schedule
     length = [
         total_updates(strict.load(Config, stored_options(source) | {"resume": None}, source=strict.STORED)),
@@ -135,21 +162,64 @@ def check_resume(config: Config, source: checkpoint.Checkpoint, updates: int, sa
 
 
 @contextmanager
+def claimed(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path, str | None]]:
+    """Lock the run directory, then yield what ``locate`` returns under the lock.
+
+    Another process may have trained in the directory between the first look and the lock.
+    """
+    run_dir, _ = locate(config, lambda line: None)
+    with locked(run_dir):
+        pinned = replace(config, run_dir=str(run_dir)) if config.resume in (None, "auto") else config
+        yield locate(pinned, say)
+
+
+@contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """One process per run directory."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / ".lock").touch()
-    except OSError as error:
-        raise ConfigError(f"run_dir={run_dir}: cannot be written ({error.strerror}); name another") from error
-    with open(run_dir / ".lock", "r+") as f:
+    """Make the directory and let one process train in it; a new one that stays empty is removed again.
+
+    Raises ConfigError where another process trains in it or it cannot be written.
+    """
+    absent = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    with _lock(run_dir) as file:
+        with suppress(OSError):  # a full disk: the owner's name is only for the message of a refused process
+            file.truncate(0)
+            file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
         try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        finally:
+            if absent and os.listdir(run_dir) == [LOCK]:
+                (run_dir / LOCK).unlink()
+                for path in absent:
+                    with suppress(OSError):  # not empty: another process uses it
+                        path.rmdir()
+
+
+def _lock(run_dir: Path) -> TextIO:
+    """Open and lock the lock file; another process that was refused may remove it in between."""
+    path = run_dir / LOCK
+    for _ in range(100):
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            file = open(path, "a+")  # noqa: SIM115  (the caller closes it)
+        except FileNotFoundError:
+            continue
         except OSError as error:
-            who = f.read().strip() or "another process"
-            raise ConfigError(f"run_dir={run_dir}: {who} is training in it; wait, or name another") from error
-        with suppress(OSError):  # a full disk: it only helps others to know whom they wait for
-            f.truncate()
-            f.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
-            f.flush()
-        yield
+            if error.errno == errno.ENAMETOOLONG:
+                raise
+            line = f"run_dir={run_dir}: cannot be written ({error.strerror}); name another"
+            raise ConfigError(line) from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                return file
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            file.close()
+            line = f"run_dir={run_dir}: {owner} is training in it; wait, or name another"
+            raise ConfigError(line) from error
+        file.close()
+    raise ConfigError(f"run_dir={run_dir}: is removed as soon as it is made; name another")

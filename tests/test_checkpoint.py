@@ -263,6 +263,48 @@ def test_latest_best_and_pruning(trained: Path, tmp_path: Path) -> None:
     assert checkpoint.open_checkpoint(folder / "best").manifest["score"] == 9.0
 
 
+def test_copies_are_ignored_and_numbers_are_compared(run_dir: Path, tmp_path: Path) -> None:
+    def save(update: int) -> Path:
+        return checkpoint.save(folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=2)
+
+    folder = tmp_path / "checkpoints"
+    for update in (999_998, 999_999, 1_000_000):
+        save(update)
+    copies = ["step_1000000_backup", "step_1000000 (copy)", "step_0999999", "step_12"]
+    for copy in copies:
+        shutil.copytree(folder / "step_1000000", folder / copy)
+    (folder / "step_000007").write_text("a file")
+    save(1_000_001)
+    assert list(checkpoint.steps(folder)) == [1_000_000, 1_000_001], "pruned by number"
+    assert checkpoint.open_checkpoint(tmp_path).update == 1_000_001
+    newest = checkpoint.newest_valid(tmp_path)
+    assert newest is not None and newest.update == 1_000_001
+    before = sorted(os.listdir(folder))
+    checkpoint.repair(tmp_path, newest, print)
+    assert sorted(os.listdir(folder)) == before and {*copies, "step_000007"} < {*before}
+    # beside a real run: resume and evaluate take the newest checkpoint
+    shutil.copytree(step(run_dir), step(run_dir).with_name("step_000002_backup"))
+    other = strict.load(Config, {**OPTIONS, "run_dir": str(run_dir), "resume": "auto"})
+    assert build.train(other, quiet=True)["updates"] == 2
+    assert checkpoint.find(run_dir).name == "step_000002"
+
+
+def test_links_point_to_sound_checkpoints_after_a_repair(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for update, score in ((1, 5.0), (2, 7.0), (3, 9.0)):
+        path = checkpoint.save(folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=9)
+        checkpoint.set_score(path, score)
+    (folder / "step_000003" / "policy.pt").write_bytes(b"short")
+    newest = checkpoint.newest_valid(tmp_path)
+    assert newest is not None
+    checkpoint.repair(tmp_path, newest, print)
+    assert {os.readlink(folder / link) for link in ("latest", "best")} == {"step_000002"}
+    checkpoint.set_score(
+        checkpoint.save(folder, update=3, policy={}, training={}, config_text="", info={}, keep_last=9), 6.0
+    )
+    assert os.readlink(folder / "best") == "step_000002"
+
+
 def test_a_half_written_directory_is_no_checkpoint(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "checkpoints", tmp_path / "checkpoints", symlinks=True)
     shutil.copytree(tmp_path / "checkpoints/step_000002", tmp_path / "checkpoints/.writing-000003-1")

@@ -5,6 +5,7 @@ Kills and damaged checkpoints are in test_resume.py, lost processes in test_dril
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from test_resume import OVERRIDES, assert_same, command, contents, rows, start, tiny, wait_for
 
-from embodied_ppo import build, checkpoint
+from embodied_ppo import build, checkpoint, rundir
 
 INSIDE = """
 mount -t tmpfs -o size={size} tmpfs "$1" && cd "$1" && shift
@@ -95,6 +96,43 @@ def test_the_second_process_is_told_who_the_first_is(tmp_path: Path) -> None:
     assert re.search(rf"run: pid {process.pid} on \S+ is training in it; wait, or name another", second.stderr)
     third = subprocess.run([*words, "updates=3"], capture_output=True, text=True)  # a dead one holds no lock
     assert "is training in it" not in third.stderr
+
+
+def test_two_starts_in_one_new_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first holds the directory while it builds; a late one sees its run; a refused one leaves nothing."""
+    assembled, locked = build._assembled, rundir.locked
+    config = tiny(tmp_path / "folder" / "run", updates=1)
+
+    def slow(setup: Any, stack: Any) -> Any:
+        monkeypatch.setattr(build, "_assembled", assembled)
+        with pytest.raises(build.ConfigError, match=rf"run: pid {os.getpid()} on \S+ is training in it"):
+            build.train(config, quiet=True)
+        return assembled(setup, stack)
+
+    monkeypatch.setattr(build, "_assembled", slow)
+    build.train(config, quiet=True)
+    shutil.move(tmp_path / "folder" / "run", tmp_path / "done")
+    files = {p.relative_to(tmp_path / "done"): p.read_bytes() for p in (tmp_path / "done").rglob("*") if p.is_file()}
+
+    @contextlib.contextmanager
+    def late(run_dir: Path) -> Any:
+        shutil.copytree(tmp_path / "done", run_dir, symlinks=True)  # another process started and finished
+        with locked(run_dir):
+            yield
+
+    with monkeypatch.context() as patch, pytest.raises(build.ConfigError, match="holds a run already"):
+        patch.setattr(rundir, "locked", late)
+        build.train(config, quiet=True)
+    run_dir = tmp_path / "folder" / "run"
+    assert {p.relative_to(run_dir): p.read_bytes() for p in run_dir.rglob("*") if p.is_file()} == files
+
+    def fails(*_: Any) -> None:
+        raise build.EnvError("no simulator")
+
+    monkeypatch.setattr(build, "_assembled", fails)
+    with pytest.raises(build.EnvError):
+        build.train(tiny(tmp_path / "new" / "folder" / "run"), quiet=True)
+    assert not (tmp_path / "new").exists()
 
 
 JUMPING = """

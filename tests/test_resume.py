@@ -10,13 +10,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import toys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from embodied_ppo import build, checkpoint, robot, spread, strict, terminal
+from embodied_ppo import assembly, build, checkpoint, robot, rundir, spread, strict, terminal
 from embodied_ppo.config import Config
 from embodied_ppo.log import Log, Timer
 from embodied_ppo.placement.system import RunSystem
@@ -123,7 +124,25 @@ def test_what_a_resumed_run_says(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert second["initial_return"] == first["initial_return"] is not None
     told = capfd.readouterr().err
     assert "resume: the run was to have 4 updates, now 8: lr_schedule=linear spans them anew" in told
-    weights = run_dir / "checkpoints" / "step_000008" / checkpoint.POLICY
+    assert "rounding" not in told
+    step = run_dir / "checkpoints" / "step_000008"
+    other = tiny(run_dir, updates=9, resume="auto", threads=2, matmul_precision="high", compile="never")
+    changes = "matmul_precision was highest, is high, compile was auto, is never"
+    ending = ": results differ by rounding from those of an uninterrupted run"
+    manifest = json.loads((step / checkpoint.MANIFEST).read_text())
+    for later in (False, True):
+        if later:  # as a version wrote it that recorded less, with another torch
+            del manifest["arithmetic"]
+            manifest["versions"]["torch"] = "1.0"
+            (step / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+        lines: list[str] = []
+        device = torch.device("cpu")
+        rundir.check_resume(other, checkpoint.open_checkpoint(step), 9, device, lines.append)
+        assert lines[0].startswith("resume: ") and lines[0].endswith(ending) and "device" not in lines[0]
+        found = lines[0].removeprefix("resume: ").removesuffix(ending).split(", ")
+        torch_changes = ["torch was 1.0", f"is {assembly.versions()['torch']}"] if later else []
+        assert sorted(found) == sorted(["threads was 1", "is 2", *changes.split(", "), *torch_changes])
+    weights = step / checkpoint.POLICY
     weights.write_bytes(weights.read_bytes()[:-9])
     build.train(tiny(run_dir, updates=8, resume="auto"))
     assert "resume: step_000008 does not verify; it is kept as damaged_step_000008" in capfd.readouterr().err
@@ -256,10 +275,10 @@ def kill_at(moment: int, update: int, monkeypatch: pytest.MonkeyPatch) -> list[s
     return taken
 
 
-def state_of(run_dir: Path) -> tuple[object, ...]:
+def state_of(run_dir: Path) -> tuple[Any, ...]:
     """Rows, scores, links and curves of a run."""
     folder = run_dir / "checkpoints"
-    manifests = {p.parent.name: json.loads(p.read_text()) for p in folder.glob("step_*/manifest.json")}
+    manifests = {p.parent.name: json.loads(p.read_text()) for p in sorted(folder.glob("step_*/manifest.json"))}
     scores = {name: manifest["score"] for name, manifest in manifests.items()}
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     points = [(e.step, e.value) for e in events.Scalars("eval/return")]
@@ -273,16 +292,17 @@ def test_a_kill_between_saving_and_logging_loses_nothing(tmp_path: Path, monkeyp
 
     def train(name: str, **changes: object) -> None:
         c = tiny(tmp_path / name, updates=3, save_every=1, eval_every=1, keep_last=9, compile="never", **changes)
-        algorithm = replace(c.algorithm, horizon=4, update_epoch=1)
+        algorithm = replace(c.algorithm, horizon=4, update_epoch=1, lr=0.01)
         evaluation = replace(c.evaluation, episodes=2, num_envs=2, video_episodes=0)
         env = replace(c.env, max_episode_steps=1000)
-        build.train(replace(c, algorithm=algorithm, evaluation=evaluation, env=env), quiet=True)
+        build.train(replace(c, seed=5, algorithm=algorithm, evaluation=evaluation, env=env), quiet=True)
 
     with monkeypatch.context() as patch:
         steps = kill_at(0, 2, patch)
         train("whole")
     expected = state_of(tmp_path / "whole")
-    print(expected[1:])
+    scores, best = expected[1:3]
+    assert list(scores.values()) == sorted(set(scores.values())) and best == "step_000003", "each claims best"
     assert [row["update"] for row in rows(tmp_path / "whole")] == [0, 1, 2, 3]
     assert {name for _, name in STEPS_OF_A_TRANSACTION} < set(steps)
     for moment in range(1, len(steps) + 1):
