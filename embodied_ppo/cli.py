@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
+import resource
 import shlex
 import sys
 import traceback
@@ -32,6 +34,12 @@ if TYPE_CHECKING:  # torch is imported inside the commands: --help answers at on
 
 UNWELL, REFUSED, FAILED, INTERRUPTED = 1, 2, 3, 130
 """Exit codes: doctor found what the default recipes miss, nothing started, the run failed, interrupted after saving."""
+RUNNING = (*PRIMARY, "tune")
+"""Commands that load torch and simulators to run them."""
+LEAST_ADDRESS_SPACE = 1_500_000 * 1024
+"""Bytes. Measured: a run of experiment=cartpole aborts in glibc or libstdc++ with 1,200,000 kB, not with 1,300,000."""
+OUT_OF_MEMORY = ("can't start new thread", "can't allocate memory", "Cannot allocate memory", "failed to map segment")
+"""Texts of errors of threading, torch and the dynamic loader."""
 MY_CONFIGS = "my_configs"
 """Folder for what a command writes to be read as a config, unless --config-dir names one."""
 
@@ -446,6 +454,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.path.append(os.getcwd())  # where env.id=my_module:MyTask-v0 looks
         except FileNotFoundError as e:
             raise UsageError("the current folder has been deleted; change to one that is there") from e
+        if argv[0] in RUNNING:
+            _check_address_space()
         COMMANDS[argv[0]][0](args)
         sys.stdout.flush()
     except SystemExit as e:
@@ -454,7 +464,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError as e:
-        if argv[0] in ("train", "demos", "clone", "evaluate", "export"):
+        if argv[0] in PRIMARY:
             return _report(e)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever reads has read enough: .. | head
         return 0
@@ -463,12 +473,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _check_address_space() -> None:
+    """Refuse a limit (``ulimit -v``) under which the C libraries abort the process. Raises UsageError."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
+        raise UsageError(
+            f"ulimit -v is {limit // 1024}: torch and its threads need at least {LEAST_ADDRESS_SPACE // 1024} kB of "
+            "address space; raise it, or write ulimit -v unlimited"
+        )
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Whether the system refused memory or a thread, which libraries raise as different types."""
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    if isinstance(error, (RuntimeError, ImportError)):
+        return any(text in str(error) for text in OUT_OF_MEMORY)
+    return isinstance(error, MemoryError)
+
+
 def _report(error: Exception) -> int:
     """Print the last line, return the exit code."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        path = str(error.filename)
+        longest = max(path.split("/"), key=len)
+        shown = path.replace(longest, f"{longest[:20]}..") if len(longest) > 255 else f"{path[:60]}.."
+        limit = f"a part of it has {len(os.fsencode(longest))} bytes, the limit is 255" * (len(longest) > 255)
+        error = UsageError(f"{shown}: is too long for a path ({limit or error.strerror}); shorten it")
     if isinstance(error, (UsageError, ConfigError, PlacementError, CheckpointError, EnvError)):
         print(f"error: {one_line(error)}", file=sys.stderr)
         return REFUSED
-    if isinstance(error, MemoryError):
+    if _out_of_memory(error):
         error = TrainingError(
             f"out of memory ({one_line(error, kind=True)}); embodied-ppo plan tells what a run needs; lower "
             "env.num_envs or algorithm.horizon"

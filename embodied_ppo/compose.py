@@ -183,6 +183,20 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
         ) from None
     except (HydraException, OmegaConfBaseException, YAMLError) as e:
         raise ConfigError(_hydra_says(e)) from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(_not_utf8(args.config_dir)) from e
+
+
+def _not_utf8(folder: str | None) -> str:
+    """Name the config that Hydra cannot decode; its error does not."""
+    for file in sorted(Path(folder or ".").rglob("*.y*ml")):
+        try:
+            file.read_bytes().decode()
+        except UnicodeDecodeError as e:
+            return f"{file}: byte {e.start} (0x{e.object[e.start]:02x}) is not UTF-8; save the file as UTF-8"
+        except OSError:
+            continue
+    return f"--config-dir {folder}: a file is not UTF-8; save it as UTF-8"
 
 
 def _hydra_says(error: Exception) -> str:
@@ -401,6 +415,8 @@ def multirun(args: argparse.Namespace, run: RunJob) -> None:
         hydra.multirun(name, functools.partial(_job, args=args, run=run, fixed=fixed), lines)
     except (HydraException, OmegaConfBaseException) as e:
         raise ConfigError(_hydra_says(e)) from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(_not_utf8(args.config_dir)) from e
     finally:
         GlobalHydra.instance().clear()
 

@@ -85,9 +85,11 @@ def _description(file: Path) -> str:
 
     from embodied_ppo import strict
 
-    text = file.read_text(encoding="utf-8")
     try:
+        text = file.read_text(encoding="utf-8")
         content = strict.plain_yaml(text)
+    except UnicodeDecodeError:
+        return "(not UTF-8)"
     except yaml.YAMLError:
         return "(broken YAML)"
     if isinstance(content, Mapping) and isinstance(content.get("description"), str):

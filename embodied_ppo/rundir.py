@@ -6,12 +6,13 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import yaml
@@ -180,28 +181,37 @@ def locked(run_dir: Path) -> Iterator[None]:
     Raises ConfigError where another process trains in it or it cannot be written.
     """
     absent = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-    with _lock(run_dir) as file:
+    try:
+        file = _lock(run_dir)
+    except (OSError, ConfigError):
+        _remove_empty(absent)
+        raise
+    with file:
         with suppress(OSError):  # a full disk: the owner's name is only for the message of a refused process
             file.truncate(0)
-            file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
+            file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
         try:
             yield
         finally:
             if absent and os.listdir(run_dir) == [LOCK]:
                 (run_dir / LOCK).unlink()
-                for path in absent:
-                    with suppress(OSError):  # not empty: another process uses it
-                        path.rmdir()
+                _remove_empty(absent)
 
 
-def _lock(run_dir: Path) -> TextIO:
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove what is empty of a folder and its parents."""
+    for folder in folders:
+        with suppress(OSError):  # not made, or another process uses it
+            folder.rmdir()
+
+
+def _lock(run_dir: Path) -> FileIO:
     """Open and lock the lock file; another process that was refused may remove it in between."""
     path = run_dir / LOCK
     for _ in range(100):
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            file = open(path, "a+")  # noqa: SIM115  (the caller closes it)
+            file = FileIO(path, "a+")  # unbuffered: on a full disk the write fails, not the closing
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -217,7 +227,7 @@ def _lock(run_dir: Path) -> TextIO:
             pass
         except OSError as error:
             file.seek(0)
-            owner = file.read().strip() or "another process"
+            owner = file.readall().decode(errors="replace").strip() or "another process"
             file.close()
             line = f"run_dir={run_dir}: {owner} is training in it; wait, or name another"
             raise ConfigError(line) from error

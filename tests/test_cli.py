@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -736,6 +737,46 @@ def test_a_failed_run_says_why_on_its_last_line(capsys: pytest.CaptureFixture[st
     assert cli.main(["train", *TINY, "algorithm.lr=1e38", "updates=20", "run_dir=run"]) == 3
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ") and len(last) > 20
+
+
+LONG = "a" * 300
+PATHS = (
+    ["train", *TINY, f"run_dir=folder/{LONG}"],
+    ["train", *TINY, f"name={LONG}"],
+    ["train", f"resume={LONG}"],
+    ["train", "--config-dir", LONG],
+    ["evaluate", f"checkpoint={LONG}"],
+    ["import-config", "verl", LONG],
+)
+
+
+@pytest.mark.parametrize("words", PATHS, ids=lambda words: words[-1][:12])
+def test_a_path_that_is_too_long_is_refused_in_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has 300 bytes, the limit is 255); shorten it" in line and len(line) < 200
+    assert not list(Path.cwd().iterdir())
+
+
+def test_a_config_that_is_not_utf8_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine/experiment").mkdir(parents=True)
+    Path("mine/experiment/latin.yaml").write_bytes('name: "caf\xe9"\n'.encode("latin-1"))
+    for more in ([], ["-m"]):
+        assert cli.main(["train", *more, "--config-dir", "mine", "experiment=latin"]) == 2
+        assert capsys.readouterr().err == (
+            "error: mine/experiment/latin.yaml: byte 10 (0xe9) is not UTF-8; save the file as UTF-8\n"
+        )
+    assert cli.main(["experiments", "--config-dir", "mine"]) == 0
+    assert "(not UTF-8)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("limit", "words", "code"), [(1_200_000, "train", 2), (250_000, "plan", 3)])
+def test_too_little_address_space_is_one_line(limit: int, words: str, code: int) -> None:
+    shell = f"ulimit -v {limit}; exec {shlex.join(command(words))}"
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == code and len(line) <= 300
+    assert line.startswith("error: ulimit -v is 1200000: " if code == 2 else "error: out of memory (")
 
 
 def test_an_unexpected_failure_keeps_its_traceback(

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -72,6 +73,31 @@ def test_a_disk_that_fills_up_with_logs_says_so_too(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
     assert "free space, then continue with the same command" in done.stderr
+
+
+@pytest.mark.parametrize("earlier", [None, "config.yaml"])  # what is written before the disk is full
+def test_a_disk_that_is_full_at_the_start_is_refused(
+    tmp_path: Path, earlier: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assembled, limits = build._assembled, resource.getrlimit(resource.RLIMIT_FSIZE)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("the old one")
+
+    def full(setup: Any, stack: Any) -> Any:
+        system = assembled(setup, stack)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))  # bytes: less than TensorBoard's first
+        return system
+
+    monkeypatch.setattr(build, "_assembled", full)
+    if earlier:
+        monkeypatch.setattr(build, "replace_text", lambda *_: None)
+    try:
+        with pytest.raises(build.ConfigError, match=r"run: cannot be written \(File too large\); free space"):
+            build.train(tiny(tmp_path / "run", updates=1, compile="never"), quiet=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "run" / "config.yaml").read_text() == "the old one"
+    assert (tmp_path / "run" / "tensorboard").exists() == bool(earlier)
 
 
 @needs_a_disk
