@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from embodied_ppo.errors import one_line
-from embodied_ppo.types import CheckpointError, PendingRow
+from embodied_ppo.types import CheckpointError, Metrics, PendingRow
 
 FORMAT = 1
 MANIFEST, CONFIG, POLICY, TRAINING = "manifest.json", "config.yaml", "policy.pt", "training.pt"
@@ -59,7 +59,7 @@ class Checkpoint:
         if (row := self.manifest.get(ROW)) is None:
             return None
         try:
-            metrics = {str(k): math.nan if x is None else float(x) for k, x in row["metrics"].items()}
+            metrics: Metrics = {str(k): math.nan if x is None else float(x) for k, x in row["metrics"].items()}
             return PendingRow(metrics, bool(row["evaluation_due"]))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointError(
