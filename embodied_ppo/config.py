@@ -338,7 +338,7 @@ class EvaluationConfig:
     deterministic: bool = True
     """Act with the distribution's mode (the likeliest token); false: sample."""
     seed: Natural = 0
-    """First seed of the evaluation's initial states (never one of training's)."""
+    """Seed of the initial states, 0 to 16383. Different seeds share no episode; none is one of training's."""
     n: Count = 1
     """Responses to each prompt; with more than one also pass@k and maj@n are told."""
     response_length: Count | None = None
@@ -631,7 +631,7 @@ class EvaluateConfig:
     num_envs: Count = 16
     """Environments evaluated together."""
     seed: Natural = 0
-    """First seed of the initial states (always disjoint from training's)."""
+    """Seed of the initial states, 0 to 16383. Different seeds share no episode; none is one of training's."""
     deterministic: bool = True
     """Act with the distribution's mode; false: sample."""
     video: bool = True

@@ -20,6 +20,12 @@ from embodied_ppo.types import EnvError, Mean, Metrics, Obs, Policy, VectorEnv
 EVAL_SEED_BASE = TRAINING_SEEDS
 """Evaluation seeds lie in [this, 2**31); training's lie below."""
 
+EPISODES_PER_SEED = 1 << 16
+"""Simulator seeds that belong to one value of evaluation.seed: two values never share an episode."""
+
+LARGEST_SEED = (2**31 - EVAL_SEED_BASE) // EPISODES_PER_SEED - 1
+"""Largest value of evaluation.seed; simulators take seeds of 31 bits."""
+
 GROUP = 16
 """Rows of one policy call. A matrix product's last bits depend on the number of rows, and a sampled action on the row's
 place; so episode i always sits in place i % GROUP of a call of GROUP rows, and num_envs changes no number."""
@@ -108,12 +114,25 @@ class EvaluationResult:
 
 # -------------------------------------------------------------------------------------------------------- measurement
 def evaluation_seeds(seed: int, episodes: int) -> list[int]:
-    """EVAL_SEED_BASE + seed + i for episode i; raises EnvError where that leaves the simulators' 31 bits."""
-    last = EVAL_SEED_BASE + seed + episodes - 1
-    if seed < 0 or last >= 2**31:
-        limit = 2**31 - EVAL_SEED_BASE - episodes
-        raise EnvError(f"evaluation.seed={seed} with {episodes} episodes: choose a seed in [0, {limit}]")
-    return [EVAL_SEED_BASE + seed + i for i in range(episodes)]
+    """Return the simulator seeds of episodes 0 to ``episodes - 1``.
+
+    Episode i of evaluation seed s has the simulator seed EVAL_SEED_BASE + s * EPISODES_PER_SEED + i. The blocks of
+    different seeds are disjoint, so evaluations with different seeds are independent samples.
+
+    Raises:
+        EnvError: ``seed`` or ``episodes`` is out of range.
+    """
+    if not 0 <= seed <= LARGEST_SEED:
+        raise EnvError(
+            f"evaluation seed {seed}: must be from 0 to {LARGEST_SEED}; write seed=0 (train: evaluation.seed=0)"
+        )
+    if episodes > EPISODES_PER_SEED:
+        raise EnvError(
+            f"{episodes} evaluation episodes: one evaluation seed has {EPISODES_PER_SEED}; measure at most "
+            "that many, and the others with another seed"
+        )
+    first = EVAL_SEED_BASE + seed * EPISODES_PER_SEED
+    return list(range(first, first + episodes))
 
 
 @torch.inference_mode()
@@ -130,10 +149,10 @@ def evaluate(
 ) -> EvaluationResult:
     """Measure ``episodes`` episodes of ``policy``; the same policy and seed give the same result bit for bit.
 
-    Episode i is the first episode of an environment made with seed EVAL_SEED_BASE + seed + i, so neither ``num_envs``
-    nor ``episodes`` changes what episode i is. The environments come in blocks of ``num_envs``; a block lasts until
-    each has finished its first episode, and what an environment does after that is ignored. The normaliser is not
-    updated.
+    Episode i is the first episode of an environment made with seed ``evaluation_seeds(seed, ..)[i]``, so neither
+    ``num_envs`` nor ``episodes`` changes what episode i is. The environments come in blocks of ``num_envs``; a block
+    lasts until each has finished its first episode, and what an environment does after that is ignored. The normaliser
+    is not updated.
 
     make_env       seeds -> that many environments; they are closed here
     deterministic  act with the distribution's mode; False: sample, keyed by (seed, i // GROUP, step)

@@ -339,6 +339,7 @@ def evaluate(
 
     Raises CheckpointError, ConfigError, EnvError.
     """
+    evaluation.evaluation_seeds(config.seed, config.episodes)  # refused before anything is built
     base = strict.dump(evaluation_env(trained))
     kwargs = {**base["kwargs"], **dict(config.env.get("kwargs") or {})}
     env_config = strict.load(EnvConfig, {**base, **config.env, "kwargs": kwargs}, source="env")

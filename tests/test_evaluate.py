@@ -83,15 +83,16 @@ def measure(policy: Linear, make: Any = make_cartpole, **options: Any) -> ev.Eva
 def test_episodes_are_those_of_a_plain_loop_over_the_simulator() -> None:
     result = measure(cartpole(), episodes=5, num_envs=2, seed=7)
     envpool = envpool_env.load()
+    first = (1 << 30) + 7 * ev.EPISODES_PER_SEED
     for i, episode in enumerate(result.episodes):
-        env = envpool.make_gymnasium("CartPole-v1", num_envs=1, seed=[(1 << 30) + 7 + i])
+        env = envpool.make_gymnasium("CartPole-v1", num_envs=1, seed=[first + i])
         obs, _ = env.reset()
         state = hashlib.sha256(obs[0].astype(np.float32).tobytes()).hexdigest()
         total, length, done = 0.0, 0, False
         while not done:
             obs, reward, terminated, truncated, _ = env.step(np.array([int(obs[0, 2] > 0)]))
             total, length, done = total + float(reward[0]), length + 1, bool(terminated[0] or truncated[0])
-        assert (episode.index, episode.seed) == (i, (1 << 30) + 7 + i)
+        assert (episode.index, episode.seed) == (i, first + i)
         assert (episode.return_, episode.length, episode.initial_state) == (total, length, state)
         assert episode.ended == "terminated" and episode.success is None
     assert len(set(result.returns)) > 1, "a policy that always scores the same proves little"
@@ -113,10 +114,6 @@ def test_neither_num_envs_nor_the_number_of_episodes_changes_an_episode(task: st
     for num_envs in (1, 5, 16):
         assert measure(policy, make, episodes=37, num_envs=num_envs, **options).episodes == whole
     assert measure(policy, make, episodes=20, num_envs=8, **options).episodes == whole[:20]
-    # Episode 2 of seed 3 starts as episode 0 of seed 5.
-    assert measure(policy, make, episodes=1, deterministic=deterministic, seed=5).episodes[0].initial_state == (
-        whole[2].initial_state
-    )
 
 
 def test_sampling_differs_from_the_mode_and_repeats_with_its_seed() -> None:
@@ -194,10 +191,20 @@ def test_a_reward_that_is_not_finite_is_an_error() -> None:
 
 
 def test_seeds_are_above_trainings_and_within_31_bits() -> None:
-    assert ev.evaluation_seeds(5, 3) == [(1 << 30) + 5, (1 << 30) + 6, (1 << 30) + 7]
-    assert ev.evaluation_seeds((1 << 30) - 10, 10)[-1] == 2**31 - 1
-    with pytest.raises(EnvError, match=r"choose a seed in \[0, 1073741814\]"):
-        ev.evaluation_seeds((1 << 30) - 9, 10)
+    assert ev.evaluation_seeds(0, 3) == [1 << 30, (1 << 30) + 1, (1 << 30) + 2]  # as in all published figures
+    assert ev.evaluation_seeds(ev.LARGEST_SEED, ev.EPISODES_PER_SEED)[-1] == 2**31 - 1
+    with pytest.raises(EnvError, match=r"evaluation seed 16384: must be from 0 to 16383; write seed=0"):
+        ev.evaluation_seeds(16384, 1)
+    with pytest.raises(EnvError, match=r"65537 evaluation episodes: one evaluation seed has 65536; "):
+        ev.evaluation_seeds(0, 65537)
+
+
+def test_different_seeds_share_no_episode() -> None:
+    seeds = [seed for s in (0, 1, 7, 1000) for seed in ev.evaluation_seeds(s, ev.EPISODES_PER_SEED)]
+    assert len(set(seeds)) == 4 * ev.EPISODES_PER_SEED
+    zero, seven = (measure(cartpole(), seed=s, episodes=20) for s in (0, 7))
+    states = [{e.initial_state for e in result.episodes} for result in (zero, seven)]
+    assert len(states[0] | states[1]) == 40
 
 
 def test_fingerprint_is_the_hash_of_the_bytes() -> None:
