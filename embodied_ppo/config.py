@@ -57,6 +57,9 @@ class EnvConfig:
     """Continuous actions: rescale clamps to [-1, 1] and maps to the bounds, clip clamps to them, none passes on."""
     success_key: str | None = None
     """Entry of the simulator's info that says success; null: `success` or `is_success` where present."""
+    obs_keys: tuple[str, ...] | None = None
+    """Observations that the policy reads, by name, where a simulator gives several (images of env.cameras are kept);
+    null: all, which is refused where a name says that the observation is privileged (privileged_state, critic)."""
     action_chunk: Count = 1
     """Primitive steps that one decision plans (C); an episode's end cuts it short. horizon counts decisions."""
     cameras: tuple[str, ...] = ()

@@ -50,6 +50,7 @@ def make_env(
         max_episode_steps=config.max_episode_steps,
         action_mapping=config.action_mapping,
         success_key=config.success_key,
+        obs_keys=config.obs_keys,
         action_chunk=config.action_chunk,
         cameras=config.cameras,
         image_size=(config.image_size, config.image_size),

@@ -243,6 +243,7 @@ def test_actions_reach_the_simulator_in_its_units(simulator: str) -> None:
         ("FrozenLake-v1", {}, ArraySpec((16,)), Discrete(4), 100),
         ("FrozenLake-v1", {"simulator": "gymnasium"}, ArraySpec((16,)), Discrete(4), 100),
         ("CheetahRun-v1", {}, {"position": ArraySpec((8,)), "velocity": ArraySpec((9,))}, None, 1000),
+        ("Go1JoystickFlatTerrain-v1", {"obs_keys": ["state"]}, {"state": ArraySpec((48,))}, None, 1000),
         ("CliffWalking-v0", {}, ArraySpec((48,)), Discrete(4), None),
         ("CartPole-v1", {"simulator": "gymnasium", "max_episode_steps": 9}, ArraySpec((4,)), Discrete(2), 9),
         ("LunarLanderContinuous-v3", {}, ArraySpec((8,)), Box((-1.0,) * 2, (1.0,) * 2), 1000),
@@ -263,6 +264,23 @@ def test_nested_and_single_number_observations_get_flat_names() -> None:
     assert isinstance(obs, dict) and {k: tuple(x.shape) for k, x in obs.items()} == {
         k: (2, *spec.shape) for k, spec in finger.obs_spec.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("id", "keys", "options"),
+    [
+        ("CheetahRun-v1", ["velocity"], {}),
+        ("test/Teacher-v0", ["critic"], {}),  # selects critic/force and critic/mass
+        ("torch_tasks:student", ["critic", "student"], {}),
+        ("toys:Privileged", ["state"], {"num_threads": 1, "cameras": ["eye"]}),
+    ],
+)
+def test_obs_keys_select_observations(id: str, keys: list[str], options: dict[str, Any]) -> None:
+    env = make(id, obs_keys=keys, **options)
+    obs, step = play(env, 1)
+    names = {"test/Teacher-v0": ["critic/force", "critic/mass"], "toys:Privileged": ["state", "eye"]}.get(id, keys)
+    assert isinstance(env.obs_spec, dict) and list(env.obs_spec) == list(obs) == list(step.obs) == names
+    assert all(tuple(x.shape) == (2, *env.obs_spec[name].shape) for name, x in step.obs.items())
 
 
 def test_success_where_the_task_says_it() -> None:
@@ -318,6 +336,21 @@ class Corridor(gymnasium.Env):
         return picture
 
 
+class Teacher(Corridor):
+    """Observations of a policy and of a critic that reads more."""
+
+    observation_space = spaces.Dict(
+        {
+            "policy": spaces.Box(-9, 9, (2,), np.float32),
+            "critic": spaces.Dict({"force": spaces.Box(-9, 9, (1,)), "mass": spaces.Box(0, 9, (1,))}),
+        }
+    )
+
+    def _obs(self) -> dict[str, Any]:
+        one = np.ones(1, np.float32)
+        return {"policy": np.array([self.x, 0], np.float32), "critic": {"force": 2 * one, "mass": 3 * one}}
+
+
 class OwnVector(gymnasium.vector.VectorEnv):
     """A vector implementation of the user's own: resets in the same step, one seed only, one buffer for everything."""
 
@@ -353,6 +386,7 @@ class OwnVector(gymnasium.vector.VectorEnv):
 
 
 gymnasium.register("test/Corridor-v0", lambda **kwargs: Corridor(**kwargs), max_episode_steps=4)
+gymnasium.register("test/Teacher-v0", lambda **kwargs: Teacher(**kwargs), max_episode_steps=4)
 gymnasium.register("test/Own-v0", vector_entry_point=lambda **kwargs: OwnVector(**kwargs), max_episode_steps=6)
 gymnasium.register("test/Silent-v0", vector_entry_point=lambda num_envs, **_: OwnVector(num_envs, mode=None))
 
@@ -460,6 +494,17 @@ REFUSED = [
     ("Go9x9-v1", {}, "a game of 2 players"),
     ("BinPack-v2", {}, "Box of int32"),
     ("PandaPickCube-v1", {"n": 20_000}, r"20000 environments need .* GB .* num_envs=\d+ is the most that fits"),
+    (
+        "Go1JoystickFlatTerrain-v1",
+        {},
+        r"has privileged_state, which exists in simulation only; write env.obs_keys=\[state\] to leave it out",
+    ),
+    ("Go1JoystickFlatTerrain-v1", {"obs_keys": ["stat"]}, "'stat' is not in its observation; did you mean state"),
+    ("Go1JoystickFlatTerrain-v1", {"obs_keys": []}, r"selects nothing; write null for all, or some of \[state,"),
+    ("CartPole-v1", {"obs_keys": ["state"]}, "its observation is one array; leave obs_keys out"),
+    ("test/Teacher-v0", {}, r"has critic/force, .*; write env.obs_keys=\[policy\]"),
+    ("torch_tasks:student", {}, r"has critic, .*; write env.obs_keys=\[student\]"),
+    ("toys:Privileged", {"num_threads": 1}, r"has privileged_mass, .*; write env.obs_keys=\[state\]"),
     ("no_such_module_at_all:X-v0", {}, "cannot import 'no_such_module_at_all'"),
     ("test/Silent-v0", {}, "autoreset_mode=None.*metadata"),
     ("FrozenLake-v1", {"simulator": "gymnasium", "kwargs": {"map_name": "9x9"}}, "cannot make it"),

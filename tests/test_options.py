@@ -44,6 +44,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "env.num_envs": (8, {}),
     "env.max_episode_steps": (5, {}),
     "env.action_chunk": (2, {}),
+    "env.obs_keys": (["orientations"], {"env.id": "AcrobotSwingup-v1"}),
     "env.cameras": (["eye"], EYE),
     "env.image_size": (48, {**EYE, "env.cameras": ["eye"]}),
     "env.randomize": (True, {**EYE, "env.ranges": {}}),

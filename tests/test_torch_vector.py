@@ -90,6 +90,10 @@ def test_an_observation_alone_is_the_policys_and_not_the_critics() -> None:
     assert env.obs_spec == ArraySpec((2,))
     both = make("isaac", kwargs={"compute_final_obs": True, "observe": ["policy", "critic"]})
     assert both.obs_spec == {"policy": ArraySpec((2,)), "critic": ArraySpec((3,))}
+    chosen = make("isaac", kwargs={"compute_final_obs": True}, obs_keys=["critic"])
+    assert chosen.obs_spec == {"critic": ArraySpec((3,))}
+    with pytest.raises(EnvError, match=r"env.obs_keys and env.kwargs.observe both select observations; leave one out"):
+        make("isaac", kwargs={"observe": "policy"}, obs_keys=["critic"])
 
 
 def test_every_environment_begins_from_its_own_seed_if_the_simulator_takes_a_list() -> None:

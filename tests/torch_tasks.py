@@ -157,6 +157,17 @@ class IsaacLike:
         pass
 
 
+class StudentLike(IsaacLike):
+    """Groups of observations without the name that Isaac Lab gives to the policy's."""
+
+    single_observation_space = spaces.Dict(
+        {"student": Cart.single_observation_space, "critic": spaces.Box(-9, 9, (3,))}
+    )
+
+    def obs(self) -> dict[str, Tensor]:
+        return {"student": self.cart.state, "critic": super().obs()["critic"]}
+
+
 class Config:
     def __init__(self, **options: Any) -> None:
         self.is_finite_horizon = self.compute_final_obs = False
@@ -174,6 +185,10 @@ def maniskill(num_envs: int, seed: int, device: str, max_episode_steps: int = 20
 
 def isaac(num_envs: int, seed: int, device: str, render_mode: str | None = None, **kwargs: Any) -> IsaacLike:
     return IsaacLike(Config(num_envs=num_envs, seed=seed, device=device, **kwargs))
+
+
+def student(num_envs: int, seed: int, device: str) -> IsaacLike:
+    return StudentLike(Config(num_envs=num_envs, seed=seed, device=device, compute_final_obs=True))
 
 
 def next_step(num_envs: int, seed: int, device: str) -> Cart:

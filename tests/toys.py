@@ -165,6 +165,13 @@ class Balance(Task):
         return {"qpos": 0.1 * (2 * u - 1), "pushes": zeros.long(), "gust": zeros}
 
 
+class Privileged(Balance):
+    """Balance with an observation that exists in simulation only."""
+
+    def observe(self, s: State) -> dict[str, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return {"state": torch.cat([s["qpos"], s["qvel"]], 1), "privileged_mass": torch.ones_like(s["qpos"][:, :1])}
+
+
 def value_of(obs: Tensor) -> Tensor:
     """V = 1000 i + 100 episode + step + ½ of the scripted observation [.., 3]."""
     return obs @ torch.tensor([1000.0, 100.0, 1.0]) + 0.5

@@ -36,6 +36,7 @@ def make(
     max_episode_steps: int | None = None,
     action_mapping: str = "rescale",
     success_key: str | None = None,
+    obs_keys: Sequence[str] | None = None,
     action_chunk: int = 1,
     cameras: Sequence[str] = (),
     image_size: tuple[int, int] = (64, 64),
@@ -59,6 +60,8 @@ def make(
     max_episode_steps  the clock, in primitive steps; None: the task's own
     action_mapping     "rescale" | "clip" | "none", see ``actions.mapper``; for continuous actions
     success_key        the info entry that says success; None: "success", else "is_success", where the task has one
+    obs_keys           names of the observations to use, where they are a dictionary; None: all, which is refused where
+                       a name says that it is privileged (``spaces.PRIVILEGED``)
     action_chunk       primitive steps of one action (``ChunkedActions``)
     cameras            of the model, for the policy to see: observations are {"state": .., camera: uint8 [3, H, W]}
     image_size         (H, W) of what they show
@@ -90,6 +93,7 @@ def make(
         "num_threads": num_threads,
         "max_episode_steps": max_episode_steps,
         "action_mapping": action_mapping,
+        "obs_keys": obs_keys,
         "render": render,
         "render_size": render_size,
         "kwargs": kwargs,

@@ -7,7 +7,7 @@ import difflib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ class EnvPoolEnv:
         max_episode_steps: int | None = None,
         action_mapping: str = "rescale",
         success_key: str | None = None,
+        obs_keys: Sequence[str] | None = None,
         render: bool = False,
         render_size: tuple[int, int] = (240, 320),
         kwargs: Mapping[str, Any] | None = None,
@@ -128,7 +129,7 @@ class EnvPoolEnv:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Gymnasium's remark that EnvPool's bounds are rounded to float32.
             observation_space, action_space = spec.gymnasium_observation_space, spec.gymnasium_action_space
-        self.obs_spec, leaves = spaces.observations(observation_space, id=id, device=self.device)
+        self.obs_spec, leaves = spaces.observations(observation_space, id=id, device=self.device, keys=obs_keys)
         self.action_spec, self._action = spaces.actions(action_space, id=id, mapping=action_mapping, device=self.device)
         self._action_shape = spaces.action_shape(self.action_spec, num_envs)
         self._wire(spec, leaves, success_key)

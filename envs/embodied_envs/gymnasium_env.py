@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -71,6 +71,7 @@ class GymnasiumEnv:
         max_episode_steps: int | None = None,
         action_mapping: str = "rescale",
         success_key: str | None = None,
+        obs_keys: Sequence[str] | None = None,
         render: bool = False,
         render_size: tuple[int, int] = (240, 320),
         kwargs: Mapping[str, Any] | None = None,
@@ -100,7 +101,9 @@ class GymnasiumEnv:
         rate = self._env.metadata.get("render_fps")
         self.step_s: float | None = 1.0 / rate if rate else None
         self._same_step = self._autoreset_mode() == AutoresetMode.SAME_STEP
-        self.obs_spec, leaves = spaces.observations(self._env.single_observation_space, id=id, device=self.device)
+        self.obs_spec, leaves = spaces.observations(
+            self._env.single_observation_space, id=id, device=self.device, keys=obs_keys
+        )
         self._obs = spaces.reader(leaves)
         self.action_spec, self._action = spaces.actions(
             self._env.single_action_space, id=id, mapping=action_mapping, device=self.device

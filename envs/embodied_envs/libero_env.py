@@ -88,6 +88,7 @@ class LiberoEnv(GymnasiumEnv):
         seeds: list[int],
         cameras: Sequence[str] = (),
         image_size: tuple[int, int] = (128, 128),
+        obs_keys: Sequence[str] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         **rest: Any,
     ) -> None:
@@ -106,6 +107,7 @@ class LiberoEnv(GymnasiumEnv):
             id,
             num_envs=num_envs,
             seeds=seeds,
+            obs_keys=None if obs_keys is None else (*obs_keys, *(tuple(cameras) or CAMERAS)),
             kwargs={
                 "suite": suite,
                 "tasks": tuple(chosen[i] for i in task),

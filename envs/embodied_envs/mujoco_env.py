@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import mujoco
@@ -89,6 +89,7 @@ class MujocoEnv:
         device: torch.device | str,
         max_episode_steps: int | None = None,
         action_mapping: str = "rescale",
+        obs_keys: Sequence[str] | None = None,
     ) -> None:
         """``task`` is bound to ``physics`` already, and physics has the fields that it names."""
         self.id, self.task, self.physics = id, task, physics
@@ -119,7 +120,13 @@ class MujocoEnv:
         self._before = self._rehearsal.before(self.s)
         self._begin(self._everywhere)
         self._rehearsal.step(self._before, self.s, self._map(torch.zeros(self._action_shape, device=physics.device)))
-        self._last = tree.map(Tensor.clone, self._observe(self._everywhere))
+        self._selected: list[str] | None = None
+        obs = self._observe(self._everywhere)
+        chosen = spaces.selected(list(obs) if isinstance(obs, dict) else (), obs_keys, id=id)
+        if isinstance(obs, dict) and len(chosen) < len(obs):
+            self._selected = chosen
+            obs = {name: obs[name] for name in chosen}
+        self._last = tree.map(Tensor.clone, obs)
         self._programs = {sees: physics.captured(self._step) for sees in (True, False)}  # a graph holds one way to go
         spec: Any = tree.map(lambda x: ArraySpec(tuple(x.shape[1:]), x.dtype), self._last)
         self.obs_spec: ObsSpec = spec
@@ -280,9 +287,11 @@ class MujocoEnv:
         obs = self.task.observe(self.s)
         obs = tree.map(lambda x: x.to(torch.float32, copy=True) if x.is_floating_point() else x, obs)
         images = self.physics.images(where)
-        if not images:
-            return obs
-        return (obs if isinstance(obs, dict) else {"state": obs}) | images
+        if images:
+            obs = (obs if isinstance(obs, dict) else {"state": obs}) | images
+        if self._selected is not None and isinstance(obs, dict):
+            obs = {name: obs[name] for name in self._selected}
+        return obs
 
     def _renewed(self, obs: Obs, where: Tensor) -> Obs:
         """``obs`` with the first observation of a new episode where bool [N]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -78,6 +78,7 @@ def make(
     num_threads: int | None = None,
     max_episode_steps: int | None = None,
     action_mapping: str = "rescale",
+    obs_keys: Sequence[str] | None = None,
     cameras: tuple[str, ...] = (),
     image_size: tuple[int, int] = (64, 64),
     randomize: bool = False,
@@ -133,4 +134,5 @@ def make(
         device=device,
         max_episode_steps=max_episode_steps,
         action_mapping=action_mapping,
+        obs_keys=None if obs_keys is None else (*obs_keys, *cameras),
     )

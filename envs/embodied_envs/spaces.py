@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,57 @@ from gymnasium import spaces
 from torch import Tensor
 
 from embodied_envs.actions import mapper
+from embodied_ppo.errors import choose
 from embodied_ppo.types import ActionSpec, ArraySpec, Box, Discrete, EnvError, Obs, ObsSpec
 
 Leaf = Callable[[Any], Tensor]
+PRIVILEGED = re.compile(r"(^|[_/.])(privileged|priv|critic)([_/.]|$)", re.IGNORECASE)
+"""Names of observations that only a simulator has (Playground: privileged_state, Isaac Lab: critic)."""
 
 
-def observations(space: Any, *, id: str, device: torch.device) -> tuple[ObsSpec, dict[str, Leaf]]:
+def selected(names: Sequence[str], keys: Sequence[str] | None, *, id: str) -> list[str]:
+    """Return the observations that ``env.obs_keys`` selects, in the simulator's order.
+
+    Args:
+        names: Flat names ("a/b") of a dictionary of observations; empty where the observation is one array.
+        keys: Names, or the first parts of names ("a" selects "a/b" and "a/c"); None selects all.
+        id: ``env.id``, for messages.
+
+    Raises:
+        EnvError: A key is not there, or ``keys`` is None and a name says that it is privileged.
+    """
+    tops = list(dict.fromkeys(name.partition("/")[0] for name in names))
+    if keys is None:
+        privileged = [name for name in names if PRIVILEGED.search(name)]
+        if privileged:
+            public = [name for name in tops if not any(x.partition("/")[0] == name for x in privileged)]
+            cure = (
+                f"env.obs_keys=[{','.join(public)}]" if 0 < len(",".join(public)) <= 100 else "env.obs_keys=[NAME,..]"
+            )
+            raise EnvError(
+                f"env.id={id}: its observation has {privileged[0]}, which exists in simulation only; write {cure} "
+                "to leave it out, or name it there too"
+            )
+        return list(names)
+    if not names:
+        raise EnvError(f"env.id={id}: env.obs_keys={_listed(keys)}: its observation is one array; leave obs_keys out")
+    if not keys:
+        raise EnvError(f"env.id={id}: env.obs_keys=[] selects nothing; write null for all, or some of {_listed(tops)}")
+    for key in keys:
+        if not any(name == key or name.startswith(f"{key}/") for name in names):
+            raise EnvError(
+                f"env.id={id}: env.obs_keys: {key!r} is not in its observation; {choose(key, tops, 'it has ')}"
+            )
+    return [name for name in names if any(name == key or name.startswith(f"{key}/") for key in keys)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"[{','.join(names)}]"
+
+
+def observations(
+    space: Any, *, id: str, device: torch.device, keys: Sequence[str] | None = None
+) -> tuple[ObsSpec, dict[str, Leaf]]:
     """Spec of one observation, and by name what makes tensors on ``device`` of its arrays (numpy, leading N).
 
     float32      as it is, without a copy              float64, integers, bool, MultiBinary   float32
@@ -24,14 +70,18 @@ def observations(space: Any, *, id: str, device: torch.device) -> tuple[ObsSpec,
     Discrete(n)  one-hot float32 [n]                   numbers, shape ()                      float32 [1]
     dictionary   dict[str, Tensor]; nested ones get flat names: {"a": {"b": x}} is {"a/b": x}
 
-    One array has the name "". Raises EnvError for Text, Sequence, Graph and other spaces without a fixed shape.
+    One array has the name "". Of a dictionary, ``keys`` selects (see ``selected``).
+    Raises EnvError for Text, Sequence, Graph and other spaces without a fixed shape, and as ``selected``.
     """
     if not isinstance(space, Mapping | spaces.Dict):
+        selected((), keys, id=id)
         spec, leaf = _leaf(space, id=id, device=device)
         return spec, {"": leaf}
-    pairs = {n: _leaf(x, id=f"{id}, observation {n!r}", device=device) for n, x in _flatten(space).items()}
-    if not pairs:
+    flat = _flatten(space)
+    if not flat:
         raise EnvError(f"env.id={id}: its observation dictionary is empty; wrap the environment to observe something")
+    chosen = selected(list(flat), keys, id=id)
+    pairs = {n: _leaf(flat[n], id=f"{id}, observation {n!r}", device=device) for n in chosen}
     return {name: spec for name, (spec, _) in pairs.items()}, {name: leaf for name, (_, leaf) in pairs.items()}
 
 

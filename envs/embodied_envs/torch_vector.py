@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -70,8 +70,8 @@ class TorchVectorEnv:
     """One batched environment whose tensors stay where they are. See ``VectorEnv`` for the contract.
 
     kwargs taken here, the others go to the factory:
-      observe            name or names of the observation's entries to use; None: all, but where there is a group
-                         "policy" (Isaac Lab) or "actor" (mjlab), that one alone
+      observe            name or names of the observation's entries to use; None: as ``obs_keys`` says, which is all,
+                         but where there is a group "policy" (Isaac Lab) or "actor" (mjlab), that one alone
       final_observation  "info" (default): an end without its last observation in the info is an EnvError
                          "previous": the observation before it stands in, as in rsl_rl. The value that bootstraps a
                          truncated episode is then V(s_t) instead of V(s_t+1), and a warning says so; nothing changes
@@ -99,6 +99,7 @@ class TorchVectorEnv:
         max_episode_steps: int | None = None,
         action_mapping: str = "rescale",
         success_key: str | None = None,
+        obs_keys: Sequence[str] | None = None,
         render: bool = False,
         render_size: tuple[int, int] = (240, 320),
         kwargs: Mapping[str, Any] | None = None,
@@ -124,6 +125,8 @@ class TorchVectorEnv:
         observe = options.pop("observe", None)
         final = options.pop("final_observation", "info")
         partial = options.pop("partial_reset", None)
+        if observe is not None and obs_keys is not None:
+            raise EnvError(f"env.id={id}: env.obs_keys and env.kwargs.observe both select observations; leave one out")
         if final not in ("info", "previous"):
             raise EnvError(f"env.id={id}: final_observation={final!r} is unknown; choose one of info, previous")
 
@@ -140,8 +143,10 @@ class TorchVectorEnv:
         )
         self.max_episode_steps: int | None = None if limit is None else int(limit)
 
-        space, self._root = self._observed(observe)
-        self.obs_spec, leaves = spaces.observations(space, id=id, device=self.device)
+        space, self._root = self._observed(observe, obs_keys)
+        if observe is not None and isinstance(space, Mapping | gymnasium.spaces.Dict):
+            obs_keys = list(space)  # selected by name already
+        self.obs_spec, leaves = spaces.observations(space, id=id, device=self.device, keys=obs_keys)
         self._leaves = {name: _leaf_space(space, name) for name in leaves}
         action_space = _attribute(self._env, "single_action_space")
         self.action_spec, _ = spaces.actions(action_space, id=id, mapping=action_mapping, device=self.device)
@@ -288,9 +293,11 @@ class TorchVectorEnv:
                 "supported: the step that ends an episode begins the next one"
             )
 
-    def _observed(self, observe: str | list[str] | None) -> tuple[Any, str | None]:
+    def _observed(self, observe: str | list[str] | None, obs_keys: Sequence[str] | None) -> tuple[Any, str | None]:
         """The part of the observation space that is used, and the one entry that it is (None: a dictionary's part)."""
         space = _attribute(self._env, "single_observation_space")
+        if obs_keys is not None:  # ``spaces.observations`` selects
+            return space, None
         names = list(space) if isinstance(space, Mapping | gymnasium.spaces.Dict) else []
         wanted = [observe] if isinstance(observe, str) else observe
         if wanted is None:
