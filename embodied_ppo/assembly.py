@@ -36,6 +36,7 @@ class Setup:
     progress says at once what takes long
     fresh_start  False where a checkpoint's weights will replace those made here
     advance  hears how much of what takes long is done: what, how many, of how many
+    task     files of the user's task (``embodied_envs.task_files.TaskFiles``); None: it is an installed package's
     """
 
     config: Config
@@ -49,6 +50,7 @@ class Setup:
     early: list[str]
     fresh_start: bool = True
     advance: Advance = lambda what, done, total: None
+    task: Any = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def versions() -> dict[str, str]:
 def config_hash(config: Config) -> str:
     """12 hex digits over every option that can change a result."""
     plain = strict.relevant(config)
-    for path in ("name", "description", "run_dir", "resume", "keep_last"):
+    for path in ("name", "description", "run_dir", "resume", "keep_last", "allow_changed_task"):
         plain.pop(path)
     return digest(plain)[:12]
 

@@ -6,7 +6,7 @@ import errno
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -127,7 +127,8 @@ def _train(
                 )
                 print(told, file=sys.stderr, flush=True)
             return done
-    config = replace(absolute(config), run_dir=str(run_dir), resume=None)
+    task = _task(config, source, early.append)
+    config = replace(absolute(config), run_dir=str(run_dir), resume=None, allow_changed_task=False)
     notices: set[str] = set()
     say = [early.append]  # until there is a log
 
@@ -150,8 +151,21 @@ def _train(
         "config_hash": config_hash(config),
         "arithmetic": arithmetic(config, where),
     }
+    if task is not None:
+        info["task_hash"] = task.hash
     setup = Setup(
-        config, where, run_dir, updates, text, info, notice, progress, early, source is None, advance=bar.advance
+        config,
+        where,
+        run_dir,
+        updates,
+        text,
+        info,
+        notice,
+        progress,
+        early,
+        source is None,
+        advance=bar.advance,
+        task=None if task is None else task.without_data(run_dir),
     )
     with ExitStack() as stack:
         with Interrupts(), bar:
@@ -161,6 +175,8 @@ def _train(
         first = source.update if source is not None else 0
         try:
             replace_text(run_dir / "config.yaml", text)
+            if task is not None:
+                task.saved(run_dir)
             log = Log(run_dir, total_updates=updates, first_update=first, unit=made.system.unit, quiet=quiet)
         except OSError as error:
             made.system.close()
@@ -209,6 +225,16 @@ def _train(
         finally:
             log.close()
             made.system.close()
+
+
+def _task(config: Config, source: checkpoint.Checkpoint | None, say: Callable[[str], None]) -> Any:
+    """Files of the user's task that the run executes; None: it is an installed package's. Raises ConfigError."""
+    if config.mode != "embodied":
+        return None
+    kept = None if source is None else robot.kept_task(source, source.path.parent.parent)
+    return robot.task_files().for_training(
+        config.env.id, config.env.kwargs, kept, allow=config.allow_changed_task, say=say
+    )
 
 
 def _finished(run_dir: Path, source: checkpoint.Checkpoint, updates: int) -> dict[str, Any] | None:
@@ -478,7 +504,7 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
     progress = Progress(quiet)
     match trained.mode:
         case "embodied":
-            measure = robot.evaluate(config, trained, source, run_dir=run_dir, device=where)
+            measure = robot.evaluate(config, trained, source, run_dir=run_dir, device=where, say=progress.say)
         case "reasoning":
             measure = reasoner.evaluate(config, trained, source, run_dir=run_dir, device=where, say=progress.say)
     default, free = (
@@ -504,9 +530,9 @@ def export(where: str, out: str) -> dict[str, Any]:
 
     Raises CheckpointError, ConfigError, EnvError.
     """
-    source, _, trained = _open(where)
+    source, run_dir, trained = _open(where)
     if trained.mode == "embodied" and trained.model.checkpoint is not None and trained.model.policy == "token":
-        return robot.export(trained, source, Path(out))
+        return robot.export(trained, source, Path(out), run_dir=run_dir, say=Progress(quiet=False).say)
     if trained.mode == "embodied":
         raise ConfigError(
             f"checkpoint={where}: is a robot policy (model.policy={trained.model.policy}); export writes language "

@@ -592,6 +592,8 @@ class Config:
     """Environment steps to train for (used where updates is null)."""
     resume: str | None = None
     """auto: continue the newest run of this name and seed; or a run or checkpoint directory; null: start anew."""
+    allow_changed_task: bool = False
+    """With resume: go on although files of the user's task (env.id=module:Class) are not those of the checkpoint."""
     save_every: Natural = 50
     """Updates between checkpoints; 0: only at the end."""
     keep_last: Count = 3
@@ -651,6 +653,8 @@ class EvaluateConfig:
     """Where the policy runs: auto, cpu, cuda, cuda:N."""
     threads: Natural = 1
     """Threads of one tensor operation; 0: torch's own choice."""
+    allow_changed_task: bool = False
+    """Execute files of the user's task that have changed since training; false: the run's copies of them."""
     env: dict[str, Any] = field(default_factory=dict)
     """Changes to the environment the checkpoint was trained in (``env.max_episode_steps=200``)."""
     data: tuple[str, ...] = ()

@@ -119,6 +119,7 @@ def write(
     config: Mapping[str, Any],
     config_hash: str,
     versions: Mapping[str, str],
+    task: Mapping[str, Any] | None = None,
     samples: Sequence[Mapping[str, Any]] = (),
     extra: Mapping[str, float] = MappingProxyType({}),
     curves: Iterable[Mapping[str, Any]] = (),
@@ -129,6 +130,7 @@ def write(
     results   one per task, in the order to show them
     steps     of training so far, counted in ``unit``
     config    the resolved configuration, as JSON can hold it
+    task      of a user's task: "hash" of its files as executed, "hash_in_training", and "files", sha256 by name
     samples   responses to read, as exam.ExamResult.samples gives them
     extra     further numbers (pass@4, ..) by their names
     curves    the rows of the run's metrics.jsonl
@@ -147,6 +149,7 @@ def write(
         config=config,
         config_hash=config_hash,
         versions=versions,
+        task=task,
         samples=samples,
         extra=extra,
     )
@@ -165,6 +168,7 @@ def describe(
     config: Mapping[str, Any],
     config_hash: str,
     versions: Mapping[str, str],
+    task: Mapping[str, Any] | None = None,
     samples: Sequence[Mapping[str, Any]] = (),
     extra: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
@@ -215,6 +219,8 @@ def describe(
         "versions": dict(sorted(versions.items())),
         "config": tree.map(_word, config),
     }
+    if task is not None:
+        content["task_files"] = dict(task)
     if unit == "tokens":
         del content["seeds"]  # no simulator
     if extra:

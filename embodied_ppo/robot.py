@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -38,9 +39,43 @@ from embodied_ppo.types import Advance, ConfigError, Discrete, Policy, VectorEnv
 
 # ------------------------------------------------------------------------------------------------------------- pieces
 def make_env(
-    seeds: list[int], *, config: EnvConfig, device: torch.device, render: bool = False, size: int = 256
+    seeds: list[int],
+    *,
+    config: EnvConfig,
+    device: torch.device,
+    render: bool = False,
+    size: int = 256,
+    task: Any = None,
 ) -> VectorEnv:
-    """One environment per seed. Raises EnvError."""
+    """Return one environment per seed.
+
+    Args:
+        task: Files that the run began with (``embodied_envs.task_files.TaskFiles``): this process executes them.
+
+    Raises:
+        EnvError: The task is unknown, refuses its options, or its files are not here.
+    """
+    if task is not None:
+        task.activate()
+    with task_files().working_folder():
+        return _make_env(seeds, config, device, render, size)
+
+
+def task_files() -> Any:
+    """The module ``embodied_envs.task_files``."""
+    return importlib.import_module("embodied_envs").task_files
+
+
+def kept_task(source: checkpoint.Checkpoint, run_dir: Path) -> Any:
+    """Files of the user's task that a checkpoint was trained with, as its run keeps them; None: it keeps none.
+
+    Raises CheckpointError where they are damaged.
+    """
+    digest = str(source.manifest.get("task_hash"))
+    return task_files().read(run_dir / "task" / digest) if re.fullmatch("[0-9a-f]{12}", digest) else None
+
+
+def _make_env(seeds: list[int], config: EnvConfig, device: torch.device, render: bool, size: int) -> VectorEnv:
     return importlib.import_module("embodied_envs").make(
         config.id,
         num_envs=len(seeds),
@@ -265,6 +300,7 @@ def writer(s: Setup, policy: AnyPolicy) -> Callable[[EvaluationResult, checkpoin
             source=source,
             run_dir=s.run_dir,
             out=out,
+            task=s.task,
             film_episodes=e.video_episodes,
             film_steps=e.video_steps,
             film_size=e.video_size,
@@ -304,7 +340,8 @@ def records(s: Setup) -> Records:
 def assemble(s: Setup, stack: ExitStack) -> Assembly:
     """A system in this process; ``stack`` closes what it opens. Raises ConfigError, EnvError."""
     config, a = s.config, s.config.algorithm
-    env = make_env(env_seeds(config.seed, 0, config.env.num_envs, a.group_size), config=config.env, device=s.device)
+    seeds = env_seeds(config.seed, 0, config.env.num_envs, a.group_size)
+    env = make_env(seeds, config=config.env, device=s.device, task=s.task)
     stack.callback(env.close)
     policy = make_policy(config, env)
     check_evaluation(config, s.device)
@@ -315,7 +352,7 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
     def later() -> compiled.Later:
         return compiled.Later(since, required=config.compile == "always", notice=s.notice)
 
-    factory = functools.partial(make_env, config=evaluation_env(config), device=s.device)
+    factory = functools.partial(make_env, config=evaluation_env(config), device=s.device, task=s.task)
     system = LocalSystem(
         records(s),
         policy=policy,
@@ -335,6 +372,7 @@ def evaluate(
     *,
     run_dir: Path,
     device: torch.device,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Callable[[Path, Advance], tuple[EvaluationResult, Written]]:
     """What measures a checkpoint and writes the report into a folder, telling of every episode.
 
@@ -344,7 +382,8 @@ def evaluate(
     base = strict.dump(evaluation_env(trained))
     kwargs = {**base["kwargs"], **dict(config.env.get("kwargs") or {})}
     env_config = strict.load(EnvConfig, {**base, **config.env, "kwargs": kwargs}, source="env")
-    factory = functools.partial(make_env, config=env_config, device=device)
+    task = _evaluated_task(env_config, source, run_dir, allow=config.allow_changed_task, say=say)
+    factory = functools.partial(make_env, config=env_config, device=device, task=task)
     probe = factory(env_seeds(0, 0, 1))
     try:
         policy = make_policy(replace(trained, env=env_config), probe)
@@ -366,6 +405,7 @@ def evaluate(
             source=source,
             run_dir=run_dir,
             out=out,
+            task=task,
             film_episodes=config.video_episodes if config.video else 0,
             film_steps=config.video_steps,
             film_size=config.video_size,
@@ -373,6 +413,17 @@ def evaluate(
         return result, written
 
     return examine
+
+
+def _evaluated_task(
+    env: EnvConfig, source: checkpoint.Checkpoint, run_dir: Path, *, allow: bool, say: Callable[[str], None]
+) -> Any:
+    """Files of the user's task that are executed to evaluate a checkpoint; None: it is an installed package's."""
+    kept = kept_task(source, run_dir)
+    if kept is not None and kept.id != env.id:
+        return task_files().collect(env.id, env.kwargs)
+    task = task_files().for_evaluation(env.id, env.kwargs, kept, allow=allow, say=say)
+    return None if task is None else task.without_data(run_dir)
 
 
 def sampling_temperature(policy: Policy, asked: float) -> float | None:
@@ -384,14 +435,17 @@ def sampling_temperature(policy: Policy, asked: float) -> float | None:
     return None
 
 
-def export(trained: Config, source: checkpoint.Checkpoint, out: Path) -> dict[str, Any]:
+def export(
+    trained: Config, source: checkpoint.Checkpoint, out: Path, *, run_dir: Path, say: Callable[[str], None]
+) -> dict[str, Any]:
     """The directory of model.checkpoint with what was learned, read back and compared.
 
     Raises CheckpointError, ConfigError, EnvError.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out={out}: is not an empty directory; name a new one")
-    env = make_env(env_seeds(0, 0, 2), config=replace(trained.env, num_envs=2), device=torch.device("cpu"))
+    task = _evaluated_task(trained.env, source, run_dir, allow=False, say=say)
+    env = make_env(env_seeds(0, 0, 2), config=replace(trained.env, num_envs=2), device=torch.device("cpu"), task=task)
     try:
         policy = make_policy(trained, env)
         assert isinstance(policy, CheckpointVLA) and trained.model.checkpoint is not None
@@ -424,14 +478,22 @@ def write_report(
     film_episodes: int,
     film_steps: int,
     film_size: int,
+    task: Any = None,
     notice: Callable[[str], None] | None = None,
 ) -> Written:
-    """report.json, report.html and an mp4 of an evaluation; their paths. ``notice`` hears why there is no mp4."""
+    """Write report.json, report.html and an mp4 of an evaluation; returns their paths.
+
+    Args:
+        task: Files of the user's task that were executed.
+        notice: Called with the reason where there is no mp4.
+    """
     filmed = None
     if film_episodes:
         filmed = film.film(
             policy,
-            functools.partial(make_env, config=config.env, device=torch.device("cpu"), render=True, size=film_size),
+            functools.partial(
+                make_env, config=config.env, device=torch.device("cpu"), render=True, size=film_size, task=task
+            ),
             path=run_dir / "videos" / f"{out.name}.mp4",
             seed=result.seed,
             deterministic=result.deterministic,
@@ -452,6 +514,11 @@ def write_report(
         config=plain,
         config_hash=str(source.manifest["config_hash"]),
         versions=versions(),
+        task={
+            "hash": None if task is None else task.hash,
+            "hash_in_training": source.manifest.get("task_hash"),
+            "files": {} if task is None else {file.name: file.digest for file in task.files},
+        },
         curves=report.rows(run_dir),
         film=filmed,
     )

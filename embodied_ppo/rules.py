@@ -191,6 +191,10 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
         "reward.model.pairs >= 1",
         lambda c: c.reward.model.pairs > 0,
     ),
+    "allow_changed_task": (
+        "resume=RUN and mode=embodied",
+        lambda c: c.resume is not None and c.mode == "embodied",
+    ),
     "evaluation.video_steps,evaluation.video_size": (
         "evaluation.video_episodes >= 1",
         lambda c: c.evaluation.video_episodes > 0,
@@ -467,7 +471,7 @@ def check_evaluation(config: EvaluateConfig, mode: str, explicit: Collection[str
 
 
 EVALUATE_MODES = {
-    "embodied": ("env", "num_envs", "video", "video_episodes", "video_steps", "video_size"),
+    "embodied": ("env", "allow_changed_task", "num_envs", "video", "video_episodes", "video_steps", "video_size"),
     "reasoning": ("data", "n", "response_length", "top_k", "top_p", "min_p", "repetition_penalty"),
 }
 """Options of ``embodied-ppo evaluate`` that one mode reads."""

@@ -24,7 +24,7 @@ from embodied_ppo.types import CheckpointError, ConfigError
 
 # Options that may differ between a run and its continuation without a word; every other difference is told.
 FREE_ON_RESUME = ("updates", "env_steps", "save_every", "keep_last", "eval_every", "evaluation", "run_dir", "resume")
-FREE_ON_RESUME += ("name", "description")
+FREE_ON_RESUME += ("name", "description", "allow_changed_task")
 ROUNDING_OPTIONS = ("device", "threads", "matmul_precision", "compile")
 """Options that change results by rounding alone: one line names all that differ."""
 FIXED_ON_RESUME = ("mode", "algorithm.horizon", "env.num_envs", "seed")

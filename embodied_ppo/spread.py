@@ -206,7 +206,7 @@ def started(s: Setup, placed: plan.Plan, records: Records, part: PartMaker) -> C
     system = ClusterSystem(
         records,
         placed,
-        Maker(config, s.device.type, s.run_dir.absolute(), s.updates, s.text, s.info, s.fresh_start, part),
+        Maker(config, s.device.type, s.run_dir.absolute(), s.updates, s.text, s.info, s.fresh_start, part, s.task),
         options=config.cluster,
         threads=config.threads,
         notice=s.notice,
@@ -232,6 +232,7 @@ class Maker:
     info: Mapping[str, Any]
     fresh_start: bool
     part: PartMaker
+    task: Any = None
 
     def __call__(self, seat: Seat, exchange: Exchange | None, say: Callable[[str], None]) -> tuple[Part, Any]:
         told: set[str] = set()
@@ -254,6 +255,7 @@ class Maker:
             progress=say,
             early=early,
             fresh_start=self.fresh_start,
+            task=self.task,
         )
         found = self.part(setup, seat, exchange)
         for line in early:
@@ -340,6 +342,8 @@ def _writer(s: Setup, about: Any) -> Callable[[EvaluationResult, checkpoint.Chec
 def _here(s: Setup, seeds: list[int], kind: str) -> VectorEnv:
     """Simulators in this process, to "train" or to "evaluate"."""
     config = s.config.env if kind == "train" else robot.evaluation_env(s.config)
+    if s.task is not None:
+        s.task.activate(s.notice)
     return robot.make_env(seeds, config=config, device=s.device)
 
 

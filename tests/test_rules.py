@@ -162,6 +162,7 @@ UNREAD = {
     "model.init_log_std": (-1.0, None),
     "model.min_log_std": (-4.0, None),
     "model.max_log_std": (1.0, None),
+    "allow_changed_task": (True, {"resume": "runs/first"}),
     "evaluation.video_steps": (10, {"evaluation.video_episodes": 1}),
     "evaluation.video_size": (64, {"evaluation.video_episodes": 1}),
     "evaluation.temperature": (0.5, {**LANGUAGE, "evaluation.deterministic": False}),

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from embodied_envs import envpool_env, gymnasium_env, libero_env, mjlab_env, spaces, tasks, torch_vector
+from embodied_envs import envpool_env, gymnasium_env, libero_env, mjlab_env, spaces, task_files, tasks, torch_vector
 from embodied_envs.checks import check_env
 from embodied_ppo.types import EnvError, VectorEnv
 
-__all__ = ["SIMULATORS", "check_env", "make", "nearest", "recorder"]
+__all__ = ["SIMULATORS", "check_env", "make", "nearest", "recorder", "task_files"]
 
 SIMULATORS = ("auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero")
 FAMILIES = {"our tasks": ("mujoco", "warp"), "envpool": ("envpool",), "gymnasium": ("gymnasium",)}
