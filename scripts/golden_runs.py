@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import subprocess
 import sys
@@ -154,9 +155,7 @@ def train(name: str, folder: Path) -> dict[str, Any]:
     """Train one run in ``folder`` as a user would. Raises RuntimeError with the command's output if it fails."""
     if any("{pi0}" in option for option in RUNS[name]) and not (folder / "pi0").exists():
         sys.path.insert(0, str(TESTS))
-        import tiny_pi0
-
-        tiny_pi0.write_tiny(folder / "pi0", max_state_dim=16)
+        importlib.import_module("tiny_pi0").write_tiny(folder / "pi0", max_state_dim=16)
     options = [option.replace("{pi0}", str(folder / "pi0")) for option in RUNS[name]]
     run_dir = folder / name
     for extra in ([], *([CONTINUED[name]] if name in CONTINUED else [])):
