@@ -15,8 +15,8 @@ import stat
 import subprocess
 import sys
 import tempfile
-import zipfile
-import zlib
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,11 @@ Function: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
 """A loaded library: the program's tensors in, its results out."""
 
 DEADLINE_S = 900.0
-"""Longest wait for a library; a small network takes 15 to 40 s on one core."""
+"""Time limit of one compilation, seconds; a small network takes 15 to 40 s on one core."""
+PARENT_CHECK_S = 0.5
+"""Interval at which a compiling process checks that its run is alive, seconds."""
+LEFTOVER_S = 4 * DEADLINE_S
+"""Age after which files of an unfinished compilation belong to no process, seconds."""
 
 
 def cache_folder() -> Path:
@@ -110,13 +114,39 @@ OPTIONS = {"cpp.use_decompose_tanh": True}
 """Of torch's compiler. tanh x = 2 / (1 + exp(-2x)) - 1 is four times faster and within 2e-7 of it."""
 
 
-def _sound(path: Path) -> bool:
-    """Whether a library is there and whole."""
+def _checksum_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _intact(path: Path) -> bool:
+    """Return whether a library exists and is what its compilation wrote."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile, zlib.error):
+        return _checksum_file(path).read_text() == _checksum(path)
+    except (OSError, UnicodeDecodeError):
         return False
+
+
+def _remove_leftovers(*patterns: tuple[Path, str]) -> None:
+    """Remove files and folders of compilations that were killed: those older than any compilation may last."""
+    for folder, pattern in patterns:
+        for path in folder.glob(pattern):
+            with contextlib.suppress(OSError):  # another process removes it, or it is another user's
+                if time.time() - path.lstat().st_mtime < LEFTOVER_S:
+                    continue
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+
+
+def _load(path: Path) -> Function:
+    # The public aoti_load_package imports all of inductor first: 2.5 s instead of 10 ms.
+    return vars(torch._C)["_aoti"].AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
 
 
 class Library:
@@ -133,9 +163,8 @@ class Library:
         self._errors = None
         self.work: tempfile.TemporaryDirectory[str] | None = None
         """Where it is compiled, while it is."""
-        if _sound(self.path):
+        if _intact(self.path):
             return
-        self.path.unlink(missing_ok=True)
         example = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in example]
         request = tempfile.TemporaryFile()  # noqa: SIM115  (not a pipe: nobody reads before torch is imported)
         try:
@@ -144,15 +173,20 @@ class Library:
             raise RuntimeError(f"pickle refuses the policy ({error})") from error
         request.seek(0)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
-        quoted = re.search(r"\s", str(cache_folder()))  # torch hands it to the compiler without quotes
+        prefix, folder = "inductor-", cache_folder()
+        if re.search(r"\s", str(folder)):  # torch hands it to the compiler without quotes
+            prefix, folder = "embodied_ppo-inductor-", Path(tempfile.gettempdir())
+        _remove_leftovers((folder, f"{prefix}*"), (self.path.parent, "*.*.pt2"))
         # of its own: torch packs what another compilation of the same code may be writing at that moment
-        self.work = tempfile.TemporaryDirectory(
-            prefix="inductor-", dir=None if quoted else cache_folder(), ignore_cleanup_errors=True
-        )
+        self.work = tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True)
         environment |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": self.work.name, "CXX": _compiler()}
+        environment["TMPDIR"] = self.work.name  # of the compiler, so that its files are removed, too
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed when collected)
         self._child = subprocess.Popen(
-            [sys.executable, "-c", f"import {__name__} as compiled; compiled._build_stdin()"],
+            [
+                *(sys.executable, "-c", f"import {__name__} as compiled; compiled._build_stdin()"),
+                *(str(os.getpid()), self.work.name),
+            ],
             stdin=request,
             stdout=self._errors,
             stderr=self._errors,
@@ -171,11 +205,12 @@ class Library:
                 raise RuntimeError(f"not compiled after {deadline_s:g} s") from None
             self._clean()
             if code:
-                why = f"signal {-code}" if code < 0 else self._last_words()
+                why = self._last_words()
+                if code < 0 and not why.startswith("TimeoutError"):
+                    why = f"signal {-code}"
                 raise RuntimeError(f"the compiler failed ({why})")
             self._child = None
-        # The public aoti_load_package imports all of inductor first: 2.5 s instead of 10 ms.
-        return vars(torch._C)["_aoti"].AOTIModelPackageLoader(str(self.path), "model", False, 1, -1).run
+        return _load(self.path)
 
     def busy(self) -> bool:
         """Whether it is being compiled."""
@@ -314,7 +349,7 @@ def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) ->
 
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two runs that want the same: the second finds it done
-        if path.exists():
+        if _intact(path):
             return
         example = [torch.zeros_like(x, device="cpu") if x.device.type == "meta" else x for x in example]
         graph = make_fx(program, tracing_mode="fake")(*example)
@@ -324,11 +359,30 @@ def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) ->
             exported = torch.export.export(_Program(graph), tuple(example), strict=False)
         temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
         torch._inductor.aoti_compile_and_package(exported, package_path=str(temporary), inductor_configs=OPTIONS)
+        _load(temporary)  # nothing that does not load is kept
+        # The checksum first: between the two lines the library counts as damaged, never the other way round.
+        _checksum_file(path).write_text(_checksum(temporary))
         temporary.replace(path)
 
 
+def _end_with(parent: int, work: str) -> None:
+    """End this process group when process ``parent`` is gone, or after ``DEADLINE_S``; runs in a thread.
+
+    A signal at the parent's death would reach this process, but not the C++ compiler that it started.
+    """
+    deadline = time.monotonic() + DEADLINE_S
+    while os.getppid() == parent and time.monotonic() < deadline:
+        time.sleep(PARENT_CHECK_S)
+    if os.getppid() == parent:
+        print(f"TimeoutError: not compiled after {DEADLINE_S:g} s", file=sys.stderr, flush=True)
+    else:
+        shutil.rmtree(work, ignore_errors=True)  # the parent can no longer do it
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
 def _build_stdin() -> None:
-    """Entry of the compiling process: our parent's program comes in on stdin."""
+    """Entry of the compiling process: arguments are the parent's process id and the work folder."""
+    threading.Thread(target=_end_with, args=(int(sys.argv[1]), sys.argv[2]), daemon=True).start()
     os.nice(5)  # the parent trains meanwhile
     torch.set_num_threads(1)
     program, example, path = pickle.load(sys.stdin.buffer)

@@ -97,7 +97,9 @@ def test_a_damaged_library_is_made_again() -> None:
     library.load()
     whole = library.path.read_bytes()
     middle = len(whole) // 2
-    for bad in (b"no archive", whole[:middle], whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]):
+    empty = b"PK\5\6" + bytes(18)  # an archive without files, which a check of its files finds whole
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    for bad in (b"no archive", whole[:middle], empty, flipped):
         library.close()
         library.path.write_bytes(bad)
         library = compiled.Library(Double(), [x, x])
@@ -158,6 +160,58 @@ def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
         library.load(0.05)
     assert not library.busy() and not library.path.exists()
     library.close()
+
+
+KILLED = """
+import os, sys, torch
+sys.path.append({tests!r})
+from test_compiled import Double
+from embodied_ppo import compiled
+library = compiled.Library(Double("killed"), [torch.zeros(5)] * 2)
+print(library._child.pid, library.work.name, flush=True)
+library.load()
+"""
+
+
+def test_a_run_that_is_killed_leaves_no_compiler_and_no_folder(tmp_path: Path) -> None:
+    """A compiler that hangs, and a run ended with SIGKILL; leftovers of earlier kills are removed, too."""
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\nsleep 1000\n")
+    compiler.chmod(0o755)
+    cache = tmp_path / "cache"
+    old, new = cache / "inductor-old", cache / "inductor-new"
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    environment = os.environ | {"EMBODIED_PPO_CACHE": str(cache), "CXX": str(compiler)}
+    script = KILLED.format(tests=str(Path(__file__).parent))
+    run = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    pid, work = run.stdout.readline().split()
+    assert Path(work).parent == cache and not old.exists() and new.exists()
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    until = time.monotonic() + 60
+    while not (started := children.read_text().split()):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    run.kill()
+    run.wait()
+    assert toys.gone(int(pid), *map(int, started)) and not Path(work).exists()
+
+
+def test_a_compilation_has_a_time_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the run waits: the compiling process ends itself and what it started."""
+    monkeypatch.setattr(compiled, "__name__", "test_compiled")  # the module whose entry the process runs
+    x = torch.zeros(7)
+    library = compiled.Library(Double("slow"), [x, x])
+    with pytest.raises(RuntimeError, match=r"the compiler failed \(TimeoutError: not compiled after 0\.1 s\)"):
+        library.load()
+
+
+def _build_stdin() -> None:
+    """Entry of a compiling process with less time."""
+    compiled.DEADLINE_S = 0.1
+    compiled._build_stdin()
 
 
 def test_libraries_of_others_are_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

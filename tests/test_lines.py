@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import toys
 from torch import Tensor
 
 from embodied_ppo import robot, tree
+from embodied_ppo.placement import lines
 from embodied_ppo.placement.lines import PREFIX, Desk, Exchange, Line, Message, Server, dial, interface, pack, unpack
 from embodied_ppo.placement.simulators import Joined, RemoteEnv, Simulators
 from embodied_ppo.rollout import Rollout, Staged, env_seeds
@@ -142,6 +144,41 @@ def test_what_is_no_message_is_told(data: bytes) -> None:
     right.sendall(data)
     with pytest.raises(ProcessLost, match=r"env rank 2: (sent what is no message|announces)"):
         Line(left, "env rank 2", 1.0).receive()
+
+
+def test_strangers_delay_and_displace_no_caller_with_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers without the secret send one byte at a time, as many at once as may be, and more."""
+    monkeypatch.setattr(lines, "GREETING_S", 0.3)
+    monkeypatch.setattr(lines, "UNGREETED", 4)
+    exchange = Exchange("127.0.0.1", "secret", 1.0)
+    strangers = [socket.create_connection(exchange.address) for _ in range(6)]
+    end = threading.Event()
+
+    def trickle() -> None:
+        while not end.wait(0.05):
+            for stranger in strangers:
+                with suppress(OSError):
+                    stranger.send(b"x")
+
+    sender = threading.Thread(target=trickle)
+    sender.start()
+    friend = dial(exchange.address, "secret", "rollout rank 0", peer="env", patience_s=5.0)
+    start = time.monotonic()
+    for number in range(3):
+        friend.send(Message("step", number))
+        assert exchange.receive()[1].to == number
+        assert len(exchange.greetings) <= 4
+    assert time.monotonic() - start < 0.3
+    strangers += [socket.create_connection(exchange.address)]
+    start = time.monotonic()
+    with pytest.raises(ProcessLost, match=r"no request for 1 s \(cluster\.step_timeout_s\)"):
+        exchange.receive()  # whatever strangers send, the limit is on the requests
+    assert 0.9 < time.monotonic() - start < 2.0 and not exchange.greetings
+    end.set()
+    sender.join()
+    friend.send(Message("step", 3))
+    assert exchange.receive()[1].to == 3
+    exchange.close()
 
 
 def test_a_name_cut_within_a_letter_is_heard() -> None:

@@ -28,11 +28,13 @@ Value = Tensor | dict[str, Any] | None
 
 ALIGN = 16
 HELLO = struct.Struct("<32s96s")
-"""What a caller begins with: the SHA-256 of the secret, and its name. Nothing of a stranger is parsed."""
+"""A caller's greeting: the SHA-256 of the secret, and its name. Without the secret nothing is parsed."""
 PREFIX = struct.Struct("<QQ")
 """Bytes of the words, bytes of the tensors."""
 GREETING_S = 5.0
-"""How long a caller may take to say who it is."""
+"""Time limit of a caller's whole greeting, seconds."""
+UNGREETED = 64
+"""Most connections that have not completed their greeting; a further one replaces the oldest."""
 BUFFER = 4 << 20
 """Bytes that may be under way: an action always fits, so that both ends may send at once."""
 SIOCGIFADDR = 0x8915
@@ -116,13 +118,6 @@ class Line:
         """Say who is calling."""
         self._push([memoryview(HELLO.pack(_digest(secret), name.encode()[:96]))])
 
-    def greeted(self, secret: str) -> str | None:
-        """The caller's name; None if it does not know the secret. Raises ProcessLost."""
-        hello = bytearray(HELLO.size)
-        self._fill(memoryview(hello))
-        digest, name = HELLO.unpack(hello)
-        return name.rstrip(b"\0").decode(errors="replace") if hmac.compare_digest(digest, _digest(secret)) else None
-
     def send(self, m: Message) -> None:
         self._push(pack(m))
 
@@ -188,48 +183,108 @@ def dial(address: tuple[str, int], secret: str, name: str, *, peer: str, patienc
     return line
 
 
+class _Greeting:
+    """A connection whose caller has not completed its greeting, which is read without waiting."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection, self.deadline = connection, time.monotonic() + GREETING_S
+        self.hello = b""
+
+    def advance(self) -> bool:
+        """Read what has arrived; return whether more must follow. Raises OSError."""
+        data = self.connection.recv(HELLO.size - len(self.hello))
+        self.hello += data
+        return bool(data) and len(self.hello) < HELLO.size
+
+    def name(self, secret: str) -> str | None:
+        """The caller's name; None if the greeting is incomplete or its secret is another one."""
+        if len(self.hello) < HELLO.size:
+            return None
+        digest, name = HELLO.unpack(self.hello)
+        if not hmac.compare_digest(digest, _digest(secret)):
+            return None
+        return name.rstrip(b"\0").decode(errors="replace")
+
+
 class Exchange:
-    """Listens; hears whoever speaks first. A caller that does not know the secret is hung up on."""
+    """Accepts connections and receives from whichever is ready.
+
+    Callers without the secret are disconnected. None of them delays a caller that has greeted: greetings are read
+    without waiting, each has ``GREETING_S`` in total, and at most ``UNGREETED`` are under way.
+    """
 
     def __init__(self, host: str, secret: str, patience_s: float) -> None:
         self.secret, self.patience_s = secret, patience_s
         self.waited_s = 0.0
-        """For anybody to ask, so far."""
+        """Time spent without a message, so far."""
+        self.greetings: dict[socket.socket, _Greeting] = {}
+        """Connections without a complete greeting, oldest first."""
         self.listening = socket.create_server((host, 0))
+        self.listening.setblocking(False)  # a caller may be gone again before it is accepted
         self.address: tuple[str, int] = self.listening.getsockname()[:2]
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listening, selectors.EVENT_READ)
 
     def receive(self) -> tuple[Line, Message]:
-        """The next message of anyone. Raises ProcessLost where nobody says a word for ``patience_s``."""
+        """Return the next message of any caller that has greeted.
+
+        Raises:
+            ProcessLost: no such message began within ``patience_s``, whatever other callers do meanwhile.
+        """
+        start = time.monotonic()
         while True:
-            start = time.monotonic()
-            ready = self.selector.select(self.patience_s)
-            self.waited_s += time.monotonic() - start
-            if not ready:
-                raise ProcessLost(f"nobody asked for {self.patience_s:g} s (cluster.step_timeout_s)")
+            now = time.monotonic()
+            for greeting in [g for g in self.greetings.values() if g.deadline <= now]:
+                self._hang_up(greeting)
+            deadline = min([start + self.patience_s, *(g.deadline for g in self.greetings.values())])
+            ready = self.selector.select(max(0.0, deadline - now))
             for key, _ in ready:
                 if key.fileobj is self.listening:
-                    self._welcome()
-                else:
-                    return key.data, key.data.receive()
+                    self._accept()
+                elif isinstance(key.data, _Greeting) and key.fileobj in self.greetings:  # not replaced just now
+                    self._advance(key.data)
+            line = next((key.data for key, _ in ready if isinstance(key.data, Line)), None)
+            if line is not None:
+                self.waited_s += time.monotonic() - start
+                return line, line.receive()
+            if time.monotonic() - start >= self.patience_s:
+                self.waited_s += time.monotonic() - start
+                raise ProcessLost(f"no request for {self.patience_s:g} s (cluster.step_timeout_s)")
 
-    def _welcome(self) -> None:
-        connection, _ = self.listening.accept()
+    def _accept(self) -> None:
         try:
-            name = Line(connection, "a caller", GREETING_S).greeted(self.secret)
-        except ProcessLost:
-            name = None
+            connection, _ = self.listening.accept()
+        except OSError:  # the caller is gone, or there is no file descriptor left
+            return
+        if len(self.greetings) >= UNGREETED:
+            self._hang_up(next(iter(self.greetings.values())))
+        greeting = self.greetings[connection] = _Greeting(connection)
+        self.selector.register(connection, selectors.EVENT_READ, greeting)
+
+    def _advance(self, greeting: _Greeting) -> None:
+        try:
+            if greeting.advance():
+                return
+        except OSError:
+            return self._hang_up(greeting)
+        name = greeting.name(self.secret)
         if name is None:
-            return connection.close()
-        line = Line(connection, name, self.patience_s)
-        self.selector.register(connection, selectors.EVENT_READ, line)
+            return self._hang_up(greeting)
+        del self.greetings[greeting.connection]
+        line = Line(greeting.connection, name, self.patience_s)
+        self.selector.modify(greeting.connection, selectors.EVENT_READ, line)
+
+    def _hang_up(self, greeting: _Greeting) -> None:
+        del self.greetings[greeting.connection]
+        self.selector.unregister(greeting.connection)
+        greeting.connection.close()
 
     def close(self) -> None:
         for key in list(self.selector.get_map().values()):
             self.selector.unregister(key.fileobj)
-            if isinstance(key.data, Line):
-                key.data.close()
+            if key.data is not None:
+                key.data.connection.close()
         self.listening.close()
         self.selector.close()
 
