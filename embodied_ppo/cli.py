@@ -28,10 +28,13 @@ from embodied_ppo.errors import (
     show,
 )
 from embodied_ppo.explain import UsageError
+from embodied_ppo.supervisor import supervise
 
 if TYPE_CHECKING:  # torch is imported inside the commands: --help answers at once
     from embodied_ppo.strict import Loaded
 
+SUPERVISED = ("train", "clone", "demos", "evaluate", "export", "plan", "tune", "fit")
+"""Commands that run simulators, which may crash or hang."""
 UNWELL, REFUSED, FAILED, INTERRUPTED = 1, 2, 3, 130
 """Exit codes: doctor found what the default recipes miss, nothing started, the run failed, interrupted after saving."""
 RUNNING = (*PRIMARY, "tune")
@@ -438,8 +441,15 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The entry point; returns the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    """Run a command and return its exit code; without ``argv`` the process's own, which is then supervised."""
+    if argv is None:
+        argv = sys.argv[1:]
+        if argv and argv[0] in SUPERVISED and not {"-h", "--help"} & {*argv}:
+            return supervise(lambda: _main(argv))
+    return _main(list(argv))
+
+
+def _main(argv: list[str]) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by who started this (>&-): nobody reads
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))

@@ -77,6 +77,9 @@ class EnvConfig:
     restart_every: Natural = 16384
     """Steps of each environment after which all episodes begin anew; 0: never. It bounds what a checkpoint holds and a
     resumed run repeats: a simulator that cannot save itself is resumed by replaying its actions since then."""
+    step_timeout_s: Positive | None = 1800.0
+    """Time limit of one call of the simulator (its constructor, reset or step), seconds; then the run ends, and resume
+    continues from the last checkpoint. null: no limit. A first call may compile for minutes."""
     stagger: bool = True
     """The first episode of each environment is cut at another step: a rollout then holds every phase of an episode, not
     one phase of all. Where the clock limit is known and group_size is 1."""

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor, nn
 
-from embodied_ppo import tree
+from embodied_ppo import guard, tree
 from embodied_ppo.rollout import TRAINING_SEEDS, sampling_key
 from embodied_ppo.types import EnvError, Mean, Metrics, Obs, Policy, VectorEnv
 
@@ -164,6 +164,7 @@ def evaluate(
     seeds = evaluation_seeds(seed, episodes)
     env: VectorEnv | None = None
     measured: list[Episode] = []
+    guard.describe(during="evaluation")
     with evaluation_mode(policy, temperature):
         try:
             for first in range(0, episodes, num_envs):
@@ -194,7 +195,8 @@ def _block(
 ) -> list[Episode]:
     """The first episode of each of N environments: episodes ``first`` .. ``first + N - 1``."""
     n = len(seeds)
-    obs = env.reset()
+    with guard.resetting:
+        obs = env.reset()
     states = [fingerprint(tree.index(obs, i)) for i in range(n)]
     finished: dict[int, Episode] = {}
     running = torch.ones(n, dtype=torch.bool)  # [N] first episode still under way
@@ -204,7 +206,9 @@ def _block(
     limit = env.max_episode_steps or ENDLESS
     names: tuple[str, ...] = getattr(env, "task_names", ())
     for t in range(limit):
-        step = env.step(act(policy, obs, first=first, t=t, seed=seed, deterministic=deterministic, device=env.device))
+        action = act(policy, obs, first=first, t=t, seed=seed, deterministic=deterministic, device=env.device)
+        with guard.stepping:
+            step = env.step(action)
         obs = step.obs
         counted = running & step.mask.cpu()
         lasted = counted if step.executed is None else counted * step.executed.cpu().sum(1)  # primitive steps

@@ -18,6 +18,7 @@ from typing import Any, Literal, TextIO
 
 from tensorboard.compat.proto import summary_pb2
 
+from embodied_ppo import guard
 from embodied_ppo.health import Watch
 from embodied_ppo.types import Mean, Metrics
 
@@ -107,6 +108,7 @@ class Log:
         threading.excepthook = _thread_failed
         self.unit, self.speed = unit, f"speed/{unit}_per_s"  # every update's row holds that tag, and no other row
         self._text: TextIO = open(run_dir / "log.txt", "a", buffering=1)  # noqa: SIM115  (closed by close)
+        guard.log_to(run_dir / "log.txt")
         self._open(first_update)
         self._bar = None
         self._last: dict[str, float] = {}

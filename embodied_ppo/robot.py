@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from embodied_ppo import checkpoint, cloning, compiled, film, imitation, report, strict
+from embodied_ppo import checkpoint, cloning, compiled, film, guard, imitation, report, strict
 from embodied_ppo import evaluate as evaluation
 from embodied_ppo.assembly import Assembly, Setup, steps_per_update, total_updates, versions
 from embodied_ppo.batches import batches
@@ -57,7 +57,9 @@ def make_env(
     """
     if task is not None:
         task.activate()
-    with task_files().working_folder():
+    guard.describe(env_id=config.id)
+    guard.limit(config.step_timeout_s)
+    with task_files().working_folder(), guard.making:
         return _make_env(seeds, config, device, render, size)
 
 

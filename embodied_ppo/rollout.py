@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Generator, Tensor, nn
 
-from embodied_ppo import compiled, tree
+from embodied_ppo import compiled, guard, tree
 from embodied_ppo.types import Decision, Mean, Metrics, Obs, Policy, Step, TrainingError, Trajectory, VectorEnv
 
 T = TypeVar("T")
@@ -37,14 +37,17 @@ def env_seeds(seed: int, round_: int, num_envs: int, group_size: int = 1) -> lis
     return [sampling_key(seed, "env", round_, i // group_size) % TRAINING_SEEDS for i in range(num_envs)]
 
 
-def _check_finite(observed: Obs, id: str, update: int) -> None:
-    """Raise TrainingError where observations [T, N, ..] are not finite. One sum each: NaN and infinity survive it."""
-    for x in tree.leaves(observed):
+def _check_finite(values: Obs, id: str, update: int, name: str) -> None:
+    """Raise TrainingError where a tensor [T, N, ..] is not finite. One sum each: NaN and infinity survive it.
+
+    ``name`` of the tensors in the message: "observation", "reward".
+    """
+    for x in tree.leaves(values):
         if not x.is_floating_point() or math.isfinite(float(x.sum())) or bool(x.isfinite().all()):
             continue
         t, i, *where = (~x.isfinite()).nonzero()[0].tolist()
         raise TrainingError(
-            f"env.id={id}: observation {where} of environment {i} is {float(x[t, i][tuple(where)])} "
+            f"env.id={id}: {name} {f'{where} ' if where else ''}of environment {i} is {float(x[t, i][tuple(where)])} "
             f"(update {update}, step {t}); nothing was trained on it; mend the simulator, or resume the last checkpoint"
         )
 
@@ -160,7 +163,12 @@ def begin(env: VectorEnv, action: Tensor) -> Callable[[], Step]:
     ``receive``) works meanwhile."""
     send = getattr(env, "send", None)
     if send is None:
-        return lambda: env.step(action)
+
+        def step() -> Step:
+            with guard.stepping:
+                return env.step(action)
+
+        return step
     send(action)
     return env.receive  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -239,7 +247,8 @@ class Rollout:
     def restart(self, round_: int) -> None:
         """Begin new episodes everywhere, from seeds derived from (seed, round_). Episodes under way are dropped."""
         seeds = env_seeds(self.seed, round_, self.total, self.group_size)
-        self.env.restart(seeds[self.first : self.first + self.env.num_envs])
+        with guard.resetting:
+            self.env.restart(seeds[self.first : self.first + self.env.num_envs])
         self.obs, self.round, self.actions, self.steps = None, round_, [], 0
 
     def _cut(self, step: Step) -> tuple[Step, Tensor | None]:
@@ -249,7 +258,8 @@ class Rollout:
         if cut is None:
             return step, None
         cut = cut.to(self.device) & step.mask & ~(step.terminated | step.truncated)
-        fresh = self.env.reset_where(cut) if bool(cut.any()) else None
+        with guard.resetting:
+            fresh = self.env.reset_where(cut) if bool(cut.any()) else None
         if fresh is None:
             return step, None
 
@@ -267,11 +277,13 @@ class Rollout:
     def collecting(self, horizon: int, *, update: int, version: int) -> Steps[None, None, Collected]:
         """As ``collect``, but stops while the simulator is busy with an action: others may act meanwhile."""
         env, policy = self.env, self.policy
+        guard.describe(env_id=env.id, during=f"update {update}")
         full = self.restart_every and self.saves is False and self.steps + horizon > self.restart_every
         if self.one_episode or (full and self.steps):
             self.restart(update)
         if self.obs is None:
-            self.obs = env.reset()
+            with guard.resetting:
+                self.obs = env.reset()
             self.running.zero_()
         if self.saves is None:
             self.saves = env.state() is not None
@@ -301,10 +313,11 @@ class Rollout:
             steps.append(step)
             self.obs = step.obs
         d, seen = self.acting.stack(decisions), tree.stack(observed)
-        _check_finite(seen, env.id, update)
+        _check_finite(seen, env.id, update, "observation")
         if not self.saves and not self.one_episode:
             self.actions.append(d.action)
         reward, mask = torch.stack([s.reward for s in steps]), torch.stack([s.mask for s in steps])
+        _check_finite(reward, env.id, update, "reward")
         terminated, truncated = torch.stack([s.terminated for s in steps]), torch.stack([s.truncated for s in steps])
         ended = terminated | truncated
         if self.one_episode:
@@ -424,9 +437,11 @@ class Rollout:
                 return
             actions = state["actions"].to(self.device)
             notice(f"resume: replaying {len(actions)} steps of the simulator")
-            self.obs = self.env.reset()
+            guard.describe(env_id=self.env.id, during="resume")
+            with guard.resetting:
+                self.obs = self.env.reset()
             for action in actions:
-                self.obs = self._cut(self.env.step(action))[0].obs
+                self.obs = self._cut(begin(self.env, action)())[0].obs
             self.actions = [actions]
             now, then = (tree.leaves(tree.map(Tensor.cpu, obs)) for obs in (self.obs, state["obs"]))
             if not all(map(torch.equal, now, then)):

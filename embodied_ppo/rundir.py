@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import yaml
 
-from embodied_ppo import checkpoint, strict
+from embodied_ppo import checkpoint, guard, strict
 from embodied_ppo.assembly import arithmetic, total_updates
 from embodied_ppo.config import Config
 from embodied_ppo.types import CheckpointError, ConfigError
@@ -189,7 +189,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     with file:
         with suppress(OSError):  # a full disk: the owner's name is only for the message of a refused process
             file.truncate(0)
-            file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+            file.write(f"pid {guard.command_pid()} on {socket.gethostname()}\n".encode())
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from embodied_ppo import compiled
+from embodied_ppo import compiled, guard
 from embodied_ppo.log import LINE_EVERY_S, Timer
 
 
@@ -26,6 +26,8 @@ def stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
     asked: list[int] = []
 
     def ask(number: int, frame: Any) -> None:
+        if guard.is_repetition():
+            return
         if asked or timer.phase == "evaluate" or compiled.Later.waiting:
             raise KeyboardInterrupt
         asked.append(number)
@@ -58,6 +60,8 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: Any) -> None:
+        if guard.is_repetition():
+            return
         if not self._busy or self._asked:
             raise KeyboardInterrupt
         self._asked = True

@@ -189,6 +189,8 @@ class ClusterSystem(RunSystem):
         """Tag -> the largest process's; of the host's memory and of the GPU's."""
         self._collecting: list[Call] = []
         self._later: list[Call] = []
+        self._watching: list[Call] = []
+        """Calls that end only where a simulator exceeds its time limit."""
         self.processes: dict[Group, list[Handle]] = {}
         self.reservation = Reservation(plan, options, notice)
         try:
@@ -271,8 +273,8 @@ class ClusterSystem(RunSystem):
             found[role] = handles[first : max(first + 1, (rank + 1) * n // count)]
         return found
 
-    def _serve(self, askers: Sequence[Handle], *roles: str) -> list[Call]:
-        """Have processes of these roles answer ``askers`` until those are done."""
+    def _serve(self, askers: Sequence[Handle], *roles: str, during: str = "") -> list[Call]:
+        """Have processes of these roles answer ``askers`` until those are done; ``during``: for their messages."""
         callers: dict[Handle, set[Handle]] = {}
         for asker in ASKS:
             for rank, handle in enumerate(self.processes[self.plan.group(asker)]):
@@ -280,7 +282,7 @@ class ClusterSystem(RunSystem):
                     for role, servers in self._servers(asker, rank).items():
                         for server in servers if role in roles else ():
                             callers.setdefault(server, set()).add(handle)
-        return [Call(h.actor.call.remote("serve", len(who)), h) for h, who in callers.items()]
+        return [Call(h.actor.call.remote("serve", len(who), during), h) for h, who in callers.items()]
 
     def _wiring(self, group: Group, rank: int, about: Mapping[str, Any] | None) -> Wiring:
         ranks = dict.fromkeys(group.roles, (rank, group.processes))
@@ -320,6 +322,8 @@ class ClusterSystem(RunSystem):
                 for line in reply.said:
                     self.notice(line)
         self.learners, self.actors = self.processes[actor], self.processes[rollout]
+        simulating = self.processes[first[0]] if self.plan.has("env") else []
+        self._watching = [Call(h.actor.watch_simulator.remote(), h) for h in simulating]
         self._agree(everything=True)
         self.publish(0)
         self._agree(everything=False)
@@ -431,7 +435,9 @@ class ClusterSystem(RunSystem):
 
     def _wait(self, calls: list[Call], phase: str) -> list[Any]:
         """Replies; what was said goes to the log, seconds and memory are noted."""
-        replies = wait(calls, phase, self.options.step_timeout_s, beside=[*self._collecting, *self._later])
+        replies = wait(
+            calls, phase, self.options.step_timeout_s, beside=[*self._collecting, *self._later, *self._watching]
+        )
         for call, reply in zip(calls, replies, strict=True):
             for line in reply.said:
                 self.notice(line)
@@ -455,7 +461,7 @@ class ClusterSystem(RunSystem):
 
     def _collect(self, horizon: int, update: int) -> tuple[Any, Metrics]:
         self._turn("collect")
-        serving = self._serve(self.actors, *ASKS["rollout"])
+        serving = self._serve(self.actors, *ASKS["rollout"], during=f"update {update}")
         refs = [h.actor.collect.options(num_returns=2).remote(horizon, update) for h in self.actors]
         calls = [Call(told, h) for (_, told), h in zip(refs, self.actors, strict=True)]
         experience = [data for data, _ in refs]
@@ -503,7 +509,10 @@ class ClusterSystem(RunSystem):
     def _measure(self) -> Any:
         self._turn("evaluate")
         first = self.actors[0]
-        calls = [Call(first.actor.call.remote("evaluate"), first), *self._serve([first], *ASKS["rollout"])]
+        calls = [
+            Call(first.actor.call.remote("evaluate"), first),
+            *self._serve([first], *ASKS["rollout"], during="evaluation"),
+        ]
         return self._wait(calls, "evaluate")[0].result
 
     def write(self, result: Any, source: checkpoint.Checkpoint, out: Path) -> dict[str, str | None]:

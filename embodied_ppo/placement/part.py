@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embodied_ppo import checkpoint, tree
+from embodied_ppo import checkpoint, guard, tree
 from embodied_ppo.placement.lines import Desk, Server
 from embodied_ppo.placement.plan import ALL, ASKS, WEIGHTS
 from embodied_ppo.placement.residency import Luggage
@@ -113,9 +113,10 @@ class Part:
         self.hang_up(*ASKS["actor"])
         return metrics, self.count(trajectory)
 
-    def serve(self, callers: int) -> None:
-        """Simulate for others until so many are done."""
+    def serve(self, callers: int, during: str) -> None:
+        """Answer others until so many are done; ``during``: for messages about the simulator."""
         assert self.server is not None
+        guard.describe(during=during)
         self.server.serve(callers)
 
     def evaluate(self) -> Any:

@@ -30,6 +30,7 @@ from ray.exceptions import (
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
+from embodied_ppo import guard
 from embodied_ppo.errors import one_line
 from embodied_ppo.log import peak_rss_mb
 from embodied_ppo.placement.lines import Desk, Exchange, dial, interface
@@ -227,6 +228,11 @@ class Process:
     def _waited_s(self) -> float:
         return 0.0 if self.part is None else self.part.waited_s()
 
+    @ray.method(concurrency_group="watch")
+    def watch_simulator(self) -> None:
+        """Raise ProcessLost when a call of this process's simulator exceeds env.step_timeout_s; return never."""
+        guard.wait_until_overdue()
+
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
         """What every thread of ours is doing."""
@@ -242,7 +248,7 @@ class Process:
         return "\n".join(told)
 
 
-Actor: Any = vars(ray)["remote"](concurrency_groups={"control": 1})(Process)
+Actor: Any = vars(ray)["remote"](concurrency_groups={"control": 1, "watch": 1})(Process)
 """``Process`` as Ray starts it."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied_ppo import tree
+from embodied_ppo import guard, tree
 from embodied_ppo.placement.lines import Desk, Message, as_tensor, frozen, thawed
 from embodied_ppo.types import ActionSpec, ArraySpec, Box, Discrete, EnvError, Obs, ObsSpec, Step, VectorEnv
 
@@ -42,6 +42,10 @@ class Simulators:
             env = self.envs[key] = self.make(m.facts["kind"], m.facts["seeds"])
             return Message("made", m.to, described(env))
         env = self.envs[key]
+        with guard.stepping if m.word == "step" else guard.resetting:
+            return self._call(env, key, m)
+
+    def _call(self, env: VectorEnv, key: tuple[str, int], m: Message) -> Message:
         facts: dict[str, Any] = {}
         value: Any = None
         match m.word:
