@@ -135,6 +135,17 @@ def test_who_waits_for_others_in_vain_has_lost_them() -> None:
     assert isinstance(told, ProcessLost) and "(cluster.step_timeout_s)" in str(told) and "Connect timeout" in str(told)
 
 
+def test_a_simulator_that_exceeds_its_time_limit_is_named(tmp_path: Path) -> None:
+    """The limit is below the duration of any step, and above that of none: the first that is seen is reported."""
+    with ExitStack() as stack:
+        made = system(tmp_path, stack, **{"env.step_timeout_s": 1e-9})
+        message = (
+            r"env rank 0 \(pid \d+, node \w+\), collect: env\.id=HalfCheetah-v4: (step|reset)\(\) has not returned for "
+        )
+        with pytest.raises(ProcessLost, match=message + r"1e-09 s \(env\.step_timeout_s\) \(update 7\)"):
+            made.collect(20_000, update=7)
+
+
 def test_an_error_in_one_process_is_the_error_of_the_run(tmp_path: Path) -> None:
     with ExitStack() as stack:
         made = system(tmp_path, stack, **{"placement": "fused"})

@@ -158,6 +158,7 @@ TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
 # option -> (changed value, options that it needs, why no number may change)
 NOTHING: dict[str, tuple[Any, dict[str, Any], str]] = {
     "env.num_threads": (2, {}, "speed only: environments do not see each other"),
+    "env.step_timeout_s": (60.0, {}, "it only ends a run whose simulator hangs"),
     "algorithm.micro_batch_size": (4, {}, "memory only"),
     "algorithm.rollout_micro_batch_size": (3, {}, "memory only"),
     "algorithm.logprob_forward_micro_batch_size": (3, IN_LOSS, "memory only"),

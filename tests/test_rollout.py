@@ -12,7 +12,7 @@ import toys
 
 from embodied_ppo import robot, tree
 from embodied_ppo.rollout import TRAINING_SEEDS, WINDOW, Rollout, env_seeds, sampling_key
-from embodied_ppo.types import Mean, Trajectory
+from embodied_ppo.types import Mean, TrainingError, Trajectory
 
 
 def rollout(lengths: list[int], clock: list[bool], *, seed: int = 0, group_size: int = 1, one_episode=False, **options):
@@ -87,6 +87,24 @@ def check_what_was_decided(t: Trajectory, env: toys.ScriptedEnv) -> None:
     assert all(leaf.shape[:2] == (rows, n) for leaf in tree.leaves(t))
     assert all(x.dtype == torch.float32 for x in (t.log_prob, t.value, t.next_value, t.reward))
     assert all(x.dtype == torch.bool for x in (t.terminated, t.truncated, t.mask))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_not_finite_is_reported_before_it_is_trained_on(value: float) -> None:
+    env, r = rollout([2, 3], [False, True])
+    step = env.step
+
+    def broken(action: torch.Tensor) -> Any:
+        found = step(action)
+        if len(env.actions) == 3:
+            found.reward[1] = value
+        return found
+
+    env.step = broken
+    with pytest.raises(
+        TrainingError, match=rf"env\.id=scripted: reward of environment 1 is {value} \(update 4, step 2\)"
+    ):
+        r.collect(5, update=4, version=4)
 
 
 def test_rollouts_continue_where_the_last_one_stopped():
