@@ -47,7 +47,7 @@ def supervise(run: Callable[[], int]) -> int:
     if guard.numbers[guard.DONE]:
         return int(guard.numbers[guard.DONE]) - 1
     code = os.waitstatus_to_exitcode(status)
-    if -code in asked:  # by a signal that the user sent before the command handled signals
+    if asked:  # the user sent a signal before the command handled signals
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
     message = guard.overdue() or guard.cause(_ending(code))
@@ -73,10 +73,10 @@ def _interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
 
-def _wait(child: int) -> tuple[int, set[int]]:
+def _wait(child: int) -> tuple[int, bool]:
     """Wait for the end of the child, send it the signals that only this process received, end it where its simulator
-    exceeds the time limit. Return the status, and the signals."""
-    received = set[int]()
+    exceeds the time limit. Return the status, and whether there were such signals."""
+    received = False
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -88,7 +88,7 @@ def _wait(child: int) -> tuple[int, set[int]]:
             return os.waitpid(child, 0)[1], received
         info = signal.sigtimedwait({*SIGNALS, signal.SIGCHLD}, CHECK_S)
         if info is not None and info.si_signo != signal.SIGCHLD:
-            received.add(info.si_signo)
+            received = True
             if info.si_code != SI_KERNEL:
                 guard.numbers[guard.FORWARDED] += 1
                 os.kill(child, info.si_signo)
