@@ -25,6 +25,7 @@ from embodied_ppo.errors import (
     choose,
     nearest,
     one_line,
+    shortened,
     show,
 )
 from embodied_ppo.explain import UsageError
@@ -511,7 +512,7 @@ def _report(error: Exception) -> int:
         limit = f"a part of it has {len(os.fsencode(longest))} bytes, the limit is 255" * (len(longest) > 255)
         error = UsageError(f"{shown}: is too long for a path ({limit or error.strerror}); shorten it")
     if isinstance(error, (UsageError, ConfigError, PlacementError, CheckpointError, EnvError)):
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        print(shortened(f"error: {one_line(error)}"), file=sys.stderr)
         return REFUSED
     if _out_of_memory(error):
         error = TrainingError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from embodied_ppo import explain
-from embodied_ppo.errors import CheckpointError, ConfigError, PlacementError, choose, one_line, show
+from embodied_ppo.errors import CheckpointError, ConfigError, PlacementError, choose, one_line, shortened, show
 from embodied_ppo.explain import UsageError
 
 if TYPE_CHECKING:  # hydra and torch are imported inside the functions: --help answers at once
@@ -125,12 +125,14 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    from embodied_ppo.config import OWN_OPTIONS, Config
+
     loader, name = loader_of(args)
     overrides = parse(lines, loader)
     stored = None
     groups = {o.key_or_group: o.value() for o in overrides if _is_group(o, loader)}
     resume = next((o.value() for o in overrides if o.key_or_group == "resume" and not o.is_delete()), None)
-    named = resume not in (None, "auto") and not isinstance(resume, bool)
+    named = resume not in (None, "auto", "") and not isinstance(resume, bool)
     if args.command == "train" and name == "train" and named and "experiment" not in groups:
         stored = _stored(str(resume))
         lines = [*lines, "~experiment"]
@@ -165,7 +167,10 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
             files = [(f"{STORED}, {stored[0]}", OmegaConf.create(stored[1]))]
             flagged = [f for f in flagged if any(f"/{g}/" in f[0] for g in groups)]
         flags = _flags(overrides, loader)
-        task = OmegaConf.select(flags, "env.id") if stored is None and "experiment" not in groups else None
+        task = None
+        if stored is None and "experiment" not in groups and OmegaConf.is_dict(flags.get("env")):
+            task = _plain(flags.env).get("id")
+            task = None if "${" in str(task) else task  # the value it names is in other layers
         if (
             name in ("train", "clone") and task is not None
         ):  # another task than the default experiment's is not called so
@@ -173,9 +178,6 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
             flagged.append(("env.id", OmegaConf.create(own)))
         layers = [*files, *flagged, (FLAGS, flags)]
         _delete(overrides, loader, layers)
-        merged = OmegaConf.merge(OmegaConf.create(defaults), *(node for _, node in layers))
-        resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
-        return [(who, _pick(OmegaConf.to_container(node), resolved)) for who, node in layers]
     except RecursionError:
         raise ConfigError(
             f"--config-name {name}: its defaults lists name each other for ever; in --config-dir give your own config "
@@ -185,6 +187,7 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
         raise ConfigError(_hydra_says(e)) from e
     except UnicodeDecodeError as e:
         raise ConfigError(_not_utf8(args.config_dir)) from e
+    return _resolved(layers, defaults, OWN_OPTIONS.get(args.command, Config))
 
 
 def _not_utf8(folder: str | None) -> str:
@@ -199,11 +202,58 @@ def _not_utf8(folder: str | None) -> str:
     return f"--config-dir {folder}: a file is not UTF-8; save it as UTF-8"
 
 
+def _resolved(layers: Sequence[tuple[str, Any]], defaults: dict[str, Any], cls: type) -> list[tuple[str, Any]]:
+    """Replace interpolations by the values they name. Raises ConfigError that names the option at fault."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from embodied_ppo import strict
+
+    written = [(label, _plain(node)) for label, node in layers]
+    try:
+        merged = OmegaConf.merge(OmegaConf.create(defaults), *(node for _, node in layers))
+    except (OmegaConfBaseException, TypeError, ValueError) as e:  # a list or number where a section belongs
+        known = {path.partition(".")[0] for path in strict.describe(cls)}
+        for label, node in written:
+            values = {name: value for name, value in node.items() if name in known}
+            strict.read(cls, [(label, _without_interpolations(values))], partial=True)
+        raise ConfigError(_hydra_says(e)) from e
+    try:
+        resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
+    except (OmegaConfBaseException, RecursionError) as error:
+        for label, node in reversed(written):
+            for path, value in strict.flat(node).items():
+                try:
+                    if "${" in repr(value) and OmegaConf.is_config(inner := OmegaConf.select(merged, path)):
+                        OmegaConf.to_container(inner, resolve=True)
+                except (OmegaConfBaseException, RecursionError) as e:
+                    raise ConfigError(
+                        f"{path} = {show(value)} ({label}): {_hydra_says(e)}; write a value, or name an option "
+                        "that has one"
+                    ) from e
+        raise ConfigError(_hydra_says(error)) from error
+    return [(label, _pick(node, resolved)) for label, node in written]
+
+
+def _without_interpolations(node: Any) -> Any:
+    """Nested dictionaries without the entries that are an interpolation."""
+    if not isinstance(node, dict):
+        return node
+    return {
+        str(name): _without_interpolations(value)
+        for name, value in node.items()
+        if not (isinstance(value, str) and "${" in value)
+    }
+
+
 def _hydra_says(error: Exception) -> str:
     """Hydra's message without its pointers to Hydra."""
     text = one_line(error)
     for tail in (" Config search path:", " See https://", " full_key:"):
         text = text.partition(tail)[0]
+    missing = re.fullmatch(r"(.*Could not find '(?:.*/)?(.*?)') Available options in '.*?': (.*)", text)
+    if missing:
+        return f"{missing[1]}; {choose(missing[2], missing[3].split(), 'there are: ')}"
     return text
 
 
@@ -218,11 +268,17 @@ def _pick(node: Any, resolved: Any) -> Any:
 def _flags(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> Any:
     """The command line's values as one layer."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     node = OmegaConf.create({})
     for o in overrides:
         if not o.is_delete() and not _is_group(o, loader):
-            OmegaConf.update(node, o.key_or_group, o.value(), merge=True, force_add=True)
+            try:
+                OmegaConf.update(node, o.key_or_group, o.value(), merge=True, force_add=True)
+            except (OmegaConfBaseException, TypeError, ValueError) as e:
+                raise ConfigError(
+                    f"{o.input_line} is not understood ({_hydra_says(e)}); correct the value, or leave it out"
+                ) from e
     return node
 
 
@@ -334,6 +390,10 @@ def parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
                 if str(chosen) not in options:
                     kind = PlacementError if group == "placement" else ConfigError
                     raise kind(f"{group} = {chosen}: no such {group}; {choose(str(chosen), options, 'there are: ')}")
+            if isinstance(value, list):
+                one = f"write {group}={value[0] if value else 'NAME'}"
+                several = f", or --multirun {group}={','.join(map(str, value))}" if len(value) > 1 else ""
+                raise ConfigError(f"{group} = {show(value)} must be one name, not a list; {one}{several}")
         overrides.append(override)
     return overrides
 
@@ -355,7 +415,10 @@ def _parse_line(line: str, loader: ConfigLoaderImpl) -> Override:
     try:
         (override,) = OverridesParser.create(config_loader=loader).parse_overrides([line])
     except (HydraException, ValueError, RecursionError) as e:  # the last two: of very long numbers, very deep lists
-        raise ConfigError(f"{line} is not understood ({_hydra_says(e)}); quote the value: \"{key}='{value}'\"") from e
+        quoted_value = shortened(f"{key}='{value}'", 60)
+        raise ConfigError(
+            f'{shortened(line, 60)} is not understood ({_hydra_says(e)}); quote the value: "{quoted_value}"'
+        ) from e
     return override
 
 

@@ -29,11 +29,30 @@ class Limit:
 
     def __str__(self) -> str:
         words = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
-        return " and ".join(f"{op} {bound:g}" for op, bound in words if bound is not None)
+        bounds = [(op, bound) for op, bound in words if bound is not None]
+        return " and ".join(f"{op} {bound:,}" if isinstance(bound, int) else f"{op} {bound:g}" for op, bound in bounds)
 
 
-Count = Annotated[int, Limit(ge=1)]
-Natural = Annotated[int, Limit(ge=0)]
+@dataclass(frozen=True)
+class NotEmpty:
+    """Text of at least one character, without NUL: ``Annotated[str, NotEmpty()]``."""
+
+    def allows(self, x: str) -> bool:
+        return bool(x) and "\0" not in x
+
+    def __str__(self) -> str:
+        return "that is not empty"
+
+
+Text = Annotated[str, NotEmpty()]
+# Upper bounds refuse what would exhaust memory or time before any other check could run.
+Count = Annotated[int, Limit(ge=1, le=10**9)]
+Natural = Annotated[int, Limit(ge=0, le=10**9)]
+Seed = Annotated[int, Limit(ge=0, le=2**63 - 1)]
+Threads = Annotated[int, Limit(ge=0, le=1024)]
+Pixels = Annotated[int, Limit(ge=1, le=4096)]
+Width = Annotated[int, Limit(ge=1, le=10**5)]
+Small = Annotated[int, Limit(ge=1, le=1000)]
 Positive = Annotated[float, Limit(gt=0)]
 NonNegative = Annotated[float, Limit(ge=0)]
 Fraction = Annotated[float, Limit(ge=0, le=1)]
@@ -41,7 +60,7 @@ Fraction = Annotated[float, Limit(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class EnvConfig:
-    id: str = "HalfCheetah-v4"
+    id: Text = "HalfCheetah-v4"
     """Task: one of ours, a name of EnvPool's or Gymnasium's, package.module:Class for a Task of your own,
     package.module:function for simulator torch, Mjlab-.., libero/.."""
     simulator: Literal["auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero"] = "auto"
@@ -49,22 +68,22 @@ class EnvConfig:
     batched environment of tensors; auto: who knows the id, ours first, EnvPool before Gymnasium."""
     num_envs: Count = 64
     """Environments stepped together (N)."""
-    num_threads: Natural = 0
+    num_threads: Threads = 0
     """Simulator threads; 0: one per usable core, at most num_envs."""
     max_episode_steps: Count | None = None
     """Clock limit of an episode in primitive steps; null: the task's own."""
     action_mapping: Literal["rescale", "clip", "none"] = "rescale"
     """Continuous actions: rescale clamps to [-1, 1] and maps to the bounds, clip clamps to them, none passes on."""
-    success_key: str | None = None
+    success_key: Text | None = None
     """Entry of the simulator's info that says success; null: `success` or `is_success` where present."""
-    obs_keys: tuple[str, ...] | None = None
+    obs_keys: tuple[Text, ...] | None = None
     """Observations that the policy reads, by name, where a simulator gives several (images of env.cameras are kept);
     null: all, which is refused where a name says that the observation is privileged (privileged_state, critic)."""
-    action_chunk: Count = 1
+    action_chunk: Small = 1
     """Primitive steps that one decision plans (C); an episode's end cuts it short. horizon counts decisions."""
-    cameras: tuple[str, ...] = ()
+    cameras: tuple[Text, ...] = ()
     """Cameras of the model that the policy sees (tasks of ours); observations are then state and images."""
-    image_size: Count = 64
+    image_size: Pixels = 64
     """Height and width of what they show, pixels."""
     randomize: bool = False
     """Domain randomisation of each episode's model by the task's own ranges (tasks of ours); evaluation.randomize says
@@ -95,7 +114,7 @@ class ModelConfig:
     value_gain actor_critic's."""
     backbone: Literal["auto", "mlp", "cnn"] = "auto"
     """Trunk; auto: cnn for uint8 images, mlp otherwise."""
-    hidden: tuple[Count, ...] = (64, 64)
+    hidden: tuple[Width, ...] = (64, 64)
     """Widths of the hidden layers (after the convolutions, for a cnn)."""
     activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = "tanh"
     """Non-linearity of the hidden layers (the cnn's convolutions use relu)."""
@@ -125,11 +144,11 @@ class ModelConfig:
     """Subtract the running mean of vector observations and divide by their deviation; images are divided by 255."""
     obs_clip: Positive | None = 10.0
     """Normalised vector observations are clamped to +-this; null: not."""
-    width: Count = 64
+    width: Width = 64
     """Of tokens (D)."""
-    depth: Count = 2
+    depth: Small = 2
     """Blocks of the decoder."""
-    heads: Count = 4
+    heads: Small = 4
     """Attention heads; must divide width."""
     bins: Annotated[int, Limit(ge=3, le=32767)] = 256
     """Tokens of each action dimension (K), the range [-1, 1] in equal parts: K of them, or K - 1 of an even K, so that
@@ -139,7 +158,7 @@ class ModelConfig:
     temperature: Positive = 1.0
     """Logits of action tokens are divided by it, deviations multiplied, acting and learning; deterministic evaluation
     takes the likeliest."""
-    flow_steps: Count = 4
+    flow_steps: Small = 4
     """Steps from noise to an action (K)."""
     flow_noise: Literal["sde", "learned"] = "sde"
     """Deviation of a stochastic step: from flow_eta (Flow-SDE), or learned (Flow-Noise, which has an entropy)."""
@@ -154,9 +173,9 @@ class ModelConfig:
     checkpoint: str | None = None
     """Directory of a published model instead of a small new one: OpenVLA, OpenVLA-OFT or a vision-language model of
     transformers (policy=token), pi0 (policy=flow). Needs the extra [vla]."""
-    unnorm_key: str | None = None
+    unnorm_key: Text | None = None
     """Whose action statistics of an OpenVLA checkpoint to use; null: the only ones there are."""
-    lora_rank: Natural = 0
+    lora_rank: Annotated[int, Limit(ge=0, le=10**5)] = 0
     """Rank of low-rank adapters on the language model of a checkpoint, which stays as it is otherwise (Hu et al.
     2021); 0: none, everything is trained. A run's checkpoints then hold adapters and heads only."""
     lora_alpha: Positive = 32.0
@@ -168,7 +187,7 @@ class ModelConfig:
     detach_value: bool | None = None
     """true: the value loss trains the value head only (its gradient in the features was seen to undo a clone); null:
     true for policy=token, flow and gaussian, false for actor_critic, where shared_backbone=false separates both."""
-    word_buckets: Annotated[int, Limit(ge=2)] = 1024
+    word_buckets: Annotated[int, Limit(ge=2, le=10**7)] = 1024
     """Words of instructions are known by their hash, one of so many."""
 
 
@@ -189,7 +208,7 @@ class AlgorithmConfig:
     # --- rollout and batches
     horizon: Count = 32
     """Steps of each environment in one rollout (T)."""
-    update_epoch: Count = 10
+    update_epoch: Annotated[int, Limit(ge=1, le=10**6)] = 10
     """Passes over one rollout."""
     global_batch_size: Count = 256
     """Samples (steps; prompts in reasoning) in one optimiser step, over all ranks; must divide the rollout (horizon x
@@ -204,11 +223,11 @@ class AlgorithmConfig:
     """Samples (steps; responses in reasoning) of one forward pass without gradient, which computes log-probabilities
     again (KL, off_policy_correction, recompute_log_probs): less memory, the same numbers to rounding; null:
     micro_batch_size."""
-    rollout_batch_size: Count = 256
+    rollout_batch_size: Annotated[int, Limit(ge=1, le=10**7)] = 256
     """Prompts of one update; each gets group_size responses."""
-    prompt_length: Count = 1024
+    prompt_length: Annotated[int, Limit(ge=1, le=10**7)] = 1024
     """Longest prompt, tokens; longer ones are left out, and counted."""
-    response_length: Count = 512
+    response_length: Annotated[int, Limit(ge=1, le=10**7)] = 512
     """Longest response, tokens (T)."""
     micro_batch_tokens: Count | None = None
     """Tokens in one forward and backward, padding included: columns are sorted by length, cut and trimmed; less memory,
@@ -248,7 +267,7 @@ class AlgorithmConfig:
     """With whiten_rewards: also subtract the mean; false: the mean of the rewards is kept."""
     whiten_after_kl: bool = False
     """With whiten_rewards: after the KL penalty is subtracted; false: before."""
-    group_size: Count = 1
+    group_size: Annotated[int, Limit(ge=1, le=10**4)] = 1
     """Neighbouring environments (responses) that share a start state (prompt)."""
     bootstrap_type: Literal["standard", "always"] = "standard"
     """standard bootstraps where the clock cut the episode; always: also where the task ended."""
@@ -345,9 +364,9 @@ class EvaluationConfig:
     """Act with the distribution's mode (the likeliest token); false: sample."""
     seed: Natural = 0
     """Seed of the initial states, 0 to 16383. Different seeds share no episode; none is one of training's."""
-    n: Count = 1
+    n: Small = 1
     """Responses to each prompt; with more than one also pass@k and maj@n are told."""
-    response_length: Count | None = None
+    response_length: Annotated[int, Limit(ge=1, le=10**7)] | None = None
     """Longest response, tokens; null: algorithm.response_length."""
     temperature: Positive = 1.0
     """Of sampled responses."""
@@ -367,13 +386,13 @@ class EvaluationConfig:
     """Episodes filmed into an mp4."""
     video_steps: Count = 300
     """Longest filmed part of an episode, in steps."""
-    video_size: Count = 256
+    video_size: Pixels = 256
     """Height and width of the film, pixels."""
 
 
 @dataclass(frozen=True)
 class LanguageModelConfig:
-    path: str | None = None
+    path: Text | None = None
     """Directory of a model as transformers writes it (config.json, safetensors, tokenizer); null: a new one."""
     architecture: dict[str, Any] = field(default_factory=dict)
     """Of a new model: model_type and other fields of transformers' configuration."""
@@ -387,7 +406,7 @@ class LanguageModelConfig:
 class ActorConfig:
     model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
     """The language model that learns."""
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
     """Directory of its tokenizer; null: model.path (data.task has its own: one character, one token)."""
 
 
@@ -427,11 +446,11 @@ class CriticConfig:
 class RolloutConfig:
     engine: Literal["builtin", "vllm"] = "builtin"
     """What generates: our own decode loop, which shares the actor's weights, or vLLM (CUDA, installed separately)."""
-    slots: Count = 256
+    slots: Annotated[int, Limit(ge=1, le=10**6)] = 256
     """Responses that are decoded together; memory only."""
     temperature: Positive = 1.0
     """Logits are divided by it, in sampling as in training."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Text, ...] = ()
     """Texts that end a response."""
     stop_token_ids: tuple[Natural, ...] = ()
     """Tokens that end a response, besides all that model and tokenizer call end of sequence."""
@@ -447,13 +466,13 @@ class RolloutConfig:
 class DataConfig:
     task: Literal["arithmetic", "scratchpad"] | None = None
     """A generated task, which needs no files; null: files."""
-    train: tuple[str, ...] = ()
+    train: tuple[Text, ...] = ()
     """Files (.jsonl, .json, .parquet), or directories of them: {prompt, answer}, GSM8K's or verl's layout."""
-    eval: tuple[str, ...] = ()
+    eval: tuple[Text, ...] = ()
     """Files of held-out prompts."""
-    prompt_key: str | None = None
+    prompt_key: Text | None = None
     """Where a row's prompt is; null: prompt or question."""
-    answer_key: str | None = None
+    answer_key: Text | None = None
     """Where a row's true answer is; null: reward_model.ground_truth, ground_truth or answer."""
     suffix: str | None = None
     """Added to every prompt; null: what the layout is known to need (GSM8K)."""
@@ -467,7 +486,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    path: str | None = None
+    path: Text | None = None
     """Directory of a sequence-classification model with one label; its score is the reward."""
     pairs: Natural = 0
     """Preferences of data.task that a new reward model learns from before PPO; 0: none."""
@@ -481,20 +500,20 @@ class RewardModelConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    grader: str = "auto"
+    grader: Text = "auto"
     """A built-in (exact, gsm8k_strict, gsm8k_flexible, gsm8k_numeric, math_verify), module:function or FILE.py:function
     with verl's signature (data_source, solution_str, ground_truth, extra_info), which may be async; auto: the grader of
     data.task or of the data source."""
-    path: str | None = None
+    path: Text | None = None
     """File of a grader, as in verl's custom_reward_function; it replaces grader."""
-    name: str = "compute_score"
+    name: Text = "compute_score"
     """Function in the file of reward.path."""
-    workers: Natural | None = None
+    workers: Annotated[int, Limit(ge=0, le=1024)] | None = None
     """Number of grading processes; 0: grade in the main process, without a time limit; null: 0 for the graders of
     synthetic tasks and for built-ins except math_verify, else 2."""
     timeout_s: Positive = 10.0
     """Time limit of one response in a grading process, seconds; a response that exceeds it scores 0 and is counted."""
-    format: str | None = None
+    format: Text | None = None
     """Regular expression that a whole response should match."""
     format_weight: NonNegative = 0.1
     """Added to the score of a response that matches reward.format."""
@@ -519,7 +538,7 @@ class CloningConfig:
     steps: Natural = 0
     """Supervised steps on demonstrations before PPO, kept on disk between runs; 0: none. For vision-language-action
     models."""
-    dataset: str | None = None
+    dataset: Text | None = None
     """Folder of demonstrations in LeRobot's layout (v2.0 to v3.0); null: the task's own expert records some, once
     (Tabletop has one)."""
     episodes: Count = 2000
@@ -538,9 +557,9 @@ class CloningConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    num_nodes: Count = 1
+    num_nodes: Annotated[int, Limit(ge=1, le=10**4)] = 1
     """Machines."""
-    devices_per_node: Natural = 0
+    devices_per_node: Annotated[int, Limit(ge=0, le=1024)] = 0
     """Devices of each machine: GPUs, or slots for a process on the CPU; 0: as many as this machine has."""
     device_memory_gb: NonNegative = 0.0
     """Memory of one GPU (on the CPU: of one machine) to plan with, GB; 0: what this machine has."""
@@ -550,9 +569,9 @@ class ClusterConfig:
     """Roles to devices, as RLinf writes it: {"env,rollout,actor": 0-3}. Joined roles share a process, entries with
     common devices take turns, the rest run at once. Devices: all, 2, 0-3, a list of these, 'first half', 'second half',
     or {devices: .., processes: n, node: label}. {}: as placement says."""
-    stages: Count = 1
+    stages: Small = 1
     """Parts of a rollout process's environments that take turns: while one simulates, the policy acts for the next."""
-    max_lag: Natural = 0
+    max_lag: Annotated[int, Limit(ge=0, le=1000)] = 0
     """Rollouts that run ahead of the updates; 0: strictly on-policy. Needs actor on devices of its own."""
     weights: Literal["auto", "ipc", "broadcast", "store"] = "auto"
     """How the actor's weights reach rollout processes: ipc through memory of one device or machine, broadcast by a
@@ -562,7 +581,7 @@ class ClusterConfig:
     not fit one device. A layer is whole only while it computes."""
     check_weights: bool = False
     """Compare a checksum of all processes' weights after each update."""
-    address: str | None = None
+    address: Text | None = None
     """Ray cluster to join (auto, HOST:6379); null: what RAY_ADDRESS names, else one is started here for the run."""
     start_timeout_s: Positive = 300.0
     """Longest wait for devices and processes, seconds."""
@@ -585,15 +604,15 @@ class Config:
     """Name of the run; its directory is runs/NAME/<date>-<seed>."""
     description: str = ""
     """One line about the experiment."""
-    run_dir: str | None = None
+    run_dir: Text | None = None
     """Directory of the run; null: runs/NAME/<date>-<seed>."""
-    seed: Natural = 0
+    seed: Seed = 0
     """Seed of weights, actions, data order and environments."""
     updates: Count | None = None
     """Updates to train for; null: as many as env_steps holds (reasoning needs a number)."""
-    env_steps: Count | None = 1_000_000
+    env_steps: Annotated[int, Limit(ge=1, le=10**15)] | None = 1_000_000
     """Environment steps to train for (used where updates is null)."""
-    resume: str | None = None
+    resume: Text | None = None
     """auto: continue the newest run of this name and seed; or a run or checkpoint directory; null: start anew."""
     allow_changed_task: bool = False
     """With resume: go on although files of the user's task (env.id=module:Class) are not those of the checkpoint."""
@@ -603,9 +622,9 @@ class Config:
     """Checkpoints kept besides the best."""
     eval_every: Natural = 0
     """Updates between evaluations; 0: only before and after training."""
-    device: str = "auto"
+    device: Text = "auto"
     """Where policy and learner run: auto, cpu, cuda, cuda:N."""
-    threads: Natural = 1
+    threads: Threads = 1
     """Threads of one tensor operation; 0: torch's own choice."""
     compile: Literal["auto", "always", "never"] = "auto"
     """Run minibatches and acting as compiled code, 2 to 10 times faster for small networks. always: from the first
@@ -648,23 +667,23 @@ class EvaluateConfig:
     """Episodes filmed."""
     video_steps: Count = 300
     """Longest filmed part of an episode, in steps."""
-    video_size: Count = 256
+    video_size: Pixels = 256
     """Height and width of the film, pixels."""
-    out: str | None = None
+    out: Text | None = None
     """Directory of the report; null: reports/ of the run."""
-    device: str = "cpu"
+    device: Text = "cpu"
     """Where the policy runs: auto, cpu, cuda, cuda:N."""
-    threads: Natural = 1
+    threads: Threads = 1
     """Threads of one tensor operation; 0: torch's own choice."""
     allow_changed_task: bool = False
     """Execute files of the user's task that have changed since training; false: the run's copies of them."""
     env: dict[str, Any] = field(default_factory=dict)
     """Changes to the environment the checkpoint was trained in (``env.max_episode_steps=200``)."""
-    data: tuple[str, ...] = ()
+    data: tuple[Text, ...] = ()
     """Of a language model: other files of prompts than the run's data.eval."""
-    n: Count = 1
+    n: Small = 1
     """Of a language model: responses to each prompt; more than one needs deterministic=false."""
-    response_length: Count | None = None
+    response_length: Annotated[int, Limit(ge=1, le=10**7)] | None = None
     """Of a language model: longest response, tokens; null: as in training."""
     temperature: Positive = 1.0
     """Of sampled responses, as the next four, and of sampled actions of vision-language-action models."""

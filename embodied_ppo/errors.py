@@ -43,10 +43,33 @@ def nearest(word: str, names: Iterable[str], *, cutoff: float | None = None) -> 
     return near[0] if near else None
 
 
+LONGEST_LINE = 300
+"""Characters of the line that reports a refused input, with its ``error: ``."""
+
+
 def choose(word: str, names: Sequence[str], intro: str) -> str:
     """``did you mean x?`` where one is near, and what there is."""
     near = nearest(word, names)
-    return (f"did you mean {near}? " if near else "") + intro + (", ".join(names) or "none")
+    return (f"did you mean {near}? " if near else "") + intro + listed(names)
+
+
+def listed(names: Sequence[str], limit: int = 190) -> str:
+    """Names joined by commas, the first ones where all of them have more than ``limit`` characters."""
+    text = ", ".join(names)
+    if len(text) <= limit:
+        return text or "none"
+    return f"{text[:limit].rpartition(', ')[0] or shortened(names[0], limit)}, .. ({len(names)} in all)"
+
+
+def shortened(text: str, limit: int = LONGEST_LINE) -> str:
+    """``text`` of at most ``limit`` characters: its middle gives way to `` .. ``.
+
+    A message begins with the option and ends with the cure; a long value is between them.
+    """
+    if len(text) <= limit:
+        return text
+    tail = limit * 2 // 5
+    return f"{text[: limit - tail - 4]} .. {text[-tail:]}"
 
 
 def show(value: Any) -> str:

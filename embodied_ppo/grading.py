@@ -192,7 +192,7 @@ def resolve(spec: str | Grader) -> Grader:
     A built-in's name, ``module:function``, ``/path/file.py:function`` or ``/path/file.py`` (``compute_score`` in it),
     or the function itself (one that can be pickled, where it goes to worker processes). Raises ConfigError.
     """
-    found, label = (spec, f"grader = {spec!r}") if callable(spec) else _named(spec)
+    found, label = (spec, f"reward.grader = {spec!r}") if callable(spec) else _named(spec)
     words = ("data_source", "solution_str", "ground_truth", "extra_info")
     try:
         inspect.signature(found).bind(**dict.fromkeys(words))
@@ -220,7 +220,7 @@ def _synchronous(grader: Grader) -> Grader:
 
 def _named(spec: str) -> tuple[Grader, str]:
     """The function and ``grader = name`` for messages."""
-    label = f"grader = {spec}"
+    label = f"reward.grader = {spec}"
     if spec in GRADERS:
         if spec == "math_verify":
             logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limits that are off

@@ -114,7 +114,9 @@ class GraderPool:
             while not all(worker.ready for worker in self._workers):
                 for worker, message in self._events():
                     if isinstance(message, str):
-                        raise ConfigError(message if message.startswith("grader =") else f"grader = {spec}: {message}")
+                        raise ConfigError(
+                            message if message.startswith("reward.grader =") else f"reward.grader = {spec}: {message}"
+                        )
                     worker.ready = True
         except BaseException:
             self.close()

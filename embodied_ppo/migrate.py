@@ -21,7 +21,7 @@ import yaml
 
 from embodied_ppo import explain, rules, strict
 from embodied_ppo.config import Config
-from embodied_ppo.errors import ConfigError, PlacementError, choose, one_line, show
+from embodied_ppo.errors import ConfigError, PlacementError, choose, one_line, shortened, show
 from embodied_ppo.peers import overrides
 from embodied_ppo.peers.rlinf import RLINF
 from embodied_ppo.peers.roll import ROLL
@@ -107,7 +107,8 @@ def read(file: str, peer: str) -> Source:
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ConfigError(f"{file} is not plain YAML ({one_line(e)}); mend it") from e
     if not isinstance(content, Mapping) or not content:
-        raise ConfigError(f"{file} holds no options ({show(content)}); name a YAML file with {PEERS[peer].name}'s")
+        kind = {str: "text", list: "a list"}.get(type(content), "a value") if content else "nothing"
+        raise ConfigError(f"{file} holds no options but {kind}; name a YAML file with {PEERS[peer].name}'s options")
     left = [content]
     for _ in range(MANY):
         if not left:
@@ -254,7 +255,7 @@ def _recognise(source: Source, peer: str, file: str) -> None:
             f"{its}'s); write import-config {likely} {file}"
         )
     if not known[peer]:
-        first = ", ".join(list(source.values)[:3])
+        first = shortened(", ".join(list(source.values)[:3]), 100)
         raise ConfigError(f"{file} holds no option of {its}'s (it has {first}); name a YAML file with {its}'s options")
 
 

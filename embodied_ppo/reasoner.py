@@ -209,14 +209,11 @@ def make_graders(config: Config, prompts: Sequence[Prompt], stack: ExitStack) ->
 
 
 def with_format(config: Config, judge: Graders) -> Graders:
-    """The judge that also rewards a form of the response, where one is asked for. Raises ConfigError."""
+    """Return the grader with the reward for the form of a response added, if reward.format is set."""
     r = config.reward
     if r.format is None:
         return judge
-    try:
-        return WithFormat(judge, re.compile(r.format, re.DOTALL), r.format_weight)
-    except re.error as error:
-        raise ConfigError(f"reward.format = {r.format}: is no regular expression ({error}); mend it") from error
+    return WithFormat(judge, re.compile(r.format, re.DOTALL), r.format_weight)
 
 
 def make_reward(

@@ -200,6 +200,8 @@ UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
         lambda c: c.evaluation.video_episodes > 0,
     ),
 }
+LARGEST_ROLLOUT = 10**10
+"""Steps of one update; more fit no machine, and their divisors take seconds to find."""
 LEVELS = ("token_level", "action_level", "chunk_level")
 """Fine to coarse."""
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -282,6 +284,7 @@ def _check_robot(config: Config) -> None:
 def _check_language(config: Config) -> None:
     """What mode=reasoning needs."""
     a, d, e, r = config.algorithm, config.data, config.evaluation, config.rollout
+    _check_format(config.reward.format)
     rules = (
         (config.updates is None, "updates = null: nothing says how long to train; write updates=100"),
         (
@@ -340,6 +343,11 @@ def _check_language(config: Config) -> None:
         if broken:
             raise ConfigError(line)
     total, responses = a.rollout_batch_size, a.rollout_batch_size * a.group_size
+    if responses * a.response_length > LARGEST_ROLLOUT:
+        raise ConfigError(
+            f"algorithm.rollout_batch_size x group_size x response_length = {total} x {a.group_size} x "
+            f"{a.response_length} tokens must be <= {LARGEST_ROLLOUT:,}; lower one of them"
+        )
     batches = {
         "algorithm.global_batch_size": a.global_batch_size,
         "critic.global_batch_size": config.critic.global_batch_size or a.global_batch_size,
@@ -347,7 +355,7 @@ def _check_language(config: Config) -> None:
     whole = math.lcm(*batches.values())
     for path, batch in batches.items():
         if total % batch:
-            near = _nearest([k * whole for k in range(1, total // whole + 2)], total)
+            near = _nearest_multiples(whole, total)
             raise ConfigError(
                 f"algorithm.rollout_batch_size = {total} is not a multiple of {path} = {batch} (prompts); nearest: "
                 f"{_nearest(_divisors(total), batch)}; or nearest algorithm.rollout_batch_size: {near}"
@@ -358,6 +366,17 @@ def _check_language(config: Config) -> None:
             f"group_size = {a.global_batch_size * a.group_size}; leave it null"
         )
     _check_controller(config, responses, "algorithm.rollout_batch_size x group_size")
+
+
+def _check_format(pattern: str | None) -> None:
+    """reward.format must be a regular expression. Raises ConfigError."""
+    try:
+        re.compile(pattern or "", re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigError(
+            f"reward.format = {show(pattern)} is no regular expression ({error}); correct it, or write "
+            "reward.format=null"
+        ) from error
 
 
 def _check_placement(config: Config) -> None:
@@ -561,6 +580,8 @@ def _check_sizes(config: Config) -> None:
     a, num_envs = config.algorithm, config.env.num_envs
     total, batch, micro = a.horizon * num_envs, a.global_batch_size, a.micro_batch_size
     rollout = f"algorithm.horizon x env.num_envs = {a.horizon} x {num_envs} = {total}"
+    if total > LARGEST_ROLLOUT:
+        raise ConfigError(f"{rollout} steps must be <= {LARGEST_ROLLOUT:,}; lower one of them")
     unit = a.horizon if a.minibatch_unit == "column" else 1
     columns = f"algorithm.horizon = {a.horizon} (algorithm.minibatch_unit = column)"
     if batch % unit:
@@ -569,7 +590,7 @@ def _check_sizes(config: Config) -> None:
     if total % batch:
         cure = _nearest([unit * d for d in _divisors(total // unit)], batch)
         whole = math.lcm(batch // math.gcd(batch, a.horizon), a.group_size)  # environments that tile
-        near = _nearest([k * whole for k in range(1, num_envs // whole + 2)], num_envs)
+        near = _nearest_multiples(whole, num_envs)
         raise ConfigError(
             f"{rollout} is not a multiple of algorithm.global_batch_size = {batch}; nearest: {cure}; or with this "
             f"batch, nearest env.num_envs: {near}"
@@ -580,7 +601,7 @@ def _check_sizes(config: Config) -> None:
             f"write algorithm.micro_batch_size={batch}"
         )
     if micro is not None and micro % unit:
-        cure = _nearest([unit * k for k in range(1, batch // unit + 1)], micro)
+        cure = _nearest_multiples(unit, micro)
         raise ConfigError(f"algorithm.micro_batch_size = {micro} is not a multiple of {columns}; nearest: {cure}")
     _check_controller(config, num_envs, "env.num_envs")
     if num_envs % a.group_size:
@@ -603,6 +624,12 @@ def _check_controller(config: Config, sequences: int, what: str) -> None:
 def _divisors(n: int) -> list[int]:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
+
+
+def _nearest_multiples(unit: int, value: int) -> str:
+    """The closest positive multiples of ``unit`` below and above."""
+    below = value // unit * unit
+    return ", ".join(str(x) for x in (below, below + unit) if x)
 
 
 def _nearest(allowed: Sequence[int], value: int) -> str:

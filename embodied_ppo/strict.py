@@ -22,8 +22,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, g
 
 import yaml
 
-from embodied_ppo.config import Config, DemosConfig, EvaluateConfig, ExportConfig, Limit
-from embodied_ppo.errors import ConfigError, PlacementError, nearest, show
+from embodied_ppo.config import Config, DemosConfig, EvaluateConfig, ExportConfig
+from embodied_ppo.errors import ConfigError, PlacementError, listed, nearest, show
 from embodied_ppo.names import ALIASES, CURES, REFUSED, VALUE_ALIASES
 from embodied_ppo.rules import check, mode_of
 
@@ -177,7 +177,7 @@ def _leaves(cls: type, mapping: Any, label: str) -> Iterator[tuple[str, Any]]:
         elif not path or dotted in sections(cls):
             raise ConfigError(
                 f"{dotted or 'the configuration'} = {show(node)}{_at(label)} is a section, not a value; write options "
-                f"under it: {', '.join(_members(cls, dotted))}"
+                f"under it: {listed(_members(cls, dotted))}"
             )
         else:
             yield dotted, node
@@ -243,8 +243,7 @@ def _coerce(hint: Any, value: Any, path: str, label: str) -> Any:
     kind, arguments = get_origin(hint), get_args(hint)
     if kind is Annotated:
         inner = _coerce_plain(arguments[0], value, path, label, hint)
-        limits = [limit for limit in arguments[1:] if isinstance(limit, Limit)]
-        if not all(limit.allows(inner) for limit in limits):
+        if not all(limit.allows(inner) for limit in arguments[1:]):
             raise _wrong(hint, value, path, label)
         return inner
     return _coerce_plain(hint, value, path, label, hint)
@@ -370,7 +369,7 @@ def _suggest(cls: type, raw: str) -> str:
             path = near if names is whole else str(names[near])
             return f"did you mean {path}{_reads(path, known)}?" + _may(options, known[path])
     home = section if section in sections(cls) else ""
-    return f"{home or 'the top level'} has: {', '.join(_members(cls, home))}"
+    return f"{home or 'the top level'} has: {listed(_members(cls, home))}"
 
 
 def _reads(path: str, known: Mapping[str, tuple[str, ...]]) -> str:

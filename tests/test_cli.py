@@ -20,7 +20,7 @@ import yaml
 
 from embodied_ppo import cli, compose, explain, rules, strict
 from embodied_ppo.config import OWN_OPTIONS, Config, EvaluateConfig
-from embodied_ppo.errors import ProcessLost, show
+from embodied_ppo.errors import LONGEST_LINE, ProcessLost, show
 
 TINY = [
     "experiment=cartpole",
@@ -195,6 +195,42 @@ REFUSALS = [
         "tune cluster.max_lag=1 cluster.devices_per_node=1",
         "no placement is left; local: cluster.max_lag = 1: one process",
     ),
+    # bounds, lists for groups, empty texts and interpolations
+    ("train mode=[]", "mode = [] must be one name, not a list; write mode=NAME"),
+    (
+        "train experiment=[hopper,ant]",
+        "experiment = [hopper, ant] must be one name .. --multirun experiment=hopper,ant",
+    ),
+    ("train algorithm=[]", "algorithm = [] must be one name, not a list"),
+    ("train run_dir=", "run_dir = '' (command line) must be text that is not empty, or null"),
+    ("train env.id=", "env.id = '' (command line) must be text that is not empty"),
+    ("train resume=", "resume = '' (command line) must be text that is not empty, or null"),
+    ("train env.num_envs=1000000000001", "env.num_envs = 1000000000001 .. >= 1 and <= 1,000,000,000"),
+    (
+        "train experiment=null env.num_envs=1000000000",
+        "32 x 1000000000 = 32000000000 steps must be <= 10,000,000,000",
+    ),
+    ("train algorithm.horizon=1000000000000000003", "algorithm.horizon = 1000000000000000003 .. <= 1,000,000,000"),
+    (
+        "train mode=reasoning algorithm.rollout_batch_size=1000000000000000003",
+        "algorithm.rollout_batch_size = 1000000000000000003 .. <= 10,000,000",
+    ),
+    (
+        "train experiment=arithmetic algorithm.rollout_batch_size=1280000 algorithm.group_size=10000",
+        "1280000 x 10000 x .. tokens must be <= 10,000,000,000",
+    ),
+    ("train threads=100000000", "threads = 100000000 .. <= 1,024"),
+    ("train env.image_size=1000000", "env.image_size = 1000000 .. <= 4,096"),
+    ("train algorithm.lr=${algorithm.lr}", "algorithm.lr = ${algorithm.lr} (command line): Recursive interpolation"),
+    ("train algorithm.lr=${nothing.there}", "algorithm.lr = ${nothing.there} .. Interpolation key 'nothing.there'"),
+    ("train env.id=${oc.env:NO_SUCH_VARIABLE}", "env.id = ${oc.env:NO_SUCH_VARIABLE} (command line): .. not found"),
+    ("train model.hidden=[8,${nothing}]", "model.hidden = [8, ${nothing}] (command line): .. 'nothing' not found"),
+    ("train env.kwargs=[1]", "env.kwargs = [1] (command line) must be a section of names and values"),
+    ("train env.kwargs=[${seed}]", "env.kwargs = [${seed}] (command line) must be a section of names and values"),
+    ("train env=[1]", "env = [1] (command line) is a section, not a value"),
+    ("train algorithm.nosuch=1", "algorithm.nosuch = 1 (command line): no such option; algorithm has: .. in all)"),
+    ("train experiment=arithmetic reward.grader=os:path", "reward.grader = os:path: path is no function"),
+    ("train experiment=arithmetic reward.format='('", "reward.format = ( is no regular expression .. =null"),
     # syntax
     ("train algorithm.gamma", "algorithm.gamma is not of the form option=value; write algorithm.gamma=VALUE"),
     ("train quickstart", "quickstart is not of the form option=value; write experiment=quickstart"),
@@ -237,9 +273,12 @@ REFUSALS = [
     # demonstrations and cloning
     ("demos", "out = '' must name a folder to record into; write out=demos/reach"),
     ("demos out=x episods=3", "episods = 3 (command line): no such option; did you mean episodes? .. default 2000"),
-    ("demos out=x episodes=0", "episodes = 0 (command line) must be a whole number >= 1; give episodes such a value"),
+    (
+        "demos out=x episodes=0",
+        "episodes = 0 (command line) must be a whole number >= 1 and <= 1,000,000,000; give episodes",
+    ),
     ("demos out=x noise=1", "noise = 1 (command line) must be a finite number >= 0 and < 1"),
-    ("demos out=x seed=-1", "seed = -1 (command line) must be .. >= 0; the default is seed=0"),
+    ("demos out=x seed=-1", "seed = -1 (command line) must be .. >= 0 and <= 1,000,000,000; the default is seed=0"),
     ("demos out=x algorithm.lam=0.9", "algorithm.gae_lambda = 0.9 (command line) is set but not read by demos"),
     (
         "demos out=x algorithm=mujoco",
@@ -293,6 +332,7 @@ def test_one_line_and_nothing_written(line: str, parts: str, capsys: pytest.Capt
     out = capsys.readouterr()
     assert code == 2, out.err
     assert out.out == "" and out.err.startswith("error: ") and out.err.count("\n") == 1, out.err
+    assert len(out.err) <= LONGEST_LINE + 1, out.err
     for part in parts.split(" .. "):
         assert part in out.err
     assert written() == []
@@ -307,7 +347,7 @@ def test_no_suggestion_where_nothing_is_near(option: str, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("lost", "Could not find 'experiment/nowhere' .. quickstart"),
+        ("lost", "Could not find 'experiment/nowhere'; there are: ant, arithmetic"),
         ("broken", "broken.yaml .. line 2"),
         ("listed", "listed"),
         ("twice", "clip_ratio = 0.1 .. clip_ratio_low = 0.3 .. twice.yaml"),
@@ -510,7 +550,7 @@ def test_config_of_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
         "source": "command line",
         "meaning": strict.describe(EvaluateConfig)["episodes"].meaning,
         "type": "a whole number",
-        "limit": ">= 1",
+        "limit": ">= 1 and <= 1,000,000,000",
     }
 
 

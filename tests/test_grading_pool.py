@@ -191,7 +191,7 @@ def test_workers_end_with_their_parent(file: str) -> None:
 
 
 def test_graders_that_cannot_be_loaded(file: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^grader = .*rewards.py:compute: compute is not there; did you mean"):
+    with pytest.raises(ConfigError, match=r"^reward.grader = .*rewards.py:compute: compute is not there; did you mean"):
         GraderPool(f"{file}:compute", workers=1, timeout_s=1)
     (tmp_path / "dies.py").write_text("import os; os._exit(5)")
     with pytest.raises(ConfigError, match=r"grader = .*dies.py: the worker exited with code 5"):

@@ -619,7 +619,7 @@ REFUSALS = [
     ("verl broken.yaml", "broken.yaml is not plain YAML"),
     ("verl empty.yaml", "empty.yaml holds no options"),
     ("verl list.yaml", "list.yaml holds no options"),
-    ("verl text.yaml", "text.yaml holds no options"),
+    ("verl text.yaml", "text.yaml holds no options but text; name a YAML file with verl's"),
     ("verl self.yaml", "self.yaml holds a section that contains itself"),
     ("verl list_self.yaml", "list_self.yaml holds a section that contains itself"),
     ("verl bomb.yaml", "or more than 10,000 values"),

@@ -12,7 +12,7 @@ import yaml
 
 from embodied_ppo import rules, strict
 from embodied_ppo.config import Config, EnvConfig, EvaluateConfig
-from embodied_ppo.errors import ConfigError, PlacementError, show
+from embodied_ppo.errors import LONGEST_LINE, ConfigError, PlacementError, listed, shortened, show
 from embodied_ppo.names import ALIASES, CURES, REFUSED, VALUE_ALIASES
 
 
@@ -72,7 +72,10 @@ def test_describe_gives_type_limit_and_default() -> None:
     gamma = strict.describe(Config)["algorithm.gamma"]
     assert (gamma.meaning, gamma.type) == ("Discount per primitive step.", "a finite number")
     assert (gamma.limit, gamma.default) == (">= 0 and <= 1", 0.99)
-    assert strict.describe(Config)["algorithm.micro_batch_size"].allowed == "a whole number >= 1 or null"
+    assert (
+        strict.describe(Config)["algorithm.micro_batch_size"].allowed
+        == "a whole number >= 1 and <= 1,000,000,000 or null"
+    )
     assert (
         strict.describe(Config)["env.simulator"].allowed
         == "one of auto, mujoco, warp, envpool, gymnasium, torch, mjlab, libero"
@@ -213,6 +216,15 @@ def test_what_says_where_roles_run() -> None:
     assert "placement = fused: cluster.component_placement says where the roles run, too; leave one" in line
     line = refused(Config, {"cluster": {"stages": 2}}, PlacementError)
     assert "cluster.stages = 2: is not read with placement=local" in line and "choose a placement (fused," in line
+
+
+def test_long_messages_keep_their_beginning_and_their_end() -> None:
+    assert shortened("x" * 300) == "x" * 300
+    line = shortened("env.id = " + "x" * 5000 + " must be short; write env.id=a")
+    assert len(line) == LONGEST_LINE and line.startswith("env.id = xxx") and line.endswith("write env.id=a")
+    assert listed(["a", "b"]) == "a, b" and listed([]) == "none"
+    assert listed(["aaaa", "bbbb", "cccc"], limit=9) == "aaaa, .. (3 in all)"
+    assert len(listed(["x" * 500, "y"], limit=50)) < 70
 
 
 # -------------------------------------------------------------------------------------------------------- unknown keys
