@@ -21,7 +21,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
 from copy import deepcopy
 from dataclasses import dataclass
@@ -29,29 +29,43 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import numpy as np
 import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
-from embodied_ppo import checkpoint, cli, compose, data, demonstrations, rundir, strict
-from embodied_ppo.config import Config, DemosConfig, EvaluateConfig, ExportConfig
-from embodied_ppo.errors import CheckpointError, ConfigError, EnvError, PlacementError, ProcessLost
+from embodied_ppo import checkpoint, cli, compose, data, demonstrations, rules, rundir, strict
+from embodied_ppo.config import OWN_OPTIONS, Config, DemosConfig, EvaluateConfig, ExportConfig
+from embodied_ppo.errors import (
+    LONGEST_LINE,
+    CheckpointError,
+    ConfigError,
+    EnvError,
+    PlacementError,
+    ProcessLost,
+    one_line,
+    shortened,
+)
 from embodied_ppo.placement import lines, plan
 from embodied_ppo.placement.lines import HELLO, PREFIX, Exchange, Line, Message, dial, pack
 
 
 @dataclass(frozen=True)
 class Target:
-    """make: an input; run: takes it; errors: what it may raise; count: inputs of a long run."""
+    """make: an input; run: takes it; errors: what it may raise; count: inputs of a long run.
+
+    every: all inputs there are, which a long run takes instead of ``count`` random ones.
+    """
 
     make: Callable[[Random], Any]
     run: Callable[[Any], object]
     errors: tuple[type[Exception], ...]
     count: int
+    every: Callable[[], Sequence[Any]] | None = None
 
 
 # --------------------------------------------------------------------------------------------------------------- inputs
@@ -333,6 +347,122 @@ def command_run(case: tuple[str, list[str]]) -> None:
             sys.stdout = shown
     assert code in (0, cli.REFUSED), f"exit code {code}: {said.getvalue()[-1500:]}"
     assert code == 0 or said.getvalue().splitlines()[-1].startswith("error: "), said.getvalue()
+
+
+# -------------------------------------------------------------------------------------------------------------- options
+TYPES = [
+    "null",
+    "true",
+    "-1",
+    "0",
+    "1",
+    "2",
+    "0.5",
+    "7e300",
+    "1e400",
+    "nan",
+    "-inf",
+    "x",
+    "''",
+    "[]",
+    "[1]",
+    "[x]",
+    "[[]]",
+    "[null]",
+    "{}",
+    "{a:1}",
+    "{a:[]}",
+    "0-3",
+    "???",
+]
+TYPES += [str(10**18), "9" * 4000, "x" * 4000, "[" + ",".join("1" * 400) + "]"]
+INTERPOLATIONS = [
+    "${seed}",
+    "${name}",
+    "${env}",
+    "${nothing.there}",
+    "x${seed}y",
+    "[${seed},${nothing}]",
+    "{a:${nothing}}",
+    "${oc.env:NO_SUCH_VARIABLE}",
+    "${no_such_resolver:1}",
+    "${",
+    "'${'",
+    "'${nothing'",
+]
+SECONDS = 3.0
+"""Longest time of a refusal, CPU seconds."""
+BASES = {
+    "embodied": ("train", ["experiment=quickstart"]),
+    "reasoning": ("train", ["mode=reasoning"]),
+    "evaluate": ("evaluate", ["checkpoint=x"]),
+    "demos": ("demos", ["out=x", "experiment=tabletop_token"]),
+    "export": ("export", ["checkpoint=x", "out=x"]),
+}
+"""Name -> the command and the arguments that an option is added to."""
+
+
+@cache
+def every_option() -> list[tuple[str, str, str]]:
+    """(base, option, value) for every option of every command: types, bounds and interpolations."""
+    cases: list[tuple[str, str, str]] = []
+    for cls, command in zip(CONFIGS, ("", "evaluate", "demos", "export"), strict=True):
+        for path, option in strict.describe(cls).items():
+            values = [*TYPES, *INTERPOLATIONS, f"${{{path}}}", *_bounds(option.hint)]
+            base = command or rules.mode_of(path) or "embodied"
+            cases += [(base, path, value) for value in dict.fromkeys(values)]
+    return cases
+
+
+def _bounds(hint: Any) -> list[str]:
+    """The bounds of a number and the values next to them; the choices of a Literal."""
+    if get_origin(hint) is Annotated:
+        kind, *limits = get_args(hint)
+        bounds = [x for limit in limits for x in vars(limit).values() if x is not None]
+        step = 1 if kind is int else 1e-9
+        return [str(bound + side * step) for bound in bounds for side in (-1, 0, 1)]
+    if get_origin(hint) is Literal:
+        return [str(choice) for choice in get_args(hint)]
+    return [value for inner in get_args(hint) for value in _bounds(inner)]
+
+
+@cache
+def _base(name: str) -> tuple[Any, Any, Any, list[tuple[str, Any]]]:
+    """Arguments, loader, options' class and layers of a base."""
+    command, lines = BASES[name]
+    args = cli._parse_arguments([command])
+    cls = OWN_OPTIONS.get(command, Config)
+    defaults = strict.dump(Config()) | strict.dump(cls())
+    nodes = [node for _, node in compose._layers(args, lines, defaults)]
+    merged = OmegaConf.merge(OmegaConf.create(defaults if cls is Config else {}), *nodes)
+    layers = [(f"{strict.SHIPPED}{name}", merged)]  # one layer: merging all of them takes 40 ms
+    return args, compose.loader_of(args)[0], cls, layers
+
+
+def option_run(case: tuple[str, str, str]) -> None:
+    """One option of one command: refused in one short line that names it, soon, or accepted."""
+    base, path, value = case
+    args, loader, cls, layers = _base(base)
+    line, begin = f"{path}={value}", time.process_time()
+    try:
+        if loader.repository.group_exists(path):
+            compose.prepare(args, [*BASES[base][1], line])
+        else:
+            flags = compose._flags(compose.parse([line], loader), loader)
+            defaults = {} if cls is Config else strict.dump(cls())
+            merged = compose._resolved([*layers, (compose.FLAGS, flags)], defaults, cls)
+            if cls is DemosConfig:
+                merged = compose._demos_layers([line], merged)
+            loaded = strict.read(cls, merged)
+            if not isinstance(loaded.config, DemosConfig):
+                rules.check(loaded.config, explicit=loaded.deliberate({compose.FLAGS}))
+    except REFUSALS as error:
+        message = shortened(f"error: {one_line(error)}")
+        assert path in message and len(message) <= LONGEST_LINE, message
+        raise
+    finally:
+        taken = time.process_time() - begin
+        assert taken < SECONDS, f"{line}: {taken:.1f} s"
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoint
@@ -674,6 +804,7 @@ REFUSALS = (ConfigError, PlacementError)
 TARGETS: dict[str, Target] = {
     "config": Target(config_inputs, config_run, REFUSALS, 40_000),
     "yaml": Target(yaml_inputs, yaml_run, (*REFUSALS, yaml.YAMLError), 8_000),
+    "option": Target(lambda r: r.choice(every_option()), option_run, REFUSALS, 0, every_option),
     "line": Target(line_inputs, line_run, REFUSALS, 10_000),
     "command": Target(command_inputs, command_run, (), 300),
     "placement": Target(placement_inputs, placement_run, (PlacementError,), 30_000),
@@ -687,7 +818,11 @@ TARGETS: dict[str, Target] = {
 
 def attempt(target: Target, r: Random) -> bool:
     """Whether the target refused an input; raises what it must not raise."""
-    case = target.make(r)
+    return attempt_case(target, target.make(r))
+
+
+def attempt_case(target: Target, case: Any) -> bool:
+    """As ``attempt``, of an input that exists."""
     try:
         target.run(case)
     except target.errors:
@@ -736,11 +871,15 @@ def main() -> int:
     for name in args.targets or TARGETS:
         begin = time.monotonic()
         target = TARGETS[name]
-        inputs = args.inputs or target.count
+        every = None if args.inputs or target.every is None else target.every()
+        inputs = args.inputs or (target.count if every is None else len(every))
         refused = 0
         for number in range(inputs):
             try:
-                refused += attempt(target, Random(f"{name} {args.seed} {number}"))
+                if every is None:
+                    refused += attempt(target, Random(f"{name} {args.seed} {number}"))
+                else:
+                    refused += attempt_case(target, every[number])
             except BaseException:
                 print(f"input {number} of {name}, --seed {args.seed}:", file=sys.stderr)
                 raise

@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 
 import fuzz
 
-FEW = {"command": 3}
-NUMBERED = {"command": 5}
+FEW = {"command": 3, "option": 10}
+NUMBERED = {"command": 5, "option": 60}
 
 
 @pytest.mark.parametrize("name", fuzz.TARGETS)
