@@ -280,9 +280,9 @@ def _language(options: str) -> dict[str, Any]:
         }
 
 
-def language(key: str, option: str, value: Any) -> Any:
+def language(key: str, option: str, value: Any, needs: dict[str, Any] | None = None) -> Any:
     """One update of a language model: rows of forward passes, threads, processes."""
-    return _language(json.dumps({option: value}))[key]
+    return _language(json.dumps({**(needs or {}), option: value}))[key]
 
 
 CLUSTER = {"placement": "fused", "cluster.devices_per_node": 2, "env.num_envs": 4}
@@ -314,10 +314,6 @@ def threads(value: int) -> int:
 def precision(value: str) -> str:
     with assembly.matmul_precision(value):
         return torch.get_float32_matmul_precision()
-
-
-def levels(value: str) -> str:
-    return str(toys.config({"algorithm.reward_type": value, "algorithm.logprob_type": "chunk_level"}).algorithm)
 
 
 def located(value: str | None) -> str:
@@ -409,7 +405,23 @@ PAIRS: dict[str, Pair] = {
     "algorithm.micro_batch_tokens": Pair(
         None, 40, "rows of forward passes", partial(language, "actor", "algorithm.micro_batch_tokens")
     ),
-    "algorithm.reward_type": Pair("chunk_level", "action_level", "refused with coarser log-probabilities", levels),
+    "algorithm.rollout_micro_batch_size": Pair(
+        None,
+        3,
+        "rows of forward passes while acting",
+        partial(language, "rollout", "algorithm.rollout_micro_batch_size"),
+    ),
+    "algorithm.logprob_forward_micro_batch_size": Pair(
+        None,
+        3,
+        "rows of forward passes that compute log-probabilities again",
+        partial(
+            language,
+            "actor",
+            "algorithm.logprob_forward_micro_batch_size",
+            needs={"algorithm.recompute_log_probs": True},
+        ),
+    ),
     "evaluation.num_envs": Pair(1, 2, "environments of an evaluation", evaluation_envs),
     "evaluation.env_kwargs": Pair(
         {}, {"far": 3.0}, "observations of an evaluation", partial(seconds_env, option="evaluation.env_kwargs")

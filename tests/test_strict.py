@@ -181,7 +181,7 @@ def test_an_empty_heading_is_no_value() -> None:
         ("env.kwargs", 3, ["= 3", "section"]),
         ("env.id", 4, ["= 4", "text", "quote"]),
         ("name", True, ["true", "text", "quote"]),
-        ("algorithm", 3, ["= 3", "section", "gamma"]),
+        ("algorithm", 3, ["= 3", "section", "horizon", "in all)"]),
         ("algorithm.kl_ctrl", 0.1, ["= 0.1", "section", "kl_coef"]),
         ("env", [1], ["[1]", "section", "num_envs"]),
         ("device", "gpu", ["gpu", "cpu, cuda or cuda:N", "device=cpu"]),
