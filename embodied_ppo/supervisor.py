@@ -35,7 +35,7 @@ def supervise(run: Callable[[], int]) -> int:
     if sys.platform != "linux" or sys.gettrace() is not None:
         return run()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed: None
             stream.flush()  # else the child would write it, too
     parent = os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGCHLD})
