@@ -347,6 +347,7 @@ DEMOS_UNREAD = {
     "ranges": {"mass": [0.5, 1]},
     "restart_each_rollout": True,
     "restart_every": 3,
+    "step_timeout_s": 60.0,
     "stagger": False,
 }
 CLONING = "test_cloning.py::test_cloning_repeats_itself_and_foresight_changes_it"
@@ -393,6 +394,12 @@ PAIRS: dict[str, Pair] = {
     ),
     "matmul_precision": Pair("highest", "medium", "precision of float32 products while training", precision),
     "env.num_threads": Pair(1, 3, "threads that the simulator starts", threads_of_simulator),
+    "env.step_timeout_s": Pair(
+        1e-9,
+        1800.0,
+        "the wait for a step ends",
+        test="test_drills.py::test_a_simulator_that_exceeds_its_time_limit_is_named",
+    ),
     "model.gradient_checkpointing": Pair(
         False,
         True,
