@@ -349,6 +349,8 @@ DEMOS_UNREAD = {
     "restart_every": 3,
     "step_timeout_s": 60.0,
     "stagger": False,
+    "obs_keys": ["x"],
+    "step_timeout_s": 5.0,
 }
 CLONING = "test_cloning.py::test_cloning_repeats_itself_and_foresight_changes_it"
 GRADIENTS = "forward passes of a layer in one update: computed again in the backward pass"
@@ -393,6 +395,18 @@ PAIRS: dict[str, Pair] = {
         lambda v: robot.compile_from(toys.config({"compile": v}), CPU, print),
     ),
     "matmul_precision": Pair("highest", "medium", "precision of float32 products while training", precision),
+    "allow_changed_task": Pair(
+        False,
+        True,
+        "refused where the files of the task differ",
+        test="test_task_files.py::test_a_changed_task_is_reported",
+    ),
+    "env.step_timeout_s": Pair(
+        0.05,
+        None,
+        "a call of the simulator that takes longer ends the run",
+        test="test_supervisor.py::test_only_calls_beyond_their_limit_are_overdue",
+    ),
     "env.num_threads": Pair(1, 3, "threads that the simulator starts", threads_of_simulator),
     "env.step_timeout_s": Pair(
         1e-9,
@@ -544,6 +558,12 @@ PAIRS: dict[str, Pair] = {
     "evaluate out": Pair(str(FOLDER / "a"), str(FOLDER / "b"), "folder of the report", of_evaluate("out", "out")),
     "evaluate device": Pair("cpu", "cuda:99", "refused where it does not exist", of_evaluate("report", "device")),
     "evaluate threads": Pair(1, 2, "threads of torch", of_evaluate("threads", "threads")),
+    "evaluate allow_changed_task": Pair(
+        False,
+        True,
+        "refused where the files of the task differ",
+        test="test_task_files.py::test_a_changed_task_is_reported",
+    ),
     "evaluate env": Pair({"max_episode_steps": 3}, {"max_episode_steps": 4}, "report", of_evaluate("report", "env")),
     "evaluate data": Pair(
         [],
