@@ -278,7 +278,10 @@ REFUSALS = [
         "episodes = 0 (command line) must be a whole number >= 1 and <= 1,000,000,000; give episodes",
     ),
     ("demos out=x noise=1", "noise = 1 (command line) must be a finite number >= 0 and < 1"),
-    ("demos out=x seed=-1", "seed = -1 (command line) must be .. >= 0 and <= 1,000,000,000; the default is seed=0"),
+    (
+        "demos out=x seed=-1",
+        "seed = -1 (command line) must be .. >= 0 and <= 9,223,372,036,854,775,807; the default is seed=0",
+    ),
     ("demos out=x algorithm.lam=0.9", "algorithm.gae_lambda = 0.9 (command line) is set but not read by demos"),
     (
         "demos out=x algorithm=mujoco",
