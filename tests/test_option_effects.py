@@ -347,7 +347,6 @@ DEMOS_UNREAD = {
     "ranges": {"mass": [0.5, 1]},
     "restart_each_rollout": True,
     "restart_every": 3,
-    "step_timeout_s": 60.0,
     "stagger": False,
     "obs_keys": ["x"],
     "step_timeout_s": 5.0,
@@ -408,12 +407,6 @@ PAIRS: dict[str, Pair] = {
         test="test_supervisor.py::test_only_calls_beyond_their_limit_are_overdue",
     ),
     "env.num_threads": Pair(1, 3, "threads that the simulator starts", threads_of_simulator),
-    "env.step_timeout_s": Pair(
-        1e-9,
-        1800.0,
-        "the wait for a step ends",
-        test="test_drills.py::test_a_simulator_that_exceeds_its_time_limit_is_named",
-    ),
     "model.gradient_checkpointing": Pair(
         False,
         True,
