@@ -51,7 +51,7 @@ docs: .venv/dev ## the documentation as pages, site/index.html; a broken link is
 build: .venv/dev ## source distribution and wheel into dist/, tried in an environment of their own
 	rm -rf build dist *.egg-info/SOURCES.txt
 	$(BIN)/python -m build
-	EMBODIED_PPO_DIST=dist $(BIN)/python -m pytest -q tests/test_wheel.py
+	EMBODIED_PPO_DIST=dist $(BIN)/python -m pytest -q tests/integration/test_wheel.py
 
 clean: ## remove .venv, .venv-*, builds and caches; runs/ stays
 	rm -rf .venv .venv-* build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

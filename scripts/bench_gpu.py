@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 
 import embodied_envs
-from embodied_ppo.config import AlgorithmConfig
-from embodied_ppo.data import Prompt
-from embodied_ppo.generation.engine import Engine
-from embodied_ppo.generation.sampling import Sampling
-from embodied_ppo.grading import Grade, Sample
-from embodied_ppo.models import language
-from embodied_ppo.models.language import Decoder, LanguageCritic, LanguagePolicy
-from embodied_ppo.reasoning import ReasoningRollout
-from embodied_ppo.split_learner import SplitLearner, ValueLearner
+from embodied_ppo.algorithms.separate_critic_learner import SplitLearner, ValueLearner
+from embodied_ppo.config.schema import AlgorithmConfig
+from embodied_ppo.data.prompts import Prompt
+from embodied_ppo.models import causal_lm
+from embodied_ppo.models.causal_lm import Decoder, LanguageCritic, LanguagePolicy
+from embodied_ppo.rewards.graders import Grade, Sample
+from embodied_ppo.rollout.generation.engine import Engine
+from embodied_ppo.rollout.generation.sampling import Sampling
+from embodied_ppo.rollout.language import ReasoningRollout
 
 SETTINGS = {
     "bench_fast": [],
@@ -58,7 +58,7 @@ def train(name: str, words: list[str], device: str, compile_: str) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         options = [f"experiment={name.split(',')[0]}", *words, f"device={device}", f"compile={compile_}", "updates=40"]
         options += [f"run_dir={folder}/run", "evaluation.episodes=1", "evaluation.video_episodes=0"]
-        command = [sys.executable, "-m", "embodied_ppo.cli", "train", "--quiet", *options]
+        command = [sys.executable, "-m", "embodied_ppo.commands.main", "train", "--quiet", *options]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(options)}\n{done.stderr[-2000:]}")
@@ -82,7 +82,7 @@ def place(device: str, words: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             options = [*words, *where, f"device={device}", "updates=10", f"run_dir={folder}/run", "cloning.steps=0"]
             options += ["evaluation.episodes=1", "evaluation.video_episodes=0"]
-            command = [sys.executable, "-m", "embodied_ppo.cli", "train", "--quiet", *options]
+            command = [sys.executable, "-m", "embodied_ppo.commands.main", "train", "--quiet", *options]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"{' '.join(options)}\n{done.stderr[-2000:]}")
@@ -151,7 +151,7 @@ class Shape:
             "max_position_embeddings": 4096,
             "tie_word_embeddings": True,
         }
-        return language.load(None, fields, what="bench", dtype=torch.bfloat16, device=device)
+        return causal_lm.load(None, fields, what="bench", dtype=torch.bfloat16, device=device)
 
     def flops(self, decoder: Decoder, lengths: Tensor, responses: Tensor) -> float:
         """Of a forward and backward pass over rows of ``lengths`` [N] tokens, whose last ``responses`` [N] are scored:

@@ -38,18 +38,19 @@ import torch
 from torch import Tensor, nn
 
 import embodied_envs
-from embodied_ppo import tree
-from embodied_ppo.config import AlgorithmConfig, ModelConfig
-from embodied_ppo.learner import JointLearner
-from embodied_ppo.models import openvla, pi0_checkpoint
-from embodied_ppo.models.openvla import OpenVLABody, OpenVLAConfig, TowerConfig
-from embodied_ppo.models.openvla_checkpoint import ActionTokens, write_config
-from embodied_ppo.models.pi0 import PI0
-from embodied_ppo.models.vla import word_ids
-from embodied_ppo.models.vla_checkpoint import CheckpointVLA, OpenVLA
-from embodied_ppo.placement.memory import Memory, nbytes, predicted
-from embodied_ppo.rollout import Rollout, env_seeds
-from embodied_ppo.types import Box, Policy, Step, Trajectory, VectorEnv
+from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
+from embodied_ppo.core import tree
+from embodied_ppo.core.random import env_seeds
+from embodied_ppo.core.types import Box, Policy, Step, Trajectory, VectorEnv
+from embodied_ppo.models.vla import openvla, pi0_files
+from embodied_ppo.models.vla.openvla import OpenVLABody, OpenVLAConfig, TowerConfig
+from embodied_ppo.models.vla.openvla_files import ActionTokens, write_config
+from embodied_ppo.models.vla.pi0 import PI0
+from embodied_ppo.models.vla.pretrained import CheckpointVLA, OpenVLA
+from embodied_ppo.models.vla.trunk import word_ids
+from embodied_ppo.placement.memory_estimate import Memory, nbytes, predicted
+from embodied_ppo.rollout.simulation import Rollout
 
 T = TypeVar("T")
 PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
@@ -113,10 +114,10 @@ def pi0_config(*, tiny: bool) -> Any:
     from transformers import PI0Config
 
     if not tiny:
-        return PI0Config(**pi0_checkpoint.lerobot_fields({}))
+        return PI0Config(**pi0_files.lerobot_fields({}))
     gemma = {"model_type": "gemma", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1}
     gemma |= {"head_dim": 8, "vocab_size": 300}
-    vision = pi0_checkpoint.SIGLIP | {"hidden_size": 32, "intermediate_size": 64, "patch_size": 8}
+    vision = pi0_files.SIGLIP | {"hidden_size": 32, "intermediate_size": 64, "patch_size": 8}
     vision |= {"image_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 64}
     vlm = {"model_type": "paligemma", "projection_dim": 64, "image_token_id": 300, "vision_config": vision}
     vlm["text_config"] = gemma | {"hidden_size": 64, "intermediate_size": 128}
@@ -155,7 +156,7 @@ def make_policy(part: str, env: VectorEnv, work: Work, *, tiny: bool) -> Checkpo
         with torch.device(env.device):
             model = PI0ForConditionalGeneration(pi0_config(tiny=tiny))
         config = ModelConfig(policy="flow", freeze_trunk=part == "pi0_frozen", **common)
-        published = pi0_checkpoint.Published(model, words)
+        published = pi0_files.Published(model, words)
         policy = PI0(env.obs_spec, box, config, published, chunk=work.chunk, sentences=sentences)
         return policy.to(env.device)
     sizes = openvla_config(box.size // work.chunk, tiny=tiny)

@@ -24,10 +24,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from embodied_ppo.generation.engine import Engine
-from embodied_ppo.generation.sampling import Sampling
-from embodied_ppo.models import language
-from embodied_ppo.models.language import LanguagePolicy
+from embodied_ppo.models import causal_lm
+from embodied_ppo.models.causal_lm import LanguagePolicy
+from embodied_ppo.rollout.generation.engine import Engine
+from embodied_ppo.rollout.generation.sampling import Sampling
 
 ROUNDS = 9
 LONGEST = 64
@@ -51,7 +51,15 @@ MODEL: dict[str, Any] = {
 def train(words: list[str]) -> dict[str, Any]:
     """The summary of a run."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "embodied_ppo.cli", "train", "--quiet", "--json", f"run_dir={folder}/run"]
+        command = [
+            sys.executable,
+            "-m",
+            "embodied_ppo.commands.main",
+            "train",
+            "--quiet",
+            "--json",
+            f"run_dir={folder}/run",
+        ]
         done = subprocess.run([*command, "experiment=arithmetic", "eval_every=0", *words], capture_output=True)
         if done.returncode:
             raise SystemExit(done.stderr.decode())
@@ -78,7 +86,7 @@ def theirs(model: Any, prompts: torch.Tensor) -> int:
 def generation() -> list[tuple[float, float]]:
     """(ours, theirs) in useful tokens per CPU second, round by round."""
     torch.manual_seed(0)
-    policy = LanguagePolicy(language.load(None, MODEL, what="actor.model"))
+    policy = LanguagePolicy(causal_lm.load(None, MODEL, what="actor.model"))
     engine = Engine(policy, slots=256, pad_id=0)
     sampling = Sampling(max_tokens=LONGEST, stop_ids=ENDS)
     found = []

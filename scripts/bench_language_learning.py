@@ -54,7 +54,15 @@ def run(variant: str, seed: int, more: list[str]) -> dict[str, Any]:
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "embodied_ppo.cli", "train", "--quiet", "--json", f"run_dir={folder}/run"]
+        command = [
+            sys.executable,
+            "-m",
+            "embodied_ppo.commands.main",
+            "train",
+            "--quiet",
+            "--json",
+            f"run_dir={folder}/run",
+        ]
         done = subprocess.run([*command, *words], env=env, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(words)}: exit {done.returncode}\n{done.stderr[-2000:]}")

@@ -41,7 +41,7 @@ def commit() -> str:
 
 def run(experiment: str, seed: int, overrides: list[str], runs: Path) -> dict:
     words = [f"experiment={experiment}", f"seed={seed}", "evaluation.video_episodes=0", *overrides]
-    command = [sys.executable, "-m", "embodied_ppo.cli", "train", "--quiet", "--json", *words]
+    command = [sys.executable, "-m", "embodied_ppo.commands.main", "train", "--quiet", "--json", *words]
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(command, cwd=runs, env=env, capture_output=True, text=True)
     if done.returncode:

@@ -34,13 +34,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from torch import Tensor
 
-from embodied_ppo import spread, strict
-from embodied_ppo.assembly import Setup
-from embodied_ppo.config import Config
-from embodied_ppo.placement.lines import Desk, Exchange, Server, dial
-from embodied_ppo.placement.simulators import RemoteEnv, Simulators
-from embodied_ppo.rollout import Rollout, Staged
-from embodied_ppo.types import ArraySpec, Box, Decision, Step
+from embodied_ppo.config import loader
+from embodied_ppo.config.schema import Config
+from embodied_ppo.core.types import ArraySpec, Box, Decision, Step
+from embodied_ppo.modes.base import Setup
+from embodied_ppo.modes.embodied import workers as embodied_workers
+from embodied_ppo.placement.channels import Desk, Exchange, Server, dial
+from embodied_ppo.placement.remote_envs import RemoteEnv, Simulators
+from embodied_ppo.rollout.simulation import Rollout, Staged
 
 CPU = torch.device("cpu")
 SLOW_S = 0.020
@@ -152,7 +153,7 @@ def fused(rounds: int) -> dict[str, float]:
                 words += ["save_every=0", "evaluation.episodes=2", "evaluation.video_episodes=0", f"run_dir={run}"]
                 words += [f"placement={name}"] + ["cluster.devices_per_node=1"] * (name == "fused")
                 subprocess.run(
-                    [sys.executable, "-m", "embodied_ppo.cli", *words], check=True, stdout=subprocess.DEVNULL
+                    [sys.executable, "-m", "embodied_ppo.commands.main", *words], check=True, stdout=subprocess.DEVNULL
                 )
                 rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
                 phases = ("collect", "update", "publish")
@@ -213,12 +214,12 @@ def resources(placement: str, processes: int) -> dict[str, float]:
     options["env"] = {"id": "CartPole-v1", "num_envs": 4 * processes, "num_threads": 1}
     options["algorithm"] = {"horizon": HORIZON, "global_batch_size": 4 * HORIZON * processes, "update_epoch": 1}
     options["cluster"] = {"devices_per_node": processes}
-    config = strict.load(Config, options, source="bench")
-    placed = spread.planned(config, CPU)
+    config = loader.load(Config, options, source="bench")
+    placed = embodied_workers.planned(config, CPU)
     assert placed is not None
     with tempfile.TemporaryDirectory() as folder:
         setup = Setup(config, CPU, Path(folder), 100, "", {}, lambda line: None, lambda line: None, [])
-        system: Any = spread.assemble(setup, placed).system
+        system: Any = embodied_workers.assemble(setup, placed).system
         try:
             cpu_s, moved = 0.0, 0
             for update in range(5 + UPDATES):

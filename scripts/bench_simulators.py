@@ -51,12 +51,13 @@ def measure(task: str, how: str, envs: int, seconds: float) -> dict[str, float]:
     if how == "loop":
         import mujoco
 
-        from embodied_envs import mujoco_make, tasks
+        from embodied_envs import tasks
+        from embodied_envs.physics import make
 
         kind = tasks.find(task)
         assert kind is not None
         made = kind()
-        model = mujoco_make.compiled(made, task)
+        model = make.compiled(made, task)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         datas = [mujoco.MjData(model) for _ in range(envs)]
         start = embodied_envs.make(task, num_envs=envs, seeds=list(range(envs)), simulator="mujoco", num_threads=1)

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 import embodied_envs
-from embodied_ppo.types import Box, Discrete
+from embodied_ppo.core.types import Box, Discrete
 
 EXPERIMENTS = ("bench_fast", "bench_classic", "bench_wide", "bench_ant")
 PHASES = ("simulate", "act", "advantages", "update", "other")
@@ -96,7 +96,7 @@ def matrix_work(config: dict[str, Any], obs: int, actions: int, repeats: int = 5
 
 
 def bench(experiment: str, words: list[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "embodied_ppo.cli"]
+    command = [sys.executable, "-m", "embodied_ppo.commands.main"]
     with tempfile.TemporaryDirectory() as folder:
         shown = subprocess.run([*command, "config", f"experiment={experiment}", *words, "--json"], capture_output=True)
         if shown.returncode:

@@ -29,12 +29,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 from torch import Tensor
 
-from embodied_ppo.config import ModelConfig
-from embodied_ppo.models.pi0 import PI0
-from embodied_ppo.models.pi0_checkpoint import Published
-from embodied_ppo.models.vla_flow import FlowVLA
-from embodied_ppo.models.vla_token import TokenVLA
-from embodied_ppo.types import ArraySpec, Box, ObsSpec
+from embodied_ppo.config.schema import ModelConfig
+from embodied_ppo.core.types import ArraySpec, Box, ObsSpec
+from embodied_ppo.models.vla.action_tokens import TokenVLA
+from embodied_ppo.models.vla.flow_matching import FlowVLA
+from embodied_ppo.models.vla.pi0 import PI0
+from embodied_ppo.models.vla.pi0_files import Published
 
 BATCH, SIDE, CHUNK, SIZE, BINS, WORDS = 64, 64, 4, 2, 32, 8
 STEPS = 4

@@ -30,7 +30,7 @@ SPLITS = ("train", "unseen_combination", "unseen_wording")
 
 def command(*words: str, cwd: Path) -> dict[str, Any]:
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    line = [sys.executable, "-m", "embodied_ppo.cli", words[0], "--quiet", "--json", *words[1:]]
+    line = [sys.executable, "-m", "embodied_ppo.commands.main", words[0], "--quiet", "--json", *words[1:]]
     done = subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}: exit {done.returncode}\n{done.stderr[-2000:]}")

@@ -16,7 +16,10 @@ import matplotlib as mpl
 import torch
 from torch import Tensor
 
-from embodied_ppo import build, checkpoint, evaluate, robot
+from embodied_ppo import run as build
+from embodied_ppo.evaluation import episodes as evaluation
+from embodied_ppo.modes.embodied import components as embodied
+from embodied_ppo.training import checkpoint
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -27,12 +30,12 @@ def episode(run: str, seed: int, kwargs: dict[str, Any], size: int) -> tuple[str
     """What was said and how it ended, and a picture uint8 [size, size, 3] before every decision."""
     source, _, trained = build._open(run)
     config = replace(trained.env, kwargs={**trained.env.kwargs, **kwargs})
-    env: Any = robot.make_env([seed], config=config, device=torch.device("cpu"), render=True, size=size)
+    env: Any = embodied.make_env([seed], config=config, device=torch.device("cpu"), render=True, size=size)
     try:
-        policy = robot.make_policy(replace(trained, env=config), env)
+        policy = embodied.make_policy(replace(trained, env=config), env)
         checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
         obs = env.reset()
-        evaluate.tell(policy, env.instructions)
+        evaluation.tell(policy, env.instructions)
         said, pictures = env.instructions[int(obs["instruction"][0])], []
         while True:
             pictures.append(env.render())
@@ -53,7 +56,7 @@ def main() -> None:
     parser.add_argument("--split", default="train", help="of the task's language")
     parser.add_argument("--size", type=int, default=192, help="pixels")
     args = parser.parse_args()
-    seeds = evaluate.evaluation_seeds(10_000, args.episodes)
+    seeds = evaluation.evaluation_seeds(10_000, args.episodes)
     rows = [episode(run, seed, {"split": args.split}, args.size) for run in args.runs for seed in seeds]
     figure, axes = plt.subplots(len(rows), figsize=(1.4 * args.pictures, 1.15 * len(rows)), squeeze=False)
     for (said, pictures), ax in zip(rows, axes.flat, strict=True):

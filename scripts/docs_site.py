@@ -1,6 +1,6 @@
 """What MkDocs calls while it builds the site (``make docs``): pages and curves made from the code and the results.
 
-overview.md is README.md; options.md comes from ``embodied_ppo.config``; a heading of recipes.md that names an
+overview.md is README.md; options.md comes from ``embodied_ppo.config.schema``; a heading of recipes.md that names an
 experiment gets its description, its command and its learning curve; ``<!-- modules: .. -->`` becomes what they say of
 themselves. Links to files outside docs/ become their paths.
 """
@@ -23,11 +23,11 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from embodied_ppo import explain
-from embodied_ppo.config import OWN_OPTIONS, Config
-from embodied_ppo.errors import show
-from embodied_ppo.rules import UNREAD, mode_of
-from embodied_ppo.strict import Option, alias_paths, describe, flat, plain_yaml
+from embodied_ppo.commands import output
+from embodied_ppo.config.loader import Option, alias_paths, describe, flat, plain_yaml
+from embodied_ppo.config.schema import OWN_OPTIONS, Config
+from embodied_ppo.config.validation import UNREAD, mode_of
+from embodied_ppo.core.errors import show
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -90,7 +90,8 @@ def options() -> str:
     """Every option of config.py, in its order, under the section it is in."""
     lines = ["# Options", ""]
     lines += [
-        "Made from `embodied_ppo/config.py` when these pages were built. On the command line: `section.name=value`.",
+        "Made from `embodied_ppo/config/schema.py` when these pages were built. "
+        "On the command line: `section.name=value`.",
         "",
     ]
     lines += [
@@ -168,7 +169,7 @@ def modules(found: re.Match[str]) -> str:
 @cache
 def shipped() -> dict[str, dict[str, str]]:
     """Experiments of this tree, by name."""
-    found = explain.experiments(str(ROOT / "configs"))
+    found = output.experiments(str(ROOT / "configs"))
     return {one["name"]: one for one in found if Path(one["file"]).is_relative_to(ROOT)}
 
 

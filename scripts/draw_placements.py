@@ -12,7 +12,7 @@ import html
 from dataclasses import dataclass
 from pathlib import Path
 
-from embodied_ppo.placement.plan import PHASES, Hardware, Plan, plan
+from embodied_ppo.config.placement import PHASES, Hardware, Plan, plan
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "placements"
 COLOURS = {"env": "#4c9a6a", "rollout": "#4a7fb5", "actor": "#c8793a", "publish": "#8a5aa8", "asleep": "#e4e4e4"}

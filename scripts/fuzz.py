@@ -4,8 +4,8 @@
     python scripts/fuzz.py TARGET --atheris [SECONDS]               guided by coverage, if atheris is installed
 
 Only the errors that a target declares may come out; what else does ends the run with its number, input and traceback.
-Inputs are functions of a random.Random: numbered ones here, hypothesis' in tests/test_fuzz.py, which also finds the
-smallest one, and through it atheris'.
+Inputs are functions of a random.Random: numbered ones here, hypothesis' in
+tests/scripts/test_fuzz.py, which also finds the smallest one, and through it atheris'.
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from embodied_ppo import checkpoint, cli, compose, data, demonstrations, rules, rundir, strict
-from embodied_ppo.config import OWN_OPTIONS, Config, DemosConfig, EvaluateConfig, ExportConfig
-from embodied_ppo.errors import (
+from embodied_ppo.commands import main as cli
+from embodied_ppo.config import compose, validation
+from embodied_ppo.config import loader as strict
+from embodied_ppo.config import placement as plan
+from embodied_ppo.config.schema import OWN_OPTIONS, Config, DemosConfig, EvaluateConfig, ExportConfig
+from embodied_ppo.core.errors import (
     LONGEST_LINE,
     CheckpointError,
     ConfigError,
@@ -50,8 +53,10 @@ from embodied_ppo.errors import (
     one_line,
     shortened,
 )
-from embodied_ppo.placement import lines, plan
-from embodied_ppo.placement.lines import HELLO, PREFIX, Exchange, Line, Message, dial, pack
+from embodied_ppo.data import lerobot_reader, prompts
+from embodied_ppo.placement import channels
+from embodied_ppo.placement.channels import HELLO, PREFIX, Exchange, Line, Message, dial, pack
+from embodied_ppo.training import checkpoint, run_directory
 
 
 @dataclass(frozen=True)
@@ -409,7 +414,7 @@ def every_option() -> list[tuple[str, str, str]]:
     for cls, command in zip(CONFIGS, ("", "evaluate", "demos", "export"), strict=True):
         for path, option in strict.describe(cls).items():
             values = [*TYPES, *INTERPOLATIONS, f"${{{path}}}", *_bounds(option.hint)]
-            base = command or rules.mode_of(path) or "embodied"
+            base = command or validation.mode_of(path) or "embodied"
             cases += [(base, path, value) for value in dict.fromkeys(values)]
     return cases
 
@@ -429,11 +434,11 @@ def _bounds(hint: Any) -> list[str]:
 @cache
 def _base(name: str) -> tuple[Any, Any, Any, list[tuple[str, Any]]]:
     """Arguments, loader, options' class and layers of a base."""
-    command, lines = BASES[name]
+    command, channels = BASES[name]
     args = cli._parse_arguments([command])
     cls = OWN_OPTIONS.get(command, Config)
     defaults = strict.dump(Config()) | strict.dump(cls())
-    nodes = [node for _, node in compose._layers(args, lines, defaults)]
+    nodes = [node for _, node in compose._layers(args, channels, defaults)]
     merged = OmegaConf.merge(OmegaConf.create(defaults if cls is Config else {}), *nodes)
     layers = [(f"{strict.SHIPPED}{name}", merged)]  # one layer: merging all of them takes 40 ms
     return args, compose.loader_of(args)[0], cls, layers
@@ -455,7 +460,7 @@ def option_run(case: tuple[str, str, str]) -> None:
                 merged = compose._demos_layers([line], merged)
             loaded = strict.read(cls, merged)
             if not isinstance(loaded.config, DemosConfig):
-                rules.check(loaded.config, explicit=loaded.deliberate({compose.FLAGS}))
+                validation.check(loaded.config, explicit=loaded.deliberate({compose.FLAGS}))
     except REFUSALS as error:
         message = shortened(f"error: {one_line(error)}")
         assert path in message and len(message) <= LONGEST_LINE, message
@@ -520,7 +525,7 @@ def checkpoint_run(case: tuple[str, Changes, Edits | None, bool]) -> None:
         (folder / file).write_bytes(held)
     found = checkpoint.open_checkpoint(folder)
     if name == checkpoint.CONFIG:
-        strict.load(Config, rundir.stored_options(found))
+        strict.load(Config, run_directory.stored_options(found))
     found.training()
     checkpoint.load_weights(_model(), found.policy(), "fuzz")
 
@@ -602,7 +607,7 @@ def dataset_run(case: tuple[bool, str, Changes, Edits, list[Any]]) -> None:
     (root / "meta/info.json").write_bytes(as_json(edited(info, of_json) if kind == "info" else info))
     if kind in ("picture", "columns"):
         _changed_table(root / FILES["data"], kind, done, column)
-    demonstrations.read(root)
+    lerobot_reader.read(root)
 
 
 def _changed_table(file: Path, kind: str, done: list[Any], column: list[Any]) -> None:
@@ -666,7 +671,7 @@ def prompts_run(case: tuple[str, Edits, Changes | None]) -> None:
         held = as_json(rows) if suffix == ".json" else b"\n".join(map(as_json, rows))
     file = _scratch() / f"prompts{suffix}"
     file.write_bytes(held if done is None else damaged(held, done))
-    data.load_prompts(file, _tokenizer(), prompt_length=64, chat_template="auto", system=None)
+    prompts.load_prompts(file, _tokenizer(), prompt_length=64, chat_template="auto", system=None)
 
 
 # ------------------------------------------------------------------------------------------------------------ placement
@@ -842,7 +847,7 @@ def guided(name: str, seconds: int) -> None:
     def test(r: Random) -> None:
         attempt(TARGETS[name], r)
 
-    for module in (checkpoint, cli, data, demonstrations, rundir, strict, plan, lines):
+    for module in (checkpoint, cli, prompts, lerobot_reader, run_directory, strict, plan, channels):
         for held in vars(module).values():
             if getattr(held, "__module__", None) == module.__name__ and hasattr(held, "__code__"):
                 atheris.instrument_func(held)

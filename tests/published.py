@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from embodied_ppo.models import openvla_checkpoint
-from embodied_ppo.models.openvla import OpenVLABody, OpenVLAConfig, TowerConfig
+from embodied_ppo.models.vla import openvla_files
+from embodied_ppo.models.vla.openvla import OpenVLABody, OpenVLAConfig, TowerConfig
 
 SIDE = 32
 """Pixels of the cameras that tests have."""
@@ -99,7 +99,7 @@ def _openvla(folder: Path) -> Path:
         for p in body.parameters():
             p.add_(0.1 * torch.randn_like(p))
         body.dino.embeddings.position_embeddings[:, 0] = 0
-    openvla_checkpoint.save(body, folder)
+    openvla_files.save(body, folder)
     tokenizer().backend_tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 

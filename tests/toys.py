@@ -16,11 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from embodied_envs.tasks import State, Task
-from embodied_ppo import assembly, compiled, robot, rules, spread, strict
-from embodied_ppo.config import Config
-from embodied_ppo.learner import JointLearner
-from embodied_ppo.rollout import env_seeds
-from embodied_ppo.types import ActionSpec, ArraySpec, Box, Decision, Evaluation, Mean, Obs, ObsSpec, Step
+from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.config import loader, validation
+from embodied_ppo.config.schema import Config
+from embodied_ppo.core import compile
+from embodied_ppo.core.random import env_seeds
+from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, Decision, Evaluation, Mean, Obs, ObsSpec, Step
+from embodied_ppo.modes import base as modes
+from embodied_ppo.modes.embodied import components as embodied
+from embodied_ppo.modes.embodied import workers as embodied_workers
 
 
 # ------------------------------------------------------------------------------------------------- scripted environment
@@ -261,8 +265,8 @@ def config(options: Mapping[str, Any] | None = None) -> Config:
     """``BASE`` with ``options`` (dotted paths), checked as the command checks; every option given must be read."""
     options = options or {}
     base = BASE if options.get("model.policy", "actor_critic") == "actor_critic" else {**BASE, "model": {}}
-    loaded = strict.read(Config, [("base", base), ("test", nested(options))])
-    rules.check(loaded.config, explicit=loaded.deliberate({"test"}))
+    loaded = loader.read(Config, [("base", base), ("test", nested(options))])
+    validation.check(loaded.config, explicit=loaded.deliberate({"test"}))
     return loaded.config
 
 
@@ -271,13 +275,13 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
 
     ``max_lag``: the rollouts that lie between acting and learning, as in ``loop.train``.
     """
-    env = robot.make_env(
+    env = embodied.make_env(
         env_seeds(c.seed, 0, c.env.num_envs, c.algorithm.group_size), config=c.env, device=torch.device("cpu")
     )
     try:
-        policy = robot.make_policy(c, env)
-        rollout = robot.make_rollout(c, env, policy, compiled.Later(None))
-        updates = assembly.total_updates(c)
+        policy = embodied.make_policy(c, env)
+        rollout = embodied.make_rollout(c, env, policy, compile.Later(None))
+        updates = modes.total_updates(c)
         learner = JointLearner(policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=c.seed)
         pending, rows = [], []
         for update in range(updates + max_lag):
@@ -296,10 +300,10 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
 
 def placed(c: Config, run_dir: Path, stack: ExitStack) -> Any:
     """The ClusterSystem of ``c``; ``stack`` closes it."""
-    setup = assembly.Setup(c, torch.device("cpu"), run_dir, 4, "", {}, print, print, [])
-    where = spread.planned(c, setup.device)
+    setup = modes.Setup(c, torch.device("cpu"), run_dir, 4, "", {}, print, print, [])
+    where = embodied_workers.planned(c, setup.device)
     assert where is not None
-    made: Any = spread.assemble(setup, where).system
+    made: Any = embodied_workers.assemble(setup, where).system
     stack.callback(made.close)
     return made
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor, nn
 
-from embodied_ppo import distributions as dist
-from embodied_ppo.config import ModelConfig
+from embodied_ppo.config.schema import ModelConfig
+from embodied_ppo.core.types import ActionSpec, ConfigError, Decision, Discrete, Evaluation, Obs, ObsSpec
+from embodied_ppo.models import distributions as dist
 from embodied_ppo.models.backbone import Encoder, Trunk, linear
-from embodied_ppo.types import ActionSpec, ConfigError, Decision, Discrete, Evaluation, Obs, ObsSpec
 
 
 class ActorCritic(nn.Module):

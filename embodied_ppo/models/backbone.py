@@ -9,9 +9,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from embodied_ppo.config import ModelConfig
-from embodied_ppo.moments import RunningMoments
-from embodied_ppo.types import ArraySpec, ConfigError, Obs, ObsSpec
+from embodied_ppo.config.schema import ModelConfig
+from embodied_ppo.core.running_stats import RunningMoments
+from embodied_ppo.core.types import ArraySpec, ConfigError, Obs, ObsSpec
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU}

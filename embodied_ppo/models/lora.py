@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embodied_ppo.types import CheckpointError, ConfigError
+from embodied_ppo.core.types import CheckpointError, ConfigError
 
 BASE = "base_sha256"
 """Entry of a state_dict, uint8 [32]: the digest of the checkpoint that holds the weights which are not in it."""

@@ -1,4 +1,4 @@
-"""Simulators behind one protocol, ``embodied_ppo.types.VectorEnv``: one file per simulator."""
+"""Simulators behind one protocol, ``embodied_ppo.core.types.VectorEnv``: one file per simulator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from embodied_envs import envpool_env, gymnasium_env, libero_env, mjlab_env, spaces, task_files, tasks, torch_vector
+from embodied_envs import task_files, tasks
+from embodied_envs.adapters import envpool_env, gymnasium_env, libero_env, mjlab_env, spaces, torch_env
 from embodied_envs.checks import check_env
-from embodied_ppo.types import EnvError, VectorEnv
+from embodied_ppo.core.types import EnvError, VectorEnv
 
 __all__ = ["SIMULATORS", "check_env", "make", "nearest", "recorder", "task_files"]
 
@@ -22,8 +23,8 @@ FAMILIES = {"our tasks": ("mujoco", "warp"), "envpool": ("envpool",), "gymnasium
 
 
 def recorder() -> ModuleType:
-    """``embodied_envs.record``: Tabletop's expert, and what its demonstrations hold."""
-    return importlib.import_module("embodied_envs.record")
+    """``embodied_envs.tasks.expert_recorder``: Tabletop's expert, and what its demonstrations hold."""
+    return importlib.import_module("embodied_envs.tasks.expert_recorder")
 
 
 def make(
@@ -102,7 +103,7 @@ def make(
     env = _made(id, simulator, options, success_key, cameras, image_size, randomize, ranges)
     if action_chunk == 1:
         return env
-    return importlib.import_module("embodied_envs.chunks").ChunkedActions(env, action_chunk)
+    return importlib.import_module("embodied_envs.adapters.action_chunking").ChunkedActions(env, action_chunk)
 
 
 def _made(
@@ -123,7 +124,7 @@ def _made(
             )
         of_device = "warp" if torch.device(options["device"]).type == "cuda" else "mujoco"
         options |= {"cameras": tuple(cameras), "image_size": image_size, "randomize": randomize, "ranges": ranges}
-        mujoco_make = importlib.import_module("embodied_envs.mujoco_make")  # MuJoCo takes half a second to load
+        mujoco_make = importlib.import_module("embodied_envs.physics.make")  # MuJoCo takes half a second to load
         return mujoco_make.make(id, engine=of_device if simulator == "auto" else simulator, **options)
     of_libero = simulator == "libero" or (simulator == "auto" and libero_env.knows(id))
     for name, value in (("cameras", () if of_libero else cameras), ("randomize", randomize)):
@@ -138,8 +139,8 @@ def _made(
         return envpool_env.EnvPoolEnv(id, **options)
     if simulator in ("auto", "gymnasium") and gymnasium_env.knows(id):
         return gymnasium_env.GymnasiumEnv(id, **options)
-    if simulator == "torch" or (simulator == "auto" and torch_vector.factory(id) is not None):
-        return torch_vector.TorchVectorEnv(id, **options)
+    if simulator == "torch" or (simulator == "auto" and torch_env.factory(id) is not None):
+        return torch_env.TorchVectorEnv(id, **options)
     families = {name: near for name, near in nearest(id).items() if simulator == "auto" or simulator in FAMILIES[name]}
     hints = "; ".join(f"nearest in {name}: {', '.join(near) or 'none'}" for name, near in families.items())
     raise EnvError(f"env.id={id} is unknown to {' and '.join(families)}; {hints}{tasks.hint(id)}")

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied_envs.foreign import blamed
-from embodied_ppo import tree
-from embodied_ppo.types import ArraySpec, Box, Discrete, EnvError, Obs, ObsSpec, Step, VectorEnv
+from embodied_envs.adapters.user_code import blamed
+from embodied_ppo.core import tree
+from embodied_ppo.core.types import ArraySpec, Box, Discrete, EnvError, Obs, ObsSpec, Step, VectorEnv
 
 Factory = Callable[[list[int]], VectorEnv]
 
@@ -288,7 +288,7 @@ def _check_step(env: VectorEnv, step: Any, t: int) -> None:
     """Types, shapes, values and flags of one answer."""
     where = f"step {t}"
     if not isinstance(step, Step):
-        _fail(env, f"step() answered a {type(step).__name__}", "it must be an embodied_ppo.types.Step")
+        _fail(env, f"step() answered a {type(step).__name__}", "it must be an embodied_ppo.core.types.Step")
     _check_obs(env, step.obs, where)
     n = (env.num_envs,)
     _check_array(env, step.reward, n, torch.float32, f"reward of {where}")

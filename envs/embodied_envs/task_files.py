@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from embodied_envs import tasks
-from embodied_ppo.errors import CheckpointError, ConfigError, EnvError
+from embodied_ppo.core.errors import CheckpointError, ConfigError, EnvError
 
 KEPT_BYTES = 64 << 20
 """Largest sum of the copies in a run, bytes. Sources and XML are copied first; files beyond it have a hash only."""

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from embodied_envs import libero_env
+from embodied_envs.adapters import libero_env
+from embodied_envs.adapters.libero_env import CLOCKS, LiberoEnv
 from embodied_envs.checks import check_env
-from embodied_envs.libero_env import CLOCKS, LiberoEnv
-from embodied_ppo.types import ArraySpec, Box, EnvError
+from embodied_ppo.core.types import ArraySpec, Box, EnvError
 
 ASSETS = os.environ.get("LIBERO_ASSETS", "")
 scenes = pytest.mark.skipif(not ASSETS, reason="LIBERO_ASSETS names no folder with LIBERO's meshes")
@@ -74,7 +74,7 @@ def test_missing_meshes_are_named_with_the_command_that_downloads_them(tmp_path:
 def test_importing_asks_nothing_and_touches_no_home(empty: str, tmp_path: Path) -> None:
     """LIBERO asks on stdin where its data sets shall lie, unless ~/.libero/config.yaml says so."""
     code = (
-        "from embodied_envs.libero_env import LiberoEnv\n"
+        "from embodied_envs.adapters.libero_env import LiberoEnv\n"
         f"env = LiberoEnv('libero/libero_goal', num_envs=1, seeds=[0], kwargs={{'assets': {empty!r}}})\n"
         "print(env.instructions[7])"
     )

@@ -8,13 +8,13 @@ import pytest
 import torch
 import toys
 
-from embodied_envs import mjlab_env
+from embodied_envs.adapters import mjlab_env
+from embodied_envs.adapters.mjlab_env import MjlabEnv
 from embodied_envs.checks import check_env
-from embodied_envs.mjlab_env import MjlabEnv
-from embodied_ppo import robot
-from embodied_ppo.learner import JointLearner
-from embodied_ppo.rollout import Rollout
-from embodied_ppo.types import ArraySpec, EnvError
+from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.core.types import ArraySpec, EnvError
+from embodied_ppo.modes.embodied import components as embodied
+from embodied_ppo.rollout.simulation import Rollout
 
 BALANCE = "Mjlab-Cartpole-Balance"
 
@@ -102,7 +102,7 @@ def test_ppo_learns_to_balance() -> None:
         | {"env.num_envs": 64, "model.hidden": (32, 32), "updates": updates}
     )
     env = make(n=64, max_episode_steps=100)
-    policy = robot.make_policy(c, env)
+    policy = embodied.make_policy(c, env)
     rollout = Rollout(env, policy, seed=1, stagger=True)
     learner = JointLearner(policy, c.algorithm, num_envs=64, updates=updates, seed=1)
     rewards = []

@@ -16,15 +16,15 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, where there is no G
 sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.importorskip("vllm")
 
-from test_language import make
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from embodied_ppo.generation.sampling import Sampling
-from embodied_ppo.generation.vllm import VllmEngine
-from embodied_ppo.models.language import LanguagePolicy
-from embodied_ppo.types import ConfigError
+from embodied_ppo.core.types import ConfigError
+from embodied_ppo.models.causal_lm import LanguagePolicy
+from embodied_ppo.rollout.generation.sampling import Sampling
+from embodied_ppo.rollout.generation.vllm import VllmEngine
+from tests.models.test_causal_lm import make
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15], [5, 6, 7], [20, 21, 22, 23]]
 SAMPLING = Sampling(12, temperature=0.8, stop_ids=(2, *range(30, 34)))

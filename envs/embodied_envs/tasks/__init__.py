@@ -8,10 +8,10 @@ import inspect
 import sys
 from typing import Any
 
-from embodied_envs.foreign import blamed, imported
+from embodied_envs.adapters.user_code import blamed, imported
 from embodied_envs.tasks.task import State, Task
-from embodied_ppo.errors import choose
-from embodied_ppo.types import EnvError
+from embodied_ppo.core.errors import choose
+from embodied_ppo.core.types import EnvError
 
 __all__ = ["OWN", "State", "Task", "find", "make"]
 

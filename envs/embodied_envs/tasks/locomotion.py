@@ -1,7 +1,7 @@
 """HalfCheetah, Hopper, Walker2d, Ant and Humanoid with the semantics of Gymnasium's v5 environments.
 
-Models, formulas and constants are those of gymnasium.envs.mujoco.*_v5 (Towers et al. 2024); tests/test_mujoco.py steps
-both side by side. Observations carry one exception of Gymnasium's along: derived fields (xpos, cfrc_ext, ..) are those
+Models, formulas and constants are those of gymnasium.envs.mujoco.*_v5 (Towers et al. 2024);
+tests/envs/physics/test_mujoco_env.py steps both side by side. Observations carry one exception of Gymnasium's along: derived fields (xpos, cfrc_ext, ..) are those
 of the state one physics step ago (``stage``).
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from embodied_envs.tasks.task import State, Task
-from embodied_ppo.noise import normal
+from embodied_ppo.core.random import normal
 
 
 class Locomotion(Task):

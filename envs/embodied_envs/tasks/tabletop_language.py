@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from embodied_ppo.errors import EnvError, choose
+from embodied_ppo.core.errors import EnvError, choose
 
 Split: TypeAlias = Literal["train", "unseen_combination", "unseen_wording"]
 SPLITS: tuple[str, ...] = get_args(Split)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from embodied_ppo.types import Obs
+from embodied_ppo.core.types import Obs
 
 if TYPE_CHECKING:
     import mujoco

@@ -1,0 +1,11 @@
+"""PPO: advantages, losses, KL penalties and the optimisation of minibatches.
+
+Belongs here: pure functions of tensors (``advantages``, ``losses``, ``kl``), the loss of one minibatch (``ppo_loss``),
+epochs over minibatches (``optimizer``), and the learners that call them.
+
+Does not belong here: simulators, decoding, processes, files.
+
+To add an advantage estimator: add a branch to ``advantages.estimate`` and its name to ``AlgorithmConfig.adv_type``.
+To add a KL estimator: add its formula to ``kl.estimate`` and its name to ``kl_loss_type`` and ``kl_penalty``.
+To add a term of the loss: add it to ``ppo_loss`` and its coefficient to ``AlgorithmConfig``.
+"""

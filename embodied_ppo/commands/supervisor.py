@@ -1,0 +1,118 @@
+"""Run a command in a child process, so that its end has a last line and an exit code whatever ends it.
+
+A simulator may crash (SIGSEGV), call ``os._exit`` or hang while it holds the interpreter's lock, and
+the kernel may end the process for lack of memory. Only another process can report these. The child is
+forked before anything large is imported: that takes about a millisecond and a few megabytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from embodied_ppo.core import watchdog
+
+FAILED, INTERRUPTED = 3, 130
+CHECK_S = 0.5
+"""Interval of the checks of the simulator's time limit, seconds."""
+PR_SET_PDEATHSIG = 1
+SI_KERNEL = 0x80
+"""Origin of a signal from the terminal, which reaches the whole group."""
+SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+def supervise(run: Callable[[], int]) -> int:
+    """Return the exit code of ``run``, called in a child; a child that ends by other means is reported, code 3.
+
+    A debugger's process is not forked.
+    """
+    if sys.platform != "linux" or sys.gettrace() is not None:
+        return run()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed: None
+            stream.flush()  # else the child would write it, too
+    parent = os.getpid()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGCHLD})
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return _supervised(run, parent)
+    status, asked = _wait(child)
+    if watchdog.numbers[watchdog.DONE]:
+        return int(watchdog.numbers[watchdog.DONE]) - 1
+    code = os.waitstatus_to_exitcode(status)
+    if asked:  # the user sent a signal before the command handled signals
+        print("error: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    message = watchdog.overdue() or watchdog.cause(_ending(code))
+    _append_to_log(f"failed: {message}")
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return FAILED
+
+
+def _supervised(run: Callable[[], int], parent: int) -> int:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(FAILED)
+    watchdog.supervised = True
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+    code = run()
+    watchdog.numbers[watchdog.DONE] = code + 1  # what ends the interpreter from here on changes no result
+    return code
+
+
+def _interrupt(number: int, frame: object) -> None:
+    if not watchdog.is_repetition():
+        raise KeyboardInterrupt
+
+
+def _wait(child: int) -> tuple[int, bool]:
+    """Wait for the end of the child, send it the signals that only this process received, end it where its simulator
+    exceeds the time limit. Return the status, and whether there were such signals."""
+    received = False
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status, received
+        if watchdog.overdue():
+            for pid in [child, *_descendants(child)]:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            return os.waitpid(child, 0)[1], received
+        info = signal.sigtimedwait({*SIGNALS, signal.SIGCHLD}, CHECK_S)
+        if info is not None and info.si_signo != signal.SIGCHLD:
+            received = True
+            if info.si_code != SI_KERNEL:
+                watchdog.numbers[watchdog.FORWARDED] += 1
+                os.kill(child, info.si_signo)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):  # it has ended
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, file.read_text().split()):
+                yield child
+                yield from _descendants(child)
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"was ended with exit code {code} (os._exit or a library's exit)"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    hint = " (the kernel does so where memory runs out: see dmesg)" if name == "SIGKILL" else ""
+    return f"was ended by {name}{hint}"
+
+
+def _append_to_log(text: str) -> None:
+    """To the run's log.txt, as ``log.Log`` writes it."""
+    path = watchdog.log_path()
+    if path is not None:
+        with contextlib.suppress(OSError), open(path, "a") as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")

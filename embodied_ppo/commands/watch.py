@@ -1,0 +1,473 @@
+"""The page on which runs are watched: a server on this machine that reads run directories and writes nothing."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from statistics import median
+from typing import Any, BinaryIO
+from urllib.parse import parse_qs, urlsplit
+
+import yaml
+
+from embodied_ppo.commands import output
+from embodied_ppo.config import loader
+from embodied_ppo.core.errors import UsageError, one_line, show
+from embodied_ppo.training import health
+
+HOST = "127.0.0.1"
+ROWS = "metrics.jsonl"
+"""What makes a directory a run."""
+
+DEPTH = 4
+"""Folders below a given one in which runs are looked for."""
+
+CHUNK = 4 << 20
+"""Bytes of metrics.jsonl in one answer; a longer line is skipped."""
+
+SMALL = 1 << 18
+"""Largest config.yaml and summary.json that are read, bytes; both have a few thousand."""
+
+NOTE = 600
+"""Characters of a message from log.txt that are shown."""
+
+MARK = 1024
+"""Bytes before a position that tell whether a file is still the one that was read."""
+
+TAIL = 1 << 18
+"""Bytes at the end of metrics.jsonl and log.txt that tell how a run stands."""
+
+SILENT_S = 60.0
+"""A run that wrote nothing for so long, and for three updates, is called silent."""
+
+OWN = ("run_dir", "resume")
+"""Options that differ between any two runs."""
+
+TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json", ".mp4": "video/mp4"}
+SHOWN = re.compile(r"(videos|reports/[^/.][^/\0]*)/[^/.][^/\0]*\.(html|json|mp4)")
+"""Files of a run that the page may show."""
+
+REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:; sandbox"
+"""A report is one file without scripts (report.py)."""
+
+
+# ----------------------------------------------------------------------------------------------------------- the runs
+def find(roots: Sequence[Path]) -> dict[str, Path]:
+    """Absolute path -> directory of every run that ``roots`` are or hold."""
+    found: dict[str, Path] = {}
+    for root in roots:
+        for folder, inner, files in os.walk(root):
+            here = Path(folder)
+            deep = len(here.relative_to(root).parts) >= DEPTH
+            if ROWS in files:
+                found[os.fsencode(here.absolute()).decode(errors="replace")] = here  # as a browser can ask for it
+            inner[:] = () if ROWS in files or deep else sorted(n for n in inner if not n.startswith("."))
+    return found
+
+
+def labels(runs: Sequence[str]) -> dict[str, str]:
+    """What to call each run: its path, without what all have in common."""
+    common = os.path.commonpath([str(Path(run).parent.parent) for run in runs]) if runs else ""
+    return {run: os.path.relpath(run, common) for run in runs}
+
+
+def status(run: Path) -> dict[str, Any]:
+    """How a run stands.
+
+    state    running, silent, finished, interrupted, failed or unreadable; ``note`` says more
+    update   of the newest row, of ``updates``; None: not told
+    age_s    seconds since it wrote
+    health   verdicts of health.judge
+    video, report   newest film and report, as /file takes them
+    rows, config    when metrics.jsonl and config.yaml changed
+    """
+    try:
+        stamps = {name: _changed(run / name) for name in (ROWS, "log.txt", "summary.json", "config.yaml")}
+        told = dict(_told(run, tuple(stamps.values())))
+        age = time.time() - max(changed for changed, _ in stamps.values()) / 1e9
+        if told["state"] == "running" and age > max(SILENT_S, 3 * told["update_s"]):
+            told["state"] = "silent"
+        return told | {
+            "age_s": age,
+            "video": _newest(run, "videos/*.mp4"),
+            "report": _newest(run, "reports/*/report.html"),
+            "rows": stamps[ROWS],
+            "config": stamps["config.yaml"],
+        }
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # gone, or damaged: the page says so
+        return {"state": "unreadable", "note": one_line(error, kind=True), "health": []}
+
+
+def _changed(file: Path) -> tuple[int, int]:
+    """Return (time of the last change in ns, size in bytes) of a file or link; zeros without one."""
+    try:
+        status = file.lstat()
+    except FileNotFoundError:
+        return 0, 0
+    return status.st_mtime_ns, status.st_size
+
+
+def _size(file: Path) -> int | None:
+    """Return the size of a file in bytes, None without one.
+
+    Raises:
+        OSError: for a link, which could lead out of the run, and for a pipe or a device, which have no end.
+    """
+    try:
+        status = file.lstat()
+    except FileNotFoundError:
+        return None
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(errno.EINVAL, "is a link, which is not followed", str(file))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "is no file", str(file))
+    return status.st_size
+
+
+def _open(file: Path) -> BinaryIO:
+    """Open what ``_size`` accepts, also where the file is replaced by a link or a pipe in between."""
+    f = os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+        f.close()
+        raise OSError(errno.EINVAL, "is no file", str(file))
+    return f
+
+
+def _text(file: Path) -> str | None:
+    """The text of a small file, None without one. Raises OSError, and ValueError for more than SMALL bytes."""
+    size = _size(file)
+    if size is None:
+        return None
+    with _open(file) as f:
+        block = f.read(SMALL + 1)
+    if len(block) > SMALL:
+        raise ValueError(f"{file}: has {size} bytes, more than {SMALL}, and is not read")
+    return block.decode("utf-8")
+
+
+@lru_cache(maxsize=1000)
+def _told(run: Path, stamps: tuple[tuple[int, int], ...]) -> Mapping[str, Any]:
+    """What the files of a run tell; ``stamps``: read again when one has changed."""
+    rows = _rows(_tail(run / ROWS))[0]
+    update = max((int(row["update"]) for row in rows if row.get("update") is not None), default=None)
+    stamped = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)$", re.M)
+    lines = stamped.findall(_tail(run / "log.txt").decode(errors="replace"))
+    plans = [int(x) for line in lines for x in re.findall(r", updates \d+ to (\d+), in ", line)]
+    last = lines[-1] if lines else ""
+    summary = _text(run / "summary.json")
+    done = None if summary is None else json.loads(summary)["updates"]
+    if last.startswith("failed: "):
+        state, note = "failed", last.removeprefix("failed: ")[:NOTE]
+    elif last.startswith("interrupted"):
+        state, note = "interrupted", last[:NOTE]
+    elif done is not None and (update or 0) >= done >= (plans[-1] if plans else 0):
+        state, note = "finished", ""
+    else:
+        state, note = "running", ""
+    return {
+        "state": state,
+        "note": note,
+        "update": update,
+        "updates": plans[-1] if plans else done,
+        "update_s": median([sum(_phases(row).values()) for row in rows if _phases(row)] or [0.0]),
+        "health": [asdict(verdict) for verdict in health.judge(rows)],
+    }
+
+
+def _phases(row: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of the phases of a row; time/swap_s is part of the others (docs/metrics.md)."""
+    return {tag: x for tag, x in row.items() if tag.startswith("time/") and tag != "time/swap_s" and x is not None}
+
+
+def _tail(file: Path) -> bytes:
+    """The last whole lines of a file, about TAIL bytes; empty without one."""
+    size = _size(file)
+    if not size:
+        return b""
+    with _open(file) as f:
+        f.seek(max(0, size - TAIL))
+        torn = f.tell() > 0
+        block = f.read(TAIL)
+    return block.partition(b"\n")[2] if torn else block
+
+
+def _newest(run: Path, pattern: str) -> dict[str, Any] | None:
+    """Name and time of change of the newest file."""
+    found = max(((file.stat().st_mtime_ns, file) for file in run.glob(pattern) if file.is_file()), default=None)
+    return None if found is None else {"name": found[1].relative_to(run).as_posix(), "changed": found[0]}
+
+
+def read_on(file: Path, start: int, mark: str) -> dict[str, Any]:
+    """The rows of a growing metrics.jsonl from byte ``start`` on, where an earlier answer ended.
+
+    mark     that answer's ``mark``: a digest of the bytes before ``start``. Where they are others now, or gone, because
+             a resumed run dropped rows or began anew, reading begins anew as well: ``from`` is 0
+    returns  {from, next, mark, rows, broken, more}: bytes [from, next) were read, whole lines: a last line without its
+             end waits. A line of more than CHUNK bytes is skipped, CHUNK bytes at a time. ``broken``: lines that are
+             no JSON, or skipped. ``more``: there is more to read at once
+    """
+    _size(file)
+    with _open(file) as f:
+        if start and _mark(f, start) != mark:
+            start = 0
+        f.seek(max(0, start - 1))
+        skipping = start > 0 and f.read(1) != b"\n"  # an earlier answer ended within a long line
+        block = f.read(CHUNK)
+        more = len(block) == CHUNK
+        if more and b"\n" not in block:
+            size, rows, broken = CHUNK, [], 0 if skipping else 1
+        else:
+            size = block.rfind(b"\n") + 1
+            begin = block.find(b"\n") + 1 if skipping else 0
+            rows, broken = _rows(block[begin:size])
+        end = start + size
+        return {"from": start, "next": end, "mark": _mark(f, end), "rows": rows, "broken": broken, "more": more}
+
+
+def _mark(f: BinaryIO, end: int) -> str:
+    """Digest of the bytes before ``end``; another one where the file is shorter."""
+    start = max(0, end - MARK)
+    f.seek(start)
+    return hashlib.sha256(f.read(end - start)).hexdigest()[:16]
+
+
+def _rows(block: bytes) -> tuple[list[dict[str, Any]], int]:
+    """Rows of numbers (null: not finite), and how many lines are no rows."""
+    rows, broken = [], 0
+    for line in block.split(b"\n"):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            rows.append({tag: _finite(x) for tag, x in row.items() if x is None or isinstance(x, (int, float))})
+        else:
+            broken += 1
+    return rows, broken
+
+
+def _finite(x: float | None) -> float | None:
+    return x if x is None or abs(x) <= sys.float_info.max else None  # JSON has 1e999 and integers without end, too
+
+
+def differences(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    """Every option that is not the same in all runs, and its values in their order; null: not read there.
+
+    A config.yaml that is none has a row of its own, and says nothing about other options.
+    """
+    options: list[dict[str, str]] = []
+    broken: dict[int, str] = {}
+    for n, run in enumerate(runs):
+        try:
+            options.append(_options(run / "config.yaml"))
+        except ValueError as error:
+            options.append({})
+            broken[n] = str(error)
+    sound = [found for n, found in enumerate(options) if n not in broken]
+    names = dict.fromkeys(name for found in options for name in found)
+    rows = [
+        {"option": name, "values": [found.get(name) for found in options]}
+        for name in names
+        if name not in OWN and len({found.get(name) for found in sound}) > 1
+    ]
+    return rows + ([{"option": "config.yaml", "values": [broken.get(n) for n in range(len(runs))]}] if broken else [])
+
+
+def _options(file: Path) -> dict[str, str]:
+    """Dotted path -> value, as the command line would take it; empty without a file. Raises ValueError."""
+    try:
+        text = _text(file)
+        content = None if text is None else loader.plain_yaml(text)
+    except OSError as error:
+        raise ValueError(str(error.strerror)) from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"is no YAML ({one_line(error)})") from error
+    return {name: show(value) for name, value in loader.flat(content if isinstance(content, dict) else {}).items()}
+
+
+# --------------------------------------------------------------------------------------------------------- the server
+class Server(ThreadingHTTPServer):
+    """Serves the page of the runs that ``roots`` are or hold, new ones included. Only this machine reaches it."""
+
+    daemon_threads = True
+
+    def __init__(self, roots: Sequence[Path], port: int = 0) -> None:
+        """``port`` 0: a free one. Raises OSError."""
+        self.roots = tuple(roots)
+        self.page = (Path(__file__).parent / "templates" / "watch.html").read_bytes()
+        sources = {kind: _digests(self.page, kind) for kind in (b"script", b"style")}
+        self.policy = (
+            f"default-src 'none'; script-src {sources[b'script']}; style-src {sources[b'style']}; connect-src 'self'; "
+            "media-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        super().__init__((HOST, port), Handler)
+
+    @property
+    def address(self) -> str:
+        return f"http://{HOST}:{self.server_address[1]}/"
+
+
+def _digests(page: bytes, kind: bytes) -> str:
+    """What Content-Security-Policy calls the page's own scripts or styles."""
+    found = re.findall(rb"<%b>(.*?)</%b>" % (kind, kind), page, re.S)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in found)
+
+
+class Refused(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, status: HTTPStatus, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Handler(BaseHTTPRequestHandler):
+    """/ the page, /runs, /data?run&from&mark, /diff?run&run.., /file?run&name."""
+
+    protocol_version = "HTTP/1.1"
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]  (who made this one)
+
+    def do_GET(self) -> None:
+        try:
+            self._answer()
+        except Refused as refused:
+            self._send(refused.status, str(refused).encode(errors="replace"), "text/plain; charset=utf-8")
+        except ConnectionError:  # the browser has left, or wants another part of the film
+            self.close_connection = True
+        except (OSError, ValueError) as error:  # a file is gone or damaged: the page says which
+            self._send(
+                HTTPStatus.INTERNAL_SERVER_ERROR, one_line(error).encode(errors="replace"), "text/plain; charset=utf-8"
+            )
+
+    def _answer(self) -> None:
+        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        if host not in (HOST, "localhost"):  # a name of somebody else's that leads here (DNS rebinding)
+            raise Refused(HTTPStatus.FORBIDDEN, f"this page is {self.server.address}")
+        url = urlsplit(self.path)
+        asked = parse_qs(url.query)
+        match url.path:
+            case "/":
+                self._send(HTTPStatus.OK, self.server.page, TYPES[".html"], policy=self.server.policy)
+            case "/runs":
+                found = find(self.server.roots)
+                names = labels(list(found))
+                rows = [{"run": run, "label": names[run], **status(path)} for run, path in found.items()]
+                self._json({"runs": rows, "ranges": [asdict(r) for r in health.RANGES]})
+            case "/data":
+                (run,) = self._runs(asked, 1)
+                start, mark = asked.get("from", ["0"])[0], asked.get("mark", [""])[0]
+                if not re.fullmatch(r"[0-9]{1,18}", start):
+                    raise Refused(HTTPStatus.BAD_REQUEST, f"from={start[:30]}: is no number of bytes")
+                self._json(read_on(run / ROWS, int(start), mark))
+            case "/diff":
+                self._json(differences(self._runs(asked)))
+            case "/file":
+                (run,) = self._runs(asked, 1)
+                self._file(run, asked.get("name", [""])[0])
+            case _:
+                raise Refused(HTTPStatus.NOT_FOUND, f"{url.path}: no such page")
+
+    def _runs(self, asked: Mapping[str, list[str]], count: int | None = None) -> list[Path]:
+        """The runs that were asked for, of those that are watched."""
+        found, wanted = find(self.server.roots), asked.get("run", [])
+        if unknown := [run for run in wanted if run not in found]:
+            raise Refused(HTTPStatus.NOT_FOUND, f"run={unknown[0]}: is not watched here")
+        if count is not None and len(wanted) != count:
+            raise Refused(HTTPStatus.BAD_REQUEST, f"run is given {len(wanted)} times; give {count}")
+        return [found[run] for run in wanted]
+
+    def _file(self, run: Path, name: str) -> None:
+        """A film or a report of a run, or the part of it that the browser asks for."""
+        file = (run / name).resolve() if SHOWN.fullmatch(name) else None  # links are followed, but not out of the run
+        if file is None or not file.is_relative_to(run.resolve()) or not file.is_file():
+            raise Refused(HTTPStatus.NOT_FOUND, f"name={name}: is no film or report of the run")
+        with _open(file) as f:
+            size = os.fstat(f.fileno()).st_size
+            part = _part(self.headers.get("Range", ""), size)
+            status, headers = HTTPStatus.OK, {"Accept-Ranges": "bytes"}
+            if part is not None:
+                status = HTTPStatus.PARTIAL_CONTENT
+                headers["Content-Range"] = f"bytes {part.start}-{part.stop - 1}/{size}"
+            part = range(size) if part is None else part
+            self._head(status, len(part), TYPES[file.suffix], policy=REPORT_POLICY, headers=headers)
+            try:
+                sent = self.connection.sendfile(f, part.start, len(part)) if part else 0
+            except OSError:  # the answer has begun: it cannot become another one
+                sent = -1
+            if sent != len(part):
+                self.close_connection = True
+
+    def _json(self, value: Any) -> None:
+        self._send(HTTPStatus.OK, output.as_json(value).encode(), TYPES[".json"])
+
+    def _send(self, status: HTTPStatus, body: bytes, kind: str, *, policy: str = "default-src 'none'") -> None:
+        self._head(status, len(body), kind, policy=policy)
+        self.wfile.write(body)
+
+    def _head(self, status: HTTPStatus, size: int, kind: str, *, policy: str, headers: Any = None) -> None:
+        """Send the headers of an answer of ``size`` bytes."""
+        self.send_response(status)
+        always = {
+            "Content-Type": kind,
+            "Content-Length": str(size),
+            "Content-Security-Policy": policy,
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-store",
+        }
+        for name, value in {**always, **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are no news."""
+
+
+def _part(asked: str, size: int) -> range | None:
+    """The bytes that a header ``Range`` asks for (RFC 9110, section 14). None: without one, or for several parts."""
+    found = re.fullmatch(r"bytes=(\d*)-(\d*)", asked.strip())
+    if not found or not (found[1] or found[2]):
+        return None
+    first, last = found.groups()
+    if first:
+        part = range(int(first), min(int(last) + 1, size) if last else size)
+    else:
+        part = range(max(0, size - int(last)), size)
+    if not part:
+        raise Refused(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, f"{asked}: the file has {size} bytes")
+    return part
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+def listen(paths: Sequence[str], *, port: int = 0) -> Server:
+    """The server of the page of these runs, or folders of runs, listening. Raises UsageError."""
+    for path in paths:
+        if not Path(path).is_dir():
+            raise UsageError(f"{path}: no such directory; name a run, or a folder of runs (runs by default)")
+        if not find([Path(path)]):
+            raise UsageError(
+                f"{path}: is no run and holds none ({ROWS} is missing); name a run directory, or a folder of runs"
+            )
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--port {port}: is not from 0 to 65535; leave it out for a free one")
+    try:
+        return Server([Path(path) for path in paths], port)
+    except OSError as error:
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
+        raise UsageError(f"--port {port}: {why}; name another, or leave it out for a free one") from error

@@ -1,0 +1,12 @@
+"""Options: from YAML files and the command line to typed, checked values.
+
+Belongs here: what an option means (``schema``), how text becomes values (``compose``, ``loader``), which options go
+together (``validation``), names of other trainers (``aliases``), sizes of batches, the placement syntax.
+
+Does not belong here: code that acts on an option. Hydra is imported in ``compose`` only.
+
+To add an option:
+    1. Add a field with type, bounds, default and meaning to the dataclass of its section in ``schema``.
+    2. Read it where it acts.
+    3. If another option decides whether it is read, add that rule to ``validation``.
+"""

@@ -1,0 +1,493 @@
+"""Dictionaries become frozen dataclasses here, strictly: one line per refusal, with path, value, limit and cure.
+
+``read`` merges layers (file, file, command line) into a typed config and says who set what; ``load`` does that for one
+mapping and lets ``rules`` compare the options; ``dump`` is the way back; ``describe`` is the documentation.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import math
+import re
+import textwrap
+import types
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from functools import cache
+from operator import attrgetter
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from embodied_ppo.config.aliases import ALIASES, CURES, REFUSED, VALUE_ALIASES
+from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig, ExportConfig
+from embodied_ppo.config.validation import check, mode_of
+from embodied_ppo.core.errors import ConfigError, PlacementError, listed, nearest, show
+
+C = TypeVar("C")
+Path = tuple[str, ...]
+SHIPPED, STORED = "configs/", "the run's config.yaml"
+"""How the labels of layers begin that are not the user's."""
+DUAL_CLIP = "algorithm.dual_clip_loss"
+"""ROLL's switch: true means clip_ratio_c = 1 + 2 x clip_ratio_high, false means null."""
+
+
+class _DualClip:
+    """Stands for 1 + 2 x clip_ratio_high until that is known."""
+
+    def __repr__(self) -> str:
+        return "1 + 2 x clip_ratio_high"
+
+
+_DUAL_CLIP = _DualClip()
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option as people read it."""
+
+    path: str
+    meaning: str
+    type: str
+    limit: str
+    default: Any
+    hint: Any
+    """The field's annotation, resolved."""
+
+    @property
+    def allowed(self) -> str:
+        return f"{self.type} {self.limit}".strip()
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[C]):
+    """A config and where it came from."""
+
+    config: C
+    origin: dict[str, str]
+    """Canonical path of every option that was set -> the layer that set it."""
+    aliases: tuple[tuple[str, str], ...]
+    """(as written, as read), each once."""
+    missing: frozenset[str] = frozenset()
+    """Options that are ``???`` still; the config has their defaults."""
+
+    def deliberate(self, always: Collection[str] = ()) -> frozenset[str]:
+        """Options set to something other than their default, or set at all by a layer named in ``always``.
+
+        What a file that ships or a stored run sets is a mistake only where the other mode would read it: after
+        adv_type=grpo an experiment's critic.lr may go unread.
+        """
+        options = describe(type(self.config))
+        mode = getattr(self.config, "mode", None)
+
+        def counts(path: str, label: str) -> bool:
+            if label in always:
+                return True
+            ours = label.startswith((SHIPPED, STORED)) and mode_of(path) in (None, mode)
+            return not ours and attrgetter(path)(self.config) != options[path].default
+
+        return frozenset(path for path, label in self.origin.items() if counts(path, label))
+
+
+class _Values(yaml.SafeLoader):
+    """Of values that can be written again."""
+
+    def construct_yaml_int(self, node: Any) -> int:
+        value = super().construct_yaml_int(node)
+        str(value)  # ValueError for 0xff.. of thousands of digits: no message could show it
+        return value
+
+
+_Values.add_constructor("tag:yaml.org,2002:int", _Values.construct_yaml_int)
+
+
+class _Plain(_Values):
+    """Without aliases (``*name``): a few lines of them can stand for more values than memory holds, or for ever."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"an alias, which is not read{self.peek_event().start_mark}")
+        return super().compose_node(parent, index)
+
+
+def plain_yaml(text: str, *, aliases: bool = False) -> Any:
+    """What YAML says, of plain values. Raises YAMLError, and nothing else, for whatever is wrong with it."""
+    try:
+        return yaml.load(text, _Values if aliases else _Plain)
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError) as error:
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error  # of 2000-99-99, !!bool x, a deep list ..
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+def load(cls: type[C], mapping: Mapping[str, Any], *, source: str | None = None) -> C:
+    """One mapping -> ``cls``, checked. Raises ConfigError (PlacementError for a placement)."""
+    loaded = read(cls, [(source or "", mapping)])
+    if isinstance(loaded.config, (Config, EvaluateConfig, ExportConfig)):
+        check(loaded.config, explicit=loaded.deliberate())
+    return loaded.config
+
+
+def read(cls: type[C], layers: Sequence[tuple[str, Mapping[str, Any]]], *, partial: bool = False) -> Loaded[C]:
+    """Merge (label, mapping) layers, the last wins; types and limits are checked, options are not yet compared.
+
+    partial  options may be ``???``, for their user to say; else that is refused
+    """
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    for label, mapping in layers:
+        written: dict[str, tuple[str, Any]] = {}  # canonical -> (as written, value), in this layer
+        for raw, value in _leaves(cls, mapping, label):
+            targets, value = _canonical(cls, raw, value, label, aliases)
+            for target in targets:
+                before, other = written.get(target, (raw, value))
+                if before != raw and not _same(other, value):
+                    raise ConfigError(
+                        f"{before} = {show(other)} and {raw} = {show(value)}{_at(label)} are the same option "
+                        f"({target}) with different values; keep one of them"
+                    )
+                written[target] = (raw, value)
+        for target, (_, value) in written.items():
+            values[target] = _merged(values.get(target), value)
+            origin[target] = label
+    if values.get("algorithm.clip_ratio_c") is _DUAL_CLIP:
+        values["algorithm.clip_ratio_c"] = _dual_clip(values, origin)
+    missing = frozenset(path for path, value in values.items() if partial and value == "???")
+    config = _build(cls, (), {path: value for path, value in values.items() if path not in missing}, origin)
+    if isinstance(config, EvaluateConfig):
+        config = replace(config, env=_read_env(config.env, origin.get("env", ""), aliases))
+    return Loaded(config, origin, tuple(aliases.items()), missing)
+
+
+def _leaves(cls: type, mapping: Any, label: str) -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of everything written; goes no deeper than an option."""
+
+    def walk(node: Any, path: Path) -> Iterator[tuple[str, Any]]:
+        dotted = ".".join(path)
+        if dotted in describe(cls) or dotted in alias_paths(cls):
+            yield dotted, node
+        elif isinstance(node, Mapping) and (node or not path):
+            for key, child in node.items():
+                yield from walk(child, (*path, str(key)))
+        elif dotted in sections(cls) and (node is None or node == {}):
+            return  # a heading without options under it
+        elif not path or dotted in sections(cls):
+            raise ConfigError(
+                f"{dotted or 'the configuration'} = {show(node)}{_at(label)} is a section, not a value; write options "
+                f"under it: {listed(_members(cls, dotted))}"
+            )
+        else:
+            yield dotted, node
+
+    yield from walk(mapping, ())
+
+
+def _canonical(cls: type, raw: str, value: Any, label: str, aliases: dict[str, str]) -> tuple[tuple[str, ...], Any]:
+    """Canonical paths that ``raw`` stands for, and the value in canonical words. Notes aliases; refuses the unknown."""
+    if raw in describe(cls):
+        targets: tuple[str, ...] = (raw,)
+    elif raw in alias_paths(cls):
+        targets = alias_paths(cls)[raw]
+        aliases[raw] = ", ".join(targets)
+        if raw == DUAL_CLIP:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{raw} = {show(value)}{_at(label)} must be true or false; or set {targets[0]}=3.0")
+            value = _DUAL_CLIP if value else None
+    elif reason := next((why for path, why in REFUSED.items() if raw == path or raw.startswith(path + ".")), None):
+        raise ConfigError(f"{raw} = {show(value)}{_at(label)} is refused: {reason}")
+    else:
+        raise ConfigError(f"{raw} = {show(value)}{_at(label)}: no such option; {_suggest(cls, raw)}")
+    words = VALUE_ALIASES.get(targets[0], {})
+    if isinstance(value, str) and value in words:
+        aliases[f"{raw}={value}"] = f"{targets[0]}={words[value]}"
+        value = words[value]
+    return targets, value
+
+
+def _dual_clip(values: dict[str, Any], origin: dict[str, str]) -> float:
+    """1 + 2 x clip_ratio_high."""
+    path = "algorithm.clip_ratio_high"
+    option = describe(Config)[path]
+    return 1.0 + 2.0 * _coerce(option.hint, values.get(path, option.default), path, origin.get(path, ""))
+
+
+def _build(cls: type[C], prefix: Path, values: Mapping[str, Any], origin: Mapping[str, str]) -> C:
+    """The dataclass from canonical values; what is not there keeps its default."""
+    arguments: dict[str, Any] = {}
+    for name, hint in _hints(cls).items():
+        path = ".".join((*prefix, name))
+        if is_dataclass(hint) and isinstance(hint, type):
+            arguments[name] = _build(hint, (*prefix, name), values, origin)
+        elif path in values:
+            arguments[name] = _coerce(hint, values[path], path, origin[path])
+    return cls(**arguments)
+
+
+def _read_env(mapping: Mapping[str, Any], label: str, aliases: dict[str, str]) -> dict[str, Any]:
+    """Some options of the section env, typed, for ``evaluate``."""
+    part = read(Config, [(label, {"env": mapping})])
+    if "env.num_envs" in part.origin:
+        raise ConfigError(f"env.num_envs = {show(part.config.env.num_envs)}{_at(label)} is not read here; set num_envs")
+    aliases.update(part.aliases)
+    return {path.removeprefix("env."): _plain(attrgetter(path)(part.config)) for path in part.origin}
+
+
+# --------------------------------------------------------------------------------------------------------------- types
+def _coerce(hint: Any, value: Any, path: str, label: str) -> Any:
+    """``value`` as ``hint`` wants it, or one line saying why not."""
+    if isinstance(value, str) and value == "???":
+        raise _wrong(hint, value, path, label, "has no value yet")
+    kind, arguments = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        inner = _coerce_plain(arguments[0], value, path, label, hint)
+        if not all(limit.allows(inner) for limit in arguments[1:]):
+            raise _wrong(hint, value, path, label)
+        return inner
+    return _coerce_plain(hint, value, path, label, hint)
+
+
+def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> Any:
+    kind, arguments = get_origin(hint), get_args(hint)
+    if kind in (Union, types.UnionType):
+        if value is None:
+            return None
+        (inner,) = (a for a in arguments if a is not type(None))
+        try:
+            return _coerce(inner, value, path, label)
+        except ConfigError:
+            raise _wrong(hint, value, path, label) from None
+    if kind is Literal:
+        if any(value == a and type(value) is type(a) for a in arguments):
+            return value
+    elif kind is tuple:
+        if isinstance(value, (list, tuple)):
+            return tuple(_coerce(arguments[0], v, f"{path}[{i}]", label) for i, v in enumerate(value))
+    elif kind is dict:
+        if isinstance(value, str) and value.lstrip().startswith("{"):  # the command line has no keys with commas
+            with suppress(yaml.YAMLError):
+                value = plain_yaml(value)
+        if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
+            return _plain(value)
+    elif hint is float:
+        if (number := _number(value)) is not None:
+            return number
+    elif hint is int and isinstance(value, float) and value.is_integer():  # env_steps=1e6
+        return int(value)
+    elif isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
+        return value
+    raise _wrong(shown, value, path, label)
+
+
+def _number(value: Any) -> float | None:
+    """A finite float from a number, or from text YAML 1.1 does not take for one (3e-4)."""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value.strip()):
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _wrong(hint: Any, value: Any, path: str, label: str, verb: str = "") -> ConfigError | PlacementError:
+    allowed = _allowed(hint)
+    line = f"{path} = {show(value)}{_at(label)} {verb or 'must be ' + allowed}"
+    if path == "placement":
+        return PlacementError(f"{line}; {_cure(hint, value, path, allowed if verb else '')}")
+    if verb:  # "???" is how a recipe says that only its user knows
+        return ConfigError(f"{line}; give it {allowed}: {path}=..")
+    return ConfigError(f"{line}; {_cure(hint, value, path, '')}")
+
+
+def _cure(hint: Any, value: Any, path: str, allowed: str) -> str:
+    """What to write instead."""
+    if allowed:
+        return f"give it {allowed}"
+    plain = _members_of_union(hint)
+    choices = [str(c) for h in plain for c in (get_args(h) if get_origin(h) is Literal else ())]
+    if near := nearest(str(value), choices):
+        return f"did you mean {path}={near}?"
+    base = {get_args(h)[0] if get_origin(h) is Annotated else h for h in plain}
+    if bool in base and str(value).lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+        return f"write {path}={str(str(value).lower() in ('true', 'yes', 'on', '1')).lower()}"
+    if path == "resume" and isinstance(value, bool):  # as rsl_rl has it
+        return "name a run, resume=runs/.., or write resume=auto for what run_dir holds"
+    if str in base and isinstance(value, (int, float, bool)):
+        return f"quote it: {path}=\"'{show(value)}'\" (in YAML: '{show(value)}')"
+    if any(get_origin(h) is tuple for h in plain) and isinstance(value, (int, str)) and not isinstance(value, bool):
+        return f"write {path}=[{value}]"
+    defaults = [d[path].default for d in map(describe, (Config, EvaluateConfig, DemosConfig)) if path in d]
+    if not defaults or value in defaults or defaults != defaults[:1] * len(defaults):  # commands may differ
+        return f"give {path} such a value"
+    return f"the default is {path}={show(defaults[0])}"
+
+
+def _members_of_union(hint: Any) -> list[Any]:
+    if get_origin(hint) in (Union, types.UnionType):
+        return [a for a in get_args(hint) if a is not type(None)]
+    return [hint]
+
+
+def _allowed(hint: Any) -> str:
+    """``a number >= 0 and <= 1, or null``."""
+    kind, arguments = get_origin(hint), get_args(hint)
+    if kind in (Union, types.UnionType):
+        return f"{_allowed(_members_of_union(hint)[0])}, or null"
+    if kind is Annotated:
+        return f"{_allowed(arguments[0])} {' and '.join(str(a) for a in arguments[1:])}"
+    if kind is Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(str, arguments))
+    if kind is tuple:
+        return f"a list, each {_allowed(arguments[0])}"
+    if kind is dict:
+        return "a section of names and values"
+    return {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}.get(hint, str(hint))
+
+
+# ---------------------------------------------------------------------------------------------------------- suggestion
+def _suggest(cls: type, raw: str) -> str:
+    """Nearest valid name (same section, then the same name elsewhere, then anything alike) and what it allows."""
+    options = describe(cls)
+    known = {**{p: (p,) for p in options}, **alias_paths(cls)}
+    section, _, leaf = raw.rpartition(".")
+    if cls is Config and leaf in CURES:
+        return CURES[leaf]
+    homes = [p for p in known if p.rpartition(".")[2] == leaf]
+    if homes:
+        where = " or ".join(f"{p}{_reads(p, known)}" for p in homes[:2])
+        return f"{leaf} belongs to {where}" + _may(options, known[homes[0]])
+    mates = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == section}
+    everyone = {p.rpartition(".")[2]: p for p in known}
+    whole = {} if section in sections(cls) else known  # a known section would make its shortest name look alike
+    for names, text, cutoff in ((mates, leaf, None), (whole, raw, 0.75), (everyone, leaf, 0.75)):
+        if near := nearest(text, names, cutoff=cutoff):
+            path = near if names is whole else str(names[near])
+            return f"did you mean {path}{_reads(path, known)}?" + _may(options, known[path])
+    home = section if section in sections(cls) else ""
+    return f"{home or 'the top level'} has: {listed(_members(cls, home))}"
+
+
+def _reads(path: str, known: Mapping[str, tuple[str, ...]]) -> str:
+    return "" if known[path] == (path,) else f" (= {', '.join(known[path])})"
+
+
+def _may(options: Mapping[str, Option], targets: Sequence[str]) -> str:
+    return f" ({options[targets[0]].allowed}; default {show(options[targets[0]].default)})"
+
+
+def _members(cls: type, section: str) -> list[str]:
+    """Names directly under a section."""
+    names = (
+        p[len(section) + 1 if section else 0 :] for p in describe(cls) if not section or p.startswith(section + ".")
+    )
+    return list(dict.fromkeys(n.partition(".")[0] for n in names))
+
+
+# ------------------------------------------------------------------------------------------------------------- schema
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {f.name: hints[f.name] for f in fields(cls)}
+
+
+@cache
+def describe(cls: type, prefix: str = "") -> dict[str, Option]:
+    """Path -> Option for every option, in the order of the source; the meaning is the string under the field."""
+    meanings = _meanings(cls)
+    result: dict[str, Option] = {}
+    for f in fields(cls):
+        hint, path = _hints(cls)[f.name], prefix + f.name
+        if is_dataclass(hint) and isinstance(hint, type):
+            result |= describe(hint, f"{path}.")
+            continue
+        default = f.default_factory() if f.default_factory is not MISSING else f.default
+        plain = _members_of_union(hint)[0]
+        limit = " and ".join(str(a) for a in get_args(plain)[1:]) if get_origin(plain) is Annotated else ""
+        if hint is not plain:
+            limit = f"{limit} or null".strip()
+        kind = _allowed(get_args(plain)[0] if get_origin(plain) is Annotated else plain)
+        result[path] = Option(path, meanings.get(f.name, ""), kind, limit, default, hint)
+    return result
+
+
+def _meanings(cls: type) -> dict[str, str]:
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for node, after in zip(body.body, body.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr):
+            if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+                found[node.target.id] = after.value.value
+    return found
+
+
+@cache
+def sections(cls: type) -> frozenset[str]:
+    """Paths that hold options: env, algorithm, algorithm.kl_ctrl, ..."""
+    parents = (p.split(".")[:-1] for p in describe(cls))
+    return frozenset(".".join(parts[: i + 1]) for parts in parents for i in range(len(parts)))
+
+
+@cache
+def alias_paths(cls: type) -> dict[str, tuple[str, ...]]:
+    """Every alias of ``cls`` as a full path -> the canonical paths it sets."""
+    options = describe(cls)
+    found: dict[str, tuple[str, ...]] = {}
+    for section, table in ALIASES.items():
+        dot = f"{section}." if section else ""
+        for alias, names in table.items():
+            if all(dot + name in options for name in names):
+                found[dot + alias] = tuple(dot + name for name in names)
+    if cls is Config:
+        found[DUAL_CLIP] = ("algorithm.clip_ratio_c",)
+    return found
+
+
+def relevant(config: Config) -> dict[str, Any]:
+    """``dump`` without the options that only the other mode reads."""
+
+    def walk(node: dict[str, Any], prefix: str) -> dict[str, Any]:
+        kept = {name: value for name, value in node.items() if mode_of(prefix + name) in (None, config.mode)}
+        nested = {name for name in kept if prefix + name in sections(Config)}
+        return {name: walk(value, f"{prefix}{name}.") if name in nested else value for name, value in kept.items()}
+
+    return walk(dump(config), "")
+
+
+def dump(config: Any) -> dict[str, Any]:
+    """The config as plain dictionaries, lists, numbers and text; ``load(type(config), dump(config)) == config``."""
+    return _plain(asdict(config))
+
+
+def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options as one dictionary of dotted paths."""
+    found: dict[str, Any] = {}
+    for name, value in plain.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {prefix + name: value}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else copy.deepcopy(value)
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return {**old, **{k: _merged(old.get(k), v) for k, v in new.items()}}
+    return new
+
+
+def _same(a: Any, b: Any) -> bool:
+    numbers = _number(a), _number(b)
+    return a == b if None in numbers else numbers[0] == numbers[1]
+
+
+def _at(label: str) -> str:
+    return f" ({label})" if label else ""

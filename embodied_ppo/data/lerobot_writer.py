@@ -1,0 +1,455 @@
+"""Recording demonstrations in LeRobot's layout, file by file.
+
+Shape letters: F frames of all episodes, L frames of one, H x W pixels, D state and A action dimensions.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import imageio_ffmpeg
+import numpy as np
+
+from embodied_ppo.core.errors import ConfigError, one_line
+from embodied_ppo.data import video_encoder
+from embodied_ppo.data.lerobot_reader import (
+    ACTION,
+    CAMERA,
+    CHUNK,
+    STATE,
+    VERSION,
+    arrow,
+    check_finite,
+    read_info,
+    read_rows,
+    read_tasks,
+)
+
+DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+KEYFRAMES = 10
+"""A frame of the video that stands by itself every so many: who reads one frame decodes at most as many."""
+SAFE = "What was finished before is safe: record again into the same folder to go on"
+INDICES = ("frame_index", "episode_index", "index", "task_index")
+
+Stats: TypeAlias = "dict[str, np.ndarray]"
+"""min, max, mean, std and count of one feature, as LeRobot has them: float64 [D] or, for images, [3, 1, 1]; [1]."""
+
+
+class Writer:
+    """Records episodes into ``folder``, LeRobot v3.0. Use it in a ``with`` statement, or ``close`` it.
+
+    Every ``episodes_per_file`` episodes a file is finished: one parquet of numbers, one mp4 per camera and one parquet
+    of episodes, which is renamed into place last and counts. Whoever is killed loses the episodes of the file that was
+    not finished; opened again, the folder is continued after the last finished one (``episodes``, ``frames``).
+
+    Pictures come back bit for bit: H.264 of RGB without loss (libx264rgb, crf 0; largest and mean error 0). ffmpeg,
+    so torchcodec and PyAV, decode it; most browsers do not show it. One ffmpeg process per camera and file encodes.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        fps: int,
+        state: Sequence[str],
+        action: Sequence[str],
+        cameras: Mapping[str, tuple[int, int]],
+        episodes_per_file: int = 64,
+        robot_type: str | None = None,
+    ) -> None:
+        """``state`` and ``action`` name the D and A dimensions; ``cameras``: name -> (H, W) in pixels.
+
+        Raises ConfigError where ``folder`` holds something else, or is being recorded into by another process.
+        """
+        self.folder = Path(folder)
+        self.episodes = self.frames = 0
+        """There are so many, in finished files and in the one that is being written."""
+        self._fps, self._cameras, self._per_file = fps, dict(cameras), episodes_per_file
+        self._dims = {STATE: len(state), ACTION: len(action)}
+        self._robot_type = robot_type
+        self._features = _features(fps, state, action, self._cameras)
+        for name, number in (("fps", fps), ("episodes_per_file", episodes_per_file), *self._dims.items()):
+            if number < 1:
+                raise ConfigError(f"{self.folder}: {name}={number} must be at least 1")
+        if bad := [name for name in cameras if "/" in name or not name]:
+            raise ConfigError(f"{self.folder}: camera {bad[0]!r} cannot be a folder; give it a name without slashes")
+        arrow(self.folder)
+        self._tasks: dict[str, int] = {}
+        self._stats: dict[str, Stats] = {}
+        self._file = 0
+        self._episode_rows: list[dict[str, Any]] = []
+        self._columns: dict[str, list[np.ndarray]] = defaultdict(list)
+        self._encoders: dict[str, Any] = {}
+        self._lock = self._locked()
+        try:
+            self._open()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def add(self, images: Mapping[str, np.ndarray], state: np.ndarray, action: np.ndarray, instruction: str) -> None:
+        """One whole episode: camera -> uint8 [L, H, W, 3], float32 [L, D], float32 [L, A] and its sentence.
+
+        Raises ConfigError for wrong shapes or types, and for numbers that are not finite.
+        """
+        if self._lock < 0:
+            raise ConfigError(f"{self.folder}: was closed; make a new Writer to go on")
+        length = self._check(images, state, action, instruction)
+        try:
+            self._encode(images)
+            self._note(images, length, state, action, instruction)
+        except BaseException as error:  # a video with half an episode is of no use
+            self._abandon()
+            if isinstance(error, OSError):
+                cause = one_line(error)[:200]
+                raise ConfigError(
+                    f"{self.folder}: episode {self.episodes} could not be encoded ({cause}); is the disk full? {SAFE}"
+                ) from error
+            raise
+        if len(self._episode_rows) == self._per_file:
+            self._finish()
+
+    def close(self) -> None:
+        """Finish the file that is being written, with the episodes it has. May be called twice."""
+        if self._episode_rows:
+            self._finish()
+        self._release()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --------------------------------------------------------------------------------------------------- beginning
+    def _locked(self) -> int:
+        """The folder's file descriptor: who has it locked records."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            raise ConfigError(
+                f"{self.folder}: another process records into it; wait for it, or choose another folder"
+            ) from error
+        return lock
+
+    def _open(self) -> None:
+        """Begin a dataset, or continue the one that is there."""
+        if not (self.folder / "meta/info.json").exists():
+            if there := sorted(path.name for path in self.folder.iterdir() if path.name != "meta"):
+                raise ConfigError(f"{self.folder}: holds {there[0]} but no meta/info.json; choose an empty folder")
+            self._publish()
+            return
+        info = read_info(self.folder)
+        there = {"codebase_version": info["codebase_version"], "fps": info["fps"], **_plain(info["features"])}
+        wanted = {"codebase_version": VERSION, "fps": self._fps, **_plain(self._features)}
+        for key in wanted | there:
+            if wanted.get(key) != there.get(key):
+                raise ConfigError(
+                    f"{self.folder}: holds demonstrations with {key}={there.get(key)}, not {wanted.get(key)}; choose "
+                    "another folder, or the options it was begun with"
+                )
+        rows = read_rows(self.folder)
+        self._tasks = {text: index for index, text in read_tasks(self.folder, VERSION).items()}
+        self.episodes, self.frames = len(rows), sum(row["length"] for row in rows)
+        for row in rows:
+            self._file = max(self._file, *_files_of(row, int(info.get("chunks_size", CHUNK))))
+            try:
+                found = {key: {x: np.array(row[f"stats/{key}/{x}"]) for x in _STATS} for key in self._keys()}
+            except KeyError as error:
+                raise ConfigError(
+                    f"{self.folder}: episode {row['episode_index']} has no column {error.args[0]}, so it was recorded "
+                    "by something else; choose another folder"
+                ) from error
+            self._stats = {key: _merged(self._stats.get(key), new) for key, new in found.items()}
+        self._file += bool(rows)
+        # What an interrupted recording has left behind.
+        for path in [*self.folder.rglob("*.part"), *(path for path in self._paths())]:
+            path.unlink(missing_ok=True)
+        self._publish()
+
+    def _keys(self) -> list[str]:
+        """Features with statistics."""
+        return [STATE, ACTION, *(CAMERA + name for name in self._cameras)]
+
+    # ------------------------------------------------------------------------------------------------------ adding
+    def _check(self, images: Mapping[str, np.ndarray], state: np.ndarray, action: np.ndarray, instruction: str) -> int:
+        """L. Raises ConfigError."""
+        where = f"{self.folder}: episode {self.episodes}"
+        if set(images) != set(self._cameras):
+            raise ConfigError(f"{where} has pictures of {sorted(images)}; they must be of {sorted(self._cameras)}")
+        length = len(state)
+        if length == 0 or not instruction:
+            raise ConfigError(f"{where} has {length} frames and instruction={instruction!r}; leave it out")
+        for name, size in self._cameras.items():
+            x = images[name]
+            if x.shape != (length, *size, 3) or x.dtype != np.uint8:
+                raise ConfigError(
+                    f"{where}: camera {name} shows {x.dtype} {list(x.shape)}; it must be uint8 {[length, *size, 3]}"
+                )
+        for name, x in ((STATE, state), (ACTION, action)):
+            if x.shape != (length, self._dims[name]):
+                raise ConfigError(f"{where}: {name} is {list(x.shape)}; it must be {[length, self._dims[name]]}")
+            check_finite(x, f"{where}: {name}")
+        return length
+
+    def _encode(self, images: Mapping[str, np.ndarray]) -> None:
+        """The pictures go to ffmpeg."""
+        for name, pictures in images.items():
+            if name not in self._encoders:
+                part = _part(self._path(VIDEO_PATH, name))
+                part.parent.mkdir(parents=True, exist_ok=True)
+                self._encoders[name] = video_encoder.encoder(
+                    part,
+                    self._cameras[name],
+                    self._fps,
+                    codec="libx264rgb",
+                    pix_fmt="rgb24",
+                    options=("-crf", "0", "-preset", "veryfast", "-g", str(KEYFRAMES), "-bf", "0", "-f", "mp4"),
+                )
+            self._encoders[name].send(np.ascontiguousarray(pictures))
+
+    def _note(
+        self, images: Mapping[str, np.ndarray], length: int, state: np.ndarray, action: np.ndarray, instruction: str
+    ) -> None:
+        """The numbers wait for the end of the file."""
+        task = self._tasks.setdefault(instruction, len(self._tasks))
+        frame = np.arange(length)
+        columns = {
+            STATE: np.asarray(state, dtype=np.float32),
+            ACTION: np.asarray(action, dtype=np.float32),
+            "timestamp": (frame / self._fps).astype(np.float32),
+            "frame_index": frame,
+            "episode_index": np.full(length, self.episodes),
+            "index": self.frames + frame,
+            "task_index": np.full(length, task),
+        }
+        for name, column in columns.items():
+            self._columns[name].append(column)
+        stats = {STATE: _stats(columns[STATE]), ACTION: _stats(columns[ACTION])}
+        stats |= {CAMERA + name: _image_stats(pictures) for name, pictures in images.items()}
+        self._stats = {key: _merged(self._stats.get(key), new) for key, new in stats.items()}
+        self._episode_rows.append(self._episode_row(length, instruction, stats))
+        self.episodes += 1
+        self.frames += length
+
+    def _abandon(self) -> None:
+        """Leave what is not finished, and be closed."""
+        self.episodes -= len(self._episode_rows)
+        self.frames -= sum(row["length"] for row in self._episode_rows)
+        self._episode_rows = []
+        self._release()
+
+    def _release(self) -> None:
+        for encoder in self._encoders.values():
+            encoder.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._encoders, self._lock = {}, -1
+
+    def _episode_row(self, length: int, instruction: str, stats: Mapping[str, Stats]) -> dict[str, Any]:
+        """What meta/episodes says of the next episode."""
+        place = {"chunk_index": self._file // CHUNK, "file_index": self._file % CHUNK}
+        begun = sum(row["length"] for row in self._episode_rows)  # frames of this file
+        row: dict[str, Any] = {"episode_index": self.episodes, "tasks": [instruction], "length": length}
+        row |= {f"data/{key}": x for key, x in place.items()}
+        row |= {"dataset_from_index": self.frames, "dataset_to_index": self.frames + length}
+        for name in self._cameras:
+            row |= {f"videos/{CAMERA}{name}/{key}": x for key, x in place.items()}
+            times = {"from_timestamp": begun / self._fps, "to_timestamp": (begun + length) / self._fps}
+            row |= {f"videos/{CAMERA}{name}/{key}": x for key, x in times.items()}
+        row |= {f"stats/{key}/{x}": array.tolist() for key, of in stats.items() for x, array in of.items()}
+        return row | {f"meta/episodes/{key}": x for key, x in place.items()}
+
+    # --------------------------------------------------------------------------------------------------- finishing
+    def _path(self, template: str, camera: str = "") -> Path:
+        key = CAMERA + camera
+        return self.folder / template.format(
+            video_key=key, chunk_index=self._file // CHUNK, file_index=self._file % CHUNK
+        )
+
+    def _paths(self) -> Iterator[Path]:
+        """What is written before the file counts."""
+        yield self._path(DATA_PATH)
+        yield from (self._path(VIDEO_PATH, name) for name in self._cameras)
+
+    def _finish(self) -> None:
+        """Everything added since the last file, on disk; then it counts."""
+        try:
+            self._write_file()
+        except BaseException:
+            self._abandon()
+            raise
+        self._file += 1
+        self._publish()
+
+    def _write_file(self) -> None:
+        pyarrow, parquet = arrow(self.folder)
+        frames = sum(row["length"] for row in self._episode_rows)
+        for name, encoder in self._encoders.items():
+            encoder.close()
+            path = self._path(VIDEO_PATH, name)
+            if (there := _count(_part(path))) != frames:
+                raise ConfigError(f"{path}: ffmpeg wrote {there} of {frames} frames; is the disk full? {SAFE}")
+            _move(_part(path), path)
+        joined = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        data = pyarrow.table({name: _column(x) for name, x in joined.items()})
+        _write(self._path(DATA_PATH), lambda part: parquet.write_table(data, part))
+        tasks = _tasks_table(self._tasks)
+        _write(self.folder / "meta/tasks.parquet", lambda part: parquet.write_table(tasks, part))
+        episodes = pyarrow.Table.from_pylist(self._episode_rows)
+        _write(self._path(EPISODES_PATH), lambda part: parquet.write_table(episodes, part))
+        self._episode_rows, self._columns, self._encoders = [], defaultdict(list), {}
+
+    def _publish(self) -> None:
+        """meta/stats.json and meta/info.json, which follow from the finished files."""
+        info = {
+            "codebase_version": VERSION,
+            "robot_type": self._robot_type,
+            "total_episodes": self.episodes,
+            "total_frames": self.frames,
+            "total_tasks": len(self._tasks),
+            "chunks_size": CHUNK,
+            "data_files_size_in_mb": 100,
+            "video_files_size_in_mb": 500,
+            "fps": self._fps,
+            "splits": {"train": f"0:{self.episodes}"},
+            "data_path": DATA_PATH,
+            "video_path": VIDEO_PATH if self._cameras else None,
+            "features": self._features,
+        }
+        stats = {key: {x: array.tolist() for x, array in of.items()} for key, of in self._stats.items()}
+        for name, value in (("stats", stats), ("info", info)):
+            text = json.dumps(value, indent=4, ensure_ascii=False)
+            _write(self.folder / f"meta/{name}.json", lambda part, text=text: part.write_text(text))
+
+
+def _features(
+    fps: int, state: Sequence[str], action: Sequence[str], cameras: Mapping[str, tuple[int, int]]
+) -> dict[str, Any]:
+    """What meta/info.json says of the columns and the videos."""
+    features: dict[str, Any] = {}
+    for name, (height, width) in cameras.items():
+        video = {
+            "video.height": height,
+            "video.width": width,
+            "video.codec": "h264",
+            "video.pix_fmt": "gbrp",
+            "video.is_depth_map": False,
+            "video.fps": fps,
+            "video.channels": 3,
+            "has_audio": False,
+        }
+        names = ["height", "width", "channels"]
+        features[CAMERA + name] = {"dtype": "video", "shape": [height, width, 3], "names": names, "info": video}
+    for name, dims in ((STATE, state), (ACTION, action)):
+        features[name] = {"dtype": "float32", "shape": [len(dims)], "names": list(dims)}
+    features["timestamp"] = {"dtype": "float32", "shape": [1], "names": None}
+    return features | {name: {"dtype": "int64", "shape": [1], "names": None} for name in INDICES}
+
+
+def _plain(features: Mapping[str, Any]) -> dict[str, Any]:
+    """What two recordings into one folder must have in common."""
+    return {key: [feature.get(x) for x in ("dtype", "shape", "names")] for key, feature in features.items()}
+
+
+def _files_of(row: Mapping[str, Any], chunk: int) -> list[int]:
+    """Numbers of the files that an episode of v3.0 is in."""
+    keys = [key.removesuffix("chunk_index") for key in row if key.endswith("/chunk_index")]
+    return [row[f"{key}chunk_index"] * chunk + row[f"{key}file_index"] for key in keys]
+
+
+def _count(path: Path) -> int:
+    """Frames of a video; 0 where it cannot be read."""
+    try:
+        return imageio_ffmpeg.count_frames_and_secs(str(path))[0] or 0
+    except (OSError, RuntimeError):
+        return 0
+
+
+def _column(x: np.ndarray) -> Any:
+    """[F] or [F, 1] as numbers, [F, D] as lists of D."""
+    import pyarrow
+
+    flat = pyarrow.array(x.reshape(-1))
+    return flat if x.ndim == 1 or x.shape[1] == 1 else pyarrow.FixedSizeListArray.from_arrays(flat, x.shape[1])
+
+
+def _tasks_table(tasks: Mapping[str, int]) -> Any:
+    """A table that pandas reads with the sentences as its index, as LeRobot expects."""
+    import pyarrow
+
+    table = pyarrow.table(
+        {
+            "task_index": pyarrow.array(list(tasks.values()), pyarrow.int64()),
+            "task": pyarrow.array(list(tasks), pyarrow.string()),
+        }
+    )
+    columns = [
+        {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy, "metadata": None}
+        for name, kind, numpy in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
+    ]
+    pandas = {"index_columns": ["task"], "column_indexes": [], "columns": columns, "pandas_version": "2.2.0"}
+    return table.replace_schema_metadata({"pandas": json.dumps(pandas)})
+
+
+def _part(path: Path) -> Path:
+    """Where a file is written before it is moved into place; not shared with the ffmpeg of somebody who was killed."""
+    return path.with_name(f"{path.name}.{os.getpid()}.part")
+
+
+def _move(part: Path, path: Path) -> None:
+    """Into place, once it is on the disk."""
+    with open(part, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def _write(path: Path, write: Callable[[Path], Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(_part(path))
+    _move(_part(path), path)
+
+
+# -------------------------------------------------------------------------------------------------------- statistics
+_STATS = ("min", "max", "mean", "std", "count")
+
+
+def _stats(x: np.ndarray) -> Stats:
+    """Of [L, D] over L."""
+    wide = x.astype(np.float64)
+    low, high, mean, std = wide.min(0), wide.max(0), wide.mean(0), wide.std(0)
+    return {"min": low, "max": high, "mean": mean, "std": std, "count": np.array([len(x)])}
+
+
+def _image_stats(x: np.ndarray) -> Stats:
+    """Of uint8 [L, H, W, 3] over all pixels, as numbers in [0, 1]; counted in pictures."""
+    counts = np.stack([np.bincount(x[..., c].reshape(-1), minlength=256) for c in range(3)])
+    value, share = np.arange(256) / 255, counts / counts.sum(1, keepdims=True)
+    seen = np.where(counts > 0, value, np.nan)
+    mean = share @ value
+    std = np.sqrt(np.maximum((share * np.square(value - mean[:, None])).sum(1), 0.0))
+    named = {"min": np.nanmin(seen, axis=1), "max": np.nanmax(seen, axis=1), "mean": mean, "std": std}
+    return {key: v.reshape(3, 1, 1) for key, v in named.items()} | {"count": np.array([len(x)])}
+
+
+def _merged(a: Stats | None, b: Stats) -> Stats:
+    """Of both together."""
+    if a is None:
+        return b
+    count = a["count"] + b["count"]
+    wa, wb = a["count"] / count, b["count"] / count
+    mean = wa * a["mean"] + wb * b["mean"]
+    variance = wa * (a["std"] ** 2 + (a["mean"] - mean) ** 2) + wb * (b["std"] ** 2 + (b["mean"] - mean) ** 2)
+    low, high = np.minimum(a["min"], b["min"]), np.maximum(a["max"], b["max"])
+    return {"min": low, "max": high, "mean": mean, "std": np.sqrt(variance), "count": count}

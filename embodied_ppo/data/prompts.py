@@ -1,0 +1,380 @@
+"""Prompts of a dataset, and the order they come in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from torch import Generator, Tensor
+
+from embodied_ppo.core.errors import ConfigError, choose, one_line
+from embodied_ppo.core.random import sampling_key
+from embodied_ppo.data.synthetic_tasks import Part, Task, encode
+from embodied_ppo.models.checkpoint_files import refusing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROMPT_KEYS = ("prompt", "question")
+"""Where a row's prompt is looked for, in this order."""
+ANSWER_KEYS = ("reward_model", "ground_truth", "answer")
+"""Where a row's true answer is looked for, in this order; ``reward_model`` (verl) holds a ``ground_truth``."""
+GSM8K_SUFFIX = ' Let\'s think step by step and output the final answer after "####".'
+"""What verl adds to every question of GSM8K."""
+
+Paths: TypeAlias = "str | Path | Sequence[str | Path]"
+ChatTemplate: TypeAlias = Literal["auto", "always", "never"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One task as the model sees it.
+
+    ids           its tokens, chat template applied
+    text          the same, before the tokenizer
+    ground_truth  what a grader compares with
+    data_source   which grader and which line of an evaluation it belongs to
+    extra         verl's ``extra_info``
+    index         row in the files, from 0, those left out included
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    ground_truth: str
+    data_source: str
+    extra: dict[str, Any]
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One task as its file has it.
+
+    prompt  a text, or messages {role, content}    suffix  what its layout adds to the prompt unless told otherwise
+    where   file and line (from 1) or row (from 0), for messages
+    """
+
+    prompt: str | list[dict[str, str]]
+    ground_truth: str
+    data_source: str
+    extra: dict[str, Any]
+    suffix: str
+    where: str
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+def files_of(paths: Paths) -> list[Path]:
+    """Every file, directories replaced by the data in them. Raises ConfigError."""
+    files: list[Path] = []
+    for path in [Path(paths)] if isinstance(paths, (str, Path)) else [Path(p) for p in paths]:
+        path = path.expanduser()
+        if path.is_dir():
+            inside = sorted(p for pattern in ("*.jsonl", "*.parquet") for p in path.glob(pattern))
+            if not inside:
+                raise ConfigError(
+                    f"{path}: a directory without *.jsonl and *.parquet; name one that has some, or a file"
+                )
+            files += inside
+        elif path.is_file():
+            files.append(path)
+        elif path.exists():
+            raise ConfigError(f"{path}: is neither a file nor a directory; name a .jsonl, .json or .parquet file")
+        else:
+            there = sorted(p.name for p in path.parent.glob("*.*")) if path.parent.is_dir() else []
+            raise ConfigError(f"{path}: does not exist; {choose(path.name, there[:20], 'in its folder: ')}")
+    if not files:
+        raise ConfigError("no data file is named; name .jsonl, .json or .parquet files, or a directory of them")
+    return files
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: parquet needs pyarrow ({error}); pip install pyarrow, or give JSON lines"
+        ) from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            items = [item for batch in file.iter_batches() for item in batch.to_pylist()]
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # text that is none, the year 30000
+        cause = one_line(error)
+        raise ConfigError(f"{path}: is no parquet file that can be read ({cause}); write it anew") from error
+    for i, item in enumerate(items):
+        yield f"{path} row {i}", item
+
+
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    """JSON lines, or one JSON array of objects, whatever the file is called."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is no UTF-8 text (byte {error.start}: {error.reason}); convert it") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); mend that") from error
+    if text.lstrip().startswith("["):
+        try:
+            items = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: begins like a JSON array and is none ({error}); mend it") from error
+        yield from ((f"{path} row {i}", item) for i, item in enumerate(items))
+        return
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: U+2028 may stand in a text
+        if line.strip():
+            try:
+                yield f"{path}:{number}", json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(
+                    f"{path}:{number}: {line[:60]!r} is no JSON ({error}); one object per line"
+                ) from error
+
+
+def read_rows(paths: Paths, *, prompt_key: str | None = None, answer_key: str | None = None) -> list[Row]:
+    """Every row of JSON lines, JSON arrays and parquet files, in the order named; of a directory all files, sorted.
+
+    Layouts, found by themselves unless the keys are given:
+      verl    {data_source, prompt: [{role, content}, ..], reward_model: {ground_truth}, extra_info}
+      plain   {prompt: text or messages, ground_truth or answer}; other keys go to ``extra``
+      GSM8K   {question, answer}, the true answer after ``####``, without commas
+
+    Rows that name no ``data_source`` get "openai/gsm8k" (GSM8K) or the file's name. Raises ConfigError.
+    """
+    rows: list[Row] = []
+    for path in files_of(paths):
+        before, gsm8k = len(rows), False
+        for where, item in _parquet(path) if path.suffix == ".parquet" else _json(path):
+            if not isinstance(item, dict):
+                raise ConfigError(f"{where}: {_show(item)} is no object; write {{'prompt': .., 'ground_truth': ..}}")
+            if len(rows) == before:  # a file has one layout: its first row's
+                gsm8k = prompt_key in (None, "question") and answer_key is None and _is_gsm8k(item)
+            rows.append(_row(item, where, path.stem, gsm8k, prompt_key, answer_key))
+        if len(rows) == before:
+            raise ConfigError(f"{path}: holds no rows; leave it out, or fill it")
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------------------- rows
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _find(item: Mapping[str, Any], where: str, option: str, key: str | None, known: Sequence[str]) -> str:
+    """The key to read: ``key``, or the first known one that is there."""
+    if key is None:
+        there = [k for k in known if item.get(k) is not None]
+        if there:
+            return there[0]
+        words, keys = ", ".join(known), ", ".join(item) or "none"
+        raise ConfigError(f"{where}: none of {words} is there; its keys: {keys}; name the right one with {option}=KEY")
+    if item.get(key) is None:
+        what = "is null" if key in item else "is not there"
+        raise ConfigError(f"{where}: {option} = {key} {what}; {choose(key, list(item), 'its keys: ')}")
+    return key
+
+
+def _is_gsm8k(item: Mapping[str, Any]) -> bool:
+    first = [next((k for k in known if item.get(k) is not None), None) for known in (PROMPT_KEYS, ANSWER_KEYS)]
+    return first == ["question", "answer"] and "####" in str(item["answer"])
+
+
+def _row(
+    item: dict[str, Any], where: str, name: str, gsm8k: bool, prompt_key: str | None, answer_key: str | None
+) -> Row:
+    key = _find(item, where, "prompt_key", prompt_key, PROMPT_KEYS)
+    prompt = _prompt(item[key], f"{where}: {key}")
+    truth_key = _find(item, where, "answer_key", answer_key, ANSWER_KEYS)
+    truth, label = item[truth_key], truth_key
+    if truth_key == "reward_model":
+        truth, label = truth.get("ground_truth") if isinstance(truth, dict) else None, "reward_model.ground_truth"
+    if not isinstance(truth, (str, int, float)) or isinstance(truth, bool):
+        raise ConfigError(f"{where}: {label} = {_show(truth)} must be a text or a number")
+    truth = str(int(truth) if isinstance(truth, float) and truth.is_integer() else truth)  # parquet: 51 beside a null
+    if gsm8k:
+        _, marker, truth = truth.rpartition("####")
+        truth = truth.strip().replace(",", "")
+        if not marker or not truth:
+            raise ConfigError(
+                f"{where}: {label} = {_show(item[truth_key])} has no answer after '####' like the first row's; mend "
+                f"it, or take all of it with answer_key={truth_key}"
+            )
+    source, extra = item.get("data_source"), item.get("extra_info")
+    if not isinstance(source, (str, type(None))):
+        raise ConfigError(f"{where}: data_source = {_show(source)} must be a text, such as 'openai/gsm8k'")
+    if not isinstance(extra, (dict, type(None))):
+        raise ConfigError(f"{where}: extra_info = {_show(extra)} must be an object; put it under a key of one")
+    if extra is None:
+        extra = {k: v for k, v in item.items() if k not in (key, truth_key, "data_source", "extra_info")}
+    source = source or ("openai/gsm8k" if gsm8k else name)
+    for word in (truth, source, *([prompt] if isinstance(prompt, str) else [m["content"] for m in prompt])):
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{where}: {_show(word)} is no Unicode text ({error.reason}); mend it") from error
+    return Row(prompt, truth, source, extra, GSM8K_SUFFIX if gsm8k else "", where)
+
+
+def _prompt(value: Any, where: str) -> str | list[dict[str, str]]:
+    """A text or messages, checked."""
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{where} = {_show(value)} must be a text or messages [{{'role': .., 'content': ..}}]")
+    for i, message in enumerate(value):
+        for key in ("role", "content"):
+            text = message.get(key) if isinstance(message, dict) else None
+            if not isinstance(text, str):
+                raise ConfigError(
+                    f"{where}[{i}] = {_show(message)} must have a text under '{key}'; texts only are read"
+                )
+    return [{"role": m["role"], "content": m["content"]} for m in value]
+
+
+# ------------------------------------------------------------------------------------------------------------ prompts
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a directory. Raises ConfigError."""
+    option = f"actor.tokenizer={path}"
+    if not Path(path).is_dir():
+        raise ConfigError(f"{option}: is no directory; name one of a model (hf download NAME --local-dir DIR)")
+    if not [*Path(path).glob("tokenizer*"), *Path(path).glob("vocab.*")]:
+        raise ConfigError(f"{option}: holds no tokenizer (tokenizer.json); name the directory of the model's")
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ConfigError(
+            f"mode=reasoning needs transformers ({error}): pip install 'embodied-ppo[language]'"
+        ) from error
+    # AutoTokenizer takes the model family's rules of splitting, even where tokenizer.json holds others
+    exact = Path(path, "tokenizer.json").is_file()
+    kind: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
+    with refusing(f"{option}: transformers refuses (", "); mend it"):
+        return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def load_prompts(
+    paths: Paths,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt_length: int,
+    chat_template: ChatTemplate,
+    system: str | None,
+    prompt_key: str | None = None,
+    answer_key: str | None = None,
+    suffix: str | None = None,
+) -> tuple[list[Prompt], int]:
+    """The prompts of at most ``prompt_length`` tokens, and how many longer ones were left out.
+
+    ``chat_template``: auto uses the tokenizer's if it has one, always wants one, never joins the messages' texts with
+    line ends. ``system``: first message of the chat. ``suffix``: added to a text or the last user's message; None: what
+    the layout adds (GSM8K: ``GSM8K_SUFFIX``, others nothing). Raises ConfigError.
+    """
+    chat = chat_template != "never" and bool(tokenizer.chat_template)
+    if chat_template == "always" and not chat:
+        raise ConfigError("chat_template = always: the tokenizer has none; write chat_template=never, or add one to it")
+    if system is not None and not chat:
+        raise ConfigError(
+            f"system = {_show(system)} is set but not read; it needs a tokenizer with a chat template and "
+            "chat_template=auto, or leave it out"
+        )
+    prompts: list[Prompt] = []
+    lengths: list[int] = []
+    for index, row in enumerate(read_rows(paths, prompt_key=prompt_key, answer_key=answer_key)):
+        messages = _messages(row, row.suffix if suffix is None else suffix, system)
+        text = "\n".join(m["content"] for m in messages)
+        cure = "the row or the template, or write chat_template=never" if chat else "it, or take another tokenizer"
+        who = f"the tokenizer{' or its chat template' if chat else ''}"
+        with refusing(f"{row.where}: {who} refuses {_show(text)} (", f"); mend {cure}", kind=True):
+            if chat:
+                text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            ids = tuple(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
+        if not ids:
+            raise ConfigError(f"{row.where}: the prompt {_show(text)} has no tokens; mend it")
+        lengths.append(len(ids))
+        if len(ids) <= prompt_length:
+            prompts.append(Prompt(ids, text, row.ground_truth, row.data_source, row.extra, index))
+    if not prompts:
+        raise ConfigError(
+            f"prompt_length = {prompt_length}: all {len(lengths)} prompts are longer, the shortest has {min(lengths)} "
+            f"tokens, the longest {max(lengths)}; write prompt_length={max(lengths)}"
+        )
+    return prompts, len(lengths) - len(prompts)
+
+
+def _messages(row: Row, suffix: str, system: str | None) -> list[dict[str, str]]:
+    """The chat of a row, with ``suffix`` at the end of the last user's message."""
+    messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
+    if suffix:
+        users = [i for i, m in enumerate(messages) if m["role"] == "user"]
+        if not users:
+            raise ConfigError(f"{row.where}: no message has the role 'user' that suffix = {_show(suffix)} could end")
+        last = messages[users[-1]]
+        messages[users[-1]] = {**last, "content": last["content"] + suffix}
+    if system is not None:
+        if messages[0]["role"] == "system":
+            raise ConfigError(f"{row.where}: begins with a system message of its own; leave system out")
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def task_prompts(task: Task, part: Part, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return the prompts of one part of a synthetic task's problems. Raises ConfigError."""
+    problems = task.problems(part)
+    ids = encode([p.prompt for p in problems], tokenizer)
+    return [Prompt(x, p.prompt, p.answer, task.name, {}, i) for i, (x, p) in enumerate(zip(ids, problems, strict=True))]
+
+
+# ------------------------------------------------------------------------------------------------------------ sampler
+class Sampler:
+    """Endless batches of row numbers: every row once an epoch, each epoch in an order of its own."""
+
+    def __init__(self, size: int, batch: int, seed: int, shuffle: bool = True) -> None:
+        """Rows 0 .. size-1, ``batch`` at a time. The order of an epoch depends on (seed, epoch) and size only."""
+        for name, value in (("size", size), ("batch", batch)):
+            if value < 1:
+                raise ConfigError(f"sampler: {name} = {value} must be >= 1")
+        self.size, self.batch, self.seed, self.shuffle = size, batch, seed, shuffle
+        self._epoch, self._position = 0, 0
+        self._order = self._draw()
+
+    def _draw(self) -> Tensor:
+        if not self.shuffle:
+            return torch.arange(self.size)
+        generator = Generator().manual_seed(sampling_key(self.seed, "prompts", self._epoch))
+        return torch.randperm(self.size, generator=generator)
+
+    def next(self) -> list[int]:
+        """The next ``batch`` rows; a batch may span the end of an epoch."""
+        rows: list[int] = []
+        while len(rows) < self.batch:
+            if self._position == self.size:
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._draw()
+            end = min(self.size, self._position + self.batch - len(rows))
+            rows += self._order[self._position : end].tolist()
+            self._position = end
+        return rows
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self._epoch + self._position / self.size
+
+    def state(self) -> dict[str, int]:
+        order = {"size": self.size, "seed": self.seed, "shuffle": int(self.shuffle)}
+        return {"epoch": self._epoch, "position": self._position, **order}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Continue from ``state()``, with any batch size. Raises ConfigError for other data or another seed."""
+        for name, now in (("size", self.size), ("seed", self.seed), ("shuffle", int(self.shuffle))):
+            if state[name] != now:
+                raise ConfigError(
+                    f"sampler: {name} is {now}, the state to continue has {state[name]}: their orders differ; use the "
+                    "same data, prompt_length, seed and shuffle, or start a new run"
+                )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._draw()

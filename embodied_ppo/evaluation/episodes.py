@@ -1,0 +1,383 @@
+"""Measure a policy: whole episodes from seeds that training never sees, and honest intervals around the means."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Generator, Tensor, nn
+
+from embodied_ppo.core import tree, watchdog
+from embodied_ppo.core.random import TRAINING_SEEDS, sampling_key
+from embodied_ppo.core.types import EnvError, Mean, Metrics, Obs, Policy, VectorEnv
+
+EVAL_SEED_BASE = TRAINING_SEEDS
+"""Evaluation seeds lie in [this, 2**31); training's lie below."""
+
+EPISODES_PER_SEED = 1 << 16
+"""Simulator seeds that belong to one value of evaluation.seed: two values never share an episode."""
+
+LARGEST_SEED = (2**31 - EVAL_SEED_BASE) // EPISODES_PER_SEED - 1
+"""Largest value of evaluation.seed; simulators take seeds of 31 bits."""
+
+GROUP = 16
+"""Rows of one policy call. A matrix product's last bits depend on the number of rows, and a sampled action on the row's
+place; so episode i always sits in place i % GROUP of a call of GROUP rows, and num_envs changes no number."""
+
+ENDLESS = 20_000
+"""Steps after which an episode of a task without max_episode_steps is given up."""
+
+Z95 = 1.959964
+"""97.5% quantile of the normal distribution."""
+
+
+# ------------------------------------------------------------------------------------------------------------- result
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One measured episode.
+
+    index          0 .. episodes-1                     seed     of the simulator
+    initial_state  sha256 of the first observation     ended    by the task, or by the clock
+    return_        sum of rewards, undiscounted        length   steps
+    success        reported at any step; None if the task does not say
+    kind           which of the simulator's ``task_names``; None if it has one kind of episode
+    """
+
+    index: int
+    seed: int
+    initial_state: str
+    return_: float
+    length: int
+    success: bool | None
+    ended: Literal["terminated", "truncated"]
+    kind: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Episodes of one policy in one task, in order of their index."""
+
+    task: str
+    seed: int
+    deterministic: bool
+    episodes: tuple[Episode, ...]
+    temperature: float | None = None
+    """Of sampled actions; None: the policy's own."""
+
+    @property
+    def returns(self) -> list[float]:
+        return [e.return_ for e in self.episodes]
+
+    @property
+    def lengths(self) -> list[float]:
+        return [float(e.length) for e in self.episodes]
+
+    @property
+    def successes(self) -> list[bool] | None:
+        """Per episode; None if the task does not say."""
+        known = [e.success for e in self.episodes if e.success is not None]
+        return known if len(known) == len(self.episodes) else None
+
+    @property
+    def distinct_initial_states(self) -> int:
+        """How many different situations were really measured."""
+        return len({e.initial_state for e in self.episodes})
+
+    def by_kind(self) -> list[EvaluationResult]:
+        """One result for each kind of episode, by name; itself where there is one."""
+        kinds = sorted({e.kind for e in self.episodes if e.kind is not None})
+        parts = {k: tuple(e for e in self.episodes if e.kind == k) for k in kinds}
+        return [replace(self, task=f"{self.task}/{k}", episodes=part) for k, part in parts.items()] or [self]
+
+    def metrics(self) -> Metrics:
+        """eval/return, eval/length and, where the task says, eval/success, and eval/success/<kind> of each kind."""
+        metrics: Metrics = {"eval/return": Mean.of(self.returns), "eval/length": Mean.of(self.lengths)}
+        if self.successes is not None:
+            metrics["eval/success"] = Mean.of(map(float, self.successes))
+            for part in self.by_kind() if self.episodes[0].kind is not None else ():
+                metrics[f"eval/success/{part.episodes[0].kind}"] = Mean.of(map(float, part.successes or ()))
+        return metrics
+
+    def intervals(self) -> dict[str, list[float]]:
+        """95 % intervals [low, high] of ``metrics``: Student's t of a mean, Wilson's of a success rate."""
+        found = {"eval/return": mean_interval(self.returns), "eval/length": mean_interval(self.lengths)}
+        if self.successes is not None:
+            found["eval/success"] = wilson_interval(sum(self.successes), len(self.successes))
+        return {tag: list(ends) for tag, ends in found.items() if ends is not None}
+
+
+# -------------------------------------------------------------------------------------------------------- measurement
+def evaluation_seeds(seed: int, episodes: int) -> list[int]:
+    """Return the simulator seeds of episodes 0 to ``episodes - 1``.
+
+    Episode i of evaluation seed s has the simulator seed EVAL_SEED_BASE + s * EPISODES_PER_SEED + i. The blocks of
+    different seeds are disjoint, so evaluations with different seeds are independent samples.
+
+    Raises:
+        EnvError: ``seed`` or ``episodes`` is out of range.
+    """
+    if not 0 <= seed <= LARGEST_SEED:
+        raise EnvError(
+            f"evaluation seed {seed}: must be from 0 to {LARGEST_SEED}; write seed=0 (train: evaluation.seed=0)"
+        )
+    if episodes > EPISODES_PER_SEED:
+        raise EnvError(
+            f"{episodes} evaluation episodes: one evaluation seed has {EPISODES_PER_SEED}; measure at most "
+            "that many, and the others with another seed"
+        )
+    first = EVAL_SEED_BASE + seed * EPISODES_PER_SEED
+    return list(range(first, first + episodes))
+
+
+@torch.inference_mode()
+def evaluate(
+    policy: Policy,
+    make_env: Callable[[list[int]], VectorEnv],
+    *,
+    episodes: int,
+    num_envs: int,
+    seed: int,
+    deterministic: bool = True,
+    temperature: float | None = None,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> EvaluationResult:
+    """Measure ``episodes`` episodes of ``policy``; the same policy and seed give the same result bit for bit.
+
+    Episode i is the first episode of an environment made with seed ``evaluation_seeds(seed, ..)[i]``, so neither
+    ``num_envs`` nor ``episodes`` changes what episode i is. The environments come in blocks of ``num_envs``; a block
+    lasts until each has finished its first episode, and what an environment does after that is ignored. The normaliser
+    is not updated.
+
+    make_env       seeds -> that many environments; they are closed here
+    deterministic  act with the distribution's mode; False: sample, keyed by (seed, i // GROUP, step)
+    temperature    of sampled actions, for policies that have one; None: as it is
+    on_episode     called as each episode ends
+
+    Raises EnvError if an episode does not end or its reward is not finite.
+    """
+    seeds = evaluation_seeds(seed, episodes)
+    env: VectorEnv | None = None
+    measured: list[Episode] = []
+    watchdog.describe(during="evaluation")
+    with evaluation_mode(policy, temperature):
+        try:
+            for first in range(0, episodes, num_envs):
+                block = seeds[first : first + num_envs]
+                if env is not None and env.num_envs == len(block):
+                    env.restart(block)
+                else:
+                    if env is not None:
+                        env.close()
+                    env = make_env(block)
+                    tell(policy, getattr(env, "instructions", ()))
+                measured += _block(env, policy, block, first, seed, deterministic, on_episode)
+        finally:
+            if env is not None:
+                env.close()
+    assert env is not None, "episodes and num_envs are at least 1"
+    return EvaluationResult(env.id, seed, deterministic, tuple(measured), temperature)
+
+
+def _block(
+    env: VectorEnv,
+    policy: Policy,
+    seeds: list[int],
+    first: int,
+    seed: int,
+    deterministic: bool,
+    on_episode: Callable[[Episode], None] | None,
+) -> list[Episode]:
+    """The first episode of each of N environments: episodes ``first`` .. ``first + N - 1``."""
+    n = len(seeds)
+    with watchdog.resetting:
+        obs = env.reset()
+    states = [fingerprint(tree.index(obs, i)) for i in range(n)]
+    finished: dict[int, Episode] = {}
+    running = torch.ones(n, dtype=torch.bool)  # [N] first episode still under way
+    total = torch.zeros(n, dtype=torch.float64)  # [N] return so far
+    length = torch.zeros(n, dtype=torch.int64)  # [N]
+    won = torch.zeros(n, dtype=torch.bool)  # [N]
+    limit = env.max_episode_steps or ENDLESS
+    names: tuple[str, ...] = getattr(env, "task_names", ())
+    for t in range(limit):
+        action = act(policy, obs, first=first, t=t, seed=seed, deterministic=deterministic, device=env.device)
+        with watchdog.stepping:
+            step = env.step(action)
+        obs = step.obs
+        counted = running & step.mask.cpu()
+        lasted = counted if step.executed is None else counted * step.executed.cpu().sum(1)  # primitive steps
+        gained = step.reward.double() if step.executed is None else step.reward.double().sum(1)
+        reward = gained.cpu().where(counted, torch.zeros((), dtype=torch.float64))
+        if not bool(reward.isfinite().all()):
+            i = int((~reward.isfinite()).nonzero()[0])
+            raise EnvError(f"env.id={env.id}: reward {reward[i]:g} at step {t} of the episode with seed {seeds[i]}")
+        total += reward
+        length += lasted
+        if step.success is not None:
+            won |= step.success.cpu() & counted
+        terminated = step.terminated.cpu()
+        ended = (terminated | step.truncated.cpu()) & counted
+        for i in ended.nonzero().flatten().tolist():
+            finished[i] = Episode(
+                index=first + i,
+                seed=seeds[i],
+                initial_state=states[i],
+                return_=float(total[i]),
+                length=int(length[i]),
+                success=None if step.success is None else bool(won[i]),
+                ended="terminated" if bool(terminated[i]) else "truncated",
+                kind=None if step.task is None else names[int(step.task[i])],
+            )
+            if on_episode is not None:
+                on_episode(finished[i])
+        running &= ~ended
+        if not bool(running.any()):
+            return [finished[i] for i in range(n)]
+    i = int(running.nonzero()[0])
+    raise EnvError(
+        f"env.id={env.id}: the episode with seed {seeds[i]} has not ended after {limit} steps "
+        f"(max_episode_steps={env.max_episode_steps}); set env.max_episode_steps"
+    )
+
+
+def act(
+    policy: Policy, obs: Obs, *, first: int, t: int, seed: int, deterministic: bool, device: torch.device
+) -> Tensor:
+    """Actions [N, ..] on ``device`` for observations [N, ..] of episodes first .. first+N-1 at step t.
+
+    The policy is called with GROUP rows, on its own device; places of episodes that are not in this block repeat a
+    neighbour's observation, and their actions are dropped.
+    """
+    n = next(tree.leaves(obs)).shape[0]
+    where = policy_device(policy)
+    generator = Generator(device=where)
+    actions: list[Tensor] = []
+    for group in range(first // GROUP, (first + n - 1) // GROUP + 1):
+        start = group * GROUP
+        low, high = max(first, start), min(first + n, start + GROUP)  # the group's episodes that are here
+        rows = torch.arange(start, start + GROUP).clamp(low, high - 1) - first
+        inputs = tree.map(lambda x, rows=rows: x[rows.to(x.device)].to(where), obs)
+        noise = None
+        if not deterministic:
+            noise = policy.noise(GROUP, generator.manual_seed(sampling_key(seed, "evaluate", group, t)))
+        decision = policy.act(policy.encode(inputs), noise=noise)
+        actions.append(decision.action[low - start : high - start])
+    return torch.cat(actions).to(device)
+
+
+@contextmanager
+def evaluation_mode(policy: Policy, temperature: float | None = None) -> Iterator[None]:
+    """``eval()`` and, where given, another ``temperature`` inside; afterwards all is as it was, sentences too."""
+    own, told = getattr(policy, "temperature", None), getattr(policy, "sentences", ())
+    if temperature is not None:
+        setattr(policy, "temperature", temperature)  # noqa: B010, not every policy has one
+    modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
+    training = [m.training for m in modules]
+    for m in modules:
+        m.training = False
+    try:
+        yield
+    finally:
+        if temperature is not None:
+            setattr(policy, "temperature", own)  # noqa: B010
+        tell(policy, told)
+        for m, flag in zip(modules, training, strict=True):
+            m.training = flag
+
+
+def tell(policy: Policy, sentences: Sequence[str]) -> None:
+    """What observations count from now on, where a policy is told sentences."""
+    if sentences and tuple(sentences) != getattr(policy, "sentences", None) and hasattr(policy, "tell"):
+        with torch.inference_mode(False):  # training goes on with these
+            policy.tell(sentences)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def policy_device(policy: Policy) -> torch.device:
+    """Where the policy's first parameter lives; the CPU without one."""
+    parameters = policy.parameters() if isinstance(policy, nn.Module) else iter(())
+    return next((p.device for p in parameters), torch.device("cpu"))
+
+
+def fingerprint(obs: Obs) -> str:
+    """sha256 (hex) of one observation's bytes; a dictionary's in order of its keys."""
+    digest = hashlib.sha256()
+    for _, x in sorted(obs.items()) if isinstance(obs, dict) else [("", obs)]:
+        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------------- statistics
+def wilson_interval(successes: int, n: int, z: float = Z95) -> tuple[float, float]:
+    """Wilson's score interval of a proportion p = successes / n (Wilson 1927); [0, 1] with nothing counted.
+
+        (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)
+
+    Unlike p ± z √(p(1-p)/n) it keeps a width at 0 and n successes and never leaves [0, 1].
+    """
+    if not 0 <= successes <= n:
+        raise ValueError(f"{successes} successes of {n}")
+    if n == 0:
+        return 0.0, 1.0
+    p = successes / n
+    scale = 1 + z * z / n
+    centre = (p + z * z / (2 * n)) / scale
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / scale
+    return (0.0 if successes == 0 else centre - half), (1.0 if successes == n else centre + half)
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """Student's t-interval of the mean, mean ± t(n-1) s/√n; None with fewer than two values."""
+    n = len(values)
+    if n < 2:
+        return None
+    mean = math.fsum(values) / n
+    half = t_quantile(0.5 + confidence / 2, n - 1) * deviation(values) / math.sqrt(n)
+    return mean - half, mean + half
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Sample standard deviation (n-1 in the denominator); 0 for a single value."""
+    n = len(values)
+    if n < 2:
+        return 0.0
+    mean = math.fsum(values) / n
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1))
+
+
+def median(values: Sequence[float]) -> float:
+    return float(statistics.median(values))
+
+
+def t_quantile(p: float, freedom: int) -> float:
+    """Quantile of Student's t for 0.5 <= p < 1, by bisection of the exact distribution for integer degrees of freedom.
+
+    With θ = atan(t/√ν), P(|T| <= t) is (Abramowitz and Stegun 26.7.3, 26.7.4)
+        ν odd   2/π (θ + sin θ (cos θ + 2/3 cos³ θ + 2·4/(3·5) cos⁵ θ + .. up to cos^(ν-2) θ)),   ν = 1: 2θ/π
+        ν even  sin θ (1 + 1/2 cos² θ + 1·3/(2·4) cos⁴ θ + .. up to cos^(ν-2) θ)
+    """
+    if not 0.5 <= p < 1 or freedom < 1:
+        raise ValueError(f"quantile {p} of Student's t with {freedom} degrees of freedom")
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        theta = (low + high) / 2
+        low, high = (theta, high) if _t_two_sided(theta, freedom) < 2 * p - 1 else (low, theta)
+    return math.sqrt(freedom) * math.tan((low + high) / 2)
+
+
+def _t_two_sided(theta: float, freedom: int) -> float:
+    """P(|T| <= √ν tan θ), see ``t_quantile``."""
+    sin, cos = math.sin(theta), math.cos(theta)
+    odd = freedom % 2
+    term, terms = (cos if odd else 1.0), 0.0
+    for k in range(2 + odd, freedom + 1, 2):  # the next power's factor is (k-1)/k
+        terms += term
+        term *= cos * cos * (k - 1) / k
+        if term < 1e-18:
+            break
+    return 2 / math.pi * (theta + sin * terms) if odd else sin * terms

@@ -1,0 +1,544 @@
+"""Write an evaluation down: report.json for programs, one self-contained page for people."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+import jinja2
+
+from embodied_ppo.core import tree
+from embodied_ppo.core.random import TRAINING_SEEDS
+from embodied_ppo.evaluation import episodes as evaluate
+from embodied_ppo.evaluation.episodes import Episode, EvaluationResult
+from embodied_ppo.evaluation.video import Film
+
+FORMAT = 1
+"""Version of report.json; it changes when a field changes its meaning."""
+
+EPISODES_SHOWN = 500
+"""Rows of the page's table of episodes; report.json has all."""
+
+SAMPLE_SHOWN = 600
+"""Characters of a sample's text on the page; report.json has all."""
+
+Unit: TypeAlias = Literal["env_steps", "tokens"]
+"""What training is counted in: of a robot, or of a language model, whose episodes are responses to prompts."""
+
+WORDS: dict[Unit, dict[str, str]] = {
+    "env_steps": {
+        "task": "task",
+        "episode": "episode",
+        "measured": "evaluation episodes",
+        "step": "step",
+        "return": "return",
+        "success": "success",
+        "success rate": "success rate",
+        "state": "initial state",
+        "states": "states",
+        "deterministic": "actions by the mode of the policy",
+        "sampled": "actions sampled from the policy",
+        "terminated": "ended by the task",
+        "truncated": "by the clock",
+        "ended": "ended by",
+        "by itself": "task",
+        "cut": "clock",
+        "intervals": "mean return and length by Student's t, success by Wilson's score",
+    },
+    "tokens": {
+        "task": "data source",
+        "episode": "response",
+        "measured": "responses",
+        "step": "token",
+        "return": "score",
+        "success": "accuracy",
+        "success rate": "accuracy",
+        "state": "prompt",
+        "states": "prompts",
+        "deterministic": "greedy",
+        "sampled": "sampled",
+        "terminated": "stopped by itself",
+        "truncated": "cut at the limit",
+        "ended": "ended",
+        "by itself": "by itself",
+        "cut": "cut at the limit",
+        "intervals": "mean score and length by Student's t, accuracy by Wilson's score; several responses "
+        "to one prompt are not taken for independent",
+    },
+}
+"""What the page calls things; all that differs between robots and language models."""
+
+CURVES: dict[Unit, tuple[tuple[str, tuple[str, ...], float | None], ...]] = {
+    "env_steps": (
+        ("Return", ("rollout/return", "eval/return"), None),
+        ("Success rate", ("rollout/success", "eval/success"), None),
+        ("Episode length", ("rollout/length", "eval/length"), None),
+        ("Policy entropy", ("policy/entropy",), None),
+        ("Approximate KL", ("policy/approx_kl",), None),
+        ("Explained variance (cut at -1)", ("value/explained_variance",), -1.0),
+    ),
+    "tokens": (
+        ("Score", ("rollout/return", "eval/return"), None),
+        ("Accuracy", ("rollout/success", "eval/accuracy"), None),
+        ("Response length", ("rollout/length", "eval/length"), None),
+        ("Responses cut at the limit", ("rollout/truncated", "eval/truncated"), None),
+        ("Policy entropy", ("policy/entropy",), None),
+        ("Approximate KL", ("policy/approx_kl",), None),
+        ("KL to the reference", ("kl/to_reference",), None),
+        ("Explained variance (cut at -1)", ("value/explained_variance",), -1.0),
+    ),
+}
+"""Title, tags of metrics.jsonl drawn together, and the value below which a line is cut. Absent tags are left out."""
+
+
+# ------------------------------------------------------------------------------------------------------------- report
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What ``write`` wrote."""
+
+    json: Path
+    html: Path
+    content: dict[str, Any]
+
+
+def write(
+    out: Path | str,
+    results: Sequence[EvaluationResult],
+    *,
+    checkpoint: str,
+    update: int,
+    steps: int,
+    unit: Unit = "env_steps",
+    config: Mapping[str, Any],
+    config_hash: str,
+    versions: Mapping[str, str],
+    task: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] = (),
+    extra: Mapping[str, float] = MappingProxyType({}),
+    curves: Iterable[Mapping[str, Any]] = (),
+    film: Film | None = None,
+) -> Report:
+    """Write ``out``/report.json and ``out``/report.html, each to a temporary name first.
+
+    results   one per task, in the order to show them
+    steps     of training so far, counted in ``unit``
+    config    the resolved configuration, as JSON can hold it
+    task      of a user's task: "hash" of its files as executed, "hash_in_training", and "files", sha256 by name
+    samples   responses to read, as exam.ExamResult.samples gives them
+    extra     further numbers (pass@4, ..) by their names
+    curves    the rows of the run's metrics.jsonl
+    film      embedded in the page; without its file the page says why there is none
+
+    report.json holds no time, duration or curve: the same checkpoint and seed give the same bytes.
+    """
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    content = describe(
+        results,
+        checkpoint=checkpoint,
+        update=update,
+        steps=steps,
+        unit=unit,
+        config=config,
+        config_hash=config_hash,
+        versions=versions,
+        task=task,
+        samples=samples,
+        extra=extra,
+    )
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
+    page = _page(json.loads(text), unit=unit, charts=learning_curves(curves, unit=unit), film=film)
+    return Report(_replace(out / "report.json", text + "\n"), _replace(out / "report.html", page), content)
+
+
+def describe(
+    results: Sequence[EvaluationResult],
+    *,
+    checkpoint: str,
+    update: int,
+    steps: int,
+    unit: Unit = "env_steps",
+    config: Mapping[str, Any],
+    config_hash: str,
+    versions: Mapping[str, str],
+    task: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] = (),
+    extra: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """report.json as a dictionary: everything measured, and what is needed to measure it again.
+
+    ``steps`` stands under the name of its unit. A robot's report has ``seeds``; ``numbers`` (null: not finite) and
+    ``samples`` are there where they are given.
+    """
+    if not results or not all(r.episodes for r in results):
+        raise ValueError("a report needs at least one task with at least one episode")
+    episodes = [e for r in results for e in r.episodes]
+    seeds = [e.seed for e in episodes]
+    content = {
+        "format": FORMAT,
+        "checkpoint": checkpoint,
+        "update": update,
+        unit: steps,
+        "config_hash": config_hash,
+        "deterministic": all(r.deterministic for r in results),
+        "temperature": results[0].temperature,
+        "seed": results[0].seed,
+        "seeds": {
+            "first": min(seeds),
+            "last": max(seeds),
+            "training_below": TRAINING_SEEDS,
+            "disjoint_from_training": min(seeds) >= TRAINING_SEEDS,
+        },
+        "overall": {
+            "episodes": len(seeds),
+            "distinct_initial_states": len({(r.task, e.initial_state) for r in results for e in r.episodes}),
+            "success": _success(episodes, unit),
+        },
+        "tasks": {r.task: statistics(r, unit) for r in results},
+        "episodes": [
+            {
+                "task": r.task,
+                "index": e.index,
+                "seed": e.seed,
+                "return": e.return_,
+                "length": e.length,
+                "success": e.success,
+                "ended": e.ended,
+                "initial_state": e.initial_state,
+            }
+            for r in results
+            for e in r.episodes
+        ],
+        "versions": dict(sorted(versions.items())),
+        "config": tree.map(_word, config),
+    }
+    if task is not None:
+        content["task_files"] = dict(task)
+    if unit == "tokens":
+        del content["seeds"]  # no simulator
+    if extra:
+        content["numbers"] = {name: x if math.isfinite(x) else None for name, x in extra.items()}
+    if samples:
+        content["samples"] = [dict(s) for s in samples]
+    return content
+
+
+def _word(value: Any) -> Any:
+    """An option's value; what JSON has no number for (``env.kwargs`` may be infinite) as text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def statistics(result: EvaluationResult, unit: Unit = "env_steps") -> dict[str, Any]:
+    """One task's numbers. ci95 is [low, high], or null with a single episode; success is null if the task is silent.
+
+    Responses to one prompt are not independent: a language model's intervals are over prompts.
+    """
+    groups = _by_prompt(result.episodes) if unit == "tokens" else [[e] for e in result.episodes]
+    return {
+        "episodes": len(result.episodes),
+        "distinct_initial_states": result.distinct_initial_states,
+        "return": _spread(result.returns, [_mean([e.return_ for e in g]) for g in groups]),
+        "length": _spread(result.lengths, [_mean([float(e.length) for e in g]) for g in groups]),
+        "success": _success(result.episodes, unit),
+        "terminated": sum(e.ended == "terminated" for e in result.episodes),
+        "truncated": sum(e.ended == "truncated" for e in result.episodes),
+    }
+
+
+def _by_prompt(episodes: Sequence[Episode]) -> list[list[Episode]]:
+    groups: dict[str, list[Episode]] = {}
+    for e in episodes:
+        groups.setdefault(e.initial_state, []).append(e)
+    return list(groups.values())
+
+
+def _success(episodes: Sequence[Episode], unit: Unit) -> dict[str, Any] | None:
+    """None unless every episode's task says."""
+    known = [e.success for e in episodes if e.success is not None]
+    if len(known) < len(episodes):
+        return None
+    count = sum(known)
+    z = evaluate.Z95 * math.sqrt(_design_effect(episodes) if unit == "tokens" else 1.0)
+    return {
+        "count": count,
+        "rate": count / len(episodes),
+        "ci95": list(evaluate.wilson_interval(count, len(episodes), z)),
+        "ci95_method": "Wilson score",
+    }
+
+
+def _design_effect(episodes: Sequence[Episode]) -> float:
+    """How many responses count as one, because those to one prompt are alike (Kish 1965): V / (p(1-p) / N), >= 1.
+
+    V = Σ over prompts (right - p · responses)² / N² is the variance of the accuracy p of N responses. Wilson's interval
+    of N / effect responses is that of N with z · √effect: it depends on z²/N only.
+    """
+    groups, n = _by_prompt(episodes), len(episodes)
+    if len(groups) == n:
+        return 1.0
+    p = sum(bool(e.success) for e in episodes) / n
+    if p in (0.0, 1.0):
+        return n / len(groups)
+    variance = math.fsum((sum(bool(e.success) for e in g) - p * len(g)) ** 2 for g in groups) / n**2
+    return max(1.0, variance * n / (p * (1 - p)))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _spread(values: list[float], independent: list[float]) -> dict[str, Any]:
+    """``independent``: what the interval of the mean is made of."""
+    interval = evaluate.mean_interval(independent)
+    return {
+        "mean": _mean(values),
+        "ci95": list(interval) if interval else None,
+        "ci95_method": "Student t",
+        "std": evaluate.deviation(values),
+        "median": evaluate.median(values),
+        "min": min(values),
+        "max": max(values),
+    }
+
+
+def _page(content: dict[str, Any], *, unit: Unit, charts: list[Chart], film: Film | None) -> str:
+    """The page: no script, nothing loaded from anywhere."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("embodied_ppo", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "percent": percent, "short": short, "cut": cut}
+    returns = {
+        task: histogram([e["return"] for e in content["episodes"] if e["task"] == task], unit)
+        for task in content["tasks"]
+    }
+    video = poster = None
+    if film is not None and film.path is not None:
+        video = base64.b64encode(film.path.read_bytes()).decode()
+        poster = base64.b64encode(film.poster).decode()
+    return environment.get_template("report.html.j2").render(
+        report=content,
+        words=WORDS[unit],
+        steps=content[unit],
+        language=unit == "tokens",
+        numbers=content.get("numbers", {}),
+        samples=content.get("samples", ()),
+        histograms=returns,
+        charts=charts,
+        film=film,
+        video=video,
+        poster=poster,
+        config=json.dumps(content["config"], indent=2, ensure_ascii=False),
+        episodes_shown=EPISODES_SHOWN,
+    )
+
+
+def _replace(path: Path, text: str) -> Path:
+    """Write under a temporary name, then rename: a reader sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+def number(x: float, like: float | None = None) -> str:
+    """Four significant digits: 12,345 · 123.4 · 0.01235; with ``like``, as many decimals as that number gets."""
+    size = abs(x if like is None else like)
+    if (size == 0 or float(size).is_integer()) and float(x).is_integer() and abs(x) < 1e6:
+        return f"{x:,.0f}"
+    if not 1e-4 <= size < 1e6:
+        return f"{x:.3e}"
+    return f"{x:,.{max(0, 3 - math.floor(math.log10(size)))}f}"
+
+
+def percent(x: float) -> str:
+    return f"{100 * x:.1f}%"
+
+
+def cut(text: str, length: int = SAMPLE_SHOWN) -> str:
+    """At most ``length`` characters: the beginning and, behind …, the end, where a response has its answer."""
+    head = 2 * length // 3
+    return text if len(text) <= length else f"{text[:head]} … {text[head + 3 - length :]}"
+
+
+def short(x: float) -> str:
+    """A tick's label: 0 · 0.05 · 250 · 1.5k · 3M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(x) >= size:
+            return f"{x / size:.4g}{unit}"
+    return f"{x:.4g}"
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """About ``count`` round numbers (1, 2 or 5 times a power of ten apart) that span [low, high]."""
+    if not high > low:
+        high, low = low + max(abs(low), 1.0) * 0.5, low - max(abs(low), 1.0) * 0.5
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+
+
+# ------------------------------------------------------------------------------------------------------------- charts
+WIDTH, HEIGHT = 360, 210
+LEFT, RIGHT, TOP, BOTTOM = 48, 350, 10, 180
+"""A picture's size and its axes, in SVG units."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    label: str
+    path: str
+    """SVG path data."""
+    dots: list[tuple[float, float]]
+    """Drawn where points are few."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    x: float
+    y: float
+    width: float
+    height: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A picture in SVG units, ready for the template."""
+
+    title: str
+    x_label: str
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    lines: list[Line]
+    bars: list[Bar]
+    mark: float | None = None
+    """x of a vertical line."""
+
+
+def learning_curves(rows: Iterable[Mapping[str, Any]], *, unit: Unit = "env_steps", points: int = 300) -> list[Chart]:
+    """The charts of CURVES that the rows of metrics.jsonl have values for; long runs are averaged to ``points``.
+
+    The x axis is what the rows count in ``unit``, else updates.
+    """
+    drawn = {unit, "update", *(tag for _, tags, _ in CURVES[unit] for tag in tags)}
+    rows = [{tag: x for tag, x in row.items() if tag in drawn and _finite(x)} for row in rows]
+    key = next((k for k in (unit, "update") if any(k in row for row in rows)), None)
+    if key is None:
+        return []
+    charts = []
+    for title, tags, floor in CURVES[unit]:
+        series = {}
+        for tag in tags:
+            values = [(float(row[key]), float(row[tag])) for row in rows if key in row and tag in row]
+            if values:
+                series[tag] = _thin([(x, y if floor is None else max(floor, y)) for x, y in values], points)
+        if series:
+            charts.append(_lines(title, key.replace("env_steps", "environment steps"), series))
+    return charts
+
+
+LINE = 1 << 20
+"""Longest line of metrics.jsonl that is read, bytes; a row has a few thousand."""
+
+
+def rows(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a run's metrics.jsonl; damaged, overlong and torn lines are left out."""
+    file = run_dir / "metrics.jsonl"
+    if not file.is_file():
+        return
+    with open(file, "rb", buffering=LINE) as f:
+        while line := f.readline(LINE):
+            if not line.endswith(b"\n"):
+                while line and not line.endswith(b"\n"):
+                    line = f.readline(LINE)
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def _finite(x: Any) -> bool:
+    return isinstance(x, (int, float)) and abs(x) <= sys.float_info.max
+
+
+def _thin(values: list[tuple[float, float]], points: int) -> list[tuple[float, float]]:
+    """At most ``points`` points: the means of neighbours."""
+    size = math.ceil(len(values) / points)
+    parts = [values[i : i + size] for i in range(0, len(values), size)]
+    return [(sum(x for x, _ in p) / len(p), sum(y for _, y in p) / len(p)) for p in parts]
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    return lambda x: round(start + (x - low) / (high - low) * (end - start), 1)
+
+
+def _lines(title: str, x_label: str, series: dict[str, list[tuple[float, float]]]) -> Chart:
+    xs = [x for values in series.values() for x, _ in values]
+    ys = [y for values in series.values() for _, y in values]
+    x_ticks = [x for x in ticks(min(0.0, *xs), max(xs)) if x <= max(xs) or max(xs) <= 0]
+    y_ticks = ticks(min(ys), max(ys))
+    x_of = _scale(min(0.0, *xs), max(max(xs), x_ticks[-1], 1e-9), LEFT, RIGHT)
+    y_of = _scale(y_ticks[0], y_ticks[-1], BOTTOM, TOP)
+    lines = []
+    for label, values in series.items():
+        at = [(x_of(x), y_of(y)) for x, y in values]
+        path = "M" + " L".join(f"{x:g} {y:g}" for x, y in at)
+        lines.append(Line(label, path, at if len(at) <= 20 else []))
+    return Chart(
+        title,
+        x_label,
+        [(x_of(x), short(x)) for x in x_ticks],
+        [(y_of(y), short(y)) for y in y_ticks],
+        lines,
+        [],
+    )
+
+
+def histogram(values: list[float], unit: Unit = "env_steps") -> Chart:
+    """How many episodes had which return; a vertical line at the mean."""
+    episodes, what = WORDS[unit]["episode"] + "s", WORDS[unit]["return"]
+    edges = ticks(min(values), max(values), count=min(25, max(6, 2 * math.ceil(math.sqrt(len(values))))))
+    counts = [0] * (len(edges) - 1)
+    for value in values:  # a bin holds its lower edge; the last one its upper edge too
+        counts[min(len(counts) - 1, sum(value >= edge for edge in edges[1:]))] += 1
+    y_ticks = [y for y in ticks(0, max(counts)) if float(y).is_integer()]
+    x_of = _scale(edges[0], edges[-1], LEFT, RIGHT)
+    y_of = _scale(0, max(y_ticks[-1], max(counts)), BOTTOM, TOP)
+    bars = [
+        Bar(
+            x=x_of(low) + 0.5,
+            y=y_of(count),
+            width=round(max(1.0, x_of(high) - x_of(low) - 1), 1),
+            height=round(BOTTOM - y_of(count), 1),
+            label=f"{count} of {len(values)} {episodes} with a {what} of {number(low)} to {number(high)}",
+        )
+        for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
+        if count
+    ]
+    return Chart(
+        f"{episodes.capitalize()} by {what}",
+        f"{what} (dashed: the mean)",
+        [(x_of(x), short(x)) for x in ticks(edges[0], edges[-1], 4) if edges[0] <= x <= edges[-1]],
+        [(y_of(y), short(y)) for y in y_ticks],
+        [],
+        bars,
+        mark=x_of(_mean(values)),
+    )

@@ -1,0 +1,252 @@
+"""Demonstrations of a task's own expert, and policies cloned from demonstrations: both kept on disk between runs."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from embodied_ppo.config import loader
+from embodied_ppo.config.schema import Config, DemosConfig, EnvConfig
+from embodied_ppo.core import compile
+from embodied_ppo.core.errors import EnvError, TrainingError, one_line, show
+from embodied_ppo.core.types import Advance, ConfigError
+from embodied_ppo.data.lerobot_reader import read as read_demonstrations
+from embodied_ppo.data.lerobot_writer import SAFE, Writer
+from embodied_ppo.imitation import behavior_cloning, supervised_finetuning
+
+RECORDERS = 64
+"""Environments that demonstrations are recorded in."""
+ASKED = "meta/embodied_ppo.json"
+"""Of a recording: what it was asked for, besides what LeRobot's own files say."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What ``record`` did.
+
+    found      demonstrations that were there before     episodes, frames  those that are there now
+    tried      episodes that the expert ended            succeeded         those of them that it solved
+    families   kind of episode -> how many were recorded now
+    """
+
+    found: int
+    episodes: int
+    frames: int
+    tried: int
+    succeeded: int
+    families: dict[str, int]
+
+
+def demonstrations(
+    config: Config,
+    notice: Callable[[str], None],
+    advance: Advance = lambda what, done, total: None,
+) -> Path:
+    """Folder of what ``config.cloning`` learns from; recorded by the task's expert unless it is there. ConfigError."""
+    c, env = config.cloning, config.env
+    if c.dataset is not None:
+        return Path(c.dataset)
+    if env.id != "Tabletop":
+        raise ConfigError(f"cloning.dataset = null: env.id={env.id} has no expert of its own; name a folder")
+    _check_ranges(env)
+    asked = {"kwargs": env.kwargs, "cameras": env.cameras, "size": env.image_size, "randomize": env.randomize}
+    asked["episodes"] = c.episodes  # a recording that is continued has other episodes than one made at once
+    name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:20]
+    folder = compile.cache_folder() / "demonstrations" / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs that want the same: the second finds it done
+        record(
+            DemosConfig(out=str(folder), episodes=c.episodes, env=env),
+            lambda line: notice(f"cloning: {line}"),
+            lambda done, total: advance("recording", done, total),
+        )
+    return folder
+
+
+def recording_env(config: DemosConfig) -> EnvConfig:
+    """The environment that ``record`` records; refuses what it would, before there is a folder. Raises ConfigError."""
+    env = config.env
+    if not config.out:
+        raise ConfigError("out = '' must name a folder to record into; write out=demos/reach")
+    if Path(config.out).exists() and not Path(config.out).is_dir():
+        raise ConfigError(f"out = {config.out}: is a file; name a folder")
+    if env.id != "Tabletop":
+        raise ConfigError(
+            f"env.id = {env.id}: has no expert to record; write experiment=tabletop_token (env.id=Tabletop), or bring "
+            "demonstrations of your own as cloning.dataset=FOLDER (LeRobot's layout)"
+        )
+    if not env.cameras:
+        raise ConfigError(
+            "env.cameras = []: demonstrations are of what cameras see; write env.cameras=[front], or "
+            "experiment=tabletop_token"
+        )
+    if env.kwargs.get("obs", "language") != "language":
+        raise ConfigError(
+            f"env.kwargs.obs = {show(env.kwargs['obs'])}: demonstrations are of obs=language; write "
+            "env.kwargs.obs=language"
+        )
+    _check_ranges(env)
+    return replace(env, simulator="mujoco", kwargs={**env.kwargs, "obs": "language"})
+
+
+def _check_ranges(env: EnvConfig) -> None:
+    if env.randomize and env.ranges:
+        raise ConfigError(
+            f"env.ranges = {show(env.ranges)}: demonstrations are randomised by the task's own ranges; take them away "
+            "(~env.ranges), or write env.randomize=false"
+        )
+
+
+def record(
+    config: DemosConfig,
+    notice: Callable[[str], None],
+    advance: Callable[[int, int], None] = lambda done, total: None,
+    whole: Callable[[], AbstractContextManager[object]] = nullcontext,
+    done: Callable[[str], None] = lambda line: None,
+) -> Recorded:
+    """Go on recording the task's expert into ``config.out`` until it holds ``config.episodes``.
+
+    ``advance`` hears how many there are; an episode is written inside of ``whole()``, which may put off an interrupt;
+    ``done`` hears that all are there already.
+    Raises ConfigError, EnvError; TrainingError once something was recorded.
+    """
+    env, folder = config.env, Path(config.out)
+    recorder: Any = importlib.import_module("embodied_envs").recorder()
+    tally, families = Counter[bool](), Counter[str]()
+    try:
+        with Writer(
+            folder,
+            fps=recorder.FPS,
+            state=recorder.STATE,
+            action=recorder.ACTION,
+            cameras=dict.fromkeys(env.cameras, (env.image_size, env.image_size)),
+        ) as writer:
+            found = writer.episodes
+            _check_asked(config, begun=found > 0)
+            missing = config.episodes - found
+            if missing <= 0:
+                done(f"{folder} holds {found} demonstrations; nothing is left to record")
+            else:
+                notice(f"recording {missing} demonstrations into {folder}{f', which holds {found}' if found else ''}")
+                advance(found, config.episodes)
+                for episode in recorder.record(
+                    env.kwargs,
+                    episodes=missing,
+                    seed=config.seed,
+                    num_envs=RECORDERS,
+                    image_size=(env.image_size, env.image_size),
+                    cameras=env.cameras,
+                    on_episode=lambda family, success: tally.update([success]),
+                    noise=config.noise,
+                    start=found,
+                    randomize=env.randomize,
+                    num_threads=env.num_threads or None,
+                ):
+                    with whole():
+                        writer.add(episode.images, episode.state, episode.action, episode.instruction)
+                    families[episode.family] += 1
+                    advance(writer.episodes, config.episodes)
+    except OSError as error:
+        cause = error.strerror or one_line(error)
+        if families:
+            raise TrainingError(f"{folder}: cannot be written ({cause}); is the disk full? {SAFE}") from error
+        raise ConfigError(f"{folder}: cannot be written ({cause}); choose another folder") from error
+    except (ConfigError, EnvError) as error:
+        if families:  # no refusal: it had begun
+            raise TrainingError(str(error)) from error
+        raise
+    return Recorded(found, writer.episodes, writer.frames, tally.total(), tally[True], dict(sorted(families.items())))
+
+
+def recorded(folder: str) -> int:
+    """How many demonstrations of a recording are finished."""
+    try:
+        return int(json.loads((Path(folder) / "meta/info.json").read_text())["total_episodes"])
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def _check_asked(config: DemosConfig, *, begun: bool) -> None:
+    """One folder holds what was asked for with the same options: ``ASKED`` says with which. Raises ConfigError."""
+    path, env = Path(config.out) / ASKED, config.env
+    asked = {"env.id": env.id, "env.kwargs": env.kwargs, "env.randomize": env.randomize, "noise": config.noise}
+    asked["seed"] = config.seed
+    if begun:
+        try:
+            there = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):  # recorded by something else; the Writer has compared the features
+            return
+        for name, value in asked.items():
+            if name in there and there[name] != json.loads(json.dumps(value)):
+                raise ConfigError(
+                    f"{config.out}: holds demonstrations with {name}={show(there[name])}, not {show(value)}; choose "
+                    "another folder, or the options it was begun with"
+                )
+        return
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+    temporary.write_text(json.dumps(asked, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def clone(
+    policy: behavior_cloning.Family,
+    config: Config,
+    notice: Callable[[str], None],
+    advance: Advance = lambda what, done, total: None,
+) -> dict[str, float]:
+    """Behaviour cloning by ``config.cloning``, or the weights that an earlier run got by it; its losses, by name.
+
+    Raises ConfigError, EnvError, TrainingError.
+    """
+    c = config.cloning
+    folder = demonstrations(config, notice, advance)
+    info = folder / "meta" / "info.json"
+    if not folder.is_dir():
+        raise ConfigError(f"cloning.dataset={folder}: does not exist; record it (embodied-ppo demos), or name another")
+    if not info.is_file():
+        raise ConfigError(f"cloning.dataset={folder}: holds no meta/info.json; name a dataset in LeRobot's layout")
+    weights = policy.state_dict()
+    around = [loader.dump(replace(c, coef=0.0)), str(folder.resolve()), torch.__version__, config.seed]
+    model = replace(config.model, detach_value=True)  # cloning learns no value
+    around += [str(policy.query.device), loader.dump(model), config.env.cameras]
+    name = hashlib.sha256(json.dumps(around).encode() + supervised_finetuning.digest_of(weights).encode())
+    for file in sorted(path for path in info.parent.rglob("*") if path.is_file()):  # statistics of all that it holds
+        name.update(file.read_bytes())
+    for kind in sorted({type(m).__module__ for m in policy.modules()} | {behavior_cloning.__name__}):
+        if kind.startswith("embodied_ppo."):
+            name.update(Path(str(sys.modules[kind].__file__)).read_bytes())
+    path = compile.cache_folder() / "cloned" / f"{name.hexdigest()[:20]}.safetensors"
+    losses = path.with_suffix(".json")
+
+    def make() -> None:
+        demos = read_demonstrations(folder, limit=c.episodes)
+        notice(f"cloning: {len(demos.state):,} frames of {int(demos.episode[-1]) + 1:,} demonstrations in {folder}")
+        told = behavior_cloning.clone(policy, demos, c, seed=config.seed, notice=notice, advance=advance)
+        notice(
+            f"cloning: loss {told.loss:.3f}, of held-out episodes {told.held_out_loss:.3f}, {told.cpu_s:.0f} CPU "
+            "seconds"
+        )
+        found.update(cloning_loss=told.loss, held_out_loss=told.held_out_loss)
+        with suppress(OSError):  # a full disk: ``once`` says so
+            losses.write_text(json.dumps(found))
+
+    found: dict[str, float] = {}
+    if supervised_finetuning.once(
+        weights, path, make, what="cloning", saying=f"{c.steps} supervised steps", notice=notice
+    ):
+        with suppress(OSError, ValueError):
+            found.update(json.loads(losses.read_text()))
+    return found

@@ -1,0 +1,87 @@
+"""Dotted command-line overrides (Hydra's ``a.b=value``) out of a text or shell file -> dotted path -> value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from embodied_ppo.config.loader import plain_yaml
+
+SPACE = re.compile(r"(?:\s|\\[ \t]*\r?\n|#[^\n]*)+")
+"""Between words: blanks, continued lines, and comments. A comment does not continue."""
+PIECE = re.compile(r"'([^']*)'|\"((?:[^\"\\]|\\.)*)\"|\\(.)|([^\s'\"\\]+)|(['\"\\])", re.DOTALL)
+"""A part of a word: in single quotes, in double quotes, one escaped character, bare, or a quote without its end."""
+OPTION = re.compile(r"(?:\+{0,2})([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
+DELETED = re.compile(r"~([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=.*)?", re.DOTALL)
+VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+CONFIG = re.compile(r"--(config-(?:name|path|dir))(?:=(.*))?", re.DOTALL)
+REFERENCE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*)|[(\d@*#?])|`")
+"""A variable of the shell, or something that only a shell can evaluate."""
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Every override of a text, the last of a path wins; {} where there is none.
+
+    Quotes are the shell's, values are plain YAML. ``NAME=value`` before the first override sets a variable for
+    ``$NAME``; a variable that the text does not set becomes ``${NAME}``, and ``$(..)`` begins with ``${shell}``: the
+    importer reports both as unresolved.
+    An option without a dot after the first override (``actor=megatron``) is kept under its name. ``+`` and ``++``
+    before a path are dropped, ``~path`` is null. Nothing is run.
+    """
+    options: dict[str, Any] = {}
+    variables: dict[str, str] = {}
+    for word in _words(text, variables):
+        if match := CONFIG.fullmatch(word):
+            options[f"hydra.{match[1]}"] = match[2]
+        elif match := OPTION.fullmatch(word):
+            options[match[1]] = _value(match[2])
+        elif match := DELETED.fullmatch(word):
+            options[match[1]] = None
+        elif match := VARIABLE.fullmatch(word):
+            if any("hydra." not in path for path in options):
+                options[match[1]] = _value(match[2])
+            else:
+                variables[match[1]] = match[2]
+    return options if any("." in path and not path.startswith("hydra.") for path in options) else {}
+
+
+def _words(text: str, variables: dict[str, str]) -> Iterator[str]:
+    """Words as a shell reads them; ``variables`` may grow between two of them."""
+    position = 0
+    while position < len(text):
+        if blank := SPACE.match(text, position):
+            position = blank.end()
+            continue
+        word = ""
+        while position < len(text) and (piece := PIECE.match(text, position)):
+            if piece[3] == "\n":  # a continued line ends the word, too
+                break
+            single, double, escaped, bare, lone = piece.groups()
+            if single is not None:
+                word += single
+            elif double is not None:
+                word += _expanded(re.sub(r'\\(["\\$`])', r"\1", double), variables)
+            elif bare is not None:
+                word += _expanded(bare, variables)
+            else:
+                word += escaped or lone
+            position = piece.end()
+        yield word
+
+
+def _expanded(text: str, variables: dict[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2] or "shell"
+        return variables.get(name, f"${{{name}}}")
+
+    return REFERENCE.sub(value, text)
+
+
+def _value(text: str) -> Any:
+    try:
+        return plain_yaml(text) if text else ""
+    except yaml.YAMLError:
+        return text

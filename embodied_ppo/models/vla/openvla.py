@@ -1,0 +1,440 @@
+"""OpenVLA and OpenVLA-OFT: two vision towers, a projector and Llama, whose last 256 words are bins of an action.
+
+B rows, K cameras, P visual tokens (of all cameras), L tokens of a prompt, S = P + L all that comes before an action,
+A action tokens (C·A of a chunk), D size of a hidden state. The weights and modules are transformers'
+(Dinov2WithRegistersModel, SiglipVisionModel, LlamaForCausalLM), the forward pass is ours: no code of a checkpoint is
+run (trust_remote_code, which ignores the picture under transformers 4.50 and later: openvla/openvla#346), no timm, no
+torchvision.
+
+What a row is (Kim et al. 2024, "OpenVLA"; arXiv 2406.09246), each line's tokens side by side::
+
+    BOS | P visual tokens | prompt, ends with the empty word 29871 | action tokens                  causal
+    BOS | P visual tokens | prompt, ends with the empty word 29871 | C·A zeros | end of sequence    sees everything
+
+The second one is OpenVLA-OFT's parallel decoding (Kim et al. 2025; arXiv 2502.19645). In both, the hidden state
+*before* an action token (or its placeholder) predicts it. Padding on the left of a prompt lies between picture and
+words here: it is never seen and takes no position, so that this changes nothing.
+
+``openvla_checkpoint`` reads and writes the published files; where these facts are from is said there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from embodied_ppo.core.types import ConfigError
+from embodied_ppo.models.causal_lm import Aside, Attend, Decoder
+from embodied_ppo.models.checkpoint_files import refusing
+
+BOS, STOP, EMPTY = 1, 2, 29871
+"""Llama 2's words: begin and end of sequence, and the empty one between "Out:" and the action."""
+MEANS = (0.485, 0.456, 0.406, 0.5, 0.5, 0.5)
+"""Of the six channels, three for each tower: ImageNet's for DINOv2, then SigLIP's; pixels lie in [0, 1]."""
+DEVIATIONS = (0.229, 0.224, 0.225, 0.5, 0.5, 0.5)
+
+
+# ------------------------------------------------------------------------------------------------------- configuration
+@dataclass(frozen=True, kw_only=True)
+class TowerConfig:
+    """Sizes of a vision transformer."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    intermediate_size: int
+    """Of the perceptron in a layer; DINOv2: a multiple of hidden_size."""
+    patch_size: int = 14
+    """Pixels."""
+
+
+DINO = TowerConfig(hidden_size=1024, layers=24, heads=16, intermediate_size=4096)
+"""timm's vit_large_patch14_reg4_dinov2."""
+SIGLIP = TowerConfig(hidden_size=1152, layers=27, heads=16, intermediate_size=4304)
+"""timm's vit_so400m_patch14_siglip_224 and _384."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenVLAConfig:
+    """Sizes of everything. Raises ConfigError where they do not fit."""
+
+    text: Mapping[str, Any]
+    """transformers' LlamaConfig's fields; what is missing is Llama 2 7B's, as for the published code."""
+    dino: TowerConfig = DINO
+    siglip: TowerConfig = SIGLIP
+    vision_backbone_id: str = "dinosiglip-vit-so-224px"
+    image_size: int = 224
+    """Side of the square that images are resized to, pixels."""
+    registers: int = 4
+    """DINOv2's register tokens."""
+    action_bins: int = 256
+    """Ids of actions, the last ones of the vocabulary before its padding."""
+    pad_to_multiple_of: int = 64
+    """Ids at the end of text's vocab_size that are no words."""
+    pad_token_id: int = 32000
+    norm_stats: Mapping[str, Any] = field(default_factory=dict)
+    """{dataset: {action: {q01, q99, mask}}}, see ``ActionTokens.of``."""
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of config.json that nothing here reads; ``save`` writes them back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Without padding: 32000."""
+        return int(self.text.get("vocab_size", 32000)) - self.pad_to_multiple_of
+
+    @property
+    def grid(self) -> int:
+        """Patches along a side."""
+        return self.image_size // self.dino.patch_size
+
+    def __post_init__(self) -> None:
+        for name, tower in (("dino", self.dino), ("siglip", self.siglip)):
+            where = f"vision_sizes.{name}"
+            for size, value in vars(tower).items():
+                if type(value) is not int or value < 1:
+                    raise ConfigError(f"{where}.{size}={value} must be a whole number, at least 1")
+            if tower.hidden_size % tower.heads:
+                raise ConfigError(
+                    f"{where}.heads={tower.heads} must divide {where}.hidden_size={tower.hidden_size}; change either"
+                )
+            if tower.layers < 2:
+                raise ConfigError(f"{where}.layers={tower.layers} must be at least 2: the second-to-last is read")
+        if self.dino.intermediate_size % self.dino.hidden_size:
+            raise ConfigError(
+                f"vision_sizes.dino.intermediate_size={self.dino.intermediate_size} must be a multiple of "
+                f"vision_sizes.dino.hidden_size={self.dino.hidden_size}, as DINOv2's are"
+            )
+        if self.image_size // self.siglip.patch_size != self.grid or not self.grid:
+            raise ConfigError(
+                f"image_size={self.image_size}: patches of {self.dino.patch_size} and {self.siglip.patch_size} pixels "
+                "must give both towers the same number, at least 1; choose equal patch_size"
+            )
+        lowest = max(EMPTY + 1, self.action_bins + 3)
+        if self.vocab_size < lowest:
+            raise ConfigError(
+                f"text_config.vocab_size={self.text.get('vocab_size', 32000)} less pad_to_multiple_of="
+                f"{self.pad_to_multiple_of} leaves {self.vocab_size} words but must leave at least {lowest}: prompts "
+                f"hold word {EMPTY}, actions are the last {self.action_bins}; Llama 2 has 32000"
+            )
+        if self.action_bins < 2:
+            raise ConfigError(f"n_action_bins={self.action_bins} must be at least 2; published models have 256")
+        if not 0 <= self.pad_token_id < self.vocab_size + self.pad_to_multiple_of:
+            raise ConfigError(f"pad_token_id={self.pad_token_id} must be an id of text_config.vocab_size; use 32000")
+        if self.text.get("tie_word_embeddings"):
+            raise ConfigError("text_config.tie_word_embeddings=true: Llama 2 has a head of its own; set it to false")
+
+
+# ---------------------------------------------------------------------------------------------------------------- body
+class Projector(nn.Module):
+    """Features of both towers -> visual tokens."""
+
+    def __init__(self, features: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(features, 4 * features, dtype=dtype, device=device)
+        self.fc2 = nn.Linear(4 * features, hidden_size, dtype=dtype, device=device)
+        self.fc3 = nn.Linear(hidden_size, hidden_size, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., features] -> [.., D]."""
+        return self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(x)))))
+
+
+class Trunk(Decoder):
+    """Llama's layers, of what sees more than what came before."""
+
+    def masked(self, seen: Tensor, place: Tensor | None) -> Attend:
+        """``seen`` bool [B, 1, S or 1, S]: the keys each query sees; ``place`` int64 [R]: the last layer's queries."""
+        few = seen if place is None or seen.shape[2] == 1 else seen[:, :, place]
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.attention[i](q, k, v, few if i == len(self.attention) - 1 else seen)
+
+        return attend
+
+
+class Embedded(NamedTuple):
+    """Embeddings and what is padding among them.
+
+    x         [B, S, D]
+    valid     bool [B, S]
+    position  int64 [B, S]  0, 1, .. of what is valid, arbitrary elsewhere
+    """
+
+    x: Tensor
+    valid: Tensor
+    position: Tensor
+
+    def plus(self, x: Tensor) -> Embedded:
+        """Followed by [B, n, D] without padding."""
+        more = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        valid = torch.cat((self.valid, more), dim=1)
+        return Embedded(torch.cat((self.x, x.to(self.x.dtype)), dim=1), valid, valid.cumsum(1) - 1)
+
+    def seen(self, causal: bool) -> Tensor:
+        """bool [B, 1, S, S] or, where every query sees the same, [B, 1, 1, S]."""
+        keys = self.valid[:, None, None]
+        if not causal:
+            return keys
+        size = self.valid.shape[1]
+        return keys & torch.ones(size, size, dtype=torch.bool, device=keys.device).tril()
+
+
+@dataclass
+class Cache:
+    """Keys and values of what was read, with room for more. ``OpenVLABody.step`` writes into it.
+
+    key, value  per layer [B, heads, S + room, d]
+    valid       bool [B, S + room]
+    position    int64 [B]  of the next token
+    length      columns in use
+    """
+
+    key: list[Tensor]
+    value: list[Tensor]
+    valid: Tensor
+    position: Tensor
+    length: int
+
+
+class OpenVLABody(nn.Module):
+    """Pictures and prompt -> hidden states that predict action tokens, and their logits.
+
+    Parameters that nothing reads are frozen but kept, as a checkpoint holds them: the towers' last layer and what
+    follows it. ``train`` changes nothing: dropout would make log-probabilities noise.
+    """
+
+    def __init__(
+        self, config: OpenVLAConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
+        """New weights; ``load`` reads a checkpoint's. Raises ConfigError where transformers is missing or refuses."""
+        super().__init__()
+        self.config = config
+        models = _models(config, dtype, device)
+        self.dino: Any = models[0]
+        self.siglip: Any = models[1]
+        self.language_model: Any = models[2]
+        size = self.language_model.config.hidden_size
+        features = config.dino.hidden_size + config.siglip.hidden_size
+        self.projector = Projector(features, size, dtype=dtype, device=device)
+        self.trunk = Aside(Trunk(self.language_model.model))
+        # timm's DINOv2 masks nothing and adds no position to its class token
+        self.dino.embeddings.mask_token = None
+        with torch.no_grad():
+            self.dino.embeddings.position_embeddings[:, 0] = 0
+        unread = [self.dino.encoder.layer[-1], self.dino.layernorm]
+        unread += [self.siglip.encoder.layers[-1], self.siglip.post_layernorm, self.siglip.head]
+        for module in unread:
+            module.requires_grad_(False)
+        self.eval()
+
+    @property
+    def recompute(self) -> bool:
+        """Keep no layer's inside for the backward pass but compute it again: less memory, a third more time."""
+        return self.trunk.module.recompute
+
+    @recompute.setter
+    def recompute(self, value: bool) -> None:
+        self.trunk.module.recompute = value
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return self.trunk.module.hidden_size
+
+    def train(self, mode: bool = True) -> OpenVLABody:
+        """See the class."""
+        return super().train(False)
+
+    # -------------------------------------------------------------------------------------------------------- picture
+    def pixels(self, images: Tensor) -> Tensor:
+        """uint8 [N, 3, H, W] -> float32 [N, 6, image_size, image_size]: normalised for DINOv2, then for SigLIP.
+
+        Resized as Pillow's cubic filter does, to a level: first the width, then the height, whole numbers between.
+        """
+        side, x = self.config.image_size, images.float()
+        for size in ((x.shape[-2], side), (side, side)):
+            if x.shape[-2:] != size:
+                x = F.interpolate(x, size, mode="bicubic", antialias=True, align_corners=False).round().clamp(0, 255)
+        channels = [(x[:, c % 3] / 255 - MEANS[c]) / DEVIATIONS[c] for c in range(6)]
+        return torch.stack(channels, dim=1)
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """float32 [N, 6, ..] -> [N, patches, D of both]: out of the second-to-last layers, not normalised."""
+        return torch.cat((self._dino(pixels[:, :3]), self._siglip(pixels[:, 3:])), dim=-1)
+
+    def _dino(self, pixels: Tensor) -> Tensor:
+        e = self.dino.embeddings
+        x = e.patch_embeddings(pixels) + e.position_embeddings[:, 1:]
+        prefix = torch.cat((e.cls_token, e.register_tokens), dim=1).expand(len(x), -1, -1).to(x.dtype)
+        x = self._layers(self.dino.encoder.layer[:-1], torch.cat((prefix, x), dim=1))
+        return x[:, prefix.shape[1] :]
+
+    def _siglip(self, pixels: Tensor) -> Tensor:
+        e = self.siglip.embeddings
+        x = e.patch_embedding(pixels.to(e.patch_embedding.weight.dtype)).flatten(2).transpose(1, 2)
+        return self._layers(self.siglip.encoder.layers[:-1], x + e.position_embedding.weight)
+
+    def _layers(self, layers: Iterable[Any], x: Tensor) -> Tensor:
+        for layer in layers:
+            again = self.recompute and torch.is_grad_enabled()
+            x = checkpoint(layer, x, None, use_reentrant=False) if again else layer(x, None)
+        return x
+
+    def vision(self, images: Tensor) -> Tensor:
+        """uint8 [B, 3, H, W], or [B, K, 3, H, W] of several cameras -> visual tokens [B, P, D], a camera's together."""
+        cameras = images.shape[1] if images.ndim == 5 else 1
+        x = self.projector(self.features(self.pixels(images.reshape(-1, *images.shape[-3:]))))
+        return x.unflatten(0, (-1, cameras)).flatten(1, 2)
+
+    # --------------------------------------------------------------------------------------------------------- hidden
+    def inputs_embeds(self, images: Tensor, ids: Tensor, mask: Tensor) -> Embedded:
+        """``read`` of what ``vision`` makes of uint8 images."""
+        return self.read(self.vision(images), ids, mask)
+
+    def read(self, visual: Tensor, ids: Tensor, mask: Tensor) -> Embedded:
+        """BOS, the visual tokens [B, P, D], the prompt's other tokens; S = P + L.
+
+        int64 ids [B, L] and bool mask [B, L] of ``encode_prompts``: each row's first token is BOS, its last one is in
+        the last column.
+        """
+        mask = mask.bool()
+        words = self._embed(ids)
+        bos = self._embed(torch.full_like(ids[:, :1], BOS))
+        first = mask & (mask.cumsum(1) == 1)
+        valid = torch.ones(len(ids), 1 + visual.shape[1], dtype=torch.bool, device=ids.device)
+        valid = torch.cat((valid, (mask & ~first)[:, 1:]), dim=1)
+        return Embedded(torch.cat((bos, visual.to(words.dtype), words[:, 1:]), dim=1), valid, valid.cumsum(1) - 1)
+
+    def hidden(
+        self, images: Tensor, ids: Tensor, mask: Tensor, actions: Tensor | None = None, *, placeholders: int = 0
+    ) -> Tensor:
+        """``predict`` after uint8 images and prompts."""
+        return self.predict(self.inputs_embeds(images, ids, mask), actions, placeholders=placeholders)
+
+    def predict(self, before: Embedded, actions: Tensor | None = None, *, placeholders: int = 0) -> Tensor:
+        """Hidden states [B, A, D] before each action token; with gradient. One of these:
+
+        ``actions`` int [B, A], bins: teacher forcing, each token sees what came before. (The last one's value is not
+        read: [B, 1] gives what predicts the first one, of the prompt alone.)
+        ``placeholders`` C·A: parallel decoding, every position sees all. One chunk's rows of A dimensions follow each
+        other.
+        """
+        rows, device = len(before.x), before.x.device
+        if actions is not None:
+            assert placeholders == 0
+            count = actions.shape[1]
+            whole = before.plus(self._embed(self._id(actions[:, :-1])))
+        else:
+            assert placeholders > 0
+            count = placeholders
+            stop = self._embed(torch.full((rows, 1), STOP, device=device))
+            whole = before.plus(F.pad(stop, (0, 0, placeholders, 0)))
+        place = before.x.shape[1] - 1 + torch.arange(count, device=device)
+        attend = self.trunk.module.masked(whole.seen(causal=actions is not None), place)
+        return self.trunk.module.run(whole.x, whole.position, attend, place.expand(rows, -1))
+
+    @torch.no_grad()
+    def prefill(self, images: Tensor, ids: Tensor, mask: Tensor, *, room: int) -> tuple[Tensor, Cache]:
+        """``begin`` after uint8 images and prompts."""
+        return self.begin(self.inputs_embeds(images, ids, mask), room=room)
+
+    @torch.no_grad()
+    def begin(self, whole: Embedded, *, room: int) -> tuple[Tensor, Cache]:
+        """Hidden states [B, D] before the first action token, and a cache for ``room`` tokens that may follow."""
+        trunk, size = self.trunk.module, whole.x.shape[1]
+        place = torch.tensor([size - 1], device=whole.x.device)
+        masked = trunk.masked(whole.seen(causal=True), place)
+        position = whole.position[:, -1] + 1
+        cache = Cache([], [], F.pad(whole.valid, (0, room), value=True), position, size)
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache.key.append(F.pad(k, (0, 0, 0, room)))
+            cache.value.append(F.pad(v, (0, 0, 0, room)))
+            return masked(i, q, k, v)
+
+        return trunk.run(whole.x, whole.position, attend, place.expand(len(whole.x), -1))[:, 0], cache
+
+    @torch.no_grad()
+    def step(self, bins: Tensor, cache: Cache) -> Tensor:
+        """After actions int [B]: hidden states [B, D] before the next ones."""
+        trunk, now, end = self.trunk.module, cache.length, cache.length + 1
+        assert end <= cache.valid.shape[1]
+        seen = cache.valid[:, None, None, :end]
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache.key[i][:, :, now:end] = k
+            cache.value[i][:, :, now:end] = v
+            return trunk.attention[i](q, cache.key[i][:, :, :end], cache.value[i][:, :, :end], seen)
+
+        x = self._embed(self._id(bins).unsqueeze(1))
+        hidden = trunk.run(x, cache.position.unsqueeze(1), attend, None)[:, 0]
+        cache.length, cache.position = end, cache.position + 1
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., D] -> float32 [.., bins] at temperature 1, column k for bin k: h·W of the action ids alone.
+
+        Equals the logits of the whole vocabulary with all but the actions' left out.
+        """
+        last = self.config.vocab_size
+        weight = self.language_model.lm_head.weight[last - self.config.action_bins : last]
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), weight.float()).flip(-1)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self.language_model.model.embed_tokens(ids)
+
+    def _id(self, bins: Tensor) -> Tensor:
+        return self.config.vocab_size - 1 - bins.long()
+
+
+def _models(config: OpenVLAConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, Any, Any]:
+    """transformers' DINOv2, SigLIP and Llama."""
+    try:
+        from transformers import (
+            AutoModel,
+            AutoModelForCausalLM,
+            Dinov2WithRegistersConfig,
+            LlamaConfig,
+            SiglipVisionConfig,
+        )
+    except ImportError as error:
+        raise ConfigError(f"OpenVLA needs transformers ({error}): pip install 'embodied-ppo[vla]'") from error
+    dino, siglip = config.dino, config.siglip
+    text = {name: value for name, value in config.text.items() if name not in ("model_type", "torch_dtype", "dtype")}
+    with refusing("text_config or vision_sizes: transformers refuses: ", kind=True):
+        configs: list[Any] = [
+            Dinov2WithRegistersConfig(
+                hidden_size=dino.hidden_size,
+                num_hidden_layers=dino.layers,
+                num_attention_heads=dino.heads,
+                mlp_ratio=dino.intermediate_size // dino.hidden_size,
+                image_size=config.image_size,
+                patch_size=dino.patch_size,
+                num_register_tokens=config.registers,
+                layer_norm_eps=1e-6,
+                hidden_act="gelu",
+            ),
+            # timm's SigLIP has the exact GELU, transformers' its approximation by tanh
+            SiglipVisionConfig(
+                hidden_size=siglip.hidden_size,
+                num_hidden_layers=siglip.layers,
+                num_attention_heads=siglip.heads,
+                intermediate_size=siglip.intermediate_size,
+                image_size=config.image_size,
+                patch_size=siglip.patch_size,
+                layer_norm_eps=1e-6,
+                hidden_act="gelu",
+            ),
+            LlamaConfig(**text),
+        ]
+        with torch.device(device):
+            towers = [AutoModel.from_config(c, dtype=dtype, trust_remote_code=False) for c in configs[:2]]
+            llama = AutoModelForCausalLM.from_config(configs[2], dtype=dtype, trust_remote_code=False)
+    return towers[0], towers[1], llama

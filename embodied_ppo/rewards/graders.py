@@ -1,0 +1,378 @@
+"""How good a response is: graders, built in or found by their name, and one grade from whatever they return.
+
+A grader is verl's ``compute_score``: ``(data_source, solution_str, ground_truth, extra_info) -> float | dict``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import logging
+import math
+import pkgutil
+import re
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from embodied_ppo.core.errors import ConfigError, choose  # not from types: a worker starts without torch
+from embodied_ppo.rewards.answers import (
+    NUMBER,
+    adds_meaning,
+    boxed_answers,
+    constant_sides,
+    final_statement,
+    plain_latex,
+    read_number,
+    spell_number,
+)
+
+if TYPE_CHECKING:  # worker processes start without torch
+    from embodied_ppo.data.prompts import Prompt
+
+Grader: TypeAlias = Callable[..., Any]
+"""Called with the keywords data_source, solution_str, ground_truth (texts) and extra_info (a dictionary)."""
+Sample: TypeAlias = tuple[str, str, str, dict[str, Any]]
+"""(data_source, response, ground_truth, extra_info)."""
+
+
+LARGEST = 1e30
+"""Scores are below it: they become float32."""
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What a grader says of one response.
+
+    answer   what was read from the response, in one spelling; None: nothing, or the grader does not say
+    correct  whether the answer is right, format_ok: whether it stood where it should; None: the grader does not say
+    failed   the grader crashed, took too long or gave no score; score is 0 then
+    extra    its other numbers
+    """
+
+    score: float
+    answer: str | None = None
+    correct: bool | None = None
+    format_ok: bool | None = None
+    failed: bool = False
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+FAILED = Grade(0.0, failed=True)
+
+
+# ---------------------------------------------------------------------------------------------------- built-in graders
+_SIGN = "(?P<sign>[-+\N{MINUS SIGN}]?)"
+_DIGITS = r"(?P<digits>[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
+_ANYWHERE = re.compile(rf"(?:(?<![\w)]){_SIGN})?[$€£]?{_DIGITS}")
+_GOLD = re.compile(rf"\s*{_SIGN}[$€£]?(?P<digits>{NUMBER})\s*%?\s*")
+
+
+def _number(match: re.Match[str]) -> str:
+    return spell_number(match["digits"], match["sign"] or "")
+
+
+def _gold(ground_truth: str) -> str:
+    match = _GOLD.fullmatch(ground_truth)
+    if not match:
+        raise ValueError(f"ground_truth = {ground_truth[:60]!r} is no number; use exact or math_verify")
+    return _number(match)
+
+
+def _verdict(answer: str | None, right: bool, **more: Any) -> dict[str, Any]:
+    return {"score": float(right), "acc": right, "pred": answer, **more}
+
+
+def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+    """1 if the response is the true answer, but for white space."""
+    answer = " ".join(solution_str.split())
+    return _verdict(answer, answer == " ".join(ground_truth.split()))
+
+
+def gsm8k_strict(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+    """verl's default for GSM8K: the last ``#### number`` of the last 300 characters, as text without commas.
+
+    As there, ``#### 72.``, ``#### 72.00``, ``#### $72`` and ``####72`` are not 72: see ``gsm8k_numeric``.
+    """
+    found = re.findall(r"#### (\-?[0-9\.\,]+)", solution_str[-300:])
+    answer = found[-1].replace(",", "") if found else None
+    return _verdict(answer, answer == ground_truth.strip().replace(",", ""), format=bool(found))
+
+
+def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+    """The last number anywhere, whatever stands around it, by value.
+
+    verl's does not remove commas, keeps a full stop behind the number and reads the last 300 characters only.
+    """
+    found = list(_ANYWHERE.finditer(solution_str))
+    answer = _number(found[-1]) if found else None
+    return _verdict(answer, answer == _gold(ground_truth))
+
+
+def gsm8k_numeric(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+    """Compare by value the one number that the final statement has: the paragraph after the last ``####``.
+
+    ``#### 72.00``, ``####72``, ``#### $72`` and ``#### x = 72`` are 72. A statement with another number, an operator,
+    a range, an alternative or a magnitude (``72 or 7``, ``72/5``, ``72 million``) has no answer.
+    """
+    statement = final_statement(solution_str)
+    answer = read_number(statement) if statement is not None else None
+    return _verdict(answer, answer == _gold(ground_truth), format=answer is not None)
+
+
+def math_verify(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+    """Compare as mathematics, by package math-verify: the contents of all boxes, or the last expression without a box.
+
+    Several boxes are right if each of them is. A percent sign is a unit: ``\\boxed{50\\%}`` is 50 and not 0.5. Words
+    and relations that the true answer lacks (``7 \\text{ million}``, ``7 \\approx 12``) make an answer wrong.
+    """
+    truth = plain_latex(ground_truth)
+    gold = _parse(truth if re.search(r"(?<!\\)\$|\\boxed", truth) else f"\\boxed{{{truth}}}")
+    if not gold:
+        raise ValueError(f"ground_truth = {ground_truth[:60]!r} cannot be read by math-verify; use exact")
+    boxes = list(dict.fromkeys(map(plain_latex, boxed_answers(solution_str))))
+    if boxes:
+        plain = not any(adds_meaning(box, truth) for box in boxes)
+        right = plain and all(_is_equal(gold, truth, box) for box in boxes)
+        parsed = _parse(f"\\boxed{{{boxes[-1]}}}") if right or (plain and len(boxes) == 1) else []
+    else:
+        response = plain_latex(solution_str)
+        last = re.search(r"[0-9$\\].*\Z", response.rstrip().rpartition("\n")[2])
+        parsed = [] if last and adds_meaning(last[0], truth) else _parse(response)
+        right = _verify(gold, parsed)
+    return _verdict(str(parsed[0]) if parsed else None, right)
+
+
+def _parse(latex: str) -> list[Any]:
+    """What math-verify reads; without its time limits, which need the main thread."""
+    from math_verify import parse
+
+    return parse(latex, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+
+
+def _verify(gold: list[Any], parsed: list[Any]) -> bool:
+    from math_verify import verify
+
+    return bool(parsed) and verify(gold, parsed, timeout_seconds=None)
+
+
+def _is_equal(gold: list[Any], truth: str, box: str) -> bool:
+    """Whether the content of a box, and each constant side of it where it is an equation, equals the true answer."""
+    return all(_verify(gold, _parse(f"\\boxed{{{side}}}")) for side in [box, *constant_sides(box, truth)])
+
+
+DEFAULTS: dict[str, Grader] = {"openai/gsm8k": gsm8k_numeric}
+"""data_source -> its grader, unless asked otherwise."""
+
+
+def auto(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+    """The grader that DEFAULTS has for the data source. Raises ConfigError where there is none."""
+    if data_source not in DEFAULTS:
+        raise ConfigError(f"data_source = {data_source!r} has no grader of its own; name one of {', '.join(GRADERS)}")
+    return DEFAULTS[data_source](data_source, solution_str, ground_truth, extra_info)
+
+
+_BUILT_IN = (auto, exact, gsm8k_strict, gsm8k_flexible, gsm8k_numeric, math_verify)
+GRADERS: dict[str, Grader] = {grader.__name__: grader for grader in _BUILT_IN}
+
+
+def is_cheap(spec: str | Grader) -> bool:
+    """Whether a grader is ours, and too simple to crash or hang."""
+    return spec in GRADERS and spec != "math_verify"
+
+
+# ------------------------------------------------------------------------------------------------------- by their name
+def resolve(spec: str | Grader) -> Grader:
+    """The grader that ``spec`` names, to be called with keywords; an async one runs on an event loop of its own.
+
+    A built-in's name, ``module:function``, ``/path/file.py:function`` or ``/path/file.py`` (``compute_score`` in it),
+    or the function itself (one that can be pickled, where it goes to worker processes). Raises ConfigError.
+    """
+    found, label = (spec, f"reward.grader = {spec!r}") if callable(spec) else _named(spec)
+    words = ("data_source", "solution_str", "ground_truth", "extra_info")
+    try:
+        inspect.signature(found).bind(**dict.fromkeys(words))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{label}: {error}; it is called with the keywords {', '.join(words)}") from error
+    if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004
+        return _synchronous(found)
+    return found
+
+
+def _synchronous(grader: Grader) -> Grader:
+    import asyncio
+
+    runner = asyncio.Runner()  # one loop: a grader's connections live in it
+
+    def call(**sample: Any) -> Any:
+        try:
+            return runner.run(grader(**sample))
+        except asyncio.CancelledError as error:  # no Exception, and nobody else's
+            raise RuntimeError("the grader was cancelled") from error
+
+    weakref.finalize(call, runner.close)
+    return call
+
+
+def _named(spec: str) -> tuple[Grader, str]:
+    """The function and ``grader = name`` for messages."""
+    label = f"reward.grader = {spec}"
+    if spec in GRADERS:
+        if spec == "math_verify":
+            logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limits that are off
+            try:
+                math_verify("", "1", "1")  # loads it, which is not the first sample's time
+            except ImportError as error:
+                raise ConfigError(f"{label}: needs a package ({error}); pip install math-verify") from error
+        return GRADERS[spec], label
+    place, _, name = (spec + ":compute_score" if spec.endswith(".py") else spec).rpartition(":")
+    if not place or not name:
+        there = choose(spec, list(GRADERS), "there are: ")
+        raise ConfigError(f"{label}: no such grader; {there}, module:function and FILE.py:function")
+    try:
+        module = _file(Path(place).expanduser(), label) if place.endswith(".py") else _module(place, label)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{label}: {place} cannot be imported ({_cause(error)}); mend it") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        what = "is no function" if hasattr(module, name) else "is not there"
+        raise ConfigError(f"{label}: {name} {what}; {choose(name, there, f'in {place}: ')}")
+    return found, label
+
+
+def _file(path: Path, label: str) -> ModuleType:
+    if not path.is_file():
+        there = sorted(p.name for p in path.parent.glob("*.py"))
+        raise ConfigError(f"{label}: {path} is no file; {choose(path.name, there, 'in its folder: ')}")
+    name = f"embodied_ppo_grader_{path.stem}"
+    plan = importlib.util.spec_from_file_location(name, path)
+    assert plan is not None and plan.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(plan)
+    plan.loader.exec_module(module)
+    return module
+
+
+def _module(name: str, label: str) -> ModuleType:
+    try:
+        return pkgutil.resolve_name(f"{name}:")
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise  # one that it imports
+        above, _, last = str(error.name).rpartition(".")
+        there = [m.name for m in pkgutil.iter_modules(sys.modules[above].__path__ if above else None)]
+        near = "".join(f"did you mean {n}? " for n in difflib.get_close_matches(last, there, n=1))
+        raise ConfigError(f"{label}: no module {error.name}; {near}set PYTHONPATH, or name FILE.py:NAME") from error
+
+
+# ------------------------------------------------------------------------------------------------------------ one grade
+def _cause(error: BaseException) -> str:
+    """Type, text and place of an exception in one line."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and f.filename[0] != "<"]
+    at = f", {Path(frames[-1].filename).name} line {frames[-1].lineno}" if frames else ""
+    try:
+        text = str(error)
+    except Exception:  # the exception is of a class of the user's, whose __str__ may raise anything
+        text = "(an exception that cannot tell its text)"
+    return " ".join(f"{type(error).__name__}: {text}".split())[:300] + at
+
+
+def _real(name: str, value: Any) -> float:
+    value = value.item() if hasattr(value, "item") else value  # NumPy's and torch's scalars
+    if not isinstance(value, Real) or not abs(float(value)) < LARGEST:
+        raise ValueError(f"{name} = {str(value)[:60]!r} of the grader is no finite number below {LARGEST:g}")
+    return float(value)
+
+
+def as_grade(result: Any) -> Grade:
+    """What a grader returned: a number, a bool, or a dictionary with "score".
+
+    A dictionary may have "pred" or "answer", "acc" or "correct" (right where >= 1) and "format"; its other numbers go
+    to ``extra``, its other entries nowhere. Raises ValueError for anything else.
+    """
+    if isinstance(result, bool):
+        return Grade(float(result), correct=result)
+    if not isinstance(result, Mapping):
+        return Grade(_real("result", result))
+    rest = dict(result)
+    if "score" not in rest:
+        raise ValueError(f"the grader's dictionary has no 'score'; its keys: {', '.join(map(str, rest)) or 'none'}")
+
+    def take(*names: str) -> Any:
+        return next((v for v in [rest.pop(n, None) for n in names] if v is not None), None)
+
+    score, answer = _real("score", rest.pop("score")), take("pred", "answer")
+    right, form = take("acc", "correct"), take("format")
+    more = {str(k): v for k, v in rest.items() if isinstance(v, Real) or getattr(v, "shape", None) == ()}
+    return Grade(
+        score,
+        answer=None if answer is None else " ".join(str(answer).encode(errors="replace").decode().split()),
+        correct=None if right is None else _real("acc", right) >= 1,
+        format_ok=None if form is None else _real("format", form) >= 1,
+        extra={k: float(v) for k, v in more.items() if math.isfinite(float(v))},
+    )
+
+
+def judge(grader: Grader, sample: Sample) -> tuple[Grade, str | None]:
+    """The grade of one sample, and the cause where the grader failed."""
+    source, response, truth, extra = sample
+    try:
+        result = grader(data_source=source, solution_str=response, ground_truth=truth, extra_info=extra)
+        return as_grade(result), None
+    except (Exception, SystemExit) as error:
+        return FAILED, _cause(error)
+
+
+class Graders(Protocol):
+    """What judges responses: a pool of rule graders, or a reward model."""
+
+    @property
+    def failures(self) -> int:
+        """Samples that could not be graded, so far."""
+        ...
+
+    @property
+    def last_failure(self) -> str | None: ...
+
+    def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
+        """One grade per sample; prompts[i] is what sample i answers."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WithFormat:
+    """Graders that add ``weight`` to the score where the whole response matches a pattern."""
+
+    def __init__(self, inner: Graders, pattern: re.Pattern[str], weight: float) -> None:
+        self.inner, self.pattern, self.weight = inner, pattern, weight
+
+    @property
+    def failures(self) -> int:
+        return self.inner.failures
+
+    @property
+    def last_failure(self) -> str | None:
+        return self.inner.last_failure
+
+    def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
+        """As ``Graders``; right or wrong stays what it was without the format."""
+        grades = []
+        for sample, grade in zip(samples, self.inner.grade(samples, prompts), strict=True):
+            matches = self.pattern.fullmatch(sample[1]) is not None and not grade.failed
+            right = grade.score >= 1 if grade.correct is None else grade.correct
+            score = grade.score + self.weight * matches
+            grades.append(replace(grade, score=score, correct=right, format_ok=matches))
+        return grades
+
+    def close(self) -> None:
+        self.inner.close()

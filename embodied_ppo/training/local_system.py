@@ -1,0 +1,66 @@
+"""LocalSystem: experience, policy and learner in this one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from embodied_ppo.core.types import Learner, Metrics, Policy, Trajectory
+from embodied_ppo.training import checkpoint
+from embodied_ppo.training.system import Collector, Records, Result, RunSystem, resume
+
+
+class LocalSystem(RunSystem):
+    """Without copies: acting and learning share one set of weights."""
+
+    def __init__(
+        self,
+        records: Records,
+        *,
+        policy: Policy | nn.Module,
+        rollout: Collector,
+        learner: Learner,
+        count: Callable[[Trajectory], int],
+        measure: Callable[[], Result],
+        publish: Callable[[int], None] = lambda version: None,
+    ) -> None:
+        """``count``: how much experience a trajectory is, in ``records.unit``. ``measure`` evaluates. ``publish`` hears
+        every new version."""
+        super().__init__(records)
+        assert isinstance(policy, nn.Module)
+        self.module, self.rollout, self.learner = policy, rollout, learner
+        self.count, self.measure, self._publish = count, measure, publish
+
+    def collect(self, horizon: int, *, update: int) -> tuple[Trajectory, Metrics]:
+        return self.rollout.collect(horizon, update=update, version=self.version)
+
+    def update(self, experience: Trajectory, *, update: int) -> Metrics:
+        lag = self.version - experience.version.double().mean().item()
+        metrics = self.learner.update(experience, update=update) | {"rollout/version_lag": lag}
+        self.steps += self.count(experience)
+        return metrics
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        self._publish(version)
+
+    def _measure(self) -> Result:
+        return self.measure()
+
+    def _save(self, update: int, rest: Mapping[str, Any]) -> Path:
+        training = {"learner": self.learner.state(), "rollout": self.rollout.state()}
+        policy = self.module.state_dict()
+        return checkpoint.save(self.records.checkpoints, update=update, policy=policy, training=training, **rest)
+
+    def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
+        resume(source, notice, policy=self.module, rollout=self.rollout, learner=self.learner)
+
+    def cpu_s(self) -> dict[str, float]:
+        return {"process": 0.0, **self.rollout.cpu_s, **self.learner.cpu_s}
+
+    def close(self) -> None:
+        self.rollout.close()
+        self.learner.close()

@@ -1,0 +1,225 @@
+"""From Gymnasium's spaces and numpy arrays to our specs and tensors: the part that every numpy simulator shares."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from embodied_envs.adapters.actions import mapper
+from embodied_ppo.core.errors import choose
+from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, Discrete, EnvError, Obs, ObsSpec
+
+Leaf = Callable[[Any], Tensor]
+PRIVILEGED = re.compile(r"(^|[_/.])(privileged|priv|critic)([_/.]|$)", re.IGNORECASE)
+"""Names of observations that only a simulator has (Playground: privileged_state, Isaac Lab: critic)."""
+
+
+def selected(names: Sequence[str], keys: Sequence[str] | None, *, id: str) -> list[str]:
+    """Return the observations that ``env.obs_keys`` selects, in the simulator's order.
+
+    Args:
+        names: Flat names ("a/b") of a dictionary of observations; empty where the observation is one array.
+        keys: Names, or the first parts of names ("a" selects "a/b" and "a/c"); None selects all.
+        id: ``env.id``, for messages.
+
+    Raises:
+        EnvError: A key is not there, or ``keys`` is None and a name says that it is privileged.
+    """
+    tops = list(dict.fromkeys(name.partition("/")[0] for name in names))
+    if keys is None:
+        privileged = [name for name in names if PRIVILEGED.search(name)]
+        if privileged:
+            public = [name for name in tops if not any(x.partition("/")[0] == name for x in privileged)]
+            cure = (
+                f"env.obs_keys=[{','.join(public)}]" if 0 < len(",".join(public)) <= 100 else "env.obs_keys=[NAME,..]"
+            )
+            raise EnvError(
+                f"env.id={id}: its observation has {privileged[0]}, which exists in simulation only; write {cure} "
+                "to leave it out, or name it there too"
+            )
+        return list(names)
+    if not names:
+        raise EnvError(f"env.id={id}: env.obs_keys={_listed(keys)}: its observation is one array; leave obs_keys out")
+    if not keys:
+        raise EnvError(f"env.id={id}: env.obs_keys=[] selects nothing; write null for all, or some of {_listed(tops)}")
+    for key in keys:
+        if not any(name == key or name.startswith(f"{key}/") for name in names):
+            raise EnvError(
+                f"env.id={id}: env.obs_keys: {key!r} is not in its observation; {choose(key, tops, 'it has ')}"
+            )
+    return [name for name in names if any(name == key or name.startswith(f"{key}/") for key in keys)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"[{','.join(names)}]"
+
+
+def observations(
+    space: Any, *, id: str, device: torch.device, keys: Sequence[str] | None = None
+) -> tuple[ObsSpec, dict[str, Leaf]]:
+    """Spec of one observation, and by name what makes tensors on ``device`` of its arrays (numpy, leading N).
+
+    float32      as it is, without a copy              float64, integers, bool, MultiBinary   float32
+    uint8        2 or more dimensions: stays uint8     uint8 with 0 or 1 dimension            float32
+    Discrete(n)  one-hot float32 [n]                   numbers, shape ()                      float32 [1]
+    dictionary   dict[str, Tensor]; nested ones get flat names: {"a": {"b": x}} is {"a/b": x}
+
+    One array has the name "". Of a dictionary, ``keys`` selects (see ``selected``).
+    Raises EnvError for Text, Sequence, Graph and other spaces without a fixed shape, and as ``selected``.
+    """
+    if not isinstance(space, Mapping | spaces.Dict):
+        selected((), keys, id=id)
+        spec, leaf = _leaf(space, id=id, device=device)
+        return spec, {"": leaf}
+    flat = _flatten(space)
+    if not flat:
+        raise EnvError(f"env.id={id}: its observation dictionary is empty; wrap the environment to observe something")
+    chosen = selected(list(flat), keys, id=id)
+    pairs = {n: _leaf(flat[n], id=f"{id}, observation {n!r}", device=device) for n in chosen}
+    return {name: spec for name, (spec, _) in pairs.items()}, {name: leaf for name, (_, leaf) in pairs.items()}
+
+
+def reader(leaves: dict[str, Leaf]) -> Callable[[Any], Obs]:
+    """A function from Gymnasium's batch of observations (an array, or nested dictionaries of them) to tensors."""
+    if "" in leaves:
+        return leaves[""]
+    paths = [(name, tuple(name.split("/")), leaf) for name, leaf in leaves.items()]
+    return lambda obs: {name: leaf(_at(obs, path)) for name, path, leaf in paths}
+
+
+def actions(
+    space: Any, *, id: str, mapping: str, device: torch.device
+) -> tuple[ActionSpec, Callable[[Tensor], np.ndarray]]:
+    """Spec of one action, and a function from the policy's batch (on ``device``) to the simulator's numpy batch.
+
+    Box       float32 [N, A] through ``mapping`` (see actions.mapper), then the simulator's shape [N, *shape]
+    Discrete  int64 [N], plus the space's ``start``
+
+    Raises EnvError for every other space.
+    """
+    if isinstance(space, spaces.Discrete):
+        start = int(space.start)
+        if start:
+            return Discrete(int(space.n)), lambda action: action.cpu().numpy() + start
+        return Discrete(int(space.n)), lambda action: action.cpu().numpy()
+    if not isinstance(space, spaces.Box):
+        raise EnvError(
+            f"env.id={id}: action space {_short(space)} is not supported (one Box or one Discrete is); "
+            "wrap the environment so that it takes one vector or one choice"
+        )
+    if not np.issubdtype(space.dtype, np.floating):
+        raise EnvError(
+            f"env.id={id}: its actions are a Box of {space.dtype} (whole numbers), and only a Box of floats or a "
+            "Discrete is supported; wrap the environment so that it takes one choice"
+        )
+    low, high = (np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (space.low, space.high))
+    box = Box(low=tuple(_bound(x) for x in low), high=tuple(_bound(x) for x in high))
+    apply = mapper(mapping, box, device)
+    if len(space.shape) == 1:
+        return box, lambda action: apply(action).detach().cpu().numpy()
+    shape = space.shape
+    return box, lambda action: apply(action).detach().cpu().numpy().reshape(-1, *shape)
+
+
+def check_seeds(id: str, seeds: list[int], num_envs: int) -> None:
+    """Raise EnvError unless there is one seed in [0, 2**31) for each of ``num_envs`` environments."""
+    if len(seeds) != num_envs:
+        raise EnvError(f"env.id={id}: {len(seeds)} seeds for {num_envs} environments; give one each")
+    if wrong := [seed for seed in seeds if not 0 <= seed < 2**31]:
+        raise EnvError(f"env.id={id}: seed {wrong[0]} is outside [0, 2**31); simulators keep seeds in 32 bits")
+
+
+def action_shape(spec: ActionSpec, num_envs: int) -> torch.Size:
+    """Of one step's actions: [N, A] or [N]."""
+    return torch.Size([num_envs] if isinstance(spec, Discrete) else [num_envs, spec.size])
+
+
+def wrong_actions(id: str, action: Tensor, shape: torch.Size) -> EnvError:
+    """What to raise for actions of another shape (C++ would read past their end)."""
+    return EnvError(f"env.id={id}: actions of shape {list(action.shape)}; it takes {list(shape)}, environments first")
+
+
+def picture(frame: np.ndarray, size: tuple[int, int]) -> Tensor:
+    """uint8 [h, w, 3] of any size -> uint8 [H, W, 3] of ``size`` = (H, W), averaging over areas."""
+    image = torch.from_numpy(np.ascontiguousarray(frame))
+    if tuple(image.shape[:2]) == tuple(size):
+        return image
+    chw = image.permute(2, 0, 1)[None].float()
+    return torch.nn.functional.interpolate(chw, size=size, mode="area")[0].permute(1, 2, 0).round().to(torch.uint8)
+
+
+def _leaf(space: Any, *, id: str, device: torch.device) -> tuple[ArraySpec, Leaf]:
+    """Spec and conversion of one array."""
+    if isinstance(space, spaces.Discrete):
+        spec, convert = ArraySpec((int(space.n),)), _one_hot(int(space.n), int(space.start))
+    elif isinstance(space, spaces.Box | spaces.MultiBinary | spaces.MultiDiscrete):
+        shape = tuple(int(n) for n in space.shape)
+        image = space.dtype == np.uint8 and len(shape) > 1
+        spec = ArraySpec(shape or (1,), torch.uint8 if image else torch.float32)
+        convert = _numbers if not shape else _same if image or space.dtype == np.float32 else _to_float
+    else:
+        raise EnvError(
+            f"env.id={id}: observation space {_short(space)} is not supported (Box, Discrete, MultiBinary, "
+            "MultiDiscrete and dictionaries of them are); wrap the environment so that it answers fixed-shape arrays"
+        )
+    if device.type == "cpu":
+        return spec, convert
+    return spec, lambda x: convert(x).to(device, non_blocking=True)
+
+
+def _same(x: np.ndarray) -> Tensor:
+    """Without a copy: simulators hand out an array of their own every step (``checks.check_env`` looks)."""
+    return torch.from_numpy(x)
+
+
+def _to_float(x: np.ndarray) -> Tensor:
+    """numpy converts: after the simulator has emptied the caches, torch's dispatch costs half as much again."""
+    return torch.from_numpy(x.astype(np.float32))
+
+
+def _numbers(x: np.ndarray) -> Tensor:
+    """[N] -> float32 [N, 1]."""
+    return torch.from_numpy(np.array(x, dtype=np.float32).reshape(-1, 1))
+
+
+def _one_hot(n: int, start: int) -> Leaf:
+    """Whole numbers [N] from ``start`` on -> float32 [N, n]."""
+
+    def convert(x: np.ndarray) -> Tensor:
+        index = torch.from_numpy(x.astype(np.int64).reshape(-1, 1) - start)
+        return torch.zeros(index.shape[0], n).scatter_(1, index, 1.0)
+
+    return convert
+
+
+def _flatten(space: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": space}} -> {"a/b": space}, in the space's order."""
+    out: dict[str, Any] = {}
+    for name, leaf in space.items():
+        if isinstance(leaf, Mapping | spaces.Dict):
+            out |= _flatten(leaf, f"{prefix}{name}/")
+        else:
+            out[prefix + name] = leaf
+    return out
+
+
+def _at(obs: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        obs = obs[name]
+    return obs
+
+
+def _bound(x: float) -> float:
+    """A bound as Python's float; what only float32 or float64's largest number bounds is unbounded."""
+    return float(np.sign(x) * np.inf) if abs(x) >= 3.4e38 else float(x)
+
+
+def _short(space: Any) -> str:
+    text = repr(space)
+    return text if len(text) <= 80 else f"{text[:77]}..."

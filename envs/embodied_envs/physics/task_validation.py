@@ -1,0 +1,136 @@
+"""Each function of a task is called once before the first episode, so that a mistake in it is told by name."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodied_envs.adapters.user_code import blamed
+from embodied_envs.physics.engine import Physics
+from embodied_envs.tasks.task import Task
+from embodied_ppo.core.types import EnvError
+
+START = ("qpos", "qvel", "act", "ctrl", "mocap_pos", "mocap_quat")
+"""What ``Task.reset`` may set in the simulator; its other entries are variables of the task."""
+
+
+class Rehearsal:
+    """A task's functions on its first state, with a look at what they answer. Raises EnvError."""
+
+    def __init__(self, id: str, task: Task, physics: Physics, num_envs: int) -> None:
+        """``physics`` shows the task's fields."""
+        self.task, self.physics, self.n = task, physics, num_envs
+        self.where = f"env.id={id}: {type(task).__name__}"
+        self.known = set(physics.fields)
+
+    @contextlib.contextmanager
+    def _calling(self, function: str) -> Iterator[None]:
+        """Whatever the user's function raises is told with its name."""
+        with blamed(f"{self.where}.{function}: "):
+            try:
+                yield
+            except KeyError as error:
+                name = error.args[0] if error.args else "?"
+                cure = "list a field of MuJoCo in the attribute fields, let reset() return a variable of the task"
+                if function == "reward" and name in self.known:
+                    cure = "list it in the attribute before"
+                raise EnvError(f"{self.where}.{function} reads {name!r}, which is not there: {cure}") from error
+
+    def _tensor(self, what: str, x: Any, shape: tuple[int, ...], kind: str = "real") -> None:
+        """``kind``: real, bool, int64 or any."""
+        if not isinstance(x, Tensor):
+            raise EnvError(f"{self.where}.{what} is {type(x).__name__}; it must be a tensor {list(shape)}")
+        if tuple(x.shape) != shape:
+            raise EnvError(f"{self.where}.{what} has shape {list(x.shape)}; it must be {list(shape)}")
+        types = {"real": x.is_floating_point(), "bool": x.dtype == torch.bool, "int64": x.dtype == torch.int64}
+        if not types.get(kind, True):
+            raise EnvError(f"{self.where}.{what} is {x.dtype}; it must be {kind}")
+
+    def start(self, reset: Callable[[], Any]) -> dict[str, Tensor]:
+        """What ``reset`` answers."""
+        with self._calling("reset"):
+            start = reset()
+        if not isinstance(start, Mapping):
+            raise EnvError(f"{self.where}.reset() is {type(start).__name__}; it must be a dictionary of tensors")
+        fields = self.physics.fields
+        for name, x in start.items():
+            what = f"reset()[{name!r}]"
+            if name in START:
+                self._tensor(what, x, tuple(fields[name].shape))
+                if x.dtype != self.physics.dtype:
+                    raise EnvError(
+                        f"{self.where}.{what} is {x.dtype}; it must be {self.physics.dtype}, the dtype that bind() gets"
+                    )
+                continue
+            if name in fields:
+                raise EnvError(f"{self.where}: its variable {name!r} has the name of a MuJoCo field; name it otherwise")
+            if near := difflib.get_close_matches(name, START, n=1, cutoff=0.8):
+                raise EnvError(f"{self.where}.{what} is a variable of the task; rename it, or did you mean {near[0]}?")
+            self._tensor(what, x, (self.n, *getattr(x, "shape", (0,))[1:]), "any")
+        for name, several in (("kind", self.task.names), ("instruction", self.task.instructions)):
+            listed = "names" if name == "kind" else "instructions"
+            if (name in start) != bool(several):
+                raise EnvError(
+                    f"{self.where}: reset()[{name!r}] and the attribute {listed} go together; one is missing"
+                )
+            if several:
+                self._tensor(f"reset()[{name!r}]", x := start[name], (self.n,), "int64")
+                if int(x.min()) < 0 or int(x.max()) >= len(several):
+                    raise EnvError(
+                        f"{self.where}.reset()[{name!r}] runs from {int(x.min())} to {int(x.max())}; {listed} has "
+                        f"{len(several)} entries, 0 to {len(several) - 1}"
+                    )
+        return dict(start)
+
+    def before(self, s: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the reward wants from before the step."""
+        if unknown := [k for k in self.task.before if k not in s]:
+            raise EnvError(
+                f"{self.where}.before names {unknown[0]!r}, which is neither in the attribute fields nor a variable "
+                "that reset() returns; add it there"
+            )
+        return {k: s[k].clone() for k in self.task.before}
+
+    def step(self, before: Mapping[str, Tensor], s: dict[str, Tensor], action: Tensor) -> None:
+        """Everything else, on the state that episodes begin with; nothing is changed."""
+        task, n = self.task, self.n
+        self.known |= set(s)
+        if not self.physics.model.nu:
+            raise EnvError(f"{self.where}: its model has no actuators; there is nothing to learn")
+        action = action.to(self.physics.dtype)
+        untouched = {k: x.clone() for k, x in s.items()}
+        with self._calling("control"):
+            self._tensor("control()", task.control(s, action), (n, self.physics.model.nu))
+        with self._calling("reward"):
+            self._tensor("reward()", task.reward(before, s, action), (n,))
+        with self._calling("terminated"):
+            self._tensor("terminated()", task.terminated(s), (n,), "bool")
+        with self._calling("success"):
+            success = task.success(s)
+            if success is not None or type(task).success is not Task.success:
+                self._tensor("success()", success, (n,), "bool")
+        with self._calling("advance"):
+            for name, x in task.advance(s, action, action.new_zeros(n, task.step_noise)).items():
+                if name not in s or name in self.physics.fields:
+                    raise EnvError(f"{self.where}.advance()[{name!r}]: reset() returns no such variable; add it there")
+                self._tensor(f"advance()[{name!r}]", x, tuple(s[name].shape), "any")
+        with self._calling("observe"):
+            obs = task.observe(s)
+            parts: dict[str, Any] = dict(obs) if isinstance(obs, dict) else {"": obs}
+            for name, x in parts.items():
+                what = f"observe(){f'[{name!r}]' if name else ''}"
+                shape: tuple[int, ...] = tuple(getattr(x, "shape", ()))
+                if name == "instruction":  # which of the task's sentences
+                    self._tensor(what, x, (n,), "int64")
+                    continue
+                if len(shape) < 2:
+                    raise EnvError(f"{self.where}.{what} has shape {list(shape)}; it must be [{n}, D]")
+                self._tensor(what, x, (n, *shape[1:]), "any")
+        for name, x in untouched.items():
+            if not torch.equal(x.nan_to_num(), s[name].nan_to_num()):
+                raise EnvError(f"{self.where}: a function writes into s[{name!r}]; let it compute a new tensor")

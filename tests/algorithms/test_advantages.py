@@ -1,0 +1,562 @@
+"""Advantages: hand-computed cases, float64 twins that cut masked rows out, and the properties users rely on."""
+
+from __future__ import annotations
+
+import copy
+import math
+from statistics import fmean, pvariance
+from typing import Any
+
+import pytest
+import torch
+import twins
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from embodied_ppo.algorithms import advantages
+from embodied_ppo.core import running_stats
+from embodied_ppo.core.types import ConfigError
+
+GAMMA: dict[str, Any] = {"gamma": 0.99, "gae_lambda": 0.95}
+NAN = float("nan")
+
+
+def random_rows(T: int, N: int, seed: int, *, holes: float = 0.3, ends: float = 0.2) -> dict[str, Tensor]:
+    """What ``gae`` takes; flags and masks fall anywhere, masked rows among done ones included."""
+    g = torch.Generator().manual_seed(seed)
+    done = torch.rand(T, N, generator=g) < ends
+    clock = torch.rand(T, N, generator=g) < 0.5
+    return {
+        "reward": torch.randn(T, N, generator=g),
+        "value": torch.randn(T, N, generator=g),
+        "next_value": torch.randn(T, N, generator=g),
+        "terminated": done & ~clock,
+        "truncated": done & clock,
+        "mask": torch.rand(T, N, generator=g) >= holes,
+    }
+
+
+def column(*, mask: list[int] | None = None, **rows: list[float]) -> dict[str, Tensor]:
+    """One column [T, 1] from lists; flags default to False, the mask to True."""
+    T = len(rows["reward"])
+    out = {name: torch.tensor(x, dtype=torch.float32).unsqueeze(1) for name, x in rows.items()}
+    for flag in ("terminated", "truncated"):
+        out[flag] = out.get(flag, torch.zeros(T, 1)).bool()
+    out["mask"] = torch.ones(T, 1, dtype=torch.bool) if mask is None else torch.tensor(mask).bool().unsqueeze(1)
+    return out
+
+
+def twin(rows: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
+    out = twins.gae(**{name: x.tolist() for name, x in rows.items()}, **options)
+    return torch.tensor(out[0]), torch.tensor(out[1])
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-6) -> None:
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+# ---------------------------------------------------------------------------------------------------------------- gae
+def test_gae_by_hand():
+    rows = column(
+        reward=[1.0, 2.0, 3.0, 4.0],
+        value=[1.0, 2.0, 3.0, 4.0],
+        next_value=[2.0, 7.0, 4.0, 8.0],
+        terminated=[0, 1, 0, 0],
+    )
+    advantage, returns = advantages.gae(**rows, gamma=0.5, gae_lambda=0.5)
+    # row 3: 4 + ½·8 − 4 = 4                      row 2: 3 + ½·4 − 3 = 2, + ¼·4 = 3
+    # row 1: the task ended: 2 − 2 = 0, no carry  row 0: 1 + ½·2 − 1 = 1, + ¼·0 = 1
+    assert advantage.flatten().tolist() == [1.0, 0.0, 3.0, 4.0]
+    assert returns.flatten().tolist() == [2.0, 2.0, 6.0, 8.0]
+    assert advantage.dtype == returns.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("terminated", "truncated", "bootstrap_type", "expected"),
+    [
+        (1, 0, "standard", 2 - 3.0),  # r − V
+        (0, 1, "standard", 2 + 0.5 * 10 - 3.0),  # the clock: V of the final observation counts
+        (1, 0, "always", 2 + 0.5 * 10 - 3.0),
+        (0, 1, "always", 2 + 0.5 * 10 - 3.0),
+        (0, 0, "always", 2 + 0.5 * 10 - 3.0 + 0.25 * 100),  # and only here the carry passes: δ of the next row is 100
+    ],
+)
+def test_ends_of_episodes(terminated, truncated, bootstrap_type, expected):
+    rows = column(
+        reward=[2.0, 100.0],
+        value=[3.0, 0.0],
+        next_value=[10.0, 0.0],
+        terminated=[terminated, 0],
+        truncated=[truncated, 0],
+    )
+    advantage, returns = advantages.gae(**rows, gamma=0.5, gae_lambda=0.5, bootstrap_type=bootstrap_type)
+    assert advantage[0].item() == pytest.approx(expected)
+    assert returns[0].item() == pytest.approx(expected + 3.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.integers(0, 10_000),
+    st.sampled_from([0.0, 0.3, 0.7]),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.sampled_from(advantages.BOOTSTRAP_TYPES),
+    st.booleans(),
+)
+def test_gae_twin(T, N, seed, holes, gamma, gae_lambda, bootstrap_type, variable):
+    rows = random_rows(T, N, seed, holes=holes)
+    steps = torch.randint(1, 6, (T, N), generator=torch.Generator().manual_seed(seed))
+    options = {"gamma": gamma, "gae_lambda": gae_lambda, "bootstrap_type": bootstrap_type}
+    expected = twin(rows, **options, steps=steps.tolist() if variable else None)
+    advantage, returns = advantages.gae(**rows, **options, steps=steps if variable else 1)
+    close(advantage, expected[0])
+    close(returns, expected[1])
+
+
+@pytest.mark.parametrize("gamma_lambda", [(0.99, 0.95), (1.0, 1.0)])
+def test_gae_twin_over_a_long_rollout(gamma_lambda):
+    rows = random_rows(2048, 2, 0, holes=0.05, ends=0.001)
+    options = dict(zip(("gamma", "gae_lambda"), gamma_lambda))
+    close(advantages.gae(**rows, **options)[0], twin(rows, **options)[0])
+
+
+def test_one_row_and_no_unmasked_row():
+    rows = column(reward=[1.0], value=[2.0], next_value=[4.0])
+    assert advantages.gae(**rows, gamma=0.5, gae_lambda=0.9)[0].item() == 1.0  # 1 + 2 − 2
+    rows = column(reward=[1.0, 1.0], value=[2.0, 3.0], next_value=[4.0, 4.0], mask=[0, 0])
+    advantage, returns = advantages.gae(**rows, **GAMMA)
+    assert advantage.flatten().tolist() == [0.0, 0.0] and returns.flatten().tolist() == [2.0, 3.0]
+
+
+def test_lambda_0_is_the_td_error():
+    rows = random_rows(20, 3, 1, holes=0.0)
+    advantage, _ = advantages.gae(**rows, gamma=0.9, gae_lambda=0.0)
+    td = rows["reward"] + 0.9 * rows["next_value"] * ~rows["terminated"] - rows["value"]
+    close(advantage, td)
+
+
+def test_lambda_1_is_monte_carlo():
+    """With consistent values the returns are discounted rewards, plus the value where the clock or the rollout cuts."""
+    T = 12
+    g = torch.Generator().manual_seed(2)
+    reward, value = torch.randn(T, 1, generator=g), torch.randn(T, 1, generator=g)
+    rows = {
+        "reward": reward,
+        "value": value,
+        "next_value": torch.cat([value[1:], torch.tensor([[5.0]])]),
+        "terminated": torch.zeros(T, 1, dtype=torch.bool),
+        "truncated": torch.zeros(T, 1, dtype=torch.bool),
+        "mask": torch.ones(T, 1, dtype=torch.bool),
+    }
+    rows["terminated"][3] = True
+    rows["truncated"][7] = True
+    rows["next_value"][7] = -2.0
+    returns = advantages.gae(**rows, gamma=0.9, gae_lambda=1.0)[1].flatten()
+    for start, end, last in ((0, 3, 0.0), (4, 7, -2.0), (8, 11, 5.0)):
+        for t in range(start, end + 1):
+            monte_carlo = (
+                sum(0.9 ** (i - t) * reward[i].item() for i in range(t, end + 1)) + 0.9 ** (end + 1 - t) * last
+            )
+            assert returns[t].item() == pytest.approx(monte_carlo, abs=1e-5)
+
+
+def test_a_chunk_of_k_steps_discounts_k_times():
+    rows = column(reward=[1.0, 2.0], value=[0.0, 0.0], next_value=[10.0, 10.0])
+    steps = torch.tensor([[3], [2]])
+    advantage, _ = advantages.gae(**rows, gamma=0.5, gae_lambda=0.5, steps=steps)
+    # row 1: 2 + ½²·10 = 4.5 ; row 0: 1 + ½³·10 = 2.25, + (¼)³·4.5
+    assert advantage.flatten().tolist() == pytest.approx([2.25 + 4.5 / 64, 4.5])
+    same = advantages.gae(**rows, gamma=0.5, gae_lambda=0.5, steps=3)[0]
+    close(same, advantages.gae(**rows, gamma=0.125, gae_lambda=0.125)[0])
+
+
+# --------------------------------------------------------------------------------------------------------------- masks
+@pytest.mark.parametrize("seed", range(8))
+def test_masked_rows_may_hold_anything(seed):
+    rows = random_rows(15, 4, seed)
+    expected = advantages.gae(**rows, **GAMMA)
+    junk = copy.deepcopy(rows)
+    for name in ("reward", "value", "next_value"):
+        junk[name][~rows["mask"]] = NAN
+    for name in ("terminated", "truncated"):
+        junk[name][~rows["mask"]] = True
+    advantage, returns = advantages.gae(**junk, **GAMMA)
+    assert advantage.equal(expected[0])
+    assert returns[rows["mask"]].equal(expected[1][rows["mask"]])
+    assert (advantage[~rows["mask"]] == 0).all()
+    assert expected[1][~rows["mask"]].equal(rows["value"][~rows["mask"]])
+
+
+def test_a_dummy_reset_row_is_transparent():
+    """Embodied: the row before the dummy is done and keeps its own next_value; the next episode begins after it."""
+    with_dummy = column(
+        reward=[1.0, 2.0, NAN, 3.0],
+        value=[1.0, 1.0, 50.0, 4.0],
+        next_value=[1.0, 9.0, 4.0, 6.0],
+        truncated=[0, 1, 0, 0],
+        mask=[1, 1, 0, 1],
+    )
+    without = {name: x[[0, 1, 3]] for name, x in with_dummy.items()}
+    advantage = advantages.gae(**with_dummy, **GAMMA)[0]
+    assert advantage[[0, 1, 3]].equal(advantages.gae(**without, **GAMMA)[0])
+    assert advantage[1].item() == pytest.approx(2 + 0.99 * 9 - 1)  # the value of the final observation
+
+
+def test_a_hole_inside_a_response_is_transparent():
+    """Reasoning: two tool tokens between two of the policy's; next_value is the following token's value."""
+    value = [1.0, 2.0, 30.0, 40.0, 5.0, 6.0]
+    with_hole = column(
+        reward=[0.0, 0.0, 7.0, 7.0, 0.0, 1.0],
+        value=value,
+        next_value=value[1:] + [99.0],
+        terminated=[0, 0, 0, 0, 0, 1],
+        mask=[1, 1, 0, 0, 1, 1],
+    )
+    kept = [0, 1, 4, 5]
+    without = {name: x[kept].clone() for name, x in with_hole.items()}
+    without["next_value"][1] = 5.0  # as the trajectory without tool tokens would have it
+    advantage, returns = advantages.gae(**with_hole, **GAMMA)
+    expected = advantages.gae(**without, **GAMMA)
+    assert advantage[kept].equal(expected[0]) and returns[kept].equal(expected[1])
+    delta = 0.99 * 5.0 - 2.0
+    later = 0.99 * 6.0 - 5.0 + 0.99 * 0.95 * (1.0 - 6.0)
+    assert advantage[1].item() == pytest.approx(delta + 0.99 * 0.95 * later, rel=1e-6)
+
+
+def test_a_hole_to_the_end_of_the_rollout_keeps_the_last_rows_own_next_value():
+    cut = column(reward=[1.0, 0.0], value=[2.0, 30.0], next_value=[4.0, 50.0], mask=[1, 0])
+    assert advantages.gae(**cut, gamma=0.5, gae_lambda=0.9)[0].flatten().tolist() == [1.0, 0.0]  # 1 + ½·4 − 2
+
+
+def test_columns_do_not_meet():
+    rows = random_rows(12, 5, 3)
+    together = advantages.gae(**rows, **GAMMA)[0]
+    for n in range(5):
+        alone = advantages.gae(**{name: x[:, n : n + 1] for name, x in rows.items()}, **GAMMA)[0]
+        assert alone.equal(together[:, n : n + 1])
+
+
+@pytest.mark.parametrize("adv_type", advantages.ADV_TYPES)
+def test_padding_length_changes_nothing(adv_type):
+    rows = random_rows(8, 4, 4)
+    rows["terminated"][-1], rows["truncated"][-1], rows["mask"][-1] = True, False, True
+    pad = {name: torch.full((20, 4), NAN if x.dtype == torch.float32 else 0).to(x.dtype) for name, x in rows.items()}
+    padded = {name: torch.cat([x, pad[name]]) for name, x in rows.items()}
+    short, long = (advantages.estimate(adv_type, **r, **GAMMA, group_size=2) for r in (rows, padded))
+    assert short[0].equal(long[0][:8]) and (long[0][8:] == 0).all()
+    assert short[1].equal(long[1][:8])
+
+
+def test_nothing_carries_gradient():
+    rows = random_rows(5, 2, 5)
+    rows["value"].requires_grad_()
+    assert not any(x.requires_grad for x in advantages.gae(**rows, **GAMMA))
+
+
+# -------------------------------------------------------------------------------------------------------- critic-free
+SCORE = torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0, 5.0, 1.0, 2.0])
+
+
+def test_grpo_by_hand():
+    # group (1, 3): mean 2, unbiased deviation √2: ∓1/√2 ; group (2, 2): 0/(0 + eps) = 0
+    out = advantages.grpo(SCORE[:4], 2)
+    assert out.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0, 0.0], abs=1e-5)
+    assert advantages.grpo(SCORE[:4], 2, normalize_std=False).tolist() == [-1.0, 1.0, 0.0, 0.0]
+
+
+def test_rloo_by_hand():
+    # (0, 5, 1, 2): 0 − 8/3, 5 − 3/3, 1 − 7/3, 2 − 6/3
+    assert advantages.rloo(SCORE[4:], 4).tolist() == pytest.approx([-8 / 3, 4.0, -4 / 3, 0.0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 10_000))
+def test_group_twins(group_size, groups, seed):
+    score = torch.randn(group_size * groups, generator=torch.Generator().manual_seed(seed))
+    s = score.tolist()
+    assert advantages.grpo(score, group_size).tolist() == pytest.approx(twins.grpo(s, group_size), abs=1e-6, rel=1e-6)
+    plain = advantages.grpo(score, group_size, normalize_std=False)
+    assert plain.tolist() == pytest.approx(twins.grpo(s, group_size, normalize_std=False), abs=1e-6)
+    assert advantages.rloo(score, group_size).tolist() == pytest.approx(twins.rloo(s, group_size), abs=1e-6)
+    close(plain.reshape(groups, group_size).sum(1), torch.zeros(groups), 1e-5)
+
+
+@pytest.mark.parametrize("estimator", [advantages.grpo, advantages.rloo])
+def test_groups_ignore_columns_without_a_row(estimator):
+    valid = torch.tensor([True, True, False, True, False, False, True, False])
+    out = estimator(SCORE, 4, valid=valid)
+    assert out[[0, 1, 3]].tolist() == pytest.approx(estimator(SCORE[[0, 1, 3]], 3).tolist())
+    assert out[[2, 4, 5, 6, 7]].tolist() == [0.0] * 5  # not valid, or alone in its group
+
+
+def test_groups_are_refused_with_the_cure():
+    with pytest.raises(ConfigError, match=r"group_size = 1: .* >= 2 columns .* set algorithm.group_size"):
+        advantages.grpo(SCORE, 1)
+    with pytest.raises(ConfigError, match=r"group_size = 3: must divide the 8 columns"):
+        advantages.rloo(SCORE, 3)
+
+
+def test_return_to_go_by_hand():
+    rows = column(reward=[1.0, 2.0, 9.0, 4.0], value=[0.0] * 4, truncated=[0, 1, 0, 0], mask=[1, 1, 0, 1])
+    del rows["value"]
+    # 4 ; masked: 0 ; the clock stops it: 2 ; 1 + ½·2
+    assert advantages.return_to_go(**rows, gamma=0.5).flatten().tolist() == [2.0, 2.0, 0.0, 4.0]
+
+
+def test_reinforce_by_hand():
+    """The discounted return-to-go as it is: no value, no whitening; a cut by the clock ends the sum."""
+    rows = column(reward=[1.0, 2.0, 9.0, 4.0], value=[7.0] * 4, truncated=[0, 1, 0, 0], mask=[1, 1, 0, 1])
+    rows["next_value"] = torch.full_like(rows["reward"], 5.0)
+    # 4 ; masked: 0 ; 2 ; 1 + 0.5 x 2
+    advantage, _ = advantages.estimate("reinforce", **rows, gamma=0.5, gae_lambda=0.9)
+    assert advantage.flatten().tolist() == [2.0, 2.0, 0.0, 4.0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_reinforce_plus_plus_twin(seed):
+    rows = random_rows(10, 4, seed)
+    done, mask = rows["terminated"] | rows["truncated"], rows["mask"].tolist()
+    raw = twins.return_to_go(rows["reward"].tolist(), done.tolist(), mask, gamma=0.9)
+    options = {name: rows[name] for name in ("reward", "terminated", "truncated", "mask")}
+    close(advantages.reinforce_plus_plus(**options, gamma=0.9, whiten=False), torch.tensor(raw))
+    close(advantages.reinforce_plus_plus(**options, gamma=0.9), torch.tensor(twins.standardise(raw, mask)), 2e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_reinforce_plus_plus_baseline_twin(seed):
+    rows = random_rows(6, 4, seed)
+    rows["mask"][0] = True
+    score = torch.where(rows["mask"], rows["reward"], 0.0).sum(0)
+    mask = rows["mask"].tolist()
+    centred = twins.grpo(score.tolist(), 2, normalize_std=False)
+    raw = [[c if keep else 0.0 for c, keep in zip(centred, row)] for row in mask]
+    close(advantages.reinforce_plus_plus_baseline(score, rows["mask"], 2, whiten=False), torch.tensor(raw))
+    expected = torch.tensor(twins.standardise(raw, mask))
+    close(advantages.reinforce_plus_plus_baseline(score, rows["mask"], 2), expected, 2e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------ estimate
+def test_estimate_dispatches():
+    rows = random_rows(6, 4, 7)
+    rows["mask"][:, 3] = False  # an empty column: counts in no group
+    mask = rows["mask"]
+    gae = advantages.gae(**rows, **GAMMA)
+    out = {name: advantages.estimate(name, **rows, **GAMMA, group_size=2) for name in advantages.ADV_TYPES}
+    assert out["gae"][0].equal(gae[0]) and out["gae"][1].equal(gae[1])
+    score = torch.where(mask, rows["reward"], 0.0).sum(0)
+    for name, estimator in (("grpo", advantages.grpo), ("rloo", advantages.rloo)):
+        close(out[name][0], mask * estimator(score, 2, valid=mask.any(0)))
+        assert (out[name][0][:, 2:] == 0).all()  # column 2 is alone
+    options = {name: rows[name] for name in ("reward", "terminated", "truncated", "mask")}
+    close(out["reinforce_plus_plus"][0], advantages.reinforce_plus_plus(**options, gamma=0.99))
+    raw = mask * advantages.grpo(score, 2, normalize_std=False, valid=mask.any(0))
+    close(out["reinforce_plus_plus_baseline"][0], advantages.normalize(raw, mask)[0])
+    for name in advantages.ADV_TYPES[1:]:
+        close(out[name][1], advantages.gae(**rows, gamma=0.99, gae_lambda=1.0)[1])
+        assert len(out[name][0].unique()) > 2  # none is constant
+
+
+@pytest.mark.parametrize("adv_type", advantages.ADV_TYPES[1:])
+def test_critic_free_advantages_read_no_value(adv_type):
+    rows = random_rows(6, 4, 8)
+    other = rows | {"value": rows["value"] + 3.0, "next_value": rows["next_value"] * 2}
+    a, b = (advantages.estimate(adv_type, **r, **GAMMA, group_size=2)[0] for r in (rows, other))
+    assert a.equal(b)
+
+
+def test_whitening_may_be_left_to_a_caller_who_knows_all_ranks():
+    rows = random_rows(6, 8, 9)
+    for adv_type in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        whole = advantages.estimate(adv_type, **rows, **GAMMA, group_size=2)[0]
+        ranks = [{name: x[:, cut] for name, x in rows.items()} for cut in (slice(0, 4), slice(4, 8))]
+        raw = [advantages.estimate(adv_type, **r, **GAMMA, group_size=2, whiten=False)[0] for r in ranks]
+        shared = running_stats.merge_moments([running_stats.masked_moments(a, r["mask"]) for a, r in zip(raw, ranks)])
+        parts = [advantages.normalize(a, r["mask"], moments=shared)[0] for a, r in zip(raw, ranks)]
+        close(torch.cat(parts, 1), whole)
+
+
+def test_unknown_names_are_refused():
+    rows = random_rows(3, 2, 0)
+    with pytest.raises(ConfigError, match=r"adv_type = vtrace: must be one of gae, grpo"):
+        advantages.estimate("vtrace", **rows, **GAMMA)
+    with pytest.raises(ConfigError, match=r"bootstrap_type = never: must be one of standard, always"):
+        advantages.gae(**rows, **GAMMA, bootstrap_type="never")
+
+
+# ------------------------------------------------------------------------------------------------------ normalisation
+def test_normalize_by_hand():
+    a = torch.tensor([[1.0, 3.0], [50.0, 5.0]])
+    mask = torch.tensor([[True, True], [False, True]])
+    # mean 3, unbiased variance (4 + 0 + 4)/2 = 4
+    out, used = advantages.normalize(a, mask)
+    close(out, torch.tensor([[-1.0, 0.0], [0.0, 1.0]]))
+    assert [x.item() for x in used] == [3.0, 4.0, 3.0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_normalize_twin_and_moments(seed):
+    g = torch.Generator().manual_seed(seed)
+    a, mask = torch.randn(20, 6, generator=g) * 7 + 100, torch.rand(20, 6, generator=g) < 0.5
+    out, _ = advantages.normalize(a, mask)
+    close(out, torch.tensor(twins.standardise(a.tolist(), mask.tolist())))
+    mean, var, _ = running_stats.masked_moments(out, mask)
+    assert mean.item() == pytest.approx(0, abs=1e-6) and var.item() == pytest.approx(1, abs=1e-6)
+    close(advantages.normalize(out, mask)[0], out)  # whitening twice is whitening once
+
+
+def test_normalize_needs_two_entries_and_says_so():
+    a = torch.tensor([[3.0, 8.0]])
+    out, used = advantages.normalize(a, torch.tensor([[True, False]]))
+    assert out.equal(a) and used.count.item() == 1
+    out, used = advantages.normalize(a, torch.tensor([[True, True]]))
+    assert used.count.item() == 2 and not out.equal(a)
+
+
+def test_normalize_of_equal_advantages_is_zero():
+    a = torch.full((30, 7), 0.1)
+    assert advantages.normalize(a, torch.ones_like(a).bool())[0].abs().max() < 1e-6
+
+
+def test_clip():
+    x = torch.tensor([-3.0, 0.5, 3.0])
+    assert advantages.clip(x, 1.0).tolist() == [-1.0, 0.5, 1.0]
+    assert advantages.clip(x, None) is x
+
+
+# ------------------------------------------------------------------------------------------------------------- rewards
+REWARD = torch.tensor([[1.0, 3.0, 10.0, 10.0], [2.0, 99.0, 30.0, 10.0]])
+KEPT = torch.tensor([[True, True, True, True], [True, False, True, True]])
+
+
+def test_whiten_rewards_keeps_the_mean():
+    out = advantages.whiten_rewards(REWARD, KEPT)
+    before, after = running_stats.masked_moments(REWARD, KEPT), running_stats.masked_moments(out, KEPT)
+    assert after.mean.item() == pytest.approx(before.mean.item(), rel=1e-6)
+    assert after.var.item() == pytest.approx(1.0, rel=1e-5) and before.var.item() > 50
+    assert out[1, 1].item() == 99.0
+    # 0, 4: mean 2, unbiased deviation √8
+    two = advantages.whiten_rewards(torch.tensor([[0.0, 4.0]]), torch.ones(1, 2).bool())
+    assert two.tolist() == [pytest.approx([2 - 2 / 8**0.5, 2 + 2 / 8**0.5])]
+    centred = advantages.whiten_rewards(torch.tensor([[0.0, 4.0]]), torch.ones(1, 2).bool(), keep_mean=False)
+    assert centred.tolist() == [pytest.approx([-2 / 8**0.5, 2 / 8**0.5])]
+    one = torch.tensor([[7.0]])
+    assert advantages.whiten_rewards(one, torch.ones(1, 1).bool()).equal(one)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [  # 0, 4: mean 2, unbiased deviation √8
+        ({}, [-2 / 8**0.5, 2 / 8**0.5]),
+        ({"shift": True}, [-2.0, 2.0]),
+        ({"scale": True}, [0.0, 4 / 8**0.5]),
+        ({"shift": True, "scale": True}, [-2 / 8**0.5, 2 / 8**0.5]),
+    ],
+)
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_reward_norm_flags(flags, expected, norm):
+    out = advantages.shape_rewards(
+        torch.tensor([[0.0, 4.0]]), torch.ones(1, 2).bool(), norm=norm, group_size=2, **flags
+    )
+    assert out.flatten().tolist() == pytest.approx(expected)
+
+
+def test_reward_norm_over_the_batch_and_over_groups():
+    batch = advantages.shape_rewards(REWARD, KEPT, norm="batch")
+    close(batch[KEPT], torch.tensor(twins.standardise(REWARD.tolist(), KEPT.tolist()))[KEPT])
+    assert batch[1, 1].item() == 99.0  # masked: untouched
+    groups = advantages.shape_rewards(REWARD, KEPT, norm="group", group_size=2)
+    for cut in (slice(0, 2), slice(2, 4)):
+        expected = torch.tensor(twins.standardise(REWARD[:, cut].tolist(), KEPT[:, cut].tolist()))
+        close(groups[:, cut][KEPT[:, cut]], expected[KEPT[:, cut]])
+
+
+def test_rewards_are_clamped_before_they_are_normalised():
+    out = advantages.shape_rewards(REWARD, KEPT, clip=3.0)
+    assert out.tolist() == [[1.0, 3.0, 3.0, 3.0], [2.0, 99.0, 3.0, 3.0]]
+    both = advantages.shape_rewards(REWARD, KEPT, clip=3.0, norm="batch")
+    assert both.equal(advantages.shape_rewards(out, KEPT, norm="batch"))
+    assert advantages.shape_rewards(REWARD, KEPT).equal(REWARD)
+
+
+def test_rewards_without_spread_are_not_blown_up():
+    same = torch.full((3, 4), 0.1)
+    mask = torch.ones(3, 4).bool()
+    assert advantages.shape_rewards(same, mask, norm="batch", scale=True).equal(same)
+    assert advantages.shape_rewards(same, mask, norm="batch").abs().max() < 1e-6
+    alone = torch.tensor([[True, False], [False, True]])
+    reward = torch.tensor([[5.0, 1.0], [2.0, 7.0]])
+    lonely = advantages.shape_rewards(reward[:, :1], alone[:, :1], norm="batch")  # one entry: stays
+    assert lonely.flatten().tolist() == [5.0, 2.0]
+
+
+def test_reward_norm_refusals():
+    with pytest.raises(ConfigError, match="reward_norm = layer: must be null, batch, group or running"):
+        advantages.shape_rewards(REWARD, KEPT, norm="layer")
+    with pytest.raises(ConfigError, match=r"reward_shift = true: must be false with algorithm.reward_norm = running"):
+        advantages.shape_rewards(REWARD, KEPT, norm="running", shift=True, running_std=1.0)
+    with pytest.raises(ConfigError, match="needs the running deviation"):
+        advantages.shape_rewards(REWARD, KEPT, norm="running")
+    with pytest.raises(ConfigError, match="group_size = 1"):
+        advantages.shape_rewards(REWARD, KEPT, norm="group")
+
+
+# ------------------------------------------------------------------------------------------------------ return scaling
+def test_return_scaler_by_hand():
+    s = advantages.ReturnScaler(1)
+    assert s.std.item() == s.scale.item() == 1.0
+    flags = {"done": torch.tensor([[0], [1], [0], [0]]).bool(), "mask": torch.tensor([[1], [1], [0], [1]]).bool()}
+    s.update(torch.tensor([[2.0], [3.0], [NAN], [6.0]]), **flags, gamma=0.5)
+    # G: 2 ; 3 + ½·2 = 4, done ; masked ; 6 -> mean 4, population variance (4 + 0 + 4)/3
+    assert s.moments.mean.item() == pytest.approx(4.0) and s.moments.count.item() == 3
+    assert s.std.item() == pytest.approx((8 / 3) ** 0.5)
+    assert s.running.item() == 6.0
+    s.update(torch.tensor([[1.0]]), torch.tensor([[True]]), torch.tensor([[True]]), 0.5)  # 1 + ½·6 = 4, done
+    assert s.moments.var.item() == pytest.approx(8 / 4) and s.running.item() == 0.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_return_scaler_twin_over_several_rollouts(seed):
+    s, state, seen = advantages.ReturnScaler(3), [0.0] * 3, []
+    for i in range(4):
+        rows = random_rows(7, 3, 10 * seed + i)
+        done = rows["terminated"] | rows["truncated"]
+        s.update(rows["reward"], done, rows["mask"], 0.97)
+        more, state = twins.discounted_returns(
+            rows["reward"].tolist(), done.tolist(), rows["mask"].tolist(), gamma=0.97, start=state
+        )
+        seen += more
+    assert s.moments.count.item() == len(seen)
+    assert s.moments.mean.item() == pytest.approx(fmean(seen), abs=1e-9)
+    assert s.std.item() == pytest.approx(math.sqrt(pvariance(seen) + 1e-8), rel=1e-9)
+    assert s.running.tolist() == pytest.approx(state, abs=1e-9)
+    assert s.scale.item() * s.std.item() == pytest.approx(1.0)
+    shaped = advantages.shape_rewards(REWARD, KEPT, norm="running", running_std=s.std)
+    close(shaped[KEPT], (REWARD / s.std.float())[KEPT])  # divided, nothing subtracted
+
+
+def test_return_scaler_cuts_of_the_rollout_change_nothing_and_it_resumes():
+    rows = random_rows(12, 3, 11)
+    done = rows["terminated"] | rows["truncated"]
+    whole, cut = advantages.ReturnScaler(3), advantages.ReturnScaler(3)
+    whole.update(rows["reward"], done, rows["mask"], 0.9)
+    for i in range(0, 12, 4):
+        part = slice(i, i + 4)
+        resumed = advantages.ReturnScaler(3)
+        resumed.load_state_dict(cut.state_dict())
+        cut = resumed
+        cut.update(rows["reward"][part], done[part], rows["mask"][part], 0.9)
+    torch.testing.assert_close(cut.running, whole.running, rtol=1e-12, atol=1e-12)
+    assert cut.std.item() == pytest.approx(whole.std.item(), rel=1e-12)
+    assert set(cut.state_dict()) == {"running", "moments.mean", "moments.var", "moments.count"}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 33])
+def test_the_scan_of_a_gpu_equals_that_of_a_cpu(rows: int) -> None:
+    g = torch.Generator().manual_seed(rows)
+    x, carry = (torch.randn(rows, 5, generator=g, dtype=torch.float64) for _ in range(2))
+    carry[torch.rand(rows, 5, generator=g) < 0.2] = 0.0
+    doubled = advantages._scan_by_doubling(carry, x.clone())
+    torch.testing.assert_close(doubled, advantages._scan(carry, x.clone()), rtol=1e-12, atol=1e-12)

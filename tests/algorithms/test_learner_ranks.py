@@ -1,0 +1,167 @@
+"""Processes that learn together: their number changes no number. Ranks are threads here, over real gloo."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from embodied_ppo.core import tree
+from embodied_ppo.core.collectives import Ranks, Together
+from embodied_ppo.core.types import Mean, Metrics, TrainingError, Trajectory
+from tests.algorithms.test_actor_critic_learner import EVERYTHING, N, T, disturb_reference, experience, make, weights
+
+
+def together(world: int, work: Any) -> list[Any]:
+    """``work(ranks)`` on every rank at once; results in order."""
+    store = dist.HashStore()
+
+    def one(rank: int) -> Any:
+        torch.set_num_threads(1)
+        if world == 1:
+            return work(Ranks())
+        return work(Together(dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=30))))
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(one, range(world)))
+
+
+def merged(metrics: list[Metrics]) -> dict[str, float]:
+    """As the driver sees them: means are added up, plain numbers are the same everywhere."""
+    found = {}
+    for tag, first in metrics[0].items():
+        values = [m[tag] for m in metrics]
+        if isinstance(first, Mean):
+            found[tag] = reduce(Mean.__add__, values).value  # pyright: ignore[reportArgumentType]
+        else:
+            assert all(v == first or math.isnan(first) for v in values), tag  # pyright: ignore[reportArgumentType]
+            found[tag] = first
+    return found
+
+
+def learned(world: int, options: dict[str, Any], trajectory: Trajectory, **rest: Any) -> tuple[list[Any], list[Any]]:
+    """Weights and metrics of every rank after two updates."""
+    learners = []
+
+    def work(ranks: Ranks) -> tuple[dict[str, Tensor], list[Metrics]]:
+        learner = learners[ranks.rank]
+        learner.ranks = ranks
+        part = tree.map(lambda x: x.chunk(world, dim=1)[ranks.rank].contiguous(), trajectory)
+        told = [learner.update(part, update=update) for update in range(2)]
+        return weights(learner), told
+
+    for _ in range(world):
+        learners.append(make(options, **rest))
+        if learners[-1].reference is not None:
+            disturb_reference(learners[-1])
+    found = together(world, work)
+    return [w for w, _ in found], [m for _, m in found]
+
+
+WHOLE: dict[str, Any] = {"global_batch_size": T * N, "update_epoch": 3, "lr": 1e-3}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "everything": EVERYTHING,
+    "column": {"minibatch_unit": "column", "loss_agg_func": "seq-mean-token-mean"},
+    "groups": {"adv_type": "grpo", "group_size": 2, "normalize_advantages": False},
+    "running": {"reward_norm": "running"},
+    "whitened": {"reward_norm": "batch", "reward_shift": True, "reward_scale": True, "whiten_rewards": True},
+    "kl in reward": {
+        "use_kl_in_reward": True,
+        "kl_penalty": "k2",
+        "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "horizon": 100, "target_kl": 0.01},
+    },
+    "adaptive": {"lr_schedule": "adaptive", "desired_kl": 1e-4, "entropy_target": 1.0},
+    "corrected": {"off_policy_correction": "token", "off_policy_cap": 1.2},
+    "warming": {"critic_warmup": 1},
+    "micro": {"micro_batch_size": 8},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_number_of_ranks_changes_no_number(case: str, world: int) -> None:
+    options = WHOLE | CASES[case] | {"global_batch_size": T * N}
+    trajectory = experience(make(options), noise=0.2)
+    alone, told = learned(1, options, trajectory)
+    theirs, metrics = learned(world, options, trajectory)
+    for name, x in alone[0].items():
+        for other in theirs:
+            assert torch.equal(other[name], theirs[0][name]), name  # the same on every rank, bit for bit
+        torch.testing.assert_close(theirs[0][name], x, rtol=1e-5, atol=1e-6, msg=name)
+    for update in range(2):
+        one, many = merged([m[update] for m in told]), merged([m[update] for m in metrics])
+        assert one.keys() == many.keys()
+        for tag, value in one.items():
+            assert many[tag] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), tag
+
+
+def test_every_sample_is_used_once_an_epoch_in_minibatches_of_the_same_size() -> None:
+    options = {"global_batch_size": 16, "update_epoch": 2}
+    trajectory = experience(make(options))
+    _, told = learned(4, options, trajectory)
+    rows = merged([m[0] for m in told])
+    assert rows["policy/epochs"] == 2.0
+    counted = sum(m[0]["policy/approx_kl"].count for m in told) / len(told)  # pyright: ignore[reportAttributeAccessIssue]
+    assert counted == 2 * int(trajectory.mask.sum())
+
+
+def test_a_rank_whose_columns_are_all_masked_learns_with_the_others() -> None:
+    trajectory = experience(make(WHOLE))
+    trajectory.mask[:, : N // 2] = False
+    alone, _ = learned(1, WHOLE, trajectory)
+    theirs, _ = learned(2, WHOLE, trajectory)
+    for name, x in alone[0].items():
+        torch.testing.assert_close(theirs[0][name], x, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_non_finite_reward_stops_every_rank() -> None:
+    trajectory = experience(make(WHOLE))
+    trajectory.log_prob[0, 0] = math.nan
+    trajectory.mask[0, 0] = True
+
+    def work(ranks: Ranks) -> str:
+        learner = learners[ranks.rank]
+        learner.ranks = ranks
+        part = tree.map(lambda x: x.chunk(2, dim=1)[ranks.rank].contiguous(), trajectory)
+        with pytest.raises(TrainingError, match="not finite") as told:
+            learner.update(part, update=0)
+        return str(told.value)
+
+    learners = [make(WHOLE) for _ in range(2)]
+    before = weights(learners[0])
+    assert all("update 0" in text for text in together(2, work))
+    for learner in learners:
+        assert all(torch.equal(x, before[name]) for name, x in weights(learner).items())
+
+
+def test_gradients_are_added_where_there_are_any() -> None:
+    def work(ranks: Ranks) -> list[Tensor | None]:
+        a, b, c = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+        a.grad = torch.full((2,), 1.0 + ranks.rank)
+        if ranks.rank == 1:
+            b.grad = torch.ones(2)
+        loss = ranks.add_gradients([a, b, c], torch.tensor(0.5 + ranks.rank))
+        assert float(loss) == 2.0
+        return [a.grad, b.grad, c.grad]
+
+    for a, b, c in together(2, work):
+        assert a.tolist() == [3.0, 3.0] and b.tolist() == [1.0, 1.0] and c is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8])
+def test_columns_of_all_ranks_and_back(dtype: torch.dtype) -> None:
+    whole = torch.arange(24).reshape(3, 4, 2).to(dtype)
+
+    def work(ranks: Ranks) -> bool:
+        mine = ranks.own(whole)
+        return torch.equal(ranks.columns(mine), whole)
+
+    assert together(1, work) == [True] and together(2, work) == [True, True]

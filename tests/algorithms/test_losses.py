@@ -1,0 +1,385 @@
+"""Losses: hand-computed cases, float64 twins, gradients, and that neither cut nor padding changes a number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import twins
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embodied_ppo.algorithms import losses
+from embodied_ppo.core.types import ConfigError, TrainingError
+
+CLIP: dict[str, Any] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+ALL = torch.ones(1, dtype=torch.bool)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def loss_of(ratio: float, advantage: float, **options: float | None) -> tuple[float, dict[str, float], float]:
+    """Loss, statistics and d loss / d log-prob of one element whose probability ratio is ``ratio``."""
+    lp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    old, a = torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
+    loss, stats = losses.policy_loss(lp, old, a, ALL, **{**CLIP, **options})
+    loss.sum().backward()
+    assert lp.grad is not None
+    return loss.item(), {name: s.item() for name, s in stats.items()}, lp.grad.item()
+
+
+# ------------------------------------------------------------------------------------------------------------- policy
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "clipped"),
+    [
+        (1.1, 2.0, -2.2, -2.2, 0),  # inside: -A·r, and d/dlp = -A·r
+        (1.5, 2.0, -2.4, 0.0, 1),  # max(-3, -2·1.2): clipped, no gradient
+        (0.5, 2.0, -1.0, -1.0, 0),  # max(-1, -1.6): worse than clipped, so it may recover
+        (0.5, -2.0, 1.6, 0.0, 1),  # max(1, 2·0.8)
+        (1.5, -2.0, 3.0, 3.0, 0),  # max(3, 2.4)
+        (1.5, 0.0, 0.0, 0.0, 0),
+    ],
+)
+def test_policy_loss_by_hand(ratio, advantage, loss, gradient, clipped):
+    value, stats, grad = loss_of(ratio, advantage)
+    assert value == pytest.approx(loss)
+    assert grad == pytest.approx(gradient)
+    assert stats["clip_fraction"] == clipped
+    assert stats["ratio_max"] == pytest.approx(ratio)
+    assert stats["approx_kl"] == pytest.approx(ratio - 1 - math.log(ratio))  # k3: 1.5 -> 0.0945
+    assert stats["count"] == 1
+
+
+def test_asymmetric_clip():
+    wide = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.4}
+    assert loss_of(1.3, 1.0, **wide)[0] == pytest.approx(-1.3)  # 1.3 < 1 + 0.4
+    assert loss_of(1.5, 1.0, **wide)[0] == pytest.approx(-1.4)
+    assert loss_of(0.85, -1.0, **wide)[0] == pytest.approx(0.9)  # max(0.85, 1 - 0.1)
+
+
+def test_dual_clip_only_where_the_advantage_is_negative():
+    # A = -2, r = 5: max(10, 2.4) = 10, bounded by 2·3 = 6, without gradient
+    loss, stats, grad = loss_of(5.0, -2.0, clip_ratio_c=3.0)
+    assert (loss, stats["dual_clip_fraction"], grad) == (pytest.approx(6.0), 1, 0.0)
+    assert loss_of(5.0, -2.0)[0] == pytest.approx(10.0)  # off
+    assert loss_of(2.0, -2.0, clip_ratio_c=3.0)[:2][0] == pytest.approx(4.0)  # below the bound
+    for c in (None, 3.0):  # A > 0: r = 5 is clipped as ever, and -A·c is no bound
+        loss, stats, _ = loss_of(5.0, 2.0, clip_ratio_c=c)
+        assert (loss, stats["dual_clip_fraction"]) == (pytest.approx(-2.4), 0)
+    with pytest.raises(ConfigError, match=r"clip_ratio_c = 1: must be > 1"):
+        loss_of(1.0, 1.0, clip_ratio_c=1.0)
+
+
+def test_the_log_ratio_is_clamped():
+    new, old = torch.tensor([500.0, -500.0, 3.0]), torch.zeros(3)
+    assert losses.log_ratio(new, old).tolist() == [20.0, -20.0, 3.0]
+    loss, stats = losses.policy_loss(new, old, -torch.ones(3), torch.ones(3, dtype=torch.bool), **CLIP)
+    assert loss.isfinite().all() and stats["ratio_max"].item() == pytest.approx(math.exp(20), rel=1e-6)
+
+
+element = st.tuples(st.floats(-30, 30, width=32), st.floats(-5, 5, width=32), st.floats(-4, 4, width=32), st.booleans())
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(element, min_size=1, max_size=12),
+    st.floats(0.01, 0.9),
+    st.floats(0.01, 0.9),
+    st.none() | st.floats(1.5, 5),
+)
+def test_policy_loss_twin(elements, low, high, c):
+    lp, old, advantage, mask = (list(x) for x in zip(*elements, strict=True))
+    loss, stats = losses.policy_loss(
+        torch.tensor(lp, dtype=torch.float64),
+        torch.tensor(old, dtype=torch.float64),
+        torch.tensor(advantage, dtype=torch.float64),
+        torch.tensor(mask),
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=c,
+    )
+    expected, (clipped, dual, k3, count), largest = twins.policy_loss(lp, old, advantage, mask, low=low, high=high, c=c)
+    assert loss.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert stats["clip_fraction"].item() == clipped
+    assert stats["dual_clip_fraction"].item() == dual
+    assert stats["approx_kl"].item() == pytest.approx(k3, rel=1e-6, abs=1e-9)
+    assert stats["ratio_max"].item() == pytest.approx(largest, rel=1e-9)
+    assert stats["count"].item() == count
+
+
+def test_policy_loss_twin_in_float32_with_fractions_that_move():
+    g = generator()
+    lp, old = torch.randn(400, generator=g) * 0.3, torch.randn(400, generator=g) * 0.3
+    advantage, mask = torch.randn(400, generator=g), torch.rand(400, generator=g) < 0.8
+    loss, stats = losses.policy_loss(lp, old, advantage, mask, **CLIP, clip_ratio_c=1.5)
+    expected, (clipped, dual, k3, count), _ = twins.policy_loss(
+        lp.tolist(), old.tolist(), advantage.tolist(), mask.tolist(), low=0.2, high=0.2, c=1.5
+    )
+    assert loss.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert (stats["clip_fraction"].item(), stats["dual_clip_fraction"].item()) == (clipped, dual)
+    assert 0 < clipped < count and 0 < dual < count and 0 < k3 / count < 1
+    assert stats["approx_kl"].item() == pytest.approx(k3, rel=1e-5)
+
+
+def test_masked_elements_have_no_loss_no_statistics_and_no_gradient():
+    lp = torch.tensor([0.1, float("nan"), float("-inf"), 9.0], requires_grad=True)
+    mask = torch.tensor([True, False, False, False])
+    advantage = torch.tensor([1.0, float("nan"), 2.0, -3.0])
+    loss, stats = losses.policy_loss(lp, torch.zeros(4), advantage, mask, **CLIP, weight=torch.full((4,), 0.5))
+    losses.aggregate(loss, mask).backward()
+    assert lp.grad is not None
+    assert lp.grad.tolist() == pytest.approx([-0.5 * math.exp(0.1), 0.0, 0.0, 0.0])
+    assert loss.tolist() == pytest.approx([-0.5 * math.exp(0.1), 0.0, 0.0, 0.0])
+    assert (stats["count"].item(), stats["ratio_max"].item()) == (1, pytest.approx(math.exp(0.1)))
+
+
+def test_nothing_unmasked():
+    lp = torch.randn(3, requires_grad=True)
+    none = torch.zeros(3, dtype=torch.bool)
+    loss, stats = losses.policy_loss(lp, torch.zeros(3), torch.ones(3), none, **CLIP)
+    total = losses.aggregate(loss, none)
+    total.backward()
+    assert lp.grad is not None
+    assert total.item() == 0.0 and lp.grad.abs().sum().item() == 0.0
+    assert {name: s.item() for name, s in stats.items()} == dict.fromkeys(stats, 0.0)
+
+
+def test_advantages_broadcast_over_finer_log_probabilities():
+    g = generator()
+    lp, old = torch.randn(5, 3, 2, generator=g) * 0.3, torch.randn(5, 3, 2, generator=g) * 0.3
+    advantage, mask = torch.randn(5, generator=g), torch.tensor([True, True, False, True, True])
+    loss, stats = losses.policy_loss(lp, old, advantage, mask, **CLIP)
+    for c in range(3):
+        for a in range(2):
+            one, _ = losses.policy_loss(lp[:, c, a], old[:, c, a], advantage, mask, **CLIP)
+            torch.testing.assert_close(loss[:, c, a], one)
+    assert stats["count"].item() == 4 * 3 * 2
+    per_action, _ = losses.policy_loss(lp, old, advantage[:, None].expand(5, 3), mask[:, None].expand(5, 3), **CLIP)
+    torch.testing.assert_close(per_action, loss)
+
+
+# ------------------------------------------------------------------------------------------------------------- levels
+def test_reduce_log_prob():
+    x = torch.arange(12.0).reshape(2, 3, 2)  # [B, C, A]
+    assert losses.reduce_log_prob(x, "token_level", batch_dims=1) is x
+    assert losses.reduce_log_prob(x, "action_level", batch_dims=1).tolist() == [[1, 5, 9], [13, 17, 21]]
+    assert losses.reduce_log_prob(x, "chunk_level", batch_dims=1).tolist() == [15, 51]
+    actions = x.sum(-1)  # [B, C]
+    assert losses.reduce_log_prob(actions, "action_level", batch_dims=1) is actions
+    assert losses.reduce_log_prob(actions, "chunk_level", batch_dims=1).tolist() == [15, 51]
+    for level in losses.LEVELS:  # [T, B] is as coarse as it gets
+        assert losses.reduce_log_prob(actions, level, batch_dims=2) is actions
+    with pytest.raises(ConfigError, match=r"token_level: cannot be had from .*\(2, 3\)"):
+        losses.reduce_log_prob(actions, "token_level", batch_dims=1)
+    with pytest.raises(ConfigError, match="level = row_level"):
+        losses.reduce_log_prob(actions, "row_level", batch_dims=1)
+
+
+def test_levels_that_can_be_multiplied():
+    legal = set()
+    for lp in losses.LEVELS:
+        for entropy in losses.LEVELS:
+            for reward in losses.LEVELS:
+                try:
+                    losses.check_levels(logprob_type=lp, entropy_type=entropy, reward_type=reward)
+                    legal.add((lp[0], entropy[0], reward[0]))
+                except ConfigError as error:
+                    assert "algorithm." in str(error) and "use " in str(error)
+    # chunk rewards go with everything (9), action rewards with token and action levels (4), token rewards do not exist
+    assert legal == {(a, b, "c") for a in "tac" for b in "tac"} | {(a, b, "a") for a in "ta" for b in "ta"}
+    with pytest.raises(ConfigError, match=r"algorithm.logprob_type = chunk_level: .*reward_type = action_level"):
+        losses.check_levels(logprob_type="chunk_level", entropy_type="action_level", reward_type="action_level")
+    with pytest.raises(ConfigError, match=r"algorithm.entropy_type = fine: must be one of token_level"):
+        losses.check_levels(logprob_type="action_level", entropy_type="fine", reward_type="chunk_level")
+
+
+# -------------------------------------------------------------------------------------------------------------- value
+def test_value_loss_by_hand():
+    value, old = torch.tensor([1.0, 1.0, 0.1, 1.0]), torch.zeros(4)
+    returns = torch.tensor([2.0, 0.0, 1.0, -12.0])
+    loss, flags = losses.value_loss(value, old, returns, value_clip=0.2, huber_delta=10.0)
+    # V_c = 0.2: max(½·1², ½·1.8²) = 1.62 ; max(½·1², ½·0.2²) = 0.5 ; V_c = V = 0.1: ½·0.9² = 0.405
+    # e = -13: 10·(13 − 5) = 80 against e_c = -12.2: 10·(12.2 − 5) = 72
+    assert loss.tolist() == pytest.approx([1.62, 0.5, 0.405, 80.0])
+    assert flags.tolist() == [True, True, False, True]
+    loss, flags = losses.value_loss(value, old, returns, value_clip=None, huber_delta=None)
+    assert loss.tolist() == pytest.approx([0.5, 0.5, 0.405, 84.5]) and not flags.any()
+
+
+def test_value_loss_gradient():
+    value = torch.tensor([0.1, 1.0, 1.0, 1.0], requires_grad=True)
+    returns = torch.tensor([1.0, 2.0, 0.0, -20.0])
+    loss, _ = losses.value_loss(value, torch.zeros(4), returns, value_clip=0.2, huber_delta=10.0)
+    loss.sum().backward()
+    assert value.grad is not None
+    # unclipped: V − R = -0.9 ; the clipped branch is larger: 0 ; plain is larger: V − R = 1 ; linear part: δ = 10
+    assert value.grad.tolist() == pytest.approx([-0.9, 0.0, 1.0, 10.0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(*[st.floats(-40, 40, width=32)] * 3), min_size=1, max_size=12),
+    st.none() | st.floats(0.05, 2),
+    st.none() | st.floats(0.1, 20),
+)
+def test_value_loss_twin(elements, clip, delta):
+    value, old, returns = (list(x) for x in zip(*elements, strict=True))
+    loss, flags = losses.value_loss(
+        *(torch.tensor(x, dtype=torch.float64) for x in (value, old, returns)), value_clip=clip, huber_delta=delta
+    )
+    expected, clipped = twins.value_loss(value, old, returns, clip=clip, delta=delta)
+    assert loss.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert flags.tolist() == clipped
+
+
+# -------------------------------------------------------------------------------------------------------- aggregation
+def test_aggregate_by_hand():
+    x = torch.tensor([[1.0, 10.0, 7.0], [2.0, 99.0, 7.0], [3.0, 99.0, 7.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool)  # 3 tokens, 1 token, an empty sequence
+    by_hand = {
+        "token-mean": 16 / 4,  # (1 + 2 + 3 + 10)/4
+        "seq-mean-token-sum": (6 + 10) / 2,  # the empty sequence does not count
+        "seq-mean-token-mean": (2 + 10) / 2,
+        "seq-mean-token-sum-norm": (6 / 8 + 10 / 8) / 2,
+    }
+    for how, expected in by_hand.items():
+        assert losses.aggregate(x, mask, how=how, length=8).item() == pytest.approx(expected), how
+        divisor = losses.denominator(mask, how=how).item()
+        assert divisor == (4 if how == "token-mean" else 2)
+
+
+@pytest.mark.parametrize("how", losses.AGGREGATIONS)
+@pytest.mark.parametrize("trailing", [(), (3,), (2, 2)])
+def test_aggregate_twin(how, trailing):
+    g = generator(1)
+    x = torch.randn(6, 5, *trailing, generator=g)
+    mask = torch.rand(6, 5, generator=g) < 0.6
+    mask[:, 2] = False
+    expected = twins.aggregate(x.reshape(6, 5, -1).tolist(), mask.tolist(), how=how, length=6)
+    assert losses.aggregate(x, mask, how=how, length=6).item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("how", losses.AGGREGATIONS)
+@pytest.mark.parametrize("trailing", [(), (2, 3)])
+@pytest.mark.parametrize("micro", [1, 2, 3, 5, 8])
+def test_micro_batches_change_nothing(how, trailing, micro):
+    g = generator(2)
+    x = torch.randn(7, 8, *trailing, generator=g)
+    mask = torch.rand(7, 8, generator=g) < torch.linspace(0, 1, 8)  # ragged, column 0 empty
+    assert not mask[:, 0].any()
+    whole = x.clone().requires_grad_()
+    parts = x.clone().requires_grad_()
+    losses.aggregate(whole, mask, how=how, length=7).backward()
+    divisor = losses.denominator(mask, how=how)
+    total = 0.0
+    for columns in torch.arange(8).split(micro):
+        part = losses.aggregate(parts[:, columns], mask[:, columns], how=how, denominator=divisor, length=7)
+        part.backward()
+        total += part.item()
+    assert total == pytest.approx(losses.aggregate(x, mask, how=how, length=7).item(), abs=1e-6)
+    assert whole.grad is not None
+    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("how", losses.AGGREGATIONS)
+def test_ranks_change_nothing(how):
+    """Denominators of two ranks, one of them with nothing, add up to the whole's."""
+    g = generator(3)
+    x, mask = torch.randn(5, 6, generator=g), torch.rand(5, 6, generator=g) < 0.5
+    mask[:, 4:] = False
+    cuts = [slice(0, 4), slice(4, 6)]
+    divisor = torch.stack([losses.denominator(mask[:, c], how=how) for c in cuts]).sum()
+    total = sum(
+        losses.aggregate(x[:, c], mask[:, c], how=how, denominator=float(divisor), length=5).item() for c in cuts
+    )
+    assert total == pytest.approx(losses.aggregate(x, mask, how=how, length=5).item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("how", losses.AGGREGATIONS)
+def test_padding_changes_nothing(how):
+    g = generator(4)
+    x, mask = torch.randn(5, 4, generator=g), torch.rand(5, 4, generator=g) < 0.7
+    junk = torch.full((30, 4), float("nan"))
+    padded, longer = torch.cat([x, junk]).requires_grad_(), torch.cat([mask, torch.zeros(30, 4, dtype=torch.bool)])
+    loss = losses.aggregate(padded, longer, how=how, length=5)
+    loss.backward()
+    assert loss.item() == pytest.approx(losses.aggregate(x, mask, how=how, length=5).item(), abs=1e-7)
+    assert padded.grad is not None and padded.grad[~longer].abs().sum().item() == 0.0
+
+
+def test_a_minibatch_of_steps_has_no_sequences():
+    x, mask = torch.randn(4, 2), torch.ones(4, dtype=torch.bool)
+    assert losses.aggregate(x, mask).item() == pytest.approx(x.mean().item())
+    with pytest.raises(ConfigError, match=r"seq-mean-token-mean: needs whole columns.*minibatch_unit=column"):
+        losses.aggregate(x, mask, how="seq-mean-token-mean")
+    with pytest.raises(ConfigError, match=r"needs whole columns"):
+        losses.denominator(mask, how="seq-mean-token-sum")
+    with pytest.raises(ConfigError, match=r"loss_agg_func = mean: must be one of token-mean"):
+        losses.aggregate(x, mask, how="mean")
+    with pytest.raises(ConfigError, match=r"needs a constant length > 0, got None; set algorithm.response_length"):
+        losses.aggregate(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool), how="seq-mean-token-sum-norm")
+
+
+# --------------------------------------------------------------------------------------------------------- off policy
+def test_off_policy_weight_by_hand():
+    trainer = torch.tensor([[0.5, 0.0], [-0.2, 1.0], [9.0, 9.0]]).log1p()  # only differences matter
+    rollout = torch.tensor([[0.5, 0.0], [-0.2, 1.0], [0.0, 0.0]]).log1p() - torch.tensor(
+        [[0.3, 0.1], [-0.5, 5.0], [0, 0]]
+    )
+    mask = torch.tensor([[1, 1], [1, 1], [0, 0]], dtype=torch.bool)
+    token = losses.off_policy_weight(trainer, rollout, mask, kind="token")
+    expected = [[math.exp(0.3), math.exp(0.1)], [math.exp(-0.5), 2.0], [1.0, 1.0]]  # e^5 is capped at 2
+    torch.testing.assert_close(token, torch.tensor(expected))
+    # columns: 0.3 − 0.5 = −0.2 and 0.1 + 5 = 5.1, capped
+    sequence = losses.off_policy_weight(trainer, rollout, mask, kind="sequence", cap=3.0)
+    torch.testing.assert_close(sequence, torch.tensor([[math.exp(-0.2), 3.0], [math.exp(-0.2), 3.0], [1.0, 1.0]]))
+
+
+def test_off_policy_weight_of_finer_log_probabilities_and_without_gradient():
+    g = generator()
+    trainer, rollout = torch.randn(3, 2, 2, generator=g, requires_grad=True), torch.randn(3, 2, 2, generator=g)
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    weight = losses.off_policy_weight(trainer, rollout, mask, kind="sequence", cap=1e9)
+    assert weight.shape == (3, 2, 2) and not weight.requires_grad
+    expected = (trainer - rollout).detach().sum((0, 2)).exp()
+    torch.testing.assert_close(weight[1, :, 0], expected)
+    with pytest.raises(ConfigError, match="off_policy_correction = row"):
+        losses.off_policy_weight(trainer, rollout, mask, kind="row")
+    with pytest.raises(ConfigError, match="needs whole columns"):
+        losses.off_policy_weight(trainer[0, :, 0], rollout[0, :, 0], mask[0], kind="sequence")
+    with pytest.raises(ConfigError, match="off_policy_cap = 0"):
+        losses.off_policy_weight(trainer, rollout, mask, kind="token", cap=0.0)
+
+
+# ------------------------------------------------------------------------------------------------------------ entropy
+def test_entropy_controller_moves_towards_its_target():
+    c = losses.EntropyController(0.01, target=1.0, rate=0.1)
+    c.update(0.5)  # half a nat too little: e^{0.1·0.5}
+    assert c.coef == pytest.approx(0.01 * math.exp(0.05))
+    c.update(99.0)  # the error is clipped to −1
+    assert c.coef == pytest.approx(0.01 * math.exp(0.05 - 0.1))
+    for _ in range(300):
+        c.update(-5.0)
+    assert c.coef == c.LARGEST
+    for _ in range(300):
+        c.update(5.0)
+    assert c.coef == c.SMALLEST
+    assert losses.EntropyController(0.0, target=1.0).coef == c.SMALLEST  # 0 could never grow
+
+
+def test_entropy_controller_without_target_and_its_state():
+    constant = losses.EntropyController(0.0)
+    constant.update(float("nan"))
+    assert constant.coef == 0.0
+    c, resumed = losses.EntropyController(0.01, target=1.0), losses.EntropyController(0.5, target=1.0)
+    c.update(0.3)
+    resumed.load_state_dict(c.state_dict())
+    c.update(0.2)
+    resumed.update(0.2)
+    assert resumed.coef == c.coef
+    with pytest.raises(TrainingError, match="entropy = nan"):
+        c.update(float("nan"))

@@ -1,0 +1,468 @@
+"""SplitLearner: what a token's loss is made of, and what must not change it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from embodied_ppo.algorithms.optimizer import _adam_state
+from embodied_ppo.algorithms.ppo_loss import MinibatchStep, adamw_settings
+from embodied_ppo.algorithms.separate_critic_learner import FrozenReference, SplitLearner, ValueLearner
+from embodied_ppo.config.schema import AlgorithmConfig, KLControlConfig
+from embodied_ppo.core import tree
+from embodied_ppo.core.types import ConfigError, TrainingError, Trajectory
+from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
+from embodied_ppo.placement import memory_estimate
+from embodied_ppo.training.logging import numbers
+from tests.models.test_causal_lm import make
+
+T, N = 6, 8
+PROMPT = [3, 5, 2, 4, 3, 5, 2, 4]
+LENGTH = [6, 1, 4, 2, 3, 6, 5, 1]
+"""Tokens of each prompt and response."""
+BASE = AlgorithmConfig(
+    gamma=0.99, gae_lambda=0.9, update_epoch=2, global_batch_size=4, value_clip=0.5, huber_delta=None, lr=1e-3
+)
+
+
+def experience(policy: LanguagePolicy, *, more: int = 0, seed: int = 0, noise: float = 0.0) -> Trajectory:
+    """Ragged rows, with ``more`` columns of padding behind prompts and responses; one score a row."""
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 50, (N, 12), generator=g)
+    width, rows = 5 + T - 1 + more, T + more
+    row, action = torch.zeros(N, width, dtype=torch.int64), torch.zeros(N, rows, dtype=torch.int64)
+    for i, (p, r) in enumerate(zip(PROMPT, LENGTH, strict=True)):
+        row[i, : p + r - 1] = tokens[i, : p + r - 1]
+        action[i, :r] = tokens[i, p : p + r]
+    place = torch.tensor(PROMPT).unsqueeze(1) - 1 + torch.arange(rows)
+    place = place.clamp(max=width - 1)
+    mask = torch.arange(rows) < torch.tensor(LENGTH).unsqueeze(1)
+    with torch.no_grad():
+        log_prob = policy.view(policy.hidden(row, place), action).log_prob
+    log_prob = log_prob + noise * torch.randn(N, T + 3, generator=g)[:, :1]
+    last = torch.arange(rows) == torch.tensor(LENGTH).unsqueeze(1) - 1
+    score = torch.rand(N, 1, generator=g)
+    zero = torch.zeros(rows, N)
+    return Trajectory(
+        obs={"row": row.T, "place": place.T},
+        action=action.T,
+        log_prob=torch.where(mask, log_prob, 0.0).T,
+        value=zero,
+        replay={},
+        next_value=zero,
+        reward=torch.where(last, score, 0.0).T,
+        terminated=last.T,
+        truncated=torch.zeros_like(last.T),
+        mask=mask.T,
+        version=torch.zeros(rows, N, dtype=torch.int64),
+    )
+
+
+def learner(config: AlgorithmConfig = BASE, *, critic: bool = True, **options: Any) -> SplitLearner:
+    """``options`` of both; critic_config, critic_columns and concurrent of the critic alone."""
+    policy = make()
+    both: dict[str, Any] = {"length": T, "columns": 4, "updates": 10, "seed": 0}
+    both |= {name: x for name, x in options.items() if name in ("length", "columns", "tokens", "updates", "seed")}
+    values = None
+    if critic:
+        model = LanguageCritic(copy.deepcopy(policy.model))
+        with torch.no_grad():  # values that are not all 0
+            model.value_head.weight.copy_(torch.linspace(-0.2, 0.2, 32))
+        own = both | {"columns": options.get("critic_columns", both["columns"])}
+        own |= {"concurrent": options.get("concurrent", False), "ranks": options.get("ranks")}
+        values = ValueLearner(model, options.get("critic_config", config), **own)
+    rest = {name: x for name, x in options.items() if name in ("recompute", "dump_dir", "notice", "ranks")}
+    return SplitLearner(policy, values, config, num_sequences=N, **both, **rest)
+
+
+def critic_of(x: SplitLearner) -> ValueLearner:
+    assert isinstance(x.critic, ValueLearner)
+    return x.critic
+
+
+def reference_of(x: SplitLearner) -> LanguagePolicy:
+    assert isinstance(x.reference, FrozenReference)
+    return x.reference.policy
+
+
+def weights(x: SplitLearner) -> list[Tensor]:
+    modules = [x.policy, *([] if x.critic is None else [critic_of(x).module])]
+    return [p.detach().clone() for m in modules for p in m.parameters()]
+
+
+def differences(a: SplitLearner, b: SplitLearner) -> float:
+    return max(float((p - q).abs().max()) for p, q in zip(weights(a), weights(b), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------- what is read
+def test_advantages_are_those_of_each_row_alone() -> None:
+    """A float64 twin, row by row without padding: values at the token before the action, the score on the last one."""
+    x = learner()
+    t = experience(x.policy)
+    batch, metrics = x._prepare(t)
+    assert isinstance(t.obs, dict)
+    advantage, returns = torch.zeros(T, N, dtype=torch.float64), torch.zeros(T, N, dtype=torch.float64)
+    critic: Any = critic_of(x).module
+    for i, (p, r) in enumerate(zip(PROMPT, LENGTH, strict=True)):
+        ids = t.obs["row"][: p + r - 1, i].unsqueeze(0)
+        with torch.no_grad():
+            value = critic.value(ids, torch.arange(p - 1, p - 1 + r).unsqueeze(0))[0].double()
+        torch.testing.assert_close(batch.value[:r, i].double(), value, rtol=0, atol=1e-5)
+        carry = 0.0
+        for k in reversed(range(r)):
+            following = float(value[k + 1]) if k + 1 < r else 0.0
+            delta = float(t.reward[k, i]) + 0.99 * following - float(value[k])
+            carry = delta + 0.99 * 0.9 * carry
+            advantage[k, i], returns[k, i] = carry, carry + value[k]
+    torch.testing.assert_close(batch.returns.double()[t.mask], returns[t.mask], rtol=0, atol=1e-5)
+    flat = advantage[t.mask]
+    expected = (flat - flat.mean()) * torch.rsqrt(flat.var() + 1e-8)
+    torch.testing.assert_close(batch.advantage.double()[t.mask], expected, rtol=0, atol=1e-4)
+    assert not batch.advantage[~t.mask].any()
+    assert numbers(metrics)["advantage/mean"] == pytest.approx(float(flat.mean()), abs=1e-5)
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "full"])
+def test_kl_in_the_reward_is_per_token(kl: Any) -> None:
+    c = replace(BASE, use_kl_in_reward=True, kl_penalty=kl, kl_ctrl=KLControlConfig(kl_coef=0.5))
+    x = learner(c)
+    t = experience(x.policy)
+    with torch.no_grad():
+        reference_of(x).model.lm_head.weight.mul_(0.7)
+    plain = learner()._prepare(t)[0]
+    batch, metrics = x._prepare(t)
+    assert isinstance(t.obs, dict)
+    row, place = t.obs["row"].T, t.obs["place"].T
+    with torch.no_grad():
+        own, other = x.policy.hidden(row, place), reference_of(x).hidden(row, place)
+        p, q = (m.logits(h).log_softmax(-1) for m, h in ((x.policy, own), (reference_of(x), other)))
+    delta = (p - q).gather(-1, t.action.T.unsqueeze(-1)).squeeze(-1).T
+    distance = {"k1": delta, "k2": delta.square() / 2, "full": (p.exp() * (p - q)).sum(-1).T}[kl]
+    # returns differ by the discounted sum of penalties with λ-traces; with γ = λ = 1 exactly their sum
+    y = learner(replace(c, gamma=1.0, gae_lambda=1.0))
+    reference_of(y).load_state_dict(reference_of(x).state_dict())
+    found = y._prepare(t)[0].returns
+    penalties = torch.where(t.mask, distance, 0.0)
+    expected = t.reward.sum(0) - 0.5 * penalties.flip(0).cumsum(0).flip(0)
+    torch.testing.assert_close(found[t.mask], expected[t.mask], rtol=0, atol=1e-4)
+    assert not torch.equal(batch.returns, plain.returns)
+    columns = [float(distance[:r, i].mean()) for i, r in enumerate(LENGTH)]
+    assert numbers(metrics)["kl/to_reference"] == pytest.approx(sum(columns) / N, abs=1e-5)
+
+
+def test_scores_are_normalised_as_scores() -> None:
+    """One number a row, whatever its length; not one a token."""
+    x = learner(replace(BASE, reward_norm="batch", gamma=1.0, gae_lambda=1.0))
+    t = experience(x.policy)
+    score = t.reward.sum(0)
+    expected = (score - score.mean()) * torch.rsqrt(score.var() + 1e-8)
+    found = x._prepare(t)[0].returns
+    for i, r in enumerate(LENGTH):
+        torch.testing.assert_close(found[:r, i], expected[i].expand(r), rtol=0, atol=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------------- denominators
+def test_value_loss_averages_over_sequences_where_the_critic_says_so() -> None:
+    """seq-mean-token-mean: the mean over rows of each row's mean of (R - V)^2 / 2; null: the mean over tokens."""
+    whole = replace(BASE, update_epoch=1, global_batch_size=N, value_clip=None)
+    for how in ("token-mean", "seq-mean-token-mean"):
+        x = learner(whole, columns=N, critic_config=replace(whole, loss_agg_func=how))
+        t = experience(x.policy)
+        batch, _ = x._prepare(t)
+        square = (batch.returns - batch.value).double().square() / 2
+        rows = [square[:r, i] for i, r in enumerate(LENGTH)]
+        by_row = sum(float(row.mean()) for row in rows) / N
+        expected = by_row if how == "seq-mean-token-mean" else float(torch.cat(rows).mean())
+        assert numbers(x.update(t, update=0))["value/loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_loss_scale_factor_replaces_the_response_length() -> None:
+    c = replace(BASE, update_epoch=1, loss_agg_func="seq-mean-token-sum-norm")
+    norms = []
+    for factor in (None, float(T), 4.0 * T):
+        x = learner(replace(c, loss_scale_factor=factor), critic_config=BASE)
+        norms.append(numbers(x.update(experience(x.policy, noise=0.3), update=0))["policy/loss"])
+    assert norms[0] == norms[1] and norms[2] != norms[0]
+    single = [
+        numbers(x.update(experience(x.policy, noise=0.3), update=0))["policy/loss"]
+        for x in (
+            learner(replace(c, global_batch_size=N, loss_scale_factor=f), columns=N, critic_config=BASE)
+            for f in (2.0, 8.0)
+        )
+    ]
+    assert single[0] == pytest.approx(4 * single[1], rel=1e-5) and single[0] != 0
+
+
+# ----------------------------------------------------------------------------------------------- what changes nothing
+OPTIONS: dict[str, Any] = {
+    "plain": {},
+    "everything": {
+        "clip_ratio_c": 3.0,
+        "entropy_bonus": 0.01,
+        "use_kl_loss": True,
+        "kl_loss_type": "k3+",
+        "loss_agg_func": "seq-mean-token-mean",
+        "off_policy_correction": "sequence",
+    },
+    "full KL": {"use_kl_loss": True, "kl_loss_type": "full", "loss_agg_func": "seq-mean-token-sum-norm"},
+    "sums": {"loss_agg_func": "seq-mean-token-sum", "entropy_bonus": 0.01},
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("tokens", [1, 13, 40])
+def test_micro_batches_change_nothing(case: str, tokens: int) -> None:
+    c = replace(BASE, **OPTIONS[case])
+    whole, parts = learner(c), learner(c, tokens=tokens)
+    t = experience(whole.policy, noise=0.1)
+    for x in (whole, parts):
+        x.update(t, update=0)
+    assert differences(whole, parts) < 2e-5  # AdamW's first steps divide by tiny numbers
+    a, b = (x.actor.optimizer.state_dict()["state"][0]["exp_avg"] for x in (whole, parts))
+    assert float((a - b).norm() / a.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_padding_changes_nothing(case: str) -> None:
+    c = replace(BASE, **OPTIONS[case])
+    short, long = learner(c), learner(c)
+    told = [numbers(x.update(experience(x.policy, more=m), update=0)) for x, m in ((short, 0), (long, 3))]
+    assert differences(short, long) < 2e-5
+    assert told[0] == pytest.approx(told[1], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("which", ["actor", "critic"])
+def test_the_program_equals_the_eager_step(case: str, which: str) -> None:
+    """The function that is compiled, run as Python."""
+    c = replace(BASE, **OPTIONS[case])
+    eager, program = learner(c), learner(c)
+    t = experience(eager.policy, noise=0.1)
+    index = torch.tensor([5, 0, 3, 6])
+    batches = [x._prepare(t)[0] for x in (eager, program)]
+    if which == "critic":
+        batches = [replace(b, log_prob=b.value, weight=None, ref_log_prob=None, ref_logits=None) for b in batches]
+    one, two = getattr(eager, which), getattr(program, which)
+    step = one._eager_step(batches[0], warming=False, entropy_coef=0.01)
+    one.statistics = MinibatchStep(one.objective, one.names["actor"], one.names["critic"], batches[0]).statistics()
+    expected = step(index, "")
+    compute = MinibatchStep(two.objective, two.names["actor"], two.names["critic"], batches[1], two.buffers)
+    state = _adam_state(two.optimizer)
+    settings = adamw_settings(two.config, 1, lr=[two.config.lr] * 2, steps=[0, 0], entropy_coef=0.01)[0]
+    found = compute(*state.parameters, *state.first, *state.second, settings, index, *two._fixed(batches[1]))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert differences(eager, program) < 2e-5 and compute.statistics() == one.statistics
+
+
+# --------------------------------------------------------------------------------------------------------- what learns
+def test_critic_warmup_skips_exactly_so_many_actor_updates() -> None:
+    x = learner(replace(BASE, critic_warmup=2))
+    t, modules = experience(x.policy), (x.policy, critic_of(x).module)
+    for update in range(4):
+        before = [[p.detach().clone() for p in m.parameters()] for m in modules]
+        x.update(t, update=update)
+        now = [list(m.parameters()) for m in modules]
+        moved = [
+            any(not torch.equal(p, q) for p, q in zip(a, b, strict=True)) for a, b in zip(before, now, strict=True)
+        ]
+        assert moved == [update >= 2, True]
+
+
+def test_the_reference_stays_and_is_only_there_where_it_is_asked_for() -> None:
+    assert learner().reference is None
+    x = learner(replace(BASE, use_kl_loss=True))
+    before = [p.clone() for p in reference_of(x).parameters()]
+    first = numbers(x.update(experience(x.policy), update=0))
+    later = numbers(x.update(experience(x.policy), update=1))
+    assert all(torch.equal(p, q) for p, q in zip(before, reference_of(x).parameters(), strict=True))
+    assert later["kl/to_reference"] > first["kl/to_reference"] >= 0
+
+
+@pytest.mark.parametrize("adv_type", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_estimators_without_a_critic(adv_type: Any) -> None:
+    x = learner(replace(BASE, adv_type=adv_type, group_size=4, gamma=1.0), critic=False)
+    before = weights(x)
+    metrics = numbers(x.update(experience(x.policy), update=0))
+    assert any(not torch.equal(p, q) for p, q in zip(before, weights(x), strict=True))
+    assert metrics["policy/grad_norm"] > 0 and metrics["advantage/std"] > 0
+
+
+def test_gae_needs_a_critic() -> None:
+    with pytest.raises(ConfigError, match=r"adv_type = gae: needs a critic; write critic\.use_critic_model=true"):
+        learner(critic=False)
+
+
+def test_the_critic_has_its_own_schedule() -> None:
+    x = learner(BASE, critic_config=replace(BASE, lr=7e-3, update_epoch=5), critic_columns=2)
+    metrics = numbers(x.update(experience(x.policy), update=0))
+    assert metrics["policy/lr"] == 1e-3 and metrics["value/lr"] == 7e-3
+    steps = [int(d.optimizer.state_dict()["state"][0]["step"]) for d in (x.actor, critic_of(x))]
+    assert steps == [2 * 2, 5 * 4]
+
+
+def test_recomputed_log_probabilities_replace_the_rollout_s() -> None:
+    x = learner(recompute=True)
+    t = experience(x.policy, noise=0.3)
+    batch, _ = x._prepare(t)
+    exact = experience(x.policy)
+    torch.testing.assert_close(batch.log_prob[t.mask], exact.log_prob[t.mask], rtol=0, atol=1e-5)
+    assert torch.equal(learner()._prepare(t)[0].log_prob, t.log_prob)
+
+
+def test_a_full_penalty_leaves_the_behaviour_as_it_was() -> None:
+    """It reads the policy's distribution; the ratio's denominator stays the rollout's."""
+    x = learner(replace(BASE, use_kl_in_reward=True, kl_penalty="full"))
+    t = experience(x.policy, noise=0.3)
+    assert torch.equal(x._prepare(t)[0].log_prob, t.log_prob)
+
+
+def test_it_continues_where_it_was_saved(tmp_path: Any) -> None:
+    options: dict[str, Any] = {
+        "use_kl_in_reward": True,
+        "kl_ctrl": KLControlConfig(type="adaptive", kl_coef=0.1, horizon=100),
+        "reward_norm": "running",
+        "entropy_bonus": 0.01,
+        "entropy_target": 2.0,
+    }
+    c = replace(BASE, **options)
+    x = learner(c)
+    ts = [experience(x.policy, seed=i) for i in range(4)]
+    for i in range(2):
+        x.update(ts[i], update=i)
+    torch.save({"policy": x.policy.state_dict(), "learner": x.state()}, tmp_path / "saved.pt")
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    y = learner(c)
+    y.policy.load_state_dict(saved["policy"])
+    y.load_state(saved["learner"])
+    for i in (2, 3):
+        told = [numbers(z.update(ts[i], update=i)) for z in (x, y)]
+        assert told[0] == told[1]
+    assert differences(x, y) == 0 and x.kl.coef == y.kl.coef != 0.1
+
+
+def test_a_checkpoint_without_a_critic_is_refused() -> None:
+    x = learner(replace(BASE, adv_type="grpo", group_size=4), critic=False)
+    with pytest.raises(ConfigError, match="holds no critic to continue with"):
+        learner().load_state(x.state())
+
+
+def test_products_in_bfloat16_leave_weights_and_log_probabilities_in_float32() -> None:
+    exact, rounded = learner(), learner(recompute=True)  # by the rounded policy itself
+    rounded.policy.compute = torch.bfloat16
+    critic: Any = critic_of(rounded).module
+    critic.compute = torch.bfloat16
+    t = experience(exact.policy)
+    assert isinstance(t.obs, dict)
+    ids, place = t.obs["row"].T, t.obs["place"].T
+    with torch.no_grad():
+        views = [x.policy.view(x.policy.hidden(ids, place), t.action.T) for x in (exact, rounded)]
+    assert all(x.dtype == torch.float32 for view in views for x in (view.log_prob, view.entropy))
+    error = float((views[0].log_prob - views[1].log_prob)[t.mask.T].abs().max())
+    assert 1e-5 < error < 0.3  # rounded it is, to 8 bits
+    before = weights(rounded)
+    metrics, plain = numbers(rounded.update(t, update=0)), numbers(exact.update(t, update=0))
+    assert all(x.dtype == torch.float32 for x in weights(rounded)) and differences(exact, rounded) > 0
+    assert any(not torch.equal(a, b) for a, b in zip(before, weights(rounded), strict=True))
+    assert metrics["policy/approx_kl"] == pytest.approx(plain["policy/approx_kl"], rel=0.3)
+    assert metrics["value/loss"] == pytest.approx(plain["value/loss"], rel=0.1)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rows_in_a_forward_pass_change_nothing(size: int) -> None:
+    whole, parts = learner(), learner(replace(BASE, micro_batch_size=size))
+    for x in (whole, parts):
+        x.update(experience(x.policy), update=0)
+    assert differences(whole, parts) < 1e-6
+
+
+def test_values_and_recomputed_log_probabilities_have_limits_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of forward passes without gradient: of the critic, and of policy and reference."""
+    rows: dict[str, set[int]] = {}
+
+    def count(cls: type, method: str, name: str) -> None:
+        plain = getattr(cls, method)
+
+        def counted(self: Any, ids: Tensor, place: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                rows.setdefault(name, set()).add(len(ids))
+            return plain(self, ids, place)
+
+        monkeypatch.setattr(cls, method, counted)
+
+    count(LanguageCritic, "value", "values")
+    count(LanguagePolicy, "hidden", "log-probabilities")
+    config = replace(BASE, use_kl_loss=True, use_kl_in_reward=True)
+    limited = replace(config, rollout_micro_batch_size=3, logprob_forward_micro_batch_size=2)
+    both = learner(config, recompute=True), learner(limited, recompute=True)
+    for x in both:
+        t = experience(x.policy)
+        rows.clear()
+        x.update(t, update=0)
+    assert max(rows["values"]) == 3 and max(rows["log-probabilities"]) == 2
+    assert differences(*both) < 1e-6
+
+
+def test_at_once_is_one_after_the_other_bit_for_bit() -> None:
+    one, two = learner(), learner(concurrent=True)
+    for update in range(2):
+        metrics = [numbers(x.update(experience(x.policy), update=update)) for x in (one, two)]
+        assert metrics[0] == metrics[1]
+    assert differences(one, two) == 0
+    two.close()
+
+
+def test_a_critic_that_fails_in_its_thread_fails_the_update() -> None:
+    x = learner(concurrent=True)
+    t = experience(x.policy)
+    with torch.no_grad():
+        next(iter(critic_of(x).module.parameters())).fill_(float("nan"))
+    with pytest.raises(TrainingError, match="not finite"):
+        x.update(t, update=0)
+    x.close()
+
+
+def test_running_reward_normalisation_sees_each_response_once() -> None:
+    """A score is a sequence's: the deviation is that of 8 numbers, clipped like what it divides."""
+    for clip in (None, 0.3):
+        x = learner(replace(BASE, reward_norm="running", reward_clip=clip))
+        t = experience(x.policy)
+        scores = torch.where(t.mask, t.reward, 0.0).sum(0)
+        scores = scores if clip is None else scores.clamp(-clip, clip)
+        x._prepare(t)
+        assert int(x.returns.moments.count) == N
+        assert float(x.returns.std) == pytest.approx(float(scores.double().std(correction=0)), rel=1e-3)
+
+
+def test_without_a_critic_nothing_is_said_of_values() -> None:
+    x = learner(replace(BASE, adv_type="reinforce_plus_plus"), critic=False)
+    assert not [tag for tag in x.update(experience(x.policy), update=0) if tag.startswith("value/")]
+
+
+def test_another_number_of_responses_may_continue() -> None:
+    x, y = learner(), learner(num_sequences=2 * N)
+    y.load_state(x.state())
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+@pytest.mark.parametrize("who", ["actor", "critic"])
+def test_the_memory_of_a_step_is_foretold(who: str) -> None:
+    """Within a fifth of what operations make in a real forward and backward pass of the loss."""
+    x = learner()
+    t = experience(x.policy)
+    batch, _ = x._prepare(replace(t, mask=torch.ones_like(t.mask)))
+    descent = x.actor if who == "actor" else critic_of(x)
+    model: Any = descent.module
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    known = [*model.parameters(), *model.buffers(), *tree.leaves(batch)]
+    rows = torch.tensor(float(T * N))
+    with memory_estimate.Living(known) as living:
+        descent.objective(batch, rows, rows, entropy_coef=0.1)[0].backward()
+    told = memory_estimate.language_step(model, N, batch.inputs["row"].shape[0], T)
+    assert told == pytest.approx(living.peak, rel=0.2)

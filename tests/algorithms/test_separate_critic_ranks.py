@@ -1,0 +1,187 @@
+"""Language models that learn in several processes: their number changes no number, wherever critic and reference are.
+
+Ranks are threads here, over real gloo and real lines.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from embodied_ppo.algorithms.separate_critic_learner import SplitLearner
+from embodied_ppo.config.schema import AlgorithmConfig, KLControlConfig
+from embodied_ppo.core import tree
+from embodied_ppo.core.collectives import Ranks
+from embodied_ppo.core.types import Metrics
+from embodied_ppo.data.prompts import Prompt
+from embodied_ppo.placement.channels import Desk, Exchange, Server, dial
+from embodied_ppo.placement.remote_models import RemoteCritic, RemoteGraders, RemoteReference, Services
+from embodied_ppo.rewards.graders import Grade, Sample
+from embodied_ppo.rewards.worker_pool import GraderPool
+from tests.algorithms.test_learner_ranks import merged, together
+from tests.algorithms.test_separate_critic_learner import BASE, N, critic_of, experience, learner, reference_of
+
+CPU = torch.device("cpu")
+KL = {"use_kl_loss": True, "use_kl_in_reward": True, "kl_penalty": "k2"}
+CASES: dict[str, AlgorithmConfig] = {
+    "gae": BASE,
+    "kl": replace(BASE, kl_ctrl=KLControlConfig(type="adaptive", kl_coef=0.1, horizon=100), **KL),
+    "whitened": replace(BASE, whiten_rewards=True, reward_norm="running"),
+    "corrected": replace(BASE, off_policy_correction="token", off_policy_cap=1.2),
+    "adaptive": replace(BASE, lr_schedule="adaptive", desired_kl=1e-4, entropy_target=1.0),
+}
+WITHOUT: dict[str, AlgorithmConfig] = {
+    "grpo": replace(BASE, adv_type="grpo", group_size=2, gamma=1.0),
+    "rloo": replace(BASE, adv_type="rloo", group_size=4, gamma=1.0),
+}
+
+
+def disturbed(x: SplitLearner) -> SplitLearner:
+    """With a reference that is not the policy."""
+    if x.reference is not None:
+        with torch.no_grad():
+            reference_of(x).model.lm_head.weight.mul_(0.9)
+    return x
+
+
+def state(x: SplitLearner) -> dict[str, Tensor]:
+    found = {f"actor {name}": p.detach().clone() for name, p in x.policy.named_parameters()}
+    if x.critic is not None:
+        found |= {f"critic {name}": p.clone() for name, p in x.critic.state()["critic_weights"].items()}
+    return found
+
+
+def learned(world: int, config: AlgorithmConfig, *, critic: bool) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    """Weights, which are the same everywhere, and metrics after two updates of one minibatch an epoch."""
+    whole = replace(config, global_batch_size=N)
+    made = [disturbed(learner(whole, critic=critic, columns=N, critic_columns=N)) for _ in range(world)]
+    trajectory = experience(made[0].policy, noise=0.2)
+
+    def work(ranks: Ranks) -> tuple[dict[str, Tensor], list[Metrics]]:
+        x = made[ranks.rank]
+        x.ranks = x.actor.ranks = ranks
+        if critic:
+            critic_of(x).ranks = ranks
+        part = tree.map(lambda t: t.chunk(world, dim=1)[ranks.rank].contiguous(), trajectory)
+        return state(x), [x.update(part, update=update) for update in range(2)]
+
+    found = together(world, work)
+    for other in made[1:]:
+        for name, p in state(made[0]).items():
+            assert torch.equal(p, state(other)[name]), name
+    return state(made[0]), [merged([told[update] for _, told in found]) for update in range(2)]
+
+
+@pytest.mark.parametrize("case", [*CASES, *WITHOUT])
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_number_of_ranks_changes_no_number(case: str, world: int) -> None:
+    config, critic = (CASES | WITHOUT)[case], case in CASES
+    (alone, told), (many, metrics) = (learned(n, config, critic=critic) for n in (1, world))
+    for name, p in alone.items():
+        torch.testing.assert_close(many[name], p, rtol=1e-4, atol=2e-6, msg=name)
+    for one, other in zip(told, metrics, strict=True):
+        assert one.keys() == other.keys()
+        for tag, value in one.items():
+            assert other[tag] == pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True), tag
+
+
+# ------------------------------------------------------------------------------------------------------ other processes
+@contextmanager
+def serving(services: Services) -> Iterator[Desk]:
+    """A desk at a server that answers in a thread, over a real connection."""
+    exchange = Exchange("127.0.0.1", "secret", 20.0)
+    server = Server(services, exchange)
+    failed: list[BaseException] = []
+
+    def serve() -> None:
+        torch.set_num_threads(1)
+        try:
+            server.serve(1)
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    desk = Desk(dial(exchange.address, "secret", "asker", peer="services", patience_s=20.0))
+    try:
+        yield desk
+    finally:
+        desk.done()
+        thread.join(20.0)
+        server.close()
+    assert not failed and not thread.is_alive()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_critic_and_reference_elsewhere_learn_the_same_bit_for_bit(case: str) -> None:
+    config = CASES[case]
+    here, there = disturbed(learner(config)), disturbed(learner(config))
+    values, reference = critic_of(there), there.reference
+    services = Services(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
+    with serving(services) as desk:
+        there.critic = RemoteCritic(desk, CPU, own=True)
+        if reference is not None:
+            there.reference = RemoteReference(desk, CPU)
+        for update in range(2):
+            ours, theirs = (x.update(experience(x.policy, noise=0.2), update=update) for x in (here, there))
+            assert ours == theirs
+        a, b = state(here), state(there)
+        assert all(torch.equal(a[name], b[name]) for name in a)
+        kept = copy.deepcopy(there.state())  # an optimiser keeps what it is given
+        assert kept.keys() == here.state().keys()
+        here.load_state(kept)  # from elsewhere to here ..
+        there.load_state(copy.deepcopy(here.state()))  # .. and back
+        last = [x.update(experience(x.policy, noise=0.2), update=2) for x in (here, there)]
+        assert last[0] == last[1]
+
+
+def test_they_begin_as_the_actor() -> None:
+    config = CASES["kl"]
+    x, other = learner(config), learner(config)
+    with torch.no_grad():
+        for p in x.policy.parameters():
+            p.mul_(1.1)
+    values, reference = critic_of(other), other.reference
+    services = Services(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
+    t = experience(x.policy)
+    assert isinstance(t.obs, dict)
+    with serving(services) as desk:
+        x.critic, x.reference = RemoteCritic(desk, CPU, own=False), RemoteReference(desk, CPU)
+        x.settle()
+        view = x.reference.view(t.obs, t.mask, t.action, hidden=False)["log_prob"]
+        torch.testing.assert_close(view[t.mask], t.log_prob[t.mask], rtol=0, atol=1e-5)
+        body = dict(x.policy.model.model.named_parameters())
+        found = other.critic.module.decoder.base.named_parameters()  # pyright: ignore
+        assert all(torch.equal(p, body[name]) for name, p in found)
+
+
+def fails(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+    if solution_str == "crash":
+        raise RuntimeError("no")
+    return float(solution_str == ground_truth)
+
+
+def test_graders_elsewhere_say_the_same() -> None:
+    prompts = [Prompt((1,), f"{i}", str(i), "sums", {"when": object()}, 0) for i in range(3)]
+    chosen = [prompts[i] for i in (2, 0, 0, 1)]
+    texts = ["2", "no", "crash", "1\ud800"]
+    samples: list[Sample] = [
+        (p.data_source, text, p.ground_truth, p.extra) for p, text in zip(chosen, texts, strict=True)
+    ]
+    here = GraderPool(fails, workers=0, timeout_s=1.0)
+    services = Services(device=CPU, judge=GraderPool(fails, workers=0, timeout_s=1.0), prompts=prompts)
+    with serving(services) as desk:
+        there = RemoteGraders(desk, prompts)
+        for _ in range(2):
+            assert there.grade(samples, chosen) == here.grade(samples, chosen)
+            assert there.failures == here.failures and there.last_failure == here.last_failure
+        assert isinstance(there.grade(samples[:1], chosen[:1])[0], Grade)

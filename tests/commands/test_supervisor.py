@@ -1,0 +1,131 @@
+"""Ends of a command that no exception reports: crashes, foreign exits, calls that never return, lost memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+
+from embodied_ppo.core import watchdog
+from embodied_ppo.core.errors import ProcessLost, TrainingError
+
+PRELUDE = """
+import ctypes, os, signal, sys, time
+from pathlib import Path
+from embodied_ppo import guard
+from embodied_ppo.commands.supervisor import supervise
+
+def main():
+    guard.describe(env_id="Task-v0", during="update 4")
+    guard.log_to(Path("log.txt"))
+    {body}
+    return 0
+
+sys.exit(supervise(main))
+"""
+IN_STEP = "with guard.stepping: "
+
+
+def command(body: str) -> list[str]:
+    return [sys.executable, "-c", PRELUDE.format(body=body)]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "last"),
+    [
+        ("print('result')", 0, ""),
+        ("return 2", 2, ""),
+        (IN_STEP + "os._exit(0)", 3, "env.id=Task-v0: step(): the process was ended with exit code 0 (os._exit"),
+        (IN_STEP + "ctypes.string_at(0)", 3, "env.id=Task-v0: step(): the process was ended by SIGSEGV (update 4)"),
+        ("os.kill(os.getpid(), 9)", 3, "the process was ended by SIGKILL (the kernel does so where memory runs out"),
+        (  # PyDLL keeps the interpreter's lock: no thread of the process could report it
+            "guard.limit(0.2)\n    with guard.resetting: ctypes.PyDLL(None).sleep(60)",
+            *(3, "env.id=Task-v0: reset() has not returned for 0.2 s (env.step_timeout_s) (update 4)"),
+        ),
+        ("os.kill(os.getppid(), 15)\n    time.sleep(60)", 130, "interrupted"),
+        ("import atexit; atexit.register(os.abort); return 2", 2, ""),  # a library that crashes at the end
+    ],
+)
+def test_every_end_has_a_line_and_an_exit_code(body: str, code: int, last: str, tmp_path: Path) -> None:
+    start = time.monotonic()
+    done = subprocess.run(command(body), capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert (done.stderr.splitlines() or [""])[-1].startswith(f"error: {last}" if last else ""), done.stderr
+    assert last or not done.stderr
+    assert done.stdout.count("result") == body.count("result")
+    assert time.monotonic() - start < 30
+    if code == 3:
+        assert f" failed: {last}" in (tmp_path / "log.txt").read_text()
+
+
+REQUESTS = """
+    requests = []
+    def handle(number, frame):
+        if not guard.is_repetition():
+            requests.append(number)
+    signal.signal(signal.SIGINT, handle)
+    print("ready", os.getpid(), flush=True)
+    time.sleep(1.0)
+    print(len(requests), flush=True)
+"""
+
+
+@pytest.mark.parametrize("receiver", ["command", "group", "child", "group twice"])
+def test_a_signal_is_one_request_whoever_receives_it(receiver: str) -> None:
+    run = subprocess.Popen(command(REQUESTS), stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert run.stdout is not None
+    child = int(run.stdout.readline().split()[1])
+    assert child != run.pid
+    for _ in range(1 + receiver.endswith("twice")):
+        if receiver.startswith("group"):
+            os.killpg(run.pid, signal.SIGINT)
+        else:
+            os.kill(run.pid if receiver == "command" else child, signal.SIGINT)
+        time.sleep(0.3)
+    assert run.stdout.readline().split() == [str(1 + receiver.endswith("twice"))]
+    assert run.wait(20) == 0
+
+
+def test_the_child_ends_with_the_command() -> None:
+    run = subprocess.Popen(command(REQUESTS.replace("1.0", "60")), stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    child = int(run.stdout.readline().split()[1])
+    run.kill()
+    run.wait()
+    assert toys.gone(child)
+
+
+@pytest.fixture
+def record() -> Any:
+    """The record of this process, as it was afterwards."""
+    yield watchdog
+    watchdog.limit(None)
+    watchdog.describe(env_id="", during="")
+
+
+def test_a_simulator_that_exits_is_an_error(record: Any) -> None:
+    record.describe(env_id="Task-v0", during="evaluation")
+    message = r"env\.id=Task-v0: step\(\) called sys\.exit\(5\) \(evaluation\)"
+    with pytest.raises(TrainingError, match=message), record.stepping:
+        sys.exit(5)
+    assert not record.overdue()
+
+
+def test_only_calls_beyond_their_limit_are_overdue(record: Any) -> None:
+    record.limit(0.05)
+    assert not record.overdue()
+    with record.stepping:
+        assert not record.overdue()
+        with pytest.raises(ProcessLost, match=r"step\(\) has not returned for 0\.05 s \(env\.step_timeout_s\)"):
+            record.wait_until_overdue()
+        record.limit(None)
+        assert not record.overdue()
+    record.limit(0.0)
+    assert not record.overdue()

@@ -1,0 +1,83 @@
+"""What an update consists of, by hand; and that it is told once, before training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+
+from embodied_ppo import run
+from embodied_ppo.config import loader
+from embodied_ppo.config.batch_sizes import Passes, batches, lines
+from embodied_ppo.config.schema import Config
+
+ROBOT = {"env.id": "CartPole-v1", "env.num_envs": 32, "algorithm.horizon": 32, "algorithm.global_batch_size": 128}
+LANGUAGE = {
+    "mode": "reasoning",
+    "data.task": "arithmetic",
+    "actor.model.architecture": {"model_type": "qwen2"},
+    "algorithm.loss_type": "actor",
+    "algorithm.rollout_batch_size": 64,
+    "algorithm.global_batch_size": 16,
+    "algorithm.update_epoch": 2,
+    "algorithm.group_size": 4,
+    "updates": 10,
+}
+
+
+def test_a_robots_update() -> None:
+    c = toys.config({**ROBOT, "algorithm.update_epoch": 4, "env_steps": 51_000, "updates": None})
+    b = batches(c)
+    assert (b.samples, b.actor, b.critic, b.actor.steps) == (1024, Passes(4, 8, 128), None, 32)
+    assert lines(c) == [
+        "32 environments x 32 steps = 1,024 samples an update",
+        "4 epochs x 8 minibatches of 128 = 32 optimiser steps",
+        "49 updates x 1,024 = 50,176 environment steps",  # 51,000 / 1,024 = 49.8
+    ]
+
+
+def test_chunks_and_micro_batches() -> None:
+    c = toys.config(
+        {**ROBOT, "env.action_chunk": 5, "algorithm.micro_batch_size": 48, "algorithm.update_epoch": 1, "updates": 2}
+    )
+    assert lines(c) == [
+        "32 environments x 32 decisions = 1,024 samples an update",
+        "1 epoch x 8 minibatches of 128 = 8 optimiser steps (at most 48 samples at once)",
+        "2 updates x 5,120 = at most 10,240 environment steps",  # 1,024 x 5
+    ]
+
+
+def language(**more: Any) -> Config:
+    options = LANGUAGE | {name.replace("__", "."): value for name, value in more.items()}
+    return loader.load(Config, toys.nested(options), source="configs/small")
+
+
+def test_a_language_models_update() -> None:
+    assert lines(language()) == [
+        "64 prompts x 4 responses = 256 responses an update",
+        "2 epochs x 4 minibatches of 16 prompts = 8 optimiser steps",
+        "10 updates = 2,560 responses of at most 512 tokens",
+    ]
+    limits = {"algorithm__micro_batch_tokens": 900, "algorithm__micro_batch_size": 8}
+    c = language(critic__global_batch_size=32, critic__update_epoch=1, **limits)
+    assert batches(c).critic == Passes(1, 2, 32)
+    assert lines(c)[1] == (
+        "2 epochs x 4 minibatches of 16 prompts = 8 optimiser steps (at most 8 responses and 900 tokens at once), the "
+        "critic's 1 epoch x 2 minibatches of 32 prompts = 2 optimiser steps"
+    )
+    assert batches(language(algorithm__adv_type="grpo")).critic is None
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_run_tells_it_once_before_it_trains(quiet: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"env.num_envs": 4, "algorithm.horizon": 8, "algorithm.global_batch_size": 32, "updates": 2}
+    c = toys.config({**ROBOT, **small, "run_dir": str(tmp_path / "run"), "evaluation.episodes": 1})
+    summary = run.train(c, quiet=quiet)
+    told, err = (tmp_path / "run" / "log.txt").read_text(), capsys.readouterr().err
+    for line in lines(c):
+        assert told.count(line) == 1 and err.count(line) == (0 if quiet else 1)
+        assert told.index(line) < told.index("update 1 is done")
+    assert summary["env_steps"] == 64 and "2 updates x 32 = 64 environment steps" in told
+    assert "will be at about" not in err  # the console tells the time left

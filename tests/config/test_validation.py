@@ -1,0 +1,326 @@
+"""Options compared with each other: what goes together, what is read under a condition, what excludes or needs what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from embodied_ppo.config import loader, validation
+from embodied_ppo.config.schema import Config
+from embodied_ppo.core.errors import ConfigError, show
+from tests.config.test_loader import CLONING, FLOW, LANGUAGE, PUBLISHED, TOKENS, nested, refused
+
+GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("flat", "line"),
+    [
+        (
+            {"algorithm.global_batch_size": 300},
+            "algorithm.horizon x env.num_envs = 32 x 64 = 2048 is not a multiple of algorithm.global_batch_size = 300; "
+            "nearest: 256, 512; or with this batch, nearest env.num_envs: 75",
+        ),
+        (
+            {"algorithm.global_batch_size": 4096},
+            "32 x 64 = 2048 is not a multiple of algorithm.global_batch_size = 4096; nearest: 2048; or with this "
+            "batch, nearest env.num_envs: 128",
+        ),
+        (
+            {"algorithm.minibatch_unit": "column", "algorithm.global_batch_size": 100},
+            "algorithm.global_batch_size = 100 is not a multiple of algorithm.horizon = 32 (algorithm.minibatch_unit = "
+            "column); nearest: 64, 128",
+        ),
+        (
+            {"algorithm.minibatch_unit": "column", "algorithm.global_batch_size": 96},
+            "algorithm.horizon x env.num_envs = 32 x 64 = 2048 is not a multiple of algorithm.global_batch_size = 96; "
+            "nearest: 64, 128; or with this batch, nearest env.num_envs: 63, 66",
+        ),
+        (
+            {"algorithm.micro_batch_size": 512},
+            "algorithm.micro_batch_size = 512 must be <= algorithm.global_batch_size = 256; write "
+            "algorithm.micro_batch_size=256",
+        ),
+        (
+            {"algorithm.minibatch_unit": "column", "algorithm.micro_batch_size": 40},
+            "algorithm.micro_batch_size = 40 is not a multiple of algorithm.horizon = 32 (algorithm.minibatch_unit = "
+            "column); nearest: 32, 64",
+        ),
+        (
+            {"algorithm.group_size": 5},
+            "env.num_envs = 64 is not a multiple of algorithm.group_size = 5; nearest: 4, 8",
+        ),
+        ({"algorithm.adv_type": "grpo"}, "adv_type = grpo .. algorithm.group_size = 1; .. algorithm.group_size=4"),
+        ({"algorithm.adv_type": "rloo"}, "adv_type = rloo .. algorithm.group_size = 1; .. algorithm.group_size=4"),
+        ({"algorithm.adv_type": "reinforce_plus_plus_baseline"}, "group_size = 1; .. algorithm.group_size=4"),
+        ({"algorithm.reward_norm": "group"}, "reward_norm = group .. algorithm.group_size = 1; "),
+        (
+            {"algorithm.adv_type": "grpo", "algorithm.group_size": 4},
+            "env.restart_each_rollout = false; write env.restart_each_rollout=true",
+        ),
+        (
+            {"algorithm.loss_agg_func": "seq-mean-token-sum"},
+            "loss_agg_func = seq-mean-token-sum .. minibatch_unit = step .. algorithm.minibatch_unit=column",
+        ),
+        (
+            {"algorithm.use_kl_loss": True, "algorithm.kl_loss_type": "k1"},
+            "kl_loss_type = k1 .. algorithm.kl_loss_type=k2, k3 or k1+",
+        ),
+        ({"algorithm.loss_type": "actor"}, "loss_type = actor .. algorithm.loss_type=actor_critic"),
+        ({"algorithm.clip_ratio_low": 1.0}, "clip_ratio_low = 1 must be < 1 .. algorithm.clip_ratio_low=0.2"),
+        (
+            {"algorithm.reward_norm": "batch", "algorithm.reward_shift": True, "algorithm.reward_scale": True},
+            "reward_shift = true .. reward_scale = true .. leave both false",
+        ),
+        (
+            {"algorithm.reward_norm": "running", "algorithm.reward_shift": True},
+            "reward_shift = true .. reward_norm = running .. algorithm.reward_norm=batch",
+        ),
+        (
+            {"algorithm.logprob_type": "chunk_level", "algorithm.reward_type": "action_level"},
+            "reward_type = action_level is finer than algorithm.logprob_type = chunk_level;  .. =chunk_level",
+        ),
+        (
+            {"algorithm.entropy_type": "chunk_level", "algorithm.reward_type": "action_level"},
+            "reward_type = action_level is finer than algorithm.entropy_type = chunk_level",
+        ),
+        ({"model.min_log_std": 3.0}, "model.min_log_std = 3 must be < model.max_log_std = 2"),
+        ({"model.init_log_std": 3.0}, "model.init_log_std = 3 .. model.max_log_std = 2"),
+        ({"model.init_log_std": -6.0}, "model.init_log_std = -6 must be >= model.min_log_std = -5"),
+        ({**TOKENS, "model.shared_backbone": False}, "model.shared_backbone = false: model.policy=token has one trunk"),
+        ({**TOKENS, "model.width": 100, "model.heads": 4}, "width = 100: .. 2 x model.heads = 8; write 96"),
+        ({**TOKENS, "model.width": 4, "model.heads": 4}, "width = 4: .. 2 x model.heads = 8; write 8"),
+        ({"env_steps": None}, "updates = null and env_steps = null: .. updates=100"),
+        (
+            {
+                "algorithm.use_kl_in_reward": True,
+                "algorithm.kl_ctrl.type": "adaptive",
+                "algorithm.kl_ctrl.horizon": 10,
+            },
+            "kl_ctrl.horizon = 10 must be > 0.2 x env.num_envs = 12.8, .. algorithm.kl_ctrl.horizon=640",
+        ),
+    ],
+)
+def test_options_that_exclude_each_other(flat: dict[str, Any], line: str) -> None:
+    said = refused(Config, flat)
+    for part in line.split(" .. "):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    "flat",
+    [
+        {"algorithm.minibatch_unit": "column", "algorithm.global_batch_size": 64, "algorithm.micro_batch_size": 32},
+        {"algorithm.micro_batch_size": 100},
+        {"algorithm.adv_type": "grpo", **GROUPS},
+        {"algorithm.reward_norm": "group", **GROUPS},
+        {"algorithm.loss_agg_func": "seq-mean-token-mean", "algorithm.minibatch_unit": "column"},
+        {"algorithm.use_kl_loss": True, "algorithm.kl_loss_type": "k1+"},
+        {"algorithm.entropy_target": -3.0},
+        {"algorithm.reward_norm": "batch", "algorithm.reward_shift": True},
+        {"algorithm.logprob_type": "token_level", "algorithm.reward_type": "action_level"},
+        {"env_steps": None, "updates": 1},
+        {"updates": 3, "env_steps": 5000},  # updates wins
+        {"device": "cuda:3"},
+    ],
+)
+def test_options_that_agree(flat: dict[str, Any]) -> None:
+    loader.load(Config, nested(flat))
+
+
+FILES = {**LANGUAGE, "data.task": None, "data.train": ["a"], "data.eval": ["b"], "actor.tokenizer": "x"}
+NO_VALUE = {**LANGUAGE, "algorithm.adv_type": "grpo", "algorithm.group_size": 2}
+UNREAD = {
+    # option -> (a value, what makes it read; None: it is by default)
+    "algorithm.desired_kl": (0.02, {"algorithm.lr_schedule": "adaptive"}),
+    "algorithm.lr_end": (0.1, {"algorithm.lr_schedule": "cosine"}),
+    "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
+    "algorithm.reward_scale": (True, {"algorithm.reward_norm": "batch"}),
+    "algorithm.reward_clip_order": (
+        "after_norm",
+        {"algorithm.reward_clip": 1.0, "algorithm.reward_norm": "batch"},
+    ),
+    "algorithm.whiten_subtract_mean": (True, {"algorithm.whiten_rewards": True}),
+    "algorithm.whiten_after_kl": (True, {"algorithm.whiten_rewards": True, "algorithm.use_kl_in_reward": True}),
+    "algorithm.loss_scale_factor": (100.0, {**LANGUAGE, "algorithm.loss_agg_func": "seq-mean-token-sum-norm"}),
+    "evaluation.randomize": (True, {"env.randomize": True}),
+    "algorithm.kl_loss_coef": (0.1, {"algorithm.use_kl_loss": True}),
+    "algorithm.kl_loss_type": ("k2", {"algorithm.use_kl_loss": True}),
+    "algorithm.kl_penalty": ("k2", {"algorithm.use_kl_in_reward": True}),
+    "algorithm.kl_ctrl.type": ("adaptive", {"algorithm.use_kl_in_reward": True}),
+    "algorithm.kl_ctrl.kl_coef": (0.1, {"algorithm.use_kl_in_reward": True}),
+    "algorithm.kl_ctrl.horizon": (500, {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}),
+    "algorithm.kl_ctrl.target_kl": (0.2, {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}),
+    "algorithm.off_policy_cap": (3.0, {"algorithm.off_policy_correction": "token"}),
+    "algorithm.gae_lambda": (0.9, None),  # read by default
+    "model.hidden_gain": (2.0, None),
+    "model.policy_gain": (2.0, None),
+    "model.value_gain": (2.0, None),
+    "model.obs_clip": (5.0, None),
+    "model.state_dependent_std": (True, None),
+    "model.init_log_std": (-1.0, None),
+    "model.min_log_std": (-4.0, None),
+    "model.max_log_std": (1.0, None),
+    "allow_changed_task": (True, {"resume": "runs/first"}),
+    "evaluation.video_steps": (10, {"evaluation.video_episodes": 1}),
+    "evaluation.video_size": (64, {"evaluation.video_episodes": 1}),
+    "evaluation.temperature": (0.5, {**LANGUAGE, "evaluation.deterministic": False}),
+    "evaluation.top_k": (5, {**LANGUAGE, "evaluation.deterministic": False}),
+    "evaluation.top_p": (0.5, {**LANGUAGE, "evaluation.deterministic": False}),
+    "evaluation.min_p": (0.5, {**LANGUAGE, "evaluation.deterministic": False}),
+    "critic.model.path": ("x", LANGUAGE),
+    "critic.model.architecture": ({"model_type": "llama"}, LANGUAGE),
+    "critic.model.dtype": ("bfloat16", LANGUAGE),
+    "critic.model.gradient_checkpointing": (True, LANGUAGE),
+    "critic.concurrent": (True, LANGUAGE),
+    "critic.loss_agg_func": ("seq-mean-token-mean", LANGUAGE),
+    "critic.update_epoch": (2, LANGUAGE),
+    "critic.global_batch_size": (64, LANGUAGE),
+    "critic.lr": (0.1, LANGUAGE),
+    "critic.lr_schedule": ("cosine", LANGUAGE),
+    "critic.lr_end": (0.1, {**LANGUAGE, "critic.lr_schedule": "cosine"}),
+    "critic.lr_warmup": (3, LANGUAGE),
+    "critic.max_grad_norm": (3.0, LANGUAGE),
+    "critic.weight_decay": (0.1, LANGUAGE),
+    "algorithm.critic_warmup": (3, LANGUAGE),
+    "algorithm.value_clip": (0.3, LANGUAGE),
+    "algorithm.huber_delta": (0.3, LANGUAGE),
+    "rollout.overlong_penalty": (0.5, {**LANGUAGE, "rollout.overlong_buffer": 8}),
+    "algorithm.missing_eos_penalty": (0.5, LANGUAGE),
+    "algorithm.prompt_length": (77, FILES),
+    "reward.timeout_s": (3.0, LANGUAGE),
+    "data.train": (["a.jsonl"], FILES),
+    "data.eval": (["a.jsonl"], FILES),
+    "data.prompt_key": ("q", FILES),
+    "data.answer_key": ("a", FILES),
+    "data.suffix": ("!", FILES),
+    "data.system": ("Think.", FILES),
+    "data.chat_template": ("never", FILES),
+    "actor.tokenizer": ("x", FILES),
+    "actor.model.architecture": ({"model_type": "llama"}, FILES),
+    "warm_start.steps": (3, LANGUAGE),
+    "warm_start.batch_size": (3, {**LANGUAGE, "warm_start.steps": 3}),
+    "warm_start.lr": (0.1, {**LANGUAGE, "warm_start.steps": 3}),
+    "warm_start.forget": (0.5, {**LANGUAGE, "warm_start.steps": 3}),
+    "reward.path": ("g.py", LANGUAGE),
+    "reward.name": ("score", {**LANGUAGE, "reward.path": "g.py"}),
+    "reward.format_weight": (0.5, {**LANGUAGE, "reward.format": ".*"}),
+    "reward.model.pairs": (100, LANGUAGE),
+    "reward.model.steps": (10, {**LANGUAGE, "reward.model.pairs": 100}),
+    "reward.model.batch_size": (10, {**LANGUAGE, "reward.model.pairs": 100}),
+    "reward.model.lr": (0.1, {**LANGUAGE, "reward.model.pairs": 100}),
+    "model.backbone": ("mlp", None),
+    "model.hidden": ([8], None),
+    "model.activation": ("relu", None),
+    "model.layer_norm": (True, None),
+    "model.distribution": ("gaussian", None),
+    "model.width": (32, TOKENS),
+    "model.depth": (3, TOKENS),
+    "model.heads": (2, TOKENS),
+    "model.bins": (8, TOKENS),
+    "model.decode": ("autoregressive", TOKENS),
+    "model.temperature": (0.5, TOKENS),
+    "model.word_buckets": (64, TOKENS),
+    "model.freeze_trunk": (True, TOKENS),
+    "model.checkpoint": ("x", TOKENS),
+    "model.detach_value": (True, TOKENS),
+    "algorithm.chunk_reward": ("sum", {"env.action_chunk": 2}),
+    "model.unnorm_key": ("x", PUBLISHED),
+    "model.lora_rank": (4, PUBLISHED),
+    "model.lora_alpha": (4.0, {**PUBLISHED, "model.lora_rank": 4}),
+    "model.dtype": ("bfloat16", PUBLISHED),
+    "model.gradient_checkpointing": (True, PUBLISHED),
+    "model.flow_steps": (3, FLOW),
+    "model.flow_noise": ("learned", {**FLOW, "model.flow_chain": "sum"}),
+    "model.flow_chain": ("sum", FLOW),
+    "model.flow_eta": (0.3, FLOW),
+    "algorithm.entropy_bonus": (0.1, TOKENS),
+    "algorithm.entropy_target": (0.1, {**TOKENS, "algorithm.entropy_bonus": 0.1}),
+    "cloning.steps": (3, TOKENS),
+    "cloning.coef": (0.5, TOKENS),
+    "cloning.dataset": ("x", CLONING),
+    "cloning.episodes": (3, CLONING),
+    "cloning.foresight_steps": (3, CLONING),
+    "cloning.batch_size": (3, CLONING),
+    "cloning.lr": (0.1, CLONING),
+}
+NOT_READ = {
+    "algorithm.entropy_bonus": {"model.policy": "flow"},
+    "algorithm.entropy_target": {"model.policy": "flow", "model.flow_noise": "sde"},
+    **dict.fromkeys((f"model.{x}" for x in ("backbone", "hidden", "activation", "layer_norm", "distribution")), TOKENS),
+    "algorithm.gae_lambda": {"algorithm.adv_type": "reinforce_plus_plus"},
+    "model.hidden_gain": {"model.orthogonal_init": False},
+    "model.policy_gain": {"model.orthogonal_init": False},
+    "model.value_gain": {"model.orthogonal_init": False},
+    "model.obs_clip": {"model.normalize_obs": False},
+    "model.state_dependent_std": {"model.distribution": "categorical"},
+    "model.init_log_std": {"model.distribution": "categorical"},
+    "model.min_log_std": {"model.distribution": "categorical"},
+    "model.max_log_std": {"model.distribution": "categorical"},
+    **dict.fromkeys((f"evaluation.{x}" for x in ("temperature", "top_k", "top_p", "min_p")), LANGUAGE),
+    **dict.fromkeys(
+        (f"critic.model.{x}" for x in ("path", "architecture", "dtype", "gradient_checkpointing")), NO_VALUE
+    ),
+    **dict.fromkeys(
+        (
+            f"critic.{x}"
+            for x in ("concurrent", "loss_agg_func", "update_epoch", "global_batch_size", "lr", "lr_schedule")
+        ),
+        NO_VALUE,
+    ),
+    **dict.fromkeys((f"critic.{x}" for x in ("lr_warmup", "max_grad_norm", "weight_decay")), NO_VALUE),
+    **dict.fromkeys((f"algorithm.{x}" for x in ("critic_warmup", "value_clip", "huber_delta")), NO_VALUE),
+    "critic.lr_end": LANGUAGE,
+    "algorithm.prompt_length": LANGUAGE,
+    "reward.timeout_s": {**LANGUAGE, "reward.workers": 0},
+    "rollout.overlong_penalty": LANGUAGE,
+    "algorithm.missing_eos_penalty": {**LANGUAGE, "rollout.truncation": "drop"},
+    **dict.fromkeys((f"data.{x}" for x in ("train", "eval", "prompt_key", "answer_key")), LANGUAGE),
+    **dict.fromkeys((f"data.{x}" for x in ("suffix", "system", "chat_template")), LANGUAGE),
+    "actor.tokenizer": LANGUAGE,
+    "actor.model.architecture": {**LANGUAGE, "actor.model.path": "x"},
+    "warm_start.steps": FILES,
+    **dict.fromkeys((f"warm_start.{x}" for x in ("batch_size", "lr", "forget")), LANGUAGE),
+    "reward.path": {**LANGUAGE, "reward.grader": "exact"},
+    "reward.name": LANGUAGE,
+    "reward.format_weight": LANGUAGE,
+    "reward.model.pairs": FILES,
+    **dict.fromkeys((f"reward.model.{x}" for x in ("steps", "batch_size", "lr")), LANGUAGE),
+}
+
+
+@pytest.mark.parametrize("path", UNREAD)
+def test_an_option_that_is_set_and_not_read(path: str) -> None:
+    value, needs = UNREAD[path]
+    base = LANGUAGE if validation.mode_of(path) == "reasoning" and path not in NOT_READ else {}
+    line = refused(Config, {**base, **NOT_READ.get(path, {}), path: value})
+    for word in (path, show(value), "set but not read", "it needs", "leave it out"):
+        assert word in line
+    loader.load(Config, nested({**(needs or {}), path: value}))
+
+
+def test_the_table_of_unread_options_is_tested_whole() -> None:
+    assert {path for paths in validation.UNREAD for path in paths.split(",")} == {*UNREAD, "critic.use_critic_model"}
+    assert all(path in loader.describe(Config) for path in UNREAD)
+
+
+def test_check_flags_defaults_only_where_they_were_said() -> None:
+    validation.check(Config())
+    with pytest.raises(ConfigError, match=r"desired_kl = 0\.01 is set but not read"):
+        validation.check(Config(), explicit={"algorithm.desired_kl"})
+    validation.check(Config(), explicit={"algorithm.reward_shift"})  # false: said to be off, and it is
+    config = loader.load(Config, nested(NO_VALUE))
+    with pytest.raises(ConfigError, match=r"use_critic_model = true is set but not read; it needs algorithm.adv_type"):
+        validation.check(config, explicit={"critic.use_critic_model"})
+
+
+def test_what_ships_may_go_unread_after_a_flag() -> None:
+    def deliberate(label: str, flat: dict[str, Any]) -> frozenset[str]:
+        return loader.read(Config, [(label, nested(flat)), ("flag", nested(NO_VALUE))]).deliberate({"flag"})
+
+    file = {"critic.lr": 0.1, "env.id": "Hopper-v4"}
+    assert "critic.lr" in deliberate("my.yaml", file)
+    assert "critic.lr" not in deliberate("configs/experiment/x.yaml", file)
+    assert "critic.lr" not in deliberate(f"{loader.STORED}, run/config.yaml", file)
+    assert "env.id" in deliberate("configs/experiment/x.yaml", file)  # the other mode's

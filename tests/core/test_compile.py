@@ -1,0 +1,424 @@
+"""Compiled code: the same numbers, from the same update on in every repetition, and a word where it cannot be had."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import Tensor
+
+from embodied_ppo import run as build
+from embodied_ppo.algorithms.ppo_loss import MinibatchStep, TokenObjective
+from embodied_ppo.config.schema import AlgorithmConfig
+from embodied_ppo.core import compile, tree
+from embodied_ppo.core.types import ConfigError, TrainingError
+from embodied_ppo.modes.embodied import components as embodied
+from embodied_ppo.rollout.simulation import Acting, ActProgram
+from tests.algorithms.test_actor_critic_learner import experience, make, numbers, weights
+from tests.integration.test_resume import assert_same, contents, rows, tiny
+from tests.models.test_causal_lm import make as language_model
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None and "NO_SKIPS" not in os.environ, reason="no C++ compiler (Debian: apt-get install g++)"
+)
+
+
+class Double:
+    """x <- x + y in place; answers 2 x."""
+
+    def __init__(self, comment: str = "") -> None:
+        self.comment = comment
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        x.add_(y)
+        return 2 * x
+
+
+class Refuses(Double):
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        return x if float(x.sum()) > 0 else y
+
+
+# ------------------------------------------------------------------------------------------------------------- library
+def test_a_library_computes_writes_into_its_arguments_and_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK")
+    assert compile.obstacle() == ""
+    x, y = torch.zeros(3), torch.ones(3)
+    first = compile.Library(Double(), [x, y])
+    assert first.busy() and not first.path.exists()
+    run = first.load()
+    assert first.path.exists() and torch.equal(x, torch.zeros(3))  # the example was only looked at
+    for i in (1.0, 2.0):
+        (out,) = run([x, y])
+        assert x.tolist() == [i] * 3 and out.tolist() == [2 * i] * 3
+    again = compile.Library(Double(), [x, y])
+    assert not again.busy() and again.path == first.path
+    again.load()([x, y])
+    assert x.tolist() == [3.0] * 3
+
+
+def test_fingerprints_differ_with_program_options_and_shapes() -> None:
+    x = torch.zeros(3)
+    base = compile.fingerprint(Double(), [x, x])
+    assert base == compile.fingerprint(Double(), [x + 1, x])
+    others = [(Double("b"), [x, x]), (Refuses(), [x, x]), (Double(), [torch.zeros(4), x]), (Double(), [x.double(), x])]
+    assert len({base, *(compile.fingerprint(p, e) for p, e in others)}) == 5
+    learners = [make(o) for o in ({}, {"clip_ratio_low": 0.1}, {"adam_eps": 1e-3}, {})] + [make(model={"hidden": [8]})]
+    batch = learners[0]._prepare(experience(learners[0]))[0]
+    steps = [MinibatchStep(one.objective, one.names["actor"], one.names["critic"], batch) for one in learners]
+    assert len({compile.fingerprint(step, [x]) for step in steps}) == 4  # two of them are equal
+
+
+def test_fingerprints_of_language_models_depend_on_what_they_compute_alone() -> None:
+    """Not on where in memory a model lies: every run would compile anew. What is held aside counts."""
+    x = torch.zeros(3)
+    found, batch = [], (one := make())._prepare(experience(one))[0]
+    for eps in (1e-6, 1e-6, 1e-5):
+        objective = TokenObjective(
+            language_model(), AlgorithmConfig(), length=4, reference=language_model(rms_norm_eps=eps)
+        )
+        step = MinibatchStep(objective, [], [], batch)
+        found.append(compile.fingerprint(step, [x]))
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_damaged_library_is_made_again() -> None:
+    """With another at once, in folders of their own: torch names files by the code's hash and packs them later."""
+    x = torch.zeros(3)
+    library = compile.Library(Double(), [x, x])  # as of the first test
+    library.load()
+    whole = library.path.read_bytes()
+    middle = len(whole) // 2
+    empty = b"PK\5\6" + bytes(18)  # an archive without files, which a check of its files finds whole
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    for bad in (b"no archive", whole[:middle], empty, flipped):
+        library.close()
+        library.path.write_bytes(bad)
+        library = compile.Library(Double(), [x, x])
+        assert library.busy()
+    both = [library, compile.Library(Double("other"), [x, x])]
+    folders = [Path(library.work.name) for library in both if library.work is not None]
+    assert len({*folders}) == 2 and all(folder.is_dir() for folder in folders)
+    for library in both:
+        assert library.load()([torch.zeros(3), torch.ones(3)])[0].tolist() == [2.0] * 3
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_a_whole_library_that_does_not_load_stays(tmp_path: Path) -> None:
+    x = torch.zeros(3)
+    library = compile.Library(Double(), [x, x])  # as of the first test
+    library.load()
+    path = library.path
+    script = f"import torch; torch._C._aoti.AOTIModelPackageLoader({str(path)!r}, 'model', False, 1, -1)"
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path / "nowhere")})
+    assert done.returncode and path.exists() and not compile.Library(Double(), [x, x]).busy()
+
+
+def test_a_fingerprint_does_not_change_while_training() -> None:
+    learner = make()
+    obs = torch.randn(4, 5)
+    program = ActProgram(learner.policy, obs)
+    before = compile.fingerprint(program, [obs])
+    learner.policy.observe(obs, torch.ones(4, dtype=torch.bool))
+    learner.update(experience(learner), update=0)
+    assert compile.fingerprint(program, [obs]) == before
+
+
+def test_what_cannot_be_compiled_is_told_once() -> None:
+    said: list[str] = []
+    later = compile.Later(0, notice=said.append)
+    x = torch.zeros(3)
+    assert later.get(0, lambda: compile.Example(Refuses(), [x], [x])) is None
+    assert later.get(1, lambda: compile.Example(Refuses(), [x], [x])) is None
+    assert said[0].startswith("compile: waiting for the compiler") and len(said) == 2
+    assert "the compiler failed (" in said[1] and "training goes on without" in said[1]
+    later = compile.Later(0, required=True, notice=said.append)
+    with pytest.raises(TrainingError, match=r"compile=always: the compiler failed \(.*; mend it, or use compile=auto"):
+        later.get(0, lambda: compile.Example(Refuses(), [x], [x]))
+    assert compile.Later.waiting == 0
+
+
+def test_a_program_that_pickle_refuses_is_told() -> None:
+    said: list[str] = []
+    later = compile.Later(3, notice=said.append)
+    assert later.get(0, lambda: compile.Example(lambda x: x, [], [torch.zeros(3)])) is None
+    assert len(said) == 1 and "pickle" in said[0].lower()
+
+
+def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(7)
+    library = compile.Library(Double("hangs"), [x, x])
+    with pytest.raises(RuntimeError, match=r"not compiled after 0\.05 s"):
+        library.load(0.05)
+    assert not library.busy() and not library.path.exists()
+    library.close()
+
+
+KILLED = """
+import os, sys, torch
+sys.path.append({tests!r})
+from test_compiled import Double
+from embodied_ppo import compiled
+library = compiled.Library(Double("killed"), [torch.zeros(5)] * 2)
+print(library._child.pid, library.work.name, flush=True)
+library.load()
+"""
+
+
+def test_a_run_that_is_killed_leaves_no_compiler_and_no_folder(tmp_path: Path) -> None:
+    """A compiler that hangs, and a run ended with SIGKILL; leftovers of earlier kills are removed, too."""
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\nsleep 1000\n")
+    compiler.chmod(0o755)
+    cache = tmp_path / "cache"
+    old, new = cache / "inductor-old", cache / "inductor-new"
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    environment = os.environ | {"EMBODIED_PPO_CACHE": str(cache), "CXX": str(compiler)}
+    script = KILLED.format(tests=str(Path(__file__).parent))
+    run = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    pid, work = run.stdout.readline().split()
+    assert Path(work).parent == cache and not old.exists() and new.exists()
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    until = time.monotonic() + 60
+    while not (started := children.read_text().split()):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    run.kill()
+    run.wait()
+    assert toys.gone(int(pid), *map(int, started)) and not Path(work).exists()
+
+
+def test_a_compilation_has_a_time_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the run waits: the compiling process ends itself and what it started."""
+    monkeypatch.setattr(compile, "__name__", "test_compiled")  # the module whose entry the process runs
+    x = torch.zeros(7)
+    library = compile.Library(Double("slow"), [x, x])
+    with pytest.raises(RuntimeError, match=r"the compiler failed \(TimeoutError: not compiled after 0\.1 s\)"):
+        library.load()
+
+
+def _build_stdin() -> None:
+    """Entry of a compiling process with less time."""
+    compile.DEADLINE_S = 0.1
+    compile._build_stdin()
+
+
+def test_libraries_of_others_are_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path))
+    folder, x = tmp_path / "compiled", torch.zeros(3)
+    assert compile.obstacle() == "" and folder.stat().st_mode & 0o777 == 0o700
+    for mode in (0o770, 0o707):
+        folder.chmod(mode)
+        assert f"others can write in {folder} (mode {mode:o}), and what is there runs: chmod go-w" in compile.obstacle()
+        with pytest.raises(RuntimeError, match="others can write"):
+            compile.Library(Double("theirs"), [x, x])
+    folder.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    assert f"{folder} is another user's (uid {folder.stat().st_uid}); EMBODIED_PPO_CACHE names" in compile.obstacle()
+
+
+@pytest.mark.parametrize("what", ["compiler", "cache"])
+def test_obstacles(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert compile.obstacle() == ""
+    if what == "compiler":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        assert "no C++ compiler (no-such-compiler is not on the path" in compile.obstacle()
+    else:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "file" / "below"))
+        assert "cannot be written (Not a directory" in compile.obstacle()
+    said: list[str] = []
+    c = toys.config({"compile": "auto", "updates": 10_000})
+    since, why = embodied.compile_from(c, torch.device("cpu"), said.append)
+    assert since is None and said == [f"compile: not used, {why}"]
+    with pytest.raises(ConfigError, match=r"compile=always: .*; or use compile=auto"):
+        embodied.compile_from(replace(c, compile="always"), torch.device("cpu"), said.append)
+
+
+def test_from_which_update() -> None:
+    """8192 optimiser steps; 3 epochs x 2 minibatches an update: after 1366 updates, however long the run is."""
+
+    def decided(**options: Any) -> tuple[int | None, str]:
+        return embodied.compile_from(toys.config({"updates": 2000, **options}), torch.device("cpu"), pytest.fail)
+
+    def since(**options: Any) -> int | None:
+        return decided(**options)[0]
+
+    assert since() == 1366 and since(updates=5000) == 1366 and since(**{"algorithm.update_epoch": 6}) == 683
+    assert since(updates=1366) is None  # too short to use it
+    assert since(compile="always") == 0 and decided(compile="never") == (None, "compile=never")
+    reason = "compile=auto starts after 8192 optimiser steps, in update 1367, and the run has 1366"
+    assert decided(updates=1366) == (None, reason)
+    said: list[str] = []
+    c = toys.config({"updates": 2000, "algorithm.micro_batch_size": 4})
+    why = embodied.compile_from(c, torch.device("cpu"), said.append)[1]
+    assert why.startswith("algorithm.micro_batch_size cuts minibatches") and why in said[0]
+    assert (
+        embodied.compile_from(toys.config({"updates": 2000}), torch.device("cuda"), pytest.fail)[0] == 0
+    )  # a CUDA graph
+
+
+# --------------------------------------------------------------------------------------------------- learner and acting
+@pytest.mark.parametrize("discrete", [False, True])
+def test_compiled_updates_equal_eager_ones(discrete: bool) -> None:
+    options = {"update_epoch": 2, "entropy_bonus": 0.01, "critic_warmup": 1, "clip_ratio_c": 1.5, "value_clip": 0.1}
+    eager, fast = (make(options, discrete=discrete, later=compile.Later(since)) for since in (None, 1))
+    for update in range(4):  # the critic's warm-up, then three updates of compiled code
+        t = experience(eager, seed=update, noise=0.2)
+        one, other = (numbers(learner.update(t, update=update)) for learner in (eager, fast))
+        assert one.keys() == other.keys()
+        for tag, value in one.items():
+            assert other[tag] == pytest.approx(value, rel=1e-4, abs=1e-5), tag
+    for name, x in weights(eager).items():
+        torch.testing.assert_close(weights(fast)[name], x, rtol=1e-5, atol=1e-5)
+    steps = [float(fast.optimizer.state[group[0]]["step"]) for group in (fast.actor, fast.critic)]
+    assert steps == [float(eager.optimizer.state[group[0]]["step"]) for group in (eager.actor, eager.critic)]
+    assert steps == [24.0, 32.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("discrete", [False, True])
+def test_updates_as_a_cuda_graph_equal_eager_ones(discrete: bool) -> None:
+    options = {"update_epoch": 2, "entropy_bonus": 0.01, "clip_ratio_c": 1.5, "value_clip": 0.1}
+    eager, fast = (make(options, discrete=discrete, later=compile.Later(s), device="cuda") for s in (None, 1))
+    for update in range(4):
+        t = experience(make(options, discrete=discrete), seed=update, noise=0.2)
+        t = tree.map(lambda x: x.cuda(), t)
+        one, other = (numbers(learner.update(t, update=update)) for learner in (eager, fast))
+        for tag, value in one.items():
+            assert other[tag] == pytest.approx(value, rel=1e-3, abs=1e-4), tag
+    for name, x in weights(eager).items():
+        torch.testing.assert_close(weights(fast)[name], x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_minibatches_on_a_gpu_wait_for_nothing() -> None:
+    learner = make({"update_epoch": 2}, later=compile.Later(0), device="cuda")
+    t = tree.map(lambda x: x.cuda(), experience(make({"update_epoch": 2})))
+    learner.update(t, update=0)
+    batch, _ = learner._prepare(t)
+    run = learner._compiled(batch, 1, warming=False)
+    assert isinstance(run, compile.Captured)
+    step = learner._compiled_step(run, batch, entropy_coef=0.0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for epoch in range(2):
+            for index in learner._minibatches(batch, 1, epoch):
+                step(index, "")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_compiled_updates_stop_before_they_train_on_a_nan(tmp_path: Path) -> None:
+    options = {"update_epoch": 2, "entropy_bonus": 0.01, "critic_warmup": 1, "clip_ratio_c": 1.5, "value_clip": 0.1}
+    learner = make(options, later=compile.Later(0), dump_dir=tmp_path)  # the same library as above
+    learner.update(experience(learner), update=1)
+    before = weights(learner)
+    t = experience(learner)
+    t.reward[:] = torch.nan
+    with pytest.raises(TrainingError, match=r"update 2, epoch 0: loss nan, gradient norm nan \(not finite\)"):
+        learner.update(t, update=2)
+    assert all(torch.equal(x, before[name]) for name, x in weights(learner).items())
+    assert (tmp_path / "bad_batch.pt").exists()
+
+
+def test_compiled_acting_equals_eager_acting_and_follows_the_weights() -> None:
+    policy = make(model={"distribution": "squashed_gaussian"}).policy
+    eager, fast = (Acting(policy, compile.Later(since)) for since in (None, 1))
+    g = torch.Generator().manual_seed(0)
+    for update in range(4):
+        obs, noise = torch.randn(6, 5, generator=g) * 3, policy.noise(6, g)
+        if update == 3:
+            obs = obs.T.contiguous().T  # the same numbers in another order of memory
+            assert not obs.is_contiguous()
+        one, other = (a.stack([a(obs, noise, update)] * 2) for a in (eager, fast))
+        for a, b in zip(tree.leaves(one), tree.leaves(other), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        if update == 0:
+            assert one.replay.keys() == {"pre_squash"}
+        with torch.no_grad():  # an update moves weights and moments in place
+            policy.policy_head.bias += 0.5
+        policy.observe(obs, torch.ones(6, dtype=torch.bool))
+
+
+# --------------------------------------------------------------------------------------------------------- whole runs
+def test_a_run_repeats_and_resumes_bit_for_bit_across_the_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Compiled from update 5 of 8 on, whether the cache is cold or warm, and also in a run resumed at 4 or at 6."""
+    monkeypatch.setattr(embodied, "COMPILE_AFTER", 5 * 2 * (16 * 8 // 32))  # updates x epochs x minibatches
+    whole = tiny(tmp_path / "whole", save_every=2)
+    assert embodied.compile_from(whole, torch.device("cpu"), pytest.fail)[0] == 5
+    build.train(whole, quiet=False)  # cold
+    assert "compile: waiting for the compiler" in capfd.readouterr().err
+    build.train(replace(whole, run_dir=str(tmp_path / "again")), quiet=False)  # warm
+    assert "compile:" not in capfd.readouterr().err
+    for at in (4, 6):
+        source = tmp_path / "whole" / "checkpoints" / f"step_{at:06d}"
+        build.train(replace(whole, run_dir=str(tmp_path / f"from{at}"), resume=str(source)), quiet=True)
+    for other in ("again", "from4", "from6"):
+        for a, b in zip(contents(tmp_path / "whole", 8), contents(tmp_path / other, 8), strict=True):
+            assert_same(a, b)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "again")
+    eager = replace(whole, run_dir=str(tmp_path / "eager"), compile="never")
+    build.train(eager, quiet=True)
+    x, y = (torch.tensor([r["policy/loss"] for r in rows(tmp_path / d)[1:]]) for d in ("whole", "eager"))
+    assert torch.equal(x[:5], y[:5]) and not torch.equal(x, y)
+    torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+
+
+def test_an_interrupt_ends_the_wait_for_the_compiler(tmp_path: Path) -> None:
+    """Nothing eager is learned in the meantime, and nobody is left behind."""
+    env = os.environ | {"EMBODIED_PPO_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "embodied_ppo.commands.main", "train", "experiment=cartpole", "compile=always"]
+    command += ["evaluation.episodes=2", "evaluation.video_episodes=0", f"run_dir={tmp_path / 'run'}"]
+    run = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert run.stderr is not None
+    for line in run.stderr:
+        if "waiting for the compiler" in line:
+            break
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    rest = run.stderr.read()
+    assert run.wait(20) == 130 and "interrupted" in rest and "compiler failed" not in rest
+    assert not list((tmp_path / "run").glob("checkpoints/step_*"))
+
+
+def test_no_process_is_left(tmp_path: Path) -> None:
+    """A run that ends while the compiler works takes it along."""
+    x = torch.zeros(9)
+    later = compile.Later(100)
+    later.get(0, lambda: compile.Example(Double("left"), [x], [x]))
+    assert later._library is not None and later._library._child is not None
+    pid = later._library._child.pid
+    later.close()
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists():
+            break
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_matmul_precision_holds_while_training_and_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    update = embodied.JointLearner.update
+
+    def note(self: embodied.JointLearner, trajectory: Any, *, update: int, _original: Any = update) -> Any:
+        seen.append(torch.get_float32_matmul_precision())
+        return _original(self, trajectory, update=update)
+
+    monkeypatch.setattr(embodied.JointLearner, "update", note)
+    build.train(tiny(tmp_path / "run", updates=2, matmul_precision="medium"), quiet=True)
+    assert seen == ["medium"] * 2 and torch.get_float32_matmul_precision() == "highest"

@@ -1,0 +1,207 @@
+"""Moments: against the standard library's statistics, hand-computed cases, merging, and the float32 copies."""
+
+from __future__ import annotations
+
+import copy
+from statistics import fmean, pvariance, variance
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from embodied_ppo.core import running_stats
+from embodied_ppo.core.running_stats import RunningMoments
+from embodied_ppo.core.types import ConfigError
+
+# float32 numbers, so that a tensor holds exactly what the twin gets
+number = st.floats(-1e3, 1e3, width=32)
+batches = st.lists(st.lists(st.tuples(number, st.booleans()), max_size=9), min_size=1, max_size=5)
+
+
+def test_masked_mean_and_moments_by_hand():
+    x = torch.tensor([1.0, 5.0, 100.0, 6.0])
+    mask = torch.tensor([True, True, False, True])
+    # mean (1 + 5 + 6)/3 = 4 ; squares 9 + 1 + 4 = 14 ; unbiased 14/2 = 7 ; population 14/3
+    assert running_stats.masked_mean(x, mask).item() == 4.0
+    mean, var, count = running_stats.masked_moments(x, mask)
+    assert (mean.item(), var.item(), count.item()) == (4.0, 7.0, 3.0)
+    assert running_stats.masked_moments(x, mask, unbiased=False).var.item() == pytest.approx(14 / 3)
+    assert mean.dtype == var.dtype == torch.float64
+
+
+def test_nan_outside_the_mask_is_not_seen_not_even_by_the_gradient():
+    x = torch.tensor([1.0, float("nan"), 3.0], requires_grad=True)
+    mask = torch.tensor([True, False, True])
+    running_stats.masked_mean(x, mask).backward()
+    assert x.grad is not None and x.grad.tolist() == [0.5, 0.0, 0.5]
+    assert running_stats.masked_moments(x.detach(), mask).mean.item() == 2.0
+
+
+def test_a_mask_covers_trailing_dimensions_and_only_leading_ones():
+    x = torch.arange(12.0).reshape(2, 3, 2)
+    mask = torch.tensor([False, True])
+    assert running_stats.masked_mean(x, mask).item() == 8.5  # (6 + .. + 11)/6
+    with pytest.raises(ConfigError, match=r"mask \(3,\).*\(2, 3, 2\)"):
+        running_stats.masked_mean(x, torch.ones(3, dtype=torch.bool))
+
+
+def test_nothing_and_one_entry():
+    x, none = torch.tensor([2.0, 3.0]), torch.zeros(2, dtype=torch.bool)
+    assert running_stats.masked_mean(x, none).isnan()
+    assert [v.item() for v in running_stats.masked_moments(x, none)] == [0.0, 0.0, 0.0]
+    assert [v.item() for v in running_stats.masked_moments(x, torch.tensor([True, False]))] == [2.0, 0.0, 1.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches, st.booleans())
+def test_merging_parts_is_one_pass_over_all(parts, unbiased):
+    kept = [x for part in parts for x, keep in part if keep]
+    made = [
+        running_stats.masked_moments(
+            torch.tensor([x for x, _ in part]), torch.tensor([k for _, k in part], dtype=torch.bool), unbiased=unbiased
+        )
+        for part in parts
+    ]
+    mean, var, count = running_stats.merge_moments(made, unbiased=unbiased)
+    assert count.item() == len(kept)
+    if kept:
+        assert mean.item() == pytest.approx(fmean(kept), rel=1e-9, abs=1e-9)
+    if len(kept) > 1:
+        assert var.item() == pytest.approx(variance(kept) if unbiased else pvariance(kept), rel=1e-9, abs=1e-7)
+    else:
+        assert var.item() == 0.0
+
+
+def test_explained_variance_by_hand():
+    returns = torch.tensor([1.0, 2.0, 3.0, 99.0])
+    value = torch.tensor([1.0, 2.0, 4.0, -5.0])
+    mask = torch.tensor([True, True, True, False])
+    # Var(R) = 2/3 ; errors 0, 0, -1 have mean -1/3 and variance 1/3 - 1/9 = 2/9 ; 1 - (2/9)/(2/3) = 2/3
+    assert running_stats.explained_variance(value, returns, mask).item() == pytest.approx(2 / 3)
+    assert running_stats.explained_variance(returns + 7.0, returns, mask).item() == pytest.approx(1.0)  # a constant off
+    assert running_stats.explained_variance(torch.zeros(4), returns, mask).item() == pytest.approx(0.0)
+    assert running_stats.explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)  # errors 2R: 1 - 4
+    assert running_stats.explained_variance(value, torch.ones(4), mask).isnan()
+
+
+# ---------------------------------------------------------------------------------------------------- running moments
+def test_running_moments_by_hand():
+    m = RunningMoments((1,), eps=0.0)
+    m.update(torch.tensor([[1.0], [3.0]]))
+    m.update(torch.tensor([[8.0], [50.0]]), torch.tensor([True, False]))
+    # 1, 3, 8: mean 4, squares 9 + 1 + 16 = 26, population variance 26/3
+    assert m.mean.item() == pytest.approx(4.0)
+    assert m.var.item() == pytest.approx(26 / 3)
+    assert m.count.item() == 3.0
+    assert m.normalize(torch.tensor([[8.0]])).item() == pytest.approx(4 / (26 / 3) ** 0.5, rel=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches)
+def test_running_moments_are_those_of_everything_seen(parts):
+    m = RunningMoments()
+    for part in parts:
+        m.update(torch.tensor([x for x, _ in part]), torch.tensor([k for _, k in part], dtype=torch.bool))
+    kept = [x for part in parts for x, keep in part if keep]
+    assert m.count.item() == len(kept)
+    if kept:
+        assert m.mean.item() == pytest.approx(fmean(kept), rel=1e-9, abs=1e-9)
+        assert m.var.item() == pytest.approx(pvariance(kept), rel=1e-9, abs=1e-7)
+
+
+def test_merge_of_ranks_equals_one_process():
+    x = torch.randn(300, 17, generator=torch.Generator().manual_seed(0)) * 5 + 100
+    one, ranks = RunningMoments((17,)), RunningMoments((17,))
+    one.update(x)
+    for part in x.split(70):
+        ranks.merge(*running_stats.batch_moments(part))
+    torch.testing.assert_close(ranks.mean, one.mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ranks.var, one.var, rtol=1e-12, atol=1e-12)
+
+
+def test_float64_inside_survives_a_large_mean():
+    x = torch.tensor([[10000.0], [10001.0], [10002.0]], dtype=torch.float32)
+    m = RunningMoments((1,))
+    for _ in range(1000):
+        m.update(x)
+    assert m.var.item() == pytest.approx(2 / 3, rel=1e-9)
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.5])
+def test_identity_until_something_is_merged(eps):
+    m = RunningMoments((2,), eps=eps)
+    x = torch.tensor([[3.0, -400.0]])
+    assert m.normalize(x).equal(x)
+    assert m.normalize(x, clip=5.0).tolist() == [[3.0, -5.0]]
+    m.load_state_dict(RunningMoments((2,)).state_dict())  # a checkpoint from before the first merge
+    assert m.normalize(x).equal(x)
+    m.update(torch.full((3, 2), float("nan")), torch.zeros(3, dtype=torch.bool))  # nothing: masked rows hold anything
+    assert m.normalize(x).equal(x) and m.count.item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_normalize_gives_float32_of_any_type(dtype, shape):
+    m = RunningMoments(shape)
+    m.update(torch.tensor([1.0, 2.0, 6.0]).reshape(3, *(1,) * len(shape)).expand(3, *shape))
+    x = torch.tensor([1.0, 2.0, 6.0]).reshape(3, *(1,) * len(shape)).expand(3, *shape)
+    y = m.normalize(x.to(dtype))
+    assert y.dtype is torch.float32
+    torch.testing.assert_close(y, m.normalize(x))
+    torch.testing.assert_close(y, ((x - 3) / (14 / 3 + 1e-8) ** 0.5))
+
+
+def test_clip_and_eps():
+    m = RunningMoments(())
+    m.update(torch.tensor([0.0, 2.0]))  # mean 1, variance 1
+    x = torch.tensor([-9.0, 1.5])
+    assert m.normalize(x, clip=3.0).tolist() == pytest.approx([-3.0, 0.5])
+    assert m.normalize(x, eps=3.0).tolist() == pytest.approx([-5.0, 0.25])  # divided by sqrt(1 + 3)
+
+
+def _trained(seed: int = 0) -> RunningMoments:
+    m = RunningMoments((4,))
+    m.update(torch.randn(50, 4, generator=torch.Generator().manual_seed(seed)) * 3 + 2)
+    return m
+
+
+def test_state_dict_is_the_state_and_nothing_else():
+    assert set(_trained().state_dict()) == {"mean", "var", "count"}
+
+
+@pytest.mark.parametrize(
+    "how", ["load", "assign", "assign to a new one", "inside another module", "copy in place", "deepcopy", "to cpu"]
+)
+def test_normalize_follows_the_state_however_it_arrives(how):
+    source, target, x = _trained(1), _trained(2), torch.randn(5, 4)
+    if how == "load":
+        target.load_state_dict(source.state_dict())
+    elif how == "assign":
+        target.load_state_dict(copy.deepcopy(source.state_dict()), assign=True)
+    elif how == "assign to a new one":  # neither has been written to in place: torch counts 0 writes on both sides
+        target = RunningMoments((4,))
+        new = {name: torch.tensor(x.tolist(), dtype=torch.float64) for name, x in source.state_dict().items()}
+        target.load_state_dict(new, assign=True)
+    elif how == "inside another module":
+        nn.Sequential(target).load_state_dict(nn.Sequential(source).state_dict())
+    elif how == "copy in place":  # how weights are published
+        for name, tensor in target.state_dict().items():
+            tensor.copy_(source.state_dict()[name])
+    elif how == "deepcopy":
+        target = copy.deepcopy(source)
+    else:
+        target = copy.deepcopy(source).to("cpu")
+    assert target.normalize(x).equal(source.normalize(x))
+    for m in (source, target):
+        m.update(x * 2)
+    assert target.normalize(x).equal(source.normalize(x))
+
+
+def test_a_cast_of_the_model_leaves_the_statistics_exact():
+    m, x = _trained(), torch.randn(5, 4)
+    before, state = m.normalize(x), m.mean.clone()
+    nn.Sequential(nn.Linear(4, 4), m).to(torch.bfloat16)
+    assert m.mean.dtype is torch.float64 and m.mean.equal(state)
+    assert m.normalize(x).equal(before)

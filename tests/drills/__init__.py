@@ -1,0 +1,1 @@
+"""Tests in which something fails: processes die, disks fill up, machines disappear."""

@@ -1,0 +1,308 @@
+"""TorchVectorEnv on a batched physics task in torch, handed out as Gymnasium, ManiSkill and Isaac Lab do."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch_tasks
+import toys
+from torch import Tensor
+
+from embodied_envs.adapters import torch_env
+from embodied_envs.adapters.torch_env import TorchVectorEnv
+from embodied_envs.checks import check_env
+from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.core.types import ArraySpec, Box, EnvError
+from embodied_ppo.modes.embodied import components as embodied
+from embodied_ppo.rollout.simulation import Rollout
+
+
+def make(name: str, n: int = 3, seeds: list[int] | None = None, **options: Any) -> TorchVectorEnv:
+    return TorchVectorEnv(f"torch_tasks:{name}", num_envs=n, seeds=seeds or list(range(n)), **options)
+
+
+def push(n: int = 3) -> Tensor:
+    """All carts to the right with all force: 2 m after at most 14 steps."""
+    return torch.ones(n, 1)
+
+
+# ------------------------------------------------------------------------------------------------------- the contract
+@pytest.mark.parametrize(
+    ("name", "kwargs", "spec"),
+    [
+        ("cart", {}, ArraySpec((2,))),
+        ("isaac", {"compute_final_obs": True}, ArraySpec((2,))),
+        ("isaac", {"compute_final_obs": True, "observe": ["critic", "policy"]}, None),
+        ("maniskill", {"partial_reset": True}, None),
+        ("maniskill", {"observe": "agent"}, {"qpos": ArraySpec((1,)), "qvel": ArraySpec((1,))}),
+    ],
+)
+def test_every_shape_keeps_the_contract(name: str, kwargs: dict[str, Any], spec: Any) -> None:
+    report = check_env(lambda seeds: make(name, 4, seeds, kwargs=kwargs), steps=60)
+    assert report.episodes > 8 and report.longest == 20 and report.seeded and report.rows == 240
+    staggers = not any("staggered" in note for note in report.notes)
+    assert staggers == ("partial_reset" in kwargs)
+    env = make(name, kwargs=kwargs)
+    assert spec is None or env.obs_spec == spec
+    assert env.max_episode_steps == (20 if name == "maniskill" else None)
+
+
+def test_nested_observations_are_tensors_in_the_policys_types() -> None:
+    env = make("maniskill")
+    assert env.obs_spec == {
+        "agent/qpos": ArraySpec((1,)),
+        "agent/qvel": ArraySpec((1,)),
+        "extra/near": ArraySpec((1,)),
+        "extra/where": ArraySpec((3,)),
+        "rgb": ArraySpec((4, 4, 3), torch.uint8),
+    }
+    obs: Any = env.reset()
+    x = obs["agent/qpos"]
+    assert obs["agent/qvel"].dtype == torch.float32 and obs["extra/near"].tolist() == (x.abs() < 0.1).float().tolist()
+    # Discrete(3, start=-1): -1, 0, 1 are the first, second and third of three
+    assert obs["extra/where"].argmax(1).tolist() == [0 if v < 0 else 2 for v in x.flatten().tolist()]
+    assert obs["rgb"].dtype == torch.uint8
+    assert env.action_spec == Box((-1.0,), (1.0,))
+
+
+@pytest.mark.parametrize(("name", "kwargs"), [("cart", {}), ("maniskill", {"observe": "agent"})])
+def test_the_last_observation_is_the_fall_and_the_next_one_the_start(name: str, kwargs: dict[str, Any]) -> None:
+    env = make(name, kwargs=kwargs)
+    env.reset()
+    for _ in range(14):
+        step = env.step(push())
+        ended = step.terminated | step.truncated
+        if bool(ended.any()):
+            both: Any = (step.final_obs, step.obs)
+            final, obs = ((x["qpos"] if isinstance(x, dict) else x)[ended, 0] for x in both)
+            assert bool((final > 2).all()) and bool((obs.abs() <= 1).all())
+            assert torch.equal(step.reward[ended], 2 - final)  # the reward is the fall's
+            return
+    raise AssertionError("nobody fell")
+
+
+def test_an_observation_alone_is_the_policys_and_not_the_critics() -> None:
+    """Isaac Lab hands the critic's privileged observations out beside the policy's."""
+    env = make("isaac", kwargs={"compute_final_obs": True})
+    assert env.obs_spec == ArraySpec((2,))
+    both = make("isaac", kwargs={"compute_final_obs": True, "observe": ["policy", "critic"]})
+    assert both.obs_spec == {"policy": ArraySpec((2,)), "critic": ArraySpec((3,))}
+    chosen = make("isaac", kwargs={"compute_final_obs": True}, obs_keys=["critic"])
+    assert chosen.obs_spec == {"critic": ArraySpec((3,))}
+    with pytest.raises(EnvError, match=r"env.obs_keys and env.kwargs.observe both select observations; leave one out"):
+        make("isaac", kwargs={"observe": "policy"}, obs_keys=["critic"])
+
+
+def test_every_environment_begins_from_its_own_seed_if_the_simulator_takes_a_list() -> None:
+    a, b = make("maniskill", seeds=[5, 5, 7]), make("cart", seeds=[5, 5, 7])
+    x: Any = a.reset()
+    assert x["agent/qpos"][0] == x["agent/qpos"][1] != x["agent/qpos"][2]
+    y: Any = b.reset()
+    assert y[0, 0] != y[1, 0]  # one seed for all of them
+    before = y.clone()
+    b.restart([5, 1, 2])
+    assert torch.equal(torch.as_tensor(b.reset()), before)
+    assert not torch.equal(torch.as_tensor(b.reset()), before)  # without new seeds, other episodes
+
+
+def test_a_new_episode_for_some() -> None:
+    env = make("maniskill", kwargs={"partial_reset": True})
+    env.reset()
+    before: Any = env.step(push()).obs
+    after: Any = env.reset_where(torch.tensor([False, True, False]))
+    same = (after["agent/qpos"] == before["agent/qpos"]).flatten().tolist()
+    assert same == [True, False, True]
+    assert make("cart").reset_where(torch.tensor([True, False, False])) is None
+
+
+def test_neither_another_environment_nor_the_learner_disturbs_its_random_numbers() -> None:
+    """Isaac Lab draws from torch's global generator, and seeds it at every seeded reset."""
+
+    def starts(disturb: bool) -> list[Tensor]:
+        env = make("isaac", kwargs={"compute_final_obs": True})
+        seen = [torch.as_tensor(env.reset())]
+        for _ in range(2):
+            if disturb:
+                make("isaac", seeds=[9, 9, 9], kwargs={"compute_final_obs": True}).reset()
+                torch.rand(3)
+            seen += [torch.as_tensor(env.step(push()).obs) for _ in range(20)]
+        return seen
+
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    calm = starts(False)
+    assert torch.equal(torch.rand(4), expected)
+    assert all(torch.equal(a, b) for a, b in zip(calm, starts(True)))
+
+
+# ------------------------------------------------------------------------------------------- without last observations
+def test_an_end_without_its_last_observation_is_refused() -> None:
+    env = make("isaac")
+    env.reset()
+    with pytest.raises(EnvError, match=r"not in info\['final_obs'\].*compute_final_obs=True.*final_observation=prev"):
+        for _ in range(20):
+            env.step(push())
+
+
+def test_the_observation_before_the_last_stands_in_if_asked_and_a_warning_says_so() -> None:
+    """V of the truncated row is then V(s_t), as rsl_rl's r + gamma V(s_t)."""
+    with pytest.warns(UserWarning, match="final_observation=previous.*biased by one step"):
+        env = make("isaac", kwargs={"final_observation": "previous"})
+    obs: Any = env.reset()
+    for _ in range(20):
+        step = env.step(torch.zeros(3, 1))
+        assert torch.equal(torch.as_tensor(step.final_obs), obs)
+        obs = torch.as_tensor(step.obs).clone()
+        step.obs.zero_()  # what was handed out is not what stands in
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_env(lambda seeds: make("isaac", 4, seeds, kwargs={"final_observation": "previous"}), steps=60)
+
+
+def test_where_the_horizon_is_finite_the_clock_terminates() -> None:
+    for finite in (False, True):
+        env = make("isaac", kwargs={"compute_final_obs": True, "is_finite_horizon": finite})
+        env.reset()
+        ends = [env.step(torch.zeros(3, 1)) for _ in range(20)]
+        assert bool(torch.stack([s.truncated for s in ends]).any()) != finite
+
+
+# ---------------------------------------------------------------------------------------------------- success, refusals
+@pytest.mark.parametrize(("name", "key"), [("cart", None), ("maniskill", None), ("maniskill", "success")])
+def test_success_is_that_of_the_step_and_not_of_the_reset_after_it(name: str, key: str | None) -> None:
+    env = make(name, 64, success_key=key, kwargs={"observe": "agent"} if name == "maniskill" else {})
+    env.reset()
+    seen = set()
+    for _ in range(25):
+        step = env.step(torch.zeros(64, 1))
+        final: Any = step.obs if step.final_obs is None else step.final_obs
+        x: Any = final["qpos"] if isinstance(final, dict) else final
+        ended = step.terminated | step.truncated
+        assert step.success is not None
+        assert step.success[ended].tolist() == (x[ended, 0].abs() < 0.1).tolist()
+        seen |= set(step.success[ended].tolist())
+    assert seen == {False, True}
+
+
+def test_a_success_key_that_is_nowhere_is_refused() -> None:
+    env = make("maniskill", success_key="episode/won")
+    env.reset()
+    with pytest.raises(EnvError, match=r"success_key='episode/won' is not in the info.*it has elapsed_steps, reconf"):
+        for _ in range(20):
+            env.step(push())
+    silent = make("isaac", kwargs={"compute_final_obs": True})
+    silent.reset()
+    assert silent.step(push()).success is None
+
+
+@pytest.mark.parametrize(
+    ("id", "options", "message"),
+    [
+        ("torch_tasks:nobody", {}, "names no function; simulator=torch wants"),
+        ("Ant-v5", {}, "names no function"),
+        ("no_such_module:make", {}, "cannot import 'no_such_module'"),
+        ("torch_tasks:cart", {"kwargs": {"far": 3}}, "its function fails with .*'far': 3.*TypeError"),
+        ("torch_tasks:cart", {"kwargs": {"seed": 3}}, "kwargs seed are set by the adapter"),
+        (
+            "torch_tasks:Config",
+            {},
+            "its Config lacks single_observation_space, single_action_space, reset, step, close",
+        ),
+        ("torch_tasks:cart", {"num_threads": 2}, "num_threads=2 is EnvPool's"),
+        ("torch_tasks:cart", {"kwargs": {"final_observation": "none"}}, "choose one of info, previous"),
+        ("torch_tasks:maniskill", {"kwargs": {"observe": "state"}}, "observe='state' is not in.*it has agent, extra"),
+        ("torch_tasks:cart", {"kwargs": {"observe": "state"}}, "it has no entries"),
+        ("torch_tasks:cart", {"action_mapping": "tanh"}, "choose one of rescale, clip, none"),
+        ("torch_tasks:next_step", {}, "autoreset_mode=AutoresetMode.NEXT_STEP; only AutoresetMode.SAME_STEP"),
+        ("torch_tasks:one", {}, "asked for 2 environments, its vector has 1"),
+    ],
+)
+def test_refusals(id: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(EnvError, match=message):
+        TorchVectorEnv(id, num_envs=2, seeds=[0, 1], **options)
+
+
+def test_observations_that_are_no_tensors_or_of_another_shape_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_tasks.Cart, "reset", lambda self, **_: (self.state.numpy(), {}))
+    with pytest.raises(EnvError, match=r"is a ndarray, no torch.Tensor; use simulator=gymnasium"):
+        make("cart").reset()
+    monkeypatch.setattr(torch_tasks.Cart, "reset", lambda self, **_: (self.state[:, :1], {}))
+    with pytest.raises(EnvError, match=r"has shape \[3, 1\], its single_observation_space says \[2\]"):
+        make("cart").reset()
+
+
+def test_after_close_and_before_reset_nothing_works() -> None:
+    env = make("cart")
+    with pytest.raises(EnvError, match=r"step\(\) before reset\(\)"):
+        env.step(push())
+    env.reset()
+    with pytest.raises(EnvError, match=r"actions of shape \[4, 1\]; it takes \[3, 1\]"):
+        env.step(push(4))
+    with pytest.raises(EnvError, match="made without pictures"):
+        env.render()
+    with pytest.raises(EnvError, match="cannot be loaded"):
+        env.load_state({})
+    env.close()
+    env.close()
+    with pytest.raises(EnvError, match="it was closed"):
+        env.reset()
+
+
+def test_pictures_of_all_or_of_one() -> None:
+    for name, value in (("cart", 7), ("isaac", 9)):
+        env = make(name, render=True, render_size=(2, 4))
+        picture = env.render()
+        assert picture.shape == (2, 4, 3) and picture.dtype == torch.uint8 and bool((picture == value).all())
+
+
+def test_a_function_is_told_from_other_ids() -> None:
+    assert torch_env.factory("torch_tasks:cart") is torch_tasks.cart
+    assert torch_env.factory("torch_tasks:Cart-v0") is None and torch_env.factory("Ant-v5") is None
+
+
+# ------------------------------------------------------------------------------------------------------------ together
+def test_ppo_learns_to_hold_the_cart() -> None:
+    """Random pushes stay 0.7 m from the middle on average, a held cart at most 0.3 m (with the way there)."""
+    c = toys.config(
+        {
+            "env.num_envs": 64,
+            "algorithm.horizon": 16,
+            "algorithm.global_batch_size": 256,
+            "algorithm.lr": 3e-3,
+            "algorithm.gamma": 0.95,
+            "model.hidden": (32, 32),
+            "updates": 60,
+        }
+    )
+    env = make("cart", 64)
+    policy = embodied.make_policy(c, env)
+    rollout = Rollout(env, policy, seed=1)
+    learner = JointLearner(policy, c.algorithm, num_envs=64, updates=60, seed=1)
+    rewards = []
+    for update in range(60):
+        trajectory, _ = rollout.collect(16, update=update, version=update)
+        rewards.append(trajectory.reward.mean().item())
+        learner.update(trajectory, update=update)
+    assert sum(rewards[:3]) / 3 < 1.4 and sum(rewards[-5:]) / 5 > 1.7, rewards
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kwargs", [{"compute_final_obs": True}, {"final_observation": "previous"}])
+@pytest.mark.filterwarnings("ignore:.*final_observation=previous")
+def test_a_step_never_waits_for_the_gpu(kwargs: dict[str, Any]) -> None:
+    env = make("isaac", 256, device="cuda", kwargs=kwargs)
+    env.reset()
+    action = torch.zeros(256, 1, device="cuda")
+    step = env.step(action)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(30):
+            step = env.step(action)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.as_tensor(step.obs).is_cuda and step.reward.is_cuda
+    check_env(lambda seeds: make("isaac", 4, seeds, device="cuda", kwargs=kwargs), steps=60)

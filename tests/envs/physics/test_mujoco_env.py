@@ -1,0 +1,573 @@
+"""Our own simulation path on a CPU: against Gymnasium step by step, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import mujoco
+import numpy as np
+import pytest
+import torch
+import toys
+from torch import Tensor
+
+import embodied_envs
+from embodied_envs import tasks
+from embodied_envs.physics import mujoco_cpu
+from embodied_envs.physics.mujoco_env import MujocoEnv
+from embodied_ppo import run as build
+from embodied_ppo.config.schema import ModelConfig
+from embodied_ppo.core import tree
+from embodied_ppo.core.types import EnvError, Mean
+from embodied_ppo.evaluation import episodes as evaluation
+from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.training import checkpoint
+
+LOCOMOTION = ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid")
+
+
+def make(id: str = "toys:Balance", n: int = 3, **options: Any) -> MujocoEnv:
+    env = embodied_envs.make(id, num_envs=n, seeds=options.pop("seeds", list(range(n))), simulator="mujoco", **options)
+    assert isinstance(env, MujocoEnv)
+    return env
+
+
+def push(env: MujocoEnv, x: float = 0.0) -> Tensor:
+    return torch.full((env.num_envs, env.action_spec.size), x)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# --------------------------------------------------------------------------------------------- the same as Gymnasium's
+@pytest.mark.parametrize("name", LOCOMOTION)
+@pytest.mark.parametrize("batch", [True, False], ids=["batch", "threads"])
+def test_gymnasium_step_by_step(name: str, batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the same states, 100 steps of every world: observations to float32's last bit, rewards within 1e-6.
+
+    Where a world falls, Gymnasium's goes on from the state of our next episode.
+    """
+    if not batch:
+        monkeypatch.setattr(mujoco_cpu, "Batch", None)  # MuJoCo before 3.17
+    env = make(name, 4, num_threads=2, action_mapping="none")
+    first = env.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs: list[Any] = [gymnasium.make(f"{name}-v5").unwrapped for _ in range(4)]
+
+    def begin(i: int, obs: Tensor) -> None:
+        theirs[i].reset(seed=0)
+        theirs[i].set_state(env.s["qpos"][i].numpy().copy(), env.s["qvel"][i].numpy().copy())
+        assert np.array_equal(theirs[i]._get_obs().astype(np.float32), obs[i].numpy())
+
+    for i in range(4):
+        begin(i, first)
+    rng = np.random.default_rng(0)
+    low, high = np.array(env.action_spec.low), np.array(env.action_spec.high)
+    compared = 0
+    for _ in range(100):
+        # small enough for Hopper, Walker2d and Humanoid not to fall at once
+        action = (0.3 * rng.uniform(low, high, (4, len(low)))).astype(np.float32)
+        step = env.step(torch.from_numpy(action))
+        obs = step.obs if step.final_obs is None else step.final_obs
+        for i, g in enumerate(theirs):
+            o, reward, terminated, _, _ = g.step(action[i].astype(np.float64))
+            assert np.array_equal(o.astype(np.float32), obs[i].numpy())
+            assert float(step.reward[i]) == pytest.approx(reward, abs=1e-6)
+            assert terminated == bool(step.terminated[i])
+            compared += 1
+            if terminated:
+                begin(i, step.obs)
+    assert compared == 400
+    env.close()
+
+
+@pytest.mark.parametrize("name", LOCOMOTION)
+def test_first_states_are_spread_as_gymnasiums(name: str) -> None:
+    """Mean and deviation of each position and velocity over 500 episodes."""
+    env = make(name, 500)
+    env.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        g: Any = gymnasium.make(f"{name}-v5").unwrapped
+    states = []
+    for i in range(500):
+        g.reset(seed=i)
+        states.append(np.concatenate([g.data.qpos, g.data.qvel]))
+    ours = torch.cat([env.s["qpos"], env.s["qvel"]], 1).numpy()
+    theirs = np.stack(states)
+    scale = theirs.std(0) + 1e-12
+    assert (abs(ours.mean(0) - theirs.mean(0)) < 5 * scale * np.sqrt(2 / 500)).all()
+    assert (abs(ours.std(0) / scale - 1) < 0.2).all()
+
+
+# ----------------------------------------------------------------------------------------------------- the protocol
+@pytest.mark.parametrize("id", ["toys:Balance", *LOCOMOTION])
+@pytest.mark.parametrize("options", [{}, {"randomize": True, "ranges": {"mass": [0.8, 1.2]}}], ids=["plain", "random"])
+def test_contract(id: str, options: dict[str, Any]) -> None:
+    found = embodied_envs.check_env(lambda seeds: make(id, len(seeds), seeds=seeds, max_episode_steps=17, **options))
+    assert found.seeded and found.longest == 17 and found.episodes > 10 and not found.notes
+
+
+def test_contract_with_cameras() -> None:
+    found = embodied_envs.check_env(
+        lambda seeds: make(seeds=seeds, n=len(seeds), cameras=("eye",), image_size=(12, 16), max_episode_steps=9),
+        steps=40,
+    )
+    assert found.episodes > 10
+
+
+def test_episodes_are_a_function_of_the_seed() -> None:
+    """Whatever the number of threads, the neighbours, and the implementation of the worlds."""
+    alone, many = make(n=1, seeds=[7], num_threads=1), make(n=3, seeds=[5, 7, 9], num_threads=2)
+    a, b = alone.reset(), many.reset()
+    for t in range(60):
+        assert torch.equal(a[0], b[1])
+        x, y = alone.step(push(alone, 0.9)), many.step(push(many, 0.9))
+        a, b = x.obs, y.obs
+        assert bool(x.terminated[0]) == bool(y.terminated[1])
+        if t == 30:
+            a, b = alone.reset_where(torch.tensor([True])), many.reset_where(torch.tensor([False, True, False]))
+    assert not torch.equal(b[0], b[1])
+
+
+def test_threads_and_batch_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"randomize": True, "ranges": {"gravity": [0.5, 2.0], "friction": [0.5, 2.0]}, "num_threads": 2}
+    ours = make(**options)
+    assert isinstance(ours.physics.worlds, mujoco_cpu._Batch)
+    monkeypatch.setattr(mujoco_cpu, "Batch", None)
+    theirs = make(**options)
+    assert isinstance(theirs.physics.worlds, mujoco_cpu._Threads)
+    assert torch.equal(ours.reset(), theirs.reset())
+    for _ in range(60):
+        a, b = ours.step(push(ours, 0.5)), theirs.step(push(theirs, 0.5))
+        assert torch.equal(a.obs, b.obs) and torch.equal(a.terminated, b.terminated)
+    kept = theirs.state()
+    after = theirs.step(push(theirs, 0.5)).obs
+    theirs.load_state(kept)
+    assert torch.equal(after, theirs.step(push(theirs, 0.5)).obs)
+
+
+def test_an_end_shows_both_sides() -> None:
+    """obs begins the next episode, final_obs ends the old one, in the row that ends."""
+    env = make(max_episode_steps=5)
+    env.reset()
+    for t in range(5):
+        step = env.step(push(env))
+        assert bool(step.truncated.all()) == (t == 4) and not step.terminated.any()
+    assert step.final_obs is not None and bool((env._elapsed == 0).all())
+    assert not torch.equal(step.final_obs, step.obs)
+    assert bool((step.obs[:, 2:] == 0).all()), "an episode begins at rest"
+    assert bool((step.final_obs[:, 2:] != 0).any()), "and this one did not end there"
+    assert torch.equal(env.s["qpos"].float(), step.obs[:, :2])
+
+
+def test_variables_of_the_task() -> None:
+    env = make(max_episode_steps=25)
+    env.reset()
+    assert env.s["pushes"].tolist() == [0, 0, 0]
+    gusts = []
+    for _ in range(22):
+        step = env.step(push(env))
+        gusts.append(env.s["gust"].clone())
+    assert env.s["pushes"].tolist() == [22] * 3 and bool(step.success.all())
+    drawn = torch.stack(gusts)
+    assert drawn.unique().numel() == drawn.numel() and float(drawn.min()) >= 0 and float(drawn.max()) < 1
+    for _ in range(3):
+        env.step(push(env))
+    assert env.s["pushes"].tolist() == [0] * 3, "they begin anew with the episode"
+
+
+@pytest.mark.parametrize("id", ["toys:Balance", "Ant", "Humanoid"])
+def test_a_saved_state_continues_bit_for_bit(id: str) -> None:
+    options = {"randomize": True, "ranges": {"mass": [0.5, 2.0]}, "max_episode_steps": 20}
+    env, other = make(id, **options), make(id, **options, seeds=[8, 9, 10])
+    env.reset()
+    other.reset()
+    for _ in range(13):
+        env.step(push(env, 0.4))
+    kept = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, env.state())
+    assert torch.equal(other.load_state(kept), env._last)
+    for _ in range(30):
+        a, b = env.step(push(env, 0.2)), other.step(push(other, 0.2))
+        assert torch.equal(a.obs, b.obs) and torch.equal(a.reward, b.reward) and torch.equal(a.truncated, b.truncated)
+
+
+# ------------------------------------------------------------------------------------------------- when it goes wrong
+@pytest.mark.parametrize("batch", [True, False], ids=["batch", "threads"])
+def test_a_world_that_blows_up_is_reset_and_counted(batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not batch:
+        monkeypatch.setattr(mujoco_cpu, "Batch", None)
+    env, calm = make(action_mapping="none"), make(action_mapping="none")
+    last = env.reset()
+    calm.reset()
+    for t in range(6):
+        action = push(env)
+        if t == 3:
+            action[1] = 5.0  # above toys.Balance's blow_up
+        step, quiet = env.step(action), calm.step(push(calm))
+        assert all(bool(x.isfinite().all()) for x in tree.leaves(step) if x.is_floating_point())
+        if t == 3:
+            assert step.truncated.tolist() == [False, True, False] and not step.terminated.any()
+            assert step.reward.tolist() == [1, 0, 1] and int(env.unstable) == 1
+            assert step.final_obs is not None and torch.equal(step.final_obs[1], last[1])
+            assert env.s["pushes"].tolist() == [4, 0, 4]
+        for i in (0, 2):
+            assert torch.equal(step.obs[i], quiet.obs[i]), "the neighbours do not notice"
+        last = step.obs
+    assert int(env.unstable) == 1
+
+
+BAD_MODELS = [
+    ("<mujoco><worldbody><geom/></worldbody></mujoco>", "MuJoCo refuses its model: .*size"),
+    ("<mujoco><worldbody>", "MuJoCo refuses its model: .*XML"),
+    (toys.BALANCE.replace('joint="slide" gear', 'joint="glide" gear'), "MuJoCo refuses its model: .*glide"),
+]
+
+
+@pytest.mark.parametrize(("mjcf", "message"), BAD_MODELS, ids=range(len(BAD_MODELS)))
+def test_a_bad_model(mjcf: str, message: str) -> None:
+    with pytest.raises(EnvError, match=f"env.id=toys:Balance: {message}"):
+        make(kwargs={"mjcf": mjcf})
+
+
+def test_a_name_that_the_model_lacks() -> None:
+    with pytest.raises(EnvError, match=r"env.id=toys:Balance: .*'angel'.*angle"):
+        make(kwargs={"sensor": "angel"})
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"kwargs": {"sensr": "angle"}}, "env.kwargs.sensr is unknown; did you mean sensor"),
+    ({"cameras": ("eyes",)}, "env.cameras: the model has no camera 'eyes'; it has eye, side"),
+    ({"randomize": True, "ranges": {"mas": [1, 2]}}, "env.ranges: 'mas' is unknown; did you mean mass"),
+    (
+        {"randomize": True, "ranges": {"mass": [2, 1]}},
+        r"env.ranges.mass=\[2, 1\]: it takes two finite numbers \[low, high\]",
+    ),
+    ({"randomize": True, "ranges": {"mass": [-1, 1]}}, "factors 0 <= low <= high"),
+    ({"randomize": True, "ranges": {"mass": 1.2}}, r"env.ranges.mass=1.2: it takes two finite numbers"),
+    ({"randomize": True, "ranges": {"mass": [1, float("inf")]}}, "it takes two finite numbers"),
+    ({"kwargs": {"njmax": 3}}, "env.kwargs.njmax is read by simulator=warp only"),
+    ({"cameras": ("eye", "eye")}, "names a camera twice"),
+    ({"ranges": {"mass": [1, 2]}}, "no effect without randomize=true"),
+    ({"success_key": "won"}, "success_key='won' is for EnvPool and Gymnasium"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_refusals(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(EnvError, match=message):
+        make(**options)
+
+
+def test_wrong_calls() -> None:
+    env = make()
+    with pytest.raises(EnvError, match="before reset"):
+        env.step(push(env))
+    env.reset()
+    with pytest.raises(EnvError, match=r"actions of shape \[3, 2\]; it takes \[3, 1\]"):
+        env.step(torch.zeros(3, 2))
+    with pytest.raises(EnvError, match="made without pictures"):
+        env.render()
+    env.close()
+    env.close()
+    with pytest.raises(EnvError, match="it was closed"):
+        env.reset()
+
+
+class Confused(toys.Balance):
+    """A variable with the name of a field."""
+
+    def reset(self, u: Tensor) -> dict[str, Tensor]:
+        return super().reset(u) | {"sensordata": u}
+
+
+class Looking(toys.Balance):
+    """A field that MuJoCo does not have."""
+
+    fields = ("sensordata", "xposition")
+
+
+@pytest.mark.parametrize(("name", "message"), [("Confused", "'sensordata' has the name"), ("Looking", "'xposition'")])
+def test_tasks_that_cannot_be(name: str, message: str) -> None:
+    with pytest.raises(EnvError, match=message):
+        make(f"{__name__}:{name}")
+
+
+def test_finding_tasks() -> None:
+    assert tasks.find("toys:Balance") is toys.Balance
+    assert tasks.find("toys:ScriptedEnv") is None and tasks.find("HalfCheetah-v4") is None
+    with pytest.raises(EnvError, match="cannot import 'no_such_module'"):
+        tasks.find("no_such_module:Task")
+    code = "import embodied_envs, sys; embodied_envs.tasks.find('HalfCheetah-v4'); assert 'mujoco' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("id", "message"),
+    [
+        ("toys:Ballance", "toys has no 'Ballance', it has Balance"),
+        ("toys", "a task of yours is named toys:Class"),
+        ("test_mujoco:Unrelated", "Unrelated is written like a task but is no subclass of embodied_envs.tasks.Task"),
+    ],
+)
+def test_what_an_unknown_id_may_have_meant(id: str, message: str) -> None:
+    with pytest.raises(EnvError, match=message):
+        embodied_envs.make(id, num_envs=1, seeds=[0])
+
+
+class Unrelated:
+    def spec(self) -> None: ...
+
+    def observe(self, s: Any) -> None: ...
+
+
+def test_randomising_by_no_ranges_is_refused() -> None:
+    with pytest.raises(EnvError, match=r"no ranges of its own; name some: env.ranges.mass=\[0.8,1.2\]"):
+        make("HalfCheetah", randomize=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- pictures
+@pytest.mark.parametrize(("id", "camera"), [("Go1Joystick", "track"), ("PandaPickCube", "wrist")])
+def test_a_context_s_first_picture_is_like_all_others(id: str, camera: str) -> None:
+    env = make(id, 2, cameras=(camera,))
+    first: Any = env.reset()
+    for _ in range(3):
+        env.step(torch.zeros(2, env.action_spec.size))
+    env.restart([0, 1])
+    again: Any = env.reset()
+    env.close()
+    assert torch.equal(first[camera], again[camera])
+
+
+def test_a_world_that_blows_up_inside_a_chunk_keeps_its_last_picture() -> None:
+    env = embodied_envs.make(
+        "toys:Balance", num_envs=2, seeds=[0, 1], simulator="mujoco", cameras=("eye",), action_chunk=4,
+        action_mapping="none",
+    )  # fmt: skip
+    first: Any = env.reset()
+    action = torch.zeros(2, 4, 1)
+    action[0, 2] = 5.0  # above toys.Balance's blow_up
+    final: Any = env.step(action).final_obs
+    assert torch.equal(final["eye"][0], first["eye"][0]) and int(first["eye"].sum()) > 0
+    env.close()
+
+
+# ---------------------------------------------------------------------------------------------- a task with a mistake
+def _reset(**more: Any) -> Any:
+    whole = toys.Balance.reset
+    return lambda self, u: whole(self, u) | {k: f(u) for k, f in more.items()}
+
+
+MISTAKES: list[tuple[str, Any, str]] = [
+    # attribute of toys.Balance, what it is instead, what is said
+    ("decimation", 0, "Balance.decimation=0 must be a whole number, at least 1"),
+    ("decimation", 2.5, "Balance.decimation=2.5 must be a whole number"),
+    ("stage", "acceleration", "Balance.stage='acceleration' is unknown; there are velocity, none, forces"),
+    ("fields", "sensordata", "Balance.fields='sensordata' must be a tuple of names"),
+    ("fields", ("blah",), "env.id=toys:Balance: MuJoCo has no field 'blah'"),
+    ("fields", (), "Balance.terminated reads 'sensordata', .* in the attribute fields"),
+    ("before", ("xpos",), "Balance.before names 'xpos', which is neither in the attribute fields nor a variable"),
+    ("names", ("one", "two"), r"reset\(\)\['kind'\] and the attribute names go together"),
+    ("spec", lambda self: None, r"Balance.spec\(\) is NoneType; it must be a mujoco.MjSpec"),
+    ("spec", lambda self: mujoco.MjSpec.from_file("no.xml"), "MuJoCo refuses its model: .*no.xml.*looked for from /"),
+    ("bind", lambda self, *a: 1 / 0, "Balance.bind: ZeroDivisionError"),
+    ("reset", lambda self, u: None, r"Balance.reset\(\) is NoneType; it must be a dictionary"),
+    ("reset", _reset(qpos=lambda u: u[:, :1]), r"reset\(\)\['qpos'\] has shape \[2, 1\]; it must be \[2, 2\]"),
+    ("reset", _reset(qpos=lambda u: u.numpy()), r"reset\(\)\['qpos'\] is ndarray; it must be a tensor"),
+    ("reset", _reset(qpos=lambda u: u.long()), r"reset\(\)\['qpos'\] is torch.int64; it must be real"),
+    ("reset", _reset(qps=lambda u: u), r"reset\(\)\['qps'\] is a variable .* did you mean qpos"),
+    ("reset", _reset(goal=lambda u: u[:1]), r"reset\(\)\['goal'\] has shape \[1, 2\]; it must be \[2, 2\]"),
+    ("reset", _reset(xpos=lambda u: u), "its variable 'xpos' has the name of a MuJoCo field"),
+    ("reset", _reset(kind=lambda u: u[:, 0].long()), "'kind'.* and the attribute names go together"),
+    ("control", lambda self, s, a: a.repeat(1, 2), r"Balance.control\(\) has shape \[2, 2\]; it must be \[2, 1\]"),
+    ("observe", lambda self, s: s["qpos"][:, 0], r"Balance.observe\(\) has shape \[2\]; it must be \[2, D\]"),
+    ("observe", toys.Task.observe, r"Balance has no observe\(\); write one"),
+    ("reward", lambda self, b, s, a: 1.0, r"Balance.reward\(\) is float; it must be a tensor \[2\]"),
+    ("reward", lambda self, b, s, a: a, r"Balance.reward\(\) has shape \[2, 1\]; it must be \[2\]"),
+    ("reward", lambda self, b, s, a: b["qpos"][:, 0], "Balance.reward reads 'qpos', .* in the attribute before"),
+    ("terminated", lambda self, s: s["qpos"][:, 0], r"Balance.terminated\(\) is torch.float64; it must be bool"),
+    ("success", lambda self, s: None, r"Balance.success\(\) is NoneType; it must be a tensor"),
+    ("observe", lambda self, s: s["qpos"].mul_(0.5), r"a function writes into s\['qpos'\]"),
+    ("reset", _reset(qpos=lambda u: u.float()), r"reset\(\)\['qpos'\] is torch.float32; it must be torch.float64"),
+    ("success", lambda self, s: s["qpos"] > 0, r"Balance.success\(\) has shape \[2, 2\]; it must be \[2\]"),
+    ("advance", lambda self, s, a, u: {"speed": u}, r"advance\(\)\['speed'\]: reset\(\) returns no such variable"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), MISTAKES, ids=range(len(MISTAKES)))
+def test_a_mistake_in_a_task_is_told_by_name(
+    name: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toys.Balance, name, value)
+    if "'xpos' has the name" in message:
+        monkeypatch.setattr(toys.Balance, "fields", ("sensordata", "xpos"))
+    with pytest.raises(EnvError, match=message):
+        make(n=2)
+
+
+def test_a_kind_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toys.Balance, "names", ("one",))
+    monkeypatch.setattr(toys.Balance, "reset", _reset(kind=lambda u: u[:, 0].long() + 1))
+    with pytest.raises(EnvError, match=r"reset\(\)\['kind'\] runs from 1 to 1; names has 1 entries"):
+        make(n=2)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e28])
+def test_controls_that_are_no_numbers_are_counted(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MuJoCo itself would put zeros in their place without a word."""
+    monkeypatch.setattr(toys.Balance, "control", lambda self, s, a: torch.where(a > 0.5, number, a))
+    env = make(n=3)
+    env.reset()
+    step = env.step(torch.tensor([[0.0], [1.0], [0.0]]))
+    assert step.truncated.tolist() == [False, True, False] and int(env.unstable) == 1
+    assert torch.isfinite(step.obs).all()
+    assert env.step(torch.zeros(3, 1)).truncated.tolist() == [False] * 3
+
+
+# ---------------------------------------------------------------------------------------------------- domain randomised
+def test_randomised_masses_are_in_range_seeded_and_felt() -> None:
+    options = {"randomize": True, "ranges": {"mass": [0.5, 1.5]}}
+    env, again, plain = make(n=200, **options), make(n=200, **options), make(n=200)
+    masses = env.physics.varied["body_mass"]  # [N, 3]: world, cart, pole
+    factor = masses[:, 1:] / np.array([1.0, 0.2])
+    assert 0.5 <= factor.min() < 0.55 and 1.45 < factor.max() <= 1.5
+    assert abs(np.corrcoef(factor.T)[0, 1]) < 0.3, "each body has its own"
+    inertia = env.physics.varied["body_inertia"][:, 1]
+    assert np.allclose(inertia / inertia[0], (factor[:, :1] / factor[0, 0]))
+    assert np.array_equal(masses, again.physics.varied["body_mass"])
+    env.reset(), again.reset(), plain.reset()
+    a, b, c = (e.step(push(e, 1.0)).obs for e in (env, again, plain))
+    assert torch.equal(a, b) and not torch.allclose(a[:, 2:], c[:, 2:])
+    first = masses.copy()
+    env.reset()
+    assert (masses[:, 1:] != first[:, 1:]).all(), "another model with every episode"
+
+
+def test_randomised_gravity_and_damping_have_their_effect() -> None:
+    heavy = make(n=2, randomize=True, ranges={"gravity": [2.0, 2.0]})
+    assert heavy.physics.varied["opt.gravity"].tolist() == [[0, 0, -19.62]] * 2
+    free = make(n=2, randomize=True, ranges={"mass": [1, 1], "damping": [0.0, 0.0], "gains": [3.0, 3.0]})
+    plain = make(n=2)
+    assert (free.physics.varied["dof_damping"] == 0).all()
+    free.reset(), plain.reset()
+    a, b = free.step(push(free, 1.0)).obs, plain.step(push(plain, 1.0)).obs
+    assert torch.allclose(a[:, 2] / b[:, 2], torch.full((2,), 3.0), rtol=0.05), "three times the force"
+
+
+def test_other_episodes_keep_their_model() -> None:
+    env = make(n=3, randomize=True)
+    masses = env.physics.varied["body_mass"]
+    env.reset()
+    before = masses.copy()
+    env.reset_where(torch.tensor([False, True, False]))
+    assert (masses[[0, 2]] == before[[0, 2]]).all() and (masses[1, 1:] != before[1, 1:]).all()
+
+
+# ------------------------------------------------------------------------------------------------------------- pictures
+def test_images_show_the_present_of_each_world() -> None:
+    env = make(cameras=("eye", "side"), image_size=(40, 60), max_episode_steps=4, render=True, render_size=(40, 60))
+    obs = env.reset()
+    assert isinstance(obs, dict) and list(obs) == ["state", "eye", "side"]
+    assert obs["eye"].shape == (3, 3, 40, 60) and obs["eye"].dtype == torch.uint8
+    assert not torch.equal(obs["eye"], obs["side"])
+    for t in range(4):
+        step = env.step(push(env, 1.0))
+        assert isinstance(step.obs, dict)
+        assert torch.equal(step.obs["eye"][0].permute(1, 2, 0), env.render()), "the film sees what the policy sees"
+        if t == 3:
+            assert isinstance(step.final_obs, dict)
+            assert not torch.equal(step.final_obs["eye"][0], step.obs["eye"][0])
+    # the same state alone, by MuJoCo's own renderer
+    model = env.physics.model
+    data = mujoco.MjData(model)
+    data.qpos[:] = env.s["qpos"][1].numpy()
+    mujoco.mj_forward(model, data)
+    with mujoco.Renderer(model, 40, 60) as renderer:
+        renderer.update_scene(data, camera="eye")
+        theirs = torch.from_numpy(renderer.render().copy())
+    difference = (theirs.float() - step.obs["eye"][1].permute(1, 2, 0).float()).abs()
+    assert float(difference.mean()) < 3.0, "but for multisampling"
+    env.close()
+
+
+def test_two_sets_of_cameras_do_not_freeze_each_other() -> None:
+    one, two = (make(cameras=("eye",), image_size=(24, 24)) for _ in range(2))
+    pictures = []
+    one.reset(), two.reset()
+    for _ in range(3):
+        pictures.append(one.step(push(one, 1.0)).obs["eye"])
+        two.step(push(two, -1.0))
+    two.close()
+    pictures.append(one.step(push(one, 1.0)).obs["eye"])
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(pictures))
+
+
+def test_randomised_looks() -> None:
+    ranges = {"camera_position": [-0.2, 0.2], "camera_angle": [-0.1, 0.1], "light": [0.3, 1.0], "colour": [-0.3, 0.3]}
+    env = make(cameras=("eye",), randomize=True, ranges={"mass": [1, 1], **ranges})
+    obs = env.reset()
+    assert isinstance(obs, dict)
+    assert not torch.equal(obs["eye"][0], obs["eye"][1])
+    quat = env.physics.varied["cam_quat"]
+    assert np.allclose((quat**2).sum(-1), 1)
+    angle = 2 * np.arccos(np.clip(abs((quat * env.physics.model.cam_quat).sum(-1)), 0, 1))
+    assert angle.min() > 0 and angle.max() < 0.1 * np.sqrt(3) + 1e-6
+    rgba = env.physics.varied["geom_rgba"]
+    assert rgba.min() >= 0 and rgba.max() <= 1 and (rgba[..., 3] == 1).all()
+
+
+# ----------------------------------------------------------------------------------------------------- the whole house
+def test_training_counts_worlds_that_blew_up(tmp_path: Path) -> None:
+    """A task that blows up now and then is trained all the same, and the metric says how often."""
+    options = {"env.id": "toys:Balance", "env.kwargs": {"blow_up": 0.9}, "updates": 3, "run_dir": str(tmp_path / "run")}
+    build.train(toys.config(options), quiet=True)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    counts = [row["rollout/unstable"] for row in rows if "rollout/unstable" in row]
+    assert 0 < counts[0] <= counts[-1] and all(np.isfinite(row["policy/loss"]) for row in rows if "policy/loss" in row)
+
+
+class TwoKinds(toys.Balance):
+    """An episode that begins to the right is long, and succeeds."""
+
+    names = ("short", "long")
+
+    def reset(self, u: Tensor) -> dict[str, Tensor]:
+        return super().reset(u) | {"kind": (u[:, 0] > 0.5).long()}
+
+    def success(self, s: Any) -> Tensor:
+        return (s["kind"] == 1) & (s["pushes"] >= 3)
+
+
+def test_evaluation_tells_the_kinds_of_episode_apart() -> None:
+    def env(seeds: list[int]) -> MujocoEnv:
+        return make(f"{__name__}:TwoKinds", len(seeds), seeds=seeds, max_episode_steps=5)
+
+    made = env([0])
+    policy = ActorCritic(made.obs_spec, made.action_spec, ModelConfig())
+    result = evaluation.evaluate(policy, env, episodes=40, num_envs=8, seed=0)
+    assert {e.kind for e in result.episodes} == {"short", "long"}
+    short, long = result.by_kind()[1], result.by_kind()[0]
+    assert long.task.endswith("TwoKinds/long") and len(short.episodes) + len(long.episodes) == 40
+    assert long.successes == [True] * len(long.episodes) and not any(short.successes or [True])
+    metrics = {tag: m.value for tag, m in result.metrics().items() if isinstance(m, Mean)}
+    assert metrics["eval/success/long"] == 1 and metrics["eval/success/short"] == 0 < metrics["eval/success"] < 1
+
+
+def test_resume_is_exact(tmp_path: Path) -> None:
+    """Four updates = two, resume, two: bit for bit, without replaying the simulator."""
+    options = {"env.id": "toys:Balance", "env.randomize": True, "save_every": 2}
+    whole = build.train(toys.config({**options, "updates": 4, "run_dir": str(tmp_path / "whole")}), quiet=True)
+    build.train(toys.config({**options, "updates": 2, "run_dir": str(tmp_path / "half")}), quiet=True)
+    resumed = {**options, "updates": 4, "run_dir": str(tmp_path / "half"), "resume": str(tmp_path / "half")}
+    halves = build.train(toys.config(resumed), quiet=True)
+    assert whole["final_return"] == halves["final_return"]
+    weights = [
+        checkpoint.open_checkpoint(tmp_path / run / "checkpoints" / "latest").policy() for run in ("whole", "half")
+    ]
+    assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
+    assert "replaying" not in (tmp_path / "half" / "log.txt").read_text()

@@ -1,0 +1,558 @@
+"""mujoco_warp behind our tasks, on device "cpu": against the CPU engine, and what happens when something goes wrong.
+
+The first run compiles kernels for about two minutes; they are kept in ~/.cache/warp ($WARP_CACHE_PATH).
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import mujoco
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import embodied_envs
+from embodied_envs import tasks
+from embodied_envs.physics.cameras import Cameras
+from embodied_envs.physics.domain_randomization import Randomization
+from embodied_envs.physics.mujoco_env import MujocoEnv
+from embodied_envs.physics.mujoco_warp import WarpPhysics, devices, sizes, supported
+from embodied_envs.tasks import State, Task
+from embodied_envs.tasks.locomotion import Ant
+from embodied_ppo.core import tree
+from embodied_ppo.core.types import Box, EnvError
+
+SWING = """<mujoco>
+  <option timestep="0.01"/>
+  <asset><material name="plain" specular="0" reflectance="0"/></asset>
+  <worldbody>
+    <light directional="true" dir="0.3 0.4 -1" castshadow="false" diffuse=".6 .6 .6" specular="0 0 0"/>
+    <camera name="front" pos="0 -2.5 0.6" xyaxes="1 0 0 0 0.2 1"/>
+    <geom type="plane" size="2 2 .1" rgba=".4 .5 .4 1" material="plain"/>
+    <body name="rod" pos="0.4 0 1">
+      <joint name="hinge" axis="0 1 0" damping="0.05"/>
+      <geom type="capsule" size="0.06" fromto="0 0 0 0 0 -0.4" contype="0" conaffinity="0" rgba=".8 .3 .2 1"
+        material="plain"/>
+      <site name="end" pos="0 0 -0.4"/>
+    </body>
+    <body name="ball" pos="-0.4 0 0.35">
+      <freejoint/>
+      <geom type="sphere" size="0.15" rgba=".2 .3 .8 1" material="plain"/>
+    </body>
+    <body name="goal" mocap="true" pos="0 0.5 0.2">
+      <geom type="box" size=".1 .1 .1" contype="0" conaffinity="0" rgba=".9 .8 .1 1" material="plain"/>
+    </body>
+  </worldbody>
+  <actuator><motor name="turn" joint="hinge" gear="2" ctrlrange="-1 1" ctrllimited="true"/></actuator>
+  <sensor><framepos objtype="site" objname="end"/><framelinvel objtype="site" objname="end"/></sensor>
+</mujoco>"""
+
+
+class Swing(Task):
+    """A rod that a motor turns, a ball that falls on the floor. Ends where the rod has turned by more than 2 rad."""
+
+    id = "Swing"
+    decimation, max_episode_steps, reset_noise, step_noise = 2, 12, 4, 1
+    fields = ("xpos", "xmat", "site_xpos", "site_xmat", "sensordata", "cvel", "cfrc_ext", "body_mass")
+
+    def __init__(self, stage: Any = "velocity") -> None:
+        self.stage = stage
+
+    def spec(self) -> mujoco.MjSpec:
+        return mujoco.MjSpec.from_string(SWING)
+
+    def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
+        self.qpos0 = torch.tensor(model.qpos0, device=device, dtype=dtype)
+        self.goal = torch.tensor([[[0.0, 0.5, 0.2]]], device=device, dtype=dtype)
+
+    def observe(self, s: State) -> Tensor:
+        parts = (s["qpos"], s["qvel"], s["sensordata"], s["site_xpos"].flatten(1), 0.01 * s["cfrc_ext"].flatten(1))
+        return torch.cat([*parts, s["gust"][:, None], s["cvel"].flatten(1)], 1)
+
+    def reward(self, before: State, s: State, action: Tensor) -> Tensor:
+        return s["site_xpos"][:, 0, 2] - 0.1 * action.square().sum(1)
+
+    def terminated(self, s: State) -> Tensor:
+        return s["qpos"][:, 0].abs() > 2
+
+    def advance(self, s: State, action: Tensor, u: Tensor) -> dict[str, Tensor]:
+        return {"gust": u[:, 0]}
+
+    def reset(self, u: Tensor) -> dict[str, Tensor]:
+        qpos = self.qpos0.expand(len(u), -1).clone()
+        qpos[:, :4] += 0.2 * (u - 0.5)
+        goal = self.goal + 0.1 * u[:, None, :3]
+        return {"qpos": qpos, "qvel": u.new_zeros(len(u), 7), "mocap_pos": goal, "gust": u[:, 0]}
+
+
+class RoundAnt(Ant):
+    """With a round friction cone, whose force does not depend on the directions of a contact's tangents."""
+
+    def spec(self) -> mujoco.MjSpec:
+        spec = super().spec()
+        spec.option.cone = mujoco.mjtCone.mjCONE_ELLIPTIC
+        return spec
+
+
+def make(id: str = f"{__name__}:Swing", n: int = 4, *, simulator: str = "warp", **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated MJCF attributes, PGS
+        env = embodied_envs.make(
+            id, num_envs=n, seeds=options.pop("seeds", list(range(n))), simulator=simulator, **options
+        )
+    assert isinstance(env, MujocoEnv)
+    return env
+
+
+def random_actions(env: MujocoEnv, steps: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    assert isinstance(env.action_spec, Box)
+    shape = env.num_envs, env.action_spec.size
+    return [(torch.rand(shape, generator=generator) * 2 - 1).to(env.device) for _ in range(steps)]
+
+
+def final(step: Any) -> Any:
+    """What the step led to."""
+    return step.obs if step.final_obs is None else step.final_obs
+
+
+def compare(one: MujocoEnv, other: MujocoEnv, steps: int, tolerance: float) -> int:
+    """Both engines from the same states within ``tolerance`` of 1 + |x|, each world until its first episode ends.
+
+    Returns how many steps of worlds were compared.
+    """
+    torch.testing.assert_close(one.reset(), other.reset(), rtol=tolerance, atol=1e-5)
+    running, compared = torch.ones(one.num_envs, dtype=torch.bool), 0
+    for action in random_actions(one, steps):
+        a, b = one.step(action), other.step(action)
+        torch.testing.assert_close(final(b)[running], final(a)[running], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(b.reward[running], a.reward[running], rtol=tolerance, atol=tolerance)
+        assert torch.equal(a.terminated[running], b.terminated[running])
+        compared += int(running.sum())
+        running &= ~(a.terminated | a.truncated)
+    return compared
+
+
+# ---------------------------------------------------------------------------------------------- the same as on the CPU
+@pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
+def test_the_same_as_the_cpu_engine(stage: str) -> None:
+    """12 control steps of free fall, impact and rolling: within 2e-4."""
+    kwargs = {"stage": stage}
+    assert compare(make(simulator="mujoco", kwargs=kwargs), make(kwargs=kwargs), 12, 2e-4) == 48
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "tolerance"),
+    [
+        ("HalfCheetah", 5, 2e-3),
+        pytest.param("Hopper", 30, 1e-3, marks=pytest.mark.slow),
+        pytest.param("Walker2d", 30, 1e-3, marks=pytest.mark.slow),
+        pytest.param("Humanoid", 10, 1e-3, marks=pytest.mark.slow),
+        # Where a capsule stands steeply on a plane mujoco_warp turns the tangents of the contact otherwise than MuJoCo,
+        # and a pyramid of friction is not round. The first step has no contact yet.
+        pytest.param("Ant", 1, 1e-5, marks=pytest.mark.slow),
+        pytest.param(f"{__name__}:RoundAnt", 4, 2e-3, marks=pytest.mark.slow),
+    ],
+)
+def test_locomotion_is_the_same_as_on_the_cpu(name: str, steps: int, tolerance: float) -> None:
+    compared = compare(make(name, 8, simulator="mujoco"), make(name, 8), steps, tolerance)
+    assert compared >= 8 * min(steps, 10)
+
+
+@pytest.mark.slow
+def test_sensors_of_contacts_and_limits() -> None:
+    """They are of the present, as MuJoCo's: also where a contact or a limit has just ended."""
+    one, other = make(f"{__name__}:Feeling", simulator="mujoco"), make(f"{__name__}:Feeling")
+    one.reset()
+    other.reset()
+    seen = []
+    for action in random_actions(one, 30):
+        one.step(action.sign())
+        other.step(action.sign())
+        torch.testing.assert_close(other.s["sensordata"], one.s["sensordata"].float(), rtol=1e-3, atol=1e-4)
+        seen.append(one.s["sensordata"].clone())
+    touched, limited, distance = (torch.stack(seen)[:, :, i] for i in (0, 1, 2))
+    assert 0 < (touched > 0).float().mean() < 1 and 0 < (limited != 0).float().mean() < 1 and distance.std() > 0
+
+
+class Feeling(Swing):
+    """Senses whether the ball touches the floor, how far the hinge is from its limit, and the ball from the rod."""
+
+    fields, max_episode_steps = ("sensordata", "xpos", "site_xpos", "cfrc_ext", "cvel"), 15
+
+    def spec(self) -> mujoco.MjSpec:
+        text = SWING.replace('damping="0.05"/>', 'damping="0.05" limited="true" range="-4 4"/>')
+        text = text.replace('<geom type="sphere"', '<geom name="ball" type="sphere"')
+        text = text.replace('<geom type="plane"', '<geom name="floor" type="plane"')
+        text = text.replace('<geom type="capsule"', '<geom name="rod" type="capsule"')
+        sensors = '<contact geom1="ball" geom2="floor" num="1" data="found"/><jointlimitpos joint="hinge"/>'
+        sensors += '<distance geom1="ball" geom2="rod" cutoff="1"/><jointlimitvel joint="hinge"/>'
+        return mujoco.MjSpec.from_string(text.replace("<sensor>", f"<sensor>{sensors}"))
+
+
+def test_first_states_are_those_of_the_cpu_engine() -> None:
+    """Also in later episodes, and where models are drawn anew."""
+    ranges = {"mass": (0.5, 1.5), "friction": (0.5, 1.5), "damping": (0.5, 2.0), "gains": (0.8, 1.2)}
+    ranges |= {"gravity": (0.5, 1.5), "camera_position": (-0.1, 0.1), "light": (0.5, 1.0), "colour": (-0.2, 0.2)}
+    options: dict[str, Any] = {"randomize": True, "ranges": ranges}
+    a, b = make(simulator="mujoco", **options), make(**options)
+    a.reset()
+    b.reset()
+    where = torch.tensor([True, False, True, False])
+    for _ in range(3):
+        a.reset_where(where)
+        b.reset_where(where)
+    kept = {k: x.clone() for k, x in b.s.items()}
+    assert isinstance(b.physics, WarpPhysics) and len(b.physics.varied) > 7
+    kept |= {k: x.clone() for k, x in b.physics.varied.items()}
+    a.reset_where(where)
+    b.reset_where(where)
+    for name, x in {**a.s, **{k: torch.from_numpy(v) for k, v in a.physics.varied.items()}}.items():
+        mine = b.s[name] if name in b.s else b.physics.varied[name]
+        assert mine.shape == x.shape, name
+        torch.testing.assert_close(mine, x.to(mine.dtype), rtol=1e-4, atol=1e-5, msg=name)
+        assert torch.equal(mine[~where], kept[name][~where]), name
+    weights = b.physics._warp_model.body_invweight0.numpy()  # derived from masses
+    theirs = np.stack([a.physics.worlds.expand("body_invweight0")]).reshape(weights.shape)
+    np.testing.assert_allclose(weights, theirs, rtol=1e-4)
+    assert abs(weights[0, 1] / weights[1, 1] - 1).max() > 0.01
+    assert compare(make(simulator="mujoco", **options), make(**options), 12, 1e-3) == 48
+
+
+def test_fields_have_the_shapes_of_mujoco() -> None:
+    model = mujoco.MjModel.from_xml_string(SWING)
+    data = mujoco.MjData(model)
+    names = (
+        "xpos xquat xmat xipos ximat site_xmat geom_xmat cam_xmat cinert cvel cfrc_ext cacc sensordata qfrc_actuator "
+    )
+    names += "actuator_force subtree_com qacc mocap_quat time act M geom_size jnt_range body_quat"
+    physics = WarpPhysics(
+        model,
+        3,
+        device="cpu",
+        fields=names.split(),
+        stage="velocity",
+        cameras=Cameras(model),
+        randomization=Randomization(model, {}),
+    )
+    for name in names.split():
+        theirs = np.asarray(getattr(data if hasattr(data, name) else model, name))
+        assert physics.fields[name].shape == (3, *theirs.shape) and physics.fields[name].dtype == torch.float32, name
+
+
+# -------------------------------------------------------------------------------------------------------- the contract
+@pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
+def test_contract(stage: str) -> None:
+    """Among others: a state continues to the last bit, and a reset of one world touches no other."""
+    found = embodied_envs.check_env(
+        lambda seeds: make(n=len(seeds), seeds=seeds, max_episode_steps=7, kwargs={"stage": stage}), steps=40
+    )
+    assert found.seeded and found.longest == 7 and found.episodes >= 20 and not found.notes
+
+
+def test_contract_with_random_models_and_cameras() -> None:
+    options: dict[str, Any] = {"randomize": True, "ranges": {"mass": (0.5, 1.5), "camera_angle": (-0.2, 0.2)}}
+    options |= {"cameras": ("front",), "image_size": (8, 12), "max_episode_steps": 5}
+    found = embodied_envs.check_env(lambda seeds: make(n=len(seeds), seeds=seeds, **options), steps=20)
+    assert found.seeded and found.episodes >= 16 and not found.notes
+
+
+@pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
+def test_a_reset_changes_the_masked_worlds_only(stage: str) -> None:
+    env = make(kwargs={"stage": stage})
+    env.reset()
+    for action in random_actions(env, 7):  # the ball is on the floor
+        env.step(action)
+    where = torch.tensor([False, True, False, False])
+    before = {k: x.clone() for k, x in env.physics.fields.items()}
+    env.reset_where(where)
+    fresh = make(kwargs={"stage": stage})
+    fresh.reset()
+    fresh.reset_where(where)
+    for name, x in env.physics.fields.items():
+        assert torch.equal(x[~where], before[name][~where]), name
+        assert torch.equal(x[where], fresh.physics.fields[name][where]), name
+
+
+def test_a_world_that_blows_up_is_reset_and_the_others_do_not_notice() -> None:
+    """Not finite in one step, out of bounds in another."""
+    plain, env = make(), make()
+    plain.reset()
+    env.reset()
+    for t, action in enumerate(random_actions(env, 6)):
+        last = env.state()["obs"]
+        if t == 2:
+            env.physics.fields["qvel"][1, 0] = torch.nan
+        if t == 4:
+            env.physics.fields["qpos"][3, 1] = 1e20
+        bad = torch.tensor([False, t == 2, False, t == 4])
+        a, b = plain.step(action), env.step(action)
+        assert torch.equal(b.truncated, bad) and not b.terminated.any() and not b.reward[bad].any()
+        assert torch.equal(final(b)[bad], last[bad]) and torch.isfinite(b.obs).all()
+        calm = torch.tensor([True, t < 2, True, t < 4])
+        assert torch.equal(a.obs[calm], b.obs[calm])
+    assert int(env.unstable) == 2
+    assert all(torch.isfinite(x).all() for x in env.physics.fields.values())
+
+
+def test_replayed_kernels_give_the_same_bits() -> None:
+    eager, fast = make(cameras=("front",), image_size=(6, 6)), make(cameras=("front",), image_size=(6, 6))
+    assert isinstance(eager.physics, WarpPhysics)
+    eager.physics.records = False
+    runs = [[env.reset(), *(env.step(a) for a in random_actions(env, 15))] for env in (eager, fast)]
+    assert all(torch.equal(x, y) for x, y in zip(tree.leaves(runs[0]), tree.leaves(runs[1]), strict=True))
+
+
+class Recordable(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot hold: looking at values, and tensors that the host has just made."""
+
+    def __init__(self, env: MujocoEnv) -> None:
+        super().__init__()
+        self.known = {id(x) for x in (*vars(env.task).values(), *env.s.values(), *env._before.values())}
+        self.kept: list[Tensor] = []  # so that no other object gets the id of one
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "lift_fresh_copy"), name
+        if name in ("index", "index_put", "index_put_"):
+            for x in args[1]:
+                known = x is None or (x.dtype != torch.bool and id(x) in self.known)
+                assert known, "indexed by a mask or a list"
+        out = func(*args, **(kwargs or {}))
+        for x in tree.leaves(out):
+            if isinstance(x, Tensor):
+                self.known.add(id(x))
+                self.kept.append(x)
+        return out
+
+
+def held(env: MujocoEnv) -> dict[str, int]:
+    """Every tensor that the environment holds, by its place in memory: a graph goes on writing there."""
+    owners = {"env": vars(env), "task": vars(env.task), "physics": vars(env.physics), "s": env.s}
+    owners |= {"before": env._before, "last": dict(enumerate(tree.leaves(env._last)))}
+    return {f"{o}.{k}": x.data_ptr() for o, xs in owners.items() for k, x in xs.items() if isinstance(x, Tensor)}
+
+
+@pytest.mark.parametrize("id", [f"{__name__}:Swing", *(pytest.param(x, marks=pytest.mark.slow) for x in tasks.OWN)])
+def test_as_on_a_gpu_a_control_step_looks_at_nothing(id: str) -> None:
+    """The way that CUDA graphs are recorded in, on a CPU: the same answers; no operation that the host waits for."""
+    options: dict[str, Any] = {"max_episode_steps": 5, "randomize": True, "ranges": {"gravity": (0.9, 1.1)}}
+    plain, env = make(id, 3, **options), make(id, 3, **options)
+    env.physics.waits = False
+    plain.reset()
+    env.reset()
+    places = held(env)
+    for action in random_actions(plain, 8):
+        a = plain.step(action)
+        with Recordable(env):
+            b = env.step(action)
+        assert held(env) == places
+        assert b.final_obs is not None
+        b = replace(b, final_obs=a.final_obs)
+        assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------- pictures
+def test_images_are_those_of_opengl() -> None:
+    """Mean absolute difference below 2 of 255 (measured: 0.3), also with models drawn anew."""
+    options: dict[str, Any] = {"cameras": ("front",), "image_size": (48, 64), "randomize": True}
+    options["ranges"] = {"camera_position": (-0.2, 0.2), "light": (0.5, 1.0), "colour": (-0.2, 0.2)}
+    a, b = make(simulator="mujoco", **options), make(**options)
+    x, y = a.reset(), b.reset()
+    for action in [*random_actions(a, 2), None]:
+        assert isinstance(x, dict) and isinstance(y, dict)
+        difference = (x["front"].float() - y["front"].float()).abs()
+        assert y["front"].shape == (4, 3, 48, 64) and float(difference.mean()) < 2
+        assert float(x["front"].float().std()) > 30 and len({float(v) for v in x["front"].float().mean((1, 2, 3))}) == 4
+        if action is not None:
+            x, y = a.step(action).obs, b.step(action).obs
+
+
+def test_images_show_the_present_whatever_the_stage() -> None:
+    one, other = (make(cameras=("front",), image_size=(24, 32), kwargs={"stage": s}) for s in ("velocity", "none"))
+    one.reset()
+    other.reset()
+    for action in random_actions(one, 5):
+        a, b = one.step(action).obs, other.step(action).obs
+        assert isinstance(a, dict) and isinstance(b, dict) and torch.equal(a["front"], b["front"])
+
+
+def test_a_film_is_opengls() -> None:
+    a, b = (make(simulator=s, render=True, render_size=(24, 32)) for s in ("mujoco", "warp"))
+    a.reset()
+    b.reset()
+    assert b.render().shape == (24, 32, 3) and float((a.render().float() - b.render().float()).abs().mean()) < 0.5
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+def swing(**changes: str) -> mujoco.MjModel:
+    text = SWING
+    for old, new in changes.items():
+        assert text.count(f"<{old}>") == 1 or text.count(f"<{old}/>") == 1
+        text = text.replace(f"<{old}>", f"<{old}>{new}").replace(f"<{old}/>", new)
+    return mujoco.MjModel.from_xml_string(text)
+
+
+def physics_of(model: mujoco.MjModel, fields: tuple[str, ...] = (), **options: Any) -> WarpPhysics:
+    extra = {"cameras": Cameras(model), "randomization": Randomization(model, {})}
+    return WarpPhysics(model, 2, device="cpu", fields=fields, stage="none", **extra, **options)
+
+
+def test_pgs_becomes_newton_with_a_notice() -> None:
+    model = swing(worldbody="")
+    model.opt.solver = mujoco.mjtSolver.mjSOL_PGS
+    with pytest.warns(UserWarning, match="no PGS solver: the model is simulated with Newton's"):
+        assert supported(model).opt.solver == int(mujoco.mjtSolver.mjSOL_NEWTON)
+    assert model.opt.solver == int(mujoco.mjtSolver.mjSOL_PGS)
+
+
+def test_what_is_not_supported_is_named() -> None:
+    with pytest.raises(EnvError, match=r"this model \(mjENBL_FWDINV is unsupported\.\); use simulator=mujoco"):
+        physics_of(swing(mujoco='<option><flag fwdinv="enable"/></option>'))
+    with pytest.raises(EnvError, match="bodies that sleep"):
+        physics_of(swing(mujoco='<option><flag sleep="enable"/></option>'))
+    with pytest.raises(EnvError, match="actuators and sensors with a delay"):
+        physics_of(swing(sensor='<jointpos joint="hinge" nsample="3" delay="0.02"/>'))
+    with pytest.raises(EnvError, match="does not show 'efc_force'; use simulator=mujoco"):
+        physics_of(swing(worldbody=""), ("efc_force",))
+    with pytest.raises(EnvError, match="MuJoCo has no field 'xpoz'"):
+        physics_of(swing(worldbody=""), ("xpoz",))
+    with pytest.raises(EnvError, match="runs on cuda"):
+        devices("meta")
+    with pytest.raises(EnvError, match=rf"env\.id={__name__}:Swing: MuJoCo has no field"):
+        Swing.fields, fields = ("xpoz",), Swing.fields
+        try:
+            make()
+        finally:
+            Swing.fields = fields
+
+
+def test_without_mujoco_warp_the_cure_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mujoco_warp", None)
+    monkeypatch.delitem(sys.modules, "embodied_envs.physics.mujoco_warp")
+    with pytest.raises(EnvError, match=r"pip install 'embodied-ppo\[warp\]', or use simulator=mujoco"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"nconmax": 1}, r"nconmax=1 is too small for the contacts per world \(at most [24] seen\); set [35] or more"),
+        ({"njmax": 7}, r"njmax=7 is too small for the rows of constraints in one world \(at most \d+ seen\); set \d+"),
+        ({"njmax": 0}, r"njmax=0 must be a whole number, at least 1"),
+    ],
+    ids=["contacts", "rows", "nonsense"],
+)
+def test_too_little_room_for_contacts_is_an_error(kwargs: dict[str, int], message: str) -> None:
+    """A box on the floor: 4 contacts of 4 rows."""
+    with pytest.raises(EnvError, match=rf"env\.kwargs\.{message}"):
+        env = make(f"{__name__}:Boxed", 2, kwargs=kwargs)
+        env.reset()
+        for action in random_actions(env, 20):
+            env.step(action)
+
+
+class Boxed(Swing):
+    """The ball is a box."""
+
+    def spec(self) -> mujoco.MjSpec:
+        return mujoco.MjSpec.from_string(SWING.replace('type="sphere" size="0.15"', 'type="box" size="0.1 0.1 0.1"'))
+
+
+def test_room_for_contacts() -> None:
+    """The ball touches 1 + 1 times, but 16 is the least; a contact has 4 rows and nothing else constrains."""
+    assert sizes(swing(worldbody="")) == (16, 64)
+    bodies = "".join(f'<body pos="{i} 0 1"><freejoint/><geom type="capsule" size=".1 .2"/></body>' for i in range(8))
+    assert sizes(swing(worldbody=bodies)) == (2 + 8 * 3, 4 * (2 + 8 * 3))
+
+
+# ---------------------------------------------------------------------------------------------------------------- a GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
+def test_on_a_gpu_the_same_as_on_the_cpu(stage: str) -> None:
+    """The third control step is recorded, the others before the end are replays."""
+    one, other = make(kwargs={"stage": stage}, simulator="mujoco"), make(kwargs={"stage": stage}, device="cuda")
+    x, y = one.reset(), other.reset()
+    for action in random_actions(one, 30):
+        a, b = one.step(action), other.step(action.cuda())
+        torch.testing.assert_close(tree.map(Tensor.cpu, b.obs), a.obs, rtol=1e-3, atol=1e-3)
+        ended = a.terminated | a.truncated
+        assert torch.equal(b.truncated.cpu(), a.truncated) and b.final_obs is not None
+        torch.testing.assert_close(b.final_obs.cpu()[ended], final(a)[ended], rtol=1e-3, atol=1e-3)
+    assert other._programs[True].graph is not None
+    assert int(other.unstable) == 0 and x.shape == y.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["HalfCheetah", "Ant"])
+def test_a_recorded_step_equals_one_as_written(name: str) -> None:
+    options: dict[str, Any] = {"max_episode_steps": 9, "randomize": True, "ranges": {"mass": (0.8, 1.2)}}
+    eager, fast = (make(name, 64, device="cuda", **options) for _ in range(2))
+    eager._programs = {True: eager._step}
+    eager.reset()
+    fast.reset()
+    *actions, last = random_actions(fast, 9)
+    for action in actions:  # 5 of them replays, before chaos
+        a, b = eager.step(action), fast.step(action)
+        close = (a.obs - b.obs).abs().amax(1) < 1e-2
+        assert float(close.float().mean()) > 0.9
+    a, b = eager.step(last), fast.step(last)
+    assert bool(b.truncated.all()) and torch.allclose(a.obs, b.obs, atol=1e-4)  # new episodes
+
+
+@pytest.mark.gpu
+def test_a_control_step_waits_for_nothing() -> None:
+    env = make("Ant", 64, device="cuda")
+    env.reset()
+    actions = random_actions(env, 20)
+    for action in actions[:4]:
+        env.step(action)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for action in actions[4:]:
+            env.step(action)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_states_continue_and_answers_stay() -> None:
+    """As check_env, within rounding: sums of contacts have no fixed order there."""
+    env = make(device="cuda")
+    env.reset()
+    actions = random_actions(env, 20)
+    kept = [env.step(action) for action in actions[:5]][-1]
+    copied, state = tree.map(Tensor.clone, kept), env.state()
+    after = [env.step(action) for action in actions[5:9]]
+    assert all(torch.equal(x, y) for x, y in zip(tree.leaves(kept), tree.leaves(copied), strict=True))
+    env.load_state(tree.map(Tensor.cpu, state))
+    for action, want in zip(actions[5:9], after, strict=True):
+        torch.testing.assert_close(env.step(action).obs, want.obs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_lost_contacts_are_an_error_in_the_end() -> None:
+    env = make(f"{__name__}:Boxed", 2, kwargs={"nconmax": 1}, device="cuda")
+    env.reset()
+    with pytest.raises(EnvError, match="nconmax=1 is too small"):
+        for action in random_actions(env, 50):
+            env.step(action)
+            torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_images_are_those_of_opengl() -> None:
+    options: dict[str, Any] = {"cameras": ("front",), "image_size": (48, 64)}
+    a, b = make(simulator="mujoco", **options), make(device="cuda", **options)
+    a.reset()
+    b.reset()
+    for action in random_actions(a, 15):
+        x, y = a.step(action).obs, b.step(action.cuda()).obs
+        assert isinstance(x, dict) and isinstance(y, dict)
+        assert float((x["front"].float() - y["front"].cpu().float()).abs().mean()) < 2

@@ -1,0 +1,116 @@
+"""Demonstrations of Tabletop's scripted expert: real MuJoCo, recorded, read back, and repeated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import embodied_envs
+from embodied_envs.physics.mujoco_env import MujocoEnv
+from embodied_envs.tasks import expert_recorder
+from embodied_ppo.core.types import EnvError
+from embodied_ppo.data.lerobot_reader import read
+from embodied_ppo.data.lerobot_writer import Writer
+
+N = 8
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[expert_recorder.Episode]]:
+    folder = tmp_path_factory.mktemp("recorded")
+    size = (32, 32)
+    names = {
+        "fps": expert_recorder.FPS,
+        "state": expert_recorder.STATE,
+        "action": expert_recorder.ACTION,
+        "cameras": {"front": size},
+    }
+    episodes = []
+    with Writer(folder, **names) as writer:
+        families = {"families": ["reach", "push", "put"]}
+        for e in expert_recorder.record(
+            families, episodes=12, seed=3, num_envs=N, image_size=size, noise=0, num_threads=1
+        ):
+            writer.add(e.images, e.state, e.action, e.instruction)
+            episodes.append(e)
+    return folder, episodes
+
+
+def tabletop(size: int = 32) -> MujocoEnv:
+    kwargs = {"families": ["reach", "push", "put"], "obs": "language"}
+    options = {"cameras": ["front"], "image_size": (size, size), "num_threads": 1, "kwargs": kwargs}
+    env = embodied_envs.make("Tabletop", num_envs=N, seeds=expert_recorder.seeds(3, N), **options)
+    assert isinstance(env, MujocoEnv)
+    return env
+
+
+def test_replayed_actions_repeat_what_was_recorded(recorded: tuple[Path, list[expert_recorder.Episode]]) -> None:
+    """From the same seeds: every first episode is seen again, bit for bit, and succeeds."""
+    data, episodes = read(recorded[0]), recorded[1]
+    first = {e.attempt: i for i, e in enumerate(episodes) if e.attempt < N}
+    assert len(first) > N / 2 and [e.attempt for e in episodes] == sorted(e.attempt for e in episodes)
+    env = tabletop()
+    sentences = env.s["instruction"].tolist()
+    obs, done = env.reset(), Counter()
+    for t in range(max(len(episodes[i].state) for i in first.values())):
+        action = torch.zeros(N, 4)
+        assert isinstance(obs, dict)
+        running = {n: i for n, i in first.items() if t < len(episodes[i].state)}
+        for n, i in running.items():
+            frame = int((data.episode == i).nonzero()[t])
+            action[n] = data.action[frame]
+            assert torch.equal(data.state[frame], obs["state"][n])
+            assert torch.equal(data.images["front"][frame].permute(2, 0, 1), obs["front"][n])
+            assert data.instructions[int(data.instruction[frame])] == env.instructions[sentences[n]]
+        step = env.step(action)
+        obs, success = step.obs, step.success
+        assert success is not None
+        for n, i in running.items():
+            ends = t == len(episodes[i].state) - 1
+            assert bool(success[n]) == ends
+            done[n] += ends
+    assert done == dict.fromkeys(first, 1)
+    env.close()
+
+
+def test_another_start_gives_other_episodes(recorded: tuple[Path, list[expert_recorder.Episode]]) -> None:
+    families, size = {"families": ["reach", "push", "put"]}, (8, 8)
+    options: dict[str, Any] = {"episodes": 2, "seed": 3, "num_envs": N, "image_size": size, "num_threads": 1}
+    again, other = (list(expert_recorder.record(families, **options, noise=0, start=start)) for start in (0, 12))
+    assert [np.array_equal(x.state, y.state) for x, y in zip(again, recorded[1])] == [True, True]
+    assert not any(x.state.shape == y.state.shape and (x.state == y.state).all() for x, y in zip(other, recorded[1]))
+
+
+def test_with_noise_the_experts_action_is_recorded_where_another_was_executed() -> None:
+    """In half of the steps: then the target has not moved as recorded; and who has failed is counted, not recorded."""
+    told: Counter[bool] = Counter()
+    options: dict[str, Any] = {"seed": 0, "num_envs": N, "image_size": (8, 8), "num_threads": 1}
+    found = list(
+        expert_recorder.record(
+            {"families": ["reach", "put"]},
+            episodes=16,
+            noise=0.5,
+            on_episode=lambda family, success: told.update([success]),
+            **options,
+        )
+    )
+    assert len(found) == 16 <= told[True] and told[False] > 0
+    state, action = (np.concatenate([getattr(e, name)[:-1] for e in found]) for name in ("state", "action"))
+    after = np.concatenate([e.state[1:] for e in found])
+    finger = np.clip(state[:, 8] + 0.014 * action[:, 3], 0, 0.037)  # where the fingers would have been sent
+    executed = np.abs(after[:, 8] - finger) < 1e-6
+    # Half as recorded; and of the others some, where the fingers were at their stops and stay there.
+    assert 0.5 < executed.mean() < 0.9
+
+
+def test_the_expert_is_asked_for_language() -> None:
+    options: dict[str, Any] = {"episodes": 1, "seed": 0, "num_envs": 1, "image_size": (8, 8)}
+    with pytest.raises(EnvError, match=r"obs='state': demonstrations are of obs=language"):
+        next(expert_recorder.record({"obs": "state"}, **options))
+    with pytest.raises(EnvError, match=r"noise=1.5 must be a probability"):
+        next(expert_recorder.record({}, **options, noise=1.5))

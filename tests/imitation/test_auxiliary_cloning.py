@@ -1,0 +1,129 @@
+"""Demonstrations beside PPO: what every minibatch adds to its loss."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.commands import main
+from embodied_ppo.config.schema import AlgorithmConfig
+from embodied_ppo.core import tree
+from embodied_ppo.core.types import Mean, Trajectory
+from embodied_ppo.imitation import behavior_cloning
+from embodied_ppo.training import checkpoint
+from tests.imitation.test_behavior_cloning import STEPS, demonstrations
+from tests.models.vla.test_trunk import FAMILIES, SENTENCES, B, C, make, observations
+
+
+def test_it_is_the_cloning_loss_in_the_words_of_the_demonstrations() -> None:
+    demos = replace(demonstrations(), instructions=("go there", "go away"))
+    policy = make()
+    beside = behavior_cloning.Beside(policy, demos, replace(STEPS, coef=0.3, batch_size=len(demos.state)))
+    loss = beside(torch.Generator().manual_seed(0))
+    assert policy.sentences == SENTENCES
+    frames = torch.randint(len(demos.state), (len(demos.state),), generator=torch.Generator().manual_seed(0))
+    policy.tell(demos.instructions)
+    obs = {"front": demos.images["front"].permute(0, 3, 1, 2), "state": demos.state, "instruction": demos.instruction}
+    expected, _ = policy.bc_loss(policy.encode(tree.index(obs, frames)), *demos.chunk(frames, C))
+    assert torch.allclose(loss, 0.3 * expected)
+    policy.tell(SENTENCES)
+    other, _ = policy.bc_loss(policy.encode(tree.index(obs, frames)), *demos.chunk(frames, C))
+    assert not torch.allclose(other, expected)
+
+
+def test_a_policy_that_was_just_cloned_is_told_the_simulators_sentences() -> None:
+    demos = replace(demonstrations(), instructions=("go there", "go away"))
+    policy = make()
+    before = policy.encode(observations())["/words"]
+    behavior_cloning.clone(policy, demos, replace(STEPS, steps=2, foresight_steps=2), seed=0)
+    behavior_cloning.Beside(policy, demos, replace(STEPS, coef=0.3))(torch.Generator())
+    assert policy.sentences == SENTENCES and torch.equal(policy.encode(observations())["/words"], before)
+
+
+def test_an_evaluation_in_other_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training evaluates in the evaluation's sentences, as the command does, and goes on with its own."""
+    monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    words = ["experiment=tabletop_token", "eval_every=1", "env.num_envs=4", "evaluation.episodes=8", "model.width=16"]
+    words += ["algorithm.horizon=2", "algorithm.global_batch_size=8", "evaluation.num_envs=4", "cloning.steps=0"]
+    words += ["evaluation.video_episodes=0", "updates=2"]
+    assert main.main(["train", *words, "run_dir=a", "evaluation.env_kwargs.split=unseen_wording"]) == 0
+    assert main.main(["train", *words, "run_dir=b"]) == 0
+    a, b = (checkpoint.open_checkpoint(run).policy() for run in ("a", "b"))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert main.main(["evaluate", "checkpoint=a", "episodes=8", "num_envs=4", "video=false", "out=again"]) == 0
+    reports = [json.loads(path.read_text()) for path in (*Path("a").rglob("report.json"), Path("again/report.json"))]
+    returns = [[e["return"] for e in report["episodes"]] for report in reports]
+    assert returns[0] == returns[1]
+
+
+def rollout(policy: torch.nn.Module, columns: int = 2) -> Trajectory:
+    """One step of B environments, twice, without any advantage."""
+    obs = tree.map(lambda x: torch.stack([x] * columns), observations())
+    d = policy.act(policy.encode(observations()), noise=policy.noise(B, torch.Generator().manual_seed(1)))
+    zeros, no = torch.zeros(columns, B), torch.zeros(columns, B, dtype=torch.bool)
+    action, log_prob, replay = tree.map(lambda x: torch.stack([x] * columns), (d.action, d.log_prob, d.replay))
+    return Trajectory(
+        obs=obs,
+        action=action,
+        replay=replay,
+        log_prob=log_prob,
+        value=zeros,
+        next_value=zeros,
+        reward=zeros,
+        terminated=no,
+        truncated=no,
+        mask=~no,
+        version=0,
+    )
+
+
+@pytest.mark.parametrize("family", ["tokens", "gaussian", "flow"])
+def test_every_minibatch_of_the_actor_adds_it(family: str) -> None:
+    config = AlgorithmConfig(
+        horizon=2, global_batch_size=B, update_epoch=3, critic_warmup=1, lr=3e-3, logprob_type="token_level"
+    )
+
+    def trained(coef: float) -> tuple[list[float], float]:
+        policy = make(**FAMILIES[family])
+        beside = (
+            behavior_cloning.Beside(policy, demonstrations(), replace(STEPS, coef=coef, batch_size=64))
+            if coef
+            else None
+        )
+        learner = JointLearner(policy, config, num_envs=B, updates=20, seed=0, beside=beside)
+        told = []
+        for update in range(12):
+            metrics = learner.update(rollout(policy), update=update)
+            found = metrics.get("policy/cloning_loss")
+            told.append(found.value if isinstance(found, Mean) else float("nan"))
+        return told, sum(float(p.detach().double().abs().sum()) for p in policy.parameters())
+
+    told, weights = trained(0.5)
+    assert told[0] != told[0]  # while the value head warms up there is none
+    assert told[-1] < 0.8 * told[1]
+    assert trained(0.5) == (pytest.approx(told, nan_ok=True), weights)
+    without, other = trained(0.0)
+    assert all(x != x for x in without) and other != weights
+
+
+def test_the_command_and_its_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    words = ["experiment=tabletop_token", "eval_every=0", "env.num_envs=4", "evaluation.episodes=4", "model.width=16"]
+    words += ["algorithm.horizon=2", "algorithm.global_batch_size=8", "evaluation.num_envs=4", "cloning.coef=0.1"]
+    words += ["cloning.steps=0", "cloning.episodes=6", "cloning.batch_size=4", "evaluation.video_episodes=0"]
+    words += ["algorithm.critic_warmup=0", "algorithm.lr_schedule=constant"]
+    assert main.main(["train", *words, "updates=4", "run_dir=whole"]) == 0
+    assert main.main(["train", *words, "updates=2", "run_dir=part"]) == 0
+    assert main.main(["train", *words, "updates=4", "resume=part", "run_dir=rest"]) == 0
+    a, b = (checkpoint.open_checkpoint(run).policy() for run in ("whole", "rest"))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    rows = [json.loads(line) for line in Path("whole/metrics.jsonl").read_text().splitlines()]
+    told = [row["policy/cloning_loss"] for row in rows if "policy/cloning_loss" in row]
+    assert len(told) == 4 and all(0 < x < 1 for x in told)

@@ -1,0 +1,143 @@
+"""Supervised steps: the loss by hand, that it falls, and what is kept on disk."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from embodied_ppo.core.types import ConfigError, TrainingError
+from embodied_ppo.imitation.supervised_finetuning import Example, loss, warm_start
+from embodied_ppo.models.causal_lm import LanguagePolicy
+from tests.models.test_causal_lm import make
+
+EXAMPLES: list[Example] = [((5, 6, 7), (8, 2)), ((9, 3), (4, 4, 2)), ((3,), (2,)), ((5, 8), (6, 7, 5, 2))] * 10
+OPTIONS: dict[str, Any] = {"steps": 10, "batch_size": 4, "lr": 3e-3, "lr_warmup": 3, "key": {"task": "toy"}}
+
+
+def start(policy: LanguagePolicy, folder: Path, examples: Any = EXAMPLES, **more: Any) -> tuple[bool, list[str]]:
+    heard: list[str] = []
+    return warm_start(policy, examples, **{**OPTIONS, **more}, folder=folder, notice=heard.append), heard
+
+
+def same(a: LanguagePolicy, b: LanguagePolicy) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------- loss
+def test_the_loss_is_that_of_response_tokens() -> None:
+    """Each row by itself, through transformers, without padding."""
+    policy, total, count = make(), 0.0, 0
+    for prompt, response in EXAMPLES[:4]:
+        with torch.no_grad():
+            logits = policy.model(input_ids=torch.tensor([[*prompt, *response]])).logits[0]
+        for k, token in enumerate(response):  # token k of the response is predicted one place before it
+            total -= float(logits[len(prompt) + k - 1].log_softmax(-1)[token])
+            count += 1
+    assert count == 2 + 3 + 1 + 4
+    assert float(loss(policy, EXAMPLES[:4]).detach()) == pytest.approx(total / count, rel=1e-5)
+
+
+def test_one_step_by_hand(tmp_path: Path) -> None:
+    """Adam's first step is lr * sign(gradient) where the gradient is not tiny; warm-up over 4 steps: lr / 4."""
+    policy, before = make(), make()
+    loss(before, EXAMPLES[:4]).backward()
+    start(policy, tmp_path, steps=1, lr=4e-3, lr_warmup=4)
+    for new, old in zip(policy.parameters(), before.parameters(), strict=True):
+        assert old.grad is not None
+        large = old.grad.abs() > 1e-3  # clipped to norm 1 it is still much larger than eps = 1e-8
+        assert large.any()
+        wanted = -1e-3 * old.grad.sign()
+        assert torch.allclose((new - old)[large], wanted[large], rtol=1e-3, atol=1e-6)
+
+
+def test_a_few_steps_teach(tmp_path: Path) -> None:
+    policy = make()
+    before = float(loss(policy, EXAMPLES[:4]).detach())
+    reused, heard = start(policy, tmp_path)
+    assert not reused and heard == [f"warm start: 10 supervised steps, once; the result stays in {tmp_path}"]
+    assert float(loss(policy, EXAMPLES[:4]).detach()) < 0.5 * before
+    assert all(p.grad is None for p in policy.parameters()), "nothing is left behind"
+
+
+# ------------------------------------------------------------------------------------------------------------- on disk
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_kept_is_the_same_bit_for_bit(tmp_path: Path, tied: bool) -> None:
+    first, second, third = (make(tie_word_embeddings=tied) for _ in range(3))
+    start(first, tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert len(file.stem) == 20 and set(file.stem) <= set("0123456789abcdef") and file.suffix == ".safetensors"
+    reused, heard = start(second, tmp_path)
+    assert reused and heard == [f"warm start: taken from {file}"] and same(first, second)
+    reused, _ = start(third, tmp_path / "elsewhere")
+    assert not reused and same(first, third), "training again gives the same, too"
+    assert not same(first, make(tie_word_embeddings=tied))
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "one bit", "another model's"])
+def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str) -> None:
+    first, second = make(), make()
+    start(first, tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    if damage == "another model's":
+        start(make(num_hidden_layers=1), tmp_path / "other")
+        (other,) = (tmp_path / "other").iterdir()
+        other.replace(file)
+        other.parent.rmdir()
+    else:
+        flipped = whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:]
+        file.write_bytes({"cut": whole[:-100], "empty": b"", "one bit": flipped}[damage])
+    reused, heard = start(second, tmp_path)
+    assert not reused and heard[0].startswith(f"warm start: {file} is damaged (") and len(heard) == 2
+    assert same(first, second) and file.read_bytes() == whole and len(list(tmp_path.iterdir())) == 1
+
+
+def test_everything_that_matters_is_in_the_name(tmp_path: Path) -> None:
+    other = [EXAMPLES[1], EXAMPLES[0], *EXAMPLES[2:]]
+    warmer = make()
+    warmer.temperature = 0.5
+    start(make(), tmp_path)
+    for policy, examples, more in (
+        (make(), EXAMPLES, {"key": {"task": "other"}}),
+        (make(), EXAMPLES, {"steps": 9}),
+        (make(), EXAMPLES, {"batch_size": 2}),
+        (make(), EXAMPLES, {"lr": 1e-3}),
+        (make(), EXAMPLES, {"lr_warmup": 2}),
+        (make(), other, {}),
+        (make(seed=1), EXAMPLES, {}),
+        (warmer, EXAMPLES, {}),
+    ):
+        before = len(list(tmp_path.iterdir()))
+        assert not start(policy, tmp_path, examples, **more)[0]
+        assert len(list(tmp_path.iterdir())) == before + 1
+    reused, _ = start(make(), tmp_path, [*EXAMPLES, *other])
+    assert reused, "examples that no step looks at do not matter"
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"11 \* 4 = 44 must be <= 40 examples"):
+        start(make(), tmp_path, steps=11)
+    broken = make()
+    with torch.no_grad():
+        broken.model.lm_head.weight[0, 0] = math.nan
+    with pytest.raises(TrainingError, match="the loss of step 0 is nan"):
+        start(broken, tmp_path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        start(make(), tmp_path / "file")
+
+
+def test_weights_that_cannot_be_kept_are_there_all_the_same(tmp_path: Path) -> None:
+    one, two = make(), make()
+    assert start(one, tmp_path / "a")[0] is False
+    (kept,) = (tmp_path / "a").iterdir()
+    (tmp_path / "b" / kept.name / "in the way").mkdir(parents=True)
+    found, said = start(two, tmp_path / "b")
+    assert not found and "not kept" in said[-1] and same(one, two)
+    assert [p.name for p in (tmp_path / "b").iterdir()] == [kept.name]

@@ -1,0 +1,756 @@
+"""Every option of every command has an effect: two values whose runs differ, or a value that is refused.
+
+``test_options`` and ``test_options_language`` compare trainings. This file adds the options that training does
+not change (memory, time, files, text, placement) and the options of the other commands, and requires an entry for
+each option of the schema. ``docs/options_effects.md`` is the table as a page; to write it again:
+
+    python -m tests.integration.test_option_effects
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import nn
+
+from embodied_ppo import run as build
+from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.commands import main
+from embodied_ppo.config import loader, validation
+from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig, ExportConfig
+from embodied_ppo.core.errors import CheckpointError, ConfigError, EnvError, PlacementError
+from embodied_ppo.evaluation import video as film
+from embodied_ppo.imitation import expert_demos
+from embodied_ppo.modes import base as modes
+from embodied_ppo.modes.embodied import components as embodied
+from embodied_ppo.modes.embodied import workers as embodied_workers
+from embodied_ppo.modes.reasoning import components as reasoning
+from embodied_ppo.rollout.simulation import Rollout
+from embodied_ppo.training import run_directory
+from tests.integration import test_options, test_options_language
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "options_effects.md"
+REFUSALS = (CheckpointError, ConfigError, EnvError, PlacementError)
+CPU = torch.device("cpu")
+FOLDER = Path(os.environ.get("EMBODIED_PPO_CACHE", "/tmp")) / "option_effects"
+"""Runs and reports; removed with the cache of the tests."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two values of an option and what differs between them.
+
+    observe: value -> observation; those of ``a`` and ``b`` must differ, a refusal counts as an observation
+    test: instead of ``observe``, another test that compares the two values
+    """
+
+    a: Any
+    b: Any
+    effect: str
+    observe: Callable[[Any], Any] | None = None
+    test: str = ""
+
+
+# ----------------------------------------------------------------------------------------------------------- observers
+def observed(observe: Callable[[Any], Any], value: Any) -> Any:
+    """What ``observe`` returns, or the text of its refusal."""
+    try:
+        return observe(value)
+    except REFUSALS as error:
+        return f"refused: {error}"
+
+
+def command(name: str, words: list[str], option: str, value: Any) -> str:
+    """The exit code and the last line that a command which refuses prints."""
+    text = io.StringIO()
+    with redirect_stderr(text), redirect_stdout(io.StringIO()):
+        code = main.main([name, *words, f"{option}={json.dumps(value)}"])
+    return f"{code}: {text.getvalue()}"
+
+
+TRAIN: dict[str, Any] = {
+    "env.id": "toys:Balance",
+    "env.num_envs": 2,
+    "env.max_episode_steps": 6,
+    "algorithm.horizon": 4,
+    "algorithm.global_batch_size": 8,
+    "algorithm.update_epoch": 1,
+    "evaluation.episodes": 2,
+    "compile": "never",
+    "device": "cpu",
+    "updates": 3,
+}
+"""A run of build.train of about half a second."""
+
+
+@cache
+def _run(options: str) -> Path:
+    given = json.loads(options)
+    folder = FOLDER / f"run{abs(hash(options))}"
+    build.train(toys.config({**TRAIN, "run_dir": str(folder), **given}), quiet=True)
+    return folder
+
+
+def run(option: str, value: Any, needs: dict[str, Any] | None = None) -> Path:
+    """The folder of a run; the options that the defaults equal share one."""
+    return _run(json.dumps({**(needs or {}), option: value}, sort_keys=True))
+
+
+def checkpoints(option: str, value: Any) -> list[str]:
+    needs = {"save_every": 1} if option == "keep_last" else {}
+    return sorted(path.name for path in (run(option, value, needs) / "checkpoints").glob("step_*"))
+
+
+def rows(value: int) -> int:
+    """Rows of metrics with an evaluation."""
+    lines = (run("eval_every", value) / "metrics.jsonl").read_text().splitlines()
+    return sum("eval/return" in line for line in lines)
+
+
+@contextmanager
+def filmed(arguments: list[Any]) -> Iterator[None]:
+    """Record the arguments of ``film.film`` in ``arguments``; test_film has the videos themselves, which take 4 s."""
+
+    def record(*args: Any, episodes: int, steps: int, **more: Any) -> film.Film:
+        arguments.append((episodes, steps, args[1].keywords["size"]))
+        return film.Film(path=None, reason="not filmed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(film, "film", record)
+        yield
+
+
+def video(option: str, value: Any) -> list[Any]:
+    """Episodes, steps and pixels of the video of a run, or of ``embodied-ppo evaluate``."""
+    arguments: list[Any] = []
+    command_, _, name = option.rpartition(" ")
+    with filmed(arguments):
+        if command_:
+            evaluated(name, value, {} if name == "video" else {"video": True})
+        else:
+            run(option, value, {} if name == "evaluation.video_episodes" else {"evaluation.video_episodes": 1})
+    return arguments
+
+
+@cache
+def language_run() -> Path:
+    """A run of a tiny language model."""
+    folder = FOLDER / "language_run"
+    build.train(test_options_language.config({"run_dir": str(folder), "updates": 1}), quiet=True)
+    return folder
+
+
+@cache
+def _evaluated(options: str) -> dict[str, Any]:
+    given = json.loads(options)
+    out = FOLDER / f"report{abs(hash(options))}"
+    base = {"checkpoint": str(run("save_every", 50)), "out": str(out), "episodes": 3, "num_envs": 3, "video": False}
+    if given.pop("language", False):
+        base = {"checkpoint": str(language_run()), "out": str(out), "episodes": 8}
+    config = loader.read(EvaluateConfig, [("test", {**base, **given})]).config
+    with pytest.MonkeyPatch.context() as patch:
+        sizes, make = [], embodied.make_env
+
+        def spy(seeds: list[int], **more: Any) -> Any:
+            sizes.append(len(seeds))
+            return make(seeds, **more)
+
+        patch.setattr(embodied, "make_env", spy)
+        build.evaluate(config, explicit=(), quiet=True)
+    report = {p.name: p.read_text() for p in Path(config.out or out).rglob("*.json")}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    environments = max(sizes, default=0)
+    return {"report": sorted(report.values()), "environments": environments, "threads": threads, "out": str(config.out)}
+
+
+def evaluated(option: str, value: Any, needs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """``embodied-ppo evaluate`` of the run: its report, environments, threads and folder."""
+    return _evaluated(json.dumps({**(needs or {}), option: value}, sort_keys=True))
+
+
+def of_evaluate(key: str, option: str, needs: dict[str, Any] | None = None) -> Callable[[Any], Any]:
+    def observe(value: Any) -> Any:
+        found = evaluated(option, value, needs)[key]
+        if key != "report":
+            return found
+        drop = ("out", "seconds", "wall")
+        return [{k: v for k, v in json.loads(x).items() if not any(d in k for d in drop)} for x in found]
+
+    return observe
+
+
+def seconds_env(value: dict[str, Any], option: str) -> Any:
+    """Observations after 3 steps of the environment that evaluates."""
+    base = {"env.id": "toys/Point-v0", "env.num_threads": 0}
+    if option == "evaluation.randomize":
+        base = {"env.id": "toys:Balance", "env.randomize": True, "env.ranges": {"mass": [0.1, 0.2]}}
+    c = toys.config({**base, option: value})
+    env: Any = embodied.make_env([5, 6], config=embodied.evaluation_env(c), device=CPU)
+    try:
+        env.reset()
+        return [env.step(torch.full((2, 2 if "Point" in c.env.id else 1), 0.5)).obs for _ in range(3)][-1].tolist()
+    finally:
+        env.close()
+
+
+def evaluation_envs(value: int) -> int:
+    """Environments of a run's evaluation."""
+    sizes, make = [], embodied.make_env
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embodied, "make_env", lambda seeds, **more: (sizes.append(len(seeds)), make(seeds, **more))[1])
+        c = toys.config({**TRAIN, "evaluation.num_envs": value, "evaluation.episodes": 4})
+        env = embodied.make_env([0], config=c.env, device=CPU)
+        policy = embodied.make_policy(c, env)
+        embodied.measure(
+            c.evaluation, policy, partial(embodied.make_env, config=embodied.evaluation_env(c), device=CPU)
+        )
+        env.close()
+    return max(sizes)
+
+
+def threads_of_simulator(value: int) -> int:
+    """Threads of this process that a simulator of 4 environments starts."""
+    before = len(os.listdir("/proc/self/task"))
+    env = embodied.make_env([0, 1, 2, 3], config=toys.config({"env.num_threads": value}).env, device=CPU)
+    try:
+        env.reset()
+        return len(os.listdir("/proc/self/task")) - before
+    finally:
+        env.close()
+
+
+class Forwards:
+    """Forward passes of a module: rows, calls and threads."""
+
+    def __init__(self, module: nn.Module, kind: str = "") -> None:
+        self.rows: list[int] = []
+        self.threads: set[int] = set()
+        for part in module.modules():
+            if type(part).__name__.endswith(kind) if kind else part is module:
+                part.register_forward_pre_hook(self.record, with_kwargs=True)
+
+    def record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim]
+        self.rows.append(tensors[0].shape[0] if tensors else 0)
+        self.threads.add(threading.get_ident())
+
+
+def joint_forwards(option: str, value: Any, needs: dict[str, Any], kind: str) -> Any:
+    """Rows of every forward pass of one update of a robot policy."""
+    c = toys.config({**needs, option: value})
+    env = embodied.make_env(list(range(c.env.num_envs)), config=c.env, device=CPU)
+    try:
+        policy = embodied.make_policy(c, env)
+        trajectory, _ = Rollout(env, policy, seed=0).collect(c.algorithm.horizon, update=0, version=0)
+        learner = JointLearner(policy, c.algorithm, num_envs=env.num_envs, updates=2, seed=0)
+        forwards = Forwards(policy if kind else policy.trunk, kind)
+        learner.update(trajectory, update=0)
+        return forwards.rows
+    finally:
+        env.close()
+
+
+@cache
+def _language(options: str) -> dict[str, Any]:
+    c = test_options_language.config(json.loads(options))
+    with ExitStack() as stack:
+        setup = modes.Setup(c, CPU, FOLDER / "language", c.updates or 0, "", {}, print, print, [])
+        system: Any = reasoning.assemble(setup, stack).system
+        stack.callback(system.close)
+        children = set(Path("/proc/self/task").glob("*/children"))
+        processes = sum(len(path.read_text().split()) for path in children)
+        actor, acting = Forwards(system.module, "RMSNorm"), len(system.module.state_dict())
+        critic = Forwards(system.learner.critic.module, "RMSNorm")
+        trajectory, _ = system.collect(c.algorithm.response_length, update=0)
+        rollout, actor.rows = actor.rows, []
+        system.update(trajectory, update=0)
+        apart = critic.threads != {threading.get_ident()}
+        return {
+            "rollout": max(rollout),
+            "actor": actor.rows,
+            "critic": critic.rows,
+            "threads": apart,
+            "processes": processes,
+            "tensors": acting,
+        }
+
+
+def language(key: str, option: str, value: Any, needs: dict[str, Any] | None = None) -> Any:
+    """One update of a language model: rows of forward passes, threads, processes."""
+    return _language(json.dumps({**(needs or {}), option: value}))[key]
+
+
+CLUSTER = {"placement": "fused", "cluster.devices_per_node": 2, "env.num_envs": 4}
+
+
+def planned(option: str, value: Any, needs: dict[str, Any] | None = None) -> Any:
+    """What ``embodied-ppo plan`` says of the devices, weights and memory."""
+    c = toys.config({**CLUSTER, **(needs or {}), option: value})
+    where = embodied_workers.planned(c, CPU)
+    if where is None:
+        return None
+    return where.rows(), where.weights_path(0), where.stages, embodied_workers.check_memory(c, where)
+
+
+def labels(value: dict[str, Any]) -> Any:
+    """A placement by the label of a node."""
+    where = {"env,rollout,actor": {"node": "sim", "devices": 0}}
+    return planned("cluster.node_groups", value, {"placement": "local", "cluster.component_placement": where})
+
+
+def threads(value: int) -> int:
+    try:
+        modes.device("cpu", value)
+        return torch.get_num_threads()
+    finally:
+        torch.set_num_threads(1)
+
+
+def precision(value: str) -> str:
+    with modes.matmul_precision(value):
+        return torch.get_float32_matmul_precision()
+
+
+def located(value: str | None) -> str:
+    """Where a run of an existing directory goes on."""
+    folder = run("save_every", 50)
+    return str(run_directory.locate(toys.config({**TRAIN, "run_dir": str(folder), "resume": value}), print))
+
+
+def recorded_env(option: str, value: Any) -> Any:
+    """Specification and first observation of the environment that demos records."""
+    base = {"id": "Tabletop", "cameras": ["front"], "image_size": 16, "num_threads": 1}
+    config = loader.read(DemosConfig, [("test", {"out": "x", "env": {**base, option: value}})]).config
+    before = len(os.listdir("/proc/self/task"))
+    env: Any = embodied.make_env([0, 1], config=expert_demos.recording_env(config), device=CPU)
+    try:
+        first = env.reset()
+        return {k: v.double().sum().item() for k, v in first.items()}, len(os.listdir("/proc/self/task")) - before
+    finally:
+        env.close()
+
+
+# --------------------------------------------------------------------------------------------------------------- table
+SHOWN = "experiment=tabletop_token"
+DEMOS_UNREAD = {
+    "simulator": "warp",
+    "num_envs": 8,
+    "max_episode_steps": 5,
+    "action_mapping": "clip",
+    "success_key": "x",
+    "action_chunk": 2,
+    "ranges": {"mass": [0.5, 1]},
+    "restart_each_rollout": True,
+    "restart_every": 3,
+    "stagger": False,
+    "obs_keys": ["x"],
+    "step_timeout_s": 5.0,
+}
+CLONING = "imitation/test_behavior_cloning.py::test_cloning_repeats_itself_and_foresight_changes_it"
+GRADIENTS = "forward passes of a layer in one update: computed again in the backward pass"
+
+PAIRS: dict[str, Pair] = {
+    # option -> two values and what differs. Options of other commands than train: "COMMAND option".
+    "mode": Pair(
+        "embodied", "reasoning", "refused with options of the other mode", lambda v: toys.config({"mode": v}).mode
+    ),
+    "placement": Pair(
+        "local",
+        "fused",
+        "devices of the plan",
+        lambda v: embodied_workers.planned(toys.config({"placement": v}), CPU) is None,
+    ),
+    "name": Pair(
+        "one", "two", "run directory", lambda v: run_directory.locate(toys.config({"name": v}), print)[0].parts[:2]
+    ),
+    "description": Pair(
+        "one",
+        "two",
+        "config.yaml of the run",
+        lambda v: loader.plain_yaml((run("description", v) / "config.yaml").read_text())["description"],
+    ),
+    "run_dir": Pair("a", "b", "run directory", lambda v: run_directory.locate(toys.config({"run_dir": v}), print)[0]),
+    "seed": Pair(0, 1, "weights", lambda v: test_options.train({"seed": v})[-1]["weights"]),
+    "updates": Pair(2, 3, "updates of the run", lambda v: len(test_options.train({"updates": v}))),
+    "env_steps": Pair(
+        64,
+        128,
+        "updates of the run",
+        lambda v: modes.total_updates(toys.config({"updates": None, "env_steps": v})),
+    ),
+    "resume": Pair(None, "auto", "an existing run is refused or continued", located),
+    "save_every": Pair(1, 2, "checkpoints of the run", partial(checkpoints, "save_every")),
+    "keep_last": Pair(1, 2, "checkpoints that are kept", partial(checkpoints, "keep_last")),
+    "eval_every": Pair(0, 1, "evaluations of the run", rows),
+    "device": Pair("cpu", "cuda:99", "refused where it does not exist", lambda v: str(modes.device(v, 1))),
+    "threads": Pair(1, 2, "threads of torch", threads),
+    "compile": Pair(
+        "always",
+        "never",
+        "first compiled update",
+        lambda v: embodied.compile_from(toys.config({"compile": v}), CPU, print),
+    ),
+    "matmul_precision": Pair("highest", "medium", "precision of float32 products while training", precision),
+    "allow_changed_task": Pair(
+        False,
+        True,
+        "refused where the files of the task differ",
+        test="envs/test_task_files.py::test_a_changed_task_is_reported",
+    ),
+    "env.step_timeout_s": Pair(
+        0.05,
+        None,
+        "a call of the simulator that takes longer ends the run",
+        test="commands/test_supervisor.py::test_only_calls_beyond_their_limit_are_overdue",
+    ),
+    "env.num_threads": Pair(1, 3, "threads that the simulator starts", threads_of_simulator),
+    "model.gradient_checkpointing": Pair(
+        False,
+        True,
+        GRADIENTS,
+        lambda v: joint_forwards("model.gradient_checkpointing", v, test_options.VLM, "RMSNorm"),
+    ),
+    "algorithm.micro_batch_size": Pair(
+        4, 8, "rows of forward passes", lambda v: joint_forwards("algorithm.micro_batch_size", v, {}, "")
+    ),
+    "algorithm.micro_batch_tokens": Pair(
+        None, 40, "rows of forward passes", partial(language, "actor", "algorithm.micro_batch_tokens")
+    ),
+    "algorithm.rollout_micro_batch_size": Pair(
+        None,
+        3,
+        "rows of forward passes while acting",
+        partial(language, "rollout", "algorithm.rollout_micro_batch_size"),
+    ),
+    "algorithm.logprob_forward_micro_batch_size": Pair(
+        None,
+        3,
+        "rows of forward passes that compute log-probabilities again",
+        partial(
+            language,
+            "actor",
+            "algorithm.logprob_forward_micro_batch_size",
+            needs={"algorithm.recompute_log_probs": True},
+        ),
+    ),
+    "evaluation.num_envs": Pair(1, 2, "environments of an evaluation", evaluation_envs),
+    "evaluation.env_kwargs": Pair(
+        {}, {"far": 3.0}, "observations of an evaluation", partial(seconds_env, option="evaluation.env_kwargs")
+    ),
+    "evaluation.randomize": Pair(
+        False, True, "observations of an evaluation", partial(seconds_env, option="evaluation.randomize")
+    ),
+    "evaluation.video_episodes": Pair(
+        1, 2, "steps or episodes of the video", partial(video, "evaluation.video_episodes")
+    ),
+    "evaluation.video_steps": Pair(2, 4, "steps or episodes of the video", partial(video, "evaluation.video_steps")),
+    "evaluation.video_size": Pair(32, 48, "pixels of the video", partial(video, "evaluation.video_size")),
+    "actor.model.gradient_checkpointing": Pair(
+        False, True, GRADIENTS, partial(language, "actor", "actor.model.gradient_checkpointing")
+    ),
+    "critic.model.gradient_checkpointing": Pair(
+        False, True, GRADIENTS, partial(language, "critic", "critic.model.gradient_checkpointing")
+    ),
+    "critic.concurrent": Pair(
+        False, True, "the critic learns in a thread of its own", partial(language, "threads", "critic.concurrent")
+    ),
+    "rollout.slots": Pair(3, 256, "rows of forward passes", partial(language, "rollout", "rollout.slots")),
+    "reward.workers": Pair(0, 1, "processes that grade", partial(language, "processes", "reward.workers")),
+    "cloning.steps": Pair(
+        0,
+        2,
+        "a run clones before it learns",
+        test="imitation/test_behavior_cloning.py::" + "test_the_command_records_clones_and_finds_both_again",
+    ),
+    "cloning.dataset": Pair(
+        None,
+        "DIR",
+        "refused where a task has no expert",
+        test="imitation/test_behavior_cloning.py::test_tasks_without_an_expert_need_a_dataset",
+    ),
+    "cloning.episodes": Pair(
+        6,
+        2000,
+        "demonstrations recorded",
+        test="imitation/test_behavior_cloning.py::test_the_command_records_clones_and_finds_both_again",
+    ),
+    "cloning.foresight_steps": Pair(0, 5, "weights of the clone", test=CLONING),
+    "cloning.batch_size": Pair(8, 64, "weights of the clone", test=CLONING),
+    "cloning.lr": Pair(1e-3, 4e-3, "weights of the clone", test=CLONING),
+    "cloning.coef": Pair(
+        0.0,
+        0.1,
+        "metric policy/cloning_loss",
+        test="imitation/test_auxiliary_cloning.py::test_the_command_and_its_resumption",
+    ),
+    "cluster.num_nodes": Pair(1, 2, "refused without a Ray cluster", partial(planned, "cluster.num_nodes")),
+    "cluster.devices_per_node": Pair(1, 2, "devices of the plan", partial(planned, "cluster.devices_per_node")),
+    "cluster.device_memory_gb": Pair(
+        1e-5, 64.0, "refused where the run needs more", partial(planned, "cluster.device_memory_gb")
+    ),
+    "cluster.node_groups": Pair({}, {"sim": 0}, "refused where a label has no machine", labels),
+    "cluster.component_placement": Pair(
+        {"env,rollout,actor": 0},
+        {"env,rollout,actor": "0-1"},
+        "devices of the plan",
+        partial(planned, "cluster.component_placement", needs={"placement": "local"}),
+    ),
+    "cluster.stages": Pair(
+        1, 2, "parts of the environments", partial(planned, "cluster.stages", needs={"placement": "hybrid"})
+    ),
+    "cluster.max_lag": Pair(
+        0, 1, "path of the weights", partial(planned, "cluster.max_lag", needs={"placement": "disaggregated"})
+    ),
+    "cluster.weights": Pair(
+        "broadcast",
+        "store",
+        "path of the weights",
+        partial(planned, "cluster.weights", needs={"placement": "disaggregated"}),
+    ),
+    "cluster.shard": Pair(False, True, "memory of the plan", partial(planned, "cluster.shard")),
+    "cluster.check_weights": Pair(
+        False,
+        True,
+        "different weights end the run",
+        test="placement/test_weight_sync.py::test_after_publish_every_process_holds_the_learners_tensors",
+    ),
+    "cluster.address": Pair(
+        None,
+        "127.0.0.1:1",
+        "refused where Ray cannot be reached",
+        test="integration/test_placements.py::test_a_ray_that_does_not_answer_is_named_at_once",
+    ),
+    "cluster.start_timeout_s": Pair(
+        2.0,
+        300.0,
+        "the wait for devices ends",
+        test="integration/test_placements.py::test_devices_that_others_have_are_waited_for_as_long_as_it_says",
+    ),
+    "cluster.step_timeout_s": Pair(
+        0.2,
+        1800.0,
+        "the wait for a process ends",
+        test="placement/test_channels.py::test_a_peer_that_is_gone_or_silent_is_named",
+    ),
+    "cluster.max_restarts": Pair(
+        0,
+        1,
+        "the run is rebuilt after a loss",
+        test="drills/test_placement_failures.py::test_a_run_that_loses_a_process_ends_as_if_it_had_not",
+    ),
+    "evaluate checkpoint": Pair(
+        "",
+        "DIR",
+        "refused when empty",
+        lambda v: validation.check(EvaluateConfig(checkpoint=v)) or "",
+    ),
+    "evaluate episodes": Pair(2, 3, "report", of_evaluate("report", "episodes")),
+    "evaluate num_envs": Pair(1, 3, "environments", of_evaluate("environments", "num_envs")),
+    "evaluate seed": Pair(0, 1, "report", of_evaluate("report", "seed")),
+    "evaluate deterministic": Pair(True, False, "report", of_evaluate("report", "deterministic")),
+    "evaluate video": Pair(False, True, "the video", lambda v: video("evaluate video", v)),
+    "evaluate video_episodes": Pair(
+        1, 2, "steps or episodes of the video", lambda v: video("evaluate video_episodes", v)
+    ),
+    "evaluate video_steps": Pair(2, 4, "steps or episodes of the video", lambda v: video("evaluate video_steps", v)),
+    "evaluate video_size": Pair(32, 48, "pixels of the video", lambda v: video("evaluate video_size", v)),
+    "evaluate out": Pair(str(FOLDER / "a"), str(FOLDER / "b"), "folder of the report", of_evaluate("out", "out")),
+    "evaluate device": Pair("cpu", "cuda:99", "refused where it does not exist", of_evaluate("report", "device")),
+    "evaluate threads": Pair(1, 2, "threads of torch", of_evaluate("threads", "threads")),
+    "evaluate allow_changed_task": Pair(
+        False,
+        True,
+        "refused where the files of the task differ",
+        test="envs/test_task_files.py::test_a_changed_task_is_reported",
+    ),
+    "evaluate env": Pair({"max_episode_steps": 3}, {"max_episode_steps": 4}, "report", of_evaluate("report", "env")),
+    "evaluate data": Pair(
+        [],
+        [str(test_options_language.FILES / "more.jsonl")],
+        "report",
+        of_evaluate("report", "data", {"language": True}),
+    ),
+    **{
+        f"evaluate {name}": Pair(
+            a,
+            b,
+            "report",
+            of_evaluate("report", name, {"language": True, **({"deterministic": False} if sampled else {})}),
+        )
+        for name, a, b, sampled in (
+            ("n", 1, 2, True),
+            ("response_length", 3, 6, False),
+            ("temperature", 0.1, 1.0, True),
+            ("top_k", 0, 2, True),
+            ("top_p", 0.2, 1.0, True),
+            ("min_p", 0.0, 0.8, True),
+            ("repetition_penalty", 1.0, 5.0, False),
+        )
+    },
+    "demos out": Pair(
+        "",
+        "DIR",
+        "refused when empty",
+        lambda v: str(
+            expert_demos.recording_env(
+                loader.read(DemosConfig, [("test", {"out": v, "env": {"id": "Tabletop", "cameras": ["front"]}})]).config
+            )
+        ),
+    ),
+    "demos episodes": Pair(
+        5, 7, "demonstrations recorded", test="commands/test_demos.py::test_demonstrations_are_recorded_and_continued"
+    ),
+    "demos seed": Pair(0, 1, "recorded states", test="commands/test_demos.py::test_the_seed_decides_what_is_recorded"),
+    "demos noise": Pair(
+        0.05, 0.3, "recorded states", test="commands/test_demos.py::test_the_seed_decides_what_is_recorded"
+    ),
+    "demos env.id": Pair("Tabletop", "Hopper-v4", "refused without an expert", partial(recorded_env, "id")),
+    "demos env.kwargs": Pair(
+        {"families": ["reach"]}, {"families": ["push"]}, "first observations", partial(recorded_env, "kwargs")
+    ),
+    "demos env.cameras": Pair(["front"], [], "refused without a camera", partial(recorded_env, "cameras")),
+    "demos env.image_size": Pair(16, 24, "observations", partial(recorded_env, "image_size")),
+    "demos env.randomize": Pair(False, True, "first observations", partial(recorded_env, "randomize")),
+    "demos env.num_threads": Pair(1, 3, "threads that the simulator starts", partial(recorded_env, "num_threads")),
+    **{
+        f"demos env.{name}": Pair(
+            "null",
+            value,
+            "refused, as demos does not read it",
+            lambda v, name=name: "" if v == "null" else command("demos", ["out=x", SHOWN], f"env.{name}", v),
+        )
+        for name, value in DEMOS_UNREAD.items()
+    },
+    "export checkpoint": Pair("", "DIR", "refused when empty", lambda v: validation.check(ExportConfig(v, "x")) or ""),
+    "export out": Pair("", "DIR", "refused when empty", lambda v: validation.check(ExportConfig("x", v)) or ""),
+}
+
+
+# --------------------------------------------------------------------------------------------------------------- tests
+CLASSES = {"": Config, "evaluate ": EvaluateConfig, "demos ": DemosConfig, "export ": ExportConfig}
+TRAININGS = (test_options, test_options_language)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files() -> Iterator[None]:
+    """Models, prompts and graders that the two other files write for their options."""
+    write: Any = vars(test_options_language)["files"].__wrapped__
+    vars(test_options)["models"].__wrapped__()
+    if test_options_language.FILES.exists():
+        yield
+    else:
+        yield from write()
+
+
+def trainings() -> set[str]:
+    """Options for which two trainings are compared, or a value is refused, by the two other files."""
+    return {path for m in TRAININGS for table in (m.CHANGES, m.TOLD, m.REFUSED) for path in table}
+
+
+def test_every_option_has_an_effect() -> None:
+    options = {f"{command}{path}" for command, cls in CLASSES.items() for path in loader.describe(cls)}
+    assert set(PAIRS) | trainings() == options, "a new option needs two values whose runs differ"
+
+
+@pytest.mark.parametrize("options", [{}, {"language": True, "deterministic": False}])
+def test_reports_repeat(options: dict[str, Any]) -> None:
+    """The premise for the options of evaluate: the same values give the same report."""
+    observe = of_evaluate("report", "seed", options)
+    first = observe(0)
+    _evaluated.cache_clear()
+    assert observe(0) == first and len(first) == 1 and len(first[0]) > 5
+
+
+@pytest.mark.parametrize("option", PAIRS)
+def test_two_values_differ(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = PAIRS[option]
+    if pair.observe is None:
+        file, _, name = pair.test.partition("::")
+        text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
+        (function,) = (x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef) and x.name == name)
+        leaf = option.rpartition(".")[2].rpartition(" ")[2]
+        assert leaf in (ast.get_source_segment(text, function) or ""), f"{pair.test} does not mention {leaf}"
+        return
+    monkeypatch.chdir(tmp_path)
+    assert observed(pair.observe, pair.a) != observed(pair.observe, pair.b)
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tests.integration.test_option_effects"
+
+
+# ---------------------------------------------------------------------------------------------------------------- page
+def text_of(value: Any) -> str:
+    """A value as YAML writes it; paths of this machine as DIR."""
+    text = json.dumps(value).replace(str(FOLDER.parent), "DIR").replace("|", "\\|")
+    return f"`{text}`"
+
+
+def page() -> str:
+    """The tables as Markdown."""
+    lines = [
+        "# What each option changes",
+        "",
+        "Every option has two values whose runs differ, or a value that is refused. The tests compare them: "
+        "[tests/integration/test_option_effects.py](../tests/integration/test_option_effects.py), "
+        "[tests/integration/test_options.py](../tests/integration/test_options.py) and "
+        "[tests/integration/test_options_language.py](../tests/integration/test_options_language.py). "
+        "This page is written from their tables by `python -m tests.integration.test_option_effects`; "
+        "a new option without an entry fails the tests.",
+    ]
+
+    def table(title: str, head: str, rows: list[list[str]]) -> None:
+        count = head.count("|") + 1
+        lines.extend(["", f"## {title}", "", f"| {head} |", "|" + "---|" * count])
+        lines.extend(f"| {' | '.join(row)} |" for row in rows)
+
+    for title, module in (
+        ("Training of robot policies", test_options),
+        ("Training of language models", test_options_language),
+    ):
+        rows, base = [], loader.flat(toys.BASE if module is test_options else module.BASE)
+        for entries, effect in ((module.CHANGES, "weights"), (module.TOLD, ""), (module.REFUSED, "")):
+            for path, entry in entries.items():
+                default = loader.describe(Config)[path].default
+                value, needs = entry[0], entry[1] if isinstance(entry[1], dict) else {}
+                what = effect or (f"metric `{entry[2]}`" if len(entry) > 2 else "refused")
+                a = needs.get(path, base.get(path, default))
+                others = {k: v for k, v in needs.items() if k != path}
+                rows.append([f"`{path}`", text_of(a), text_of(value), what, text_of(others) if others else ""])
+        table(title, "option | value | other value | what differs | with", rows)
+    rows = [
+        [
+            f"`{option}`",
+            text_of(pair.a),
+            text_of(pair.b),
+            pair.effect,
+            f"`{pair.test.partition('::')[0]}`" if pair.test else "",
+        ]
+        for option, pair in PAIRS.items()
+    ]
+    table(
+        "Memory, time, files, placement and other commands",
+        "option | value | other value | what differs | test elsewhere",
+        rows,
+    )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    sys.exit(print(PAGE))

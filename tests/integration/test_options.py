@@ -1,0 +1,290 @@
+"""Every option of the algorithm, the model and the environment changes a number, or a reason says why it must not."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import published
+import pytest
+import toys
+
+from embodied_ppo.config import loader, validation
+from embodied_ppo.config.schema import Config
+from embodied_ppo.core.types import ConfigError
+
+POINT = {"env.id": "toys/Point-v0", "env.num_threads": 0}
+PICTURES = {"env.id": "Pong-v5", "env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 8}
+FALLING = {"env.id": "CartPole-v1", "algorithm.horizon": 32}
+"""A task that ends within a rollout."""
+EYE = {"env.id": "toys:Balance", "env.num_threads": 1}
+"""A task of our own with a camera and with ranges for its model."""
+SEES = {**EYE, "env.cameras": ["eye"], "env.image_size": 40}
+TOKENS = {**SEES, "env.action_chunk": 2, "model.policy": "token", "model.width": 16, "model.bins": 8}
+GAUSSIAN = {**{k: x for k, x in TOKENS.items() if k != "model.bins"}, "model.policy": "gaussian"}
+FLOW = {**GAUSSIAN, "model.policy": "flow"}
+ROOT = Path(os.environ["EMBODIED_PPO_CACHE"]) / "published"
+FEW = {"env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 8, "updates": 1}
+VLM = {**SEES, **FEW, "model.policy": "token", "model.checkpoint": str(ROOT / "smolvlm"), "model.bins": 16}
+OPENVLA = {**VLM, "model.checkpoint": str(ROOT / "openvla"), "model.unnorm_key": "slow"}
+COLUMNS = {"algorithm.minibatch_unit": "column"}
+CHUNKS = {"env.action_chunk": 2}
+IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.0}
+ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
+IN_LOSS = {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 1.0}
+
+# option -> (changed value, options that it needs, in both runs). The sum of the weights must come out different.
+CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "env.id": ("Swimmer-v4", {}),
+    "env.simulator": ("gymnasium", {"env.id": "CartPole-v1", "env.num_threads": 0}),
+    "env.num_envs": (8, {}),
+    "env.max_episode_steps": (5, {}),
+    "env.action_chunk": (2, {}),
+    "env.obs_keys": (["orientations"], {"env.id": "AcrobotSwingup-v1"}),
+    "env.cameras": (["eye"], EYE),
+    "env.image_size": (48, {**EYE, "env.cameras": ["eye"]}),
+    "env.randomize": (True, {**EYE, "env.ranges": {}}),
+    "env.ranges": ({"mass": [0.2, 0.4]}, {**EYE, "env.randomize": True}),
+    "env.action_mapping": ("clip", {"env.id": "InvertedPendulum-v4"}),
+    "env.restart_each_rollout": (True, {}),
+    "env.restart_every": (8, {}),
+    "env.stagger": (False, {"env.max_episode_steps": 8}),
+    "env.kwargs": ({"far": 3.0}, POINT),
+    "model.policy": ("token", SEES),
+    "model.width": (32, {k: x for k, x in TOKENS.items() if k != "model.width"}),
+    "model.depth": (1, TOKENS),
+    "model.heads": (2, TOKENS),
+    "model.bins": (16, {k: x for k, x in TOKENS.items() if k != "model.bins"}),
+    "model.decode": ("autoregressive", TOKENS),
+    "model.temperature": (0.5, TOKENS),
+    "model.detach_value": (False, TOKENS),
+    "model.word_buckets": (64, TOKENS),
+    "model.freeze_trunk": (True, TOKENS),
+    "model.checkpoint": (str(ROOT / "smolvlm"), {k: x for k, x in VLM.items() if k != "model.checkpoint"}),
+    "model.unnorm_key": ("fast", OPENVLA),
+    "model.lora_rank": (2, VLM),
+    "model.lora_alpha": (4.0, {**VLM, "model.lora_rank": 2}),
+    "model.dtype": ("bfloat16", VLM),
+    "model.flow_steps": (3, FLOW),
+    "model.flow_noise": ("learned", {**FLOW, "model.flow_chain": "sum"}),
+    "model.flow_eta": (0.3, FLOW),
+    "model.flow_chain": ("sum", FLOW),
+    "model.backbone": ("mlp", PICTURES),
+    "model.hidden": ([8], {}),
+    "model.activation": ("relu", {}),
+    "model.layer_norm": (True, {}),
+    "model.shared_backbone": (False, {}),
+    "model.distribution": ("squashed_gaussian", {}),
+    "model.state_dependent_std": (True, {}),
+    "model.init_log_std": (-1.0, {}),
+    "model.min_log_std": (-1.0, {"model.init_log_std": -1.0}),
+    "model.max_log_std": (-1.0, {"model.init_log_std": -1.0}),
+    "model.orthogonal_init": (False, {}),
+    "model.hidden_gain": (0.5, {}),
+    "model.policy_gain": (1.0, {}),
+    "model.value_gain": (0.0, {}),
+    "model.normalize_obs": (False, {}),
+    "model.obs_clip": (0.5, {}),
+    "algorithm.horizon": (16, {}),
+    "algorithm.update_epoch": (2, {}),
+    "algorithm.global_batch_size": (32, {}),
+    "algorithm.minibatch_unit": ("column", {}),
+    "algorithm.adv_type": ("reinforce_plus_plus", {}),
+    "algorithm.gamma": (0.5, {}),
+    "algorithm.gae_lambda": (0.5, {}),
+    "algorithm.normalize_advantages": (False, {}),
+    "algorithm.advantage_clip": (0.5, {}),
+    "algorithm.reward_clip": (0.1, {}),
+    "algorithm.reward_clip_order": ("after_norm", {"algorithm.reward_clip": 0.5, "algorithm.reward_norm": "batch"}),
+    "algorithm.reward_norm": ("batch", {}),
+    "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
+    "algorithm.reward_scale": (True, {"algorithm.reward_norm": "batch"}),
+    "algorithm.whiten_rewards": (True, {}),
+    "algorithm.whiten_subtract_mean": (True, {"algorithm.whiten_rewards": True}),
+    "algorithm.whiten_after_kl": (True, {"algorithm.whiten_rewards": True, **IN_REWARD}),
+    "algorithm.group_size": (2, {}),
+    "algorithm.bootstrap_type": ("always", FALLING),
+    "algorithm.clip_ratio_low": (0.01, {}),
+    "algorithm.clip_ratio_high": (0.01, {}),
+    "algorithm.clip_ratio_c": (1.01, {}),
+    "algorithm.entropy_bonus": (0.1, {}),
+    "algorithm.entropy_target": (0.0, {"algorithm.entropy_bonus": 0.01}),
+    "algorithm.loss_agg_func": ("seq-mean-token-sum", COLUMNS),
+    "algorithm.loss_scale_factor": (3.0, {**COLUMNS, "algorithm.loss_agg_func": "seq-mean-token-sum-norm"}),
+    "algorithm.logprob_type": ("token_level", {}),
+    "algorithm.entropy_type": ("token_level", {"algorithm.entropy_bonus": 0.1}),
+    "algorithm.target_kl_stop": (1e-6, {}),
+    "algorithm.use_kl_loss": (True, {}),
+    "algorithm.kl_loss_coef": (0.1, IN_LOSS),
+    "algorithm.kl_loss_type": ("k2", IN_LOSS),
+    "algorithm.use_kl_in_reward": (True, {}),
+    "algorithm.kl_penalty": ("abs", IN_REWARD),
+    "algorithm.kl_ctrl.type": ("adaptive", IN_REWARD),
+    "algorithm.kl_ctrl.kl_coef": (0.1, IN_REWARD),
+    "algorithm.kl_ctrl.horizon": (20, ADAPTIVE_KL),
+    "algorithm.kl_ctrl.target_kl": (1e-9, ADAPTIVE_KL),
+    "algorithm.off_policy_correction": ("token", {}),  # with one rollout of lag, see LAG
+    "algorithm.off_policy_cap": (0.5, {"algorithm.off_policy_correction": "token"}),
+    "algorithm.reward_type": ("action_level", CHUNKS),
+    "algorithm.chunk_reward": ("sum", CHUNKS),
+    "algorithm.value_clip": (0.01, {}),
+    "algorithm.huber_delta": (0.01, {}),
+    "algorithm.value_loss_coef": (0.1, {}),
+    "algorithm.critic_warmup": (1, {}),
+    "algorithm.lr": (1e-4, {}),
+    "algorithm.value_lr": (1e-4, {}),
+    "algorithm.lr_schedule": ("linear", {}),
+    "algorithm.lr_end": (0.5, {"algorithm.lr_schedule": "cosine"}),
+    "algorithm.lr_warmup": (2, {}),
+    "algorithm.desired_kl": (1e-6, {"algorithm.lr_schedule": "adaptive"}),
+    "algorithm.max_grad_norm": (0.01, {}),
+    "algorithm.adam_beta1": (0.5, {}),
+    "algorithm.adam_beta2": (0.9, {}),
+    "algorithm.adam_eps": (0.1, {}),
+    "algorithm.weight_decay": (0.1, {}),
+}
+LAG = {"algorithm.off_policy_correction": 1}
+"""Options for experience that an older policy made -> rollouts between acting and learning."""
+
+# option -> (changed value, options it needs, the metric that changes): these change what is told, not what is learned.
+TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "env.success_key": ("near", {**POINT, "env.kwargs": {"far": 0.8}, "algorithm.horizon": 16}, "rollout/success"),
+}
+
+# option -> (changed value, options that it needs, why no number may change)
+NOTHING: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "env.num_threads": (2, {}, "speed only: environments do not see each other"),
+    "env.step_timeout_s": (60.0, {}, "it only ends a run whose simulator hangs"),
+    "algorithm.micro_batch_size": (4, {}, "memory only"),
+    "algorithm.rollout_micro_batch_size": (3, {}, "memory only"),
+    "algorithm.logprob_forward_micro_batch_size": (3, IN_LOSS, "memory only"),
+    "model.gradient_checkpointing": (True, VLM, "memory only"),
+}
+
+# option -> (value, words of the refusal)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "algorithm.loss_type": ("actor", "is that of two models"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models() -> None:
+    """What model.checkpoint names."""
+    published.make("smolvlm", ROOT / "smolvlm")
+    stats = {name: {"action": {"q01": [-x], "q99": [x]}} for name, x in (("slow", 0.1), ("fast", 1.0))}
+    (published.make("openvla", ROOT / "openvla") / "dataset_statistics.json").write_text(json.dumps(stats))
+
+
+@functools.cache
+def trained(options: str, lag: int = 0) -> list[dict[str, float]]:
+    return toys.tiny_training(toys.config(json.loads(options)), max_lag=lag)
+
+
+def train(options: dict[str, Any], lag: int = 0) -> list[dict[str, float]]:
+    return trained(json.dumps(options, sort_keys=True), lag)
+
+
+def test_every_option_has_a_case():
+    sections = ("algorithm.", "model.", "env.")
+    options = {p for p in loader.describe(Config) if p.startswith(sections) and validation.mode_of(p) != "reasoning"}
+    tables = [*CHANGES, *TOLD, *NOTHING, *REFUSED]
+    assert sorted(tables) == sorted(options)
+
+
+def test_trainings_repeat():
+    """The premise of what follows: any difference is the option's."""
+    assert train({}) == toys.tiny_training(toys.config({}))
+    assert all(math.isfinite(row["weights"]) for row in train({}))
+
+
+@pytest.mark.parametrize("path", CHANGES)
+def test_option_changes_what_is_learned(path):
+    value, needs = CHANGES[path]
+    assert loader.describe(Config)[path].default != value
+    lag = LAG.get(path, 0)
+    base, changed = train(needs, lag), train({**needs, path: value}, lag)
+    assert changed[-1]["weights"] != base[-1]["weights"]
+    assert all(math.isfinite(row["weights"]) for row in changed)
+
+
+@pytest.mark.parametrize("path", TOLD)
+def test_option_changes_what_is_told(path):
+    value, needs, tag = TOLD[path]
+    base, changed = train(needs), train({**needs, path: value})
+    assert changed[-1][tag] != base[-1][tag]
+    assert changed[-1]["weights"] == base[-1]["weights"]
+
+
+@pytest.mark.parametrize("path", NOTHING)
+def test_option_changes_nothing(path):
+    value, needs, _ = NOTHING[path]
+    for base, changed in zip(train(needs), train({**needs, path: value}), strict=True):
+        assert base.keys() == changed.keys()
+        for tag in base:
+            assert changed[tag] == pytest.approx(base[tag], rel=1e-3, abs=1e-3), tag  # test_learner is stricter
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_option_is_refused(path):
+    value, words = REFUSED[path]
+    with pytest.raises(ConfigError, match=words):
+        toys.config({path: value})
+
+
+def test_without_lag_there_is_nothing_to_correct():
+    """placement=local acts with the weights it learns with: the weights are 1 but for rounding."""
+    for row in train({"algorithm.off_policy_correction": "token"}):
+        assert row["policy/off_policy_weight"] == pytest.approx(1.0, abs=1e-5)
+    lagging = train({"algorithm.off_policy_correction": "token"}, lag=1)
+    assert abs(lagging[-1]["policy/off_policy_weight"] - 1.0) > 1e-4
+
+
+OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+    # values that take another branch than the one above; each differs from every other value of its option
+    "algorithm.adv_type": [  # reinforce is reinforce_plus_plus, both with normalize_advantages
+        (kind, {"algorithm.group_size": 2, "env.restart_each_rollout": True, "env.max_episode_steps": 6})
+        for kind in ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus_baseline")
+    ],
+    "algorithm.reward_norm": [
+        (kind, {"algorithm.group_size": 2, "env.restart_each_rollout": True})
+        for kind in (None, "batch", "group", "running")
+    ],
+    "algorithm.loss_agg_func": [
+        (how, {**COLUMNS, **FALLING, "algorithm.global_batch_size": 64})
+        for how in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    ],
+    "algorithm.kl_loss_type": [(kind, IN_LOSS) for kind in ("abs", "k2", "k3", "k1+", "abs+")],
+    "algorithm.kl_penalty": [(kind, IN_REWARD) for kind in ("k1", "abs", "k2", "k3")],
+    "algorithm.lr_schedule": [(kind, {}) for kind in ("constant", "linear", "cosine", "adaptive")],
+    "algorithm.off_policy_correction": [(kind, COLUMNS) for kind in ("token", "sequence")],
+    "model.policy": [(kind, SEES) for kind in ("actor_critic", "token", "flow", "gaussian")],
+    "model.flow_chain": [(kind, FLOW) for kind in ("one", "sum", "mean")],
+    "model.distribution": [("auto", {}), ("squashed_gaussian", {})],
+    "model.activation": [(kind, {}) for kind in ("tanh", "relu", "elu", "silu", "gelu")],
+    "algorithm.logprob_type": [(kind, CHUNKS) for kind in ("token_level", "action_level", "chunk_level")],
+    "env.action_mapping": [(kind, {**POINT, "model.init_log_std": 1.0}) for kind in ("rescale", "clip", "none")],
+}
+
+
+@pytest.mark.parametrize("path", OTHER_VALUES)
+def test_values_differ_from_each_other(path):
+    lag = LAG.get(path, 0)
+    runs = {value: train({**needs, path: value}, lag) for value, needs in OTHER_VALUES[path]}
+    found = {value: tuple(sorted(rows[-1].items())) for value, rows in runs.items()}
+    same = [(a, b) for a in found for b in found if str(a) < str(b) and found[a] == found[b]]
+    assert not same
+
+
+@pytest.mark.parametrize("kind", ["full", "k3"])
+def test_full_kl_needs_logits(kind):
+    options = {"env.id": "CartPole-v1", **IN_LOSS, **IN_REWARD}
+    paths = {"algorithm.kl_loss_type": kind, "algorithm.kl_penalty": kind}
+    assert train({**options, **paths})[-1]["kl/to_reference"] != 0
+    if kind == "full":
+        for path in paths:
+            with pytest.raises(ConfigError, match=f"{path}.*needs the logits of a categorical policy"):
+                toys.tiny_training(toys.config({**IN_LOSS, **IN_REWARD, path: "full"}))

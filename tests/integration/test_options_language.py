@@ -1,0 +1,401 @@
+"""Every option that mode=reasoning reads changes a number, or a reason says why it must not."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+
+from embodied_ppo.config import loader, validation
+from embodied_ppo.config.schema import Config
+from embodied_ppo.core.types import ConfigError
+from embodied_ppo.data import synthetic_tasks
+from embodied_ppo.models import causal_lm
+from embodied_ppo.modes.base import Setup
+from embodied_ppo.modes.reasoning import components as reasoning
+from embodied_ppo.rewards import reward_model
+from embodied_ppo.training.logging import numbers
+
+FILES = Path(os.environ["EMBODIED_PPO_CACHE"]) / "options_language"
+"""Graders, prompts, tokenizers and models that the fixture ``files`` writes; removed with the tests' cache."""
+ARCHITECTURE: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+BASE: dict[str, Any] = {
+    "mode": "reasoning",
+    "updates": 3,
+    "device": "cpu",
+    "data": {"task": "arithmetic"},
+    "actor": {"model": {"architecture": ARCHITECTURE}},
+    "reward": {"path": str(FILES / "even.py"), "workers": 0},
+    "rollout": {"stop_token_ids": [20, 21, 22, 23]},
+    "algorithm": {
+        "loss_type": "actor",
+        "prompt_length": 9,
+        "response_length": 6,
+        "rollout_batch_size": 8,
+        "global_batch_size": 4,
+        "update_epoch": 2,
+        "lr": 1e-2,
+    },
+    "evaluation": {"episodes": 8},
+}
+"""A model that knows nothing and ends responses of all lengths; scores that differ, so that something is learned."""
+EVEN = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    even = sum(c in "02468" for c in solution_str)
+    return {"score": even - 0.1 * len(solution_str) + 0.1 * (int(ground_truth) % 5), "acc": even > 1}
+
+def other(data_source, solution_str, ground_truth, extra_info):
+    return sum(c in "13579" for c in solution_str)
+"""
+
+PROMPTS: dict[str, Any] = {
+    "data.task": None,
+    "data.train": [str(FILES / "train.jsonl")],
+    "data.eval": [str(FILES / "eval.jsonl")],
+    "actor.tokenizer": str(FILES / "tokenizer"),
+}
+"""Files instead of a task; their tokenizer has a chat template."""
+GROUPS = {"algorithm.group_size": 2}
+IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.0}
+ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
+IN_LOSS = {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 1.0}
+PAIRS = {"reward.model.pairs": 40, "reward.model.steps": 3, "reward.model.batch_size": 8}
+WARM = {"warm_start.steps": 2, "warm_start.batch_size": 8}
+SAMPLED = {"evaluation.deterministic": False}
+
+# option -> (changed value, options that it needs, in both runs). Weights of actor or critic must come out different.
+CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "algorithm.update_epoch": (3, {}),
+    "algorithm.global_batch_size": (8, {}),
+    "algorithm.rollout_batch_size": (16, {}),
+    "algorithm.prompt_length": (7, PROMPTS),
+    "algorithm.response_length": (5, {}),
+    "algorithm.recompute_log_probs": (True, {}),  # with one rollout of lag, see LAG
+    "algorithm.adv_type": ("reinforce_plus_plus", {}),
+    "algorithm.gamma": (0.5, {}),
+    "algorithm.gae_lambda": (0.5, {}),
+    "algorithm.normalize_advantages": (False, {}),
+    "algorithm.advantage_clip": (0.5, {}),
+    "algorithm.reward_clip": (0.1, {}),
+    "algorithm.reward_clip_order": ("after_norm", {"algorithm.reward_clip": 0.5, "algorithm.reward_norm": "batch"}),
+    "algorithm.missing_eos_penalty": (0.5, {}),
+    "algorithm.reward_norm": ("batch", {}),
+    "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
+    "algorithm.reward_scale": (True, {"algorithm.reward_norm": "batch"}),
+    "algorithm.whiten_rewards": (True, {}),
+    "algorithm.whiten_subtract_mean": (True, {"algorithm.whiten_rewards": True}),
+    "algorithm.whiten_after_kl": (True, {"algorithm.whiten_rewards": True, **IN_REWARD}),
+    "algorithm.group_size": (2, {}),
+    "algorithm.clip_ratio_low": (0.01, {}),
+    "algorithm.clip_ratio_high": (0.01, {}),
+    "algorithm.clip_ratio_c": (1.01, {}),
+    "algorithm.entropy_bonus": (0.1, {}),
+    "algorithm.entropy_target": (0.0, {"algorithm.entropy_bonus": 0.01}),
+    "algorithm.loss_agg_func": ("seq-mean-token-sum", {}),
+    "algorithm.loss_scale_factor": (
+        3.0,
+        {"algorithm.loss_agg_func": "seq-mean-token-sum-norm", "algorithm.max_grad_norm": 100.0},
+    ),
+    "algorithm.target_kl_stop": (1e-6, {}),
+    "algorithm.use_kl_loss": (True, {}),
+    "algorithm.kl_loss_coef": (0.1, IN_LOSS),
+    "algorithm.kl_loss_type": ("k2", IN_LOSS),
+    "algorithm.use_kl_in_reward": (True, {}),
+    "algorithm.kl_penalty": ("abs", IN_REWARD),
+    "algorithm.kl_ctrl.type": ("adaptive", IN_REWARD),
+    "algorithm.kl_ctrl.kl_coef": (0.1, IN_REWARD),
+    "algorithm.kl_ctrl.horizon": (20, ADAPTIVE_KL),
+    "algorithm.kl_ctrl.target_kl": (1e-9, ADAPTIVE_KL),
+    "algorithm.off_policy_correction": ("token", {}),
+    "algorithm.off_policy_cap": (0.5, {"algorithm.off_policy_correction": "token"}),
+    "algorithm.value_clip": (0.01, {}),
+    "algorithm.huber_delta": (0.01, {}),
+    "algorithm.critic_warmup": (1, {}),
+    "algorithm.lr": (1e-3, {}),
+    "algorithm.lr_schedule": ("linear", {}),
+    "algorithm.lr_end": (0.5, {"algorithm.lr_schedule": "cosine"}),
+    "algorithm.lr_warmup": (2, {}),
+    "algorithm.desired_kl": (1e-6, {"algorithm.lr_schedule": "adaptive"}),
+    "algorithm.max_grad_norm": (0.01, {}),
+    "algorithm.adam_beta1": (0.5, {}),
+    "algorithm.adam_beta2": (0.9, {}),
+    "algorithm.adam_eps": (0.1, {}),
+    "algorithm.weight_decay": (0.1, {}),
+    "actor.model.path": (str(FILES / "model"), {}),
+    "actor.model.architecture": ({"hidden_size": 24}, {}),
+    "actor.model.dtype": ("bfloat16", {}),
+    "actor.tokenizer": (str(FILES / "plain"), PROMPTS),
+    "critic.model.path": (str(FILES / "model"), {}),
+    "critic.model.architecture": ({**ARCHITECTURE, "hidden_size": 24}, {}),
+    "critic.model.dtype": ("bfloat16", {}),
+    "critic.loss_agg_func": ("seq-mean-token-mean", {}),
+    "critic.update_epoch": (1, {}),
+    "critic.global_batch_size": (8, {}),
+    "critic.lr": (1e-3, {}),
+    "critic.lr_schedule": ("linear", {}),
+    "critic.lr_end": (0.5, {"algorithm.lr_schedule": "linear"}),
+    "critic.lr_warmup": (2, {}),
+    "critic.max_grad_norm": (0.01, {}),
+    "critic.weight_decay": (0.1, {}),
+    "rollout.temperature": (0.5, {}),
+    "rollout.stop": (["0", "11"], {}),
+    "rollout.stop_token_ids": ([5], {}),
+    "rollout.truncation": ("drop", {}),
+    "rollout.overlong_buffer": (4, {}),
+    "rollout.overlong_penalty": (0.1, {"rollout.overlong_buffer": 4}),
+    "data.task": ("scratchpad", {}),
+    "data.train": ([str(FILES / "more.jsonl")], PROMPTS),
+    "data.prompt_key": ("task", PROMPTS),
+    "data.answer_key": ("truth", PROMPTS),
+    "data.suffix": ("0", PROMPTS),
+    "data.system": ("1", PROMPTS),
+    "data.chat_template": ("never", PROMPTS),
+    "data.shuffle": (False, {}),
+    "reward.grader": (f"{FILES / 'even.py'}:other", {"reward.path": None}),
+    "reward.path": (str(FILES / "odd.py"), {}),
+    "reward.name": ("other", {}),
+    "reward.format": ("[0-9].*", {}),
+    "reward.format_weight": (1.0, {"reward.format": "[0-9].*"}),
+    "reward.model.path": (str(FILES / "reward"), {}),
+    "reward.model.pairs": (20, PAIRS),
+    "reward.model.steps": (4, PAIRS),
+    "reward.model.batch_size": (4, PAIRS),
+    "reward.model.lr": (1e-2, PAIRS),
+    "warm_start.steps": (1, {}),
+    "warm_start.batch_size": (4, WARM),
+    "warm_start.lr": (1e-2, WARM),
+    "warm_start.forget": (1.0, WARM),
+}
+LAG: dict[str, int] = {f"algorithm.{x}": 1 for x in ("off_policy_correction", "off_policy_cap", "recompute_log_probs")}
+"""Options for experience that an older policy made -> rollouts between acting and learning."""
+
+# option -> (changed value, options it needs, the metric that changes): these change what is told, not what is learned.
+TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "data.eval": ([str(FILES / "more.jsonl")], PROMPTS, "eval/return"),
+    "evaluation.episodes": (5, {}, "eval/return"),
+    "evaluation.deterministic": (False, {}, "eval/return"),
+    "evaluation.seed": (1, SAMPLED, "eval/return"),
+    "evaluation.n": (2, SAMPLED, "eval/return"),
+    "evaluation.response_length": (3, {}, "eval/length"),
+    "evaluation.temperature": (0.1, SAMPLED, "eval/return"),
+    "evaluation.top_k": (2, SAMPLED, "eval/return"),
+    "evaluation.top_p": (0.2, SAMPLED, "eval/return"),
+    "evaluation.min_p": (0.8, SAMPLED, "eval/return"),
+    "evaluation.repetition_penalty": (5.0, {}, "eval/return"),
+}
+
+# option -> (changed value, why no number may change)
+NOTHING: dict[str, tuple[Any, str]] = {
+    "algorithm.micro_batch_size": (2, "memory only"),
+    "algorithm.rollout_micro_batch_size": (3, "memory only"),
+    "algorithm.logprob_forward_micro_batch_size": (3, "memory only"),
+    "algorithm.micro_batch_tokens": (40, "memory and speed only"),
+    "actor.model.gradient_checkpointing": (True, "memory only"),
+    "critic.model.gradient_checkpointing": (True, "memory only"),
+    "critic.concurrent": (True, "speed only: actor and critic share nothing while they learn"),
+    "rollout.slots": (3, "memory only: what a response is depends on its prompt and number"),
+    "reward.workers": (1, "a judge gives the same grades wherever it sits"),
+}
+
+# option -> (value, words of the refusal)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "reward.timeout_s": (20.0, r"it needs reward\.workers >= 1"),  # these grade in the process
+    "algorithm.loss_type": ("actor_critic", "is that of one model"),
+    "critic.use_critic_model": (False, "needs a critic"),
+    "rollout.engine": ("vllm", "rollout.engine = vllm needs a directory"),  # test_vllm.py has it
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- tiny runs
+@pytest.fixture(scope="module", autouse=True)
+def files() -> Iterator[None]:
+    """What the options name, and tasks of 48 problems: ten thousand take half a second to read."""
+    FILES.mkdir()
+    (FILES / "even.py").write_text(EVEN)
+    (FILES / "odd.py").write_text(EVEN.replace("02468", "13579"))
+    for name, first in (("train", 10), ("eval", 30), ("more", 61)):
+        rows = [
+            {"prompt": f"{i}+{10 * (i % 2)}=", "task": f"{i}-1=", "answer": str(i), "truth": str(3 * i)}
+            for i in range(first, first + 12)
+        ]
+        (FILES / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = synthetic_tasks.tokenizer()
+    tokenizer.save_pretrained(FILES / "plain")
+    tokenizer.chat_template = "({% for m in messages %}{{ m['content'] }};{% endfor %}"
+    tokenizer.save_pretrained(FILES / "tokenizer")
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = causal_lm.load(None, ARCHITECTURE, what="actor.model")
+        scores = reward_model.new(ARCHITECTURE)
+        torch.nn.init.normal_(scores.score.weight)
+    model.save_pretrained(FILES / "model")
+    scores.save_pretrained(FILES / "reward")
+    tokenizer.save_pretrained(FILES / "reward")
+    few = {name: replace(task, train=32, held_out=16) for name, task in synthetic_tasks.TASKS.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic_tasks, "TASKS", few)
+        yield
+
+
+def config(options: dict[str, Any]) -> Config:
+    """``BASE`` as a file that ships, ``options`` as flags, checked as the command checks."""
+    loaded = loader.read(Config, [("configs/base", BASE), ("test", toys.nested(options))])
+    validation.check(loaded.config, explicit=loaded.deliberate({"test"}))
+    return loaded.config
+
+
+def weights(module: torch.nn.Module) -> float:
+    return sum(float(p.detach().double().abs().sum()) for p in module.parameters())
+
+
+@functools.cache
+def trained(options: str, lag: int = 0) -> list[dict[str, float]]:
+    """Every metric of each update, with sums over the weights; the last row has the evaluation's, too."""
+    c = config(json.loads(options))
+    rows, pending = [], []
+    with ExitStack() as stack:
+        setup = Setup(c, torch.device("cpu"), FILES / "run", c.updates or 0, "", {}, print, print, [])
+        system: Any = reasoning.assemble(setup, stack).system
+        stack.callback(system.close)
+        for update in range(setup.updates + lag):
+            if update < setup.updates:
+                pending.append(system.collect(c.algorithm.response_length, update=update))
+            if update >= lag:
+                trajectory, metrics = pending.pop(0)
+                metrics = metrics | system.update(trajectory, update=update - lag)
+                system.publish(update - lag + 1)
+                critic = 0.0 if system.learner.critic is None else weights(system.learner.critic.module)
+                rows.append(numbers(metrics) | {"weights": weights(system.module), "critic": critic})
+        rows[-1] |= numbers(system.evaluate(setup.updates))
+    return rows
+
+
+def train(options: dict[str, Any], lag: int = 0) -> list[dict[str, float]]:
+    return trained(json.dumps(options, sort_keys=True), lag)
+
+
+def learned(rows: list[dict[str, float]]) -> tuple[float, float]:
+    """What is left of actor and critic, finite in every update."""
+    assert all(math.isfinite(row["weights"]) and math.isfinite(row["critic"]) for row in rows)
+    return rows[-1]["weights"], rows[-1]["critic"]
+
+
+# --------------------------------------------------------------------------------------------------------------- tests
+def test_every_option_has_a_case() -> None:
+    sections = ("algorithm.", "actor.", "critic.", "rollout.", "data.", "reward.", "warm_start.", "evaluation.")
+    options = {p for p in loader.describe(Config) if p.startswith(sections) and validation.mode_of(p) != "embodied"}
+    tables = [*CHANGES, *TOLD, *NOTHING, *REFUSED]
+    assert sorted(tables) == sorted(options)
+
+
+def test_trainings_repeat_and_learn() -> None:
+    """The premise of what follows: any difference is the option's, and there is something to learn from."""
+    rows = train({})
+    assert rows == trained.__wrapped__(json.dumps({}))
+    assert 0 < rows[-1]["rollout/truncated"] < 1 and rows[-1]["rollout/length"] > 2
+    assert rows[-1]["advantage/std"] > 0.1 and rows[0]["weights"] != rows[-1]["weights"]
+    assert rows[-1]["policy/clip_fraction"] > 0
+
+
+@pytest.mark.parametrize("path", CHANGES)
+def test_option_changes_what_is_learned(path: str) -> None:
+    value, needs = CHANGES[path]
+    assert loader.describe(Config)[path].default != value
+    lag = LAG.get(path, 0)
+    base, changed = learned(train(needs, lag)), learned(train({**needs, path: value}, lag))
+    if path.startswith("critic.") or path in ("algorithm.value_clip", "algorithm.huber_delta"):
+        assert changed[1] != base[1]
+    else:
+        assert changed[0] != base[0]
+
+
+@pytest.mark.parametrize("path", TOLD)
+def test_option_changes_what_is_told(path: str) -> None:
+    value, needs, tag = TOLD[path]
+    base, changed = train(needs), train({**needs, path: value})
+    assert changed[-1][tag] != base[-1][tag]
+    assert learned(changed) == learned(base)
+
+
+@pytest.mark.parametrize("path", NOTHING)
+def test_option_changes_nothing(path: str) -> None:
+    value, _ = NOTHING[path]
+    for base, changed in zip(train({}), train({path: value}), strict=True):
+        assert base.keys() == changed.keys()
+        for tag in base:
+            assert changed[tag] == pytest.approx(base[tag], rel=1e-3, abs=1e-3), tag  # test_split is stricter
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_option_is_refused(path: str) -> None:
+    value, words = REFUSED[path]
+    with pytest.raises(ConfigError, match=words):
+        config({path: value})
+
+
+def test_without_lag_there_is_nothing_to_correct() -> None:
+    for row in train({"algorithm.off_policy_correction": "token"}):
+        assert row["policy/off_policy_weight"] == pytest.approx(1.0, abs=1e-5)
+    lagging = train({"algorithm.off_policy_correction": "token"}, lag=1)
+    assert abs(lagging[-1]["policy/off_policy_weight"] - 1.0) > 1e-4
+
+
+KINDS = ("abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+")
+OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    # option -> (values, what they need): each leaves other weights or another KL than every other
+    "algorithm.adv_type": (
+        ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        GROUPS,
+    ),
+    "algorithm.reward_norm": ((None, "batch", "group", "running"), GROUPS),
+    "algorithm.loss_agg_func": (
+        ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+        {"algorithm.max_grad_norm": 100.0},
+    ),
+    "algorithm.kl_loss_type": (KINDS, IN_LOSS),
+    "algorithm.kl_penalty": (("k1", "abs", "k2", "k3", "full"), IN_REWARD),
+    "algorithm.lr_schedule": (("constant", "linear", "cosine", "adaptive"), {"algorithm.lr": 3e-2}),
+    "algorithm.off_policy_correction": ((None, "token", "sequence"), {}),
+    "critic.lr_schedule": (("constant", "linear", "cosine"), {}),
+    "rollout.truncation": (("terminal", "drop"), {}),
+    "data.chat_template": (("always", "never"), PROMPTS),
+    "reward.grader": (("auto", "exact"), {"reward.path": None}),
+}
+SAME = {
+    "algorithm.adv_type": [("reinforce", "reinforce_plus_plus")],  # both with normalize_advantages
+    "algorithm.kl_loss_type": [("k2", "k2+")],  # + is k2's gradient
+    "reward.grader": [("auto", "exact")],  # arithmetic's own grader takes the response as it is
+}
+"""Values that are the same by definition."""
+
+
+@pytest.mark.parametrize("path", OTHER_VALUES)
+def test_values_differ_from_each_other(path: str) -> None:
+    values, needs = OTHER_VALUES[path]
+    runs = {value: train({**needs, path: value}, LAG.get(path, 0)) for value in values}
+    found = {value: (*learned(rows), rows[-1].get("kl/to_reference")) for value, rows in runs.items()}
+    same = [(a, b) for a in found for b in found if str(a) < str(b) and found[a] == found[b]]
+    assert same == SAME.get(path, [])

@@ -1,0 +1,148 @@
+"""What is installed is what is here: the built wheel holds every package and configuration, and works elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import venv
+import zipfile
+from importlib.metadata import packages_distributions
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALLED = {"embodied_ppo": "embodied_ppo", "configs": "embodied_ppo/configs", "envs/embodied_envs": "embodied_envs"}
+"""Folder of the checkout -> folder of the wheel."""
+TRASH = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", ".*")
+
+
+def run(*command: object, cwd: Path) -> str:
+    """Standard output of a command that must succeed, without the test run's own import paths."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run([str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{command} in {cwd}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def sources() -> set[str]:
+    """Every file of the checkout that belongs in the wheel, by its name there."""
+    found = set()
+    for here, there in INSTALLED.items():
+        for path in (ROOT / here).rglob("*"):
+            hidden = any(part == "__pycache__" or part.startswith(".") for part in path.relative_to(ROOT).parts)
+            if path.is_file() and not hidden:
+                found.add(f"{there}/{path.relative_to(ROOT / here).as_posix()}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the source distribution and the wheel made *from it*: EMBODIED_PPO_DIST, or built from a copy."""
+    if given := os.environ.get("EMBODIED_PPO_DIST"):
+        return (ROOT / given).resolve()
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in INSTALLED:
+        shutil.copytree(ROOT / name, copy / name, ignore=TRASH)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", copy / "dist", cwd=copy)
+    return copy / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (path,) = dist.glob("embodied_ppo-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def bin_dir(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``bin`` of a fresh environment with the wheel, and this environment's other packages but not its checkout.
+
+    A path line in a .pth file adds site-packages without running the .pth files in there, one of which is the
+    checkout's editable installation.
+    """
+    home = tmp_path_factory.mktemp("venv")
+    venv.create(home, with_pip=False, symlinks=True)
+    python = home / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=home)
+    (site,) = home.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+    return home / "bin"
+
+
+def test_wheel_holds_what_the_checkout_holds(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        info = [name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
+    assert names == sources(), "pyproject.toml: [tool.setuptools] packages and package-data"
+    assert "embodied_ppo/configs/train.yaml" in names
+    assert info, "the licence travels with the wheel"
+
+
+def test_sdist_builds_without_the_checkout(dist: Path) -> None:
+    (path,) = dist.glob("embodied_ppo-*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert {"pyproject.toml", "LICENSE", "README.md", "configs/train.yaml", "envs/embodied_envs/__init__.py"} <= names
+
+
+def test_wheel_works_from_another_directory(bin_dir: Path, tmp_path: Path) -> None:
+    script = (
+        "import embodied_envs, embodied_ppo.configs, importlib.resources as lib\n"
+        "config = lib.files('embodied_ppo.configs') / 'train.yaml'\n"
+        "print(embodied_envs.__file__, embodied_ppo.__file__, config, sep='\\n')"
+    )
+    for line in run(bin_dir / "python", "-c", script, cwd=tmp_path).splitlines():
+        assert Path(line).is_relative_to(bin_dir.parent) and Path(line).is_file(), line
+
+
+def test_command_finds_its_experiments(bin_dir: Path, tmp_path: Path) -> None:
+    printed = run(bin_dir / "embodied-ppo", "experiments", cwd=tmp_path)
+    names = {path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
+    assert "quickstart" in names  # what `make train` runs
+    assert {name for name in names if name not in printed.split()} == set()
+
+
+def test_checkout_finds_its_configurations() -> None:
+    """The editable installation maps configs/ as well."""
+    assert Path(str(files("embodied_ppo.configs"))) == ROOT / "configs"
+
+
+def test_imports_are_declared() -> None:
+    """Every import is the standard library's, ours, or named in pyproject.toml; and nothing is named in vain."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    base = {canonicalize_name(Requirement(r).name) for r in project["dependencies"]}
+    optional = {canonicalize_name(Requirement(r).name) for extra in extras if extra != "dev" for r in extras[extra]}
+
+    imported = set()
+    for path in (path for name in INSTALLED for path in (ROOT / name).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.split(".")[0])
+    imported -= {*sys.stdlib_module_names, "embodied_ppo", "embodied_envs"}
+    owners = packages_distributions()
+    used = {canonicalize_name(owner) for name in imported for owner in owners.get(name, [name])}
+
+    theirs = {"vllm"}  # users install it themselves: it pins another torch and transformers (docs/dependencies.md)
+    assert used - base - optional == theirs, "imported, not declared"
+    indirect = {
+        "tensorboard",  # torch.utils.tensorboard writes with it
+        "imageio-ffmpeg",  # imageio writes mp4 with it
+        "mujoco",  # gymnasium's MuJoCo tasks
+        "ray",  # clusters
+    }
+    assert base - used - indirect == set(), "declared, not imported"

@@ -1,0 +1,243 @@
+"""Language models: our forward pass against transformers', log-probabilities against a float64 twin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from embodied_ppo.core.types import ConfigError
+from embodied_ppo.models import causal_lm
+from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
+
+TINY: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GEMMA = {"sliding_window": 4, "query_pre_attn_scalar": 8}
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2", {}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ("qwen3", {}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("mistral", {"sliding_window": 5}),
+    ("smollm3", {"no_rope_layers": [1, 1, 1]}),
+    ("gemma", {}),
+    ("gemma2", GEMMA | {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}),
+    ("gemma3_text", GEMMA),
+]
+
+
+def make(kind: str = "qwen2", seed: int = 0, **more: Any) -> LanguagePolicy:
+    torch.manual_seed(seed)
+    model = causal_lm.load(None, {"model_type": kind, **TINY, **more}, what="actor.model")
+    with torch.no_grad():  # new models have tiny weights: nothing would depend on anything
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.mul_(5)
+    return LanguagePolicy(model)
+
+
+def rows(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens [3, 11] and places [3, 4]."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 50, (3, 11), generator=g), torch.tensor([[2, 3, 4, 5], [6, 7, 8, 9], [0, 1, 2, 3]])
+
+
+@pytest.mark.parametrize(("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)])
+def test_our_forward_pass_is_transformers(kind: str, more: dict[str, Any]) -> None:
+    """Hidden states at the places asked for, and their gradient."""
+    policy = make(kind, **more)
+    ids, place = rows()
+    theirs = policy.model(input_ids=ids, use_cache=False).logits
+    theirs = theirs.gather(1, place.unsqueeze(-1).expand(-1, -1, 50))
+    ours = policy.logits(policy.hidden(ids, place))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    weight = policy.model.model.embed_tokens.weight
+    grads = [torch.autograd.grad(x.square().sum(), weight)[0] for x in (ours, theirs)]
+    assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "phi3", "olmo2"])
+def test_another_family_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"actor.model: .* computes something else .* Qwen 2 to 3"):
+        causal_lm.load(None, {"model_type": kind, **TINY}, what="actor.model")
+
+
+@pytest.mark.parametrize(
+    ("path", "architecture", "message"),
+    [
+        ("/no/such/place", {}, "actor.model.path=/no/such/place: holds no config.json; name a directory"),
+        (None, {"model_type": "qwen2", **TINY, "hidden_size": 0, "head_dim": 0}, "actor.model.*: "),
+        (None, {"model_type": "qwen2", **TINY, "num_hidden_layers": 0}, "actor.model: .* sizes do not fit"),
+        (None, {"model_type": "qwen2", **TINY, "num_attention_heads": 3}, "actor.model: .* sizes do not fit"),
+        (None, {"model_type": "qwen9"}, "actor.model.architecture: transformers refuses: .*qwen9"),
+    ],
+)
+def test_what_cannot_be_loaded(path: str | None, architecture: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        causal_lm.load(path, architecture, what="actor.model")
+
+
+def test_a_directory_of_transformers_is_loaded(tmp_path: Any) -> None:
+    policy = make("qwen3")
+    policy.model.save_pretrained(tmp_path)
+    again = LanguagePolicy(causal_lm.load(str(tmp_path), {}, what="actor.model"))
+    ids, place = rows()
+    assert torch.equal(policy.hidden(ids, place), again.hidden(ids, place))
+
+
+def test_what_comes_after_a_place_changes_nothing() -> None:
+    """Padding on the right is never seen, nor is the token whose probability is read."""
+    policy = make()
+    ids, place = rows()
+    other = ids.clone()
+    for row, last in enumerate(place[:, -1].tolist()):
+        other[row, last + 1 :] = 7
+    assert torch.equal(policy.hidden(ids, place), policy.hidden(other, place))
+
+
+def ragged(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens [3, 11] and places [3, 4] of rows that end at different places, the first with places it does not use."""
+    ids, _ = rows(seed)
+    return ids, torch.tensor([[2, 3, 0, 0], [6, 7, 8, 9], [0, 1, 2, 3]])
+
+
+def test_packing() -> None:
+    """By hand: rows of 4, 10 and 4 tokens."""
+    p = causal_lm.pack(ragged()[1], 11)
+    assert p.start.tolist() == [0, 4, 14, 18] and p.longest == 10 and len(p.index) == 18
+    assert p.index.tolist() == [0, 1, 2, 3, *range(11, 21), 22, 23, 24, 25]
+    assert p.position.tolist() == [0, 1, 2, 3, *range(10), 0, 1, 2, 3]
+    assert p.at.tolist() == [[2, 3, 0, 0], [10, 11, 12, 13], [14, 15, 16, 17]]
+
+
+@pytest.mark.parametrize(("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)])
+def test_packed_rows_are_padded_rows(kind: str, more: dict[str, Any]) -> None:
+    """Hidden states and their gradient."""
+    policy = make(kind, **more)
+    decoder = policy.decoder.module
+    ids, place = ragged()
+    padded, packed = decoder(ids, place=place), decoder.packed(ids, place, decoder.separate)
+    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
+    weight, some = policy.model.model.embed_tokens.weight, torch.randn_like(padded)  # Σx² is constant: x is normalised
+    grads = [torch.autograd.grad((x * some).sum(), weight)[0] for x in (packed, padded)]
+    assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 1e-5
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_varlen_attention_takes_what_we_give_it(groups: int) -> None:
+    """Shapes and types alone, on no device; query and key are float32 under autocast."""
+    decoder = make(num_key_value_heads=groups).decoder.module
+    packing = causal_lm.pack(ragged()[1], 11)
+    packing = replace(packing, start=packing.start.to("meta"))
+    q, k = (torch.empty(1, h, 18, 8, device="meta", requires_grad=True) for h in (4, groups))
+    v = torch.empty(1, groups, 18, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    out = decoder.varlen(packing)(0, q, k, v)
+    assert out.shape == (1, 4, 18, 8) and out.dtype == torch.bfloat16
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [4, 2])
+def test_varlen_attention_is_that_of_separate_rows(groups: int) -> None:
+    """bfloat16 on a GPU: log-probabilities and gradient against packed rows one by one; forward takes it by itself."""
+    policy = make(num_key_value_heads=groups).to("cuda", torch.bfloat16)
+    decoder = policy.decoder.module
+    ids, place = (x.cuda() for x in ragged())
+    assert decoder._packs(ids)
+    weight, some = policy.model.model.embed_tokens.weight, torch.randn(32, device="cuda")
+    fast, slow = (decoder.packed(ids, place, how) for how in (decoder.varlen, decoder.separate))
+    assert torch.equal(decoder(ids, place=place), fast)
+    torch.testing.assert_close(fast, slow, rtol=0.05, atol=0.05)
+    grads = [torch.autograd.grad((x.float() * some).sum(), weight)[0].float() for x in (fast, slow)]
+    assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 0.05
+
+
+# --------------------------------------------------------------------------------------------------- what tokens weigh
+@pytest.mark.parametrize("chunk", [64 << 20, 4 * 50 * 5], ids=["at once", "in parts of 5"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_view_against_a_float64_twin(temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_lm, "CHUNK_BYTES", chunk)
+    policy, reference = make(), make(seed=1)
+    policy.temperature = temperature
+    ids, place = rows()
+    action = ids.gather(1, place + 1)
+    hidden, other = policy.hidden(ids, place), reference.hidden(ids, place).detach()
+    found = policy.view(hidden, action, reference=reference, ref_hidden=other)
+    p = (hidden.double() @ policy.model.lm_head.weight.double().T / temperature).softmax(-1)
+    q = (other.double() @ reference.model.lm_head.weight.double().T / temperature).softmax(-1)
+    expected = p.gather(-1, action.unsqueeze(-1)).squeeze(-1).log()
+    assert found.distance is not None
+    for ours, twin in (
+        (found.log_prob, expected),
+        (found.entropy, -(p * p.log()).sum(-1)),
+        (found.distance, (p * (p / q).log()).sum(-1)),
+    ):
+        assert ours.dtype == torch.float32 and ours.shape == (3, 4)
+        torch.testing.assert_close(ours.double(), twin, rtol=1e-5, atol=1e-5)
+    weights = [policy.model.lm_head.weight, policy.model.model.embed_tokens.weight]
+    ours = torch.autograd.grad(found.log_prob.sum() + 2 * found.entropy.sum() + 3 * found.distance.sum(), weights, retain_graph=True)  # fmt: skip  # noqa: E501
+    twin = torch.autograd.grad(expected.sum() - 2 * (p * p.log()).sum() + 3 * (p * (p / q).log()).sum(), weights)
+    for a, b in zip(ours, twin, strict=True):
+        assert float((a - b).norm() / b.norm()) < 1e-5
+
+
+def test_recomputed_layers_give_the_same_gradient() -> None:
+    policy = make()
+    ids, place = rows()
+    grads = []
+    for recompute in (False, True):
+        policy.decoder.module.recompute = recompute
+        loss = policy.view(policy.hidden(ids, place), ids.gather(1, place + 1)).log_prob.sum()
+        grads.append(torch.autograd.grad(loss, policy.model.model.embed_tokens.weight)[0])
+    torch.testing.assert_close(*grads)
+
+
+# -------------------------------------------------------------------------------------------------------------- critic
+def test_the_critic_begins_at_zero_and_learns_everywhere() -> None:
+    critic = LanguageCritic(make().model)
+    ids, place = rows()
+    value = critic.value(ids, place)
+    assert value.shape == (3, 4) and torch.equal(value, torch.zeros(3, 4))
+    with torch.no_grad():
+        critic.value_head.weight.normal_()
+    critic.value(ids, place).sum().backward()
+    missing = [name for name, p in critic.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert missing == []
+
+
+def test_dropout_never_comes_on() -> None:
+    policy = make(attention_dropout=0.5)
+    ids, place = rows()
+    policy.train()
+    assert torch.equal(policy.hidden(ids, place), policy.hidden(ids, place)) and not policy.model.training
+
+
+def test_the_state_holds_every_weight_once() -> None:
+    policy = make(tie_word_embeddings=True)
+    assert all(name.startswith("model.") for name in policy.state_dict())
+    assert len(list(policy.parameters())) == len(list(policy.model.parameters()))
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_attention_written_out_for_a_compiler_is_the_same(seen: bool) -> None:
+    how = causal_lm.Attention(0.3, None, None)
+    q, k, v = torch.randn(3, 4, 5, 8), torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8)
+    mask = how.sees(torch.tensor([[1, 2, 3, 4, 0]]), torch.arange(5)).unsqueeze(1) if seen else None
+    graph = make_fx(lambda *x: how(*x, mask))(q, k, v)
+    assert "scaled_dot_product" not in graph.code
+    torch.testing.assert_close(graph(q, k, v), how(q, k, v, mask), rtol=1e-5, atol=1e-6)

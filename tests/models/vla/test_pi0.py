@@ -1,0 +1,566 @@
+"""π0 as a policy: what it acts with is what it learns with, and what it computes is what transformers computes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_pi0 import tiny_model, write_tiny
+from torch import Tensor
+
+from embodied_ppo.commands import main
+from embodied_ppo.config.schema import ModelConfig
+from embodied_ppo.core import tree
+from embodied_ppo.core.types import ArraySpec, Box, CheckpointError, ConfigError, Discrete, ObsSpec
+from embodied_ppo.models.vla import pi0_files
+from embodied_ppo.models.vla.pi0 import KEYS, PI0
+from embodied_ppo.training import checkpoint
+
+C, A, B, H, N = 3, 2, 5, 6, 8
+SPEC: ObsSpec = {
+    "state": ArraySpec((5,)),
+    "front": ArraySpec((3, 16, 24), torch.uint8),
+    "wrist": ArraySpec((16, 16, 3), torch.uint8),
+    "instruction": ArraySpec((), torch.int64),
+}
+SENTENCES = ("push the red block", "reach the blue block, please", "lift it")
+CHAINS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "sum": {"flow_chain": "sum"},
+    "mean": {"flow_chain": "mean", "flow_steps": 3},
+    "sum, learned": {"flow_chain": "sum", "flow_noise": "learned"},
+    "mean, learned": {"flow_chain": "mean", "flow_noise": "learned", "temperature": 0.7},
+}
+TRUNKS: dict[str, dict[str, Any]] = {"trained": {}, "frozen": {"freeze_trunk": True}, "adapters": {"lora_rank": 4}}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("pi0") / "tiny")
+
+
+def make(folder: Path, seed: int = 0, spec: ObsSpec = SPEC, size: int = A, chunk: int = C, **options: Any) -> PI0:
+    torch.manual_seed(seed)
+    config = ModelConfig(policy="flow", checkpoint=str(folder), **options)
+    box = Box((-1.0,) * (chunk * size), (1.0,) * (chunk * size))
+    policy = PI0.of(spec, box, config, chunk=chunk, sentences=SENTENCES)
+    with torch.no_grad():  # a new head says 0, new adapters say nothing
+        for name, p in policy.named_parameters():
+            if name.startswith(("value_head", "scale")) or "lora_" in name:
+                p.add_(0.2 * torch.randn_like(p))
+    return policy
+
+
+def observations(rows: int = B, seed: int = 0) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "state": torch.randn(rows, 5, generator=g),
+        "front": torch.randint(0, 256, (rows, 3, 16, 24), generator=g, dtype=torch.uint8),
+        "wrist": torch.randint(0, 256, (rows, 16, 16, 3), generator=g, dtype=torch.uint8),
+        "instruction": torch.arange(rows) % 3,
+    }
+
+
+# -------------------------------------------------------------------------------------------------- the one property
+@pytest.mark.parametrize("trunk", TRUNKS)
+@pytest.mark.parametrize("chain", CHAINS)
+def test_evaluate_reproduces_act_for_any_micro_batch(folder: Path, chain: str, trunk: str) -> None:
+    policy = make(folder, **CHAINS[chain], **TRUNKS[trunk])
+    inputs = policy.encode(observations())
+    assert (KEYS in inputs) == (trunk == "frozen")
+    for noise in (policy.noise(B, torch.Generator().manual_seed(1)), None):
+        d = policy.act(inputs, noise=noise)
+        assert d.log_prob.shape == (B, C, A) and d.log_prob.dtype == torch.float32 and d.action.shape == (B, C * A)
+        assert d.replay["latents"].shape == (B, policy.stochastic + 1, H, N)
+        for size in (B, 2, 1):
+            cuts = [slice(i, i + size) for i in range(0, B, size)]
+            parts = [policy.evaluate(tree.index(inputs, c), d.action[c], tree.index(d.replay, c)) for c in cuts]
+            log_prob, value = (torch.cat([getattr(p, k) for p in parts]) for k in ("log_prob", "value"))
+            assert (log_prob - d.log_prob).abs().max() < 1e-5 and (value - d.value).abs().max() < 1e-5
+            entropy = torch.cat([p.entropy for p in parts])
+            assert entropy.shape == (B, C, A) and bool(entropy.isfinite().all())
+        assert (policy.value(inputs) - d.value).abs().max() < 1e-5
+    assert d.value.abs().max() > 0 and torch.equal(d.action, policy.act(inputs).action)
+
+
+@pytest.mark.parametrize("chain", ["one", "sum, learned"])
+def test_kept_and_recomputed_prefixes_are_the_same(folder: Path, chain: str) -> None:
+    policy = make(folder, **CHAINS[chain], freeze_trunk=True)
+    obs, noise = observations(), policy.noise(B, torch.Generator().manual_seed(1))
+    kept = policy.encode(obs)
+    policy.memory_gb = 0.0
+    anew = policy.encode(obs)
+    assert KEYS in kept and KEYS not in anew
+    d, e = policy.act(kept, noise=noise), policy.act(anew, noise=noise)
+    assert all((x - y).abs().max() < 1e-5 for x, y in zip(tree.leaves(d), tree.leaves(e)))
+    gradients = []
+    for inputs in (kept, anew):
+        policy.zero_grad()
+        out = policy.evaluate(inputs, d.action, d.replay)
+        assert (out.log_prob - d.log_prob).abs().max() < 1e-5
+        (out.log_prob.sum() + out.value.sum()).backward()
+        gradients.append({n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all((g - gradients[1][n]).abs().max() < 1e-3 * (1 + g.abs().max()) for n, g in gradients[0].items())
+
+
+def test_how_much_memory_prefixes_take(folder: Path) -> None:
+    """Prefix: 2 cameras x 4 patches and the longest sentence's 28 + 2 tokens = 38, of 2 layers x 2 x 8 numbers."""
+    policy = make(folder, freeze_trunk=True)
+    inputs = policy.encode(observations())
+    held = sum(x[0].numel() * x.itemsize for x in inputs.values())
+    assert policy.prefix_bytes() == held == 38 * (2 * 2 * 8 * 4 + 1) + 4 * 64 + 4 * 8
+    policy.memory_gb = 10.5 * held / 1e9
+    assert policy.most_rows() == 10
+    assert "10 prefixes of 0.00" in str(policy.memory_notice(10)) and "kept through the ep" in str(
+        policy.memory_notice(10)
+    )
+    assert "at most 10 (algorithm.horizon x env.num_envs) are kept" in str(policy.memory_notice(11))
+    assert make(folder).memory_notice(11) is None
+
+
+def test_at_its_published_size() -> None:
+    """Without storage: 3.5 G parameters, 0.3 G of them the expert's, and prefixes of 10.3 MB (two cameras of 256
+    tokens and 48 words, 18 layers, one key head of 256, bfloat16)."""
+    from transformers import PI0ForConditionalGeneration
+
+    published = pi0_files.read_config({"type": "pi0"}, "DIR")
+    with torch.device("meta"):
+        body = PI0ForConditionalGeneration(published)
+        spec = {**dict(SPEC), "state": ArraySpec((8,))}  # pyright: ignore[reportCallIssue, reportArgumentType]
+        config = ModelConfig(policy="flow", checkpoint="DIR", freeze_trunk=True, dtype="bfloat16")
+        words = pi0_files.Published(body, lambda sentence: range(48))
+        policy = PI0(spec, Box((-1.0,) * 35, (1.0,) * 35), config, words, chunk=5, sentences=SENTENCES)
+    count = {
+        learns: sum(p.numel() for p in policy.parameters() if p.requires_grad is learns) for learns in (True, False)
+    }
+    assert count[False] / 1e9 == pytest.approx(2.92, abs=0.01)
+    expert = sum(p.numel() for p in policy.parameter_groups()["actor"])
+    assert expert / 1e9 == pytest.approx(0.315, abs=0.002) and 0 < count[True] - expert < 2e7
+    assert policy.prefix_bytes() == 560 * (18 * 2 * 256 * 2 + 1) + 4 * 2048 + 4 * 32 == 10_330_800
+    policy.memory_gb = 75.0
+    assert policy.most_rows() == 7259
+    assert policy.noise(1).shape == (1, 3, 50, 32)
+
+
+@pytest.mark.parametrize("chain", ["one", "sum", "sum, learned"])
+def test_samples_come_from_the_density_that_is_told(folder: Path, chain: str) -> None:
+    """E[p'/p] = 1 under p, for another policy's p' of the same latents: the ratio that PPO relies on."""
+    policy, other = (make(folder, freeze_trunk=True, **CHAINS[chain]) for _ in range(2))
+    with torch.no_grad():
+        other.velocity.bias.add_(0.03)
+    rows = 3000
+    inputs = {n: x.expand(rows, *x.shape[1:]) for n, x in policy.encode(observations(1)).items()}
+    d = policy.act(inputs, noise=policy.noise(rows, torch.Generator().manual_seed(3)))
+    with torch.no_grad():
+        ratio = (other.evaluate(inputs, d.action, d.replay).log_prob - d.log_prob).sum((1, 2)).exp()
+    assert ratio.std() > 0.01
+    assert abs(float(ratio.mean()) - 1) < 5 * float(ratio.std()) / rows**0.5
+
+
+# ------------------------------------------------------------------------------------------------ against transformers
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_the_flow_is_what_transformers_samples(key_heads: int, tmp_path: Path) -> None:
+    """The whole chain from our first noise, and a single velocity with its gradient."""
+    policy = make(write_tiny(tmp_path, key_heads=key_heads), flow_steps=5)
+    theirs = tiny_model(key_heads=key_heads)
+    obs, K = observations(), 2
+    inputs = policy.encode(obs)
+    pictures = torch.stack([policy.trunk.pixels(inputs[name]) for name in ("front", "wrist")], dim=1)
+    ids = inputs["/words"]
+    image = torch.full((B, K * 4), 300)
+    asked: dict[str, Any] = {
+        "state": inputs["/vector"],
+        "input_ids": torch.cat((image, ids.clamp_min(0)), dim=1),
+        "attention_mask": torch.cat((torch.ones_like(image), (ids >= 0).long()), dim=1),
+        "pixel_values": pictures,
+        "pixel_attention_mask": torch.ones(B, K, dtype=torch.bool),
+    }
+    end = theirs.sample_actions(**asked, noise=policy.start(B), num_steps=5)
+    ours = policy.act(inputs).action.view(B, C, A)
+    assert (ours - end[:, :C, :A]).abs().max() < 1e-5 and ours.abs().max() > 0.01
+    x, tau = torch.randn(B, H, N), torch.rand(B)
+    v = theirs(**asked, noise=x, timestep=tau).logits
+    w, _ = policy.field(policy.see(inputs))(x, tau)
+    assert (v - w).abs().max() < 1e-5 * (1 + v.abs().max())
+    v.square().sum().backward()
+    w.square().sum().backward()
+    q = "language_model.layers.0.self_attn.q_proj.weight"
+    for a, b in (
+        (theirs.model.vlm.get_parameter(q), policy.trunk.vlm.get_parameter(q)),
+        (theirs.action_out_proj.weight, policy.velocity.weight),
+    ):
+        assert a.grad is not None and b.grad is not None
+        assert (a.grad - b.grad).abs().max() < 1e-4 * (1 + a.grad.abs().max())
+
+
+def test_padding_of_words_changes_nothing(folder: Path) -> None:
+    policy, obs = make(folder), observations(3)
+    noise = policy.noise(3, torch.Generator().manual_seed(1))
+    a = policy.act(policy.encode(obs), noise=noise)
+    policy.tell(("a very long sentence that nobody has ever said before, not even in a dream", *SENTENCES))
+    b = policy.act(policy.encode(obs | {"instruction": obs["instruction"] + 1}), noise=noise)
+    assert (a.log_prob - b.log_prob).abs().max() < 1e-5 and (a.value - b.value).abs().max() < 1e-5
+
+
+def test_what_an_answer_depends_on(folder: Path) -> None:
+    policy, obs = make(folder), observations()
+    d = policy.act(policy.encode(obs), noise=policy.noise(B, torch.Generator().manual_seed(1)))
+    base = policy.evaluate(policy.encode(obs), d.action, d.replay)
+    for name, x in obs.items():
+        other = obs | {name: torch.flip(x, dims=(-1,)) if name != "instruction" else (x + 1) % 3}
+        changed = policy.evaluate(policy.encode(other), d.action, d.replay)
+        assert (changed.log_prob - base.log_prob).abs().max() > 1e-5, name
+        assert (changed.value - base.value).abs().max() > 1e-5, name
+
+
+def test_pictures(folder: Path) -> None:
+    pixels = make(folder).trunk.pixels
+    assert torch.equal(pixels(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 3, 16, 16)).unique(),
+                       torch.tensor([-1.0, 1.0]))  # fmt: skip
+    wide = pixels(torch.full((1, 3, 8, 32), 255, dtype=torch.uint8))  # 4 x 16 of white, black above and below
+    assert wide.shape == (1, 3, 16, 16)
+    assert bool((wide[..., 6:10, :] > 0.9999).all()) and bool((wide[..., :6, :] == -1).all())
+    assert bool((wide[..., 10:, :] == -1).all())
+
+
+# ---------------------------------------------------------------------------------------------------------- what learns
+@pytest.mark.parametrize("trunk", TRUNKS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_who_learns(folder: Path, trunk: str, checkpointing: bool) -> None:
+    policy = make(folder, **TRUNKS[trunk], gradient_checkpointing=checkpointing, flow_chain="sum")
+    policy.train()
+    inputs = policy.encode(observations())
+    d = policy.act(inputs, noise=policy.noise(B, torch.Generator().manual_seed(1)))
+    for _ in range(2):  # nothing of the first graph is in the second
+        policy.zero_grad()
+        policy.evaluate(inputs, d.action, d.replay).log_prob.sum().backward()
+    got = {name for name, p in policy.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    groups = policy.parameter_groups()
+    assert {id(p) for g in groups.values() for p in g} == {id(p) for p in policy.parameters() if p.requires_grad}
+    assert "expert.layers.0.self_attn.q_proj.weight" in got and "embed.state_proj.weight" in got
+    vlm = {name for name in got if name.startswith("trunk.vlm")}
+    if trunk == "frozen":
+        assert not vlm
+    elif trunk == "adapters":
+        assert vlm and all("lora_" in name for name in vlm)
+    else:
+        assert "trunk.vlm.vision_tower.embeddings.patch_embedding.weight" in vlm
+        assert "trunk.vlm.language_model.layers.0.mlp.up_proj.weight" in vlm
+
+
+def test_checkpointing_changes_no_gradient(folder: Path) -> None:
+    found = []
+    for on in (False, True):
+        policy = make(folder, gradient_checkpointing=on)
+        policy.train()
+        inputs = policy.encode(observations())
+        d = policy.act(inputs, noise=policy.noise(B, torch.Generator().manual_seed(1)))
+        policy.evaluate(inputs, d.action, d.replay).log_prob.sum().backward()
+        found.append([p.grad for p in policy.parameters() if p.grad is not None])
+    assert len(found[0]) == len(found[1]) and all(torch.equal(a, b) for a, b in zip(*found))
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_the_value_reaches_the_trunk_only_if_it_may(folder: Path, detach: bool) -> None:
+    policy = make(folder, detach_value=detach)
+    inputs = policy.encode(observations())
+    d = policy.act(inputs)
+    policy.evaluate(inputs, d.action, d.replay).value.sum().backward()
+    groups = policy.parameter_groups()
+    assert all(p.grad is not None for p in groups["critic"])
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in groups["actor"]) != detach
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
+def test_bfloat16(folder: Path, trunk: str) -> None:
+    """What is trained stays float32, keys of a frozen trunk are kept in bfloat16, answers are those of float32 but for
+    rounding."""
+    policy, plain = (make(folder, dtype=dtype, **TRUNKS[trunk]) for dtype in ("bfloat16", "float32"))
+    noise = policy.noise(B, torch.Generator().manual_seed(1))
+    assert all(p.dtype == (torch.float32 if p.requires_grad else torch.bfloat16) for p in policy.parameters())
+    inputs = policy.encode(observations())
+    if trunk == "frozen":
+        assert inputs[KEYS].dtype == torch.bfloat16
+    d, e = policy.act(inputs, noise=noise), plain.act(plain.encode(observations()), noise=noise)
+    assert d.log_prob.dtype == d.value.dtype == d.action.dtype == torch.float32
+    assert 0 < (d.action - e.action).abs().max() < 0.1
+    out = policy.evaluate(inputs, d.action, d.replay)
+    assert (out.log_prob - d.log_prob).abs().max() < 1e-4
+    out.log_prob.sum().backward()
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in policy.parameters())
+
+
+def test_a_clone_comes_closer(folder: Path) -> None:
+    policy, obs = make(folder), observations()
+    action, executed = torch.rand(B, C, A) * 2 - 1, torch.ones(B, C, dtype=torch.bool)
+    executed[:, -1] = False
+    inputs = tree.map(lambda x: x.repeat(4, *[1] * (x.dim() - 1)), policy.encode(obs))
+    optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
+    before = (policy.act(policy.encode(obs)).action.view(B, C, A) - action).abs()[:, :-1].mean()
+    for i in range(80):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(i)
+        loss, found = policy.bc_loss(inputs, action.repeat(4, 1, 1), executed.repeat(4, 1), generator)
+        loss.backward()
+        optimizer.step()
+    assert found is not None and found.focus.shape == (4 * B, 64)
+    after = (policy.act(policy.encode(obs)).action.view(B, C, A) - action).abs()[:, :-1].mean()
+    assert after < 0.25 < before
+
+
+@pytest.mark.parametrize("chain", ["one", "sum"])
+def test_ppo_learns_what_each_sentence_wants(folder: Path, chain: str) -> None:
+    """Reward -(a - target of the sentence)²: best answer that ignores the words -0.17, at the start -1.7."""
+    policy, rows, generator = make(folder, freeze_trunk=True, **CHAINS[chain]), 96, torch.Generator().manual_seed(0)
+    obs = observations(rows)
+    inputs, target = policy.encode(obs), torch.tensor([-0.5, 0.0, 0.5])[obs["instruction"]].view(-1, 1, 1)
+    parameters = [p for group in policy.parameter_groups().values() for p in group]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    rewards = []
+    for _ in range(60):
+        d = policy.act(inputs, noise=policy.noise(rows, generator))
+        reward = -(d.action.view(rows, C, A) - target).square().mean((1, 2))
+        rewards.append(float(reward.mean()))
+        advantage = (reward - reward.mean()) / reward.std()
+        for _ in range(2):
+            ratio = (policy.evaluate(inputs, d.action, d.replay).log_prob - d.log_prob).sum((1, 2)).exp()
+            optimizer.zero_grad()
+            (-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+    assert rewards[0] < -1 and sum(rewards[-5:]) / 5 > -0.13
+
+
+# --------------------------------------------------------------------------------------------------------- its weights
+def test_a_directory_of_lerobots_layout_is_read_completely(folder: Path) -> None:
+    held = load_file(folder / "model.safetensors")
+    assert (
+        "model.paligemma_with_expert.paligemma.model.vision_tower.vision_model.encoder.layers.0.layer_norm1.bias"
+        in held
+    )
+    assert "model.action_in_proj.weight" in held and "model.paligemma_with_expert.paligemma.lm_head.weight" in held
+    ours, meant = pi0_files.read(folder).model.state_dict(), tiny_model().state_dict()
+    assert ours.keys() == meant.keys() and all(torch.equal(x, meant[name]) for name, x in ours.items())
+    assert len(held) == len(meant)
+
+
+@pytest.mark.parametrize("layout", ["transformers", "lerobot before 0.4"])
+def test_other_layouts(layout: str, folder: Path, tmp_path: Path) -> None:
+    other, meant = write_tiny(tmp_path / "tiny", seed=1), tiny_model()
+    if layout == "transformers":
+        meant.save_pretrained(other)
+    else:
+        held = load_file(folder / "model.safetensors")
+        former = {}
+        for key, x in held.items():
+            key = key.replace("paligemma.lm_head", "paligemma.language_model.lm_head")
+            key = key.replace("paligemma.model.language_model.", "paligemma.language_model.model.")
+            former[key.replace("paligemma.model.", "paligemma.")] = x
+        assert former.keys() != held.keys()
+        save_file(former, other / "model.safetensors")
+    ours = pi0_files.read(other).model.state_dict()
+    assert ours.keys() == meant.state_dict().keys()
+    assert all(torch.equal(x, meant.state_dict()[name]) for name, x in ours.items())
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
+def test_a_runs_checkpoint(folder: Path, trunk: str, tmp_path: Path) -> None:
+    """All weights, or what is trained beside the digest of the directory that holds the rest."""
+    policy, other = (make(folder, seed=s, **TRUNKS[trunk]) for s in (0, 1))
+    with torch.no_grad():
+        for p in policy.parameters():
+            if p.requires_grad:
+                p.add_(0.1)
+    torch.save(policy.state_dict(), tmp_path / "policy.pt")
+    weights = torch.load(tmp_path / "policy.pt", weights_only=True)
+    assert any(name.startswith("trunk.vlm.vision_tower") for name in weights) == (trunk == "trained")
+    checkpoint.load_weights(other, weights, "policy.pt")
+    noise = policy.noise(B, torch.Generator().manual_seed(1))
+    d, e = (p.act(p.encode(observations()), noise=noise) for p in (policy, other))
+    assert torch.equal(d.log_prob, e.log_prob) and torch.equal(d.value, e.value)
+    if trunk != "trained":
+        another = make(write_tiny(tmp_path / "another", seed=3), **TRUNKS[trunk])
+        with pytest.raises(CheckpointError, match="its digest is"):
+            another.load_state_dict(weights)
+    copied = copy.deepcopy(policy)  # a reference for a KL penalty
+    assert torch.equal(copied.act(copied.encode(observations()), noise=noise).log_prob, d.log_prob)
+
+
+def test_lerobots_own_config_json() -> None:
+    raw = {
+        "type": "pi0",
+        "paligemma_variant": "gemma_2b",
+        "action_expert_variant": "gemma_300m",
+        "chunk_size": 50,
+        "n_action_steps": 50,
+        "max_state_dim": 32,
+        "max_action_dim": 32,
+        "num_inference_steps": 10,
+        "image_resolution": [224, 224],
+        "min_period": 4e-3,
+        "max_period": 4.0,
+    }
+    from transformers import PI0Config
+
+    ours, published = pi0_files.read_config(raw, "DIR"), PI0Config()
+    for part, names in {
+        "vlm_config.text_config": "hidden_size intermediate_size num_hidden_layers num_attention_heads "
+        "num_key_value_heads head_dim vocab_size",
+        "vlm_config.vision_config": "hidden_size intermediate_size num_hidden_layers num_attention_heads patch_size "
+        "image_size",
+        "vlm_config": "image_token_id projection_dim",
+        "dit_config": "hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim",
+        "": "chunk_size max_state_dim max_action_dim num_inference_steps min_period max_period",
+    }.items():
+        for name in names.split():
+            found = []
+            for config in (ours, published):
+                for step in filter(None, part.split(".")):
+                    config = getattr(config, step)
+                found.append(getattr(config, name))
+            assert found[0] == found[1], (part, name)
+    assert pi0_files.lerobot_fields(raw | {"chunk_size": 10})["chunk_size"] == 10
+
+
+MEANS = {"observation.state": [1.0, 2, 3, 4, 5], "action": [0.5, -0.5]}
+DEVIATIONS = {"observation.state": [2.0] * 5, "action": [2.0, 4.0]}
+
+
+@pytest.mark.parametrize("where", ["lerobot", "lerobot before", "transformers", "openpi"])
+def test_statistics(where: str, folder: Path, tmp_path: Path) -> None:
+    """States are (s - mean) / std, actions x std + mean, wherever the directory keeps the numbers."""
+    other = write_tiny(tmp_path / "tiny")
+    named = {f"{n}.mean": torch.tensor(x) for n, x in MEANS.items()}
+    named |= {f"{n}.std": torch.tensor(x) for n, x in DEVIATIONS.items()}
+    if where == "lerobot":
+        save_file(named, other / "policy_preprocessor_step_5_normalizer_processor.safetensors")
+    elif where == "lerobot before":
+        held = load_file(other / "model.safetensors")
+        buffers = {f"normalize_targets.buffer_action.{x}": torch.full((2,), torch.inf) for x in ("mean", "std")}
+        for name, x in named.items():
+            feature, _, moment = name.rpartition(".")
+            whose = "unnormalize_outputs" if feature == "action" else "normalize_inputs"
+            buffers[f"{whose}.buffer_{feature.replace('.', '_')}.{moment}"] = x
+        save_file(held | buffers, other / "model.safetensors")
+    elif where == "transformers":
+        told = {"state_mean": MEANS["observation.state"], "state_std": DEVIATIONS["observation.state"]}
+        told |= {"actions_mean": MEANS["action"], "actions_std": DEVIATIONS["action"]}
+        (other / "processor_config.json").write_text(json.dumps(told))
+    else:
+        stats = {"state": "observation.state", "actions": "action"}
+        told = {k: {"mean": MEANS[n] + [0.0] * 3, "std": DEVIATIONS[n] + [0.0] * 3} for k, n in stats.items()}
+        (other / "assets" / "robot").mkdir(parents=True)
+        (other / "assets" / "robot" / "norm_stats.json").write_text(json.dumps({"norm_stats": told}))
+    policy, plain, obs = make(other), make(folder, normalize_obs=False), observations()
+    inputs = policy.encode(obs)
+    expected = (obs["state"] - named["observation.state.mean"]) / 2
+    assert (inputs["/vector"][:, :5] - expected).abs().max() < 1e-6 and not inputs["/vector"][:, 5:].any()
+    same = {**obs, "state": expected}
+    noise = policy.noise(B, torch.Generator().manual_seed(1))
+    d, e = policy.act(inputs, noise=noise), plain.act(plain.encode(same), noise=noise)
+    scaled = e.action.view(B, C, A) * named["action.std"] + named["action.mean"]
+    assert (d.action.view(B, C, A) - scaled).abs().max() < 1e-4
+    assert (policy.aim(d.action.view(B, C, A)) - e.action.view(B, C, A)).abs().max() < 1e-4
+    assert (d.log_prob - e.log_prob).abs().max() < 1e-4  # of the latents: units are not in it
+    policy.observe(obs, torch.ones(B, dtype=torch.bool))
+    assert torch.equal(policy.encode(obs)["/vector"], inputs["/vector"])
+
+
+# ------------------------------------------------------------------------------------------------------ the whole of it
+SMALL = [
+    *(f"env.{x}" for x in ("num_envs=4", "image_size=16", "max_episode_steps=8")),
+    *(f"algorithm.{x}" for x in ("horizon=4", "global_batch_size=8", "update_epoch=2")),
+    *(f"evaluation.{x}" for x in ("episodes=2", "num_envs=2", "video_episodes=0")),
+]
+
+
+def run(capsys: pytest.CaptureFixture, *words: str) -> dict[str, Any]:
+    assert main.main([*words]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
+def test_a_run_and_the_evaluation_of_its_checkpoint(
+    trunk: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_tiny(tmp_path / "tiny", max_state_dim=32)
+    options = {"model.freeze_trunk": False, **{f"model.{name}": x for name, x in TRUNKS[trunk].items()}}
+    words = [f"{name}={str(x).lower()}" for name, x in options.items()] + ["algorithm.micro_batch_size=4"]
+    words += ["model.dtype=float32", "updates=2", "save_every=1", f"model.checkpoint={folder}"]
+    told = run(capsys, "train", "--quiet", "--json", "experiment=pi0_tabletop", *SMALL, *words)
+    assert told["updates"] == 2 and told["final_return"] is not None
+    again = run(capsys, "evaluate", "--json", f"checkpoint={told['checkpoint']}", "episodes=2", "video=false")
+    assert again["eval/return"] == told["final_return"]
+    weights = torch.load(Path(told["checkpoint"]) / "policy.pt", weights_only=True)
+    assert any(name.startswith("trunk.vlm.vision_tower") for name in weights) == (trunk == "trained")
+    log = next(tmp_path.rglob("log.txt")).read_text()
+    assert ("kept through the epochs of an update" in log) == (trunk == "frozen")
+
+
+@pytest.mark.parametrize("name", ["pi0_libero", "libero_vla"])
+def test_experiments_for_libero(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything but the simulator, whose meshes do not ship."""
+    monkeypatch.chdir(tmp_path)
+    words = ["env.id=Tabletop", "env.cameras=[front]", "env.kwargs.obs=language", "updates=1", "algorithm.horizon=4"]
+    if name == "pi0_libero":
+        folder = write_tiny(tmp_path / "tiny", max_state_dim=32)
+        words += [f"model.checkpoint={folder}", "algorithm.micro_batch_size=4", "algorithm.update_epoch=1"]
+    else:
+        words += ["cloning.dataset=null", "cloning.foresight_steps=2", "cloning.batch_size=4"]
+        words += ["cloning.steps=2", "cloning.episodes=8", "model.width=16", "model.depth=1"]
+    told = run(capsys, "train", "--quiet", "--json", f"experiment={name}", *SMALL, *words)
+    assert told["updates"] == 1 and told["final_success"] is not None
+
+
+# ------------------------------------------------------------------------------------------------------ what it refuses
+def test_without_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"needs transformers .*pip install 'embodied-ppo\[vla\]'"):
+        make(folder)
+
+
+def test_what_it_refuses(folder: Path, tmp_path: Path) -> None:
+    def says(text: str, **options: Any) -> None:
+        with pytest.raises(ConfigError, match=text):
+            make(options.pop("folder", folder), **options)
+
+    says("there is no such directory; name one of π0", folder=tmp_path / "nowhere")
+    says("holds no config.json", folder=tmp_path)
+    for kind, told in (("smolvla", "a directory of SmolVLA"), ("pi05", "π0.5, whose"), ("what", "of what, not of π0")):
+        other = tmp_path / kind
+        other.mkdir()
+        (other / "config.json").write_text(json.dumps({"type": kind}))
+        says(told, folder=other)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "openvla"}))
+    says("OpenVLA, read with model.policy=token", folder=tmp_path)
+    empty = write_tiny(tmp_path / "empty")
+    (empty / "tokenizer.json").unlink()
+    (empty / "tokenizer_config.json").unlink()
+    says("holds no tokenizer; copy", folder=empty)
+    held = load_file(empty / "model.safetensors")
+    save_file({k: x for k, x in held.items() if "state_proj" not in k}, empty / "model.safetensors")
+    says("the weights lack embed_action_time.state_proj.bias .2 in all", folder=empty)
+    (empty / "model.safetensors").unlink()
+    says("holds no weights", folder=empty)
+    says("actions have 9 dimensions, the model's max_action_dim = 8", size=9)
+    says("env.action_chunk=7: the model plans chunk_size = 6 actions; write env.action_chunk=6", chunk=7)
+    says("states have 9 numbers, the model reads max_state_dim = 8", spec={**dict(SPEC), "state": ArraySpec((9,))})  # pyright: ignore
+    says("holds no picture", spec={"state": ArraySpec((5,))})
+    says("adapters are on what model.freeze_trunk=true freezes; keep one", lora_rank=4, freeze_trunk=True)
+    few = write_tiny(
+        tmp_path / "few", statistics={"observation.state.mean": torch.ones(3), "observation.state.std": torch.ones(3)}
+    )
+    says("its statistics of states are of 3 numbers, the task's has 5", folder=few)
+    with pytest.raises(ConfigError, match="the task's actions are discrete"):
+        config = ModelConfig(policy="flow", checkpoint=str(folder))
+        PI0.of(SPEC, Discrete(4), config, chunk=1, sentences=())

@@ -1,0 +1,542 @@
+"""Action tokens of published models: directories with the published layout, tiny and with random weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published import KINDS, SIDE, make
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from embodied_ppo.commands import main
+from embodied_ppo.config.schema import ModelConfig
+from embodied_ppo.core import tree
+from embodied_ppo.core.types import ArraySpec, Box, CheckpointError, ConfigError, Discrete
+from embodied_ppo.models import lora
+from embodied_ppo.models.vla import pretrained
+from embodied_ppo.models.vla.hf_vlm import VisionLanguage, _fitted
+from embodied_ppo.models.vla.pretrained import CheckpointVLA
+from embodied_ppo.training import checkpoint
+
+C, A, B, K = 2, 2, 5, 16
+PICTURE = ArraySpec((3, SIDE, SIDE), torch.uint8)
+SPEC = {"state": ArraySpec((5,)), "front": PICTURE, "instruction": ArraySpec((), torch.int64)}
+SENTENCES = ("push the red block", "lift it", "reach the blue block, please")
+DECODE = ("parallel", "autoregressive")
+ADAPTED = {"lora_rank": 4}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A kind -> its directory, made once."""
+    root = tmp_path_factory.mktemp("published")
+    return cache(lambda kind: make(kind, root / kind))
+
+
+def policy_of(folder: Path, *, lively: bool = True, spec: Any = SPEC, **options: Any) -> CheckpointVLA:
+    unnorm = {"unnorm_key": "bridge_orig"} if folder.name == "openvla" else {}
+    config = ModelConfig(**{"policy": "token", "checkpoint": str(folder), "bins": K, **unnorm, **options})
+    torch.manual_seed(0)
+    box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
+    policy = CheckpointVLA.of(spec, box, config, chunk=C, sentences=SENTENCES)
+    with torch.no_grad():  # new adapters and heads are zero
+        for p in policy.parameters() if lively else ():
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn_like(p))
+    return policy
+
+
+def observations(rows: int = B, seed: int = 0) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "state": torch.randn(rows, 5, generator=g),
+        "front": torch.randint(0, 256, (rows, 3, SIDE, SIDE), generator=g, dtype=torch.uint8),
+        "instruction": torch.arange(rows) % 3,
+    }
+
+
+def acted(policy: CheckpointVLA, inputs: dict[str, Tensor], seed: int = 1) -> Any:
+    return policy.act(inputs, noise=policy.noise(B, torch.Generator().manual_seed(seed)))
+
+
+# -------------------------------------------------------------------------------------------------- what PPO relies on
+@pytest.mark.parametrize("decode", DECODE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluate_reproduces_act_for_any_micro_batch(folders: Any, kind: str, decode: str) -> None:
+    """With a cache and teacher forcing, prompts of several lengths."""
+    options = {"temperature": 1.5} if kind == "llava" else {}
+    policy = policy_of(folders(kind), decode=decode, **options)
+    inputs = policy.encode(observations())
+    for d in (acted(policy, inputs), policy.act(inputs)):
+        assert d.log_prob.shape == (B, C, A) and d.log_prob.dtype == torch.float32 and d.action.shape == (B, C * A)
+        for size in (B, 2, 1):
+            cuts = [slice(i, i + size) for i in range(0, B, size)]
+            parts = [policy.evaluate(tree.index(inputs, c), d.action[c], tree.index(d.replay, c)) for c in cuts]
+            log_prob, value = (torch.cat([getattr(p, k) for p in parts]) for k in ("log_prob", "value"))
+            assert (log_prob - d.log_prob).abs().max() < 1e-5 and (value - d.value).abs().max() < 1e-5
+            assert bool(torch.cat([p.entropy for p in parts]).isfinite().all())
+        assert (policy.value(inputs) - d.value).abs().max() < 1e-5
+    assert d.value.abs().max() > 0
+
+
+@pytest.mark.parametrize("kind", ["paligemma", "qwen3_vl", "openvla"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("decode", DECODE)
+def test_adapters_and_a_frozen_tower_change_nothing_of_that(folders: Any, kind: str, frozen: bool, decode: str) -> None:
+    policy = policy_of(folders(kind), freeze_trunk=frozen, decode=decode, **ADAPTED)
+    policy.FROZEN_ROWS = 2
+    inputs = policy.encode(observations())
+    assert ("/visual" in inputs) == frozen and ("/images" in inputs) != frozen
+    d = acted(policy, inputs)
+    for i in range(B):
+        cut = slice(i, i + 1)
+        out = policy.evaluate(tree.index(inputs, cut), d.action[cut], tree.index(d.replay, cut))
+        assert (out.log_prob - d.log_prob[cut]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", "paligemma", "qwen2_5_vl", "qwen3_vl"])
+def test_teacher_forcing_is_the_models_own(folders: Any, kind: str) -> None:
+    """Hidden states by transformers' whole forward pass of prompt and action words; where it opens a directory the
+    first token's logits are compared as well."""
+    policy = policy_of(folders(kind), decode="autoregressive", lively=False)
+    body: VisionLanguage = policy.body
+    inputs, bins = policy.encode(observations()), torch.randint(0, K, (B, C * A), generator=torch.Generator())
+    ids, mask = inputs["/ids"], inputs["/mask"]
+    options: dict[str, Any] = body.pixels(inputs["/images"].flatten(0, 1))
+    n = C * A - 1
+    if body.grid is not None:
+        options["mm_token_type_ids"] = torch.nn.functional.pad((ids == body.image_id).int(), (0, n))
+    if kind == "paligemma":
+        options["token_type_ids"] = torch.nn.functional.pad(torch.zeros_like(ids), (0, n), value=1)
+    with torch.no_grad():
+        theirs = body.core(
+            input_ids=torch.cat((ids, body.words[bins[:, :-1]]), dim=1),
+            attention_mask=torch.nn.functional.pad(mask.long(), (0, n), value=1),
+            **options,
+        ).last_hidden_state[:, -n - 1 :]
+        ours = policy.hidden(policy.see(inputs), bins)
+    assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", "openvla"])
+@pytest.mark.parametrize("decode", DECODE)
+def test_what_an_answer_depends_on(folders: Any, kind: str, decode: str) -> None:
+    """Picture and sentence; the state is not shown; with autoregressive tokens those before."""
+    policy, obs = policy_of(folders(kind), decode=decode), observations()
+    d = acted(policy, policy.encode(obs))
+    base = policy.evaluate(policy.encode(obs), d.action, d.replay).log_prob
+    for name in obs:
+        other = obs | {name: (obs[name] + 1) % 3 if name == "instruction" else obs[name].flip(-1)}
+        changed = policy.evaluate(policy.encode(other), d.action, d.replay).log_prob - base
+        assert (changed.abs().max() > 1e-4) == (name != "state"), name
+    bins = d.replay["bins"].clone()
+    bins[:, 0, 1] = (bins[:, 0, 1] + 1) % K
+    changed = policy.evaluate(policy.encode(obs), d.action, {"bins": bins}).log_prob - base
+    assert changed[:, 0, 0].abs().max() < 1e-6
+    assert (changed[:, 1].abs().max() > 1e-5) == (decode == "autoregressive")
+
+
+# --------------------------------------------------------------------------------------------------------- what learns
+@pytest.mark.parametrize("kind", ["smolvlm", "paligemma", "openvla"])
+@pytest.mark.parametrize("options", [{}, {"freeze_trunk": True}, ADAPTED, ADAPTED | {"dtype": "bfloat16"}], ids=str)
+def test_groups_hold_all_that_is_trained_once(folders: Any, kind: str, options: dict[str, Any]) -> None:
+    policy = policy_of(folders(kind), **options)
+    groups = policy.parameter_groups()
+    ids = [id(p) for group in groups.values() for p in group]
+    assert len(ids) == len(set(ids))
+    assert set(ids) == {id(p) for p in policy.parameters() if p.requires_grad}
+    assert all(p.dtype == torch.float32 for group in groups.values() for p in group)
+    rest = [p for p in policy.parameters() if not p.requires_grad and p.is_floating_point()]
+    assert all(p.dtype == getattr(torch, options.get("dtype", "float32")) for p in rest)
+    names = {name for name, p in policy.named_parameters() if p.requires_grad and not name.startswith("value_head")}
+    if "lora_rank" in options:
+        assert all("lora_" in name or name in ("body.head", "body.query") for name in names)
+        assert len([name for name in names if "lora_" in name]) == 2 * 2 * 7  # layers x (A, B) x linear layers
+    sight = {id(p) for p in policy.body.sight()}
+    assert bool(sight & set(ids)) == (not options)
+    inputs = policy.encode(observations())
+    d = acted(policy, inputs)
+    out = policy.evaluate(inputs, d.action, d.replay)
+    (out.log_prob.sum() + out.value.sum()).backward()
+    dead = {name for name in names if policy.get_parameter(name).grad is None}
+    assert all(".vision_tower." in name for name in dead)  # SigLIP's pooling, which PaliGemma does not read
+
+
+def test_bfloat16_is_close_and_its_log_probabilities_are_float32(folders: Any) -> None:
+    exact, rounded = policy_of(folders("smolvlm")), policy_of(folders("smolvlm"), dtype="bfloat16")
+    inputs = exact.encode(observations())
+    d = acted(exact, inputs)
+    out = rounded.evaluate(inputs, d.action, d.replay)
+    assert out.log_prob.dtype == out.value.dtype == torch.float32
+    assert 0 < (out.log_prob - d.log_prob).abs().max() < 0.2
+    out.log_prob.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in rounded.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", "openvla"])
+@pytest.mark.parametrize("options", [{}, ADAPTED], ids=str)
+def test_recomputed_layers_give_the_same_gradient_and_keep_less(
+    folders: Any, kind: str, options: dict[str, Any]
+) -> None:
+    grads, kept = [], []
+    for again in (False, True):
+        policy = policy_of(folders(kind), gradient_checkpointing=again, **options)
+        inputs = policy.encode(observations())
+        d = acted(policy, inputs)
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, s=saved: s.append(x.numel()) or x, lambda x: x):
+            out = policy.evaluate(inputs, d.action, d.replay)
+        kept.append(sum(saved))
+        out.log_prob.sum().backward()
+        grads.append({n: p.grad for n, p in policy.named_parameters() if p.grad is not None})
+        assert not any(module.training for module in policy.modules() if isinstance(module, torch.nn.Dropout))
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad)
+    assert kept[1] < 0.7 * kept[0]
+
+
+def test_a_reference_shares_what_is_frozen(folders: Any) -> None:
+    policy = policy_of(folders("smolvlm"), **ADAPTED)
+    other = copy.deepcopy(policy)
+    for (name, p), q in zip(policy.named_parameters(), other.parameters(), strict=True):
+        assert (p is q) != p.requires_grad, name
+    inputs = policy.encode(observations())
+    before = other.act(inputs).log_prob
+    with torch.no_grad():
+        policy.body.head.add_(1.0 * torch.randn_like(policy.body.head))
+    assert torch.equal(other.act(inputs).log_prob, before) and not torch.equal(policy.act(inputs).log_prob, before)
+
+
+@pytest.mark.parametrize("options", [{}, ADAPTED], ids=str)
+def test_a_clone_comes_closer(folders: Any, options: dict[str, Any]) -> None:
+    policy = policy_of(folders("smolvlm"), lively=False, decode="autoregressive", **options)
+    inputs = policy.encode(observations())
+    action, executed = torch.rand(B, C, A) * 2 - 1, torch.ones(B, C, dtype=torch.bool)
+    optimizer = torch.optim.Adam([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss, found = policy.bc_loss(inputs, action, executed)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert found is not None and found.focus.shape == (B, 32) and losses[-1] < 0.3 * losses[0]
+    assert (policy.act(inputs).action.view(B, C, A) - action).abs().mean() < 0.2
+
+
+# -------------------------------------------------------------------------------------------------------- what is kept
+@pytest.mark.parametrize("kind", ["smolvlm", "paligemma", "openvla"])
+@pytest.mark.parametrize("options", [{}, ADAPTED], ids=str)
+def test_a_checkpoint_holds_what_is_trained(folders: Any, kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    policy, other = policy_of(folders(kind), **options), policy_of(folders(kind), lively=False, **options)
+    state = policy.state_dict()
+    names = {name for name, p in policy.named_parameters() if p.requires_grad}
+    if options:
+        assert set(state) == names | {lora.BASE}
+    else:
+        assert set(state) >= names and lora.BASE not in state
+    torch.save(state, tmp_path / "policy.pt")
+    checkpoint.load_weights(other, torch.load(tmp_path / "policy.pt", weights_only=True), "policy.pt")
+    inputs = policy.encode(observations())
+    assert torch.equal(acted(policy, inputs).log_prob, acted(other, inputs).log_prob)
+
+
+def test_adapters_refuse_another_base(tmp_path: Path) -> None:
+    folder = make("smolvlm", tmp_path / "smolvlm")
+    policy = policy_of(folder, **ADAPTED)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"note": "another"}))
+    other = policy_of(folder, **ADAPTED)
+    with pytest.raises(CheckpointError, match=r"model.checkpoint=\S+smolvlm: its digest is [0-9a-f]{12}\.\., the one"):
+        checkpoint.load_weights(other, policy.state_dict(), "policy.pt")
+    with pytest.raises(CheckpointError, match=r"lora_A.*this model needs \(2, 32\)"):
+        checkpoint.load_weights(policy_of(folder, lora_rank=2), policy.state_dict(), "policy.pt")
+    with pytest.raises(CheckpointError, match=r"has no tensor '\S+lora_A.default.weight'"):
+        checkpoint.load_weights(other, policy_of(folder).state_dict(), "policy.pt")
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", "paligemma", "qwen3_vl", "openvla"])
+@pytest.mark.parametrize("options", [{}, ADAPTED], ids=str)
+def test_an_exported_directory_acts_the_same(folders: Any, kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Adapters merged, words of actions back in the vocabulary."""
+    policy = policy_of(folders(kind), decode="autoregressive", **options)
+    inputs = policy.encode(observations())
+    d = acted(policy, inputs)
+    pretrained.export(policy, folders(kind), tmp_path / kind)
+    again = policy_of(tmp_path / kind, decode="autoregressive", lively=False)
+    out = again.evaluate(again.encode(observations()), d.action, d.replay)
+    # PaliGemma's embedding is its head: the rows are those of the head
+    assert (out.log_prob - d.log_prob).abs().max() < 1e-4
+
+
+def test_merging_is_the_sum(folders: Any) -> None:
+    """W + (alpha / rank) B A, by hand."""
+    policy = policy_of(folders("smolvlm"), lora_rank=4, lora_alpha=6.0)
+    layer = policy.body.language.layers[0].self_attn.q_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    expected = (layer.base_layer.weight + 6.0 / 4 * b @ a).detach().clone()
+    lora.merge(policy.body.language)
+    assert type(policy.body.language.layers[0].self_attn.q_proj) is torch.nn.Linear
+    torch.testing.assert_close(policy.body.language.layers[0].self_attn.q_proj.weight, expected)
+
+
+# ---------------------------------------------------------------------------------------------- pictures, prompts, bins
+def test_patches_are_transformers(folders: Any) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+
+    body = policy_of(folders("qwen2_5_vl")).body
+    theirs = Qwen2VLImageProcessorPil.from_pretrained(folders("qwen2_5_vl"), patch_size=4, merge_size=2)
+    images = observations()["front"]
+    told = theirs([x.permute(1, 2, 0).numpy() for x in images], return_tensors="pt", do_resize=False)
+    ours = body.pixels(images)
+    assert torch.equal(ours["image_grid_thw"], told["image_grid_thw"])
+    torch.testing.assert_close(ours["pixel_values"], told["pixel_values"].float(), rtol=1e-5, atol=1e-5)
+    for size in ((64, 64), (480, 640), (30, 100), (2000, 1000)):
+        fitted = _fitted(*size, factor=28, fewest=56 * 56, most=28 * 28 * 1280)
+        assert fitted == smart_resize(*size, factor=28, min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
+
+
+def test_pixels_by_hand(folders: Any) -> None:
+    """White: (1 - .5) / .5 = 1, (1 - .4) / .4 = 1.5, (1 - .3) / .6 = 1.1667; black -1, -1, -.5."""
+    lens = policy_of(folders("paligemma")).body.lens
+    white = lens(torch.full((1, 3, 50, 40), 255, dtype=torch.uint8))
+    assert white.shape == (1, 3, SIDE, SIDE)
+    torch.testing.assert_close(white[0, :, 3, 9], torch.tensor([1.0, 1.5, 1.1666667]))
+    black = lens(torch.zeros(1, 3, SIDE, SIDE, dtype=torch.uint8))
+    torch.testing.assert_close(black[0, :, 3, 9], torch.tensor([-1.0, -1.0, -0.5]))
+
+
+def test_prompts(folders: Any) -> None:
+    text = "What action should the robot take to lift it?"
+    for kind, before, after in (
+        (
+            "smolvlm",
+            "<s><|im_start|><fake_token_around_image><global-img>",
+            f"<fake_token_around_image>{text}Assistant:",
+        ),
+        ("paligemma", "", f"<s>{text}\n"),
+        ("llava", "<s>", text),
+        ("qwen3_vl", "<s><|im_start|><|vision_start|>", f"<|vision_end|>{text}Assistant:"),
+    ):
+        body: VisionLanguage = policy_of(folders(kind)).body
+        image = body.tokenizer.convert_ids_to_tokens(body.image_id)
+        assert body.tokenizer.decode(body.prompt("Lift it")) == before + image * body.visual_tokens + after, kind
+    assert body.visual_tokens == (SIDE // 4 // 2) ** 2
+
+
+def test_words_of_actions_are_the_last_that_no_prompt_uses(folders: Any) -> None:
+    body: VisionLanguage = policy_of(folders("smolvlm"), lively=False).body
+    assert body.words.tolist() == list(range(399, 399 - K, -1))
+    body.tokenizer.add_special_tokens({"additional_special_tokens": ["<extra>"]})
+    assert len(body.tokenizer) - 1 in body.tokens()
+    whole = body.vocabulary.module.weight
+    assert torch.equal(body.head, whole[body.words])
+
+
+def test_several_cameras(folders: Any) -> None:
+    spec = SPEC | {"wrist": PICTURE}
+    for kind in ("smolvlm", "qwen2_5_vl", "openvla"):
+        policy = policy_of(folders(kind), spec=spec)
+        obs = observations() | {"wrist": observations(seed=1)["front"]}
+        inputs = policy.encode(obs)
+        d = acted(policy, inputs)
+        assert (policy.evaluate(inputs, d.action, d.replay).log_prob - d.log_prob).abs().max() < 1e-5
+        other = policy.encode(obs | {"wrist": 255 - obs["wrist"]})
+        assert (policy.evaluate(other, d.action, d.replay).log_prob - d.log_prob).abs().max() > 1e-4, kind
+
+
+def test_openvlas_actions_are_its_statistics(folders: Any) -> None:
+    """Bin 0 of 16 edges: x = -1 + 1/15; q01 = -2, q99 = 2 give 2 x, q01 = 0, q99 = 1 give (x + 1) / 2."""
+    policy = policy_of(folders("openvla"))
+    action = policy.centre(torch.zeros(1, C, A, dtype=torch.int64))
+    x = -1 + 1 / 15
+    torch.testing.assert_close(action, torch.tensor([2 * x, (x + 1) / 2]).expand(1, C, A))
+    bins = torch.randint(0, K - 1, (B, C, A), generator=torch.Generator())
+    assert torch.equal(policy.bin_of(policy.centre(bins)), bins)
+    other = policy_of(folders("openvla"), unnorm_key="tabletop")
+    assert not torch.equal(other.centre(bins), policy.centre(bins))
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+def test_directories_of_another_kind(folders: Any, tmp_path: Path) -> None:
+    cases: dict[str, tuple[dict[str, Any] | None, str]] = {
+        "empty": (None, r"model.checkpoint=\S+empty: holds no config.json; name the directory"),
+        "pi0": ({"type": "pi0"}, r"holds pi0, not a model of action tokens: write model.policy=flow"),
+        "llama": (
+            {"model_type": "llama"},
+            r"holds llama, which has no vision_config; model.policy=token reads OpenVLA",
+        ),
+        "clip": ({"model_type": "clip", "vision_config": {}}, r"holds no preprocessor_config.json"),
+    }
+    for name, (raw, message) in cases.items():
+        (tmp_path / name).mkdir()
+        if raw is not None:
+            (tmp_path / name / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(ConfigError, match=message):
+            policy_of(tmp_path / name)
+    (tmp_path / "clip" / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 32}}))
+    with pytest.raises(ConfigError, match=r"holds a clip, which transformers refuses: ValueError"):
+        policy_of(tmp_path / "clip")
+    with pytest.raises(ConfigError, match=r"model.checkpoint=\S+nowhere: there is no such directory; download one"):
+        policy_of(tmp_path / "nowhere")
+
+
+def test_weights_that_are_missing_are_not_drawn_at_random(tmp_path: Path) -> None:
+    folder = make("smolvlm", tmp_path / "smolvlm")
+    weights = load_file(folder / "model.safetensors")
+    gone = next(name for name in weights if "q_proj" in name and "text_model" in name)
+    del weights[gone]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=r"model.checkpoint=\S+: the weights lack \S*q_proj.weight, 1 in all; download"
+    ):
+        policy_of(folder)
+
+
+def test_options_that_do_not_fit_a_directory(folders: Any) -> None:
+    vlm, openvla = folders("smolvlm"), folders("openvla")
+    for folder, options, message in (
+        (vlm, {"unnorm_key": "x"}, r"model.unnorm_key=x: \S+ holds a smolvlm, which has no statistics"),
+        (vlm, {"bins": 1000}, r"model.bins=1000: the vocabulary has only \d+ words that no prompt uses"),
+        (openvla, {"unnorm_key": "bridge"}, r"model.unnorm_key=bridge: did you mean bridge_orig\? .*, tabletop"),
+        (openvla, {"unnorm_key": None}, r"model.unnorm_key=null: .*bridge_orig, tabletop"),
+        (openvla, {"bins": 256}, r"model.bins=256: the checkpoint has 16 words for actions; write model.bins=16"),
+        (
+            vlm,
+            {"spec": {"state": ArraySpec((5,))}},
+            r"the observation holds no picture; name a camera with env.cameras",
+        ),
+        (vlm, {"spec": {"a": PICTURE, "b": ArraySpec((3, 16, 16), torch.uint8)}}, r"must be RGB and of one size"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            policy_of(folder, **options)
+    config = ModelConfig(policy="token", checkpoint=str(openvla), bins=K, unnorm_key="tabletop")
+    with pytest.raises(ConfigError, match=r"its actions have 2 dimensions, the task's 3; use another model.unnorm_key"):
+        CheckpointVLA.of(SPEC, Box((-1.0,) * 6, (1.0,) * 6), config, chunk=2, sentences=SENTENCES)
+    with pytest.raises(ConfigError, match=r"env.action_mapping=rescale: .* write env.action_mapping=clip"):
+        CheckpointVLA.of(SPEC, Box((-2.0,) * 4, (1.0,) * 4), config, chunk=2, sentences=SENTENCES, mapping="rescale")
+    with pytest.raises(ConfigError, match=r"the task's actions are discrete; use model.policy=actor_critic"):
+        CheckpointVLA.of(SPEC, Discrete(3), config, chunk=1, sentences=SENTENCES)
+
+
+@pytest.mark.parametrize(("missing", "options"), [("transformers", {}), ("peft", ADAPTED)])
+def test_a_missing_extra_is_named(
+    folders: Any, missing: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders("smolvlm")
+    monkeypatch.setitem(__import__("sys").modules, missing, None)
+    with pytest.raises(ConfigError, match=rf"needs {missing} .*: pip install 'embodied-ppo\[vla\]'"):
+        policy_of(folder, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+TINY = [
+    "experiment=tabletop_token",
+    f"model.bins={K}",
+    "cloning.steps=0",
+    "env.num_envs=4",
+    "env.max_episode_steps=8",
+    "env_steps=null",
+    "updates=2",
+    "algorithm.horizon=4",
+    "algorithm.global_batch_size=8",
+    "algorithm.micro_batch_size=4",
+    "eval_every=2",
+    "save_every=1",
+    "evaluation.episodes=2",
+    "evaluation.num_envs=2",
+    "evaluation.video_episodes=0",
+    "device=cpu",
+]
+
+
+def run(capsys: pytest.CaptureFixture[str], command: str, *options: str) -> dict[str, Any]:
+    quiet = [] if command == "export" else ["--quiet"]
+    code = main.main([command, "--json", *quiet, *options])
+    told = capsys.readouterr()
+    assert code == 0, told.err
+    return json.loads(told.out)
+
+
+def of_tabletop(folder: Path) -> Path:
+    """Statistics of a dataset with four dimensions, as a fine-tuned model has them."""
+    stats = {"four": {"action": {"q01": [-1.0] * 4, "q99": [1.0] * 4}}}
+    (folder / "dataset_statistics.json").write_text(json.dumps(stats))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", "openvla"])
+def test_train_evaluate_and_export(
+    folders: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = [f"model.checkpoint={folders(kind)}", "model.lora_rank=2", "run_dir=run", "algorithm.use_kl_loss=true"]
+    if kind == "openvla":
+        options += ["model.unnorm_key=four", "model.decode=autoregressive"]
+        of_tabletop(folders(kind))
+    done = run(capsys, "train", *TINY, *options)
+    assert done["updates"] == 2 and done["env_steps"] == 2 * 4 * 4 * 4
+    size = (Path(done["checkpoint"]) / "policy.pt").stat().st_size
+    assert size < 300_000  # adapters and heads
+    measured = run(capsys, "evaluate", "checkpoint=run", "episodes=2", "num_envs=2", "video=false")
+    assert measured["eval/return"] == pytest.approx(done["final_return"])
+    written = run(capsys, "export", "checkpoint=run", "out=mine")
+    assert written["logit_difference"] < 1e-4
+    Path("new").touch()
+    assert {file.stat().st_mode for file in Path("mine").iterdir()} == {Path("new").stat().st_mode}, (
+        "as the umask has it"
+    )
+    again = run(capsys, "train", *TINY, *options[1:], "model.checkpoint=mine", "run_dir=second", "updates=1")
+    assert again["updates"] == 1
+
+
+@pytest.mark.parametrize("name", ["openvla_7b", "openvla_oft"])
+def test_experiments_for_openvla(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything but the simulator, whose meshes do not ship, and the size."""
+    monkeypatch.chdir(tmp_path)
+    options = ["env.id=Tabletop", "env.cameras=[front]", "env.image_size=32", "env.kwargs.obs=language"]
+    options += [f"model.checkpoint={of_tabletop(make('openvla', tmp_path / 'tiny'))}", "model.unnorm_key=four"]
+    done = run(capsys, "train", f"experiment={name}", *TINY[1:], *options)
+    assert done["updates"] == 2 and done["final_success"] is not None
+    weights = torch.load(Path(done["checkpoint"]) / "policy.pt", weights_only=True)
+    assert all("lora_" in name or name.startswith(("value_head", lora.BASE)) for name in weights)
+    assert {x.dtype for x in weights.values()} == {torch.float32, torch.uint8}
+
+
+def test_a_clone_by_command(
+    folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Demonstrations are recorded and imitated before PPO, by adapters alone; the second run takes the clone."""
+    monkeypatch.chdir(tmp_path)
+    options = [f"model.checkpoint={folders('paligemma')}", "model.lora_rank=2", "model.freeze_trunk=true"]
+    options += ["cloning.steps=3", "cloning.foresight_steps=2", "cloning.episodes=8", "cloning.batch_size=4"]
+    tiny = [option for option in TINY if not option.startswith("cloning")]
+    first, again = (run(capsys, "train", *tiny, *options, f"run_dir={name}") for name in "ab")
+    assert first["cloning_loss"] > 0 and first["cloning_loss"] == again["cloning_loss"]
+    assert first["final_return"] == again["final_return"]
+
+
+def test_the_gripper_closes_as_the_simulators_does(folders: Any, tmp_path: Path) -> None:
+    """OpenVLA's datasets: 0 closed, 1 open; LIBERO: 1 closes, -1 opens."""
+    folder = make("openvla", tmp_path / "openvla")
+    stats = {"action": {"q01": [-1.0, 0.0], "q99": [1.0, 1.0], "mask": [True, False]}}
+    (folder / "dataset_statistics.json").write_text(json.dumps({"gripper": stats}))
+    config = ModelConfig(policy="token", checkpoint=str(folder), bins=K, unnorm_key="gripper")
+    box = Box((-1.0,) * 4, (1.0,) * 4)
+    policy = CheckpointVLA.of(SPEC, box, config, chunk=C, sentences=SENTENCES, closes=1.0)
+    bins = torch.arange(K).view(K, 1, 1).expand(K, C, A)
+    assert policy.actions is not None
+    raw, action = policy.actions.actions(bins), policy.centre(bins)
+    assert torch.equal(action[..., 0], raw[..., 0])
+    assert torch.equal(action[..., 1], torch.where(raw[..., 1] > 0.5, -1.0, 1.0))
+    found = policy.bin_of(torch.tensor([[[0.0, 1.0], [0.0, -1.0]]]))  # closed is 0, open is 1
+    assert torch.equal(policy.centre(found)[..., 1], torch.tensor([[1.0, -1.0]]))

@@ -1,0 +1,509 @@
+"""mode=reasoning from the command line: train, resume, evaluate, export; graders, reward models, critics, refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from embodied_ppo.commands import main
+from embodied_ppo.config import loader
+from embodied_ppo.config.schema import Config
+from embodied_ppo.data import synthetic_tasks
+from embodied_ppo.models import causal_lm
+from embodied_ppo.modes.reasoning import components as reasoning
+from embodied_ppo.rewards import reward_model
+from embodied_ppo.training import checkpoint, progress
+from tests.integration.test_resume import assert_same, contents, rows, wait_for
+from tests.training.test_logging import LANGUAGE_ONLY
+
+Capture = pytest.CaptureFixture[str]
+
+ROOT = Path(__file__).resolve().parents[3]
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+"""Where the real questions may be; they are no part of the repository."""
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES |= {"intermediate_size": 32}
+SMALL = [
+    *(f"actor.model.architecture.{name}={size}" for name, size in SIZES.items()),
+    "warm_start.steps=2",
+    "warm_start.batch_size=8",
+    "algorithm.rollout_batch_size=8",
+    "algorithm.global_batch_size=4",
+    "evaluation.episodes=8",
+    "updates=2",
+    "eval_every=0",
+    "device=cpu",
+]
+TINY = ["experiment=arithmetic", *SMALL]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_problems() -> Iterator[None]:
+    """Ten thousand take half a second to read; integration/test_experiments.py has them all."""
+    few = {name: replace(task, train=20, held_out=16) for name, task in synthetic_tasks.TASKS.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic_tasks, "TASKS", few)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cwd"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+
+def run(capsys: Capture, command: str, *options: object) -> dict[str, Any]:
+    """What a command that succeeds answers."""
+    capsys.readouterr()
+    code = main.main([command, "--json", *(["--quiet"] if command != "export" else []), *map(str, options)])
+    out = capsys.readouterr()
+    assert code == 0, out.err
+    return json.loads(out.out)
+
+
+def train(capsys: Capture, *options: object) -> dict[str, Any]:
+    return run(capsys, "train", *TINY, "run_dir=run", *options)
+
+
+def refusal(capsys: Capture, command: str, *options: object) -> str:
+    """The one line of a command that is refused and writes nothing."""
+    capsys.readouterr()
+    before = sorted(Path.cwd().rglob("*"))
+    assert main.main([command, *map(str, options)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert sorted(Path.cwd().rglob("*")) == before
+    return err
+
+
+def log(run_dir: str = "run") -> str:
+    return Path(run_dir, "log.txt").read_text()
+
+
+def write_lines(name: str, items: list[dict[str, Any]]) -> Path:
+    path = Path(name).resolve()
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    return path
+
+
+# --------------------------------------------------------------------------------------------------------------- train
+def test_a_run_leaves_everything_behind(capsys: Capture) -> None:
+    summary = train(capsys)
+    assert summary == json.loads(Path("run/summary.json").read_text())
+    assert summary["updates"] == 2 and "env_steps" not in summary
+    assert 2 * 8 <= summary["tokens"] <= 2 * 8 * 4
+    for name in ("tokens_per_s", "cpu_us_per_token"):
+        assert summary[name] > 0
+    assert set(summary["cpu_us_per_token_by_phase"]) == {"generate", "grade", "advantages", "update", "other"}
+    assert 0 <= summary["initial_success"] <= 1 and 0 <= summary["final_success"] <= 1
+    stored = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert stored["actor"]["model"]["architecture"]["hidden_size"] == 16 and "env" not in stored
+    found = rows(Path("run"))
+    assert [row["update"] for row in found] == [0, 1, 2]
+    assert all("tokens" in row and "env_steps" not in row for row in found)
+    assert found[-1]["tokens"] == summary["tokens"]
+    assert {"rollout/return", "rollout/success", "policy/approx_kl", "value/loss"} <= found[1].keys()
+    assert "eval/accuracy" in found[0] and "eval/accuracy" in found[2]
+    events = EventAccumulator(summary["tensorboard"]).Reload()
+    assert "eval/accuracy" in events.Tags()["scalars"]
+    (tag,) = (tag for tag in events.Tags()["tensors"] if tag.startswith("samples"))
+    table = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+    assert "ground&#95;truth" in table and re.search(r"\d\d\+\d\d=", table)
+    assert Path(summary["checkpoint"]).name == "step_000002" == Path("run/checkpoints/latest").resolve().name
+    assert Path(summary["report"]).name == "report.html" and "tokens" in Path(summary["report"]).read_text()
+    report = json.loads(Path(summary["report_json"]).read_text())
+    assert list(report["tasks"]) == ["arithmetic"]
+
+
+STATEFUL = [
+    "algorithm.adv_type=rloo",
+    "algorithm.group_size=2",
+    "algorithm.reward_norm=running",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.kl_coef=0.1",
+    "algorithm.kl_ctrl.horizon=50",
+    "algorithm.entropy_bonus=0.01",
+    "algorithm.entropy_target=0.5",
+    "algorithm.lr_schedule=adaptive",
+    "algorithm.lr=1e-3",
+]
+
+
+@pytest.mark.parametrize("options", [[], STATEFUL], ids=["plain", "everything adapts"])
+def test_two_halves_equal_the_whole(options: list[str], capsys: Capture) -> None:
+    """Four updates of 8 of 20 prompts: the data's first epoch ends in the third, the resumed half."""
+    # the even digits are worth something, or nothing would be learned
+    Path("even.py").write_text(
+        "def compute_score(solution_str, **rest):\n    return sum(c in '02468' for c in solution_str)"
+    )
+    options = [*options, "eval_every=2", "save_every=2", f"reward.path={Path('even.py').resolve()}", "reward.workers=0"]
+    train(capsys, *options, "updates=4", "run_dir=whole")
+    train(capsys, *options, "updates=2", "run_dir=halves")
+    run(capsys, "train", "resume=halves", "updates=4")
+    for a, b in zip(contents(Path("whole"), 4), contents(Path("halves"), 4), strict=True):
+        assert_same(a, b)
+    whole = rows(Path("whole"))
+    assert whole == rows(Path("halves"))
+    assert [row["rollout/epoch"] for row in whole[1:]] == [0.4, 0.8, 1.2, 1.6]
+    weights = [contents(Path("whole"), update)[0] for update in (2, 4)]
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    if options[0] in STATEFUL:
+        for tag in ("kl/coef", "policy/entropy_coef", "policy/lr"):
+            assert whole[-2][tag] != whole[-1][tag], tag
+
+
+def test_an_interrupt_saves_and_the_run_goes_on(capsys: Capture) -> None:
+    flags = [*TINY, "run_dir=run", "updates=100000", "save_every=5", "reward.workers=0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "embodied_ppo.commands.main", "train", *flags], stderr=subprocess.PIPE, text=True
+    )
+    wait_for(Path("run/checkpoints/latest"), process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "continue with resume=run" in err and "Traceback" not in err, err
+    newest = checkpoint.newest_valid(Path("run"))
+    assert newest is not None and newest.update == rows(Path("run"))[-1]["update"], "everything learned was saved"
+    with pytest.MonkeyPatch.context() as patch:  # this process has fewer problems
+        patch.setattr(synthetic_tasks, "TASKS", {t.name: t for t in synthetic_tasks._TASKS})
+        assert run(capsys, "train", "resume=run", f"updates={newest.update + 1}")["updates"] == newest.update + 1
+
+
+# --------------------------------------------------------------------------------------------------- files and weights
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def questions(part: str, count: int) -> list[dict[str, str]]:
+    """GSM8K's first rows where they are, else as many in its layout."""
+    file = GSM8K / f"{part}.jsonl"
+    if file.is_file():
+        with open(file, encoding="utf-8") as lines:
+            return [json.loads(next(lines)) for _ in range(count)]
+    rows = []
+    for i in range(count):
+        crates, days = i + {"train": 10, "test": 1000}[part], i % 7 + 2
+        question = f"Ida packs {crates} crates a day." + " She likes it." * (i % 40) + f" How many in {days} days?"
+        done = crates * days
+        rows.append(
+            {"question": question, "answer": f"{crates}*{days}=<<{crates}*{days}={done}>>{done:,}\n#### {done:,}"}
+        )
+    return rows
+
+
+def save_model(folder: Path, texts: list[str], seed: int = 0, **sizes: Any) -> Path:
+    """A directory like Qwen2.5's: random weights, a byte-level tokenizer of these texts, ChatML."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    words.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=special[0], eos_token=special[2])
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    fields = {**SIZES, "max_position_embeddings": 512, "vocab_size": 416, "eos_token_id": 2, **sizes}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        Qwen2ForCausalLM(Qwen2Config(**fields)).save_pretrained(folder)
+    return folder.resolve()
+
+
+def gsm8k() -> tuple[list[str], Path]:
+    """Options for a tiny model of its own, and the model's directory."""
+    train_rows, test_rows = questions("train", 60), questions("test", 12)
+    model = save_model(Path("model"), [row[key] for row in train_rows for key in ("question", "answer")])
+    options = [
+        "experiment=gsm8k_qwen2_5_0_5b",
+        f"actor.model.path={model}",
+        f"data.train=[{write_lines('train.jsonl', train_rows)}]",
+        f"data.eval=[{write_lines('test.jsonl', test_rows)}]",
+        "actor.model.dtype=float32",
+        "critic.model.dtype=float32",
+        "algorithm.rollout_batch_size=8",
+        "algorithm.global_batch_size=4",
+        "algorithm.prompt_length=200",
+        "algorithm.response_length=12",
+        "algorithm.micro_batch_tokens=1000",
+        "evaluation.episodes=6",
+        "updates=1",
+        "device=cpu",
+        "run_dir=run",
+    ]
+    return options, model
+
+
+def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options, model = gsm8k()
+    summary = run(capsys, "train", *options)
+    assert summary["updates"] == 1 and summary["final_success"] is not None
+    told = re.search(
+        r"data: (\d+) prompts of data.train=\S+; (\d+) longer than algorithm.prompt_length=200 were left", log()
+    )
+    assert told and int(told[1]) + int(told[2]) == 60 and int(told[1]) > 0 < int(told[2])
+    row = rows(Path("run"))[-1]
+    assert row["rollout/grader_failures"] == 0 and row["kl/to_reference"] == pytest.approx(0, abs=1e-4)
+    samples = json.loads(Path(summary["report_json"]).read_text())
+    assert list(samples["tasks"]) == ["openai/gsm8k"]
+
+    found = run(capsys, "evaluate", "checkpoint=run", "episodes=6", "out=report")
+    assert found["eval/accuracy"] == summary["final_success"] and found["eval/length"] <= 12
+
+    done = run(capsys, "export", "checkpoint=run", "out=mine")
+    assert done["logit_difference"] == 0
+    Path("new").touch()
+    assert {file.stat().st_mode for file in Path("mine").iterdir()} == {Path("new").stat().st_mode}, (
+        "as the umask has it"
+    )
+    mine = AutoModelForCausalLM.from_pretrained("mine", dtype=torch.float32)
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = loader.load(Config, yaml.safe_load(Path("run/config.yaml").read_text()))
+    policy = reasoning.make_policy(config, reasoning.make_tokenizer(config), torch.device("cpu"))
+    policy.load_state_dict(contents(Path("run"), 1)[0])
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        assert torch.equal(mine(ids).logits, policy.model(ids).logits)
+        assert not torch.equal(mine(ids).logits, before(ids).logits), "it has learned"
+    theirs, ours = (AutoTokenizer.from_pretrained(folder) for folder in ("mine", model))
+    assert theirs.chat_template == CHAT and theirs("Ida packs 12")["input_ids"] == ours("Ida packs 12")["input_ids"]
+    assert "is not an empty directory" in refusal(capsys, "export", "checkpoint=run", "out=mine")
+
+
+def test_every_tag_is_documented(capsys: Capture) -> None:
+    """docs/metrics.md has a row for each that this mode writes; test_log has the other way round for robots."""
+    options = ["algorithm.use_kl_in_reward=true", "algorithm.use_kl_loss=true", "algorithm.entropy_target=0.5"]
+    options += ["algorithm.off_policy_correction=token", "reward.format='[0-9]*'", "evaluation.n=4"]
+    train(capsys, *options, "evaluation.deterministic=false", "algorithm.entropy_bonus=0.01")
+    board = EventAccumulator("run/tensorboard").Reload()
+    written = set(board.Tags()["scalars"]) | {"samples"}
+    text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    documented = re.findall(r"^\| `([^`]+)`", text, re.M)
+    patterns = [re.escape(tag).replace("<k>", r"\d+").replace("<n>", r"\d+") for tag in documented]
+    assert not {tag for tag in written if not any(re.fullmatch(p, tag) for p in patterns)}
+    missing = {tag for tag in LANGUAGE_ONLY if "<" not in tag and not tag.startswith("hparam")} - written
+    assert not missing
+
+
+def test_held_out_prompts_that_are_trained_on_are_told(capsys: Capture) -> None:
+    options, _ = gsm8k()
+    both = write_lines("both.jsonl", questions("test", 3) + questions("train", 40)[30:])
+    run(capsys, "train", *options, f"data.eval=[{both}]", "algorithm.prompt_length=450")
+    assert "data: 10 of the 13 held-out prompts are in data.train, too" in log()
+
+
+def test_files_and_directories_that_are_not_there(capsys: Capture) -> None:
+    options, model = gsm8k()
+    for change, words in (
+        (
+            "data.train=[trian.jsonl]",
+            r"data.train=\[.*/trian.jsonl\]: .*/trian.jsonl: does not exist; did you mean train.jsonl",
+        ),
+        ("actor.tokenizer=nowhere", r"actor.tokenizer=.*/nowhere: is no directory; .*hf download"),
+        (f"actor.model.path={Path.cwd()}", "holds no tokenizer"),
+        (f"critic.model.path={Path.cwd()}", "critic.model.path=.*: holds no config.json"),
+        (f"reward.model.path={Path.cwd()}", "reward.model.path=.*: holds no config.json"),
+        (
+            "algorithm.response_length=500",
+            r"response_length = 500: with the longest prompt .* model's limit is 512; lower",
+        ),
+        ("algorithm.prompt_length=20", "prompt_length = 20: all 60 prompts are longer, the shortest has"),
+        ("reward.grader=gsm8k_strct", "did you mean gsm8k_strict"),
+    ):
+        assert re.search(words, refusal(capsys, "train", *options, change)), change
+    (model / "config.json").unlink()
+    assert re.search("actor.model.path=.*: holds no config.json", refusal(capsys, "train", *options))
+
+
+# ------------------------------------------------------------------------------------------------------------ evaluate
+def test_evaluations_of_a_checkpoint(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(capsys)
+
+    def measure(*options: object) -> dict[str, Any]:
+        found = run(capsys, "evaluate", "checkpoint=run", "episodes=8", *options)
+        return {tag: x for tag, x in found.items() if tag.startswith("eval/")}
+
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    assert main.main(["evaluate", "checkpoint=run", "episodes=8", "n=2", "deterministic=false"]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
+    assert told[0].startswith("responses 0/16  ") and told[-1] == "responses 16/16  0 s left"
+    once = measure("out=once")
+    assert once == measure("out=twice") == measure("seed=7") and "eval/pass@2" not in once
+    assert json.loads(Path("once/report.json").read_text())["deterministic"]
+    many = measure("n=4", "deterministic=false")
+    assert {"eval/pass@2", "eval/pass@4", "eval/maj@4"} <= many.keys()
+    assert many != measure("n=4", "deterministic=false", "seed=1")
+    assert measure("response_length=2")["eval/length"] <= 2
+    problems = [{"prompt": f"{i}+{i}=", "answer": f"{2 * i:03d}"[::-1], "data_source": "arithmetic"} for i in (10, 11)]
+    other = write_lines("other.jsonl", problems)
+    measure(f"data=[{other}]", "out=other")
+    assert json.loads(Path("other/report.json").read_text())["tasks"]["arithmetic"]["episodes"] == 2
+    for option, value in (("env.max_episode_steps", 5), ("num_envs", 3), ("video_steps", 5)):
+        line = refusal(capsys, "evaluate", "checkpoint=run", f"{option}={value}")
+        assert f"{option.partition('.')[0]} = " in line and "run is a language model; leave it out" in line
+    assert "does not exist" in refusal(capsys, "evaluate", "checkpoint=run", "data=[nowhere.jsonl]")
+    assert "deterministic = true" in refusal(capsys, "evaluate", "checkpoint=run", "n=4")
+
+
+def test_a_robot_has_no_prompts(capsys: Capture) -> None:
+    sizes = ["env.num_envs=2", "algorithm.horizon=4", "algorithm.global_batch_size=8", "evaluation.episodes=1"]
+    run(capsys, "train", "experiment=cartpole", *sizes, "updates=1", "run_dir=robot", "evaluation.video_episodes=0")
+    for option in ("data=[x.jsonl]", "n=2", "temperature=0.5", "top_k=3", "response_length=4"):
+        line = refusal(capsys, "evaluate", "checkpoint=robot", "deterministic=false", option)
+        why = "model.policy=actor_critic has none" if option.startswith("temperature") else "robot is a robot policy"
+        assert f"{why}; leave it out" in line and line.startswith(f"error: {option.partition('=')[0]} = ")
+    assert "is a robot policy" in refusal(capsys, "export", "checkpoint=robot", "out=mine")
+
+
+# -------------------------------------------------------------------------------------------------------------- judges
+GRADERS = """
+import asyncio, time
+
+def sync(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str)
+
+async def later(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0)
+    return {"score": len(solution_str), "acc": True}
+
+def crashes(data_source, solution_str, ground_truth, extra_info=None):
+    if int(ground_truth[0]) % 2:
+        raise RuntimeError("it is odd")
+    return 1.0
+
+def hangs(data_source, solution_str, ground_truth, extra_info=None):
+    if int(ground_truth[0]) % 2:
+        time.sleep(60)
+    return 1.0
+"""
+
+
+def test_a_synthetic_task_is_graded_in_worker_processes(capsys: Capture) -> None:
+    train(capsys, "updates=1", "reward.workers=2", "evaluation.episodes=1")
+    last = rows(Path("run"))[-1]
+    assert last["rollout/grader_failures"] == 0 and last["rollout/return"] == last["rollout/success"]
+
+
+@pytest.mark.parametrize("name", ["sync", "later"])
+def test_a_grader_of_ones_own(name: str, capsys: Capture) -> None:
+    Path("mine.py").write_text(GRADERS)
+    summary = train(capsys, f"reward.path={Path('mine.py').resolve()}", f"reward.name={name}", "updates=1")
+    last = rows(Path("run"))[-1]
+    assert last["rollout/grader_failures"] == 0 and last["rollout/return"] >= last["rollout/length"] - 1
+    assert summary["final_return"] == last["eval/return"] > 1
+    assert ("rollout/success" in last) == (name == "later") and (last["eval/accuracy"] == 1) >= (name == "later")
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"), [("crashes", "RuntimeError: it is odd"), ("hangs", "took longer than timeout_s = 0.2")]
+)
+def test_a_grader_that_fails_costs_its_own_samples_only(name: str, cause: str, capsys: Capture) -> None:
+    Path("mine.py").write_text(GRADERS)
+    options = ["evaluation.episodes=1"]
+    if name == "hangs":
+        options += ["reward.workers=1", "reward.timeout_s=0.2", "algorithm.rollout_batch_size=4"]
+    train(capsys, f"reward.grader={Path('mine.py').resolve()}:{name}", *options)
+    found = rows(Path("run"))[1:]
+    size = 4 if name == "hangs" else 8
+    for row in found:
+        assert 0 < row["rollout/grader_failures"] < size
+        assert row["rollout/return"] == pytest.approx(1 - row["rollout/grader_failures"] / size)
+    assert len(found) == 2
+    assert log().count("reward: a response could not be graded") == 1 and cause in log()
+
+
+RLHF = ["experiment=rlhf_tiny", *SMALL, "reward.model.pairs=40", "reward.model.steps=4", "reward.model.batch_size=8"]
+
+
+def test_a_reward_model_learns_first_and_judges_then(capsys: Capture) -> None:
+    summary = run(capsys, "train", *RLHF, "run_dir=run")
+    assert "reward model: learns from 40 preferences of task arithmetic" in log()
+    assert re.search(r"reward model: \d+\.\d % of held-out preferences right", log())
+    row = rows(Path("run"))[-1]
+    assert row["kl/to_reference"] != 0 and row["kl/coef"] == 0.5
+    training = contents(Path("run"), 2)[1]["learner"]
+    assert training["reference"] is not None and training["critic_weights"] is not None
+    assert (
+        row["eval/return"] == summary["final_return"] != summary["final_success"]
+    )  # the model's score, and the rule's
+    assert row["eval/accuracy"] == summary["final_success"]
+
+
+def test_a_resumed_run_has_the_same_reward_model(capsys: Capture) -> None:
+    options = [*RLHF, "eval_every=1"]
+    run(capsys, "train", *options, "run_dir=whole")
+    run(capsys, "train", *options, "run_dir=halves", "updates=1")
+    run(capsys, "train", "resume=halves", "updates=2")
+    assert rows(Path("whole")) == rows(Path("halves"))
+
+
+def test_a_reward_model_that_begins_as_a_model_by_path(capsys: Capture) -> None:
+    fields = {**SIZES, "model_type": "qwen2", "vocab_size": 24, "max_position_embeddings": 64, "eos_token_id": 2}
+    causal_lm.load(None, fields, what="actor.model").save_pretrained("model")
+    options = [option for option in RLHF if not option.startswith(("actor.", "warm_start."))]
+    run(capsys, "train", *options, f"actor.model.path={Path('model').resolve()}", "warm_start.steps=0", "run_dir=run")
+    assert "of held-out preferences right" in log()
+
+
+def test_a_reward_model_by_path(capsys: Capture) -> None:
+    """It knows one thing: whether a text is one; so every response is worth its bias."""
+    architecture = {**yaml.safe_load((ROOT / "configs/experiment/arithmetic.yaml").read_text())["actor"]["model"]}
+    model = reward_model.new({**architecture["architecture"], **SIZES})
+    model.config.reward_offset = -3.0
+    model.save_pretrained("judge")
+    synthetic_tasks.tokenizer().save_pretrained("judge")
+    summary = train(capsys, f"reward.model.path={Path('judge').resolve()}")
+    assert summary["initial_return"] == summary["final_return"] == pytest.approx(3.0)
+    assert summary["final_success"] < 1
+    found = run(capsys, "evaluate", "checkpoint=run", "episodes=8")
+    assert found["eval/return"] == pytest.approx(3.0) and found["eval/accuracy"] == summary["final_success"]
+
+
+# -------------------------------------------------------------------------------------------------------------- critic
+def test_a_critic_of_another_size(capsys: Capture) -> None:
+    fields = {**SIZES, "model_type": "qwen2", "vocab_size": 24, "hidden_size": 24, "max_position_embeddings": 64}
+    train(capsys, "critic.model.architecture={" + ",".join(f"{k}:{v}" for k, v in fields.items()) + "}")
+    assert contents(Path("run"), 2)[1]["learner"]["critic_weights"]["value_head.weight"].shape == (1, 24)
+
+
+def test_a_critic_by_path(capsys: Capture) -> None:
+    other = save_model(Path("critic"), ["1"], hidden_size=24)
+    train(capsys, f"critic.model.path={other}")
+    assert contents(Path("run"), 2)[1]["learner"]["critic_weights"]["value_head.weight"].shape == (1, 24)
+
+
+def test_critic_warmup_leaves_the_actor_alone(capsys: Capture) -> None:
+    cold = [option for option in TINY if not option.startswith("warm_start.")] + ["warm_start.steps=0"]
+    run(
+        capsys, "train", *cold, "run_dir=run", "algorithm.critic_warmup=1", "save_every=1", "algorithm.weight_decay=0.1"
+    )
+    config = loader.load(Config, yaml.safe_load(Path("run/config.yaml").read_text()))
+    fresh = reasoning.make_policy(config, synthetic_tasks.tokenizer(), torch.device("cpu")).state_dict()
+    (first, training), (second, _) = (contents(Path("run"), update) for update in (1, 2))
+    assert first.keys() == fresh.keys() and all(torch.equal(first[name], fresh[name]) for name in fresh)
+    assert any(not torch.equal(second[name], fresh[name]) for name in fresh)
+    critic = training["learner"]["critic_weights"]
+    trunk = "decoder.base.embed_tokens.weight"
+    assert not torch.equal(critic[trunk], fresh["model.model.embed_tokens.weight"])

@@ -1,0 +1,114 @@
+"""Taking turns on a device: who sleeps when, and that tensors come back bit for bit wherever somebody holds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from embodied_ppo.config.placement import Hardware, plan
+from embodied_ppo.placement import offload
+from embodied_ppo.placement.offload import ALL, ASLEEP, WEIGHTS, Luggage, Residency
+from embodied_ppo.placement.ray_system import ClusterSystem
+from tests.integration.test_placements import assert_close, rows, train
+
+
+def steps(r: Residency, phase: str) -> list[tuple[str, int]]:
+    return [(g.name, level) for g, level in r.before(phase)]
+
+
+def test_who_waits_gives_its_memory_back_before_others_wake() -> None:
+    r = Residency(plan("colocated", Hardware((2,), "cuda")))
+    assert steps(r, "publish") == [("env", ASLEEP), ("rollout", WEIGHTS), ("actor", WEIGHTS)]
+    assert steps(r, "collect") == [("actor", ASLEEP), ("env", ALL), ("rollout", ALL)]
+    assert steps(r, "collect") == []  # idempotent
+    assert steps(r, "update") == [("env", ASLEEP), ("rollout", ASLEEP), ("actor", ALL)]
+    assert steps(r, "publish") == [("actor", WEIGHTS), ("rollout", WEIGHTS)]
+    assert steps(r, "evaluate") == [("actor", ASLEEP), ("env", ALL), ("rollout", ALL)]
+    assert steps(r, "save") == [("rollout", WEIGHTS), ("actor", ALL)]
+
+
+def test_only_who_shares_a_device_moves() -> None:
+    for name in ("fused", "disaggregated", "hybrid"):
+        r = Residency(plan(name, Hardware((4,), "cuda")))
+        assert not any(steps(r, phase) for phase in offload.PHASES)
+    r = Residency(plan({"env": 0, "rollout,actor": "0-1"}, Hardware((2,), "cuda")))
+    assert steps(r, "update") == [("env", ASLEEP)]
+    assert not steps(Residency(plan("colocated", Hardware((2,), "cpu"))), "collect")  # the host's memory already
+
+
+def test_tensors_come_back_bit_for_bit_where_they_were() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
+    optimizer = torch.optim.AdamW(net.parameters())
+    twin = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
+    twin.load_state_dict(net.state_dict())
+    other = torch.optim.AdamW(twin.parameters())
+    first = net[0].weight
+    assert isinstance(first, Tensor)
+    view = first.detach()[2:4]
+
+    def tensors(level: int) -> list[Tensor]:
+        if level == WEIGHTS:
+            return [*net.parameters(), *net.buffers()]
+        return [x for s in optimizer.state.values() for x in s.values() if x.ndim]
+
+    luggage = Luggage(tensors)
+    for i in range(6):
+        x = torch.randn(8, 5)
+        for model, opt in ((net, optimizer), (twin, other)):
+            opt.zero_grad()
+            model(x).square().sum().backward()
+            opt.step()
+        moved = luggage.move((ASLEEP, WEIGHTS, ALL)[i % 3])
+        if i % 3 == 0:
+            assert first.untyped_storage().nbytes() == view.untyped_storage().nbytes() == 0
+            whole = moved
+            assert moved == sum(x.numel() * x.element_size() for x in [*net.parameters(), *net.buffers()]) + sum(
+                x.numel() * 4 for s in optimizer.state.values() for x in s.values() if x.ndim
+            )
+            assert luggage.move(ASLEEP) == 0
+        if i % 3 == 1:
+            exp_avg = optimizer.state[net[0].weight]["exp_avg"]
+            assert first.untyped_storage().nbytes() > 0 and exp_avg.untyped_storage().nbytes() == 0
+        luggage.move(ALL)
+        assert sum(len(host) for host in luggage.hosts.values()) == whole  # used again, not more each time
+        for a, b in zip(net.state_dict().values(), twin.state_dict().values(), strict=True):
+            assert torch.equal(a, b)
+        assert torch.equal(view, twin[0].weight[2:4])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.usefixtures("eight_slots")
+def test_parts_of_a_model_take_turns_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"placement": "colocated", "cluster__devices_per_node": 2, "updates": 3}
+    options |= {"algorithm__use_kl_loss": True, "cluster__check_weights": True}
+    expected = train(tmp_path / "whole", **options | {"placement": "fused"})  # which learns the same
+    monkeypatch.setattr(offload, "MOVES", {"cpu"})
+    assert_close(train(tmp_path / "parts", **options, cluster__shard=True), expected)
+    assert '"time/swap_s": 0.0,' not in (tmp_path / "parts" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.usefixtures("eight_slots")
+def test_a_run_whose_processes_take_turns_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: everything is moved away and back in every phase."""
+    options: dict[str, Any] = {"placement": "colocated", "cluster__devices_per_node": 1}
+    expected = train(tmp_path / "still")  # in one process, which learns the same
+    monkeypatch.setattr(offload, "MOVES", {"cpu"})
+    ask, moved = ClusterSystem._ask, dict[str, int]()
+
+    def counting(self: Any, handles: Any, method: str, *args: Any, **rest: Any) -> Any:
+        told = ask(self, handles, method, *args, **rest)
+        if method == "reside":
+            moved[handles[0].name] = moved.get(handles[0].name, 0) + sum(told)
+        return told
+
+    monkeypatch.setattr(ClusterSystem, "_ask", counting)
+    assert train(tmp_path / "moving", **options) == expected
+    assert moved["env rank 0"] == 0 < moved["rollout rank 0"] < moved["actor rank 0"]
+    told = (tmp_path / "moving" / "metrics.jsonl").read_text()
+    assert '"time/swap_s": 0.0,' not in told and "time/swap_s" in told
+    train(tmp_path / "moving", **options, updates=6, resume=str(tmp_path / "moving"))
+    assert len(rows(tmp_path / "moving")) == 7

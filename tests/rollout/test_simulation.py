@@ -1,0 +1,326 @@
+"""Rollout: row alignment with identifiable numbers, ends of episodes, metrics, seeds, and randomness that is passed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import toys
+
+from embodied_ppo.core import tree
+from embodied_ppo.core.random import TRAINING_SEEDS, env_seeds, sampling_key
+from embodied_ppo.core.types import Mean, TrainingError, Trajectory
+from embodied_ppo.modes.embodied import components as embodied
+from embodied_ppo.rollout.simulation import WINDOW, Rollout
+
+
+def rollout(lengths: list[int], clock: list[bool], *, seed: int = 0, group_size: int = 1, one_episode=False, **options):
+    env = toys.ScriptedEnv(lengths, clock, **options)
+    policy = toys.CountingPolicy()
+    return env, Rollout(env, policy, seed=seed, group_size=group_size, one_episode=one_episode)
+
+
+def number(metric: Mean | float) -> float:
+    return metric.value if isinstance(metric, Mean) else metric
+
+
+def column(t: Trajectory, i: int) -> list[tuple[Any, ...]]:
+    """(episode, step, reward, next_value, terminated, truncated, mask) of every row of environment i."""
+    rows = []
+    for r in range(t.reward.shape[0]):
+        _, episode, step = (int(x) for x in t.obs[r, i])
+        flags = [bool(x[r, i]) for x in (t.terminated, t.truncated, t.mask)]
+        rows.append((episode, step, t.reward[r, i].item(), t.next_value[r, i].item(), *flags))
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------------------- alignment
+def test_rows_of_a_simulator_that_resets_on_the_next_step():
+    env, r = rollout([2, 3], [False, True])
+    t, _ = r.collect(5, update=0, version=7)
+    # environment 0 terminates after 2 steps: the row that ends has the final observation's value, then a dummy
+    assert column(t, 0) == [
+        (0, 0, 1.0, 1.5, False, False, True),
+        (0, 1, 2.0, 2.5, True, False, True),  # V(episode 0, step 2), not used: terminated
+        (0, 2, 0.0, 100.5, False, False, False),  # the dummy: acts on the final observation, resets
+        (1, 0, 11.0, 101.5, False, False, True),
+        (1, 1, 12.0, 102.5, True, False, True),
+    ]
+    # environment 1 is cut by the clock after 3: next_value is V of the FINAL observation, not of the next episode
+    assert column(t, 1) == [
+        (0, 0, 101.0, 1001.5, False, False, True),
+        (0, 1, 102.0, 1002.5, False, False, True),
+        (0, 2, 103.0, 1003.5, False, True, True),
+        (0, 3, 0.0, 1100.5, False, False, False),
+        (1, 0, 111.0, 1101.5, False, False, True),  # the last row: V of what comes after the rollout
+    ]
+    check_what_was_decided(t, env)
+
+
+def test_rows_of_a_simulator_that_resets_in_the_same_step():
+    env, r = rollout([2, 3], [False, True], same_step=True)
+    t, _ = r.collect(4, update=0, version=7)
+    assert column(t, 0) == [
+        (0, 0, 1.0, 1.5, False, False, True),
+        (0, 1, 2.0, 2.5, True, False, True),  # from final_obs; the next row acts on the next episode already
+        (1, 0, 11.0, 101.5, False, False, True),
+        (1, 1, 12.0, 102.5, True, False, True),
+    ]
+    assert column(t, 1) == [
+        (0, 0, 101.0, 1001.5, False, False, True),
+        (0, 1, 102.0, 1002.5, False, False, True),
+        (0, 2, 103.0, 1003.5, False, True, True),  # V(final), though obs of the next row is (1, 0)
+        (1, 0, 111.0, 1101.5, False, False, True),
+    ]
+    check_what_was_decided(t, env)
+
+
+def check_what_was_decided(t: Trajectory, env: toys.ScriptedEnv) -> None:
+    assert isinstance(t.obs, torch.Tensor)
+    assert torch.equal(t.action, torch.stack(env.actions))  # a_t is what the simulator got at t
+    assert torch.equal(t.log_prob, -t.action.unsqueeze(2))
+    assert torch.equal(t.value, toys.value_of(t.obs))
+    assert torch.equal(t.replay["seen"], t.obs)
+    assert (t.version == 7).all() and t.version.dtype == torch.int64
+    rows, n = t.reward.shape
+    assert all(leaf.shape[:2] == (rows, n) for leaf in tree.leaves(t))
+    assert all(x.dtype == torch.float32 for x in (t.log_prob, t.value, t.next_value, t.reward))
+    assert all(x.dtype == torch.bool for x in (t.terminated, t.truncated, t.mask))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_not_finite_is_reported_before_it_is_trained_on(value: float) -> None:
+    env, r = rollout([2, 3], [False, True])
+    step = env.step
+
+    def broken(action: torch.Tensor) -> Any:
+        found = step(action)
+        if len(env.actions) == 3:
+            found.reward[1] = value
+        return found
+
+    env.step = broken
+    with pytest.raises(
+        TrainingError, match=rf"env\.id=scripted: reward of environment 1 is {value} \(update 4, step 2\)"
+    ):
+        r.collect(5, update=4, version=4)
+
+
+def test_rollouts_continue_where_the_last_one_stopped():
+    whole = rollout([3, 4], [False, True])[1].collect(6, update=0, version=0)[0]
+    _, r = rollout([3, 4], [False, True])
+    first, _ = r.collect(4, update=0, version=0)
+    second, _ = r.collect(2, update=1, version=0)
+    assert column(first, 0) + column(second, 0) == column(whole, 0)
+    assert column(first, 1)[:3] + column(second, 1) == column(whole, 1)[:3] + column(whole, 1)[4:]
+    assert torch.equal(torch.cat([first.next_value, second.next_value]), whole.next_value)
+
+
+def test_truncation_bootstraps_the_final_observation_in_a_real_simulator():
+    """EnvPool's InvertedPendulum with a clock of 3 steps: next_value of the cut row is V of the row after it (a dummy),
+    which acts on the final observation."""
+    c = toys.config({"env.id": "InvertedPendulum-v4", "env.max_episode_steps": 3})
+    env = embodied.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
+    policy = embodied.make_policy(c, env)
+    t, metrics = Rollout(env, policy, seed=0).collect(10, update=0, version=0)
+    env.close()
+    assert isinstance(t.obs, torch.Tensor)
+    assert t.truncated.any() and not t.terminated.any()
+    cut = t.truncated[:-1]
+    assert torch.equal(t.next_value[:-1][cut], t.value[1:][cut])
+    assert not t.mask[1:][cut].any() and t.mask.float().mean() == pytest.approx(0.8)  # rows 3 and 7 of 10
+    assert (t.reward[1:][cut] == 0).all()
+    after = t.obs[2:][cut[:-1]]  # the row after the dummy starts anew, near the upright rest
+    assert after.abs().max() <= 0.01 + 1e-6 < t.obs[1:][cut].abs().max()
+    assert number(metrics["rollout/length"]) == 3.0
+
+
+# ------------------------------------------------------------------------------------------------------------- metrics
+def test_episode_metrics():
+    _, r = rollout([2, 3], [False, True])
+    _, metrics = r.collect(1, update=0, version=0)
+    assert metrics == {"rollout/episodes": 0.0}  # nothing finished: no number is made up
+    _, metrics = r.collect(4, update=1, version=0)
+    # environment 0: 1 + 2 and 11 + 12 (episode 1 succeeds); environment 1: 101 + 102 + 103
+    assert number(metrics["rollout/episodes"]) == 3
+    assert number(metrics["rollout/return"]) == pytest.approx((3 + 23 + 306) / 3)
+    assert number(metrics["rollout/length"]) == pytest.approx((2 + 2 + 3) / 3)
+    assert number(metrics["rollout/success"]) == pytest.approx(1 / 3)
+    assert isinstance(metrics["rollout/return"], Mean)
+
+
+def test_metrics_average_the_newest_hundred_episodes():
+    _, r = rollout([1], [False], same_step=True)
+    _, metrics = r.collect(WINDOW + 50, update=0, version=0)
+    assert number(metrics["rollout/episodes"]) == WINDOW + 50
+    # episode e returns 10 e + 1; the newest hundred are 50 .. 149
+    assert number(metrics["rollout/return"]) == pytest.approx(10 * (50 + 149) / 2 + 1)
+
+
+def test_one_episode_of_each_environment():
+    env, r = rollout([2, 3, 9], [False, True, False], same_step=True, one_episode=True)
+    for update in (4, 5):
+        t, metrics = r.collect(6, update=update, version=0)
+        assert t.mask.T.tolist() == [[True] * 2 + [False] * 4, [True] * 3 + [False] * 3, [True] * 6]
+        assert [row[:2] for row in column(t, 0)][:2] == [(0, 0), (0, 1)]  # each collect begins anew
+        assert env.seeds[-1] == env_seeds(0, update, 3)
+        # the episodes that began inside the rollout count nowhere
+        assert number(metrics["rollout/episodes"]) == 2
+        assert number(metrics["rollout/return"]) == pytest.approx((3 + 306) / 2)
+        assert number(metrics["rollout/length"]) == pytest.approx((2 + 3) / 2)
+    _, r = rollout([2, 3], [False, True], one_episode=True)
+    t, _ = r.collect(6, update=0, version=0)
+    assert t.mask.sum(0).tolist() == [2, 3]
+
+
+# --------------------------------------------------------------------------------------------------------------- seeds
+def test_seeds():
+    seeds = env_seeds(3, 0, 8, group_size=4)
+    assert seeds[:4] == [seeds[0]] * 4 and seeds[4:] == [seeds[4]] * 4 and seeds[0] != seeds[4]
+    assert len(set(env_seeds(3, 0, 64))) == 64
+    assert env_seeds(3, 0, 64)[:8] == env_seeds(3, 0, 8)  # an environment's seed does not depend on how many there are
+    assert not set(env_seeds(3, 0, 64)) & set(env_seeds(3, 1, 64)) and not set(env_seeds(3, 0, 64)) & set(
+        env_seeds(4, 0, 64)
+    )
+    assert all(0 <= s < TRAINING_SEEDS for s in env_seeds(3, 0, 64))
+
+
+def test_groups_share_their_start_and_not_their_actions():
+    c = toys.config({"algorithm.group_size": 2, "env.restart_each_rollout": True})
+    env = embodied.make_env(env_seeds(0, 0, 4, 2), config=c.env, device=torch.device("cpu"))
+    t, _ = Rollout(env, embodied.make_policy(c, env), seed=0, group_size=2, one_episode=True).collect(
+        3, update=0, version=0
+    )
+    env.close()
+    assert isinstance(t.obs, torch.Tensor)
+    assert torch.equal(t.obs[0, 0], t.obs[0, 1]) and torch.equal(t.obs[0, 2], t.obs[0, 3])
+    assert not torch.equal(t.obs[0, 0], t.obs[0, 2])
+    assert not torch.equal(t.action[0, 0], t.action[0, 1]) and not torch.equal(t.obs[1, 0], t.obs[1, 1])
+
+
+def test_sampling_key_is_the_same_in_every_process():
+    parts = [(0, 0, 0, 0), (1, 2, "shuffle", 3), (7, "env", 0, 5)]
+    code = f"from embodied_ppo.rollout.simulation import sampling_key\nfor p in {parts!r}: print(sampling_key(*p))"
+    keys = [sampling_key(*p) for p in parts]
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "12345"}
+    )
+    assert [int(line) for line in out.stdout.split()] == keys
+    assert sampling_key(0, 0, 0, 0) == 3798811674703423765  # and in every version: checkpoints rest on it
+    grid = {sampling_key(s, u, 0, t) for s in range(5) for u in range(20) for t in range(40)}
+    assert len(grid) == 5 * 20 * 40 and all(0 <= k < 2**63 for k in grid)
+
+
+# --------------------------------------------------------------------------------------------------------- determinism
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "InvertedPendulum-v4", "HalfCheetah-v4"])
+def test_the_same_seed_gives_the_same_trajectory(env_id):
+    def collect(seed: int, updates=(0, 1)) -> Trajectory:
+        c = toys.config({"env.id": env_id})
+        env = embodied.make_env(env_seeds(seed, 0, 4), config=c.env, device=torch.device("cpu"))
+        r = Rollout(env, embodied.make_policy(c, env), seed=seed)
+        parts = [r.collect(12, update=u, version=u)[0] for u in updates]
+        env.close()
+        return tree.map(lambda *xs: torch.cat(xs), parts[0], *parts[1:])
+
+    first, again, other = collect(0), collect(0), collect(1)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(first), tree.leaves(again), strict=True))
+    assert not torch.equal(first.action, other.action)
+    assert not torch.equal(first.action[:12], first.action[12:])  # another update, another key
+    renamed = collect(0, updates=(3, 4))
+    assert torch.equal(renamed.obs[0], first.obs[0]) and not torch.equal(renamed.action[0], first.action[0])
+
+
+def test_the_policy_that_acted_is_replayed_exactly():
+    c = toys.config({"env.id": "HalfCheetah-v4", "model.distribution": "squashed_gaussian"})
+    env = embodied.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
+    policy = embodied.make_policy(c, env)
+    t, _ = Rollout(env, policy, seed=0).collect(8, update=0, version=0)
+    env.close()
+    out = policy.evaluate(policy.encode(tree.flatten_time(t.obs)), *tree.flatten_time((t.action, t.replay)))
+    torch.testing.assert_close(out.log_prob, t.log_prob.flatten(0, 1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(out.value, t.value.flatten(), rtol=0, atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------------------- state
+@pytest.mark.parametrize("saves", [True, False])
+def test_state_continues_bit_for_bit(saves):
+    """A simulator that saves itself is loaded; one that cannot is made anew and gets the same actions again."""
+    options: dict[str, Any] = {"lengths": [4, 7], "clock": [False, True], "saves": saves}
+    _, r = rollout(**options)
+    r.collect(4, update=0, version=0)
+    r.collect(2, update=1, version=0)
+    state, said = r.state(), []
+    assert (state["env"] is None) == (not saves) and (state["actions"] is None) == saves
+    env, resumed = rollout(**options)
+    resumed.load_state(state, notice=said.append)
+    assert said == ([] if saves else ["resume: replaying 6 steps of the simulator"])
+    assert env.seeds == ([] if saves else [env_seeds(0, 0, 2)])
+    for update in (2, 3):
+        (a, a_metrics), (b, b_metrics) = (each.collect(3, update=update, version=1) for each in (r, resumed))
+        assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+        assert a_metrics == b_metrics
+        again = [each.state() for each in (r, resumed)]
+        assert saves or torch.equal(again[0]["actions"], again[1]["actions"])
+    # the episodes under way counted whole: 1 + .. + 4, 11 + .. + 14 and 101 + .. + 107
+    assert number(a_metrics["rollout/return"]) == pytest.approx((10 + 50 + 728) / 3)
+
+
+def test_a_simulator_that_does_not_repeat_itself_begins_anew():
+    _, r = rollout([4, 7], [False, True])
+    r.restart(5)
+    r.collect(6, update=5, version=0)
+    said: list[str] = []
+    env, resumed = rollout([5, 7], [False, True])  # as if physics had changed
+    resumed.load_state(r.state(), notice=said.append)
+    assert said[1:] == ["resume: the simulator did not repeat itself; its episodes begin anew"]
+    assert env.seeds == [env_seeds(0, 5, 2)] * 2
+    t, metrics = resumed.collect(5, update=6, version=0)
+    assert column(t, 0)[0][:2] == (0, 0)
+    assert number(metrics["rollout/return"]) == pytest.approx((10 + 15) / 2)  # 10 from before, 1 + .. + 5 anew
+
+
+@pytest.mark.parametrize("same_step", [False, True])
+@pytest.mark.parametrize("saves", [True, False])
+def test_stagger(same_step: bool, saves: bool):
+    """First episodes end after i/N of the clock, by truncation with the final observation's value; none is counted."""
+
+    def staggered() -> tuple[toys.ScriptedEnv, Rollout]:
+        env = toys.ScriptedEnv([8, 8, 8, 3], [True] * 4, same_step=same_step, saves=saves)
+        env.max_episode_steps = 8
+        return env, Rollout(env, toys.CountingPolicy(), seed=0, stagger=True)
+
+    env, r = staggered()
+    t, metrics = r.collect(7, update=0, version=0)
+    assert list(r.cuts) == [2, 4, 6]
+    assert column(t, 0)[-1] == (0, 6, 7.0, 7.5, False, False, True)  # never cut
+    assert column(t, 1)[1:3] == [(0, 1, 102.0, 1002.5, False, True, True), (1, 0, 111.0, 1101.5, False, False, True)]
+    assert column(t, 2)[3:5] == [(0, 3, 204.0, 2004.5, False, True, True), (1, 0, 211.0, 2101.5, False, False, True)]
+    # environment 3 ends after 3 steps; its cut after 6 falls on the end of the second episode, or into its middle
+    assert t.truncated[:, 3].nonzero().flatten().tolist() == [2, 5]
+    assert number(metrics["rollout/episodes"]) == (2 if same_step else 1) and number(metrics["rollout/length"]) == 3
+    again, resumed = staggered()
+    resumed.load_state(r.state())
+    for update in (1, 2):
+        one, other = (x.collect(7, update=update, version=0) for x in (r, resumed))
+        assert all(map(torch.equal, tree.leaves(one[0]), tree.leaves(other[0]))) and one[1] == other[1]
+    assert again.at == env.at
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_restart_every(saves):
+    """Where a resumed run has to replay, episodes begin anew before more than that many steps have to be."""
+    env, r = rollout([9, 9], [False, True], saves=saves)
+    r.restart_every = 12
+    firsts = []
+    for update in range(6):
+        t, _ = r.collect(5, update=update, version=0)
+        firsts.append(column(t, 0)[0][:2])
+    if saves:
+        assert not env.seeds and firsts.count((0, 0)) == 1
+    else:
+        assert env.seeds == [env_seeds(0, 2, 2), env_seeds(0, 4, 2)]
+        assert firsts == [(0, 0), (0, 5)] * 3
+        assert r.state()["actions"].shape == (10, 2, 1)

@@ -1,0 +1,238 @@
+"""The GPU benchmark of vision-language-action models, small and on the CPU: what it runs, counts and predicts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from embodied_ppo.algorithms import losses
+from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.config.schema import AlgorithmConfig
+from embodied_ppo.core import tree
+from embodied_ppo.core.types import ArraySpec, Batch, Box, Decision, Trajectory
+from embodied_ppo.models.vla.pi0 import PI0
+from embodied_ppo.placement.memory_estimate import Living, imagined, predicted
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+FILE = Path(__file__).parents[2] / "scripts/bench_gpu_vla.py"
+_spec = importlib.util.spec_from_file_location("bench_gpu_vla", FILE)
+assert _spec is not None and _spec.loader is not None
+bench: Any = importlib.util.module_from_spec(_spec)
+sys.modules["bench_gpu_vla"] = bench  # dataclasses look their module up
+_spec.loader.exec_module(bench)
+PARTS = ("oft", "pi0_frozen", "pi0_trained")
+ROWS = 8
+CONFIG = AlgorithmConfig(logprob_type="token_level", global_batch_size=2 * ROWS, micro_batch_size=ROWS)
+
+
+class Spaces:
+    """What a policy asks of an environment."""
+
+    device = torch.device("cpu")
+    instructions = ("push the red block to the left", "reach for it")
+
+    def __init__(self, side: int, chunk: int) -> None:
+        self.obs_spec = {
+            "state": ArraySpec((12,)),
+            "instruction": ArraySpec((), torch.int64),
+            "front": ArraySpec((3, side, side), torch.uint8),
+        }
+        self.action_spec = Box((-1.0,) * 4 * chunk, (1.0,) * 4 * chunk)
+
+
+@cache
+def made(part: str) -> tuple[Any, Any]:
+    work = bench.TINY[part]
+    env = Spaces(work.side, work.chunk)
+    return bench.make_policy(part, env, work, tiny=True), env
+
+
+def observations(env: Any, rows: int) -> dict[str, Tensor]:
+    return {name: torch.zeros(rows, *s.shape, dtype=s.dtype) for name, s in env.obs_spec.items()}
+
+
+def trajectory(policy: Any, env: Any) -> Trajectory:
+    """Two steps of ROWS environments."""
+    obs = observations(env, 2 * ROWS)
+    d = policy.act(policy.encode(obs), noise=policy.noise(2 * ROWS))
+    obs, d = (tree.map(lambda x: x.unflatten(0, (2, ROWS)), x) for x in (obs, d))
+    assert isinstance(d, Decision)
+    zero, no = torch.zeros(2, ROWS), torch.zeros(2, ROWS, dtype=torch.bool)
+    rest: dict[str, Any] = {"next_value": zero, "reward": zero, "terminated": no, "truncated": no, "mask": ~no}
+    rest["version"] = torch.zeros(2, ROWS, dtype=torch.int64)
+    return Trajectory(obs=obs, action=d.action, log_prob=d.log_prob, value=d.value, replay=d.replay, **rest)
+
+
+def batch(policy: Any, t: Trajectory) -> Batch:
+    """The first step."""
+    flat, some = tree.index(t, 0), torch.zeros(ROWS)
+    return Batch(
+        inputs=policy.encode(flat.obs),
+        action=flat.action,
+        replay=flat.replay,
+        log_prob=losses.reduce_log_prob(flat.log_prob, CONFIG.logprob_type, batch_dims=1),
+        value=some,
+        advantage=some,
+        returns=some,
+        mask=torch.ones(ROWS, dtype=torch.bool),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+@pytest.mark.parametrize("fake", [False, True])
+def test_what_lives_by_hand(fake: bool) -> None:
+    """x [4, 8] @ W [8, 16], relu, @ V [16, 2], sum; float32. Made: 4·16·4 = 256 B, relu's 256 B, of which the first is
+    dropped once relu is done; 4·2·4 = 32 B and a sum of 4 B."""
+    layers = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 2, bias=False))
+    with imagined(layers) if fake else nullcontext(list(layers.parameters())) as known:
+        x = torch.zeros(4, 8)
+        with Living([*known, x]) as living:
+            h = layers[0](x)
+            assert (living.now, living.peak) == (256, 256)
+            h = layers[1](h)
+            assert (living.now, living.peak) == (256, 512)
+            y = layers[2](h)
+            total = y.sum()
+            assert (living.now, living.peak) == (256 + 32 + 4, 512)
+            del y
+            assert living.now == 256 + 4
+            total.backward()
+            del h, total
+    assert living.now == 8 * 16 * 4 + 16 * 2 * 4  # gradients
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_prediction_is_what_a_micro_batch_takes(part: str) -> None:
+    """The run without contents against the same with contents: equal, to the byte."""
+    policy, env = made(part)
+    learner = JointLearner(policy, CONFIG, num_envs=ROWS, updates=2, seed=0)
+    t = trajectory(policy, env)
+    memory = predicted(policy, learner, env.device, t)
+    assert all(p.grad is None for p in policy.parameters()), "nothing stays"
+    told: list[int] = []
+
+    def forget(p: Tensor) -> None:
+        told.append(p.numel() * p.element_size())
+        p.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(forget) for p in policy.parameters() if p.requires_grad]
+    b = batch(policy, t)
+    whole = losses.denominator(b.mask)
+    with Living([*policy.parameters(), *policy.buffers(), *tree.leaves(b)]) as living:
+        loss, _ = learner.objective(b, whole, whole, entropy_coef=0.0)
+        loss.backward()
+        del loss
+    for hook in hooks:
+        hook.remove()
+    assert memory.activations == living.peak > 1e5
+    assert memory.gradients == sum(told)
+    assert memory.weights == sum(x.numel() * x.element_size() for x in (*policy.parameters(), *policy.buffers()))
+    learner.update(t, update=0)
+    moments = [x for state in learner.optimizer.state.values() for key, x in state.items() if key != "step"]
+    assert memory.optimiser == sum(x.numel() * x.element_size() for x in moments)
+    inputs = policy.encode(tree.flatten_time(t.obs))
+    each = sum(x.numel() * x.element_size() for x in tree.leaves(inputs)) / (2 * ROWS)
+    held = sum(x.numel() * x.element_size() for x in tree.leaves(t))
+    assert memory.experience == round(held + each * (2 * ROWS + CONFIG.global_batch_size))
+    assert memory.total == sum(vars(memory).values())
+
+
+# --------------------------------------------------------------------------------------------------------- operations
+@pytest.mark.parametrize("part", PARTS)
+def test_operations_are_those_that_torch_counts(part: str) -> None:
+    """Attention written out, so that torch counts it. Of learning within 8 %: nobody asks for the gradient of what goes
+    into the first layers, which is much of so small a model (of the published sizes 0.4 % and less)."""
+    policy, env = made(part)
+    t = trajectory(policy, env)
+    ops = bench.operations(policy)
+    obs = tree.index(t, 0).obs
+
+    def counted(call: Any) -> float:
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            call()
+        return counter.get_total_flops() / ROWS
+
+    assert counted(lambda: policy.act(policy.encode(obs), noise=policy.noise(ROWS))) == pytest.approx(ops.act, rel=0.03)
+    b = batch(policy, t)
+    whole = losses.denominator(b.mask)
+    objective = JointLearner(policy, CONFIG, num_envs=ROWS, updates=2, seed=0).objective
+    learn = lambda: objective(b, whole, whole, entropy_coef=0.0)[0].backward()  # noqa: E731
+    assert counted(learn) == pytest.approx(ops.learn, rel=0.08)
+    policy.zero_grad()
+    if isinstance(policy, PI0) and policy.frozen:
+        assert counted(lambda: policy.encode(obs)) == pytest.approx(ops.once, rel=0.03)
+    else:
+        assert ops.once == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- copies
+def test_offloading_brings_everything_back() -> None:
+    """Through 10 numbers of host memory: parts of 10, 10, 3 | 7 + 0-dimensional 1 | .."""
+    tensors = [torch.arange(23.0), torch.full((7,), -1.0), torch.tensor(5.0), torch.arange(12.0).view(3, 4)]
+    before = [x.clone() for x in tensors]
+    sizes = [[len(part) for part in group] for group in bench.pieces(tensors, 10)]
+    assert sizes == [[10], [10], [3, 7], [1], [10], [2]]
+    there, back = bench.offload_s(tensors, torch.device("cpu"), room=10)
+    assert there > 0 and back > 0
+    for x, y in zip(tensors, before, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_peaks_are_found_by_the_devices_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, peak in (("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert bench.named(bench.PEAKS) == peak
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    assert bench.named(bench.PEAKS) is None
+
+
+# ---------------------------------------------------------------------------------------------------------- the script
+def test_small_parts_run_here(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rendered Tabletop, our rollout and learner: every number is there, but without a GPU no measured memory."""
+    cuda = torch.cuda.is_available()
+    for part, modes in (("oft", {""}), ("pi0_frozen", {"prefixes kept", "prefixes computed anew"})):
+        found = json.loads(json.dumps(bench.run(part, tiny=True)))
+        assert found["failures"] == {} and set(found["modes"]) == modes
+        for x in found["modes"].values():
+            assert x["decisions"] == 8 and min(x["simulate"], x["act"], x["train"], x["tflops"]) > 0
+            assert 0 <= x["difference"] < 0.1 and (x["peak"] is not None) == cuda and x["predicted_total"] > 1e5
+        assert min(*found["offload_s"], found["second_set_s"]) > 0
+    out = capsys.readouterr().out
+    assert "act, 8 decisions" in out and "one set" in out and ("peak memory" in out) == cuda
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_takes_no_other_along(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "PARTS", ("absent", "pi0_trained"))
+    with pytest.raises(SystemExit, match="failed: absent"):
+        bench.main(["--tiny"])
+    told = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert told["part"] == "pi0_trained" and told["trained"] == told["parameters"]
+
+
+def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(bench, "offload_s", broken)
+    monkeypatch.setattr(bench, "TINY", {"oft": replace(bench.TINY["oft"], horizon=1)})
+    found = bench.run("oft", tiny=True)
+    assert found["offload_s"] is None and found["second_set_s"] > 0
+    assert found["failures"] == {"offload": "OutOfMemoryError: no room"}
+    assert "offload: not measured, OutOfMemoryError: no room" in capsys.readouterr().out

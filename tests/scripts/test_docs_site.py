@@ -1,0 +1,172 @@
+"""The site of ``make docs``: built strictly, complete, and asking nothing of other machines."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from types import ModuleType
+
+import pytest
+import yaml
+from chromium import Browser
+from mkdocs.exceptions import PluginError
+
+from embodied_ppo.config.loader import describe
+from embodied_ppo.config.schema import Config, EvaluateConfig
+from tests.test_layers import FLOORS
+
+ROOT = Path(__file__).resolve().parents[2]
+LOADS = {
+    "link": "href",
+    "script": "src",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "use": "href",
+    "image": "href",
+}
+"""Tags that make a browser fetch something, and the attribute that says what."""
+
+
+def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    # not --quiet: it would hush warnings, and then they are not counted
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(site)]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'envs'}"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    done = build(ROOT / "mkdocs.yml", folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+class Tags(HTMLParser):
+    """Every tag of a page with its attributes, and every id."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    @property
+    def ids(self) -> set[str]:
+        return {str(attrs["id"]) for _, attrs in self.found if attrs.get("id")}
+
+
+def script(name: str) -> ModuleType:
+    """A file of scripts/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("link", ["no_such.md", "index.md#nowhere"])
+def test_a_broken_link_fails(link: str, tmp_path: Path) -> None:
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    for name in ("hooks", "nav"):
+        del settings[name]
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n[page]({link})\n")
+    done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode == 1 and link.partition("#")[2] in done.stderr
+
+
+def test_links_out_of_docs() -> None:
+    links, page = script("docs_site").links, ROOT / "docs" / "concepts" / "words.md"
+    assert links("[Start](../../README.md#speed)", page) == "[Start](../overview.md#speed)"
+    assert links("[types.py](../../embodied_ppo/core/types.py), [it](../../LICENSE)", page) == (
+        "`embodied_ppo/core/types.py`, it (`LICENSE`)"
+    )
+    assert links("[metrics](../metrics.md#policy)", page) == "[metrics](../metrics.md#policy)"
+    with pytest.raises(PluginError, match=r"docs/concepts/words.md: links to ../../no_such.py"):
+        links("[x](../../no_such.py)", page)
+
+
+def test_every_option_is_there(site: Path) -> None:
+    page = site / "options.html"
+    ids, text = Tags(page).ids, page.read_text(encoding="utf-8")
+    assert set(describe(Config)) <= ids
+    assert {f"evaluate-{path}" for path in describe(EvaluateConfig)} <= ids
+    assert "a finite number &gt;= 0 and &lt;= 1" in text and "default <code>0.99</code>" in text  # gamma
+    assert "also read: <code>algorithm.lam</code>" in text
+
+
+def test_every_experiment_is_there(site: Path) -> None:
+    shipped = {file.stem for file in (ROOT / "configs" / "experiment").glob("*.yaml")}
+    page = site / "recipes.html"
+    assert shipped <= Tags(page).ids
+    text = page.read_text(encoding="utf-8")
+    for name in shipped:
+        assert f"embodied-ppo train experiment={name}" in text
+    drawn = set(re.findall(r'src="curves/(\w+)\.svg"', text))
+    assert drawn == {file.stem for file in (site / "curves").glob("*.svg")}
+    assert {"halfcheetah", "tabletop_token_push", "arithmetic"} <= drawn
+
+
+def test_every_module_is_on_a_page_of_concepts() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "concepts").glob("*.md"))
+    told = {name for line in re.findall(r"<!-- modules: (.+) -->", text) for name in line.split()}
+    assert told == set(FLOORS) | {"envs"}
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 25
+    for page in pages:
+        for tag, attrs in Tags(page).found:
+            target = attrs.get(LOADS[tag]) if tag in LOADS else None
+            if target and not (tag == "link" and attrs.get("rel") in ("canonical", "next", "prev")):
+                assert not re.match(r"(https?:)?//", target), f"{page.name}: <{tag}> {target}"
+    for file in [*site.rglob("*.css"), *site.rglob("*.svg")]:
+        fetched = re.findall(r"(?:url\(|@import )['\"]?((?:https?:)?//[^'\")\s]+)", file.read_text(encoding="utf-8"))
+        assert not fetched, file
+
+
+def test_a_browser_asks_this_site_alone_and_finds_an_option(site: Path, tmp_path: Path) -> None:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        home = f"http://127.0.0.1:{server.server_port}/"
+        browser = Browser(tmp_path)
+        try:
+            for page in ("recipes", "placement", "options"):
+                browser.open(f"{home}{page}.html", width=390, height=844)
+                assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), page
+            browser.open(f"{home}index.html?q=gae_lambda")
+            browser.wait("document.querySelector('.md-search-result a[href$=\"#algorithm.gae_lambda\"]')")
+        finally:
+            browser.close()
+            server.shutdown()
+    assert browser.problems == []
+    assert {request for request in browser.requests if not request.startswith((home, "data:", "blob:"))} == set()
+
+
+def test_drawings_are_those_of_the_plans() -> None:
+    drawing = script("draw_placements")
+    guide = (ROOT / "docs" / "placement.md").read_text(encoding="utf-8")
+    for name, plan in drawing.plans().items():
+        assert (drawing.FOLDER / f"{name}.svg").read_text(encoding="utf-8") == drawing.draw(plan), (
+            "run the script again"
+        )
+        assert f"(placements/{name}.svg)" in guide

@@ -1,0 +1,369 @@
+"""What a run tells, read back: rows and TensorBoard agree, resumed logs forget, terminals see words and no riddles, and
+docs/metrics.md lists every tag."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import io
+import json
+import math
+import os
+import pty
+import re
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import imageio.v3 as imageio
+import numpy as np
+import pytest
+import torch
+import toys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
+from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
+
+from embodied_ppo import run
+from embodied_ppo.core.types import Mean, Metrics
+from embodied_ppo.training.logging import Log, Timer, peak_rss_mb
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+ESCAPE = "\x1b"
+
+SPEED = "speed/env_steps_per_s"
+LANGUAGE_ONLY = {"samples", "hparam/cpu_us_per_token", "speed/tokens_per_s"}
+LANGUAGE_ONLY |= {f"rollout/{x}" for x in ("truncated", "format", "prompt_length", "grader_failures", "epoch")}
+LANGUAGE_ONLY |= {f"eval/{x}" for x in ("accuracy", "accuracy_error", "accuracy/<source>", "pass@<k>", "maj@<n>")}
+LANGUAGE_ONLY |= {f"eval/{x}" for x in ("truncated", "format", "grader_failures")}
+"""Documented tags that mode=reasoning alone writes: test_reasoner compares them."""
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def board(run_dir: Path) -> EventAccumulator:
+    return EventAccumulator(str(run_dir), size_guidance={"scalars": 0, "images": 0}).Reload()
+
+
+def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    events = board(run_dir / "tensorboard")
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def training(update: int, **more: Any) -> Metrics:
+    """The metrics of an update, as the loop gives them."""
+    return {SPEED: 1000.0 * update, "policy/loss": Mean(float(update), 3.0), **more}
+
+
+def write(run_dir: Path, updates: range, *, first_update: int = 0, total: int = 10, **options: Any) -> None:
+    log = Log(run_dir, total_updates=total, first_update=first_update, quiet=True, **options)
+    for update in updates:
+        log.metrics(training(update), update=update, steps=64 * update)
+    log.close()
+
+
+# ----------------------------------------------------------------------------------------------------- rows and points
+def test_rows_and_tensorboard_agree(tmp_path):
+    log = Log(tmp_path, total_updates=3, quiet=True)
+    log.metrics({"eval/return": Mean.of([1.0, 2.0])}, update=0, steps=0)
+    for update in (1, 2, 3):
+        result = {"rollout/return": Mean(0.1 * update, 3.0)} if update > 1 else {"rollout/return": math.nan}
+        log.metrics(training(update, **result), update=update, steps=64 * update)
+    log.close()
+    found = rows(tmp_path)
+    assert [(r["update"], r["env_steps"]) for r in found] == [(0, 0), (1, 64), (2, 128), (3, 192)]
+    assert found[0] == {"update": 0, "env_steps": 0, "eval/return": 1.5}
+    assert found[1]["rollout/return"] is None and found[2]["rollout/return"] == pytest.approx(0.2 / 3)
+    expected: dict[str, list[tuple[int, float]]] = {}
+    for row in found:
+        for tag, value in row.items():
+            if "/" in tag and value is not None:
+                expected.setdefault(tag, []).append((row["env_steps"], value))
+    points = scalars(tmp_path)
+    assert points.keys() == expected.keys()
+    for tag, series in expected.items():
+        assert [p[0] for p in points[tag]] == [p[0] for p in series]
+        assert [p[1] for p in points[tag]] == pytest.approx([p[1] for p in series], rel=1e-6)  # float32
+
+
+def test_hyper_parameters(tmp_path):
+    log = Log(tmp_path, total_updates=1, quiet=True)
+    options = {"algorithm.lr": 3e-4, "env.id": "X-v0", "env.success_key": None, "model.hidden": [64, 64], "seed": 1}
+    log.hyper_parameters(options, {"hparam/final_return": 12.5})
+    log.close()
+    events = board(tmp_path / "tensorboard" / "hparams")
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    told = parse_session_start_info_plugin_data(content).hparams
+    assert {name: value.WhichOneof("kind") for name, value in told.items()} == {
+        "algorithm.lr": "number_value",
+        "env.id": "string_value",
+        "env.success_key": "string_value",
+        "model.hidden": "string_value",
+        "seed": "number_value",
+    }
+    assert told["algorithm.lr"].number_value == 3e-4 and told["model.hidden"].string_value == "[64, 64]"
+    assert [e.value for e in events.Scalars("hparam/final_return")] == [12.5]
+
+
+def test_video(tmp_path):
+    frames = np.zeros((20, 48, 64, 3), np.uint8)
+    for t in range(20):
+        frames[t, :, : 3 * t] = 255  # a bar that grows
+    imageio.imwrite(tmp_path / "film.mp4", frames, fps=20)
+    log = Log(tmp_path, total_updates=1, quiet=True)
+    log.video("evaluation", tmp_path / "film.mp4", steps=640)
+    log.close()
+    (image,) = board(tmp_path / "tensorboard").Images("evaluation")
+    assert (image.step, image.height, image.width) == (640, 48, 64)
+    assert image.encoded_image_string.startswith(b"GIF89a")
+    played = imageio.imread(io.BytesIO(image.encoded_image_string), extension=".gif")
+    assert played.shape == (10, 48, 64, 3)
+    growth = [frame.mean() for frame in played]
+    assert growth == sorted(growth) and growth[-1] > growth[0] + 50
+
+
+def test_table(tmp_path):
+    """TensorBoard shows what the model wrote, whatever it wrote."""
+    wild = "12*6=<<12*6=72>>72 | a_b_c \\\\(x\\\\) `y` <think>\r\n# so\n\n| 3 |"
+    log = Log(tmp_path, total_updates=1, quiet=True)
+    log.table("samples", [{"the_response": wild, "score": 0.5}, {"the_response": "x" * 500, "score": 1}], steps=640)
+    log.close()
+    (event,) = board(tmp_path / "tensorboard").Tensors("samples/text_summary")
+    assert event.step == 640
+    page = markdown_to_safe_html(event.tensor_proto.string_val[0].decode())
+    cells = [html.unescape(cell) for cell in re.findall(r"<t[hd]>(.*?)</t[hd]>", page)]
+    assert page.count("<tr>") == 3 and cells[:2] == ["the_response", "score"]
+    assert cells[2].split("<br>") == wild.splitlines() and cells[3] == "0.5"
+    assert cells[4:] == ["x" * 399 + "…", "1"]
+
+
+# -------------------------------------------------------------------------------------------------------------- resumed
+def test_a_resumed_log_forgets_what_came_after_the_checkpoint(tmp_path):
+    write(tmp_path, range(1, 8))
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"update": 8, "env_st')  # killed while writing
+    time.sleep(1.1)  # event files are named by the second
+    log = Log(tmp_path, total_updates=10, first_update=4, quiet=True)
+    assert [r["update"] for r in rows(tmp_path)] == [1, 2, 3, 4]
+    for update in (5, 6):
+        log.metrics({SPEED: -1.0}, update=update, steps=64 * update)
+    log.close()
+    assert [r["update"] for r in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    # in TensorBoard, too: points up to the checkpoint stay, later ones are replaced
+    assert scalars(tmp_path)[SPEED] == [(64.0 * u, 1000.0 * u) for u in (1, 2, 3, 4)] + [(320, -1.0), (384, -1.0)]
+    assert [step for step, _ in scalars(tmp_path)["policy/loss"]] == [64, 128, 192, 256]
+
+
+def test_a_new_run_forgets_one_without_checkpoint(tmp_path):
+    write(tmp_path, range(0, 4))
+    time.sleep(1.1)
+    write(tmp_path, range(1, 2))
+    assert [r["update"] for r in rows(tmp_path)] == [1]
+    assert scalars(tmp_path)[SPEED] == [(64, 1000.0)]
+
+
+def test_a_resumed_log_without_rows_keeps_the_curves(tmp_path):
+    write(tmp_path, range(1, 5))
+    (tmp_path / "metrics.jsonl").unlink()
+    time.sleep(1.1)
+    write(tmp_path, range(5, 7), first_update=4)
+    assert [step for step, _ in scalars(tmp_path)[SPEED]] == [64 * u for u in range(1, 7)]
+
+
+# -------------------------------------------------------------------------------------------------------------- console
+def test_lines_where_there_is_no_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("embodied_ppo.training.logging.LINE_EVERY_S", 0.0)
+    log = Log(tmp_path, total_updates=3)
+    log.say("hello [bold]you[/bold]")
+    log.metrics({"eval/return": 1.25}, update=0, steps=0)
+    log.metrics(training(1), update=1, steps=64)
+    log.metrics(training(2, **{"rollout/return": Mean(7.0, 2.0)}), update=2, steps=128)
+    log.metrics(training(3, **{"rollout/return": Mean(9.0, 2.0)}), update=3, steps=192)
+    log.metrics({"eval/return": 99.0}, update=3, steps=192)  # the last evaluation is no progress
+    log.close()
+    out, err = capsys.readouterr()
+    assert out == "" and ESCAPE not in err and "nan" not in err
+    hello, *lines = err.splitlines()
+    assert hello == "hello [bold]you[/bold]"
+    clock = r"\d+:\d\d:\d\d left"
+    expected = [
+        rf"update 1/3  return -  evaluation 1\.2 \(at 0\)  1,000 steps/s  {clock}",
+        rf"update 2/3  return 3\.5  evaluation 1\.2 \(at 0\)  2,000 steps/s  {clock}",
+        r"update 3/3  return 4\.5  evaluation 1\.2 \(at 0\)  3,000 steps/s  0:00:00 left",
+    ]
+    assert len(lines) == 3 and all(re.fullmatch(e, line) for e, line in zip(expected, lines, strict=True)), err
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d"
+    assert re.fullmatch(  # when it ends is told there alone: the console has the time left
+        rf"{stamp}:\d\d hello \[bold\]you\[/bold\]\n"
+        rf"{stamp}:\d\d update 1 is done; all 3 will be at about {stamp}\n",
+        (tmp_path / "log.txt").read_text(),
+    )
+
+
+def test_lines_are_rare(tmp_path, capsys):
+    log = Log(tmp_path, total_updates=50)
+    for update in range(1, 51):
+        log.metrics(training(update), update=update, steps=update)
+    log.close()
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["1/50", "50/50"]
+
+
+def test_time_left_counts_this_session(tmp_path, capsys, monkeypatch):
+    """A resumed run has 5 of 105 updates behind it and does one in a second: 99 s are left."""
+    write(tmp_path, range(1, 6))
+    log = Log(tmp_path, total_updates=105, first_update=5)
+    now = time.perf_counter()
+    monkeypatch.setattr(log, "_started", now - 1.0)
+    log.metrics(training(6), update=6, steps=6)
+    log.close()
+    left = re.search(r"(\d+):(\d\d):(\d\d) left", capsys.readouterr().err)
+    assert left is not None
+    hours, minutes, seconds = map(int, left.groups())
+    assert 98 <= hours * 3600 + minutes * 60 + seconds <= 130
+    (told,) = re.findall(r"update 6 is done; all 105 will be at about (.*)\n", (tmp_path / "log.txt").read_text())
+    ends = time.mktime(time.strptime(told, "%Y-%m-%d %H:%M"))
+    assert 98 - 60 <= ends - time.time() <= 130
+
+
+def test_quiet(tmp_path, capsys):
+    log = Log(tmp_path, total_updates=1, quiet=True)
+    log.say("only in the file")
+    log.metrics(training(1), update=1, steps=64)
+    log.close()
+    assert capsys.readouterr() == ("", "")
+    assert "only in the file" in (tmp_path / "log.txt").read_text()
+
+
+def test_progress_bar_on_a_terminal(tmp_path, monkeypatch):
+    master, slave = pty.openpty()
+    parts: list[bytes] = []
+
+    def drain() -> None:  # a terminal that nobody reads blocks its writer
+        with contextlib.suppress(OSError):  # closed on the other side
+            while part := os.read(master, 4096):
+                parts.append(part)
+
+    reader = threading.Thread(target=drain)
+    reader.start()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        log = Log(tmp_path, total_updates=4, first_update=0)
+        log.metrics(training(1), update=1, steps=64)
+        log.say("a word in between")
+        log.metrics(training(2, **{"rollout/return": 3.25}), update=2, steps=128)
+        log.close()
+        monkeypatch.undo()
+    reader.join(10)
+    os.close(master)
+    seen = b"".join(parts).decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)
+    assert ESCAPE in seen and "nan" not in text
+    assert "return -" in text and "return 3.2" in text and "2/4" in text
+    assert "a word in between" in text and "2,000 steps/s" in text
+
+
+# --------------------------------------------------------------------------------------------------------- measurements
+def test_timer():
+    timer = Timer()
+    for _ in range(2):
+        with timer("collect"):
+            time.sleep(0.02)
+    with pytest.raises(ValueError), timer("update"):
+        sum(i * i for i in range(100_000))
+        raise ValueError  # a phase that fails is measured, too
+    cpu = timer.cpu["update"]
+    taken: dict[str, Any] = timer.take()
+    assert taken.keys() == {"time/collect_s", "time/update_s"}
+    assert 0.04 <= taken["time/collect_s"] < 1.0 and cpu > 0
+    assert timer.cpu["collect"] < 0.04  # asleep
+    assert timer.take() == {}
+
+
+def test_peak_memory():
+    told = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert told is not None and peak_rss_mb() == pytest.approx(int(told[1]) / 1024, rel=0.05)
+
+
+# ---------------------------------------------------------------------------------------------------------- every tag
+ALL_ON: dict[str, Any] = {
+    **{"env.id": "toys/Point-v0", "env.num_threads": 0, "eval_every": 1, "save_every": 1, "updates": 3, "name": "all"},
+    **{"algorithm.clip_ratio_c": 1.2, "algorithm.entropy_bonus": 0.01, "algorithm.entropy_target": 1.0},
+    **{"algorithm.use_kl_in_reward": True, "algorithm.use_kl_loss": True, "algorithm.off_policy_correction": "token"},
+    **{"evaluation.episodes": 32, "evaluation.num_envs": 32, "algorithm.horizon": 16, "model.policy_gain": 0.5},
+}
+
+
+def documented() -> dict[str, list[str]]:
+    """Tag -> unit, meaning and healthy range of docs/metrics.md."""
+    table = re.findall(r"^\| `([^`]+)` \| (.+) \|$", DOCS.read_text(), flags=re.M)
+    return {tag: [cell.strip() for cell in re.split(r"(?<!\\)\|", rest)] for tag, rest in table}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "all"
+    run.train(toys.config({**ALL_ON, "run_dir": str(path)}), quiet=True)
+    return path
+
+
+def test_every_tag_is_documented_and_every_row_is_written(run_dir):
+    written = {tag for row in rows(run_dir) for tag in row} - {"update", "env_steps"}
+    events = board(run_dir / "tensorboard")
+    written |= set(board(run_dir / "tensorboard" / "hparams").Tags()["scalars"]) | set(events.Tags()["scalars"])
+    elsewhere = {"evaluation", "rollout/unstable", "eval/success/<kind>"}  # test_film films; our own engines say
+    elsewhere |= {"policy/cloning_loss"}  # test_beside
+    elsewhere |= {
+        "time/swap_s",
+        "memory/<roles>_peak_gb",
+        "memory/<roles>_gpu_peak_gb",
+        "weights/moved_mb",
+        "device/idle",
+        "device/idle_max",
+    }  # test_placements
+    assert sorted(set(documented()) - LANGUAGE_ONLY) == sorted(written | elsewhere)
+    assert all(len(cells) == 3 and all(cells) for cells in documented().values())
+
+
+def test_no_metric_is_stuck(run_dir):
+    """In this run every number that can move has moved, and none is at a bound it cannot leave."""
+    found = [row for row in rows(run_dir) if SPEED in row]
+    assert len(found) == 3
+    constant = {"rollout/version_lag": 0, "policy/epochs": 3, "advantage/zero_fraction": 0}  # as they must be here
+    constant |= {"policy/lr": 3e-3, "value/lr": 3e-3, "kl/coef": 0.001, "memory/peak_gb": found[0]["memory/peak_gb"]}
+    constant |= {"policy/off_policy_weight": 1}  # who acts is who learns
+    for tag in {tag for row in found for tag in row} - {"update", "env_steps"}:
+        values = [row[tag] for row in found if row.get(tag) is not None]
+        if tag in constant:
+            assert values == pytest.approx([constant[tag]] * 3, rel=0.1), tag
+        else:
+            assert any(v not in (0, 1) for v in values), tag
+            assert len(set(values)) > 1, tag
+    for tag in ("policy/clip_fraction", "policy/dual_clip_fraction", "value/clip_fraction"):
+        assert 0 < sum(row[tag] for row in found) < 3, tag
+    assert found[-1]["policy/ratio_max"] > 1 and found[-1]["value/explained_variance"] < 1
+    assert found[-1][SPEED] == pytest.approx(
+        64 / sum(found[-1][f"time/{p}_s"] for p in ("collect", "update", "publish"))
+    )
+    assert 0.1 < found[-1]["memory/peak_gb"] < 100
+
+
+def test_the_summary_agrees_with_the_rows(run_dir):
+    summary = json.loads((run_dir / "summary.json").read_text())
+    last = rows(run_dir)[-1]
+    assert summary["final_return"] == last["eval/return"] and summary["env_steps"] == last["env_steps"] == 192
+    assert summary["initial_return"] == rows(run_dir)[0]["eval/return"]
+
+
+def test_floats_survive_the_row(tmp_path):
+    log = Log(tmp_path, total_updates=1, quiet=True)
+    value = struct.unpack("d", struct.pack("q", 0x3FB999999999999B))[0]
+    tensor = torch.tensor(1 / 3, dtype=torch.float64)
+    log.metrics({"a/x": value, "a/y": Mean(tensor, torch.tensor(1.0)), "a/z": math.inf}, update=1, steps=1)
+    log.close()
+    assert rows(tmp_path)[0] == {"update": 1, "env_steps": 1, "a/x": value, "a/y": tensor.item(), "a/z": None}
