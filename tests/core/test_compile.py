@@ -167,7 +167,7 @@ def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 KILLED = """
 import os, sys, torch
 sys.path.append({tests!r})
-from test_compiled import Double
+from tests.core.test_compile import Double
 from embodied_ppo import compiled
 library = compiled.Library(Double("killed"), [torch.zeros(5)] * 2)
 print(library._child.pid, library.work.name, flush=True)
@@ -186,7 +186,7 @@ def test_a_run_that_is_killed_leaves_no_compiler_and_no_folder(tmp_path: Path) -
         folder.mkdir(parents=True)
     os.utime(old, (0, 0))
     environment = os.environ | {"EMBODIED_PPO_CACHE": str(cache), "CXX": str(compiler)}
-    script = KILLED.format(tests=str(Path(__file__).parent))
+    script = KILLED.format(tests=str(Path(__file__).parents[2]))
     run = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     pid, work = run.stdout.readline().split()

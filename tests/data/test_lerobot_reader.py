@@ -141,7 +141,7 @@ def test_a_folder_is_continued(tmp_path: Path) -> None:
 KILLED = """
 import sys, time
 sys.path.insert(0, {tests!r})
-from test_demonstrations import OPTIONS, Writer, episode
+from tests.data.test_lerobot_reader import OPTIONS, Writer, episode
 writer = Writer({folder!r}, **OPTIONS, episodes_per_file=2)
 for i in range(3):
     writer.add(**episode(i))
@@ -151,7 +151,7 @@ time.sleep(60)
 
 
 def test_killed_in_the_middle_only_the_unfinished_file_is_lost(tmp_path: Path) -> None:
-    code = KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    code = KILLED.format(tests=str(Path(__file__).parents[2]), folder=str(tmp_path))
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "recorded\n"

@@ -1,8 +1,8 @@
 """HalfCheetah, Hopper, Walker2d, Ant and Humanoid with the semantics of Gymnasium's v5 environments.
 
 Models, formulas and constants are those of gymnasium.envs.mujoco.*_v5 (Towers et al. 2024);
-tests/envs/physics/test_mujoco_env.py steps both side by side. Observations carry one exception of Gymnasium's along: derived fields (xpos, cfrc_ext, ..) are those
-of the state one physics step ago (``stage``).
+tests/envs/physics/test_mujoco_env.py steps both side by side. Observations repeat one exception of Gymnasium:
+derived fields (xpos, cfrc_ext, ..) are those of the state one physics step ago (``stage``).
 """
 
 from __future__ import annotations

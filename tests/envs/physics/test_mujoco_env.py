@@ -312,7 +312,10 @@ def test_finding_tasks() -> None:
     [
         ("toys:Ballance", "toys has no 'Ballance', it has Balance"),
         ("toys", "a task of yours is named toys:Class"),
-        ("test_mujoco:Unrelated", "Unrelated is written like a task but is no subclass of embodied_envs.tasks.Task"),
+        (
+            "tests.envs.physics.test_mujoco_env:Unrelated",
+            "Unrelated is written like a task but is no subclass of embodied_envs.tasks.Task",
+        ),
     ],
 )
 def test_what_an_unknown_id_may_have_meant(id: str, message: str) -> None:
