@@ -24,7 +24,7 @@ import mujoco, numpy, torch
 from embodied_envs.tasks import Task
 from arm_tools import gain
 
-MODEL = Path(__file__).parents[1] / "models" / "balance.xml"
+MODEL = Path(__file__).parent / "models" / "balance.xml"
 
 class Arm(Task):
     max_episode_steps = 10
