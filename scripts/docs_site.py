@@ -1,8 +1,8 @@
-"""What MkDocs calls while it builds the site (``make docs``): pages and curves made from the code and the results.
+"""Hooks of MkDocs (``make docs``): pages and curves that are made from the code and the results.
 
 overview.md is README.md; options.md comes from ``embodied_ppo.config.schema``; a heading of recipes.md that names an
-experiment gets its description, its command and its learning curve; ``<!-- modules: .. -->`` becomes what they say of
-themselves. Links to files outside docs/ become their paths.
+experiment gets its description, its command and its learning curve; ``<!-- folder: .. -->`` becomes a table of the
+modules in it. Links to files outside docs/ become their paths.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if page.file.src_uri == "recipes.md":
         markdown = recipes(markdown)
-    markdown = re.sub(r"^<!-- modules: (.+) -->$", modules, markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"^<!-- folder: (.+) -->$", folders, markdown, flags=re.MULTILINE)
     return links(markdown, DOCS / page.file.src_uri)
 
 
@@ -148,20 +148,21 @@ def _prose(text: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ concepts
-def modules(found: re.Match[str]) -> str:
-    """A table of modules, each with the first sentence of its docstring; ``envs``: of all simulators and tasks."""
-    if found[1] == "envs":
-        files = sorted((ROOT / "envs" / "embodied_envs").rglob("*.py"))
-    else:
-        files = [ROOT / "embodied_ppo" / f"{name.replace('.', '/')}.py" for name in found[1].split()]
+def folders(match: re.Match[str]) -> str:
+    """Return a table of the modules in folders of the package, each with the summary of its docstring."""
     lines = ["| module | |", "|---|---|"]
-    for file in files:
-        if not file.exists():
-            raise PluginError(f"<!-- modules: {found[1]} -->: there is no {file.relative_to(ROOT)}")
-        said = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-        what = html.escape(" ".join(said.partition("\n\n")[0].split()), quote=False).replace("|", "\\|")
-        name = file.relative_to(ROOT / ("envs/embodied_envs" if found[1] == "envs" else "embodied_ppo")).as_posix()
-        lines.append(f"| `{name}` | {what} |")
+    for folder in match[1].split():
+        root = ROOT / "envs" if folder == "embodied_envs" else ROOT / "embodied_ppo"
+        file = (root / folder).with_suffix(".py")
+        files = [file] if file.exists() else sorted((root / folder).rglob("*.py"))
+        if not files:
+            raise PluginError(f"<!-- folder: {match[1]} -->: there is no {folder}")
+        for file in files:
+            docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            summary = " ".join(docstring.partition("\n\n")[0].split())
+            summary = html.escape(summary, quote=False).replace("|", "\\|")
+            if file.name != "__init__.py":
+                lines.append(f"| `{file.relative_to(root).as_posix()}` | {summary} |")
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from embodied_envs.tasks import State, Task
 from embodied_ppo.algorithms.actor_critic_learner import JointLearner
-from embodied_ppo.config import loader, validation
+from embodied_ppo.config import batch_sizes, loader, validation
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core import compile
 from embodied_ppo.core.random import env_seeds
@@ -281,7 +281,7 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
     try:
         policy = embodied.make_policy(c, env)
         rollout = embodied.make_rollout(c, env, policy, compile.Later(None))
-        updates = modes.total_updates(c)
+        updates = batch_sizes.total_updates(c)
         learner = JointLearner(policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=c.seed)
         pending, rows = [], []
         for update in range(updates + max_lag):

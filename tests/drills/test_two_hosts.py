@@ -1,4 +1,4 @@
-"""Two hosts: network, processes, names and memory of their own, joined by a cable; started by the README's commands."""
+"""Two hosts with network, processes, names and memory of their own, joined by the commands of docs/placement.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.integration.test_placements import rows
 
 pytestmark = pytest.mark.slow
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "placement.md"
 APART = "unshare --fork --kill-child --mount --mount-proc --net --pid --uts --ipc"
 SMALL = """env.num_envs=8 algorithm.horizon=16 algorithm.global_batch_size=32 algorithm.update_epoch=2 model.hidden=[16]
     evaluation.episodes=4 evaluation.video_episodes=0 updates=4 env_steps=null save_every=2 compile=never device=cpu"""
@@ -81,9 +81,9 @@ def left(host: Host, before: dict[int, str]) -> dict[int, str]:
 
 
 def commands() -> dict[str, str]:
-    """Those of the README's section, by what they start."""
-    section = README.read_text().partition("## Several devices and machines")[2].partition("\n## ")[0]
-    lines = [line.partition("#")[0].strip() for line in section.split("```")[3].splitlines()]
+    """Return the commands of the page's section by what they start."""
+    section = PAGE.read_text().partition("## Several machines")[2].partition("\n## ")[0]
+    lines = [line.partition("#")[0].strip() for line in section.split("```")[1].splitlines()]
     lines += [text for text in section.split("`") if text.startswith("ray get-auth-token")]
     told = {key: line for line in lines for key in ("--head", "--address=", "num_nodes=2", "--generate") if key in line}
     assert list(told.values()) == [line for line in lines if line] and len(told) == 4, lines

@@ -30,7 +30,7 @@ from torch import nn
 from embodied_ppo import run as build
 from embodied_ppo.algorithms.actor_critic_learner import JointLearner
 from embodied_ppo.commands import main
-from embodied_ppo.config import loader, validation
+from embodied_ppo.config import batch_sizes, loader, validation
 from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig, ExportConfig
 from embodied_ppo.core.errors import CheckpointError, ConfigError, EnvError, PlacementError
 from embodied_ppo.evaluation import video as film
@@ -391,7 +391,7 @@ PAIRS: dict[str, Pair] = {
         64,
         128,
         "updates of the run",
-        lambda v: modes.total_updates(toys.config({"updates": None, "env_steps": v})),
+        lambda v: batch_sizes.total_updates(toys.config({"updates": None, "env_steps": v})),
     ),
     "resume": Pair(None, "auto", "an existing run is refused or continued", located),
     "save_every": Pair(1, 2, "checkpoints of the run", partial(checkpoints, "save_every")),

@@ -20,7 +20,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from embodied_ppo import run
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import Config
-from embodied_ppo.modes import base as modes
 from embodied_ppo.modes.embodied import components as embodied
 from embodied_ppo.modes.embodied import workers as embodied_workers
 from embodied_ppo.training import checkpoint, progress, run_directory
@@ -145,7 +144,7 @@ def test_what_a_resumed_run_says(tmp_path: Path, capfd: pytest.CaptureFixture[st
         run_directory.check_resume(other, checkpoint.open_checkpoint(step), 9, device, lines.append)
         assert lines[0].startswith("resume: ") and lines[0].endswith(ending) and "device" not in lines[0]
         found = lines[0].removeprefix("resume: ").removesuffix(ending).split(", ")
-        torch_changes = ["torch was 1.0", f"is {modes.versions()['torch']}"] if later else []
+        torch_changes = ["torch was 1.0", f"is {run_directory.versions()['torch']}"] if later else []
         assert sorted(found) == sorted(["threads was 1", "is 2", *changes.split(", "), *torch_changes])
     weights = step / checkpoint.POLICY
     weights.write_bytes(weights.read_bytes()[:-9])

@@ -21,7 +21,7 @@ from mkdocs.exceptions import PluginError
 
 from embodied_ppo.config.loader import describe
 from embodied_ppo.config.schema import Config, EvaluateConfig
-from tests.test_layers import FLOORS
+from tests.test_layers import LAYERS
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADS = {
@@ -90,14 +90,14 @@ def test_a_broken_link_fails(link: str, tmp_path: Path) -> None:
 
 
 def test_links_out_of_docs() -> None:
-    links, page = script("docs_site").links, ROOT / "docs" / "concepts" / "words.md"
-    assert links("[Start](../../README.md#speed)", page) == "[Start](../overview.md#speed)"
-    assert links("[types.py](../../embodied_ppo/core/types.py), [it](../../LICENSE)", page) == (
+    links, page = script("docs_site").links, ROOT / "docs" / "architecture.md"
+    assert links("[Start](../README.md#speed)", page) == "[Start](overview.md#speed)"
+    assert links("[types.py](../embodied_ppo/core/types.py), [it](../LICENSE)", page) == (
         "`embodied_ppo/core/types.py`, it (`LICENSE`)"
     )
-    assert links("[metrics](../metrics.md#policy)", page) == "[metrics](../metrics.md#policy)"
-    with pytest.raises(PluginError, match=r"docs/concepts/words.md: links to ../../no_such.py"):
-        links("[x](../../no_such.py)", page)
+    assert links("[metrics](metrics.md#policy)", page) == "[metrics](metrics.md#policy)"
+    with pytest.raises(PluginError, match=r"docs/architecture.md: links to ../no_such.py"):
+        links("[x](../no_such.py)", page)
 
 
 def test_every_option_is_there(site: Path) -> None:
@@ -121,15 +121,18 @@ def test_every_experiment_is_there(site: Path) -> None:
     assert {"halfcheetah", "tabletop_token_push", "arithmetic"} <= drawn
 
 
-def test_every_module_is_on_a_page_of_concepts() -> None:
-    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "concepts").glob("*.md"))
-    told = {name for line in re.findall(r"<!-- modules: (.+) -->", text) for name in line.split()}
-    assert told == set(FLOORS) | {"envs"}
+def test_every_layer_is_on_the_architecture_page() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = [name for names in re.findall(r"<!-- folder: (.+) -->", text) for name in names.split()]
+    assert named == [*LAYERS, "embodied_envs"]
+    picture = (ROOT / "docs" / "pictures" / "layers.svg").read_text(encoding="utf-8")
+    drawn = re.findall(r'font-weight="bold"[^>]*>(\w+)<', picture)
+    assert drawn == [*reversed(LAYERS), "embodied_envs"]
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     pages = list(site.rglob("*.html"))
-    assert len(pages) > 25
+    assert len(pages) > 20
     for page in pages:
         for tag, attrs in Tags(page).found:
             target = attrs.get(LOADS[tag]) if tag in LOADS else None
