@@ -81,6 +81,10 @@ def _sweep(args: argparse.Namespace) -> None:
 def _train_one(loaded: Loaded, args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Any]:
     """Train, print and return the summary with ``extra``."""
     _say_aliases(loaded, args)
+    if loaded.config.mode == "reasoning" and loaded.config.reward.path is None:
+        from embodied_ppo.rewards import graders
+
+        graders.check_exists(loaded.config.reward.grader)
     from embodied_ppo import run
     from embodied_ppo.training.logging import process_age_s
 

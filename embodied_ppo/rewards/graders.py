@@ -232,10 +232,7 @@ def _named(spec: str) -> tuple[Grader, str]:
             except ImportError as error:
                 raise ConfigError(f"{label}: needs a package ({error}); pip install math-verify") from error
         return GRADERS[spec], label
-    place, _, name = (spec + ":compute_score" if spec.endswith(".py") else spec).rpartition(":")
-    if not place or not name:
-        there = choose(spec, list(GRADERS), "there are: ")
-        raise ConfigError(f"{label}: no such grader; {there}, module:function and FILE.py:function")
+    place, name = _split(spec, label)
     try:
         module = _file(Path(place).expanduser(), label) if place.endswith(".py") else _module(place, label)
     except ConfigError:
@@ -250,10 +247,43 @@ def _named(spec: str) -> tuple[Grader, str]:
     return found, label
 
 
-def _file(path: Path, label: str) -> ModuleType:
+def check_exists(spec: str) -> None:
+    """Refuse a grader that is missing, as far as this shows without running a module of the user.
+
+    It takes milliseconds, where the run imports torch and transformers before it loads the grader.
+
+    Raises:
+        ConfigError: the specification, the file, the module or a function of the standard library is missing.
+    """
+    if spec in GRADERS:
+        return
+    label = f"reward.grader = {spec}"
+    place, _ = _split(spec, label)
+    if place.endswith(".py"):
+        _check_file(Path(place).expanduser(), label)
+        return
+    top = place.partition(".")[0]
+    if top in sys.stdlib_module_names or (top not in sys.modules and importlib.util.find_spec(top) is None):
+        resolve(spec)
+
+
+def _split(spec: str, label: str) -> tuple[str, str]:
+    """The module or file, and the function."""
+    place, _, name = (spec + ":compute_score" if spec.endswith(".py") else spec).rpartition(":")
+    if not place or not name:
+        there = choose(spec, list(GRADERS), "there are: ")
+        raise ConfigError(f"{label}: no such grader; {there}, module:function and FILE.py:function")
+    return place, name
+
+
+def _check_file(path: Path, label: str) -> None:
     if not path.is_file():
         there = sorted(p.name for p in path.parent.glob("*.py"))
         raise ConfigError(f"{label}: {path} is no file; {choose(path.name, there, 'in its folder: ')}")
+
+
+def _file(path: Path, label: str) -> ModuleType:
+    _check_file(path, label)
     name = f"embodied_ppo_grader_{path.stem}"
     plan = importlib.util.spec_from_file_location(name, path)
     assert plan is not None and plan.loader is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -302,6 +303,24 @@ def test_graders_that_are_not_there(file: str, tmp_path: Path, spec: str, messag
         (tmp_path / f"{name}.py").write_text(text)
     with pytest.raises(ConfigError, match=message):
         graders.resolve(spec.format(file=file, dir=tmp_path))
+
+
+def test_a_missing_grader_is_refused_before_the_run_is_built(file: str, tmp_path: Path) -> None:
+    for spec in ("gsm8k_strct", f"{tmp_path}/reward.py", "jsn:loads", "os:path", "json:lods"):
+        with pytest.raises(ConfigError, match=r"reward\.grader = "):
+            graders.check_exists(spec)
+    (tmp_path / "bad.py").write_text("1 / 0")
+    for spec in ("exact", file, f"{tmp_path}/bad.py", "pytest:no_such_function"):
+        graders.check_exists(spec)  # files and modules of the user are not run
+
+
+def test_the_command_refuses_a_missing_grader_without_loading_torch() -> None:
+    code = (
+        "import sys; from embodied_ppo.commands.main import main; "
+        "code = main(['train', 'experiment=arithmetic', 'reward.grader=os:path']); print(code, 'torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout.split() == ["2", "False"] and "os:path: path is no function" in ran.stderr
 
 
 def test_cheap() -> None:
