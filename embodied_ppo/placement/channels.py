@@ -193,7 +193,10 @@ class _Greeting:
 
     def advance(self) -> bool:
         """Read what has arrived; return whether more must follow. Raises OSError."""
-        data = self.connection.recv(HELLO.size - len(self.hello))
+        try:
+            data = self.connection.recv(HELLO.size - len(self.hello))
+        except BlockingIOError:
+            return True
         self.hello += data
         return bool(data) and len(self.hello) < HELLO.size
 
@@ -236,7 +239,10 @@ class Exchange:
         while True:
             now = time.monotonic()
             for greeting in [g for g in self.greetings.values() if g.deadline <= now]:
-                self._hang_up(greeting)
+                # The greeting may have arrived in time, while this process answered another caller.
+                self._advance(greeting)
+                if greeting.connection in self.greetings:
+                    self._hang_up(greeting)
             deadline = min([start + self.patience_s, *(g.deadline for g in self.greetings.values())])
             ready = self.selector.select(max(0.0, deadline - now))
             for key, _ in ready:
@@ -258,7 +264,10 @@ class Exchange:
         except OSError:  # the caller is gone, or there is no file descriptor left
             return
         if len(self.greetings) >= UNGREETED:
-            self._hang_up(next(iter(self.greetings.values())))
+            oldest = next(iter(self.greetings.values()))
+            self._advance(oldest)
+            if oldest.connection in self.greetings:
+                self._hang_up(oldest)
         greeting = self.greetings[connection] = _Greeting(connection)
         self.selector.register(connection, selectors.EVENT_READ, greeting)
 

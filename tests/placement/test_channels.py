@@ -183,6 +183,41 @@ def test_strangers_delay_and_displace_no_caller_with_the_secret(monkeypatch: pyt
     exchange.close()
 
 
+def test_a_greeting_that_arrived_while_another_caller_was_answered_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is on the caller; the time in which this process answers others is not the caller's."""
+    exchange = Exchange("127.0.0.1", "secret", 5.0)
+    first = dial(exchange.address, "secret", "rollout rank 0", peer="env", patience_s=5.0)
+    first.send(Message("make", 0))
+    assert exchange.receive()[1].word == "make"
+    connection = socket.create_connection(exchange.address)  # accepted with the next message of the first
+    first.send(Message("make", 1))
+    monkeypatch.setattr(channels, "GREETING_S", 0.05)
+    while not exchange.greetings:
+        exchange.receive()
+        first.send(Message("make", 2))
+    second = channels.Line(connection, "env", 5.0)
+    second.greet("secret", "rollout rank 1")
+    time.sleep(0.1)  # a request of the first is answered
+    second.send(Message("step", 7))
+    assert {exchange.receive()[0].peer for _ in range(2)} == {"rollout rank 0", "rollout rank 1"}
+    exchange.close()
+
+
+def test_a_further_caller_displaces_no_greeting_that_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "UNGREETED", 1)
+    exchange = Exchange("127.0.0.1", "secret", 5.0)
+    friend = socket.create_connection(exchange.address)
+    exchange._accept()
+    line = channels.Line(friend, "env", 5.0)
+    line.greet("secret", "rollout rank 0")
+    stranger = socket.create_connection(exchange.address)
+    exchange._accept()
+    line.send(Message("step", 7))
+    assert exchange.receive()[1].to == 7
+    stranger.close()
+    exchange.close()
+
+
 def test_a_name_cut_within_a_letter_is_heard() -> None:
     exchange = Exchange("127.0.0.1", "secret", 5.0)
     dial(exchange.address, "secret", "é" * 47 + "a" + "é", peer="env", patience_s=5.0).send(Message("ping"))
