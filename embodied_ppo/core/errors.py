@@ -1,4 +1,8 @@
-"""What can be refused or fail: each message names path, value, limit and cure in one line. Imports nothing of ours."""
+"""Exceptions of the package and functions that format their messages.
+
+Each message is one line that names path, value, limit and cure. This module imports no other module
+of the package.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +12,41 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A refused option."""
+    """An option has a value that cannot be used."""
 
 
 class PlacementError(ValueError):
-    """A refused placement: names role, devices, limit and cure."""
+    """A placement cannot be used; the message names role, devices, limit and cure."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: names the file, what is wrong with it and the cure."""
+    """A checkpoint cannot be used; the message names the file, the defect and the cure."""
 
 
 class EnvError(ValueError):
-    """A simulator that is missing or breaks its contract: names id, limit and cure."""
+    """A simulator is missing or violates its contract; the message names id, limit and cure."""
 
 
 class TrainingError(RuntimeError):
-    """Training stopped by itself (non-finite loss, dead simulator): names cause and dump."""
+    """Training stopped because of a non-finite loss or a failed simulator; names cause and dump."""
 
 
 class ProcessLost(TrainingError):
-    """A process of the run died or is silent: names role, rank, machine and phase. Rebuilt, the run can go on."""
+    """A process of the run died or does not respond; names role, rank, machine and phase.
+
+    The run can continue after the process is rebuilt.
+    """
 
 
 def nearest(word: str, names: Iterable[str], *, cutoff: float | None = None) -> str | None:
-    """Return the name that ``word`` is most likely a typing error of, None where no name is near.
+    """Return the name that ``word`` is most likely a misspelling of, None if no name is similar.
 
     Args:
-        cutoff: Least similarity, ``2 * equal characters / all characters`` of both. The default is 0.7, and 0.6 for
-            words of up to four characters: one wrong or two exchanged characters are near.
+        word: Name as typed.
+        names: Valid names.
+        cutoff: Least similarity, ``2 * equal characters / all characters`` of both. The default is
+            0.7, and 0.6 for words of up to four characters: one wrong or two exchanged characters
+            are accepted.
     """
     least = cutoff or (0.6 if len(word) <= 4 else 0.7)
     near = difflib.get_close_matches(word, list(names), n=1, cutoff=least)
@@ -44,17 +54,17 @@ def nearest(word: str, names: Iterable[str], *, cutoff: float | None = None) -> 
 
 
 LONGEST_LINE = 300
-"""Characters of the line that reports a refused input, with its ``error: ``."""
+"""Largest length of the line that reports an error, in characters, including ``error: ``."""
 
 
 def choose(word: str, names: Sequence[str], intro: str) -> str:
-    """``did you mean x?`` where one is near, and what there is."""
+    """Return ``did you mean x?`` if a name is similar, followed by ``intro`` and all names."""
     near = nearest(word, names)
     return (f"did you mean {near}? " if near else "") + intro + listed(names)
 
 
 def listed(names: Sequence[str], limit: int = 190) -> str:
-    """Names joined by commas, the first ones where all of them have more than ``limit`` characters."""
+    """Join names by commas; beyond ``limit`` characters only the first names and their number."""
     text = ", ".join(names)
     if len(text) <= limit:
         return text or "none"
@@ -62,7 +72,7 @@ def listed(names: Sequence[str], limit: int = 190) -> str:
 
 
 def shortened(text: str, limit: int = LONGEST_LINE) -> str:
-    """``text`` of at most ``limit`` characters: its middle gives way to `` .. ``.
+    """Shorten ``text`` to at most ``limit`` characters by replacing its middle with `` .. ``.
 
     A message begins with the option and ends with the cure; a long value is between them.
     """
@@ -73,7 +83,7 @@ def shortened(text: str, limit: int = LONGEST_LINE) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as the command line would take it."""
+    """Format a value as the command line accepts it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
@@ -86,9 +96,14 @@ def show(value: Any) -> str:
 
 
 def one_line(error: BaseException, *, kind: bool = False) -> str:
-    """An exception's text without line breaks; ``kind``: after its type, where the text alone says little."""
+    """Return an exception's text without line breaks.
+
+    Args:
+        error: The exception.
+        kind: Prepend its type, for exceptions whose text alone is not informative.
+    """
     return " ".join(f"{type(error).__name__}: {error}".split() if kind else str(error).split())
 
 
 class UsageError(Exception):
-    """A command line that no command understands; one line with the cure."""
+    """A command line that no command accepts; one line with the cure."""

@@ -1,6 +1,6 @@
-"""Means and variances: of masked tensors, running ones, and both mergeable across ranks.
+"""Means and variances: of masked tensors and of a stream of batches, mergeable across ranks.
 
-Everything is accumulated in float64, so that a merge of many small batches equals one pass over all of them.
+All sums are float64, so that merging many small batches equals one pass over all of them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from embodied_ppo.core.types import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Mean and variance of ``count`` entries; float64, equal shapes for mean and var, scalar count. Unpacks in order.
+    """Mean and variance of ``count`` entries, all float64. Unpacks in field order.
 
-    Nothing counted is mean 0, var 0, count 0; one entry has var 0: ask ``count``, not ``var``, whether it was enough.
+    ``mean`` and ``var`` have equal shapes, ``count`` is a scalar. Without entries all three are 0.
+    One entry has variance 0, so test ``count`` and not ``var`` for a sufficient number of entries.
     """
 
     mean: Tensor
@@ -32,9 +33,10 @@ class Moments:
 
 # ----------------------------------------------------------------------------------------------------- masked tensors
 def expand_mask(mask: Tensor, x: Tensor) -> Tensor:
-    """Bool mask [..] seen as x's shape [.., *trailing] (a view: no copy).
+    """Expand a bool mask [..] to the shape of x, [.., *trailing], as a view.
 
-    Raises ConfigError if the mask's dimensions are not the leading ones of x.
+    Raises:
+        ConfigError: The mask's dimensions are not the leading ones of x.
     """
     if mask.shape != x.shape[: mask.ndim]:
         raise ConfigError(
@@ -44,19 +46,17 @@ def expand_mask(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Σ x over unmasked entries; x [.., *trailing], mask [..]; scalar, x's dtype. NaN outside the mask is not seen."""
+    """Return Σ x over unmasked entries: x [.., *trailing], mask [..] -> scalar of x's dtype.
+
+    A NaN outside the mask affects neither the sum nor its gradient.
+    """
     return torch.where(expand_mask(mask, x), x, torch.zeros((), dtype=x.dtype, device=x.device)).sum()
 
 
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Σ x·m / Σ m; x [.., *trailing], mask [..]; scalar, x's dtype, NaN with nothing unmasked (as ``Mean.value``)."""
-    return masked_sum(x, mask) / expand_mask(mask, x).sum()
-
-
 def masked_moments(x: Tensor, mask: Tensor, unbiased: bool = True) -> Moments:
-    """Moments over all unmasked entries; x [.., *trailing], mask [..]; float64 scalars.
+    """Return the moments over all unmasked entries: x [.., *trailing], mask [..] -> scalars.
 
-    unbiased: Σ(x−μ)²/(n−1), else /n. The variance is 0 where that divides by zero.
+    The variance is Σ(x−μ)²/(n−1), or /n if not ``unbiased``; 0 where the divisor would be 0.
     """
     keep = expand_mask(mask, x)
     count = keep.sum().double()
@@ -67,7 +67,15 @@ def masked_moments(x: Tensor, mask: Tensor, unbiased: bool = True) -> Moments:
 
 
 def batch_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
-    """Population moments per feature; x [M, *shape], mask [M] (None: all) -> mean, var float64 [*shape], count []."""
+    """Return population moments of each feature.
+
+    Args:
+        x: [M, *shape], any dtype.
+        mask: bool [M], None: all rows.
+
+    Returns:
+        float64 mean and var [*shape], scalar count.
+    """
     x = x.double() if mask is None else x[mask.bool()].double()
     count = torch.tensor(float(x.shape[0]), dtype=torch.float64, device=x.device)
     if x.shape[0] == 0:
@@ -78,10 +86,16 @@ def batch_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
 
 
 def merge_moments(parts: Sequence[Moments], *, unbiased: bool = True) -> Moments:
-    """Moments of the union, e.g. over ranks (Chan, Golub & LeVeque 1979, the pairwise formula).
+    """Return the moments of the union of several sets of entries, e.g. over ranks.
 
-    n = n_a + n_b ; d = μ_b − μ_a ; μ = μ_a + d·n_b/n ; S = S_a + S_b + d²·n_a·n_b/n with S = Σ(x−μ)².
-    ``unbiased`` says how every part's variance was taken and how the result's is.
+    n = n_a + n_b;  d = μ_b − μ_a;  μ = μ_a + d·n_b/n;  S = S_a + S_b + d²·n_a·n_b/n  with S =
+                    Σ(x−μ)²
+
+    Source: Chan, Golub and LeVeque 1979, the pairwise formula.
+
+    Args:
+        parts: Moments of disjoint sets.
+        unbiased: Whether the variances of the parts, and of the result, divide by n − 1.
     """
     mean, _, count = parts[0]
     total = parts[0].var * _degrees(count, unbiased)
@@ -95,24 +109,32 @@ def merge_moments(parts: Sequence[Moments], *, unbiased: bool = True) -> Moments
 
 
 def _degrees(count: Tensor, unbiased: bool) -> Tensor:
+    """Return the degrees of freedom of a variance, n − 1 or n."""
     return (count - 1).clamp(min=0) if unbiased else count
 
 
 def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 − Var(R−V)/Var(R) over unmasked entries, all [..]; float64 scalar, NaN where the returns do not vary.
+    """Return 1 − Var(R−V)/Var(R) over unmasked entries, float64 scalar.
 
-    1: V predicts R; 0: no better than a constant; below 0: worse.
+    1: V predicts R. 0: V is no better than a constant. Below 0: worse than a constant. NaN where
+    the returns do not vary.
+
+    Args:
+        value: [..], V.
+        returns: [..], R.
+        mask: bool [..].
     """
-    spread = masked_moments(returns, mask, unbiased=False).var
-    error = masked_moments(returns.double() - value.double(), mask, unbiased=False).var
-    return torch.where(spread > 0, 1 - error / spread, torch.nan)
+    return_var = masked_moments(returns, mask, unbiased=False).var
+    error_var = masked_moments(returns.double() - value.double(), mask, unbiased=False).var
+    return torch.where(return_var > 0, 1 - error_var / return_var, torch.nan)
 
 
 # ---------------------------------------------------------------------------------------------------- running moments
 class RunningMoments(nn.Module):
-    """Mean and population variance, per feature, of everything ever merged.
+    """Mean and population variance, per feature, of all merged batches.
 
-    State (float64 buffers, kept float64 by ``.to(dtype)``): mean [*shape], var [*shape], count [].
+    State (float64 buffers, which ``.to(dtype)`` keeps float64): mean [*shape], var [*shape], count
+    [].
     """
 
     mean: Tensor
@@ -129,27 +151,38 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
-        """Merge a batch: x [M, *shape] of any dtype, mask bool [M] (None: all); masked rows may hold anything."""
+        """Merge a batch.
+
+        Args:
+            x: [M, *shape], any dtype. Masked rows may hold any value.
+            mask: bool [M], None: all rows.
+        """
         self.merge(*batch_moments(x, mask))
 
     @torch.no_grad()
     def merge(self, mean: Tensor, var: Tensor, count: Tensor | float) -> None:
-        """Merge another's population moments [*shape] over ``count`` samples (the formula of ``merge_moments``)."""
+        """Merge population moments [*shape] over ``count`` samples (formula of ``merge_moments``)."""
         n = float(count)
         if n == 0:
             return
         mean = torch.as_tensor(mean, dtype=torch.float64, device=self.mean.device)
         var = torch.as_tensor(var, dtype=torch.float64, device=self.mean.device)
-        w = n / (float(self.count) + n)  # the newcomers' share: mean, var ← mixtures, var gains w(1−w)d²
+        # With the new samples' share w: mean ← mean + w·d, var ← (1−w)·var + w·var_new + w(1−w)·d²
+        w = n / (float(self.count) + n)
         d = mean - self.mean
         self.mean.lerp_(mean, w)
         self.var.lerp_(var, w).addcmul_(d, d, value=w * (1.0 - w))
         self.count.add_(n)
 
     def normalize(self, x: Tensor, clip: float | None = None, eps: float | None = None) -> Tensor:
-        """(x − mean)·rsqrt(var + eps), clamped to ±clip; x [.., *shape] of any dtype -> float32 of the same shape.
+        """Return (x − mean)·rsqrt(var + eps), clamped to ±clip, as float32.
 
-        While nothing has been merged, x itself (clamped): mean is 0 and var 1. ``eps`` None: the constructor's.
+        Before the first merge, mean is 0 and the scale is 1, so that x is only clamped.
+
+        Args:
+            x: [.., *shape], any dtype.
+            clip: Bound of the result's magnitude, None: no bound.
+            eps: Added to the variance, None: the constructor's.
         """
         inv = torch.rsqrt(self.var + (self.eps if eps is None else eps)).float()
         inv = torch.where(self.count > 0, inv, 1.0)
@@ -160,10 +193,10 @@ class RunningMoments(nn.Module):
         return y.to(torch.float32)
 
     def _apply(self, fn: Any, recurse: bool = True) -> RunningMoments:
-        """Move with the module, but stay float64 when it is cast to bfloat16."""
-        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        """Move the buffers with the module but keep them float64 when it is cast to bfloat16."""
+        buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
-        for name, buffer in kept.items():
+        for name, buffer in buffers.items():
             moved = self._buffers[name]
             if moved is not None and moved.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(moved.device)

@@ -1,7 +1,19 @@
-"""The words of the house: the values that flow between rooms and the protocols that rooms speak.
+"""Data types that the folders of the package exchange, and the protocols that their classes
+implement.
 
-Shape letters, used everywhere: T time steps (or response tokens), N environments (or sequences), B samples of a
-minibatch, C actions of a chunk, A action dimensions.
+A rollout produces one ``Trajectory`` per update: a ``VectorEnv`` returns a ``Step`` for each
+action, a ``Policy`` returns a ``Decision`` for each observation. The learner cuts the trajectory
+into ``Batch`` minibatches and calls ``Policy.evaluate`` on each. Every metric is a ``Mean`` (sum
+and count) or a plain number.
+
+Shape letters, used in the whole package:
+    T: time steps of a rollout, or tokens of a response.
+    N: environments, or sequences.
+    B: samples of a minibatch.
+    C: actions of an action chunk.
+    A: action dimensions.
+    M: observations merged into a normaliser, T * N at most.
+    K: actions to choose from (categorical policies).
 """
 
 from __future__ import annotations
@@ -31,7 +43,7 @@ Obs: TypeAlias = "Tensor | dict[str, Tensor]"
 # ------------------------------------------------------------------------------------------------------------- spaces
 @dataclass(frozen=True)
 class ArraySpec:
-    """Shape and type of one observation array of ONE environment (no leading N)."""
+    """Shape and dtype of one observation array of one environment, without the leading N."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -42,16 +54,18 @@ ObsSpec: TypeAlias = "ArraySpec | dict[str, ArraySpec]"
 
 @dataclass(frozen=True)
 class Discrete:
-    """Actions 0 .. n-1, int64 [N]."""
+    """Actions 0 .. n-1; a batch of them is int64 [N]."""
 
     n: int
 
 
 @dataclass(frozen=True)
 class Box:
-    """Continuous actions, float32 [N, A], as the *policy* emits them.
+    """Continuous actions as the policy emits them; a batch of them is float32 [N, A].
 
-    ``low`` and ``high`` hold one simulator bound per action dimension, in the simulator's units.
+    Attributes:
+        low: Lower simulator bound of each action dimension, in the simulator's units.
+        high: Upper simulator bound of each action dimension.
     """
 
     low: tuple[float, ...]
@@ -59,6 +73,7 @@ class Box:
 
     @property
     def size(self) -> int:
+        """Number of action dimensions, A."""
         return len(self.low)
 
 
@@ -68,19 +83,25 @@ ActionSpec: TypeAlias = "Discrete | Box"
 # -------------------------------------------------------------------------------------------------------- experience
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a simulator answers to one action of every environment.
+    """Result of one action in every environment.
 
-    obs         [N, ..]  what to act on next
-    reward      [N]      float32, received for this action; [N, C] for a chunk of C actions, 0 where not executed
-    terminated  [N]      bool, the task ended
-    truncated   [N]      bool, the clock ended it (never True together with terminated)
-    mask        [N]      bool, False where this step only reset an ended episode: action ignored, reward 0
-    final_obs   [N, ..]  the true successor where terminated | truncated (other rows arbitrary), if ``obs`` holds the
-                         next episode's first observation by then; None if ``obs`` itself is the true successor (the
-                         simulator resets on the following step)
-    success     [N]      bool, or None if the task does not say
-    executed    [N, C]   bool, for a chunk of C actions: those before the episode's end; None: there are no chunks
-    task        [N]      int64, which of the ``task_names`` the episode of this step is; None if there is one kind
+    Attributes:
+        obs: [N, ..], the observation to act on next.
+        reward: float32 [N], received for this action. For a chunk of C actions [N, C], 0 where an
+            action was not executed.
+        terminated: bool [N], the task ended the episode.
+        truncated: bool [N], the time limit ended the episode. Never True together with
+            ``terminated``.
+        mask: bool [N], False where this step only reset an ended episode. The action was ignored
+            and the reward is 0.
+        final_obs: [N, ..], the true successor state in rows where ``terminated | truncated``; other
+            rows are arbitrary. Set where ``obs`` already holds the first observation of the next
+            episode. None if ``obs`` itself is the true successor because the simulator resets on
+            the following step.
+        success: bool [N], or None if the task does not report success.
+        executed: bool [N, C], the actions of a chunk before the episode's end. None without chunks.
+        task: int64 [N], index into ``task_names`` of the episode of this step. None with a single
+            task.
     """
 
     obs: Obs
@@ -96,12 +117,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a policy decides for N observations.
+    """Actions that a policy chose for N observations.
 
-    action    [N, ..]  what the simulator gets
-    log_prob  [N, ..]  float32 behaviour log-probability, as fine as the policy gives it: [N] or [N, C, A]
-    value     [N]      float32 V(s); [N, C] where each action of a chunk has a value
-    replay             what ``evaluate`` needs beyond obs and action to recompute ``log_prob`` exactly
+    Attributes:
+        action: [N, ..], passed to the simulator.
+        log_prob: float32 log-probability under the behaviour policy, [N], or [N, C, A] where the
+            policy factorises over actions and dimensions.
+        value: float32 [N], V(s). [N, C] where each action of a chunk has its own value.
+        replay: Tensors besides observation and action that ``Policy.evaluate`` needs to recompute
+            ``log_prob`` exactly.
     """
 
     action: Tensor
@@ -112,12 +136,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A policy's view of given actions, with gradients.
+    """Log-probability, entropy and value of given actions, with gradients.
 
-    log_prob  [B, ..]  shaped as ``Decision.log_prob``
-    entropy   [B, ..]  same shape as log_prob
-    value     [B], or [B, C] as ``Decision.value``
-    logits    [B, K]   categorical policies only, else None
+    Attributes:
+        log_prob: [B, ..], shaped as ``Decision.log_prob``.
+        entropy: [B, ..], same shape as ``log_prob``.
+        value: [B], or [B, C] as ``Decision.value``.
+        logits: [B, K] for categorical policies, else None.
     """
 
     log_prob: Tensor
@@ -128,21 +153,29 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """Experience of one rollout. Dimension 0 is time, dimension 1 of every leaf is N.
+    """Experience of one rollout. In every leaf, dimension 0 is time and dimension 1 is N.
 
-    Row t holds s_t, a_t and everything received after a_t: there are no [T+1] tensors and no "done before" flags.
+    Row t holds s_t, a_t and everything received after a_t. There are no [T+1] tensors and no flags
+    that refer to the step before.
 
-    obs         [T, N, ..]  s_t                            action   [T, N, ..]  a_t
-    log_prob    [T, N, ..]  behaviour log-probability       value    [T, N]      V(s_t) when acting
-    replay      [T, N, ..]  see ``Decision.replay``
-    next_value  [T, N]      V of the true successor, also where the clock cut the episode
-    reward      [T, N]      received after a_t, as the simulator gave it; of a chunk of actions Σ γ^i r_i
-    terminated  [T, N]      bool                           truncated [T, N]     bool
-    mask        [T, N]      bool, part of the objective     version  [T, N]      int64, policy version that acted
-    steps       [T, N]      int64, primitive steps that a_t lasted; None: one each
+    Attributes:
+        obs: [T, N, ..], s_t.
+        action: [T, N, ..], a_t.
+        log_prob: [T, N, ..], log-probability under the behaviour policy.
+        value: [T, N], V(s_t) at the time of acting.
+        replay: [T, N, ..], see ``Decision.replay``.
+        next_value: [T, N], V of the true successor state, also where the time limit cut the
+            episode.
+        reward: [T, N], received after a_t, unscaled. For a chunk of actions Σ γ^i r_i.
+        terminated: bool [T, N], see ``Step``.
+        truncated: bool [T, N], see ``Step``.
+        mask: bool [T, N], rows that are part of the objective.
+        version: int64 [T, N], version of the policy that acted.
+        steps: int64 [T, N], simulator steps that a_t lasted. None: one each.
 
-    Where each action of a chunk has a value (reward_type=action_level), value, next_value, reward, terminated,
-    truncated and mask are [T, N, C]: the mask ends with the last executed action, which carries the flags.
+    Where each action of a chunk has a value (reward_type=action_level), ``value``, ``next_value``,
+    ``reward``, ``terminated``, ``truncated`` and ``mask`` are [T, N, C]. The mask then ends with
+    the last executed action, which carries the flags.
     """
 
     obs: Obs
@@ -161,15 +194,23 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A minibatch as the losses see it; leaves are [B, ..] (steps) or [T, B, ..] (whole columns).
+    """Minibatch that the losses read. Leaves are [B, ..] (steps) or [T, B, ..] (whole columns).
 
-    inputs      encoded observations          action, replay   as in Trajectory
-    log_prob    behaviour log-probability      value            V_old
-    advantage   shaped, normalised             returns          value targets
-    mask        bool, part of the objective    weight           off-policy correction, 1 where there is none
-    ref_log_prob / ref_logits                  the reference policy's, None without one
+    Attributes:
+        inputs: Encoded observations, see ``Policy.encode``.
+        action: As in ``Trajectory``.
+        replay: As in ``Trajectory``.
+        log_prob: Log-probability under the behaviour policy.
+        value: V_old, the value at the time of acting.
+        advantage: Shaped and normalised advantage.
+        returns: Targets of the value function.
+        mask: bool, elements that are part of the objective.
+        weight: Off-policy correction, None where every weight is 1.
+        ref_log_prob: Log-probability under the reference policy, None without one.
+        ref_logits: Logits of the reference policy, None without one.
 
-    value, advantage, returns and mask are [.., C] where ``Trajectory.value`` is [T, N, C].
+    ``value``, ``advantage``, ``returns`` and ``mask`` are [.., C] where ``Trajectory.value`` is [T,
+    N, C].
     """
 
     inputs: Any
@@ -188,13 +229,14 @@ class Batch:
 # ------------------------------------------------------------------------------------------------------------ metrics
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A metric as (sum, count); a mean of means is not representable."""
+    """Metric as (sum, count), which adds up correctly over ranks and minibatches of any size."""
 
     sum: float | Tensor
     count: float | Tensor
 
     @staticmethod
     def of(values: Iterable[float]) -> Mean:
+        """Return the mean of plain numbers."""
         values = list(values)
         return Mean(float(sum(values)), float(len(values)))
 
@@ -203,13 +245,13 @@ class Mean:
 
     @property
     def value(self) -> float:
-        """The mean; NaN with nothing counted."""
+        """The mean; NaN where the count is 0."""
         count = float(self.count)
         return float(self.sum) / count if count else float("nan")
 
 
 Advance: TypeAlias = Callable[[str, int, int], None]
-"""Hears how much of what takes long is done: what, how many, of how many."""
+"""Progress callback ``(task, completed, total)`` of a long operation."""
 
 Metrics: TypeAlias = "dict[str, Mean | float]"
 """Tag (a row of docs/metrics.md) -> a mean over samples, or a plain number that is not averaged."""
@@ -218,127 +260,166 @@ Metrics: TypeAlias = "dict[str, Mean | float]"
 # ---------------------------------------------------------------------------------------------------------- protocols
 @runtime_checkable
 class VectorEnv(Protocol):
-    """N environments stepped together. Tensors in, tensors out, on ``device``.
+    """N environments that step together. Takes and returns tensors on ``device``.
 
-    A simulator may also have
-      task_names    tuple[str, ..]: the kinds of episode that ``Step.task`` counts
-      instructions  tuple[str, ..]: the sentences that an observation "instruction" [N] counts
-      gripper_closes  float: the last action of a step that closes a gripper; its negative opens it
-      unstable      int64 []: worlds reset because their simulation blew up, so far
-      step_s        float: seconds of simulation in one call of ``step``
+    Optional attributes that a simulator may define:
+        task_names: tuple[str, ..], the tasks that ``Step.task`` indexes.
+        instructions: tuple[str, ..], the sentences that an observation "instruction" [N] indexes.
+        gripper_closes: float, value of the last action dimension that closes the gripper. Its
+            negative opens it.
+        unstable: int64 [], number of worlds that were reset so far because their simulation
+            diverged.
+        step_s: float, simulated seconds of one call of ``step``.
     """
 
     id: str
-    """What ``env.id`` named."""
+    """Value of the option ``env.id``."""
     num_envs: int
-    """N."""
+    """Number of environments, N."""
     obs_spec: ObsSpec
-    """Of one environment."""
+    """Observation of one environment."""
     action_spec: ActionSpec
-    """Of one environment."""
+    """Action of one environment."""
     max_episode_steps: int | None
-    """Clock limit in calls of ``step``; None if the simulator does not say."""
+    """Time limit in calls of ``step``; None if the simulator reports none."""
     device: torch.device
-    """Where observations arrive and actions are expected."""
+    """Device of the returned observations and of the expected actions."""
 
     def reset(self) -> Obs:
-        """Start every environment anew, [N, ..]. Called once after construction or ``restart``."""
+        """Start a new episode in every environment and return observations [N, ..].
+
+        The caller invokes it once after construction and after each ``restart``.
+        """
         ...
 
     def step(self, action: Tensor) -> Step:
-        """Act in every environment. ``action`` is float32 [N, A] or int64 [N]."""
+        """Execute an action, float32 [N, A] or int64 [N], in every environment."""
         ...
 
     def reset_where(self, where: Tensor) -> Obs | None:
-        """Begin a new episode where bool [N], the others stand still: [N, ..], arbitrary in the rows of the others.
+        """Start a new episode in selected environments and leave the others unchanged.
 
-        Asked for where an episode is under way or has just ended. None: the simulator cannot.
+        Args:
+            where: bool [N], environments to reset. Their episode is in progress or has just ended.
+
+        Returns:
+            Observations [N, ..], arbitrary in rows that are not reset. None if the simulator cannot
+            reset single environments.
         """
         ...
 
     def restart(self, seeds: list[int]) -> None:
-        """Begin again as if newly made with one seed per environment; ``reset`` must follow."""
+        """Return to the state after construction, with one seed per environment. ``reset`` must
+        follow.
+        """
         ...
 
     def state(self) -> dict[str, Any] | None:
-        """Everything needed to continue bit for bit, or None: then actions are replayed since the last ``restart``."""
+        """Return everything that is needed to continue bit for bit.
+
+        None: the simulator cannot save its state. The caller then replays the actions since the
+        last ``restart``.
+        """
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> Obs:
-        """Continue from ``state()``; returns the observation to act on next."""
+        """Continue from ``state()`` and return the observations to act on next, [N, ..]."""
         ...
 
     def render(self) -> Tensor:
-        """uint8 [H, W, 3] picture of environment 0; raises EnvError where the simulator was made without pictures."""
+        """Return an image of environment 0, uint8 [H, W, 3].
+
+        Raises:
+            EnvError: The simulator was built without rendering.
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the simulator's processes and memory."""
 
 
 class Policy(Protocol):
-    """Observations to decisions; an ``nn.Module`` whose state_dict is the checkpoint."""
+    """Maps observations to actions. An ``nn.Module`` whose state_dict is the checkpoint."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
 
     def encode(self, obs: Obs) -> Any:
-        """Raw observations [B, ..] -> model inputs [B, ..] (normalised; images stay uint8), without gradient."""
+        """Return model inputs [B, ..] of raw observations [B, ..], without gradient.
+
+        Vectors are normalised; images stay uint8.
+        """
         ...
 
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
-        """The randomness of one ``act`` on so many rows, [rows, ..]; float32."""
+        """Return the random numbers of one ``act`` on ``rows`` observations, float32 [rows, ..]."""
         ...
 
     def act(self, inputs: Any, *, noise: Tensor | None = None) -> Decision:
-        """Sample with ``noise``, the only randomness; None: the distribution's mode. Without gradient."""
+        """Choose actions without gradient.
+
+        Args:
+            inputs: Result of ``encode``.
+            noise: Result of ``noise``, the only source of randomness. None: the mode of the
+                distribution.
+        """
         ...
 
     def evaluate(self, inputs: Any, action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
-        """Log-probability, entropy and value of given actions, with gradients."""
+        """Return log-probability, entropy and value of given actions, with gradients."""
         ...
 
     def value(self, inputs: Any) -> Tensor:
-        """V(s) [B], or [B, C] as ``Decision.value``; never samples."""
+        """Return V(s), [B], or [B, C] as ``Decision.value``. Never samples."""
         ...
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """'actor' and 'critic': disjoint, together every trainable parameter."""
+        """Return the groups 'actor' and 'critic': disjoint, together every trainable parameter."""
         ...
 
     def units(self) -> list[nn.Module]:
-        """Large modules that are called one after another, or with ``ranks.gathered``: where learners hold a part of
-        each parameter, each is whole only while it computes. All else is whole as long as a method of the policy runs.
+        """Return the large modules that parameter sharding gathers one at a time.
+
+        They are called one after another, or through ``collectives.gathered``. A sharded learner
+        holds the full parameters of such a module only while it computes. All other parameters are
+        gathered for the duration of each policy method.
         """
         ...
 
     def observe(self, obs: Obs, mask: Tensor) -> None:
-        """Merge raw observations [M, ..] where ``mask`` [M] into the normaliser."""
+        """Merge raw observations [M, ..] where ``mask`` [M] is True into the normaliser."""
         ...
 
 
 class Learner(Protocol):
+    """Updates the policy from trajectories."""
+
     cpu_s: dict[str, float]
-    """CPU seconds of this process so far, by phase."""
+    """CPU time of this process so far in seconds, by phase."""
 
     def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
-        """Epochs over one trajectory; ``update`` counts from 0."""
+        """Run the epochs of one update over a trajectory; ``update`` counts from 0."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Everything beyond the weights that the next update depends on."""
+        """Return everything besides the weights that the next update depends on."""
         ...
 
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of ``state``."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release processes and memory."""
 
 
 @dataclass(frozen=True)
 class PendingRow:
-    """The row of an update whose checkpoint is written before the update is evaluated and logged.
+    """Log row of an update whose checkpoint is written before the update is evaluated and logged.
 
-    metrics  of the rollout and the update      evaluation_due  whether an evaluation's metrics join them
+    Attributes:
+        metrics: Metrics of the rollout and the update.
+        evaluation_due: Whether metrics of an evaluation will be added.
     """
 
     metrics: Metrics
@@ -346,32 +427,44 @@ class PendingRow:
 
 
 class System(Protocol):
-    """Where things run; the loop's only partner."""
+    """Rollout, learner and evaluation in some placement, as the training loop calls them."""
 
     @property
     def unit(self) -> Literal["env_steps", "tokens"]:
-        """What experience is counted in."""
+        """Unit in which experience is counted."""
         ...
 
     steps: int
-    """Experience learned from so far, in ``unit``."""
+    """Experience used for learning so far, in ``unit``."""
 
     def collect(self, horizon: int, *, update: int) -> tuple[Any, Metrics]:
-        """Experience of ``horizon`` steps per environment (a handle: tensors do not pass through the driver)."""
+        """Collect ``horizon`` steps in each environment.
+
+        Returns:
+            A handle of the experience, whose tensors do not pass through the driver, and metrics.
+        """
         ...
 
-    def update(self, experience: Any, *, update: int) -> Metrics: ...
+    def update(self, experience: Any, *, update: int) -> Metrics:
+        """Update the learner with the result of ``collect``."""
 
     def publish(self, version: int) -> None:
-        """After this every policy process holds the learner's weights bit for bit."""
+        """Copy the learner's weights to every policy process, bit for bit."""
         ...
 
     def evaluate(self, update: int) -> Metrics:
-        """Measure the policy; a checkpoint saved after the same update gets the score."""
+        """Measure the policy. A checkpoint that is saved after the same update stores the score."""
         ...
 
     def save(self, update: int, row: PendingRow | None = None) -> Path:
-        """Write a checkpoint. ``row``: what a resumed run logs of the update if this one ends before it has."""
+        """Write a checkpoint and return its path.
+
+        Args:
+            update: Number of the update.
+            row: Metrics that a resumed run logs for this update if this run ends before logging
+                them.
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release processes and memory."""

@@ -1,7 +1,8 @@
-"""The simulator call under way in this process: which, since when, and its time limit.
+"""Record of the simulator call that is in progress in this process: which, since when, and its time
+limit.
 
-The record lies in memory that a supervising parent shares (``supervisor``), so that the cause is
-known although this process hangs in the call, crashes in it or is ended by it.
+The record is in memory shared with a supervising parent process (``supervisor``). The parent can
+therefore report the cause even if this process hangs in the call, crashes in it or is killed by it.
 """
 
 from __future__ import annotations
@@ -15,23 +16,27 @@ from pathlib import Path
 from embodied_ppo.core.errors import ProcessLost, TrainingError
 
 CALLS = ("its constructor", "reset()", "step()")
-"""What is called of a simulator, by the number in the record."""
+"""Simulator calls, by their index in the record."""
 SINCE, CALL, LIMIT, DONE, FORWARDED = range(5)
-"""Places of ``numbers``: time (monotonic, s) at which the call began, 0 for none; its index in CALLS; the limit, s; 1
-once the command has reported its end; signals that the supervisor sent on."""
+"""Indices into ``numbers``.
+
+SINCE: monotonic time in seconds at which the call began, 0 without a call. CALL: index into CALLS.
+LIMIT: time limit of the call in seconds. DONE: 1 once the command has reported its end. FORWARDED:
+number of signals that the supervisor forwarded.
+"""
 _TEXT, _PATH = 64, 1024
-"""Where the description and the path of the log begin, bytes."""
+"""Byte offsets of the description and of the path of the log."""
 
 memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
 numbers = memoryview(memory)[:_TEXT].cast("d")
 numbers[LIMIT] = math.inf
 supervised = False
-"""Whether the parent of this process supervises it."""
+"""Whether the parent process supervises this one."""
 _env_id, _during = "", ""
 
 
 class _Call:
-    """Context of one simulator call; costs 0.5 us."""
+    """Context manager of one simulator call; costs 0.5 us."""
 
     def __init__(self, index: int) -> None:
         self.index = float(index)
@@ -42,9 +47,10 @@ class _Call:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if kind is SystemExit:
-            ended = f"{_subject()} called sys.exit({getattr(error, 'code', None)}){_when()}"
+            # SystemExit of user code would end the run without a message.
+            message = f"{_subject()} called sys.exit({getattr(error, 'code', None)}){_phase()}"
             numbers[SINCE] = 0.0
-            raise TrainingError(f"{ended}; raise an exception that names the cause instead") from error
+            raise TrainingError(f"{message}; raise an exception that names the cause instead") from error
         numbers[SINCE] = 0.0
 
 
@@ -52,7 +58,7 @@ making, resetting, stepping = (_Call(i) for i in range(len(CALLS)))
 
 
 def describe(*, env_id: str | None = None, during: str | None = None) -> None:
-    """Note which environment is called from now on, and during what ("update 3")."""
+    """Record the environment of the following calls and the phase of the run ("update 3")."""
     global _env_id, _during
     _env_id = _env_id if env_id is None else env_id
     _during = _during if during is None else during
@@ -60,65 +66,72 @@ def describe(*, env_id: str | None = None, during: str | None = None) -> None:
 
 
 def limit(seconds: float | None) -> None:
-    """Set the time limit of one call; None: no limit."""
+    """Set the time limit of one call in seconds; None: no limit."""
     numbers[LIMIT] = math.inf if seconds is None else seconds
 
 
 def log_to(path: Path) -> None:
-    """Note the log that the supervisor adds its last line to."""
+    """Record the path of the log to which the supervisor appends its last line."""
     _write(_PATH, str(path.absolute()), len(memory) - _PATH)
 
 
 def log_path() -> Path | None:
+    """Return the path set by ``log_to``, None if there is none."""
     text = _read(_PATH)
     return Path(text) if text else None
 
 
-def _write(at: int, text: str, room: int) -> None:
-    data = text.encode(errors="replace")[: room - 1]
-    memory[at : at + len(data) + 1] = data + b"\0"
+def _write(offset: int, text: str, capacity: int) -> None:
+    """Store text as a null-terminated string of at most ``capacity`` bytes."""
+    data = text.encode(errors="replace")[: capacity - 1]
+    memory[offset : offset + len(data) + 1] = data + b"\0"
 
 
-def _read(at: int) -> str:
-    return memory[at : memory.find(b"\0", at)].decode(errors="replace")
+def _read(offset: int) -> str:
+    """Return the null-terminated string at ``offset``."""
+    return memory[offset : memory.find(b"\0", offset)].decode(errors="replace")
 
 
 def _subject() -> str:
     return f"env.id={_read(_TEXT).partition(chr(10))[0]}: {CALLS[int(numbers[CALL])]}"
 
 
-def _when() -> str:
+def _phase() -> str:
     during = _read(_TEXT).partition("\n")[2]
     return f" ({during})" if during else ""
 
 
 def overdue() -> str:
-    """The message about a call that exceeds its limit; "": none does."""
+    """Return the message about a call that exceeds its time limit, "" if there is none."""
     since, seconds = numbers[SINCE], numbers[LIMIT]
     if not since or time.monotonic() - since <= seconds:
         return ""
     return (
-        f"{_subject()} has not returned for {seconds:g} s (env.step_timeout_s){_when()}; repair the simulator or "
+        f"{_subject()} has not returned for {seconds:g} s (env.step_timeout_s){_phase()}; repair the simulator or "
         "raise the limit; resume continues from the last checkpoint"
     )
 
 
 def wait_until_overdue() -> None:
-    """Return never, but raise ProcessLost when a call exceeds its limit; for a thread of its own."""
+    """Block until a call exceeds its limit, then raise ProcessLost. Run it in a thread of its own."""
     while not (message := overdue()):
         time.sleep(min(1.0, max(0.05, numbers[LIMIT] / 4)))
     raise ProcessLost(message)
 
 
 def cause(ending: str) -> str:
-    """The message about a process that ended without one; ``ending``: "was ended by SIGSEGV"."""
+    """Return the message about a process that ended without one of its own.
+
+    Args:
+        ending: How the process ended, e.g. "was ended by SIGSEGV".
+    """
     if numbers[SINCE]:
-        return f"{_subject()}: the process {ending}{_when()}; resume continues from the last checkpoint"
+        return f"{_subject()}: the process {ending}{_phase()}; resume continues from the last checkpoint"
     return f"the process {ending}; resume continues from the last checkpoint, if there is one"
 
 
 def command_pid() -> int:
-    """The process that the user started: signals to it reach this one."""
+    """Return the id of the process that the user started; signals to it reach this process."""
     return os.getppid() if supervised else os.getpid()
 
 
@@ -126,13 +139,14 @@ _delivered = _requests = 0
 
 
 def is_repetition() -> bool:
-    """Whether the signal being handled repeats one that was handled; call it once in each handler.
+    """Return whether the current signal repeats one that was already handled.
 
-    A signal to the process group reaches this process twice: directly, and through the supervisor.
+    Call it exactly once in each signal handler. A signal to the process group reaches this process
+    twice: directly, and through the supervisor.
     """
     global _delivered, _requests
     _delivered += 1
     forwarded = int(numbers[FORWARDED])
     requests = max(forwarded, _delivered - forwarded)
-    known, _requests = _requests, max(_requests, requests)
-    return requests <= known
+    handled, _requests = _requests, max(_requests, requests)
+    return requests <= handled

@@ -20,11 +20,11 @@ number = st.floats(-1e3, 1e3, width=32)
 batches = st.lists(st.lists(st.tuples(number, st.booleans()), max_size=9), min_size=1, max_size=5)
 
 
-def test_masked_mean_and_moments_by_hand():
+def test_masked_sum_and_moments_by_hand():
     x = torch.tensor([1.0, 5.0, 100.0, 6.0])
     mask = torch.tensor([True, True, False, True])
     # mean (1 + 5 + 6)/3 = 4 ; squares 9 + 1 + 4 = 14 ; unbiased 14/2 = 7 ; population 14/3
-    assert running_stats.masked_mean(x, mask).item() == 4.0
+    assert running_stats.masked_sum(x, mask).item() == 12.0
     mean, var, count = running_stats.masked_moments(x, mask)
     assert (mean.item(), var.item(), count.item()) == (4.0, 7.0, 3.0)
     assert running_stats.masked_moments(x, mask, unbiased=False).var.item() == pytest.approx(14 / 3)
@@ -34,22 +34,22 @@ def test_masked_mean_and_moments_by_hand():
 def test_nan_outside_the_mask_is_not_seen_not_even_by_the_gradient():
     x = torch.tensor([1.0, float("nan"), 3.0], requires_grad=True)
     mask = torch.tensor([True, False, True])
-    running_stats.masked_mean(x, mask).backward()
-    assert x.grad is not None and x.grad.tolist() == [0.5, 0.0, 0.5]
+    running_stats.masked_sum(x, mask).backward()
+    assert x.grad is not None and x.grad.tolist() == [1.0, 0.0, 1.0]
     assert running_stats.masked_moments(x.detach(), mask).mean.item() == 2.0
 
 
 def test_a_mask_covers_trailing_dimensions_and_only_leading_ones():
     x = torch.arange(12.0).reshape(2, 3, 2)
     mask = torch.tensor([False, True])
-    assert running_stats.masked_mean(x, mask).item() == 8.5  # (6 + .. + 11)/6
+    assert running_stats.masked_sum(x, mask).item() == 51.0  # 6 + .. + 11
     with pytest.raises(ConfigError, match=r"mask \(3,\).*\(2, 3, 2\)"):
-        running_stats.masked_mean(x, torch.ones(3, dtype=torch.bool))
+        running_stats.masked_sum(x, torch.ones(3, dtype=torch.bool))
 
 
 def test_nothing_and_one_entry():
     x, none = torch.tensor([2.0, 3.0]), torch.zeros(2, dtype=torch.bool)
-    assert running_stats.masked_mean(x, none).isnan()
+    assert running_stats.masked_sum(x, none).item() == 0.0
     assert [v.item() for v in running_stats.masked_moments(x, none)] == [0.0, 0.0, 0.0]
     assert [v.item() for v in running_stats.masked_moments(x, torch.tensor([True, False]))] == [2.0, 0.0, 1.0]
 
