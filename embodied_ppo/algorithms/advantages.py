@@ -1,11 +1,13 @@
-"""From rewards and values to advantages and returns: GAE, the critic-free estimators, normalisation and reward shaping.
+"""Advantages and returns from rewards and values: GAE, critic-free estimators, normalisation and
+reward shaping.
 
-T time steps (or response tokens) first, N columns (environments or sequences). Tensors are float32 [T, N] (bool for
-flags), arithmetic is float64, nothing carries gradient. A group is ``group_size`` neighbouring columns,
-g·group_size .. (g+1)·group_size − 1.
+Shapes: T time steps (or response tokens) first, then N columns (environments or sequences). Tensors
+are float32 [T, N] (flags: bool), arithmetic is float64, no result carries a gradient. A group is
+``group_size`` neighbouring columns, g·group_size .. (g+1)·group_size − 1.
 
-Masked rows are transparent: every unmasked row gets exactly what it would get were the masked rows of its column cut
-out. Their advantage is 0 and their return is their value; their reward, values and flags (NaN included) are never used.
+Masked rows have no effect: every unmasked row gets the result that it would get if the masked rows
+of its column were deleted. Masked rows themselves get advantage 0 and their value as return; their
+rewards, values and flags are never used and may be NaN.
 """
 
 from __future__ import annotations
@@ -37,37 +39,55 @@ def gae(
     steps: int | Tensor = 1,
     bootstrap_type: str = "standard",
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16, with the episode's end made explicit).
+    """Generalised advantage estimation with explicit episode ends.
 
     δ_t = r_t + γ^k·V'_t·(1 − terminated_t) − V_t
     A_t = δ_t + (γλ)^k·(1 − done_t)·A_{t+1}        done = terminated | truncated, A_T = 0
     R_t = A_t + V_t
 
-    All tensors [T, N]. V' is ``next_value``, the value of row t's true successor (the paper's V(s_{t+1})). ``steps`` is
-    k, the primitive steps a row lasted, an int or int64 [T, N]. bootstrap_type always: terminations bootstrap, too (the
-    factor 1 − terminated is dropped); the carry A_{t+1} still stops there.
+    Source: Schulman et al. 2016, eq. 16.
 
     Masked rows pass A_{t+1} on unchanged, and with it V:
-    * After a done row (a simulator's dummy reset row, padding after a response) nothing has to pass: the done row stops
-      the carry and has its own next_value.
-    * Inside an episode (tool tokens in a response) ``next_value`` of the row before the hole is the value of a masked
-      token. Values at masked rows never enter, so it is replaced by the value of the first unmasked row after the hole.
-    * A hole that reaches row T−1 leaves the row before it last in its column: its own next_value stays.
+    * After a done row (reset row of a simulator, padding after a response) there is nothing to pass
+      on: the done row stops the recursion and has its own ``next_value``.
+    * Inside an episode (tool tokens in a response) ``next_value`` of the row before the hole is the
+      value of a masked token. Values of masked rows must not be used, so it is replaced by the
+      value of the first unmasked row after the hole.
+    * A hole that reaches row T−1 makes the row before it the last one of its column, which keeps
+      its own ``next_value``.
 
-    Returns advantage and returns, float32 [T, N]; at masked rows 0 and the value.
-    Raises ConfigError for another bootstrap_type.
+    Args:
+        reward: [T, N], r.
+        value: [T, N], V.
+        next_value: [T, N], V', the value of row t's true successor state; V(s_{t+1}) in the paper.
+        terminated: bool [T, N], the task ended the episode.
+        truncated: bool [T, N], the time limit ended the episode.
+        mask: bool [T, N].
+        gamma: Discount factor γ of one simulator step.
+        gae_lambda: λ.
+        steps: k, simulator steps that a row lasted, int or int64 [T, N].
+        bootstrap_type: "standard" as above. "always" drops the factor 1 − terminated, so that
+            terminations bootstrap, too; the recursion still stops there.
+
+    Returns:
+        Advantage and returns, float32 [T, N]. In masked rows 0 and the value.
+
+    Raises:
+        ConfigError: Unknown ``bootstrap_type``.
     """
     if bootstrap_type not in BOOTSTRAP_TYPES:
         raise ConfigError(f"algorithm.bootstrap_type = {bootstrap_type}: must be one of {', '.join(BOOTSTRAP_TYPES)}")
     mask = mask.bool()
     done = terminated.bool() | truncated.bool()
-    discount = gamma**steps  # float, or [T, N]
-    trace = (gamma * gae_lambda) ** steps
+    discount = gamma**steps  # γ^k, float or [T, N]
+    trace = (gamma * gae_lambda) ** steps  # (γλ)^k
     value64 = value.double()
     bootstrap = _skip_holes(value64, next_value.double(), done, mask)
     if bootstrap_type == "standard":
         bootstrap = bootstrap.masked_fill(terminated.bool(), 0.0)
+    # δ_t = r_t + γ^k·V'_t − V_t, and 0 in masked rows
     delta = (reward.double() + discount * bootstrap - value64).masked_fill_(~mask, 0.0)
+    # A_t = δ_t + carry_t·A_{t+1}; a masked row passes A_{t+1} on unchanged
     carry = torch.where(mask, (~done).double() * trace, 1.0)
     advantage = _scan(carry, delta).masked_fill_(~mask, 0.0)
     returns = torch.where(mask, advantage + value64, value64)
@@ -75,7 +95,7 @@ def gae(
 
 
 def _scan(carry: Tensor, x: Tensor) -> Tensor:
-    """y_t = x_t + carry_t·y_{t+1} from the last row up, in place of x; both [T, N]. One operation per row on a CPU."""
+    """Compute y_t = x_t + carry_t·y_{t+1} from the last row up, in place of x; both [T, N]."""
     if x.is_cuda:
         return x.copy_(_scan_by_doubling(carry, x))
     rows, factors = x.unbind(0), carry.unbind(0)
@@ -85,7 +105,10 @@ def _scan(carry: Tensor, x: Tensor) -> Tensor:
 
 
 def _scan_by_doubling(carry: Tensor, x: Tensor) -> Tensor:
-    """``_scan`` in log2(T) passes over all rows, where a launch costs more than arithmetic (Hillis & Steele 1986)."""
+    """Compute ``_scan`` in log2(T) passes over all rows (Hillis and Steele 1986).
+
+    Faster on a GPU, where the launch of a kernel costs more than its arithmetic.
+    """
     d = 1
     while d < len(x):  # x_t covers rows t .. t+d-1, carry_t is their product
         x = torch.cat([x[:-d] + carry[:-d] * x[d:], x[-d:]])
@@ -95,17 +118,18 @@ def _scan_by_doubling(carry: Tensor, x: Tensor) -> Tensor:
 
 
 def _skip_holes(value: Tensor, next_value: Tensor, done: Tensor, mask: Tensor) -> Tensor:
-    """``next_value``, but V of the next unmasked row where a masked one follows inside an episode; all [T, N]."""
+    """Replace ``next_value`` before a hole in an episode by V of the next unmasked row; all [T, N]."""
     before_hole = (mask & ~done)[:-1] & ~mask[1:]  # [T-1, N]
     if not bool(before_hole.any()):
         return next_value
     T = mask.shape[0]
     row = torch.arange(T, device=mask.device).unsqueeze(1)
-    here = torch.where(mask, row, T)  # own index, or T where masked
-    following = here.flip(0).cummin(0).values.flip(0)[1:]  # [T-1, N]: first unmasked row after t; T if there is none
-    found = value.gather(0, following.clamp(max=T - 1))
+    unmasked_row = torch.where(mask, row, T)  # [T, N]: own index, or T where masked
+    # [T-1, N]: index of the first unmasked row after t; T if there is none
+    following = unmasked_row.flip(0).cummin(0).values.flip(0)[1:]
+    following_value = value.gather(0, following.clamp(max=T - 1))
     patched = next_value.clone()
-    patched[:-1] = torch.where(before_hole & (following < T), found, next_value[:-1])
+    patched[:-1] = torch.where(before_hole & (following < T), following_value, next_value[:-1])
     return patched
 
 
@@ -114,11 +138,25 @@ def _skip_holes(value: Tensor, next_value: Tensor, done: Tensor, mask: Tensor) -
 def grpo(
     score: Tensor, group_size: int, *, normalize_std: bool = True, eps: float = 1e-6, valid: Tensor | None = None
 ) -> Tensor:
-    """Group-relative advantage of each column (Shao et al. 2024, section 4.1.2): A_i = (s_i − μ_g)/(σ_g + eps).
+    """Group-relative advantage of each column.
 
-    score float [N] -> float32 [N]. σ is unbiased; normalize_std=False does not divide (Liu et al. 2025, Dr. GRPO).
-    ``valid`` bool [N] (None: all): other columns count nowhere and get 0, and so does a group with one valid column.
-    Raises ConfigError for a group_size below 2 or not dividing N.
+    A_i = (s_i − μ_g)/(σ_g + eps), σ unbiased
+
+    Source: Shao et al. 2024, section 4.1.2. Without the division: Liu et al. 2025, Dr. GRPO.
+
+    Args:
+        score: float [N], s.
+        group_size: Columns of a group.
+        normalize_std: Divide by σ_g + eps.
+        eps: Added to σ_g.
+        valid: bool [N], columns that count; None: all. Other columns get 0, and so does the single
+            valid column of a group.
+
+    Returns:
+        float32 [N].
+
+    Raises:
+        ConfigError: ``group_size`` is below 2 or does not divide N.
     """
     centred, var, _ = _centre(score, group_size, valid)
     return (centred / (var.sqrt() + eps) if normalize_std else centred).flatten().float()
@@ -126,16 +164,18 @@ def grpo(
 
 @torch.no_grad()
 def rloo(score: Tensor, group_size: int, *, valid: Tensor | None = None) -> Tensor:
-    """Leave-one-out advantage of each column (Ahmadian et al. 2024, eq. 8): A_i = s_i − mean of the group's others.
+    """Leave-one-out advantage of each column.
 
-    The same as (s_i − μ_g)·n/(n−1). Arguments, result and errors as ``grpo``.
+    A_i = s_i − mean of the other columns of the group = (s_i − μ_g)·n/(n−1)
+
+    Source: Ahmadian et al. 2024, eq. 8. Arguments, result and errors as ``grpo``.
     """
     centred, _, count = _centre(score, group_size, valid)
     return (centred * count / (count - 1).clamp(min=1)).flatten().float()
 
 
 def _centre(score: Tensor, group_size: int, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """s − μ_g [G, n] (0 where not valid or alone), unbiased σ²_g [G, 1] and valid columns [G, 1]; float64."""
+    """Return s − μ_g [G, n] (0 if invalid or alone), unbiased σ²_g [G, 1], valid columns [G, 1]."""
     s = _groups(score.double(), group_size)
     keep = torch.ones_like(s, dtype=torch.bool) if valid is None else _groups(valid.bool(), group_size)
     s = torch.where(keep, s, 0.0)
@@ -146,7 +186,7 @@ def _centre(score: Tensor, group_size: int, valid: Tensor | None) -> tuple[Tenso
 
 
 def _groups(x: Tensor, group_size: int) -> Tensor:
-    """[N] -> [G, group_size]."""
+    """Reshape [N] to [G, group_size]."""
     if group_size < 2:
         raise ConfigError(
             f"algorithm.group_size = {group_size}: group-relative advantages and rewards need >= 2 columns in "
@@ -170,7 +210,13 @@ def return_to_go(
     gamma: float,
     steps: int | Tensor = 1,
 ) -> Tensor:
-    """G_t = r_t + γ^k·(1 − done_t)·G_{t+1}, G_T = 0: reads no value; [T, N] -> float32 [T, N], 0 where masked."""
+    """Return-to-go of each row, which uses no value.
+
+    G_t = r_t + γ^k·(1 − done_t)·G_{t+1}, G_T = 0
+
+    Returns:
+        float32 [T, N], 0 in masked rows.
+    """
     zero = torch.zeros_like(reward)
     return gae(reward, zero, zero, terminated, truncated, mask, gamma=gamma, gae_lambda=1.0, steps=steps)[0]
 
@@ -186,10 +232,22 @@ def reinforce_plus_plus(
     steps: int | Tensor = 1,
     whiten: bool = True,
 ) -> Tensor:
-    """REINFORCE++ (Hu et al. 2025): return-to-go of the (KL-penalised) rewards, whitened over all unmasked rows.
+    """REINFORCE++ advantage: return-to-go of the (KL-penalised) rewards, whitened.
 
-    All [T, N] -> float32 [T, N], 0 at masked rows. whiten=False leaves the whitening to the caller, who has the
-    moments of all ranks (``normalize``).
+    Source: Hu et al. 2025.
+
+    Args:
+        reward: [T, N].
+        terminated: bool [T, N].
+        truncated: bool [T, N].
+        mask: bool [T, N].
+        gamma: Discount factor.
+        steps: As in ``gae``.
+        whiten: Whiten over all unmasked rows of these columns. False leaves it to the caller, which
+            has the moments of all ranks (``normalize``).
+
+    Returns:
+        float32 [T, N], 0 in masked rows.
     """
     advantage = return_to_go(reward, terminated, truncated, mask, gamma=gamma, steps=steps)
     return normalize(advantage, mask)[0] if whiten else advantage
@@ -197,9 +255,21 @@ def reinforce_plus_plus(
 
 @torch.no_grad()
 def reinforce_plus_plus_baseline(score: Tensor, mask: Tensor, group_size: int, *, whiten: bool = True) -> Tensor:
-    """REINFORCE++ with a group baseline (Hu et al. 2025): s_i − μ_g on every unmasked row, whitened over all.
+    """REINFORCE++ advantage with a group baseline: s_i − μ_g in every unmasked row, whitened.
 
-    score [N], mask [T, N] -> float32 [T, N], 0 at masked rows. ``whiten`` as above, errors as ``grpo``.
+    Source: Hu et al. 2025.
+
+    Args:
+        score: [N], s.
+        mask: bool [T, N].
+        group_size: Columns of a group.
+        whiten: As in ``reinforce_plus_plus``.
+
+    Returns:
+        float32 [T, N], 0 in masked rows.
+
+    Raises:
+        ConfigError: As ``grpo``.
     """
     centred = grpo(score, group_size, normalize_std=False, valid=mask.bool().any(0))
     advantage = torch.where(mask.bool(), centred, 0.0)
@@ -223,14 +293,23 @@ def estimate(
     steps: int | Tensor = 1,
     whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Advantage and returns, float32 [T, N], by the name of the estimator; arguments as ``gae``.
+    """Return advantage and returns of the estimator named ``adv_type``, float32 [T, N].
 
-    The critic-free estimators take a column's score, the sum of its unmasked rewards (undiscounted; a column is one
-    episode or response), and give every unmasked row of the column the same advantage; reinforce and
-    reinforce_plus_plus give each row its return-to-go. None of them reads a value. Their returns, which only train a
-    critic that happens to be there, are the λ=1 targets of ``gae``: the discounted rewards to the episode's end, or to
-    the value where the clock or the rollout cut it. ``whiten`` as in ``reinforce_plus_plus``.
-    Raises ConfigError for another adv_type and as the estimators do.
+    Critic-free estimators use the score of a column, the undiscounted sum of its unmasked rewards
+    (a column is one episode or response), and give every unmasked row of the column the same
+    advantage. reinforce and reinforce_plus_plus give each row its return-to-go. None of them uses a
+    value. Their returns only train a critic if there is one: the λ = 1 targets of ``gae``, i.e. the
+    discounted rewards to the end of the episode, or to the value where the time limit or the
+    rollout cut it.
+
+    Args:
+        adv_type: One of ADV_TYPES.
+        reward: As in ``gae``, and so are the arguments that are not listed.
+        group_size: Columns of a group, for the group-relative estimators.
+        whiten: As in ``reinforce_plus_plus``.
+
+    Raises:
+        ConfigError: Unknown ``adv_type``, and as the estimators.
     """
     if adv_type not in ADV_TYPES:
         raise ConfigError(f"algorithm.adv_type = {adv_type}: must be one of {', '.join(ADV_TYPES)}")
@@ -264,10 +343,16 @@ def estimate(
 # ------------------------------------------------------------------------------------------------------ normalisation
 @torch.no_grad()
 def normalize(advantage: Tensor, mask: Tensor, *, moments: Moments | None = None) -> tuple[Tensor, Moments]:
-    """(A − μ)·rsqrt(σ² + 1e-8) with unbiased σ² over unmasked entries; float32 [..] -> same, 0 where masked.
+    """Standardise advantages: (A − μ)·rsqrt(σ² + 1e-8), unbiased σ² over unmasked entries.
 
-    ``moments``: those of all ranks (``moments.merge_moments``); None: this tensor's own. Returns the moments used. With
-    ``moments.count`` below 2 nothing can be standardised and the advantage comes back unchanged: the caller says so.
+    Args:
+        advantage: float32 [..].
+        mask: bool [..].
+        moments: Moments of all ranks (``running_stats.merge_moments``). None: those of this tensor.
+
+    Returns:
+        The standardised advantage, 0 where masked, and the moments that were used. With fewer than
+        2 entries the advantage is returned unchanged; the caller reports it.
     """
     moments = masked_moments(advantage, mask) if moments is None else moments
     if float(moments.count) < 2:
@@ -277,7 +362,7 @@ def normalize(advantage: Tensor, mask: Tensor, *, moments: Moments | None = None
 
 
 def clip(x: Tensor, c: float | None) -> Tensor:
-    """Clamp to ±c, any shape; None: as it is."""
+    """Clamp to ±c; None returns x unchanged."""
     return x if c is None else x.clamp(-c, c)
 
 
@@ -294,18 +379,36 @@ def shape_rewards(
     group_size: int = 1,
     running_std: Tensor | float | None = None,
 ) -> Tensor:
-    """Clamp, then normalise rewards, before any KL is subtracted; [T, N] -> float32 [T, N].
+    """Clamp and then normalise rewards, before a KL penalty is subtracted.
 
     1. clip: r ← clamp(r, ±clip)
-    2. norm: r ← (r − μ)·rsqrt(σ² + 1e-8); with shift alone r − μ, with scale alone r·rsqrt(σ² + 1e-8)
-       batch    μ, σ (unbiased) over all unmasked entries
-       group    over the unmasked entries of each group of columns
-       running  r / running_std, the deviation of the discounted return (``ReturnScaler.std``); no mean is subtracted
-    Where fewer than 2 entries share a μ and σ they stay as they are; a deviation below 1e-6 divides nothing.
+    2. norm: r ← (r − μ)·rsqrt(σ² + 1e-8); with ``shift`` alone r − μ, with ``scale`` alone
+       r·rsqrt(σ² + 1e-8)
+       batch: μ and unbiased σ over all unmasked entries.
+       group: μ and σ over the unmasked entries of each group of columns.
+       running: r / running_std, the deviation of the discounted return (``ReturnScaler.std``). No
+           mean is subtracted.
 
-    Masked rows come back untouched. A reward that is one score per column is normalised as such by passing [1, N]
-    scores before they are put on a token.
-    Raises ConfigError for another norm, shift with running, running without its deviation, and groups as ``grpo``.
+    Sets of fewer than 2 entries are not normalised, and a deviation below 1e-6 is not divided by.
+    If the reward is one score per column, normalise the scores as [1, N] before assigning them to
+    tokens.
+
+    Args:
+        reward: [T, N].
+        mask: bool [T, N].
+        norm: One of REWARD_NORMS.
+        shift: Subtract the mean only.
+        scale: Divide by the deviation only.
+        clip: Bound of the reward's magnitude, None: no bound.
+        group_size: Columns of a group, for norm = group.
+        running_std: Deviation of the discounted return, for norm = running.
+
+    Returns:
+        float32 [T, N]; masked rows are unchanged.
+
+    Raises:
+        ConfigError: Unknown ``norm``; shift with norm = running; norm = running without
+            ``running_std``; groups as ``grpo``.
     """
     if norm not in REWARD_NORMS:
         raise ConfigError(f"algorithm.reward_norm = {norm}: must be null, batch, group or running")
@@ -331,10 +434,9 @@ def shape_rewards(
 
 
 def _standardise(x: Tensor, keep: Tensor, *, shift: bool, scale: bool) -> Tensor:
-    """The norm of ``shape_rewards`` within each of G sets of columns; x, keep [T, G, n], float64."""
-    kept = torch.where(keep, x, 0.0)
+    """Apply the norm of ``shape_rewards`` in each of G sets of columns; x, keep [T, G, n]."""
     count = keep.sum((0, 2), keepdim=True).double()  # [1, G, 1]
-    mean = kept.sum((0, 2), keepdim=True) / count.clamp(min=1)
+    mean = torch.where(keep, x, 0.0).sum((0, 2), keepdim=True) / count.clamp(min=1)
     var = torch.where(keep, x - mean, 0.0).square().sum((0, 2), keepdim=True) / (count - 1).clamp(min=1)
     factor = torch.where(var > 1e-12, torch.rsqrt(var + EPS), 1.0)
     if shift and not scale:
@@ -348,9 +450,15 @@ def _standardise(x: Tensor, keep: Tensor, *, shift: bool, scale: bool) -> Tensor
 
 @torch.no_grad()
 def whiten_rewards(reward: Tensor, mask: Tensor, *, keep_mean: bool = True) -> Tensor:
-    """(r − μ)·rsqrt(σ² + 1e-8) + μ over unmasked entries, unbiased σ². TRL keeps the mean, ROLL does not (no + μ).
+    """Whiten rewards: (r − μ)·rsqrt(σ² + 1e-8) + μ over unmasked entries, unbiased σ².
 
-    float32 [T, N] -> float32 [T, N]; masked rows untouched; fewer than 2 entries stay as they are.
+    Args:
+        reward: float32 [T, N].
+        mask: bool [T, N].
+        keep_mean: Add μ again, as TRL does. ROLL does not.
+
+    Returns:
+        float32 [T, N]; masked rows, and fewer than 2 entries, are unchanged.
     """
     moments = masked_moments(reward, mask)
     if float(moments.count) < 2:
@@ -361,11 +469,15 @@ def whiten_rewards(reward: Tensor, mask: Tensor, *, keep_mean: bool = True) -> T
 
 
 class ReturnScaler(nn.Module):
-    """Deviation of the discounted return, by which rewards are divided (Engstrom et al. 2020, section 2).
+    """Running deviation of the discounted return, by which rewards are divided.
 
-    Each environment runs G_t = γ^k·(1 − done_{t−1})·G_{t−1} + r_t across rollouts; the moments of all G_t ever seen
-    give the scale. State, in state_dict: ``moments`` (float64) and ``running`` float64 [N], G after the last row, 0
-    where that ended an episode.
+    G_t = γ^k·(1 − done_{t−1})·G_{t−1} + r_t
+
+    Source: Engstrom et al. 2020, section 2. G of each environment continues across rollouts; the
+    moments of all past G_t give the scale.
+
+    State, in state_dict: ``moments`` (float64), and ``running`` float64 [N], G after the last row
+    or 0 where that row ended an episode.
     """
 
     running: Tensor
@@ -377,14 +489,24 @@ class ReturnScaler(nn.Module):
 
     @torch.no_grad()
     def update(self, reward: Tensor, done: Tensor, mask: Tensor, gamma: float, steps: int | Tensor = 1) -> None:
-        """Run G over a rollout and merge it; reward, done, mask [T, N]. Masked rows neither move nor enter G."""
+        """Advance G over a rollout and merge its values into the moments.
+
+        Args:
+            reward: [T, N].
+            done: bool [T, N].
+            mask: bool [T, N]; G ignores masked rows.
+            gamma: Discount factor.
+            steps: As in ``gae``.
+        """
         keep = mask.bool()
         reward = torch.where(keep, reward.double(), 0.0)
         discount = gamma**steps
         alive = (~done.bool()).double()
-        carry = torch.where(keep, alive * discount, 1.0)  # after row t: where(mask, G_t·(1 − done_t), as before)
-        after = torch.cat([self.running.double().unsqueeze(0), reward * alive])  # [T+1, N], row 0 is the last rollout's
-        carry = torch.cat([torch.ones_like(carry[:1]), carry])  # [T+1, N], from the row before
+        # H_t, the value of G after row t: G_t·(1 − done_t), or H_{t−1} in a masked row. It obeys the
+        # recursion of ``_scan`` with time reversed; row 0 is the H of the previous rollout.
+        carry = torch.where(keep, alive * discount, 1.0)
+        after = torch.cat([self.running.double().unsqueeze(0), reward * alive])  # [T+1, N]
+        carry = torch.cat([torch.ones_like(carry[:1]), carry])  # [T+1, N]
         after = _scan(carry.flip(0), after.flip(0)).flip(0)
         returns = reward + discount * after[:-1]  # [T, N]
         self.running.copy_(after[-1])

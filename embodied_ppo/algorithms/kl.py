@@ -1,4 +1,5 @@
-"""Distance to the reference policy: estimators, the penalty in the reward, and controllers of its weight.
+"""KL divergence from the reference policy: estimators, the reward penalty, and controllers of its
+coefficient.
 
 Δ = lp − lp_ref of the taken action, in nats; [..] is any shape of log-probabilities.
 """
@@ -25,14 +26,32 @@ def estimate(
     logits: Tensor | None = None,
     ref_logits: Tensor | None = None,
 ) -> Tensor:
-    """KL(policy || reference) per element (Schulman 2020, "Approximating KL divergence").
+    """Estimate KL(policy || reference) per element.
 
-    k1 Δ · abs |Δ| · k2 ½Δ² · k3 e^{−Δ} − 1 + Δ (Δ clamped to ±20, result to ±10) · full Σ_a π·(log π − log π_ref)
-    k1+, abs+, k2+, k3+: that value with the gradient of k2, which is the KL's own in expectation (Tang & Munos 2025)
+    k1: Δ
+    abs: |Δ|
+    k2: ½Δ²
+    k3: e^{−Δ} − 1 + Δ, with Δ clamped to ±20 and the result to ±10
+    full: Σ_a π·(log π − log π_ref)
+    k1+, abs+, k2+, k3+: the same value with the gradient of k2, whose expectation is the gradient
+    of the KL
 
-    log_prob, ref_log_prob [..] -> [..], gradient through log_prob only. ``full`` reads logits, ref_logits [.., K]
-    -> [..] and neither log-probability. E[k1] = E[k3] = KL under the policy (but for the clamps); k2 is biased.
-    Raises ConfigError for another kind, or full without both logits.
+    E[k1] = E[k3] = KL under the policy, apart from the clamps; k2 is biased.
+
+    Source: Schulman 2020, "Approximating KL divergence"; "+": Tang and Munos 2025.
+
+    Args:
+        log_prob: [..], lp, with gradient. Not used by full.
+        ref_log_prob: [..], lp_ref. Not used by full.
+        kind: One of KINDS.
+        logits: [.., K] of the policy, only for full, with gradient.
+        ref_logits: [.., K] of the reference, only for full.
+
+    Returns:
+        [..].
+
+    Raises:
+        ConfigError: Unknown ``kind``; full without both logits.
     """
     if kind not in KINDS:
         raise ConfigError(f"kl estimator = {kind}: must be one of {', '.join(KINDS)}")
@@ -49,6 +68,7 @@ def estimate(
 
 
 def _sampled(delta: Tensor, kind: str) -> Tensor:
+    """Return the estimate from the log-probability of the taken action."""
     if kind == "k1":
         return delta
     if kind == "abs":
@@ -60,6 +80,7 @@ def _sampled(delta: Tensor, kind: str) -> Tensor:
 
 
 def _full(logits: Tensor | None, ref_logits: Tensor | None) -> Tensor:
+    """Return the exact KL of two categorical distributions."""
     if logits is None or ref_logits is None:
         raise ConfigError(
             "kl estimator = full: needs logits of policy and reference, which only categorical policies have; use k3"
@@ -67,11 +88,17 @@ def _full(logits: Tensor | None, ref_logits: Tensor | None) -> Tensor:
     log_p = logits.log_softmax(-1)
     log_q = ref_logits.detach().log_softmax(-1)
     p = log_p.exp()
-    return (p * torch.where(p > 0, log_p - log_q, 0.0)).sum(-1)  # an impossible action adds 0
+    return (p * torch.where(p > 0, log_p - log_q, 0.0)).sum(-1)  # 0 · log 0 = 0
 
 
 def check_loss_type(kind: str) -> None:
-    """Refuse estimators that cannot train: the expected gradient of k1 is E[∇ log π] = 0. Raises ConfigError."""
+    """Refuse estimators that cannot be trained on.
+
+    The expected gradient of k1 is E[∇ log π] = 0.
+
+    Raises:
+        ConfigError: The kind is unknown or k1.
+    """
     if kind not in KINDS:
         raise ConfigError(f"algorithm.kl_loss_type = {kind}: must be one of {', '.join(KINDS)}")
     if kind == "k1":
@@ -82,9 +109,18 @@ def check_loss_type(kind: str) -> None:
 
 @torch.no_grad()
 def penalize(reward: Tensor, kl: Tensor, mask: Tensor, *, coef: float) -> Tensor:
-    """r_t − β·kl_t on unmasked rows (Ziegler et al. 2019, eq. 2).
+    """Subtract the KL penalty from the rewards: r_t − β·kl_t in unmasked rows.
 
-    reward, mask [..]; kl [.., *trailing], summed over trailing dimensions (parts of one action) -> float32 [..].
+    Source: Ziegler et al. 2019, eq. 2.
+
+    Args:
+        reward: [..].
+        kl: [.., *trailing], summed over trailing dimensions (parts of one action).
+        mask: bool [..].
+        coef: β.
+
+    Returns:
+        float32 [..].
     """
     kl = kl.flatten(reward.ndim).sum(-1) if kl.ndim > reward.ndim else kl
     return torch.where(mask.bool(), reward - coef * kl, reward)
@@ -92,12 +128,17 @@ def penalize(reward: Tensor, kl: Tensor, mask: Tensor, *, coef: float) -> Tensor
 
 # -------------------------------------------------------------------------------------------------------- controllers
 class KLController(Protocol):
-    """The weight β of the KL penalty. Read ``coef`` for an update, call ``update`` after it."""
+    """Coefficient β of the KL penalty. Read ``coef`` for an update and call ``update`` after it."""
 
     coef: float
 
     def update(self, kl: float, n: int) -> None:
-        """kl: mean over sequences of the per-token mean (nats), n: sequences it was measured on."""
+        """Adapt β.
+
+        Args:
+            kl: Mean over sequences of the mean KL per token, nats.
+            n: Number of sequences.
+        """
         ...
 
     def state_dict(self) -> dict[str, float]: ...
@@ -106,13 +147,13 @@ class KLController(Protocol):
 
 
 class FixedKL:
-    """β as configured, for ever."""
+    """Constant β."""
 
     def __init__(self, coef: float):
         self.coef = float(coef)
 
     def update(self, kl: float, n: int) -> None:
-        """Nothing changes."""
+        """Leave β unchanged."""
 
     def state_dict(self) -> dict[str, float]:
         return {"coef": self.coef}
@@ -122,9 +163,11 @@ class FixedKL:
 
 
 class AdaptiveKL:
-    """β steered towards a target KL (Ziegler et al. 2019, section 2.2; KL as in verl: a mean per token, not a sum).
+    """β that is adapted to a target KL.
 
-    e = clip(KL/target − 1, ±0.2) ; β ← β·(1 + e·n/horizon), n sequences
+    e = clip(KL/target − 1, ±0.2);  β ← β·(1 + e·n/horizon) for n sequences
+
+    Source: Ziegler et al. 2019, section 2.2. The KL is a mean per token as in verl, not a sum.
     """
 
     def __init__(self, coef: float, *, target: float, horizon: float):
@@ -136,7 +179,12 @@ class AdaptiveKL:
         self.horizon = horizon
 
     def update(self, kl: float, n: int) -> None:
-        """``KLController.update``. ConfigError where one step could make β negative, TrainingError for a NaN."""
+        """Adapt β, see ``KLController.update``.
+
+        Raises:
+            ConfigError: One step could make β negative.
+            TrainingError: ``kl`` is not finite.
+        """
         if not math.isfinite(kl):
             raise TrainingError(
                 f"KL to the reference = {kl}: the KL controller needs a finite one; lower lr or max_grad_norm"
@@ -157,7 +205,11 @@ class AdaptiveKL:
 
 
 def controller(type: str, *, kl_coef: float, horizon: float, target_kl: float) -> FixedKL | AdaptiveKL:
-    """The controller that ``algorithm.kl_ctrl`` describes. Raises ConfigError for another type."""
+    """Return the controller that ``algorithm.kl_ctrl`` describes.
+
+    Raises:
+        ConfigError: Unknown type.
+    """
     if type == "fixed":
         return FixedKL(kl_coef)
     if type == "adaptive":

@@ -1,8 +1,9 @@
-"""The terms of the PPO loss, element by element, and how elements become one number.
+"""Terms of the PPO loss per element, and their aggregation to one number.
 
-Shapes: [..] is [B] (a minibatch of steps) or [T, B] (whole columns, time first); a log-probability may be finer,
-[.., C, A] with C actions of a chunk and A action dimensions. Masks, advantages and weights [..] broadcast over such
-trailing dimensions. Elementwise losses are 0 outside the mask; ``aggregate`` turns them into the loss.
+Shapes: [..] is [B] (a minibatch of steps) or [T, B] (whole columns, time first). A log-probability
+may have trailing dimensions, [.., C, A] with C actions of a chunk and A action dimensions. Masks,
+advantages and weights [..] broadcast over them. Elementwise losses are 0 outside the mask;
+``aggregate`` reduces them to the loss.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ LOG_RATIO_LIMIT = 20.0
 
 # ------------------------------------------------------------------------------------------------------------- levels
 def check_levels(*, logprob_type: str, entropy_type: str, reward_type: str) -> None:
-    """Refuse granularities that cannot be multiplied.
+    """Refuse combinations of granularities that cannot be multiplied.
 
-    An advantage and its mask are as fine as the reward, [..] (chunk_level) or [.., C] (action_level). They broadcast
-    onto equal or finer log-probabilities and entropies, never onto coarser ones; token rewards do not exist.
-    Raises ConfigError.
+    An advantage and its mask have the granularity of the reward, [..] (chunk_level) or [.., C]
+    (action_level). They broadcast to log-probabilities and entropies of equal or finer granularity,
+    never to coarser ones. Rewards of single tokens do not exist.
+
+    Raises:
+        ConfigError: The combination is not possible.
     """
     for name, level in (("logprob_type", logprob_type), ("entropy_type", entropy_type), ("reward_type", reward_type)):
         _check_level(level, f"algorithm.{name}")
@@ -48,21 +52,27 @@ def check_levels(*, logprob_type: str, entropy_type: str, reward_type: str) -> N
 
 
 def reduce_log_prob(log_prob: Tensor, level: str, *, batch_dims: int) -> Tensor:
-    """Sum log-probabilities (or entropies) [.., C, A] to a level: token [.., C, A], action [.., C], chunk [..].
+    """Sum log-probabilities or entropies [.., C, A] to a level.
 
-    ``batch_dims`` is the number of leading dimensions [..]: 1 for [B], 2 for [T, B]. A tensor that is [..] already
-    passes through at every level; [.., C] is taken as action_level. Independent parts: log-probabilities add up, and so
-    do entropies.
-    Raises ConfigError for a level finer than the tensor.
+    Actions and dimensions are independent, so that log-probabilities add up, and so do entropies.
+
+    Args:
+        log_prob: [.., C, A], [.., C] (already action_level), or [..], which is returned unchanged
+            at every level.
+        level: token_level [.., C, A], action_level [.., C] or chunk_level [..].
+        batch_dims: Number of leading dimensions [..]: 1 for [B], 2 for [T, B].
+
+    Raises:
+        ConfigError: The level is finer than the tensor.
     """
     _check_level(level, "level")
-    fine = log_prob.ndim - batch_dims  # 0: [..], 1: [.., C], 2: [.., C, A]
-    if fine == 0 or (level, fine) in (("token_level", 2), ("action_level", 1)):
+    trailing = log_prob.ndim - batch_dims  # 0: [..], 1: [.., C], 2: [.., C, A]
+    if trailing == 0 or (level, trailing) in (("token_level", 2), ("action_level", 1)):
         return log_prob
-    if fine not in (1, 2) or level == "token_level":
+    if trailing not in (1, 2) or level == "token_level":
         raise ConfigError(
-            f"{level}: cannot be had from log-probabilities of shape {tuple(log_prob.shape)} with {batch_dims} batch "
-            f"dimensions; use a coarser logprob_type or a policy that gives [.., C, A]"
+            f"{level}: cannot be computed from log-probabilities of shape {tuple(log_prob.shape)} with "
+            f"{batch_dims} batch dimensions; use a coarser logprob_type or a policy that gives [.., C, A]"
         )
     return log_prob.sum(-1) if level == "action_level" else log_prob.flatten(batch_dims).sum(-1)
 
@@ -74,7 +84,7 @@ def _check_level(level: str, path: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- policy
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    """lp − lp_old clamped to ±20, so that exp never overflows; any equal shapes."""
+    """Return lp − lp_old clamped to ±20, so that exp does not overflow; any equal shapes."""
     return (log_prob - old_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -89,20 +99,38 @@ def policy_loss(
     clip_ratio_c: float | None = None,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate, per element (Schulman et al. 2017, eq. 7; dual clip: Ye et al. 2020, eq. 5).
+    """Clipped surrogate loss per element.
 
-    r = exp(lp − lp_old) ; l = max(−A·r, −A·clip(r, 1−low, 1+high)) ; where A < 0 and c is set l = min(l, −A·c)
+    r = exp(lp − lp_old)
+    l = max(−A·r, −A·clip(r, 1 − low, 1 + high))
+    l = min(l, −A·c) where A < 0, if the dual clip c is set
 
-    log_prob, old_log_prob [.., *trailing]; advantage, mask, weight [..] or finer, they broadcast over trailing
-    dimensions. ``weight`` (off-policy correction) multiplies the loss and gets no gradient.
-    Returns the loss [.., *trailing], 0 where masked, and statistics without gradient, sums over unmasked elements that
-    add up over micro-batches (divide by ``count``):
-      clip_fraction       elements whose clipped term is the larger one: no gradient
-      dual_clip_fraction  elements at the dual bound: no gradient
-      approx_kl           k3 of old against new, (r − 1) − log r, nats
-      ratio_max           the largest r (a maximum, not a sum; 0 with nothing unmasked)
-      count               unmasked elements
-    Raises ConfigError for a clip_ratio_c that is not above 1.
+    Source: Schulman et al. 2017, eq. 7; dual clip: Ye et al. 2020, eq. 5.
+
+    Args:
+        log_prob: [.., *trailing], lp, with gradient.
+        old_log_prob: [.., *trailing], lp_old, of the behaviour policy.
+        advantage: [..] or finer, A; broadcast over trailing dimensions.
+        mask: bool, shaped as ``advantage``.
+        clip_ratio_low: low.
+        clip_ratio_high: high.
+        clip_ratio_c: c, None: no dual clip.
+        weight: Off-policy correction, shaped as ``advantage`` or finer. Multiplies the loss,
+            without gradient.
+
+    Returns:
+        The loss [.., *trailing], 0 where masked, and statistics without gradient. All but
+        ``ratio_max`` are sums over unmasked elements, which add up over micro-batches; divide them
+        by ``count``.
+
+        clip_fraction: elements whose clipped term is the larger one, which have no gradient.
+        dual_clip_fraction: elements at the dual bound, which have no gradient.
+        approx_kl: k3 estimate of KL(old || new), (r − 1) − log r, nats.
+        ratio_max: largest r, 0 without unmasked elements.
+        count: unmasked elements.
+
+    Raises:
+        ConfigError: ``clip_ratio_c`` is not above 1.
     """
     if clip_ratio_c is not None and clip_ratio_c <= 1:
         raise ConfigError(
@@ -110,8 +138,9 @@ def policy_loss(
         )
     keep = expand_mask(mask, log_prob)
     advantage = torch.where(keep, _expand(advantage, log_prob), 0.0)
-    log_r = torch.where(keep, log_ratio(log_prob, old_log_prob), 0.0)  # before exp: nothing masked reaches a gradient
-    ratio = log_r.exp()
+    # Mask before exp: a NaN or inf of a masked element would otherwise reach the gradient.
+    log_r = torch.where(keep, log_ratio(log_prob, old_log_prob), 0.0)
+    ratio = log_r.exp()  # r = π(a|s) / π_old(a|s)
     plain = -advantage * ratio
     clipped = -advantage * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     loss = torch.maximum(plain, clipped)
@@ -134,21 +163,33 @@ def policy_loss(
 
 
 def _expand(x: Tensor, like: Tensor) -> Tensor:
-    """[..] seen as like's shape [.., *trailing]."""
+    """Expand [..] to the shape of ``like``, [.., *trailing]."""
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim)).expand_as(like)
 
 
 def off_policy_weight(
     trainer_old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, *, kind: str, cap: float = 2.0
 ) -> Tensor:
-    """Truncated importance weights for a rollout engine that is not quite the trainer's policy (Ionides 2008).
+    """Truncated importance weights for rollouts whose policy differs from the trainer's.
 
     token:    w = min(exp(lp_trainer − lp_rollout), cap) per element
-    sequence: w = min(exp(Σ_column (lp_trainer − lp_rollout)), cap), the same for the whole column
+    sequence: w = min(exp(Σ_column (lp_trainer − lp_rollout)), cap), equal in a whole column
 
-    Log-probabilities [.., *trailing] ([T, B, *trailing] for sequence), mask [..]; returns the weights in that shape,
-    without gradient, 1 where masked. Differences and sums are clamped to ±20.
-    Raises ConfigError for another kind, a cap that is not positive, or sequence weights without columns.
+    Source: Ionides 2008. Differences and sums are clamped to ±20.
+
+    Args:
+        trainer_old_log_prob: [.., *trailing], computed by the trainer before the update.
+        rollout_log_prob: [.., *trailing], reported by the rollout engine. For sequence weights the
+            leading dimensions are [T, B].
+        mask: bool [..].
+        kind: token or sequence.
+        cap: Largest weight.
+
+    Returns:
+        Weights [.., *trailing] without gradient, 1 where masked.
+
+    Raises:
+        ConfigError: Unknown ``kind``; a cap that is not positive; sequence weights without columns.
     """
     if cap <= 0:
         raise ConfigError(f"algorithm.off_policy_cap = {cap:g}: must be > 0 (2.0 is usual)")
@@ -166,7 +207,10 @@ def off_policy_weight(
 
 # -------------------------------------------------------------------------------------------------------------- value
 def huber(error: Tensor, delta: float | None) -> Tensor:
-    """½e² where |e| ≤ δ, else δ(|e| − ½δ) (Huber 1964); δ None: ½e² everywhere. Any shape."""
+    """Return the Huber loss: ½e² where |e| ≤ δ, else δ(|e| − ½δ) (Huber 1964).
+
+    ``delta`` None gives ½e² everywhere. Any shape.
+    """
     if delta is None:
         return 0.5 * error.square()
     return torch.nn.functional.huber_loss(error, torch.zeros_like(error), reduction="none", delta=delta)
@@ -180,12 +224,23 @@ def value_loss(
     value_clip: float | None,
     huber_delta: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Clipped Huber value loss, per element; all [..].
+    """Clipped Huber value loss per element.
 
-    V_c = V_old + clamp(V − V_old, ±c) ; L = max(h(R − V), h(R − V_c)) ; value_clip None: L = h(R − V)
+    V_c = V_old + clamp(V − V_old, ±c)
+    L = max(h(R − V), h(R − V_c)), or h(R − V) without clipping
 
-    (The clipping of Schulman et al.'s code, see Engstrom et al. 2020, section 2; h is ``huber``.)
-    Returns the loss [..] and bool flags [..], |V − V_old| > c (all False without clipping).
+    Source: the code of Schulman et al. 2017, described by Engstrom et al. 2020, section 2. h is
+    ``huber``.
+
+    Args:
+        value: [..], V, with gradient.
+        old_value: [..], V_old, at the time of acting.
+        returns: [..], R.
+        value_clip: c, None: no clipping.
+        huber_delta: δ of ``huber``.
+
+    Returns:
+        The loss [..] and bool flags [..], |V − V_old| > c (all False without clipping).
     """
     loss = huber(returns - value, huber_delta)
     if value_clip is None:
@@ -197,10 +252,15 @@ def value_loss(
 
 # -------------------------------------------------------------------------------------------------------- aggregation
 def denominator(mask: Tensor, *, how: str = "token-mean") -> Tensor:
-    """What ``aggregate`` divides by, of a WHOLE minibatch: rows (token-mean) or non-empty columns (seq-mean-*).
+    """Return the divisor of ``aggregate`` for a complete minibatch, float64 scalar.
 
-    mask [..] ([T, B] for seq-mean-*); float64 scalar. Add it up over ranks, then hand it to every micro-batch: the
-    sum of their losses is then the minibatch's loss, whatever the cut (seq-mean-* micro-batches are whole columns).
+    token-mean: unmasked rows. seq-mean-*: columns with an unmasked row. Add it up over ranks and
+    pass it to every micro-batch. The sum of the micro-batches' losses is then the loss of the
+    minibatch, independent of the split (seq-mean-* requires whole columns in a micro-batch).
+
+    Args:
+        mask: bool [..], [T, B] for seq-mean-*.
+        how: One of AGGREGATIONS.
     """
     _check_how(how)
     if how == "token-mean":
@@ -217,17 +277,29 @@ def aggregate(
     denominator: Tensor | float | None = None,
     length: float | None = None,
 ) -> Tensor:
-    """Elementwise losses [.., *trailing] with mask [..] to one number (scalar, x's dtype).
+    """Reduce elementwise losses to one number.
 
-    With t over unmasked rows (and trailing elements) of column b, B' non-empty columns:
+    With t over unmasked rows (and trailing elements) of column b, and B' columns that are not
+    empty:
       token-mean               Σ_b Σ_t x / Σ_b Σ_t 1
       seq-mean-token-sum       Σ_b (Σ_t x) / B'
       seq-mean-token-mean      Σ_b (Σ_t x / Σ_t 1) / B'
-      seq-mean-token-sum-norm  Σ_b (Σ_t x / length) / B'      (verl 0.9's meaning; ``length`` = response_length)
+      seq-mean-token-sum-norm  Σ_b (Σ_t x / length) / B'      (as in verl 0.9)
 
-    ``denominator`` replaces Σ_b Σ_t 1 (in rows: trailing elements are multiplied in here) or B' by those of the whole
-    minibatch, see the function of that name; None: this tensor's own. Nothing unmasked gives 0 with zero gradient.
-    Raises ConfigError for another ``how``, seq-mean-* without columns, or a norm without length.
+    Args:
+        x: [.., *trailing].
+        mask: bool [..].
+        how: One of AGGREGATIONS.
+        denominator: Replaces Σ_b Σ_t 1 (counted in rows; trailing elements are multiplied in here)
+            or B' by that of the complete minibatch, see the function ``denominator``. None: that of
+            this tensor.
+        length: Constant length of seq-mean-token-sum-norm, response_length.
+
+    Returns:
+        Scalar of x's dtype. Without unmasked elements 0, with zero gradient.
+
+    Raises:
+        ConfigError: Unknown ``how``; seq-mean-* without columns; a norm without length.
     """
     _check_how(how)
     if how != "token-mean":
@@ -272,11 +344,18 @@ def _check_columns(mask: Tensor, what: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ entropy
 class EntropyController:
-    """The weight c of the entropy bonus, constant or adapted to hold a target entropy.
+    """Coefficient c of the entropy bonus, constant or adapted to a target entropy.
 
-    c ← clip(c · exp(rate · clip(target − H, ±1)), 1e-5, 1) after each update, H in nats as aggregated for the loss:
-    too little entropy raises c. (A bounded, multiplicative form of the dual ascent of Haarnoja et al. 2018, eq. 18; it
-    works for negative differential entropies, too.) A start below 1e-5 is raised to it. ``target`` None: c stays.
+    c ← clip(c · exp(rate · clip(target − H, ±1)), 1e-5, 1) after each update
+
+    H is the entropy in nats as aggregated for the loss; an entropy below the target raises c. This
+    is a bounded, multiplicative form of the dual ascent of Haarnoja et al. 2018, eq. 18, which also
+    works for negative differential entropies.
+
+    Args:
+        coef: Initial c. With a target, an initial value outside [1e-5, 1] is clipped.
+        target: Target entropy, nats. None: c is constant.
+        rate: Step size of the adaptation.
     """
 
     SMALLEST, LARGEST = 1e-5, 1.0
@@ -287,7 +366,11 @@ class EntropyController:
         self.rate = rate
 
     def update(self, entropy: float) -> None:
-        """Adapt to the update's mean entropy (nats). Raises TrainingError if it is not finite."""
+        """Adapt c to the mean entropy of an update, nats.
+
+        Raises:
+            TrainingError: The entropy is not finite.
+        """
         if self.target is None:
             return
         if not math.isfinite(entropy):

@@ -173,7 +173,7 @@ def test_reduce_log_prob():
     assert losses.reduce_log_prob(actions, "chunk_level", batch_dims=1).tolist() == [15, 51]
     for level in losses.LEVELS:  # [T, B] is as coarse as it gets
         assert losses.reduce_log_prob(actions, level, batch_dims=2) is actions
-    with pytest.raises(ConfigError, match=r"token_level: cannot be had from .*\(2, 3\)"):
+    with pytest.raises(ConfigError, match=r"token_level: cannot be computed from .*\(2, 3\)"):
         losses.reduce_log_prob(actions, "token_level", batch_dims=1)
     with pytest.raises(ConfigError, match="level = row_level"):
         losses.reduce_log_prob(actions, "row_level", batch_dims=1)
