@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 from embodied_ppo.core.errors import ConfigError, choose, one_line
 from embodied_ppo.core.random import sampling_key
 from embodied_ppo.data.synthetic_tasks import Part, Task, encode
-from embodied_ppo.models.checkpoint_files import refusing
+from embodied_ppo.models.checkpoint_files import config_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -252,7 +252,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     # AutoTokenizer takes the model family's rules of splitting, even where tokenizer.json holds others
     exact = Path(path, "tokenizer.json").is_file()
     kind: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
-    with refusing(f"{option}: transformers refuses (", "); mend it"):
+    with config_errors(f"{option}: transformers refuses (", "); mend it"):
         return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
@@ -288,7 +288,7 @@ def load_prompts(
         text = "\n".join(m["content"] for m in messages)
         cure = "the row or the template, or write chat_template=never" if chat else "it, or take another tokenizer"
         who = f"the tokenizer{' or its chat template' if chat else ''}"
-        with refusing(f"{row.where}: {who} refuses {_show(text)} (", f"); mend {cure}", kind=True):
+        with config_errors(f"{row.where}: {who} refuses {_show(text)} (", f"); mend {cure}", kind=True):
             if chat:
                 text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
             ids = tuple(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])

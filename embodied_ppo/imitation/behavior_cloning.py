@@ -1,10 +1,12 @@
-"""Behaviour cloning: a policy learns to act as demonstrations do, and to foresee where they lead.
+"""Behaviour cloning of robot policies, with an auxiliary loss that predicts the robot's future
+state.
 
-What an action says about the place that a sentence names is little more than a sign: with it alone the small trunk
-learns the motion and ignores the words (success 0.1 after 2,000 steps). The states that a demonstration goes through
-say it in numbers, and so does, for every place at once, how its picture ends: what the sentence speaks of leaves, and
-arrives. Predicting those first, from what the sentence finds in the pictures, grounds the same features within a few
-hundred steps; the heads that do it are dropped afterwards.
+From actions alone the small trunk learns the motion and ignores the words (success 0.1 after 2,000
+steps), because an action contains little more than the direction of the place that a sentence
+names. The auxiliary loss predicts, from the features that the sentence attends to (``Grounding``),
+future states of the robot, and for each image cell how its colour differs at the end of the
+demonstration. Training it first grounds the features within a few hundred steps. Its heads are
+dropped afterwards.
 """
 
 from __future__ import annotations
@@ -29,25 +31,34 @@ from embodied_ppo.models.vla.flow_matching import FlowVLA
 from embodied_ppo.models.vla.gaussian import GaussianVLA
 from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
-from embodied_ppo.models.vla.trunk import CELL, INSTRUCTION, UNHEARD, VLA, WORDS, Found
+from embodied_ppo.models.vla.trunk import CELL, INSTRUCTION, MASKED_WORD, VLA, WORDS, Grounding
 
 Family: TypeAlias = "TokenVLA | FlowVLA | GaussianVLA | PI0 | CheckpointVLA"
 BETAS = (0.9, 0.99)
 GRAD_NORM = 1.0
 HELD_OUT = 0.05
-"""Share of the episodes that is not learned from."""
-FORESEEN = (0.25, 0.5, 0.75, 1.0)
-"""How far along its demonstration the states are that a frame foresees."""
-UNHEARD_WORDS = 0.2
-"""Share of the words that a small model misses while it learns to foresee: what is said in words that it has never
-heard is told by those around them."""
-NARROWEST = 1e-3
-"""Least deviation of a state's number that a difference is measured in."""
+"""Share of the episodes that is held out."""
+FUTURE = (0.25, 0.5, 0.75, 1.0)
+"""Places along a demonstration, as fractions of its length, whose states every frame predicts."""
+MASKED_WORDS = 0.2
+"""Share of the words that are masked while a small model trains the auxiliary loss.
+
+At test time words unseen in training are masked; their meaning has to follow from the other words.
+"""
+LEAST_STD = 1e-3
+"""Lower bound of the standard deviation by which a target is divided."""
 
 
 @dataclass(frozen=True)
-class Cloned:
-    """Steps, ``bc_loss`` (per action dimension) of the last tenth of the steps and of held-out frames, CPU seconds."""
+class CloningResult:
+    """Result of ``clone``.
+
+    Attributes:
+        steps: Cloning steps.
+        loss: ``bc_loss`` per action dimension, mean over the last tenth of the steps.
+        held_out_loss: ``bc_loss`` of held-out frames.
+        cpu_s: CPU seconds.
+    """
 
     steps: int
     loss: float
@@ -62,38 +73,51 @@ def clone(
     *,
     seed: int,
     notice: Callable[[str], None] = lambda text: None,
-    advance: Advance = lambda what, done, total: None,
-) -> Cloned:
-    """First ``config.foresight_steps`` that foresee, then ``config.steps`` that also imitate; AdamW.
+    advance: Advance = lambda task, completed, total: None,
+) -> CloningResult:
+    """Train a policy on demonstrations.
 
-    The policy's normaliser sees every state once. ``advance`` hears of every step. Raises ConfigError, TrainingError.
+    First ``config.foresight_steps`` of the auxiliary loss alone, then ``config.steps`` of cloning
+    and auxiliary loss; AdamW. The policy's normaliser is updated with every state once.
+
+    Args:
+        policy: The policy, trained in place.
+        demos: The demonstrations.
+        config: Options of the section ``cloning``.
+        seed: Seed of the split, the batches and the heads.
+        notice: Receives lines for the log.
+        advance: Progress callback, called after every step.
+
+    Raises:
+        ConfigError: The demonstrations do not fit the policy.
+        TrainingError: The loss is not finite.
     """
     check(policy, demos)
     start = time.process_time()
     device = policy.query.device
-    told, frozen = policy.sentences, policy.frozen
+    sentences, frozen = policy.sentences, policy.frozen
     policy.tell(demos.instructions)
     policy.freeze(False)
     try:
         if isinstance(policy, VLA):
-            policy.trunk.hear(demos.instructions, torch.Generator().manual_seed(seed))
+            policy.trunk.initialize_words(demos.instructions, torch.Generator().manual_seed(seed))
         if len(vectors := policy.trunk.encoder.vectors) > 1:
             notice(f"cloning: the dataset's observation.state is read as {', then '.join(vectors)}")
         train, held_out = demos.split(HELD_OUT, seed)
-        seen = torch.ones(len(demos.state), dtype=torch.bool, device=device)
-        policy.observe(_vectors(policy, demos.state.to(device)), seen)
-        lesson = _Lesson(policy, demos, config, seed, notice, advance)
+        mask = torch.ones(len(demos.state), dtype=torch.bool, device=device)
+        policy.observe(_vectors(policy, demos.state.to(device)), mask)
+        run = _CloningRun(policy, demos, config, seed, notice, advance)
         if config.foresight_steps:
-            lesson.learn(train, config.foresight_steps, "foresight", seed)
-        loss = lesson.learn(train, config.steps, "cloning", seed + 1)
-        return Cloned(config.steps, loss, _measured(policy, demos, held_out), time.process_time() - start)
+            run.train(train, config.foresight_steps, "foresight", seed)
+        loss = run.train(train, config.steps, "cloning", seed + 1)
+        return CloningResult(config.steps, loss, _held_out_loss(policy, demos, held_out), time.process_time() - start)
     finally:
-        policy.tell(told)
+        policy.tell(sentences)
         policy.freeze(frozen)
 
 
-class _Lesson:
-    """A policy, what it learns from, and the heads that foresee."""
+class _CloningRun:
+    """Policy, demonstrations and the heads of the auxiliary loss."""
 
     def __init__(
         self,
@@ -106,38 +130,41 @@ class _Lesson:
     ) -> None:
         self.policy, self.demos, self.config, self.notice, self.advance = policy, demos, config, notice, advance
         self.device = policy.query.device
-        ahead = demos.state[_along(demos.episode, FORESEEN)].flatten(1)
-        self.ahead = (ahead - ahead.mean(0)) / ahead.std(0).clamp_min(NARROWEST)  # [F, S·len(FORESEEN)]
+        future = demos.state[_along(demos.episode, FUTURE)].flatten(1)
+        self.future = (future - future.mean(0)) / future.std(0).clamp_min(LEAST_STD)  # [F, S·len(FUTURE)]
         width = policy.query.shape[1]
-        self.head: nn.Module | None = None
-        self.picture: nn.Module | None = None
+        self.state_head: nn.Module | None = None
+        self.cell_head: nn.Module | None = None
         if config.foresight_steps:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                head = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, self.ahead.shape[1]))
+                head = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, self.future.shape[1]))
                 picture = nn.Sequential(nn.Linear(width // 2, width), nn.SiLU(), nn.Linear(width, 3))
-            self.head = head.to(self.device)
+            self.state_head = head.to(self.device)
             if isinstance(policy, VLA):
-                self.picture = picture.to(self.device)
+                self.cell_head = picture.to(self.device)
                 self.cells = torch.cat([_cells(demos.images[name]) for name in policy.trunk.names], dim=1)
                 self.last = _along(demos.episode, (1.0,))[:, 0]
-                some = torch.randperm(len(self.last), generator=torch.Generator().manual_seed(seed))[:2048]
-                self.spread = self._change(some).std().clamp_min(NARROWEST)
+                sample = torch.randperm(len(self.last), generator=torch.Generator().manual_seed(seed))[:2048]
+                self.change_std = self._change(sample).std().clamp_min(LEAST_STD)
 
-    def learn(self, frames: Tensor, steps: int, what: str, seed: int) -> float:
-        """Mean loss of the last tenth of the steps. The rate rises over 50 steps and falls linearly to a tenth."""
+    def train(self, frames: Tensor, steps: int, what: str, seed: int) -> float:
+        """Run ``steps`` of a phase and return the mean loss of the last tenth of the steps.
+
+        The learning rate rises over 50 steps and then falls linearly to a tenth.
+        """
         lr, batch_size = self.config.lr, self.config.batch_size
         generator = torch.Generator().manual_seed(seed)
         noise = torch.Generator(self.device).manual_seed(seed)
-        modules = (self.policy, self.head, self.picture)
+        modules = (self.policy, self.state_head, self.cell_head)
         parameters = [p for module in modules if module is not None for p in module.parameters()]
         optimizer = torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.01, fused=True)
         recent: list[float] = []
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 50) * (1 - 0.9 * step / steps)
-            some = frames[torch.randint(len(frames), (batch_size,), generator=generator)]
-            told, loss = self._loss(some, what, noise)
-            recent.append(float(told.detach()))
+            batch = frames[torch.randint(len(frames), (batch_size,), generator=generator)]
+            reported, loss = self._loss(batch, what, noise)
+            recent.append(float(reported.detach()))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             norm = nn.utils.clip_grad_norm_(parameters, GRAD_NORM)
@@ -152,53 +179,60 @@ class _Lesson:
         return sum(recent) / max(1, len(recent))
 
     def _loss(self, frames: Tensor, what: str, noise: torch.Generator) -> tuple[Tensor, Tensor]:
-        """What is told, and what is learned."""
+        """Return the loss that is reported, and the one that is minimised."""
         inputs = _inputs(self.policy, self.demos, frames)
         if what == "foresight":
             if isinstance(self.policy, VLA) and WORDS in inputs:
-                inputs[WORDS] = _heard(inputs[WORDS], noise)
-            loss = self._foresight(_found(self.policy, inputs), frames)
+                inputs[WORDS] = _mask_words(inputs[WORDS], noise)
+            loss = self._auxiliary_loss(_grounding(self.policy, inputs), frames)
             return loss, loss
         action, executed = (x.to(self.device) for x in self.demos.chunk(frames, self.policy.chunk))
-        loss, found = self.policy.bc_loss(inputs, action, executed, noise)
-        return loss, loss if self.head is None else loss + self._foresight(found, frames)
+        loss, grounding = self.policy.bc_loss(inputs, action, executed, noise)
+        return loss, loss if self.state_head is None else loss + self._auxiliary_loss(grounding, frames)
 
-    def _foresight(self, found: Found | None, frames: Tensor) -> Tensor:
-        assert self.head is not None and found is not None  # the trunk is not frozen while it learns
-        loss = F.mse_loss(self.head(found.focus), self.ahead[frames].to(self.device))
-        if self.picture is None or found.cells is None:
+    def _auxiliary_loss(self, grounding: Grounding | None, frames: Tensor) -> Tensor:
+        """Return the error of the predicted future states and colour changes."""
+        assert self.state_head is not None and grounding is not None  # cloning unfreezes the trunk
+        loss = F.mse_loss(self.state_head(grounding.focus), self.future[frames].to(self.device))
+        if self.cell_head is None or grounding.cells is None:
             return loss
-        change = self._change(frames).to(self.device) / self.spread
-        return loss + F.mse_loss(self.picture(found.cells), change)
+        change = self._change(frames).to(self.device) / self.change_std
+        return loss + F.mse_loss(self.cell_head(grounding.cells), change)
 
     def _change(self, frames: Tensor) -> Tensor:
-        """[B, HW/16, 3], how the colours of each cell of ``found`` differ when the demonstration ends."""
+        """Return how the colour of each cell differs at the end of the demonstration, [B, HW/16,
+        3].
+        """
         return self.cells[self.last[frames]].float() - self.cells[frames].float()
 
 
-def _heard(words: Tensor, noise: torch.Generator) -> Tensor:
-    """int64 [B, L], UNHEARD_WORDS of them missed; 0 pads."""
-    missed = torch.rand(words.shape, generator=noise, device=words.device) < UNHEARD_WORDS
-    return words.masked_fill(missed & (words > 0), UNHEARD)
+def _mask_words(words: Tensor, noise: torch.Generator) -> Tensor:
+    """Replace a share MASKED_WORDS of the words int64 [B, L] by MASKED_WORD; 0 is padding."""
+    masked = torch.rand(words.shape, generator=noise, device=words.device) < MASKED_WORDS
+    return words.masked_fill(masked & (words > 0), MASKED_WORD)
 
 
 def _cells(images: Tensor) -> Tensor:
-    """uint8 [F, H, W, 3] -> uint8 [F, HW/16, 3], the mean colour of every CELL x CELL pixels."""
+    """Return the mean colour of each CELL x CELL pixels: uint8 [F, H, W, 3] -> uint8 [F, HW/16, 3]."""
     parts = (F.avg_pool2d(part.permute(0, 3, 1, 2).float(), CELL) for part in images.split(1024))
     return torch.cat([part.round().byte().flatten(2).transpose(1, 2) for part in parts])
 
 
-def _found(policy: Family, inputs: dict[str, Tensor]) -> Found | None:
-    """What the sentence finds in the pictures."""
-    seen: Any = policy.see(inputs)
+def _grounding(policy: Family, inputs: dict[str, Tensor]) -> Grounding | None:
+    """Return the features that the auxiliary loss is computed from."""
+    context: Any = policy.encode_context(inputs)
     if not isinstance(policy, CheckpointVLA):
-        return seen.found
-    begun = None if not policy.autoregressive else seen.x.new_zeros(len(seen.x), 1).long()
-    return policy.found(seen, policy.hidden(seen, begun)[:, 0])
+        return context.grounding
+    first = None if not policy.autoregressive else context.x.new_zeros(len(context.x), 1).long()
+    return policy.grounding(context, policy.hidden(context, first)[:, 0])
 
 
 def check(policy: Family, demos: Demonstrations) -> None:
-    """Raises ConfigError where the demonstrations are of another robot or other cameras."""
+    """Check that the demonstrations have the robot and the cameras of the policy.
+
+    Raises:
+        ConfigError: They do not.
+    """
     size = demos.action.shape[1]
     if size != policy.size:
         raise ConfigError(
@@ -235,15 +269,16 @@ def check(policy: Family, demos: Demonstrations) -> None:
 
 
 def _vectors(policy: Family, state: Tensor) -> dict[str, Tensor]:
-    """States [B, S] as the observations that the policy knows, whatever they are called there, in their order."""
+    """Return states [B, S] under the names and in the order of the policy's observations."""
     vectors = policy.trunk.encoder.vectors
-    if not vectors:  # it has pictures only
+    if not vectors:  # a policy with images only
         return {}
     parts = state.split([math.prod(spec.shape) for spec in vectors.values()], dim=1)
     return dict(zip(vectors, parts, strict=True))
 
 
 def _inputs(policy: Family, demos: Demonstrations, frames: Tensor) -> dict[str, Tensor]:
+    """Return the encoded observations of frames int64 [B]."""
     device = policy.query.device
     obs = _vectors(policy, demos.state[frames].to(device))
     for name, spec in policy.trunk.encoder.images.items():
@@ -253,15 +288,18 @@ def _inputs(policy: Family, demos: Demonstrations, frames: Tensor) -> dict[str, 
 
 
 def _along(episode: Tensor, fractions: Sequence[float]) -> Tensor:
-    """Frames so far along each frame's episode, int64 [F, len(fractions)]; ``episode`` [F] is ascending."""
+    """Return the frames at fractions of each frame's episode, int64 [F, len(fractions)].
+
+    ``episode`` [F] is ascending.
+    """
     first = torch.searchsorted(episode, episode)
     length = torch.searchsorted(episode, episode, right=True) - 1 - first
     return torch.stack([first + (length * fraction).round().long() for fraction in fractions], dim=1)
 
 
 @torch.no_grad()
-def _measured(policy: Family, demos: Demonstrations, frames: Tensor) -> float:
-    """Mean loss of up to 2,048 frames."""
+def _held_out_loss(policy: Family, demos: Demonstrations, frames: Tensor) -> float:
+    """Return the mean loss of up to 2,048 frames, NaN without frames."""
     frames = frames[:: max(1, len(frames) // 2048)]
     if not len(frames):
         return float("nan")

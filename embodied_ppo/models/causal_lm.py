@@ -1,8 +1,11 @@
-"""Causal language models as policy and critic: the weights and modules are transformers', the forward pass is ours.
+"""Causal language models as policy and critic.
 
-B rows, L tokens of a row (prompt and response without a gap, padded on the right), R response tokens, D size of a
-hidden state, V size of the vocabulary. Row b's token ``place`` [B, R] is the one *before* a response token: log π and
-V are read there (facts: off by one is the commonest bug of all).
+B rows, L tokens of a row (prompt and response without a gap, padded on the right), R response
+tokens, D size of a hidden state, V size of the vocabulary. Weights and modules are those of
+transformers; the forward pass is implemented here.
+
+``place`` [B, R] holds the index of the token *before* each response token. log π and V are read
+there: the hidden state of a token predicts the next one.
 """
 
 from __future__ import annotations
@@ -23,71 +26,103 @@ from torch.utils.checkpoint import checkpoint
 
 from embodied_ppo.core.collectives import gathered
 from embodied_ppo.core.types import ConfigError
-from embodied_ppo.models.checkpoint_files import refusing
+from embodied_ppo.models.checkpoint_files import config_errors
 
 M = TypeVar("M")
 Attend: TypeAlias = "Callable[[int, Tensor, Tensor, Tensor], Tensor]"
-"""(layer, query [B, heads, Q, d], key and value [B, groups, L, d]) -> [B, heads, Q, d]."""
+"""Attention of a layer: (layer, query [B, heads, Q, d], key and value [B, groups, L, d]) -> [B,
+heads, Q, d].
+"""
 CHUNK_BYTES = 64 << 20
-"""Logits that may exist at once; more are computed in parts, and again in the backward pass."""
+"""Size of the logits that may exist at once. More are computed in parts, and again in the backward
+pass.
+"""
 WRITTEN_OUT = 1024
-"""Pairs of query and key in a row up to which attention is written out where it is compiled."""
-OTHERWISE = (AttributeError, TypeError, RuntimeError, IndexError, ZeroDivisionError)
-"""What a forward pass raises that was written for another architecture or other sizes."""
-SAME = 1e-4
-"""Largest difference between our logits and transformers', relative to the largest logit."""
+"""Largest product of queries and keys of a row for which compiled attention uses elementary
+operations.
+"""
+FORWARD_ERRORS = (AttributeError, TypeError, RuntimeError, IndexError, ZeroDivisionError)
+"""Exceptions of a forward pass that was written for another architecture or other sizes."""
+TOLERANCE = 1e-4
+"""Largest accepted difference between our logits and those of transformers, relative to the largest
+logit.
+"""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """How a layer attends: logits q·k * scale, tanh-capped at softcap, to the last ``window`` keys; None: no limit."""
+    """Attention of one layer.
+
+    Attributes:
+        scale: Factor of the logits q·k.
+        window: Number of last keys that a query attends to, None: all.
+        softcap: Bound of the logits, softcap · tanh(logit / softcap), None: no bound.
+    """
 
     scale: float
     window: int | None
     softcap: float | None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-        """[B, heads, Q, d]; ``seen`` bool [.., Q, L]: which keys each query sees. None: Q is L, all up to its own."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """Compute attention, [B, heads, Q, d].
+
+        Args:
+            q: [B, heads, Q, d].
+            k: [B, groups, L, d].
+            v: [B, groups, L, d].
+            visible: bool [.., Q, L], keys that each query attends to. None: causal, with Q = L.
+        """
         if self.softcap is None and get_proxy_mode() is not None and q.shape[2] * k.shape[2] <= WRITTEN_OUT:
-            return self._written_out(q, k, v, seen)
+            return self._written_out(q, k, v, visible)
         if self.softcap is None:
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, is_causal=seen is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+                q,
+                k,
+                v,
+                attn_mask=visible,
+                is_causal=visible is None,
+                scale=self.scale,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
         groups, queries = k.shape[1], q.shape[2]
         logits = q.unflatten(1, (groups, -1)) @ k.unsqueeze(2).transpose(-1, -2) * self.scale
         logits = self.softcap * torch.tanh(logits / self.softcap)
-        if seen is None:
-            seen = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
-        elif seen.ndim == 4:
-            seen = seen.unsqueeze(2)
-        p = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+        if visible is None:
+            visible = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
+        elif visible.ndim == 4:
+            visible = visible.unsqueeze(2)
+        p = logits.masked_fill(~visible, float("-inf")).softmax(-1)
         return (p @ v.unsqueeze(2)).flatten(1, 2)
 
-    def _written_out(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-        """The same in sums, which a compiler fuses: for few tokens faster than a kernel for many."""
-        if seen is None:
-            seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+    def _written_out(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """Compute attention from elementary operations, which the compiler fuses.
+
+        For few tokens this is faster than an attention kernel.
+        """
+        if visible is None:
+            visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         logits = (q.unsqueeze(3) * k.unsqueeze(2)).sum(-1) * self.scale
-        p = logits.masked_fill(~seen, -1e30).softmax(-1)
+        p = logits.masked_fill(~visible, -1e30).softmax(-1)
         return (p.unsqueeze(-1) * v.unsqueeze(2)).sum(3)
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """Which places key [.., L] those at query [.., Q] see, bool [.., Q, L]."""
+        """Return which keys at places [.., L] the queries at [.., Q] attend to, bool [.., Q, L]."""
         distance = query.unsqueeze(-1) - key.unsqueeze(-2)
-        seen = distance >= 0
-        return seen if self.window is None else seen & (distance < self.window)
+        visible = distance >= 0
+        return visible if self.window is None else visible & (distance < self.window)
 
 
 class Decoder(nn.Module):
-    """The layers of a model of the Llama family (Llama, SmolLM, Mistral, Qwen 2, 2.5 and 3, Gemma 1 to 3).
+    """Layers of a model of the Llama family (Llama, SmolLM, Mistral, Qwen 2, 2.5 and 3, Gemma 1 to
+    3).
 
-    The last layer computes only the places that are asked for: in PPO, prompts need no more than their keys there.
+    The last layer computes only the requested places. In PPO the last layer of a prompt needs keys
+    and values only.
     """
 
     def __init__(self, base: nn.Module) -> None:
-        """``base``: transformers' model without a head; ``load`` refuses other families."""
+        """Wrap transformers' model without its head; ``load`` refuses other families."""
         super().__init__()
         self.base: Any = base
         config: Any = base.config
@@ -95,10 +130,10 @@ class Decoder(nn.Module):
         self.types: tuple[str | None, ...] = tuple(getattr(config, "layer_types", None) or [None] * len(self.layers))
         self.attention = [self._attention(layer.self_attn, kind) for layer, kind in zip(self.layers, self.types)]
         self.groups = [layer.self_attn.k_proj.out_features // layer.self_attn.head_dim for layer in self.layers]
-        """Key heads of each layer."""
+        """Number of key heads of each layer."""
         self.head_dim = int(self.layers[0].self_attn.head_dim)
         self.recompute = False
-        """Keep no layer's inside for the backward pass but compute it again: less memory, a third more time."""
+        """Whether activations are recomputed in the backward pass: less memory, a third more time."""
 
     @property
     def layers(self) -> Any:
@@ -112,24 +147,36 @@ class Decoder(nn.Module):
         return Attention(float(attention.scaling), window, getattr(attention, "attn_logit_softcapping", None))
 
     def causal(self, length: int, place: Tensor | None, device: torch.device) -> Attend:
-        """Every token sees those before it in its row. ``place`` int64 [B, R]: what the last layer is asked for."""
+        """Return causal attention within each row.
+
+        Args:
+            length: Tokens of a row.
+            place: int64 [B, R], queries of the last layer; None: all.
+            device: Device of the result.
+        """
         all_places = torch.arange(length, device=device)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            how = self.attention[i]
+            attention = self.attention[i]
             if place is not None and i == len(self.attention) - 1:
-                return how(q, k, v, how.sees(place, all_places).unsqueeze(1))
-            seen = None if how.window is None or how.window >= length else how.sees(all_places, all_places)
-            return how(q, k, v, seen)
+                return attention(q, k, v, attention.sees(place, all_places).unsqueeze(1))
+            if attention.window is None or attention.window >= length:
+                return attention(q, k, v, None)
+            return attention(q, k, v, attention.sees(all_places, all_places))
 
         return attend
 
     def forward(
         self, ids: Tensor, positions: Tensor | None = None, *, attend: Attend | None = None, place: Tensor | None = None
     ) -> Tensor:
-        """int64 ids and positions [B, L] (None: 0, 1, ..) -> final hidden states [B, L, D], or [B, R, D] at ``place``.
+        """Return the final hidden states [B, L, D], or [B, R, D] at ``place``.
 
-        ``attend``: None for whole rows; a cache has its own. Whole rows go without their padding where ``varlen`` can.
+        Args:
+            ids: int64 [B, L].
+            positions: int64 [B, L], None: 0, 1, ..
+            attend: Attention of the layers, None: causal. A key-value cache passes its own.
+            place: int64 [B, R], places of the result; None: all. Complete rows are then packed
+                without padding where ``varlen`` supports it.
         """
         if attend is None and positions is None and place is not None and self._packs(ids):
             return self.packed(ids, place, self.varlen)
@@ -140,7 +187,9 @@ class Decoder(nn.Module):
         return self.run(self.base.embed_tokens(ids), positions, attend, place)
 
     def run(self, x: Tensor, positions: Tensor, attend: Attend, place: Tensor | None) -> Tensor:
-        """The layers on embeddings [B, L, D] at int64 positions [1 or B, L] -> as ``forward``."""
+        """Run the layers on embeddings [B, L, D] at positions int64 [1 or B, L]; result as
+        ``forward``.
+        """
         kinds = {kind: self._rotation(x, positions, kind) for kind in dict.fromkeys(self.types)}
         last = len(self.layers) - 1
         for i, kind in enumerate(self.types):
@@ -152,16 +201,21 @@ class Decoder(nn.Module):
         return self.base.norm(x)
 
     def packed(self, ids: Tensor, place: Tensor, blocks: Callable[[Packing], Attend]) -> Tensor:
-        """As ``forward`` with ``place``, all rows in one without their padding. ``blocks``: how each sees itself only.
+        """Compute ``forward`` with ``place`` on all rows concatenated without padding.
 
-        The last layer computes every place, not only those asked for.
+        The last layer computes every place, not only the requested ones.
+
+        Args:
+            ids: int64 [B, L].
+            place: int64 [B, R].
+            blocks: Returns attention within each packed row.
         """
         packing = pack(place, ids.shape[1])
         one = ids.flatten()[packing.index].unsqueeze(0)
         return self(one, packing.position.unsqueeze(0), attend=blocks(packing))[0][packing.at]
 
     def separate(self, packing: Packing) -> Attend:
-        """Of packed rows, one after the other: what ``varlen`` computes, slowly."""
+        """Return attention of packed rows, computed row by row; the slow reference of ``varlen``."""
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             sizes = packing.start.diff().tolist()
@@ -171,22 +225,25 @@ class Decoder(nn.Module):
         return attend
 
     def varlen(self, packing: Packing) -> Attend:
-        """Of packed rows, by flash attention in half precision on a GPU."""
+        """Return attention of packed rows by flash attention, for half precision on a GPU."""
         kernel, start, longest = _varlen_kernel(), packing.start, packing.longest
         assert kernel is not None
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))  # [n, heads, d]
-            window, gqa = (-1, 0), q.shape[1] != k.shape[1]  # all before, none after
-            how = self.attention[i]
-            out = kernel(q, k, v, start, start, longest, longest, scale=how.scale, window_size=window, enable_gqa=gqa)
+            window, gqa = (-1, 0), q.shape[1] != k.shape[1]  # all earlier keys, no later ones
+            scale = self.attention[i].scale
+            out = kernel(q, k, v, start, start, longest, longest, scale=scale, window_size=window, enable_gqa=gqa)
             return out.transpose(0, 1).unsqueeze(0)
 
         return attend
 
     def _packs(self, ids: Tensor) -> bool:
-        """Whether ``varlen`` can: on a GPU, in half precision, all earlier keys seen, no graph under way (lengths go to
-        the host)."""
+        """Return whether ``varlen`` supports this call.
+
+        It needs a GPU, half precision and full causal attention. It copies row lengths to the host,
+        which is not allowed while a CUDA graph is captured.
+        """
         if not ids.is_cuda or torch.cuda.is_current_stream_capturing() or _varlen_kernel() is None:
             return False
         dtype = self.layers[0].self_attn.v_proj.weight.dtype
@@ -197,7 +254,7 @@ class Decoder(nn.Module):
         return plain and fits and torch.cuda.get_device_capability(ids.device) >= (8, 0)
 
     def _rotation(self, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
-        """cos and sin [1 or B, L, d]."""
+        """Return cos and sin, [1 or B, L, d]."""
         rotary = self.base.rotary_emb
         return rotary(x, positions, kind) if hasattr(rotary, "layer_types") else rotary(x, positions)
 
@@ -219,36 +276,37 @@ class Decoder(nn.Module):
         if not hasattr(layer, "pre_feedforward_layernorm"):
             x = x + h
             return x + layer.mlp(layer.post_attention_layernorm(x))
-        x = x + layer.post_attention_layernorm(h)  # Gemma 2 and 3 normalise what comes out, too
+        x = x + layer.post_attention_layernorm(h)  # Gemma 2 and 3 also normalise the outputs
         return x + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x)))
 
     def train(self, mode: bool = True) -> Decoder:
-        """Always as for evaluation: dropout would make log-probabilities noise."""
+        """Do nothing: dropout would make log-probabilities random."""
         return super().train(False)
 
 
 def _heads(attention: Any, which: str, h: Tensor) -> Tensor:
-    """[B, L, D] -> [B, heads, L, d], normalised where the model does (Qwen 3, Gemma 3)."""
+    """Project [B, L, D] to [B, heads, L, d], normalised in models that do so (Qwen 3, Gemma 3)."""
     x = getattr(attention, f"{which}_proj")(h).unflatten(-1, (-1, attention.head_dim))
     norm = getattr(attention, f"{which}_norm", None)
     return (x if norm is None else norm(x)).transpose(1, 2)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) of [B, heads, L, d] by angles [1 or B, L, d]."""
+    """Apply rotary position embedding (Su et al. 2021) to [B, heads, L, d], angles [1 or B, L, d]."""
     a, b = x.chunk(2, dim=-1)
     return x * cos.unsqueeze(1) + torch.cat((-b, a), dim=-1) * sin.unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """B rows of [B, L] in one without padding, n tokens.
+    """B rows of [B, L] concatenated without padding, n tokens.
 
-    index     int64 [n]     where each was in the flattened [B·L]
-    position  int64 [n]     in its own row
-    start     int32 [B+1]   where rows begin; the last one is n
-    at        int64 [B, R]  where the places are that were asked for
-    longest   row, tokens
+    Attributes:
+        index: int64 [n], place of each token in the flattened [B·L].
+        position: int64 [n], place in its own row.
+        start: int32 [B+1], first token of each row; the last entry is n.
+        at: int64 [B, R], requested places in the packed sequence.
+        longest: Tokens of the longest row.
     """
 
     index: Tensor
@@ -259,7 +317,9 @@ class Packing:
 
 
 def pack(place: Tensor, width: int) -> Packing:
-    """Rows of ``width`` tokens up to their last ``place`` int64 [B, R]: nothing that is asked for depends on more."""
+    """Pack rows of ``width`` tokens up to their last ``place`` int64 [B, R]; later tokens have no
+    effect.
+    """
     length = place.amax(1) + 1
     inside = torch.arange(width, device=place.device) < length.unsqueeze(1)
     index = inside.flatten().nonzero().flatten()
@@ -269,7 +329,9 @@ def pack(place: Tensor, width: int) -> Packing:
 
 @cache
 def _varlen_kernel() -> Callable[..., Any] | None:
-    """torch's attention of packed rows; None in versions without it or without grouped heads."""
+    """Return torch's attention of packed rows, None in versions without it or without grouped
+    heads.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -278,16 +340,22 @@ def _varlen_kernel() -> Callable[..., Any] | None:
 
 
 def _at(x: Tensor, place: Tensor) -> Tensor:
-    """Rows [1 or B, L, K] at places [B, R]."""
+    """Gather rows [1 or B, L, K] at places [B, R]."""
     x = x.expand(place.shape[0], *x.shape[1:])
     return x.gather(1, place.unsqueeze(-1).expand(*place.shape, x.shape[-1]))
 
 
 # ------------------------------------------------------------------------------------------------------------- policy
 def precision(weight: Tensor, compute: torch.dtype, *, again: bool = True) -> AbstractContextManager[Any]:
-    """The context in which float32 weights like ``weight`` are multiplied in ``compute``; within another: nothing.
+    """Return the context in which float32 weights like ``weight`` are multiplied in ``compute``.
 
-    ``again``: weights rounded in it are kept until it ends; a CUDA graph must round them each time.
+    Inside such a context, or where no conversion is needed, it does nothing.
+
+    Args:
+        weight: A weight of the model.
+        compute: Type of the arithmetic.
+        again: Keep converted weights until the context ends. A CUDA graph must convert them each
+            time.
     """
     kind = weight.device.type
     if weight.dtype != torch.float32 or compute == torch.float32 or (again and torch.is_autocast_enabled(kind)):
@@ -297,9 +365,12 @@ def precision(weight: Tensor, compute: torch.dtype, *, again: bool = True) -> Ab
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """What a policy thinks of response tokens, float32.
+    """Evaluation of response tokens, float32.
 
-    log_prob  [..]  of the token      entropy  [..]  of the distribution      distance [..]  Σ_v π·(log π − log π_ref)
+    Attributes:
+        log_prob: [..], of the token.
+        entropy: [..], of the distribution, nats.
+        distance: [..], exact KL from the reference, Σ_v π·(log π − log π_ref).
     """
 
     log_prob: Tensor
@@ -308,10 +379,16 @@ class TokenView:
 
 
 class LanguagePolicy(nn.Module):
-    """π(token | everything before it), at the temperature that rollouts are sampled with."""
+    """π(token | all tokens before it), at the temperature of the rollouts."""
 
     def __init__(self, model: nn.Module, *, temperature: float = 1.0, compute: torch.dtype = torch.float32) -> None:
-        """``model``: a causal language model of transformers. ``compute``: what matrices are multiplied in."""
+        """Wrap a causal language model of transformers.
+
+        Args:
+            model: The model with its head.
+            temperature: Sampling temperature of the rollouts.
+            compute: Type of matrix multiplications.
+        """
         super().__init__()
         self.model: Any = model
         self.temperature, self.compute = temperature, compute
@@ -319,16 +396,16 @@ class LanguagePolicy(nn.Module):
         self.softcap: float | None = getattr(self.model.config, "final_logit_softcapping", None)
 
     def units(self) -> list[nn.Module]:
-        """As of ``types.Policy``."""
+        """Return the layers, see ``Policy.units``."""
         return [*self.decoder.module.layers]
 
     def hidden(self, ids: Tensor, place: Tensor) -> Tensor:
-        """[B, R, D] of tokens [B, L] at places [B, R]."""
+        """Return the hidden states [B, R, D] of tokens [B, L] at places [B, R]."""
         with precision(self.model.lm_head.weight, self.compute):
             return self.decoder.module(ids, place=place)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[.., D] -> float32 [.., V], at temperature 1."""
+        """Return logits at temperature 1: [.., D] -> float32 [.., V]."""
         with precision(self.model.lm_head.weight, self.compute):
             logits = self.model.lm_head(hidden).float()
         if self.softcap is not None:
@@ -343,10 +420,16 @@ class LanguagePolicy(nn.Module):
         reference: LanguagePolicy | None = None,
         ref_hidden: Tensor | None = None,
     ) -> TokenView:
-        """Of hidden states [.., D] and the tokens int64 [..] that followed; with gradient.
+        """Evaluate tokens given the hidden states that predict them, with gradient.
 
-        With a ``reference`` and its hidden states also the exact KL divergence from it (kl type full). Logits are
-        computed in parts that fit CHUNK_BYTES.
+        Logits are computed in parts that fit CHUNK_BYTES.
+
+        Args:
+            hidden: [.., D].
+            action: int64 [..], the tokens.
+            reference: Reference policy; the result then has the exact KL divergence from it (kl
+                type full).
+            ref_hidden: [.., D], hidden states of the reference.
         """
         shape, rows = action.shape, action.numel()
         flat = [hidden.reshape(rows, -1), action.reshape(rows)]
@@ -357,8 +440,8 @@ class LanguagePolicy(nn.Module):
         if rows <= size:
             parts = [self._part(reference, *flat)]
         else:
-            cuts = zip(*(x.split(size) for x in flat), strict=True)
-            parts = [checkpoint(self._part, reference, *cut, use_reentrant=False) for cut in cuts]
+            pieces = zip(*(x.split(size) for x in flat), strict=True)
+            parts = [checkpoint(self._part, reference, *piece, use_reentrant=False) for piece in pieces]
         columns: Any = [torch.cat(x).view(shape) if x[0] is not None else None for x in zip(*parts, strict=True)]
         return TokenView(*columns)
 
@@ -371,18 +454,28 @@ class LanguagePolicy(nn.Module):
         reference: LanguagePolicy | None = None,
         ref: Tensor | None = None,
     ) -> TokenView:
-        """``view`` of hidden [B, R, D] and, time first, action [R, B] and ``ref`` [R, B, D]; all [R, B], arbitrary
-        where ``mask`` is False: with a large vocabulary nothing is computed there."""
+        """Evaluate the tokens where ``mask`` is True; results are [R, B], arbitrary elsewhere.
+
+        With a large vocabulary nothing is computed where ``mask`` is False.
+
+        Args:
+            mask: bool [R, B].
+            hidden: [B, R, D].
+            action: int64 [R, B].
+            reference: As in ``view``.
+            ref: [R, B, D], hidden states of the reference.
+        """
         hidden = hidden.transpose(0, 1)
         if 4 * mask.numel() * self.model.lm_head.weight.shape[0] <= CHUNK_BYTES:
             return self.view(hidden, action, reference=reference, ref_hidden=ref)
-        few = self.view(hidden[mask], action[mask], reference=reference, ref_hidden=None if ref is None else ref[mask])
+        ref_hidden = None if ref is None else ref[mask]
+        selected = self.view(hidden[mask], action[mask], reference=reference, ref_hidden=ref_hidden)
 
-        def spread(x: Tensor) -> Tensor:
+        def scatter(x: Tensor) -> Tensor:
             return torch.zeros(mask.shape, device=x.device).index_put((mask,), x)
 
-        distance = None if few.distance is None else spread(few.distance)
-        return TokenView(spread(few.log_prob), spread(few.entropy), distance)
+        distance = None if selected.distance is None else scatter(selected.distance)
+        return TokenView(scatter(selected.log_prob), scatter(selected.entropy), distance)
 
     def _part(
         self, reference: LanguagePolicy | None, hidden: Tensor, action: Tensor, ref_hidden: Tensor | None = None
@@ -399,56 +492,63 @@ class LanguagePolicy(nn.Module):
         return log_p.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy, distance
 
     def train(self, mode: bool = True) -> LanguagePolicy:
-        """See ``Decoder.train``."""
+        """Do nothing: dropout would make log-probabilities random."""
         return super().train(False)
 
 
 class LanguageCritic(nn.Module):
-    """V(everything so far): a complete model of its own with one number per token, 0 everywhere at the start.
+    """V(all tokens so far): a complete model with one output per token.
 
-    (A random head was seen to begin with a value loss of 14 and to waste the first 20 updates.)
+    The head is zero at the start, so that V is 0 everywhere. With a random head the value loss
+    started at 14 and the first 20 updates were lost.
     """
 
     def __init__(self, model: nn.Module, *, compute: torch.dtype = torch.float32) -> None:
-        """``model``: a causal language model of transformers; its head is dropped. ``compute`` as of the policy."""
+        """Wrap a causal language model of transformers and drop its head.
+
+        Args:
+            model: The model.
+            compute: Type of matrix multiplications.
+        """
         super().__init__()
         self.compute = compute
-        whole: Any = model
-        self.decoder = Decoder(whole.model)
-        like = self.decoder.base.embed_tokens.weight
-        self.value_head = nn.Linear(self.decoder.hidden_size, 1, device=like.device, dtype=torch.float32)
+        causal_lm: Any = model
+        self.decoder = Decoder(causal_lm.model)
+        device = self.decoder.base.embed_tokens.weight.device
+        self.value_head = nn.Linear(self.decoder.hidden_size, 1, device=device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
     def begin_as(self, policy: Mapping[str, Tensor]) -> None:
-        """Take everything but the head from a ``LanguagePolicy``'s state_dict."""
-        within = "model.model."
-        body = {name.removeprefix(within): x for name, x in policy.items() if name.startswith(within)}
+        """Copy all weights except the head from the state_dict of a ``LanguagePolicy``."""
+        prefix = "model.model."
+        body = {name.removeprefix(prefix): x for name, x in policy.items() if name.startswith(prefix)}
         self.decoder.base.load_state_dict(body)
 
     def units(self) -> list[nn.Module]:
-        """As of ``types.Policy``."""
+        """Return the layers, see ``Policy.units``."""
         return [*self.decoder.layers]
 
     def value(self, ids: Tensor, place: Tensor) -> Tensor:
-        """float32 [B, R] of tokens [B, L] at places [B, R]."""
+        """Return V, float32 [B, R], of tokens [B, L] at places [B, R]."""
         with precision(self.decoder.base.embed_tokens.weight, self.compute):
             hidden = self.decoder(ids, place=place)
         return self.value_head(hidden.float()).squeeze(-1)
 
     def train(self, mode: bool = True) -> LanguageCritic:
-        """See ``Decoder.train``."""
+        """Do nothing: dropout would make values random."""
         return super().train(False)
 
 
 class Aside(Generic[M]):
-    """Keeps a module out of the state_dict and the parameters of the one that holds it."""
+    """Reference to a module that is excluded from state_dict and parameters of its owner."""
 
     def __init__(self, module: M) -> None:
         self.module = module
 
     def __repr__(self) -> str:
-        return f"Aside({type(self.module).__name__})"  # no address: compiled libraries are known by what is in them
+        # No memory address: the cache of compiled libraries uses the representation as part of its key.
+        return f"Aside({type(self.module).__name__})"
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -460,10 +560,19 @@ def load(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """transformers' causal language model: from a directory, or new from ``architecture`` (its configuration's fields).
+    """Load transformers' causal language model from a directory, or build a new one.
 
-    ``what``: the options' section, for messages. Our forward pass is compared with the model's own before it is
-    trusted. Raises ConfigError.
+    Our forward pass is compared with that of transformers before the model is used.
+
+    Args:
+        path: Directory, None: a new model.
+        architecture: Fields of the new model's configuration.
+        what: Section of the options, for messages.
+        dtype: Type of the weights.
+        device: Device of the weights.
+
+    Raises:
+        ConfigError: The directory cannot be read, or the architecture is not supported.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -475,7 +584,7 @@ def load(
     logging.disable_progress_bar()
     model: Any
     option = f"path={path}" if path else "architecture"
-    with refusing(f"{what}.{option}: transformers refuses: "):
+    with config_errors(f"{what}.{option}: transformers refuses: "):
         if path is not None:
             if not Path(path, "config.json").is_file():
                 raise ConfigError(
@@ -494,10 +603,10 @@ def load(
         error = _difference(model)
     except torch.OutOfMemoryError:
         raise
-    except OTHERWISE as missing:
-        error = f"it is built otherwise, or its sizes do not fit: {type(missing).__name__}: {missing}"
+    except FORWARD_ERRORS as failure:
+        error = f"its structure is different, or its sizes do not fit: {type(failure).__name__}: {failure}"
     else:
-        if error <= (SAME if model.dtype == torch.float32 else 0.05):
+        if error <= (TOLERANCE if model.dtype == torch.float32 else 0.05):
             return model
         error = f"logits differ by {error:.2g} of the largest"
     raise ConfigError(
@@ -508,7 +617,9 @@ def load(
 
 @torch.no_grad()
 def _difference(model: Any) -> float:
-    """Between transformers' logits and ours, relative to the largest."""
+    """Return the largest difference between transformers' logits and ours, relative to the largest
+    logit.
+    """
     policy = LanguagePolicy(model)
     vocabulary = model.lm_head.weight.shape[0]
     ids = (torch.arange(2 * 12, device=model.lm_head.weight.device).view(2, 12) * 7919) % vocabulary

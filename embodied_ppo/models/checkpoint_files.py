@@ -1,4 +1,4 @@
-"""Directories of checkpoints, as publishers leave them and downloads break them."""
+"""Reading checkpoint directories of other publishers, including damaged ones."""
 
 from __future__ import annotations
 
@@ -14,35 +14,52 @@ from embodied_ppo.core.errors import ConfigError, one_line
 
 
 @contextlib.contextmanager
-def refusing(before: str, after: str = "", *, kind: bool = False) -> Iterator[None]:
-    """Reading or building by transformers or tokenizers: what they raise becomes the ConfigError ``before`` its text
-    ``after``. ``kind``: see ``one_line``. No memory stays what it is.
+def config_errors(before: str, after: str = "", *, kind: bool = False) -> Iterator[None]:
+    """Convert exceptions of transformers and tokenizers to ConfigError.
+
+    Out-of-memory errors are not converted.
+
+    Args:
+        before: Text before the exception's message.
+        after: Text after it.
+        kind: Include the exception's type, see ``one_line``.
     """
     try:
         yield
     except (ConfigError, torch.OutOfMemoryError):
         raise
-    # They declare nothing. Seen for 400 configurations of nonsense: RuntimeError, AttributeError, KeyError,
-    # ZeroDivisionError and two of huggingface_hub's; safetensors has its own.
-    except Exception as error:  # tokenizers raises the class itself, and a chat template is a program
+    # The libraries do not document their exceptions. 400 invalid configurations raised RuntimeError,
+    # AttributeError, KeyError, ZeroDivisionError and two classes of huggingface_hub; safetensors has
+    # its own class, tokenizers raises Exception itself, and a chat template can raise anything.
+    except Exception as error:
         raise ConfigError(f"{before}{one_line(error, kind=kind)}{after}") from error
 
 
-def share(folder: str | Path) -> None:
-    """safetensors writes files that only their owner may read; theirs become the rights of config.json beside them."""
+def copy_permissions(folder: str | Path) -> None:
+    """Give safetensors files the permissions of config.json beside them.
+
+    safetensors writes files that only their owner may read.
+    """
     mode = (Path(folder) / "config.json").stat().st_mode & 0o777
     for file in Path(folder).glob("*.safetensors"):
         file.chmod(mode)
 
 
-def json_of(file: Path, where: str, cure: str) -> dict[str, Any]:
-    """One JSON object. ``where`` is the option and its value, "" where the caller says it; ``cure``: which directory
-    to name instead. Raises ConfigError.
+def read_json(file: Path, where: str, cure: str) -> dict[str, Any]:
+    """Read a file with one JSON object.
+
+    Args:
+        file: The file.
+        where: Option and value, for messages; "" if the caller adds it.
+        cure: Advice on which directory to name instead.
+
+    Raises:
+        ConfigError: The file is missing or damaged.
     """
     where = f"{where}: " if where else ""
     if not file.is_file():
-        lacks = f"holds no {file.name}" if file.parent.is_dir() else "there is no such directory"
-        raise ConfigError(f"{where}{lacks}; {cure}")
+        problem = f"holds no {file.name}" if file.parent.is_dir() else "there is no such directory"
+        raise ConfigError(f"{where}{problem}; {cure}")
     try:
         value = json.loads(file.read_text())
     except (ValueError, OSError) as error:

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from embodied_ppo.core.errors import ConfigError, TrainingError, one_line
 from embodied_ppo.data.prompts import Prompt
-from embodied_ppo.models.checkpoint_files import refusing
+from embodied_ppo.models.checkpoint_files import config_errors
 from embodied_ppo.rewards.graders import FAILED, Grade, Graders, Sample
 
 Pair = tuple[str, str, str]
@@ -48,7 +48,7 @@ def load(path: str, *, dtype: torch.dtype = torch.float32, device: torch.device 
     transformers.utils.logging.set_verbosity_error()  # what is missing is told below
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     cure = "; name a complete directory of a sequence-classification model"
-    with refusing(f"{option}: transformers refuses: ", cure):
+    with config_errors(f"{option}: transformers refuses: ", cure):
         model, info = AutoModel.from_pretrained(
             path, dtype=dtype, output_loading_info=True, use_safetensors=True, **local
         )

@@ -16,7 +16,7 @@ from embodied_ppo.core.types import ArraySpec, Box, ConfigError
 from embodied_ppo.data.lerobot_reader import Demonstrations
 from embodied_ppo.imitation import behavior_cloning, expert_demos
 from embodied_ppo.models.vla.action_tokens import TokenVLA
-from embodied_ppo.models.vla.trunk import UNHEARD, sentence_table
+from embodied_ppo.models.vla.trunk import MASKED_WORD, sentence_table
 from embodied_ppo.training import checkpoint
 from tests.models.vla.test_trunk import SENTENCES, SPEC, A, C, make
 
@@ -71,7 +71,7 @@ def test_cloning_repeats_itself_and_foresight_changes_it(monkeypatch: pytest.Mon
     told_only = weights(foresight_steps=0)
     assert len({base, told_only, weights(seed=1), weights(batch_size=8), weights(lr=1e-3)}) == 5
     monkeypatch.setattr(
-        behavior_cloning, "UNHEARD_WORDS", 0.0
+        behavior_cloning, "MASKED_WORDS", 0.0
     )  # words are missed while it learns to foresee, and only then
     assert weights() != base and weights(foresight_steps=0) == told_only
 
@@ -87,11 +87,11 @@ def test_what_is_foreseen() -> None:
 
 def test_words_are_not_heard() -> None:
     words = torch.tensor([[5, 6, 7, 0, 0]]).expand(4000, 5)
-    heard = behavior_cloning._heard(words, torch.Generator().manual_seed(0))
+    heard = behavior_cloning._mask_words(words, torch.Generator().manual_seed(0))
     assert torch.equal(heard[:, 3:], words[:, 3:])
-    missed = heard[:, :3] == UNHEARD
+    missed = heard[:, :3] == MASKED_WORD
     assert ((heard == words)[:, :3] | missed).all()
-    assert ((missed.float().mean(0) - behavior_cloning.UNHEARD_WORDS).abs() < 0.03).all()
+    assert ((missed.float().mean(0) - behavior_cloning.MASKED_WORDS).abs() < 0.03).all()
 
 
 def test_cloning_gives_words_a_meaning() -> None:
@@ -127,17 +127,17 @@ def test_how_a_picture_ends_is_foreseen() -> None:
     )
     policy = make(word_buckets=256)  # of 64, red and blue would be the same
     policy.tell(demos.instructions)
-    lesson = behavior_cloning._Lesson(
+    run = behavior_cloning._CloningRun(
         policy, demos, replace(STEPS, batch_size=64), 0, lambda text: None, lambda *a: None
     )
     begun = torch.arange(0, 2 * episodes, 2)
     train, test = begun[:350], begun[350:]
-    lesson.learn(train, 300, "foresight", 0)
+    run.train(train, 300, "foresight", 0)
     with torch.no_grad():
-        found = policy.see(behavior_cloning._inputs(policy, demos, test)).found
-        assert found is not None and found.cells is not None and lesson.picture is not None
-        off = (lesson.picture(found.cells) - lesson._change(test) / lesson.spread).square().mean()
-    assert off < 0.3 * (lesson._change(test) / lesson.spread).square().mean(), off  # half without the words
+        grounding = policy.encode_context(behavior_cloning._inputs(policy, demos, test)).grounding
+        assert grounding is not None and grounding.cells is not None and run.cell_head is not None
+        off = (run.cell_head(grounding.cells) - run._change(test) / run.change_std).square().mean()
+    assert off < 0.3 * (run._change(test) / run.change_std).square().mean(), off  # half without the words
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""Actions as tokens: every dimension of every action of a chunk is one of K bins (RT-2; OpenVLA; OpenVLA-OFT).
+"""Action head with tokens: every dimension of every action of a chunk is one of K bins.
 
 B rows, C actions of a chunk, A dimensions of each, K bins of a dimension, D width.
 
-``Tokens`` is the family's mathematics, in terms of a body: the small one is ``TokenVLA``, those of published models
-are in ``vla_checkpoint``.
+``Tokens`` implements sampling, log-probabilities and cloning for any model that predicts the
+tokens. ``TokenVLA`` is the small model; ``pretrained`` has those of published checkpoints.
+
+Source: RT-2 (Brohan et al. 2023), OpenVLA (Kim et al. 2024), OpenVLA-OFT (Kim et al. 2025).
 """
 
 from __future__ import annotations
@@ -20,56 +22,70 @@ from torch import Generator, Tensor, nn
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.types import ActionSpec, Decision, Evaluation, ObsSpec
 from embodied_ppo.models import distributions as dist
-from embodied_ppo.models.vla.trunk import VLA, Found, Memory, ValueHead, mean_executed
+from embodied_ppo.models.vla.trunk import VLA, Grounding, Memory, ValueHead, mean_executed
 
-Seen = TypeVar("Seen")
+Context = TypeVar("Context")
 
 
-class Tokens(nn.Module, Generic[Seen]):
-    """All tokens at once, or each after those before it. The value is read where the first is predicted.
+class Tokens(nn.Module, Generic[Context]):
+    """Policy over action tokens, decoded in parallel or one after another.
 
-    Log-probabilities are float32 [B, C, A]. What a body says: the methods under "body"; ``Seen`` is what it makes of
-    its inputs once, whatever that is.
+    The value is computed from the hidden state that predicts the first token. Log-probabilities are
+    float32 [B, C, A]. Subclasses implement the methods under "model"; ``Context`` is what they
+    compute once per observation.
     """
 
     chunk: int
-    """C"""
+    """Actions of a chunk, C."""
     size: int
-    """A"""
+    """Dimensions of an action, A."""
     bins: int
-    """K"""
+    """Bins of a dimension, K."""
     autoregressive: bool
     temperature: float
     value_head: ValueHead
 
-    # ---------------------------------------------------------------------------------------------------------- body
+    # --------------------------------------------------------------------------------------------------------- model
     @abstractmethod
-    def see(self, inputs: dict[str, Tensor]) -> Seen:
-        """Of what ``encode`` gave."""
+    def encode_context(self, inputs: dict[str, Tensor]) -> Context:
+        """Return what the tokens are predicted from, given the result of ``encode``."""
 
     @abstractmethod
-    def hidden(self, seen: Seen, bins: Tensor | None) -> Tensor:
-        """[B, C·A, D] that predict the action tokens; ``bins`` int64 [B, C·A]: each depends on those before it."""
+    def hidden(self, context: Context, bins: Tensor | None) -> Tensor:
+        """Return the hidden states [B, C·A, D] that predict the action tokens, with gradient.
+
+        ``bins`` int64 [B, C·A]: teacher forcing, each token depends on those before it. None:
+        parallel decoding.
+        """
 
     @abstractmethod
-    def start(self, seen: Seen) -> tuple[Tensor, Any]:
-        """[B, D] that predict the first of tokens one by one, and what ``next`` wants. Without gradient."""
+    def start(self, context: Context) -> tuple[Tensor, Any]:
+        """Start decoding one token after another, without gradient.
+
+        Returns:
+            Hidden states [B, D] that predict the first token, and the state of ``next``.
+        """
 
     @abstractmethod
     def next(self, bins: Tensor, state: Any) -> Tensor:
-        """[B, D] that predict the next token after int64 [B]; ``state`` changes in place. Without gradient."""
+        """Return hidden states [B, D] that predict the token after ``bins``, int64 [B].
+
+        ``state`` changes in place. No gradient.
+        """
 
     @abstractmethod
-    def first(self, seen: Seen) -> Tensor:
-        """[B, D] that predict the first token, of all at once or one by one. Without gradient."""
+    def first(self, context: Context) -> Tensor:
+        """Return hidden states [B, D] that predict the first token in either mode, without
+        gradient.
+        """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [.., K] at temperature 1."""
+        """Return logits at temperature 1, float32 [.., K]."""
 
     @abstractmethod
-    def found(self, seen: Seen, first: Tensor) -> Found | None:
-        """What cloning's foresight is read from; ``first`` [B, D] predicts the first token, with gradient."""
+    def grounding(self, context: Context, first: Tensor) -> Grounding | None:
+        """Return the input of cloning's auxiliary loss; ``first`` [B, D] predicts the first token."""
 
     @property
     def device(self) -> torch.device:
@@ -77,16 +93,22 @@ class Tokens(nn.Module, Generic[Seen]):
 
     @property
     def parts(self) -> int:
-        """An odd number of bins that are used, so that the middle of one is 0: who means to stand still would drift."""
+        """Number of bins in use, which is odd so that the centre of one bin is 0.
+
+        Without a bin at 0 a policy that should stand still would drift.
+        """
         return self.bins - (self.bins + 1) % 2
 
     def centre(self, bins: Tensor) -> Tensor:
-        """Actions [B, C, A] in [-1, 1], the middles of their bins, of int64 [B, C, A]; the last of an even number of
-        bins is the one before it (OpenVLA's 256 words are 255 parts)."""
+        """Return the centres of bins int64 [B, C, A] as actions in [-1, 1].
+
+        The last of an even number of bins has the centre of the bin before it (OpenVLA's 256 tokens
+        are 255 intervals).
+        """
         return (2 * bins.float().clamp_max(self.parts - 1) + 1) / self.parts - 1
 
     def bin_of(self, action: Tensor) -> Tensor:
-        """int64, the bin that holds each action."""
+        """Return the bin that contains each action, int64."""
         return ((action + 1) * (0.5 * self.parts)).long().clamp(0, self.parts - 1)
 
     # ------------------------------------------------------------------------------------------------------- protocol
@@ -98,13 +120,13 @@ class Tokens(nn.Module, Generic[Seen]):
         def choose(logits: Tensor, noise: Tensor | None) -> Tensor:
             return logits.argmax(-1) if noise is None else dist.categorical_sample(logits, noise)
 
-        seen = self.see(inputs)
+        context = self.encode_context(inputs)
         if not self.autoregressive:
-            hidden = self.hidden(seen, None)
+            hidden = self.hidden(context, None)
             logits = self._tempered(hidden)
             bins, first = choose(logits, noise), hidden[:, 0]
         else:
-            first, state = self.start(seen)
+            first, state = self.start(context)
             rows, chosen = [self._tempered(first)], []
             for i in range(self.chunk * self.size):
                 if i:
@@ -121,7 +143,7 @@ class Tokens(nn.Module, Generic[Seen]):
 
     def evaluate(self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
         bins = replay["bins"].flatten(1).long()
-        hidden = self.hidden(self.see(inputs), bins if self.autoregressive else None)
+        hidden = self.hidden(self.encode_context(inputs), bins if self.autoregressive else None)
         logits = self._tempered(hidden)
         shape = (len(bins), self.chunk, self.size)
         return Evaluation(
@@ -132,30 +154,38 @@ class Tokens(nn.Module, Generic[Seen]):
 
     @torch.no_grad()
     def value(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self.value_head(self.first(self.see(inputs)))
+        return self.value_head(self.first(self.encode_context(inputs)))
 
     def bc_loss(
         self, inputs: dict[str, Tensor], action: Tensor, executed: Tensor, generator: Generator | None = None
-    ) -> tuple[Tensor, Found | None]:
-        """Cross-entropy of demonstrated actions [B, C, A], the mean of those ``executed`` bool [B, C], and what was
-        found."""
-        bins, seen = self.bin_of(action).flatten(1), self.see(inputs)
-        hidden = self.hidden(seen, bins if self.autoregressive else None)
+    ) -> tuple[Tensor, Grounding | None]:
+        """Return the cross-entropy of demonstrated actions, and the input of the auxiliary loss.
+
+        Args:
+            inputs: Result of ``encode``.
+            action: [B, C, A].
+            executed: bool [B, C], actions that the mean is taken over.
+            generator: Not used here; other heads draw noise.
+        """
+        bins, context = self.bin_of(action).flatten(1), self.encode_context(inputs)
+        hidden = self.hidden(context, bins if self.autoregressive else None)
         loss = F.cross_entropy(self.logits(hidden).flatten(0, 1), bins.flatten(), reduction="none")
-        return mean_executed(loss.view(action.shape), executed), self.found(seen, hidden[:, 0])
+        return mean_executed(loss.view(action.shape), executed), self.grounding(context, hidden[:, 0])
 
     def _tempered(self, hidden: Tensor) -> Tensor:
-        """What is sampled from: float32 [.., K]."""
+        """Return the logits that actions are sampled from, float32 [.., K]."""
         return self.logits(hidden) / self.temperature
 
 
 @dataclass
-class _Streamed:
-    """Tokens that come one by one.
+class _DecodingState:
+    """State of decoding one token after another.
 
-    memory      what they attend to
-    kept, past  its keys and values, and those of earlier tokens, by block
-    count       tokens so far
+    Attributes:
+        memory: What the tokens attend to.
+        kept: Keys and values of the memory, by block.
+        past: Keys and values of earlier tokens, by block.
+        count: Tokens so far.
     """
 
     memory: Memory
@@ -165,7 +195,7 @@ class _Streamed:
 
 
 class TokenVLA(Tokens[Memory], VLA):
-    """A small body: a query for each token, a decoder that attends to what is seen."""
+    """Small model: one learned query per token, and a decoder that attends to the memory."""
 
     def __init__(
         self,
@@ -177,7 +207,7 @@ class TokenVLA(Tokens[Memory], VLA):
         sentences: Sequence[str],
         values: int = 1,
     ) -> None:
-        """As ``VLA``."""
+        """Build the policy; arguments as ``VLA``."""
         super().__init__(
             obs_spec,
             action_spec,
@@ -190,34 +220,34 @@ class TokenVLA(Tokens[Memory], VLA):
         self.bins = config.bins
         self.autoregressive = config.decode == "autoregressive"
         self.before = nn.Embedding(config.bins + 1, config.width) if self.autoregressive else None
-        """Of the token before: bin, or K at the beginning."""
+        """Embedding of the previous token: its bin, or K for the first token."""
         self.head = nn.Linear(config.width, config.bins)
 
-    def see(self, inputs: dict[str, Tensor]) -> Memory:
-        return VLA.see(self, inputs)
+    def encode_context(self, inputs: dict[str, Tensor]) -> Memory:
+        return VLA.encode_context(self, inputs)
 
-    def hidden(self, seen: Memory, bins: Tensor | None) -> Tensor:
-        x = self.query + seen.context.unsqueeze(1)
+    def hidden(self, context: Memory, bins: Tensor | None) -> Tensor:
+        x = self.query + context.summary.unsqueeze(1)
         if bins is None:
-            return self.decoder(x, seen)
+            return self.decoder(x, context)
         assert self.before is not None
-        return self.decoder(x + self.before(F.pad(bins[:, :-1], (1, 0), value=self.bins)), seen, causal=True)
+        return self.decoder(x + self.before(F.pad(bins[:, :-1], (1, 0), value=self.bins)), context, causal=True)
 
-    def start(self, seen: Memory) -> tuple[Tensor, _Streamed]:
-        state = _Streamed(seen, self.decoder.remember(seen), [[] for _ in self.decoder.blocks])
-        return self.next(torch.full((len(seen.context),), self.bins, device=self.device), state), state
+    def start(self, context: Memory) -> tuple[Tensor, _DecodingState]:
+        state = _DecodingState(context, self.decoder.project_memory(context), [[] for _ in self.decoder.blocks])
+        return self.next(torch.full((len(context.summary),), self.bins, device=self.device), state), state
 
-    def next(self, bins: Tensor, state: _Streamed) -> Tensor:
+    def next(self, bins: Tensor, state: _DecodingState) -> Tensor:
         assert self.before is not None
-        x = (self.query[state.count] + state.memory.context + self.before(bins)).unsqueeze(1)
+        x = (self.query[state.count] + state.memory.summary + self.before(bins)).unsqueeze(1)
         state.count += 1
         return self.decoder(x, state.memory, state.kept, past=state.past)[:, 0]
 
-    def first(self, seen: Memory) -> Tensor:
-        return self.start(seen)[0] if self.autoregressive else self.hidden(seen, None)[:, 0]
+    def first(self, context: Memory) -> Tensor:
+        return self.start(context)[0] if self.autoregressive else self.hidden(context, None)[:, 0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden).float()
 
-    def found(self, seen: Memory, first: Tensor) -> Found | None:
-        return seen.found
+    def grounding(self, context: Memory, first: Tensor) -> Grounding | None:
+        return context.grounding

@@ -1,9 +1,13 @@
-"""Actions of a chunk by flow matching, sampled along a chain whose steps have probabilities (π0; Flow-GRPO; ReinFlow).
+"""Action head with flow matching, sampled along a chain whose steps have probabilities.
 
-B rows, C actions of a chunk, A dimensions of each, K steps of a chain, S of them stochastic, D width; H, P actions and
-dimensions that the chain is made of, of which the first C and A are executed (the small model's are C and A).
+B rows, C actions of a chunk, A dimensions of each, K steps of a chain, S of them stochastic, D
+width. H, P: actions and dimensions of a latent, of which the first C and A are executed (equal to C
+and A in the small model).
 
-Time τ runs from 1, noise, to 0, the action: x_τ = τ ε + (1 - τ) a, and the model says v = dx/dτ = ε - a.
+Time τ runs from 1 (noise) to 0 (action): x_τ = τ ε + (1 − τ) a. The model predicts the velocity v =
+dx/dτ = ε − a.
+
+Source: π0 (Black et al. 2024), Flow-GRPO (Liu et al. 2025), ReinFlow (Zhang et al. 2025).
 """
 
 from __future__ import annotations
@@ -21,68 +25,80 @@ from torch import Generator, Tensor, nn
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.types import ActionSpec, Decision, Evaluation, ObsSpec
 from embodied_ppo.models import distributions as dist
-from embodied_ppo.models.vla.trunk import VLA, Found, Memory, mean_executed
+from embodied_ppo.models.vla.trunk import VLA, Grounding, Memory, mean_executed
 
 PERIODS = (4e-3, 4.0)
-"""Shortest and longest of the waves that τ is told in, as in π0."""
+"""Shortest and longest period of the sinusoidal encoding of τ, as in π0."""
 LEARNED_STD = (0.08, 0.16)
-"""Range of the learned scale of a step, as in ReinFlow's robot tasks."""
+"""Range of the learned standard deviation of a step, as in ReinFlow's robot tasks."""
 Field: TypeAlias = "Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]"
-"""x [B, H, P] and τ [B] -> velocity and, where it is learned, log-deviation of a step, float32 [B, H, P]."""
+"""Maps x [B, H, P] and τ [B] to the velocity and, if it is learned, the log-deviation of a step;
+both float32 [B, H, P].
+"""
 
 
 class Flow(nn.Module):
-    """A chain of K steps from noise to a chunk of actions: what all policies that flow have in common.
+    """Chain of K steps from noise to a chunk of actions; base class of all flow policies.
 
-    model.flow_noise   sde: a step's mean and deviation are those of ``distributions.flow_step``;
-                       learned: the mean is the flow's own, the deviation a head of the model says
-    model.flow_chain   one: a single step of each chain, drawn anew, is stochastic, the others follow the flow;
-                       sum: all are, log-probabilities are added; mean: their mean with that of the initial noise
-    Log-probabilities are [B, C, A]. What is given to ``evaluate`` again are the latents before and after each
-    stochastic step. Without noise the chain follows the flow from ``start``. The value is read from what is seen.
+    model.flow_noise:
+        sde: mean and deviation of a step are those of ``distributions.flow_step``.
+        learned: the mean is the flow's own step, the deviation is predicted by a head.
+    model.flow_chain:
+        one: a single step of each chain, drawn at random, is stochastic; the others follow the
+            flow.
+        sum: all steps are stochastic, and their log-probabilities are added.
+        mean: all steps are stochastic; mean of their log-probabilities and that of the initial
+            noise.
 
-    A body says what is seen (``see``), the velocity in its light (``field``) and its value (``value_of``). Where H > C
-    or P > A the rest of a latent gets noise, too, and is in no log-probability: it is not executed (as in RLinf).
+    Log-probabilities are [B, C, A]. ``Decision.replay`` holds the latents before and after each
+    stochastic step. Without noise, the chain follows the flow from ``start``.
+
+    A subclass implements ``encode_context``, ``field`` (velocity) and ``value_of``. Where H > C or
+    P > A, the additional numbers of a latent get noise, too, but are in no log-probability because
+    they are not executed (as in RLinf).
     """
 
     chunk: int
-    """C."""
+    """Actions of a chunk, C."""
     size: int
-    """A."""
+    """Dimensions of an action, A."""
     temperature: float
     steps: int
-    """K."""
+    """Steps of the chain, K."""
 
-    def flow_by(self, config: ModelConfig, *, horizon: int, padded: int) -> None:
-        """Take the options of the chain; ``horizon`` is H, ``padded`` P."""
+    def configure_chain(self, config: ModelConfig, *, horizon: int, padded: int) -> None:
+        """Read the options of the chain; ``horizon`` is H, ``padded`` is P."""
         self.steps, self.eta, self.chain = config.flow_steps, config.flow_eta, config.flow_chain
         self.temperature = config.temperature
         self.stochastic = 1 if self.chain == "one" else self.steps
         self.horizon, self.padded = horizon, padded
 
-    # ------------------------------------------------------------------------------------------------------------ body
+    # ----------------------------------------------------------------------------------------------------------- model
     @abstractmethod
-    def see(self, inputs: dict[str, Tensor]) -> Any:
-        """Of what ``encode`` gave; has a ``found`` for cloning to foresee from."""
+    def encode_context(self, inputs: dict[str, Tensor]) -> Any:
+        """Return what the flow is conditioned on, given the result of ``encode``.
+
+        Its attribute ``grounding`` is the input of cloning's auxiliary loss.
+        """
 
     @abstractmethod
-    def field(self, seen: Any) -> Field:
-        """The flow in the light of what is seen."""
+    def field(self, context: Any) -> Field:
+        """Return the velocity field given the context."""
 
     @abstractmethod
-    def value_of(self, seen: Any) -> Tensor:
-        """float32 [B], or [B, C] (``ValueHead``)."""
+    def value_of(self, context: Any) -> Tensor:
+        """Return V, float32 [B] or [B, C] (``ValueHead``)."""
 
     def start(self, rows: int) -> Tensor:
-        """x_1 [B, H, P] without noise."""
+        """Return the x_1 of a deterministic chain, [B, H, P]."""
         return torch.zeros(rows, self.horizon, self.padded, device=self.device)
 
-    def emit(self, x: Tensor) -> Tensor:
-        """Latent actions [B, C, A] as the simulator gets them."""
+    def denormalize_actions(self, x: Tensor) -> Tensor:
+        """Convert latent actions [B, C, A] to the units of the simulator."""
         return x
 
-    def aim(self, action: Tensor) -> Tensor:
-        """The inverse of ``emit``."""
+    def normalize_actions(self, action: Tensor) -> Tensor:
+        """Convert actions to latent units, the inverse of ``denormalize_actions``."""
         return action
 
     @property
@@ -91,14 +107,18 @@ class Flow(nn.Module):
 
     # ----------------------------------------------------------------------------------------------------------- chain
     def _executed(self, x: Tensor) -> Tensor:
-        """[.., H, P] -> [.., C, A]."""
+        """Return the executed part of a latent: [.., H, P] -> [.., C, A]."""
         if (self.horizon, self.padded) == (self.chunk, self.size):
             return x
         return x[..., : self.chunk, : self.size]
 
     def _step(self, field: Field, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the flow leads in step k, int64 [B], from x, and the stochastic step's mean and log-deviation;
-        [B, H, P]."""
+        """Compute step k, int64 [B], from x.
+
+        Returns:
+            The deterministic successor, and mean and log-deviation of the stochastic one; [B, H,
+            P].
+        """
         delta = 1 / self.steps
         tau = 1 - k * delta
         v, log_std = field(x, tau)
@@ -109,11 +129,15 @@ class Flow(nn.Module):
         return ahead, mean, std.log().expand_as(mean)
 
     def _step_log_prob(self, y: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-        """[B, C, A]."""
+        """Return the log-probability of a step, [B, C, A]."""
         return dist.gaussian_log_prob(*map(self._executed, (y, mean, log_std)))
 
     def _log_prob(self, latents: Tensor, parts: list[Tensor]) -> Tensor:
-        """Of a chain [B, S + 1, H, P], from those of its stochastic steps; with flow_chain=mean also that of x_1."""
+        """Return the log-probability of a chain [B, S + 1, H, P] from those of its stochastic
+        steps.
+
+        flow_chain=mean includes that of x_1.
+        """
         total = torch.stack(parts).sum(0)
         if self.chain != "mean":
             return total
@@ -121,24 +145,29 @@ class Flow(nn.Module):
 
     # -------------------------------------------------------------------------------------------------------- protocol
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
-        """N(0, 1) [rows, S + 2, H, P]: x_1, the stochastic steps' and, its first number, which step is stochastic."""
+        """Return N(0, 1) numbers [rows, S + 2, H, P].
+
+        They are x_1, the noise of the stochastic steps, and a last block whose first number selects
+        the stochastic step of flow_chain=one.
+        """
         shape = (rows, self.stochastic + 2, self.horizon, self.padded)
         return dist.gaussian_noise(shape, generator, self.device)
 
     @torch.no_grad()
     def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:
-        seen = self.see(inputs)
-        field, value, one = self.field(seen), self.value_of(seen), self.chain == "one"
+        context = self.encode_context(inputs)
+        field, value, one = self.field(context), self.value_of(context), self.chain == "one"
         rows, device = len(value), value.device
-        step = torch.zeros(rows, dtype=torch.int64, device=device)  # the first that is stochastic
+        step = torch.zeros(rows, dtype=torch.int64, device=device)  # the first stochastic step
         if noise is None:
             x = self.start(rows)
         else:
             x = noise[:, 0]
             if one:
-                u = torch.special.ndtr(noise[:, -1].flatten(1)[:, 0])  # uniform
+                # Φ(noise) is uniform, so that one generator provides all randomness of ``act``.
+                u = torch.special.ndtr(noise[:, -1].flatten(1)[:, 0])
                 step = (u * self.steps).long().clamp(max=self.steps - 1)
-        xs, ys, log_probs = [], [], []
+        xs, ys, log_probs = [], [], []  # of each step: latent before, latent after, log-probability
         for k in range(self.steps):
             ahead, mean, log_std = self._step(field, x, torch.full_like(step, k))
             y = ahead if noise is None else dist.gaussian_sample(mean, log_std, noise[:, 1 if one else 1 + k])
@@ -149,40 +178,42 @@ class Flow(nn.Module):
         if one:
             xs, ys, log_probs = ([_at(parts, step)] for parts in (xs, ys, log_probs))
         latents = torch.stack([*xs, ys[-1]], dim=1)
-        action = self.emit(self._executed(x)).flatten(1)
+        action = self.denormalize_actions(self._executed(x)).flatten(1)
         return Decision(action, self._log_prob(latents, log_probs), value, {"latents": latents, "step": step})
 
     def evaluate(self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
-        seen, latents = self.see(inputs), replay["latents"]
-        field = self.field(seen)
+        context, latents = self.encode_context(inputs), replay["latents"]
+        field = self.field(context)
         log_probs, entropies = [], []
         for j in range(self.stochastic):
             _, mean, log_std = self._step(field, latents[:, j], replay["step"] + j)
             log_probs.append(self._step_log_prob(latents[:, j + 1], mean, log_std))
             entropies.append(dist.gaussian_entropy(self._executed(mean), self._executed(log_std)))
-        return Evaluation(self._log_prob(latents, log_probs), torch.stack(entropies).sum(0), self.value_of(seen))
+        return Evaluation(self._log_prob(latents, log_probs), torch.stack(entropies).sum(0), self.value_of(context))
 
     @torch.no_grad()
     def value(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self.value_of(self.see(inputs))
+        return self.value_of(self.encode_context(inputs))
 
     def bc_loss(
         self, inputs: dict[str, Tensor], action: Tensor, executed: Tensor, generator: Generator | None = None
-    ) -> tuple[Tensor, Found | None]:
-        """Squared error of the velocity at a random time, more of them near the noise (Beta(1.5, 1), as π0);
-        see ``TokenVLA.bc_loss``."""
-        seen = self.see(inputs)
+    ) -> tuple[Tensor, Grounding | None]:
+        """Return the squared error of the velocity at a random time; see ``Tokens.bc_loss``.
+
+        Times near the noise are more frequent (Beta(1.5, 1), as in π0).
+        """
+        context = self.encode_context(inputs)
         u = torch.rand(len(action), 1, 1, generator=generator, device=action.device)
-        rest = (0, self.padded - self.size, 0, self.horizon - self.chunk)
-        a = F.pad(self.aim(action), rest)  # what is not executed is aimed at 0, as π0's padding
+        padding = (0, self.padded - self.size, 0, self.horizon - self.chunk)
+        a = F.pad(self.normalize_actions(action), padding)  # target 0 where not executed, as π0's padding
         e = dist.gaussian_noise(a.shape, generator, action.device)
         tau = 0.001 + 0.999 * u.pow(1 / 1.5)
-        v, _ = self.field(seen)(tau * e + (1 - tau) * a, tau.flatten())
-        return mean_executed(self._executed((v - (e - a)).square()), executed), seen.found
+        v, _ = self.field(context)(tau * e + (1 - tau) * a, tau.flatten())
+        return mean_executed(self._executed((v - (e - a)).square()), executed), context.grounding
 
 
 class FlowVLA(VLA, Flow):
-    """The small one."""
+    """Small flow policy: decoder tokens are the noisy actions."""
 
     def __init__(
         self,
@@ -194,7 +225,7 @@ class FlowVLA(VLA, Flow):
         sentences: Sequence[str],
         values: int = 1,
     ) -> None:
-        """As ``VLA``."""
+        """Build the policy; arguments as ``VLA``."""
         super().__init__(
             obs_spec,
             action_spec,
@@ -205,7 +236,7 @@ class FlowVLA(VLA, Flow):
             values=values,
         )
         width = config.width
-        self.flow_by(config, horizon=self.chunk, padded=self.size)
+        self.configure_chain(config, horizon=self.chunk, padded=self.size)
         self.latent = nn.Linear(self.size, width)
         self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.velocity = nn.Linear(width, self.size)
@@ -215,29 +246,29 @@ class FlowVLA(VLA, Flow):
     def device(self) -> torch.device:
         return self.query.device
 
-    def field(self, seen: Memory) -> Field:
-        return partial(self._flow, seen, self.decoder.remember(seen))
+    def field(self, context: Memory) -> Field:
+        return partial(self._flow, context, self.decoder.project_memory(context))
 
     def _flow(
         self, memory: Memory, kept: list[tuple[Tensor, Tensor]], x: Tensor, tau: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """See ``Field``; float32 [B, C, A]."""
-        h = self.query + (memory.context + self.time(waves(tau, self.query.shape[1]))).unsqueeze(1) + self.latent(x)
+        """Compute velocity and log-deviation, float32 [B, C, A]; see ``Field``."""
+        h = self.query + (memory.summary + self.time(waves(tau, self.query.shape[1]))).unsqueeze(1) + self.latent(x)
         h = self.decoder(h, memory, kept)
         return self.velocity(h).float(), None if self.scale is None else learned_log_std(self.scale(h))
 
-    def value_of(self, seen: Memory) -> Tensor:
-        return self.value_head(F.layer_norm(seen.context, seen.context.shape[-1:]))
+    def value_of(self, context: Memory) -> Tensor:
+        return self.value_head(F.layer_norm(context.summary, context.summary.shape[-1:]))
 
 
 def learned_log_std(x: Tensor) -> Tensor:
-    """Anything to a logarithm within LEARNED_STD, float32."""
+    """Map any real number to a log-deviation within LEARNED_STD, float32."""
     low, high = (math.log(s) for s in LEARNED_STD)
     return low + (high - low) * (0.5 + 0.5 * x.float().tanh())
 
 
 def waves(tau: Tensor, width: int) -> Tensor:
-    """sin and cos of 2 pi τ / period, periods in geometric series: [B] -> [B, width]."""
+    """Return sin and cos of 2 π τ / period, periods in geometric series: [B] -> [B, width]."""
     low, high = PERIODS
     period = low * (high / low) ** torch.linspace(0, 1, width // 2, device=tau.device)
     angle = tau.unsqueeze(1) * (2 * math.pi / period)
@@ -245,9 +276,10 @@ def waves(tau: Tensor, width: int) -> Tensor:
 
 
 def _normal(x: Tensor) -> Tensor:
+    """Return the standard normal log-density."""
     return dist.gaussian_log_prob(x, torch.zeros_like(x), torch.zeros_like(x))
 
 
 def _at(parts: list[Tensor], step: Tensor) -> Tensor:
-    """Of K tensors [B, C, A] row b of the one that ``step`` [B] names."""
+    """Select row b of the tensor ``parts[step[b]]``, for K tensors [B, ..]."""
     return torch.stack(parts)[step, torch.arange(len(step), device=step.device)]

@@ -1,4 +1,4 @@
-"""Actions of a chunk as a Gaussian around what the model reads from pictures, sentence and state.
+"""Action head with a Gaussian over the actions of a chunk.
 
 B rows, C actions of a chunk, A dimensions of each.
 """
@@ -14,13 +14,13 @@ from torch import Generator, Tensor, nn
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.types import ActionSpec, Decision, Evaluation, ObsSpec
 from embodied_ppo.models import distributions as dist
-from embodied_ppo.models.vla.trunk import VLA, Found, Memory, mean_executed
+from embodied_ppo.models.vla.trunk import VLA, Grounding, Memory, mean_executed
 
 
 class GaussianVLA(VLA):
-    """Mean [B, C, A] from C tokens, one learned scale for each of the C·A numbers. The value is read at the first.
+    """Mean [B, C, A] from C decoder tokens, and one learned scale for each of the C·A numbers.
 
-    Log-probabilities are [B, C, A].
+    The value is computed from the first token. Log-probabilities are [B, C, A].
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class GaussianVLA(VLA):
         sentences: Sequence[str],
         values: int = 1,
     ) -> None:
-        """As ``VLA``."""
+        """Build the policy; arguments as ``VLA``."""
         super().__init__(
             obs_spec,
             action_spec,
@@ -48,8 +48,8 @@ class GaussianVLA(VLA):
         self.bounds = config.min_log_std, config.max_log_std
 
     def _read(self, memory: Memory) -> tuple[Tensor, Tensor, Tensor]:
-        """mean and log_std float32 [B, C, A], what the value is read from [B, D]."""
-        hidden = self.decoder(self.query + memory.context.unsqueeze(1), memory)
+        """Return mean and log_std float32 [B, C, A], and the input of the value head [B, D]."""
+        hidden = self.decoder(self.query + memory.summary.unsqueeze(1), memory)
         mean = self.mean(hidden).float()
         log_std = self.log_std.clamp(*self.bounds) + math.log(self.temperature)
         return mean, log_std.expand_as(mean), hidden[:, 0]
@@ -59,12 +59,12 @@ class GaussianVLA(VLA):
 
     @torch.no_grad()
     def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:
-        mean, log_std, first = self._read(self.see(inputs))
+        mean, log_std, first = self._read(self.encode_context(inputs))
         action = mean if noise is None else dist.gaussian_sample(mean, log_std, noise)
         return Decision(action.flatten(1), dist.gaussian_log_prob(action, mean, log_std), self.value_head(first), {})
 
     def evaluate(self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
-        mean, log_std, first = self._read(self.see(inputs))
+        mean, log_std, first = self._read(self.encode_context(inputs))
         return Evaluation(
             dist.gaussian_log_prob(action.view_as(mean), mean, log_std),
             dist.gaussian_entropy(mean, log_std),
@@ -73,12 +73,12 @@ class GaussianVLA(VLA):
 
     @torch.no_grad()
     def value(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self.value_head(self._read(self.see(inputs))[2])
+        return self.value_head(self._read(self.encode_context(inputs))[2])
 
     def bc_loss(
         self, inputs: dict[str, Tensor], action: Tensor, executed: Tensor, generator: Generator | None = None
-    ) -> tuple[Tensor, Found | None]:
-        """-log p of demonstrated actions; see ``TokenVLA.bc_loss``."""
-        memory = self.see(inputs)
+    ) -> tuple[Tensor, Grounding | None]:
+        """Return -log p of demonstrated actions; see ``Tokens.bc_loss``."""
+        memory = self.encode_context(inputs)
         mean, log_std, _ = self._read(memory)
-        return mean_executed(-dist.gaussian_log_prob(action, mean, log_std), executed), memory.found
+        return mean_executed(-dist.gaussian_log_prob(action, mean, log_std), executed), memory.grounding

@@ -1,19 +1,22 @@
-"""Vision-language models of transformers that decide: the last K words of their vocabulary are bins of an action.
+"""Vision-language models of transformers as policies: the last K words of their vocabulary are bins
+of an action.
 
-B rows, N pictures of all rows, K bins, P visual tokens of a row (of all cameras), L tokens of a prompt, its P image
-tokens among them, A action tokens (C·A of a chunk), D size of a hidden state, M axes that positions are counted along
-(3 for Qwen's pictures, else 1).
+B rows, N images of all rows, K bins, P visual tokens of a row (of all cameras), L tokens of a
+prompt including its P image tokens, A action tokens (C·A of a chunk), D size of a hidden state, M
+axes of a position (3 in Qwen's models, else 1).
 
-The weights and modules are transformers'. What a prompt is, is the model's own: its chat template, with the instruction
-as what the user asks, and as many image tokens as its vision tower gives visual tokens. Between the modules the forward
-pass is ours, so that tokens can be decoded in parallel and logits computed of K words only; where a directory is opened
-it is compared with the model's own (``VisionLanguage.of``). Pictures are resized and normalised here, by the numbers of
-preprocessor_config.json: transformers' processors need torchvision, and one picture at a time. A picture is resized
-whole: models that cut large pictures into parts (SmolVLM) see it as one part.
+Weights and modules are those of transformers. The prompt follows the model's own chat template,
+with the instruction as the user's message and as many image tokens as the vision tower returns
+visual tokens. The forward pass between the modules is implemented here, so that tokens can be
+decoded in parallel and only K logits are computed; ``VisionLanguage.of`` compares it with that of
+transformers. Images are resized and normalised here by the numbers of preprocessor_config.json,
+because the processors of transformers need torchvision and process one image at a time. An image is
+resized as a whole: models that cut large images into tiles (SmolVLM) get a single tile.
 
-No dataset says how such a model's words mean actions: bin k of K equal parts of [-1, 1] is the k-th word from the end
-that no prompt uses (OpenVLA's order). Its row of the embedding and of the head is copied from the vocabulary at the
-start and then a parameter of its own, so that adapters can be trained beside a vocabulary that stays.
+These models have no action tokens. Bin k of K equal intervals of [-1, 1] is the k-th word from the
+end of the vocabulary that no prompt uses (the order of OpenVLA). Its rows of the embedding and of
+the head are copied at the start and become parameters of their own, so that adapters can be trained
+while the vocabulary stays frozen.
 """
 
 from __future__ import annotations
@@ -31,32 +34,37 @@ from torch.utils.checkpoint import checkpoint
 
 from embodied_ppo.core.errors import one_line
 from embodied_ppo.core.types import ConfigError
-from embodied_ppo.models.causal_lm import OTHERWISE, Aside
-from embodied_ppo.models.checkpoint_files import json_of, refusing
+from embodied_ppo.models.causal_lm import FORWARD_ERRORS, Aside
+from embodied_ppo.models.checkpoint_files import config_errors, read_json
 
-ELSE = "name one that transformers wrote (hf download HuggingFaceTB/SmolVLM-256M-Instruct --local-dir DIR)"
+CURE = "name one that transformers wrote (hf download HuggingFaceTB/SmolVLM-256M-Instruct --local-dir DIR)"
 REQUEST = "What action should the robot take to {}?"
-"""What the user asks, OpenVLA's words."""
-SAME = 1e-4
-"""Largest difference between our logits and transformers', relative to the largest logit."""
-AROUND = {
+"""Message of the user, in the words of OpenVLA."""
+TOLERANCE = 1e-4
+"""Largest accepted difference between our logits and those of transformers, relative to the largest
+logit.
+"""
+IMAGE_DELIMITERS = {
     "idefics3": ("<fake_token_around_image><global-img>", "<fake_token_around_image>"),
     "smolvlm": ("<fake_token_around_image><global-img>", "<fake_token_around_image>"),
 }
-"""model_type -> words before and after the image tokens of a picture that is not cut."""
-PREFIX = ("paligemma",)
-"""Models whose prompts see themselves whole, not only what came before."""
-FLAT = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Models that want patches instead of pictures."""
+"""model_type -> words before and after the image tokens of an image that is not tiled."""
+PREFIX_LM = ("paligemma",)
+"""Models whose prompt tokens attend to the complete prompt."""
+PATCH_INPUT = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Models whose input is patches instead of images."""
 
 
 @dataclass(frozen=True)
-class Lens:
-    """How a picture becomes what a vision tower wants.
+class ImageProcessor:
+    """Resizes and normalises images for a vision tower.
 
-    height, width   pixels that it is resized to
-    mean, std       of pixels in [0, 1], by channel
-    mode            of the interpolation
+    Attributes:
+        height: Target height in pixels.
+        width: Target width in pixels.
+        mean: Mean of each channel; pixels are in [0, 1].
+        std: Standard deviation of each channel.
+        mode: Interpolation.
     """
 
     height: int
@@ -66,7 +74,7 @@ class Lens:
     mode: str = "bicubic"
 
     def __call__(self, images: Tensor) -> Tensor:
-        """uint8 [N, 3, H, W] -> float32 [N, 3, height, width]."""
+        """Process uint8 [N, 3, H, W] to float32 [N, 3, height, width]."""
         x, size = images.float(), (self.height, self.width)
         if x.shape[-2:] != size:
             x = F.interpolate(x, size, mode=self.mode, antialias=True, align_corners=False).round().clamp(0, 255)
@@ -76,9 +84,12 @@ class Lens:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Of S sentences, padded on the left.
+    """Tokenised prompts of S sentences, padded on the left.
 
-    ids  int64 [S, L]     mask  bool [S, L]     position  int64 [S, M, L], arbitrary where padded
+    Attributes:
+        ids: int64 [S, L].
+        mask: bool [S, L], not padding.
+        position: int64 [S, M, L], arbitrary in padding.
     """
 
     ids: Tensor
@@ -87,12 +98,15 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What comes before the actions.
+class Prefix:
+    """Embeddings of everything before the actions.
 
-    x         [B, L, D] embeddings, visual tokens in their places
-    valid     bool [B, L]          position  int64 [B, M, L]
-    visual    bool [B, L]          deep      of some layers: what is added at visual tokens [B·P, D]
+    Attributes:
+        x: [B, L, D], visual tokens included.
+        valid: bool [B, L], not padding.
+        position: int64 [B, M, L].
+        visual: bool [B, L], places of the visual tokens.
+        deep: [B·P, D] for some layers, added to the visual tokens there.
     """
 
     x: Tensor
@@ -103,9 +117,14 @@ class Seen:
 
 
 @dataclass
-class Streamed:
-    """Tokens that come one by one: transformers' cache, which keys are no padding [B, L + i], the next position
-    [B, M]."""
+class DecodingState:
+    """State of decoding one token after another.
+
+    Attributes:
+        cache: Cache of transformers.
+        valid: bool [B, L + i], keys that are not padding.
+        position: [B, M], of the next token.
+    """
 
     cache: Any
     valid: Tensor
@@ -113,27 +132,37 @@ class Streamed:
 
 
 class VisionLanguage(nn.Module):
-    """Pictures and prompts -> hidden states that predict action tokens, and their logits.
-
-    ``train`` changes nothing: dropout would make log-probabilities noise.
-    """
+    """Maps images and prompts to hidden states that predict action tokens, and to their logits."""
 
     def __init__(
         self,
         model: nn.Module,
         tokenizer: Any,
-        lens: Lens,
+        image_processor: ImageProcessor,
         *,
         cameras: int,
         actions: int | None,
         bins: int,
         template: str | None,
     ) -> None:
-        """``actions``: C·A that are decoded in parallel; None: one by one. Raises ConfigError where the model is built
-        otherwise than those that are known."""
+        """Wrap a model of transformers.
+
+        Args:
+            model: The model with its head.
+            tokenizer: Its tokenizer.
+            image_processor: Resizes and normalises images.
+            cameras: Images of an observation.
+            actions: Number of tokens decoded in parallel, C·A. None: one after another.
+            bins: K.
+            template: Chat template, None: the model has none.
+
+        Raises:
+            ConfigError: The model's structure is not supported.
+        """
         super().__init__()
         self.model: Any = model
-        self.tokenizer, self.lens, self.cameras, self.template = tokenizer, lens, cameras, template
+        self.tokenizer, self.image_processor = tokenizer, image_processor
+        self.cameras, self.template = cameras, template
         self.bins = bins
         self.kind = str(self.model.config.model_type)
         self.image_id: int = getattr(self.model.config, "image_token_id", None) or -1
@@ -142,41 +171,42 @@ class VisionLanguage(nn.Module):
         embed = self.language.get_input_embeddings()
         self.hidden_size = int(embed.weight.shape[1])
         self.recompute = False
-        """Keep no layer's inside for the backward pass but compute it again."""
-        whole = self.tokens()
+        """Whether activations are recomputed in the backward pass."""
+        reserved = self.tokens()
         head: Any = self.model.lm_head
         vocabulary = min(len(embed.weight), len(head.weight))
-        words = [i for i in range(vocabulary - 1, -1, -1) if i not in whole][:bins]
+        words = [i for i in range(vocabulary - 1, -1, -1) if i not in reserved][:bins]
         if len(words) < bins:
             raise ConfigError(f"model.bins={bins}: the vocabulary has only {len(words)} words that no prompt uses")
         self.words: Tensor
-        """int64 [K], of bin k."""
+        """int64 [K], id of the word of each bin."""
         self.register_buffer("words", torch.tensor(words), persistent=False)
         self.tied = embed.weight is head.weight
         self.head = nn.Parameter(head.weight.detach()[words].clone())
         self.embed = self.query = None
         if actions is not None:
             self.query = nn.Parameter(torch.zeros(actions, self.hidden_size, dtype=embed.weight.dtype))
-            """In place of tokens that are decoded in parallel; 0 at the start, as OpenVLA-OFT's."""
+            """Inputs of the tokens that are decoded in parallel; 0 at the start, as in OpenVLA-OFT."""
         elif not self.tied:
             self.embed = nn.Parameter(embed.weight.detach()[words].clone())
         self.bias: Tensor | None
         bias = getattr(head, "bias", None)
         self.register_buffer("bias", None if bias is None else bias.detach()[words].float(), persistent=False)
         self.vocabulary = Aside(head)
-        """The whole head, of which nothing more is read."""
+        """Head of the complete vocabulary, used by ``write`` only."""
         for layer in self.language.layers:
             layer.gradient_checkpointing = False
         self.eval()
         self.grid: Tensor | None = None
-        """int64 [1, 3]: a picture's patches in time, height and width."""
-        if self.kind in FLAT:
+        """int64 [1, 3]: patches of an image along time, height and width."""
+        if self.kind in PATCH_INPUT:
             patch = self.model.config.vision_config.patch_size
-            self.grid = torch.tensor([[1, lens.height // patch, lens.width // patch]])
+            self.grid = torch.tensor([[1, image_processor.height // patch, image_processor.width // patch]])
         with torch.no_grad():
-            one = torch.zeros(1, 3, lens.height, lens.width, dtype=torch.uint8, device=self.device)
-            self.visual_tokens = self.look(one.unsqueeze(1))["/visual"].shape[1]
-            """Of one picture."""
+            shape = (1, 1, 3, image_processor.height, image_processor.width)
+            image = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            self.visual_tokens = self.encode_images(image)["/visual"].shape[1]
+            """Visual tokens of one image."""
 
     @property
     def core(self) -> Any:
@@ -185,46 +215,51 @@ class VisionLanguage(nn.Module):
 
     @property
     def language(self) -> Any:
+        """The language model, which gets adapters."""
         return self.core.text_model if hasattr(self.core, "text_model") else self.core.language_model
 
     @property
     def device(self) -> torch.device:
         return self.words.device
 
-    def sight(self) -> list[nn.Parameter]:
-        """Parameters that turn pictures into visual tokens."""
+    def vision_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that turn images into visual tokens."""
         words = {id(p) for p in self.language.parameters()}
         return [p for p in self.core.parameters() if id(p) not in words]
 
-    def fresh(self) -> list[nn.Parameter]:
-        """Parameters that the directory's model has not."""
+    def new_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that the published model does not have."""
         return [p for p in (self.head, self.query, self.embed) if p is not None]
 
     def train(self, mode: bool = True) -> VisionLanguage:
-        """See the class."""
+        """Do nothing: dropout would make log-probabilities random."""
         return super().train(False)
 
     # --------------------------------------------------------------------------------------------------------- prompts
     def tokens(self) -> set[int]:
-        """Ids with a meaning of their own, which no action has."""
+        """Return ids with a special meaning, which cannot become actions."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         named = {i for i, token in added.items() if token.special}
         return named | {self.image_id} | set(self.tokenizer.all_special_ids)
 
     def prompt(self, sentence: str) -> list[int]:
-        """Ids with the image tokens of every camera in their places. Raises ConfigError."""
+        """Return the ids of a prompt, with the image tokens of every camera.
+
+        Raises:
+            ConfigError: Tokenizer or chat template do not fit the model.
+        """
         request = REQUEST.format(sentence.lower())
         image, t = self.tokenizer.convert_ids_to_tokens(self.image_id), self.tokenizer
         if self.template is not None:
             content = [*({"type": "image"} for _ in range(self.cameras)), {"type": "text", "text": request}]
             messages = [{"role": "user", "content": content}]
-            with refusing(f"its chat template refuses {request!r}: ", kind=True):
+            with config_errors(f"its chat template refuses {request!r}: ", kind=True):
                 text = t.apply_chat_template(
                     messages, chat_template=self.template, tokenize=False, add_generation_prompt=True
                 )
             begun = t.bos_token is not None and text.startswith(t.bos_token)
             ids = t(text, add_special_tokens=not begun).input_ids
-        elif self.kind in PREFIX:
+        elif self.kind in PREFIX_LM:
             ids = t(f"{image * self.cameras}{t.bos_token}{request}\n", add_special_tokens=False).input_ids
         else:
             ids = t(f"{image * self.cameras}{request}").input_ids
@@ -233,12 +268,17 @@ class VisionLanguage(nn.Module):
                 f"model_type={self.kind}: its prompt has {ids.count(self.image_id)} places for {self.cameras} pictures;"
                 " the tokenizer or the chat template is another model's"
             )
-        before, after = (t(text, add_special_tokens=False).input_ids for text in AROUND.get(self.kind, ("", "")))
+        delimiters = IMAGE_DELIMITERS.get(self.kind, ("", ""))
+        before, after = (t(text, add_special_tokens=False).input_ids for text in delimiters)
         picture = [*before, *[self.image_id] * self.visual_tokens, *after]
         return [x for i in ids for x in (picture if i == self.image_id else [i])]
 
     def prompts(self, sentences: Sequence[str]) -> Prompts:
-        """Raises ConfigError."""
+        """Tokenise one prompt per sentence.
+
+        Raises:
+            ConfigError: As ``prompt``.
+        """
         rows = [self.prompt(sentence) for sentence in sentences]
         width, device = max(map(len, rows)), self.device
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
@@ -252,10 +292,10 @@ class VisionLanguage(nn.Module):
 
     # -------------------------------------------------------------------------------------------------------- pictures
     def pixels(self, images: Tensor) -> dict[str, Tensor]:
-        """uint8 [N, 3, H, W] -> what the vision tower is called with."""
-        x = self.lens(images)
+        """Return the vision tower's arguments for images uint8 [N, 3, H, W]."""
+        x = self.image_processor(images)
         if self.grid is None:
-            return {"pixel_values": x.unsqueeze(1) if self.kind in AROUND else x}
+            return {"pixel_values": x.unsqueeze(1) if self.kind in IMAGE_DELIMITERS else x}
         v = self.model.config.vision_config
         merge, patch, (_, height, width) = v.spatial_merge_size, v.patch_size, self.grid[0].tolist()
         x = x.view(len(x), 3, height // merge, merge, patch, width // merge, merge, patch)
@@ -263,61 +303,77 @@ class VisionLanguage(nn.Module):
         x = x.expand(*[-1] * 6, v.temporal_patch_size, -1, -1).reshape(len(x) * height * width, -1)
         return {"pixel_values": x, "image_grid_thw": self.grid.to(x.device).expand(len(images), -1)}
 
-    def look(self, images: Tensor) -> dict[str, Tensor]:
-        """uint8 [B, cameras, 3, H, W] -> visual tokens [B, P, D] and, for models that have them, those of deeper layers
-        [B, layers, P, D]."""
-        rows, told = len(images), self.core.get_image_features(**self.pixels(images.flatten(0, 1)), return_dict=True)
+    def encode_images(self, images: Tensor) -> dict[str, Tensor]:
+        """Return the visual tokens of images uint8 [B, cameras, 3, H, W].
 
-        def whole(x: Any) -> Tensor:
+        Returns:
+            "/visual" [B, P, D] and, for models that have them, the features of deeper layers as
+            "/deep" [B, layers, P, D].
+        """
+        rows = len(images)
+        output = self.core.get_image_features(**self.pixels(images.flatten(0, 1)), return_dict=True)
+
+        def by_row(x: Any) -> Tensor:
             x = torch.cat([*x]) if isinstance(x, (list, tuple)) else x
             return x.reshape(rows, -1, x.shape[-1])
 
-        found = {"/visual": whole(told.pooler_output)}
-        if deep := getattr(told, "deepstack_features", None):
-            found["/deep"] = torch.stack([whole(x) for x in deep], dim=1)
-        return found
+        features = {"/visual": by_row(output.pooler_output)}
+        if deep := getattr(output, "deepstack_features", None):
+            features["/deep"] = torch.stack([by_row(x) for x in deep], dim=1)
+        return features
 
-    def read(self, looked: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor) -> Seen:
-        """Of what ``look`` gave, and rows of ``prompts``."""
+    def read(self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor) -> Prefix:
+        """Embed a prompt, with the result of ``encode_images`` in place of its image tokens.
+
+        Args:
+            image_features: Result of ``encode_images``.
+            ids: int64 [B, L], rows of ``prompts``, as are the following.
+            mask: bool [B, L].
+            position: int64 [B, M, L].
+        """
         visual = (ids == self.image_id) & mask
         x = self.language.get_input_embeddings()(ids.masked_fill(visual, 0))
-        x = x.masked_scatter(visual.unsqueeze(-1), looked["/visual"].to(x.dtype))
-        deep = looked["/deep"].unbind(1) if "/deep" in looked else ()
-        return Seen(x, mask, position, visual, [d.flatten(0, 1) for d in deep])
+        x = x.masked_scatter(visual.unsqueeze(-1), image_features["/visual"].to(x.dtype))
+        deep = image_features["/deep"].unbind(1) if "/deep" in image_features else ()
+        return Prefix(x, mask, position, visual, [d.flatten(0, 1) for d in deep])
 
     # ---------------------------------------------------------------------------------------------------------- hidden
-    def hidden(self, seen: Seen, bins: Tensor | None) -> Tensor:
-        """[B, C·A, D] before each action token, with gradient; ``bins`` int64 [B, n]: teacher forcing of n tokens."""
+    def hidden(self, prefix: Prefix, bins: Tensor | None) -> Tensor:
+        """Return the hidden states [B, C·A, D] before each action token, with gradient.
+
+        ``bins`` int64 [B, n]: teacher forcing of n tokens. None: parallel decoding.
+        """
         if bins is None:
             assert self.query is not None
-            more, count = self.query.expand(len(seen.x), -1, -1), len(self.query)
+            more, count = self.query.expand(len(prefix.x), -1, -1), len(self.query)
         else:
             more, count = self.words_of(bins[:, :-1]), bins.shape[1]
-        begin = seen.x.shape[1]
-        valid = F.pad(seen.valid, (0, more.shape[1]), value=True)
-        position = self._after(seen.position, seen.valid, more.shape[1])
-        x = torch.cat((seen.x, more.to(seen.x.dtype)), dim=1)
-        rest: dict[str, Any] = {}
-        if seen.deep:
-            rest = {"visual_pos_masks": F.pad(seen.visual, (0, more.shape[1])), "deepstack_visual_embeds": seen.deep}
+        begin = prefix.x.shape[1]
+        valid = F.pad(prefix.valid, (0, more.shape[1]), value=True)
+        position = self._after(prefix.position, prefix.valid, more.shape[1])
+        x = torch.cat((prefix.x, more.to(prefix.x.dtype)), dim=1)
+        options: dict[str, Any] = {}
+        if prefix.deep:
+            visual = F.pad(prefix.visual, (0, more.shape[1]))
+            options = {"visual_pos_masks": visual, "deepstack_visual_embeds": prefix.deep}
         mask = self._mask(valid, begin, causal=bins is not None)
-        return self._run(x, mask, position, None, rest)[:, begin - 1 : begin - 1 + count]
+        return self._run(x, mask, position, None, options)[:, begin - 1 : begin - 1 + count]
 
     @torch.no_grad()
-    def start(self, seen: Seen) -> tuple[Tensor, Streamed]:
-        """Hidden states [B, D] before the first action token."""
+    def start(self, prefix: Prefix) -> tuple[Tensor, DecodingState]:
+        """Return the hidden states [B, D] before the first action token, and the state of ``next``."""
         from transformers import DynamicCache
 
-        rest: dict[str, Any] = {}
-        if seen.deep:
-            rest = {"visual_pos_masks": seen.visual, "deepstack_visual_embeds": seen.deep}
-        state = Streamed(DynamicCache(), seen.valid, self._after(seen.position, seen.valid, 1)[..., -1])
-        mask = self._mask(seen.valid, seen.x.shape[1], causal=True)
-        return self._run(seen.x, mask, seen.position, state.cache, rest)[:, -1], state
+        options: dict[str, Any] = {}
+        if prefix.deep:
+            options = {"visual_pos_masks": prefix.visual, "deepstack_visual_embeds": prefix.deep}
+        state = DecodingState(DynamicCache(), prefix.valid, self._after(prefix.position, prefix.valid, 1)[..., -1])
+        mask = self._mask(prefix.valid, prefix.x.shape[1], causal=True)
+        return self._run(prefix.x, mask, prefix.position, state.cache, options)[:, -1], state
 
     @torch.no_grad()
-    def next(self, bins: Tensor, state: Streamed) -> Tensor:
-        """[B, D] after int64 [B]."""
+    def next(self, bins: Tensor, state: DecodingState) -> Tensor:
+        """Append ``bins`` int64 [B] and return the hidden states [B, D] before the next token."""
         state.valid = F.pad(state.valid, (0, 1), value=True)
         mask, x = state.valid[:, None, None], self.words_of(bins.unsqueeze(1))
         hidden = self._run(x, mask, state.position.unsqueeze(-1), state.cache, {})[:, 0]
@@ -325,26 +381,31 @@ class VisionLanguage(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [.., K]: of the action words alone."""
+        """Return the logits of the action words alone, float32 [.., K]."""
         with torch.autocast(hidden.device.type, enabled=False):
             logits = F.linear(hidden.float(), self.head.float(), self.bias)
         softcap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def words_of(self, bins: Tensor) -> Tensor:
-        """Embeddings [.., D] of bins."""
+        """Return the embeddings [.., D] of bins."""
         words = self.language.get_input_embeddings()
         x = F.embedding(bins.long(), self.head if self.embed is None else self.embed).to(words.weight.dtype)
         scale = getattr(words, "embed_scale", None)  # Gemma's
         return x if scale is None else x * scale.to(x.dtype)
 
-    def _run(self, x: Tensor, mask: Tensor, position: Tensor, cache: Any, rest: dict[str, Any]) -> Tensor:
-        """The language model on [B, n, D]; ``mask`` bool [B, 1, n, keys], ``position`` [B, M, n]."""
-        again = self.recompute and torch.is_grad_enabled() and cache is None
-        for layer in self.language.layers:  # with a cache a layer cannot be computed twice
-            layer.training = layer.gradient_checkpointing = again
-            if again:
-                layer._gradient_checkpointing_func = _again
+    def _run(self, x: Tensor, mask: Tensor, position: Tensor, cache: Any, options: dict[str, Any]) -> Tensor:
+        """Run the language model on x [B, n, D].
+
+        ``mask`` bool [B, 1, n, keys], ``position`` [B, M, n]; ``options`` are further arguments of
+        the model.
+        """
+        # With a cache a layer cannot be computed twice: it would append its keys again.
+        recompute = self.recompute and torch.is_grad_enabled() and cache is None
+        for layer in self.language.layers:
+            layer.training = layer.gradient_checkpointing = recompute
+            if recompute:
+                layer._gradient_checkpointing_func = _recompute
         position = position[:, 0] if position.shape[1] == 1 else position.transpose(0, 1)
         return self.language(
             inputs_embeds=x,
@@ -352,24 +413,30 @@ class VisionLanguage(nn.Module):
             position_ids=position,
             past_key_values=cache,
             use_cache=cache is not None,
-            **rest,
+            **options,
         ).last_hidden_state
 
     def _mask(self, valid: Tensor, begin: int, *, causal: bool) -> Tensor:
-        """bool [B, 1, n, n], of ``begin`` tokens of a prompt and what follows; padding sees itself, for want of
-        others."""
+        """Return the attention mask bool [B, 1, n, n] of a prompt of ``begin`` tokens and what
+        follows.
+
+        Padding attends to itself, because a softmax over no key is NaN.
+        """
         size = valid.shape[1]
-        seen = torch.ones(size, size, dtype=torch.bool, device=valid.device)
+        visible = torch.ones(size, size, dtype=torch.bool, device=valid.device)
         if causal:
-            seen = seen.tril()
-            if self.kind in PREFIX:
-                seen[:begin, :begin] = True
-        itself = torch.eye(size, dtype=torch.bool, device=valid.device)
-        return (valid[:, None, None] & seen) | itself
+            visible = visible.tril()
+            if self.kind in PREFIX_LM:
+                visible[:begin, :begin] = True
+        diagonal = torch.eye(size, dtype=torch.bool, device=valid.device)
+        return (valid[:, None, None] & visible) | diagonal
 
     @staticmethod
     def _after(position: Tensor, valid: Tensor, count: int) -> Tensor:
-        """[B, M, L + count]: the largest of all axes goes on along each."""
+        """Append ``count`` positions: [B, M, L] -> [B, M, L + count].
+
+        All axes continue from the largest position of any axis.
+        """
         last = position.masked_fill(~valid.unsqueeze(1), -1).amax((1, 2))  # [B]
         more = last[:, None] + 1 + torch.arange(count, device=position.device)
         return torch.cat((position, more.unsqueeze(1).expand(-1, position.shape[1], -1)), dim=2)
@@ -386,9 +453,20 @@ class VisionLanguage(nn.Module):
         picture: tuple[int, int],
         dtype: torch.dtype = torch.float32,
     ) -> VisionLanguage:
-        """From a directory that transformers wrote; ``picture``: height and width of what cameras show.
+        """Load a directory that transformers wrote.
 
-        Our forward pass is compared with the model's own before it is trusted. Raises ConfigError.
+        Our forward pass is compared with that of transformers before the model is used.
+
+        Args:
+            folder: The directory.
+            cameras: Images of an observation.
+            actions: Number of tokens decoded in parallel, None: one after another.
+            bins: K.
+            picture: Height and width of the cameras' images.
+            dtype: Type of the weights.
+
+        Raises:
+            ConfigError: The directory cannot be read, or its model is not supported.
         """
         try:
             from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -398,14 +476,14 @@ class VisionLanguage(nn.Module):
                 f"model.checkpoint={folder} needs transformers ({error}): pip install 'embodied-ppo[vla]'"
             ) from error
         logging.disable_progress_bar()
-        where = f"model.checkpoint={folder}"
-        raw = json_of(Path(folder) / "config.json", where, ELSE)
-        known = raw.get("model_type")
+        option = f"model.checkpoint={folder}"
+        raw = read_json(Path(folder) / "config.json", option, CURE)
+        kind = raw.get("model_type")
         try:
-            lens = lens_of(Path(folder), raw, picture)
-            with refusing(f"holds a {known}, which transformers refuses: ", kind=True):
-                read: Any = AutoModelForImageTextToText.from_pretrained  # with loading_info it gives two
-                model, told = read(
+            image_processor = image_processor_of(Path(folder), raw, picture)
+            with config_errors(f"holds a {kind}, which transformers refuses: ", kind=True):
+                read: Any = AutoModelForImageTextToText.from_pretrained  # returns two values with loading_info
+                model, loading_info = read(
                     folder,
                     dtype=dtype,
                     local_files_only=True,
@@ -414,55 +492,71 @@ class VisionLanguage(nn.Module):
                     output_loading_info=True,
                 )
                 tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            if lacking := sorted(map(str, told["missing_keys"])):  # transformers would draw them at random
-                raise ConfigError(f"the weights lack {lacking[0]}, {len(lacking)} in all; download them again")
+            if missing := sorted(map(str, loading_info["missing_keys"])):  # transformers initialises them randomly
+                raise ConfigError(f"the weights lack {missing[0]}, {len(missing)} in all; download them again")
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(f"{option}: {error}") from error
         try:
-            apart = Path(folder) / "chat_template.json"
+            template_file = Path(folder) / "chat_template.json"
             template = tokenizer.chat_template
-            if template is None and apart.is_file():
-                template = json_of(apart, "", ELSE).get("chat_template")
-            body = cls(model.eval(), tokenizer, lens, cameras=cameras, actions=actions, bins=bins, template=template)
+            if template is None and template_file.is_file():
+                template = read_json(template_file, "", CURE).get("chat_template")
+            body = cls(
+                model.eval(),
+                tokenizer,
+                image_processor,
+                cameras=cameras,
+                actions=actions,
+                bins=bins,
+                template=template,
+            )
             error = body.difference()
             body.model.lm_head = nn.Identity()
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(f"{option}: {error}") from error
         except torch.OutOfMemoryError:
             raise
-        except OTHERWISE as missing:
-            error = f"it is built otherwise: {one_line(missing, kind=True)}"
+        except FORWARD_ERRORS as failure:
+            error = f"its structure is different: {one_line(failure, kind=True)}"
         else:
-            if error <= (SAME if dtype == torch.float32 else 0.05):
+            if error <= (TOLERANCE if dtype == torch.float32 else 0.05):
                 return body
             error = f"logits differ by {error:.2g} of the largest"
         raise ConfigError(
-            f"{where}: holds a {known}, whose forward pass is not the one computed here ({error}); PaliGemma, SmolVLM, "
+            f"{option}: holds a {kind}, whose forward pass is not the one computed here ({error}); PaliGemma, SmolVLM, "
             "Idefics 3, LLaVA, Qwen 2 to 3 VL are supported"
         )
 
     @torch.no_grad()
     def difference(self) -> float:
-        """Between transformers' logits and ours after two prompts with random pictures, relative to the largest."""
+        """Return the largest difference between transformers' logits and ours, relative to the
+        largest logit.
+
+        Computed for two prompts with random images.
+        """
         p = self.prompts(("push the block", "lift"))
         generator = torch.Generator().manual_seed(0)
-        shape = (2, self.cameras, 3, self.lens.height, self.lens.width)
+        shape = (2, self.cameras, 3, self.image_processor.height, self.image_processor.width)
         images = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(self.device)
         options = self.pixels(images.flatten(0, 1))
-        if self.kind in AROUND:
+        if self.kind in IMAGE_DELIMITERS:
             options["pixel_values"] = options["pixel_values"].view(shape)
         if self.grid is not None:
             options["mm_token_type_ids"] = (p.ids == self.image_id).int()
-        if self.kind in PREFIX:
+        if self.kind in PREFIX_LM:
             options["token_type_ids"] = torch.zeros_like(p.ids)
-        told = self.model(input_ids=p.ids, attention_mask=p.mask.long(), use_cache=False, logits_to_keep=1, **options)
-        theirs = told.logits[:, -1, self.words].float()
-        hidden, _ = self.start(self.read(self.look(images), p.ids, p.mask, p.position))
+        mask = p.mask.long()
+        output = self.model(input_ids=p.ids, attention_mask=mask, use_cache=False, logits_to_keep=1, **options)
+        theirs = output.logits[:, -1, self.words].float()
+        hidden, _ = self.start(self.read(self.encode_images(images), p.ids, p.mask, p.position))
         return float((self.logits(hidden) - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
 
     @torch.no_grad()
     def write(self, folder: Path) -> None:
-        """As transformers does, actions' rows back in the vocabulary. Adapters must be merged before."""
+        """Write the model as transformers does, with the actions' rows in the vocabulary.
+
+        Adapters must be merged before.
+        """
         embed, head = self.language.get_input_embeddings().weight, self.vocabulary.module
         head.weight[self.words.to(head.weight.device)] = self.head.to(head.weight)
         if self.embed is not None:
@@ -474,46 +568,55 @@ class VisionLanguage(nn.Module):
             self.model.lm_head = nn.Identity()
 
 
-def _again(function: Any, *args: Any) -> Any:
+def _recompute(function: Any, *args: Any) -> Any:
+    """Run a layer under activation checkpointing."""
     return checkpoint(function, *args, use_reentrant=False)
 
 
 # ------------------------------------------------------------------------------------------------------- directory
-def lens_of(folder: Path, raw: dict[str, Any], picture: tuple[int, int]) -> Lens:
-    """By preprocessor_config.json (or processor_config.json's image_processor). Raises ConfigError."""
-    told, processor = None, folder / "processor_config.json"
-    if (own := folder / "preprocessor_config.json").is_file():
-        told = json_of(own, "", ELSE)
+def image_processor_of(folder: Path, raw: dict[str, Any], picture: tuple[int, int]) -> ImageProcessor:
+    """Read preprocessor_config.json (or the image_processor of processor_config.json).
+
+    Raises:
+        ConfigError: Neither describes how images are normalised, or the size is missing.
+    """
+    options, processor = None, folder / "processor_config.json"
+    if (preprocessor := folder / "preprocessor_config.json").is_file():
+        options = read_json(preprocessor, "", CURE)
     elif processor.is_file():
-        told = json_of(processor, "", ELSE).get("image_processor")
-    if told is None:
+        options = read_json(processor, "", CURE).get("image_processor")
+    if options is None:
         raise ConfigError("holds no preprocessor_config.json, which says how pictures are normalised; download it")
     vision = raw.get("vision_config") or {}
-    mean, std = (tuple(float(x) for x in told.get(name) or (0.5,) * 3) for name in ("image_mean", "image_std"))
-    mode = "bilinear" if told.get("resample") == 2 else "bicubic"
-    if raw.get("model_type") in FLAT:
+    mean, std = (tuple(float(x) for x in options.get(name) or (0.5,) * 3) for name in ("image_mean", "image_std"))
+    mode = "bilinear" if options.get("resample") == 2 else "bicubic"
+    if raw.get("model_type") in PATCH_INPUT:
         factor = vision.get("patch_size", 14) * vision.get("spatial_merge_size", 2)
-        size = told.get("size") or {}
-        fewest = told.get("min_pixels") or size.get("shortest_edge") or 56 * 56
-        most = told.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
-        return Lens(*_fitted(*picture, factor=factor, fewest=fewest, most=most), mean, std, mode)
+        size = options.get("size") or {}
+        fewest = options.get("min_pixels") or size.get("shortest_edge") or 56 * 56
+        most = options.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
+        return ImageProcessor(*_fitted(*picture, factor=factor, fewest=fewest, most=most), mean, std, mode)
     side = vision.get("image_size")
     if side is None:
-        size = told.get("crop_size") or told.get("size") or {}
+        size = options.get("crop_size") or options.get("size") or {}
         side = size.get("height") if isinstance(size, dict) else size
     if side is None:
         raise ConfigError("vision_config.image_size: neither config.json nor preprocessor_config.json says it")
-    return Lens(int(side), int(side), mean, std, mode)
+    return ImageProcessor(int(side), int(side), mean, std, mode)
 
 
 def _fitted(height: int, width: int, *, factor: int, fewest: int, most: int) -> tuple[int, int]:
-    """Multiples of ``factor`` near height and width with a number of pixels in between (Qwen's smart_resize)."""
+    """Return multiples of ``factor`` near height and width with between ``fewest`` and ``most``
+    pixels.
+
+    Source: smart_resize of Qwen2-VL.
+    """
     h, w = (max(factor, round(x / factor) * factor) for x in (height, width))
-    scale, how = 1.0, None
+    scale, rounding = 1.0, None
     if h * w > most:
-        scale, how = math.sqrt(most / (height * width)), math.floor
+        scale, rounding = math.sqrt(most / (height * width)), math.floor
     elif h * w < fewest:
-        scale, how = math.sqrt(fewest / (height * width)), math.ceil
-    if how is not None:
-        h, w = (max(factor, how(x * scale / factor) * factor) for x in (height, width))
+        scale, rounding = math.sqrt(fewest / (height * width)), math.ceil
+    if rounding is not None:
+        h, w = (max(factor, rounding(x * scale / factor) * factor) for x in (height, width))
     return h, w

@@ -1,21 +1,27 @@
-"""OpenVLA and OpenVLA-OFT: two vision towers, a projector and Llama, whose last 256 words are bins of an action.
+"""OpenVLA and OpenVLA-OFT: two vision towers, a projector and Llama, whose last 256 words are
+action bins.
 
-B rows, K cameras, P visual tokens (of all cameras), L tokens of a prompt, S = P + L all that comes before an action,
-A action tokens (C·A of a chunk), D size of a hidden state. The weights and modules are transformers'
-(Dinov2WithRegistersModel, SiglipVisionModel, LlamaForCausalLM), the forward pass is ours: no code of a checkpoint is
-run (trust_remote_code, which ignores the picture under transformers 4.50 and later: openvla/openvla#346), no timm, no
-torchvision.
+B rows, K cameras, P visual tokens (of all cameras), L tokens of a prompt, S = P + L tokens before
+the actions, A action tokens (C·A of a chunk), D size of a hidden state.
 
-What a row is (Kim et al. 2024, "OpenVLA"; arXiv 2406.09246), each line's tokens side by side::
+Weights and modules are those of transformers (Dinov2WithRegistersModel, SiglipVisionModel,
+LlamaForCausalLM). The forward pass is implemented here, so that no code of a checkpoint is executed
+(trust_remote_code, which also ignores the image under transformers 4.50 and later:
+openvla/openvla#346), and neither timm nor torchvision is needed.
 
-    BOS | P visual tokens | prompt, ends with the empty word 29871 | action tokens                  causal
-    BOS | P visual tokens | prompt, ends with the empty word 29871 | C·A zeros | end of sequence    sees everything
+Token sequence of a row::
 
-The second one is OpenVLA-OFT's parallel decoding (Kim et al. 2025; arXiv 2502.19645). In both, the hidden state
-*before* an action token (or its placeholder) predicts it. Padding on the left of a prompt lies between picture and
-words here: it is never seen and takes no position, so that this changes nothing.
+    BOS | P visual tokens | prompt, ends with the empty word 29871 | action tokens
+                                                                                                    causal
+    BOS | P visual tokens | prompt, ends with the empty word 29871 | C·A zeros | end of sequence
+                                                                                                    bidirectional
 
-``openvla_checkpoint`` reads and writes the published files; where these facts are from is said there.
+The first is OpenVLA (Kim et al. 2024, arXiv 2406.09246), the second the parallel decoding of
+OpenVLA-OFT (Kim et al. 2025, arXiv 2502.19645). In both, the hidden state *before* an action token
+or its placeholder predicts the token. Left padding of a prompt lies between image and words here.
+It is never attended to and has no position, so that results do not change.
+
+``openvla_files`` reads and writes the published files and names the source of these facts.
 """
 
 from __future__ import annotations
@@ -31,12 +37,15 @@ from torch.utils.checkpoint import checkpoint
 
 from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.causal_lm import Aside, Attend, Decoder
-from embodied_ppo.models.checkpoint_files import refusing
+from embodied_ppo.models.checkpoint_files import config_errors
 
 BOS, STOP, EMPTY = 1, 2, 29871
-"""Llama 2's words: begin and end of sequence, and the empty one between "Out:" and the action."""
+"""Llama 2's ids of begin and end of sequence, and of the empty word between "Out:" and the action.
+"""
 MEANS = (0.485, 0.456, 0.406, 0.5, 0.5, 0.5)
-"""Of the six channels, three for each tower: ImageNet's for DINOv2, then SigLIP's; pixels lie in [0, 1]."""
+"""Means of the six channels, three for each tower: ImageNet's for DINOv2, then SigLIP's. Pixels are
+in [0, 1].
+"""
 DEVIATIONS = (0.229, 0.224, 0.225, 0.5, 0.5, 0.5)
 
 
@@ -49,9 +58,9 @@ class TowerConfig:
     layers: int
     heads: int
     intermediate_size: int
-    """Of the perceptron in a layer; DINOv2: a multiple of hidden_size."""
+    """Hidden units of a layer's MLP; in DINOv2 a multiple of hidden_size."""
     patch_size: int = 14
-    """Pixels."""
+    """Side of a patch in pixels."""
 
 
 DINO = TowerConfig(hidden_size=1024, layers=24, heads=16, intermediate_size=4096)
@@ -62,35 +71,41 @@ SIGLIP = TowerConfig(hidden_size=1152, layers=27, heads=16, intermediate_size=43
 
 @dataclass(frozen=True, kw_only=True)
 class OpenVLAConfig:
-    """Sizes of everything. Raises ConfigError where they do not fit."""
+    """Sizes of all parts.
+
+    Raises:
+        ConfigError: The sizes are inconsistent.
+    """
 
     text: Mapping[str, Any]
-    """transformers' LlamaConfig's fields; what is missing is Llama 2 7B's, as for the published code."""
+    """Fields of transformers' LlamaConfig; missing ones are those of Llama 2 7B, as in the
+    published code.
+    """
     dino: TowerConfig = DINO
     siglip: TowerConfig = SIGLIP
     vision_backbone_id: str = "dinosiglip-vit-so-224px"
     image_size: int = 224
-    """Side of the square that images are resized to, pixels."""
+    """Side of the square that images are resized to, in pixels."""
     registers: int = 4
-    """DINOv2's register tokens."""
+    """Number of DINOv2's register tokens."""
     action_bins: int = 256
-    """Ids of actions, the last ones of the vocabulary before its padding."""
+    """Number of action ids, the last ones of the vocabulary before its padding."""
     pad_to_multiple_of: int = 64
-    """Ids at the end of text's vocab_size that are no words."""
+    """Number of ids at the end of text's vocab_size that are padding."""
     pad_token_id: int = 32000
     norm_stats: Mapping[str, Any] = field(default_factory=dict)
     """{dataset: {action: {q01, q99, mask}}}, see ``ActionTokens.of``."""
     others: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of config.json that nothing here reads; ``save`` writes them back."""
+    """Unused fields of config.json, which ``save`` writes back."""
 
     @property
     def vocab_size(self) -> int:
-        """Without padding: 32000."""
+        """Vocabulary size without padding: 32000."""
         return int(self.text.get("vocab_size", 32000)) - self.pad_to_multiple_of
 
     @property
     def grid(self) -> int:
-        """Patches along a side."""
+        """Patches along a side of the image."""
         return self.image_size // self.dino.patch_size
 
     def __post_init__(self) -> None:
@@ -132,7 +147,7 @@ class OpenVLAConfig:
 
 # ---------------------------------------------------------------------------------------------------------------- body
 class Projector(nn.Module):
-    """Features of both towers -> visual tokens."""
+    """Maps the features of both towers to visual tokens."""
 
     def __init__(self, features: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
@@ -141,29 +156,35 @@ class Projector(nn.Module):
         self.fc3 = nn.Linear(hidden_size, hidden_size, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., features] -> [.., D]."""
+        """Project [.., features] to [.., D]."""
         return self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(x)))))
 
 
 class Trunk(Decoder):
-    """Llama's layers, of what sees more than what came before."""
+    """Llama's layers with an arbitrary attention mask."""
 
-    def masked(self, seen: Tensor, place: Tensor | None) -> Attend:
-        """``seen`` bool [B, 1, S or 1, S]: the keys each query sees; ``place`` int64 [R]: the last layer's queries."""
-        few = seen if place is None or seen.shape[2] == 1 else seen[:, :, place]
+    def masked(self, visible: Tensor, place: Tensor | None) -> Attend:
+        """Return attention under a mask.
+
+        Args:
+            visible: bool [B, 1, S or 1, S], keys that each query attends to.
+            place: int64 [R], queries of the last layer; None: all.
+        """
+        last_visible = visible if place is None or visible.shape[2] == 1 else visible[:, :, place]
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.attention[i](q, k, v, few if i == len(self.attention) - 1 else seen)
+            return self.attention[i](q, k, v, last_visible if i == len(self.attention) - 1 else visible)
 
         return attend
 
 
 class Embedded(NamedTuple):
-    """Embeddings and what is padding among them.
+    """Embeddings and their padding.
 
-    x         [B, S, D]
-    valid     bool [B, S]
-    position  int64 [B, S]  0, 1, .. of what is valid, arbitrary elsewhere
+    Attributes:
+        x: [B, S, D].
+        valid: bool [B, S], not padding.
+        position: int64 [B, S], 0, 1, .. of valid tokens, arbitrary elsewhere.
     """
 
     x: Tensor
@@ -171,13 +192,15 @@ class Embedded(NamedTuple):
     position: Tensor
 
     def plus(self, x: Tensor) -> Embedded:
-        """Followed by [B, n, D] without padding."""
+        """Append [B, n, D] without padding."""
         more = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         valid = torch.cat((self.valid, more), dim=1)
         return Embedded(torch.cat((self.x, x.to(self.x.dtype)), dim=1), valid, valid.cumsum(1) - 1)
 
-    def seen(self, causal: bool) -> Tensor:
-        """bool [B, 1, S, S] or, where every query sees the same, [B, 1, 1, S]."""
+    def visible_keys(self, causal: bool) -> Tensor:
+        """Return the attention mask, bool [B, 1, S, S], or [B, 1, 1, S] if it is equal for all
+        queries.
+        """
         keys = self.valid[:, None, None]
         if not causal:
             return keys
@@ -187,12 +210,15 @@ class Embedded(NamedTuple):
 
 @dataclass
 class Cache:
-    """Keys and values of what was read, with room for more. ``OpenVLABody.step`` writes into it.
+    """Keys and values of the tokens so far, with capacity for more. ``OpenVLABody.step`` appends to
+    it.
 
-    key, value  per layer [B, heads, S + room, d]
-    valid       bool [B, S + room]
-    position    int64 [B]  of the next token
-    length      columns in use
+    Attributes:
+        key: Of each layer [B, heads, S + capacity, d].
+        value: Of each layer [B, heads, S + capacity, d].
+        valid: bool [B, S + capacity].
+        position: int64 [B], of the next token.
+        length: Columns in use.
     """
 
     key: list[Tensor]
@@ -203,16 +229,20 @@ class Cache:
 
 
 class OpenVLABody(nn.Module):
-    """Pictures and prompt -> hidden states that predict action tokens, and their logits.
+    """Maps images and prompt to hidden states that predict action tokens, and to their logits.
 
-    Parameters that nothing reads are frozen but kept, as a checkpoint holds them: the towers' last layer and what
-    follows it. ``train`` changes nothing: dropout would make log-probabilities noise.
+    Parameters that the forward pass does not use are frozen but kept, because a checkpoint contains
+    them: the towers' last layer and what follows it.
     """
 
     def __init__(
         self, config: OpenVLAConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> None:
-        """New weights; ``load`` reads a checkpoint's. Raises ConfigError where transformers is missing or refuses."""
+        """Build the networks with new weights; ``openvla_files.load`` reads those of a checkpoint.
+
+        Raises:
+            ConfigError: transformers is missing or refuses the configuration.
+        """
         super().__init__()
         self.config = config
         models = _models(config, dtype, device)
@@ -223,7 +253,7 @@ class OpenVLABody(nn.Module):
         features = config.dino.hidden_size + config.siglip.hidden_size
         self.projector = Projector(features, size, dtype=dtype, device=device)
         self.trunk = Aside(Trunk(self.language_model.model))
-        # timm's DINOv2 masks nothing and adds no position to its class token
+        # timm's DINOv2 has no mask token and adds no position to its class token.
         self.dino.embeddings.mask_token = None
         with torch.no_grad():
             self.dino.embeddings.position_embeddings[:, 0] = 0
@@ -235,7 +265,7 @@ class OpenVLABody(nn.Module):
 
     @property
     def recompute(self) -> bool:
-        """Keep no layer's inside for the backward pass but compute it again: less memory, a third more time."""
+        """Whether activations are recomputed in the backward pass: less memory, a third more time."""
         return self.trunk.module.recompute
 
     @recompute.setter
@@ -244,18 +274,19 @@ class OpenVLABody(nn.Module):
 
     @property
     def hidden_size(self) -> int:
-        """D."""
+        """Size of a hidden state, D."""
         return self.trunk.module.hidden_size
 
     def train(self, mode: bool = True) -> OpenVLABody:
-        """See the class."""
+        """Do nothing: dropout would make log-probabilities random."""
         return super().train(False)
 
     # -------------------------------------------------------------------------------------------------------- picture
     def pixels(self, images: Tensor) -> Tensor:
-        """uint8 [N, 3, H, W] -> float32 [N, 6, image_size, image_size]: normalised for DINOv2, then for SigLIP.
+        """Resize and normalise uint8 [N, 3, H, W] to float32 [N, 6, image_size, image_size].
 
-        Resized as Pillow's cubic filter does, to a level: first the width, then the height, whole numbers between.
+        The first three channels are normalised for DINOv2, the others for SigLIP. Resizing equals
+        Pillow's cubic filter up to one level: first the width, then the height, rounded in between.
         """
         side, x = self.config.image_size, images.float()
         for size in ((x.shape[-2], side), (side, side)):
@@ -265,7 +296,7 @@ class OpenVLABody(nn.Module):
         return torch.stack(channels, dim=1)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """float32 [N, 6, ..] -> [N, patches, D of both]: out of the second-to-last layers, not normalised."""
+        """Return the outputs of the second-to-last layers, [N, patches, D of both], not normalised."""
         return torch.cat((self._dino(pixels[:, :3]), self._siglip(pixels[:, 3:])), dim=-1)
 
     def _dino(self, pixels: Tensor) -> Tensor:
@@ -287,21 +318,26 @@ class OpenVLABody(nn.Module):
         return x
 
     def vision(self, images: Tensor) -> Tensor:
-        """uint8 [B, 3, H, W], or [B, K, 3, H, W] of several cameras -> visual tokens [B, P, D], a camera's together."""
+        """Return visual tokens [B, P, D] of images uint8 [B, 3, H, W] or [B, K, 3, H, W], camera by
+        camera.
+        """
         cameras = images.shape[1] if images.ndim == 5 else 1
         x = self.projector(self.features(self.pixels(images.reshape(-1, *images.shape[-3:]))))
         return x.unflatten(0, (-1, cameras)).flatten(1, 2)
 
     # --------------------------------------------------------------------------------------------------------- hidden
     def inputs_embeds(self, images: Tensor, ids: Tensor, mask: Tensor) -> Embedded:
-        """``read`` of what ``vision`` makes of uint8 images."""
+        """Return ``read`` of the visual tokens of uint8 images."""
         return self.read(self.vision(images), ids, mask)
 
     def read(self, visual: Tensor, ids: Tensor, mask: Tensor) -> Embedded:
-        """BOS, the visual tokens [B, P, D], the prompt's other tokens; S = P + L.
+        """Concatenate BOS, the visual tokens and the other tokens of the prompt; S = P + L.
 
-        int64 ids [B, L] and bool mask [B, L] of ``encode_prompts``: each row's first token is BOS, its last one is in
-        the last column.
+        Args:
+            visual: [B, P, D].
+            ids: int64 [B, L] of ``encode_prompts``: the first token of a row is BOS, the last one
+                is in the last column.
+            mask: bool [B, L], not padding.
         """
         mask = mask.bool()
         words = self._embed(ids)
@@ -314,16 +350,18 @@ class OpenVLABody(nn.Module):
     def hidden(
         self, images: Tensor, ids: Tensor, mask: Tensor, actions: Tensor | None = None, *, placeholders: int = 0
     ) -> Tensor:
-        """``predict`` after uint8 images and prompts."""
+        """Return ``predict`` after uint8 images and prompts."""
         return self.predict(self.inputs_embeds(images, ids, mask), actions, placeholders=placeholders)
 
     def predict(self, before: Embedded, actions: Tensor | None = None, *, placeholders: int = 0) -> Tensor:
-        """Hidden states [B, A, D] before each action token; with gradient. One of these:
+        """Return the hidden states [B, A, D] before each action token, with gradient.
 
-        ``actions`` int [B, A], bins: teacher forcing, each token sees what came before. (The last one's value is not
-        read: [B, 1] gives what predicts the first one, of the prompt alone.)
-        ``placeholders`` C·A: parallel decoding, every position sees all. One chunk's rows of A dimensions follow each
-        other.
+        Args:
+            before: Image and prompt.
+            actions: int [B, A], bins, for teacher forcing: each token attends to those before it.
+                The value of the last one is not used; [B, 1] returns the state after the prompt.
+            placeholders: C·A for parallel decoding, where every position attends to all. The A
+                dimensions of an action are neighbours. Exactly one of both is given.
         """
         rows, device = len(before.x), before.x.device
         if actions is not None:
@@ -336,20 +374,20 @@ class OpenVLABody(nn.Module):
             stop = self._embed(torch.full((rows, 1), STOP, device=device))
             whole = before.plus(F.pad(stop, (0, 0, placeholders, 0)))
         place = before.x.shape[1] - 1 + torch.arange(count, device=device)
-        attend = self.trunk.module.masked(whole.seen(causal=actions is not None), place)
+        attend = self.trunk.module.masked(whole.visible_keys(causal=actions is not None), place)
         return self.trunk.module.run(whole.x, whole.position, attend, place.expand(rows, -1))
 
     @torch.no_grad()
-    def prefill(self, images: Tensor, ids: Tensor, mask: Tensor, *, room: int) -> tuple[Tensor, Cache]:
-        """``begin`` after uint8 images and prompts."""
-        return self.begin(self.inputs_embeds(images, ids, mask), room=room)
-
-    @torch.no_grad()
     def begin(self, whole: Embedded, *, room: int) -> tuple[Tensor, Cache]:
-        """Hidden states [B, D] before the first action token, and a cache for ``room`` tokens that may follow."""
+        """Start decoding token by token.
+
+        Returns:
+            Hidden states [B, D] before the first action token, and a cache for ``room`` further
+            tokens.
+        """
         trunk, size = self.trunk.module, whole.x.shape[1]
         place = torch.tensor([size - 1], device=whole.x.device)
-        masked = trunk.masked(whole.seen(causal=True), place)
+        masked = trunk.masked(whole.visible_keys(causal=True), place)
         position = whole.position[:, -1] + 1
         cache = Cache([], [], F.pad(whole.valid, (0, room), value=True), position, size)
 
@@ -362,15 +400,15 @@ class OpenVLABody(nn.Module):
 
     @torch.no_grad()
     def step(self, bins: Tensor, cache: Cache) -> Tensor:
-        """After actions int [B]: hidden states [B, D] before the next ones."""
+        """Append actions int [B] and return the hidden states [B, D] before the next ones."""
         trunk, now, end = self.trunk.module, cache.length, cache.length + 1
         assert end <= cache.valid.shape[1]
-        seen = cache.valid[:, None, None, :end]
+        visible = cache.valid[:, None, None, :end]
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.key[i][:, :, now:end] = k
             cache.value[i][:, :, now:end] = v
-            return trunk.attention[i](q, cache.key[i][:, :, :end], cache.value[i][:, :, :end], seen)
+            return trunk.attention[i](q, cache.key[i][:, :, :end], cache.value[i][:, :, :end], visible)
 
         x = self._embed(self._id(bins).unsqueeze(1))
         hidden = trunk.run(x, cache.position.unsqueeze(1), attend, None)[:, 0]
@@ -378,9 +416,10 @@ class OpenVLABody(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[.., D] -> float32 [.., bins] at temperature 1, column k for bin k: h·W of the action ids alone.
+        """Return logits float32 [.., bins] at temperature 1, column k for bin k.
 
-        Equals the logits of the whole vocabulary with all but the actions' left out.
+        They are h·W of the action ids alone, equal to the logits of the whole vocabulary restricted
+        to these ids.
         """
         last = self.config.vocab_size
         weight = self.language_model.lm_head.weight[last - self.config.action_bins : last]
@@ -395,7 +434,7 @@ class OpenVLABody(nn.Module):
 
 
 def _models(config: OpenVLAConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, Any, Any]:
-    """transformers' DINOv2, SigLIP and Llama."""
+    """Return transformers' DINOv2, SigLIP and Llama."""
     try:
         from transformers import (
             AutoModel,
@@ -408,7 +447,7 @@ def _models(config: OpenVLAConfig, dtype: torch.dtype, device: torch.device | st
         raise ConfigError(f"OpenVLA needs transformers ({error}): pip install 'embodied-ppo[vla]'") from error
     dino, siglip = config.dino, config.siglip
     text = {name: value for name, value in config.text.items() if name not in ("model_type", "torch_dtype", "dtype")}
-    with refusing("text_config or vision_sizes: transformers refuses: ", kind=True):
+    with config_errors("text_config or vision_sizes: transformers refuses: ", kind=True):
         configs: list[Any] = [
             Dinov2WithRegistersConfig(
                 hidden_size=dino.hidden_size,
@@ -421,7 +460,7 @@ def _models(config: OpenVLAConfig, dtype: torch.dtype, device: torch.device | st
                 layer_norm_eps=1e-6,
                 hidden_act="gelu",
             ),
-            # timm's SigLIP has the exact GELU, transformers' its approximation by tanh
+            # timm's SigLIP uses the exact GELU; the default of transformers is the tanh approximation.
             SiglipVisionConfig(
                 hidden_size=siglip.hidden_size,
                 num_hidden_layers=siglip.layers,

@@ -1,7 +1,8 @@
-"""OpenVLA's published files: config.json, its weights' keys, its statistics of actions, its prompts.
+"""OpenVLA's published files: config.json, the keys of its weights, its action statistics and its
+prompts.
 
-What they mean is from openvla/openvla at c8f03f4 and moojink/openvla-oft at 213c5ff. No published weights were at
-hand: everything is proven on synthetic checkpoints of the published layout, not on the published ones.
+Their meaning follows openvla/openvla at c8f03f4 and moojink/openvla-oft at 213c5ff. Published
+weights were not available: everything is tested with synthetic checkpoints of the published layout.
 """
 
 from __future__ import annotations
@@ -18,35 +19,38 @@ from torch import Tensor
 
 from embodied_ppo.core.errors import choose, one_line, show
 from embodied_ppo.core.types import ConfigError
-from embodied_ppo.models.checkpoint_files import json_of, refusing
+from embodied_ppo.models.checkpoint_files import config_errors, read_json
 from embodied_ppo.models.vla.openvla import BOS, DINO, EMPTY, SIGLIP, OpenVLABody, OpenVLAConfig, TowerConfig
 
-ELSE = "name the directory of a model's checkpoint (hf download openvla/openvla-7b --local-dir DIR)"
+CURE = "name the directory of a model's checkpoint (hf download openvla/openvla-7b --local-dir DIR)"
 BACKBONES = {"dinosiglip-vit-so-224px": 224, "dinosiglip-vit-so-384px": 384}
 """vision_backbone_id -> side of the square image, pixels."""
 
 
 # ------------------------------------------------------------------------------------------------------- configuration
 def read_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
-    """From what is in a published config.json. Sizes other than the published ones are in our field ``vision_sizes``.
+    """Convert the contents of a published config.json.
 
-    Raises ConfigError.
+    Sizes other than the published ones are in our additional field ``vision_sizes``.
+
+    Raises:
+        ConfigError: A field is not supported.
     """
-    left = dict(raw)
-    backbone = left.pop("vision_backbone_id", None)
+    others = dict(raw)
+    backbone = others.pop("vision_backbone_id", None)
     if backbone not in BACKBONES:
         raise ConfigError(
             f"vision_backbone_id={backbone}: " + choose(str(backbone), list(BACKBONES), "read are DINOv2 with SigLIP: ")
         )
-    if left.pop("use_fused_vision_backbone", True) is False:
+    if others.pop("use_fused_vision_backbone", True) is False:
         raise ConfigError("use_fused_vision_backbone=false: models of two towers are read; name one of OpenVLA's")
-    strategy = left.pop("image_resize_strategy", "resize-naive")
+    strategy = others.pop("image_resize_strategy", "resize-naive")
     if strategy != "resize-naive":
         raise ConfigError(f"image_resize_strategy={strategy}: only resize-naive, OpenVLA's, is computed")
-    text = dict(left.pop("text_config", None) or {})
+    text = dict(others.pop("text_config", None) or {})
     if text.get("model_type", "llama") != "llama":
         raise ConfigError(f"text_config.model_type={text['model_type']}: the language model must be llama")
-    sizes = dict(left.pop("vision_sizes", None) or {})
+    sizes = dict(others.pop("vision_sizes", None) or {})
     try:
         return OpenVLAConfig(
             vision_backbone_id=backbone,
@@ -55,11 +59,11 @@ def read_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
             siglip=TowerConfig(**sizes["siglip"]) if "siglip" in sizes else SIGLIP,
             image_size=int(sizes.get("image_size", BACKBONES[backbone])),
             registers=int(sizes.get("registers", 4)),
-            action_bins=int(left.pop("n_action_bins", 256)),
-            pad_to_multiple_of=int(left.pop("pad_to_multiple_of", 64)),
-            pad_token_id=int(left.pop("pad_token_id", 32000)),
-            norm_stats=left.pop("norm_stats", None) or {},
-            others=left,
+            action_bins=int(others.pop("n_action_bins", 256)),
+            pad_to_multiple_of=int(others.pop("pad_to_multiple_of", 64)),
+            pad_token_id=int(others.pop("pad_token_id", 32000)),
+            norm_stats=others.pop("norm_stats", None) or {},
+            others=others,
         )
     except ConfigError:
         raise
@@ -68,7 +72,7 @@ def read_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
 
 
 def write_config(config: OpenVLAConfig) -> dict[str, Any]:
-    """config.json, as published."""
+    """Return the contents of config.json in the published layout."""
     written: dict[str, Any] = {"model_type": "openvla", "arch_specifier": "no-align+fused-gelu-mlp"}
     written |= dict(config.others) | {
         "vision_backbone_id": config.vision_backbone_id,
@@ -93,7 +97,7 @@ def write_config(config: OpenVLAConfig) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------------- prompt and action
 def prompt(instruction: str) -> str:
-    """What the published models were trained with (lower case, too)."""
+    """Return the prompt that the published models were trained with, in lower case."""
     return f"In: What action should the robot take to {instruction.lower()}?\nOut:"
 
 
@@ -104,10 +108,20 @@ def encode_prompts(
     pad: int = 32000,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    """int64 ids [B, L] and bool mask [B, L] of prompts, padded on the left: BOS, words, the empty word.
+    """Tokenise prompts, padded on the left: BOS, words, the empty word.
 
-    ``tokenize``: Llama's, text -> ids beginning with BOS (``lambda text: tokenizer(text).input_ids``). Raises
-    ConfigError where it gives no BOS.
+    Args:
+        tokenize: Llama's tokenizer, text -> ids that begin with BOS (``lambda text:
+            tokenizer(text).input_ids``).
+        instructions: Sentences.
+        pad: Id of padding.
+        device: Device of the result.
+
+    Returns:
+        int64 ids [B, L] and bool mask [B, L].
+
+    Raises:
+        ConfigError: The tokenizer adds no BOS.
     """
     rows = []
     for instruction in instructions:
@@ -125,7 +139,11 @@ def encode_prompts(
 
 
 def tokenizer(path: str | Path, *, what: str = "model.path") -> Callable[[str], Sequence[int]]:
-    """The ``tokenize`` of a directory's tokenizer.json. Raises ConfigError."""
+    """Return the ``tokenize`` function of a directory's tokenizer.json.
+
+    Raises:
+        ConfigError: The file is missing or damaged.
+    """
     file = Path(path) / "tokenizer.json"
     try:
         from tokenizers import Tokenizer
@@ -133,37 +151,45 @@ def tokenizer(path: str | Path, *, what: str = "model.path") -> Callable[[str], 
         raise ConfigError(f"OpenVLA needs tokenizers ({error}): pip install 'embodied-ppo[vla]'") from error
     if not file.is_file():
         raise ConfigError(f"{what}={path}: holds no tokenizer.json; download it")
-    with refusing(f"{what}={path}: {file.name} cannot be read (", "); download it again", kind=True):
+    with config_errors(f"{what}={path}: {file.name} cannot be read (", "); download it again", kind=True):
         words = Tokenizer.from_file(str(file))
     return lambda text: words.encode(text).ids
 
 
 @dataclass(frozen=True)
 class ActionTokens:
-    """Actions, their bins and their ids, as OpenVLA counts them.
+    """Conversion between actions, bins and vocabulary ids in OpenVLA's convention.
 
-    n edges -1 = e_0 < .. < e_{n-1} = 1, evenly spaced, enclose n-1 intervals. Bin k in 0..n-1 holds e_k <= x < e_{k+1};
-    its id is vocab_size - 1 - k (published: vocab_size less the number of edges not above x). Bin n-1 holds x = 1 alone
-    and means the last interval's centre, as bin n-2 does. A bin's value is (e_k + e_{k+1}) / 2.
+    n edges -1 = e_0 < .. < e_{n-1} = 1, evenly spaced, enclose n-1 intervals. Bin k in 0..n-1
+    contains e_k <= x < e_{k+1}; its id is vocab_size - 1 - k (published: vocab_size minus the
+    number of edges not above x). Bin n-1 contains x = 1 alone and has the centre of the last
+    interval, as bin n-2. The value of a bin is (e_k + e_{k+1}) / 2.
 
-    Units: x in [-1, 1] is mask ? 2 (a - q01) / (q99 - q01 + 1e-8) - 1 : a of the environment's action a, each dimension
-    by itself; back it is a = ½ (x + 1) (q99 - q01) + q01.
+    Units: for an action a of the environment, x = 2 (a - q01) / (q99 - q01 + 1e-8) - 1 in [-1, 1]
+    in dimensions with ``mask``, else x = a. The inverse is a = ½ (x + 1) (q99 - q01) + q01.
+
+    Attributes:
+        vocab_size: Vocabulary size without padding.
+        edges: float64 [n].
+        low: float64 [A], q01 in the units of the environment.
+        high: float64 [A], q99 in the units of the environment.
+        mask: bool [A], dimensions that are normalised; usually not the gripper's.
     """
 
     vocab_size: int
-    """Without padding."""
     edges: Tensor
-    """float64 [n]"""
     low: Tensor
-    """float64 [A], q01 in the environment's units"""
     high: Tensor
-    """float64 [A], q99"""
     mask: Tensor
-    """bool [A]: dimensions that are normalised; the gripper's is usually not"""
 
     @classmethod
     def of(cls, config: OpenVLAConfig, unnorm_key: str | None = None) -> ActionTokens:
-        """By the statistics of one of the datasets in ``norm_stats``; None: of the only one. Raises ConfigError."""
+        """Read the statistics of one dataset in ``norm_stats``; ``unnorm_key`` None selects the
+        only one.
+
+        Raises:
+            ConfigError: The dataset is unknown, or its statistics are inconsistent.
+        """
         names = sorted(config.norm_stats)
         if unnorm_key is None and len(names) == 1:
             unnorm_key = names[0]
@@ -187,38 +213,42 @@ class ActionTokens:
         return cls(config.vocab_size, edges, low, high, mask)
 
     def to(self, device: torch.device | str) -> ActionTokens:
+        """Copy all tensors to a device."""
         moved = {name: getattr(self, name).to(device) for name in ("edges", "low", "high", "mask")}
         return replace(self, **moved)
 
     @property
     def dim(self) -> int:
-        """A."""
+        """Number of action dimensions, A."""
         return self.low.shape[0]
 
     def ids(self, bins: Tensor) -> Tensor:
-        """int64 vocabulary ids of bins, any shape; and back."""
+        """Convert bins of any shape to vocabulary ids, int64. The function is its own inverse."""
         return self.vocab_size - 1 - bins.long()
 
     def bins(self, action: Tensor) -> Tensor:
-        """int64 [.., A] of the environment's actions [.., A]; what lies outside [q01, q99] (or [-1, 1]) is clipped."""
+        """Convert actions of the environment [.., A] to bins, int64.
+
+        Values outside [q01, q99] (or [-1, 1]) are clipped.
+        """
         a = action.double()
         x = torch.where(self.mask, 2 * (a - self.low) / (self.high - self.low + 1e-8) - 1, a)
         return torch.bucketize(x.clamp(-1, 1).contiguous(), self.edges, right=True) - 1
 
     def values(self, bins: Tensor) -> Tensor:
-        """float64 in (-1, 1) of bins, any shape."""
+        """Return the centres of bins of any shape, float64 in (-1, 1)."""
         centers = (self.edges[:-1] + self.edges[1:]) / 2
         return centers[bins.long().clamp_max(len(centers) - 1)]
 
     def actions(self, bins: Tensor) -> Tensor:
-        """float32 [.., A] in the environment's units of bins [.., A]."""
+        """Convert bins [.., A] to actions in the units of the environment, float32."""
         x = self.values(bins)
         return torch.where(self.mask, 0.5 * (x + 1) * (self.high - self.low) + self.low, x).float()
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
 class Part(NamedTuple):
-    """A region of one of our parameters: ``length`` from ``start`` along ``dim``; length -1: to its end."""
+    """Slice of one of our parameters along ``dim``; length -1: to the end."""
 
     name: str
     dim: int = 0
@@ -226,30 +256,31 @@ class Part(NamedTuple):
     length: int = -1
 
     def of(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        whole = parameters[self.name]
-        length = whole.shape[self.dim] - self.start if self.length < 0 else self.length
-        return whole.detach().narrow(self.dim, self.start, length)
+        """Return the slice as a view."""
+        parameter = parameters[self.name]
+        length = parameter.shape[self.dim] - self.start if self.length < 0 else self.length
+        return parameter.detach().narrow(self.dim, self.start, length)
 
 
 def layout(config: OpenVLAConfig) -> dict[str, tuple[Part, ...]]:
-    """Published key -> parts of our parameters, which follow each other along dimension 0.
+    """Map published keys to slices of our parameters, concatenated along dimension 0.
 
-    The language model's keys are not among them: they are ours.
+    The keys of the language model are not included, because they are equal.
     """
-    found: dict[str, tuple[Part, ...]] = {}
+    parts_by_key: dict[str, tuple[Part, ...]] = {}
 
     def both(key: str, *names: str) -> None:
         """Weight and bias."""
         for end in ("weight", "bias"):
-            found[f"{key}.{end}"] = tuple(Part(f"{name}.{end}") for name in names)
+            parts_by_key[f"{key}.{end}"] = tuple(Part(f"{name}.{end}") for name in names)
 
     for i in (1, 2, 3):
         both(f"projector.fc{i}", f"projector.fc{i}")
 
     key, ours = "vision_backbone.featurizer", "dino"
-    found[f"{key}.cls_token"] = (Part(f"{ours}.embeddings.cls_token"),)
-    found[f"{key}.reg_token"] = (Part(f"{ours}.embeddings.register_tokens"),)
-    found[f"{key}.pos_embed"] = (Part(f"{ours}.embeddings.position_embeddings", 1, 1),)
+    parts_by_key[f"{key}.cls_token"] = (Part(f"{ours}.embeddings.cls_token"),)
+    parts_by_key[f"{key}.reg_token"] = (Part(f"{ours}.embeddings.register_tokens"),)
+    parts_by_key[f"{key}.pos_embed"] = (Part(f"{ours}.embeddings.position_embeddings", 1, 1),)
     both(f"{key}.patch_embed.proj", f"{ours}.embeddings.patch_embeddings.projection")
     both(f"{key}.norm", f"{ours}.layernorm")
     for i in range(config.dino.layers):
@@ -259,10 +290,10 @@ def layout(config: OpenVLAConfig) -> dict[str, tuple[Part, ...]]:
         both(f"{block}.attn.qkv", *(f"{layer}.attention.{x}_proj" for x in "qkv"))
         both(f"{block}.attn.proj", f"{layer}.attention.o_proj")
         for j in (1, 2):
-            found[f"{block}.ls{j}.scale_factor"] = (Part(f"{layer}.layer_scale{j}.lambda1"),)
+            parts_by_key[f"{block}.ls{j}.scale_factor"] = (Part(f"{layer}.layer_scale{j}.lambda1"),)
 
     key, ours = "vision_backbone.fused_featurizer", "siglip"
-    found[f"{key}.pos_embed"] = (Part(f"{ours}.embeddings.position_embedding.weight"),)
+    parts_by_key[f"{key}.pos_embed"] = (Part(f"{ours}.embeddings.position_embedding.weight"),)
     both(f"{key}.patch_embed.proj", f"{ours}.embeddings.patch_embedding")
     both(f"{key}.norm", f"{ours}.post_layernorm")
     for i in range(config.siglip.layers):
@@ -273,51 +304,51 @@ def layout(config: OpenVLAConfig) -> dict[str, tuple[Part, ...]]:
         both(f"{block}.attn.qkv", *(f"{layer}.self_attn.{x}_proj" for x in "qkv"))
         both(f"{block}.attn.proj", f"{layer}.self_attn.out_proj")
     pool, head, size = f"{key}.attn_pool", f"{ours}.head", config.siglip.hidden_size
-    found[f"{pool}.latent"] = (Part(f"{head}.probe"),)
+    parts_by_key[f"{pool}.latent"] = (Part(f"{head}.probe"),)
     for end in ("weight", "bias"):
-        found[f"{pool}.q.{end}"] = (Part(f"{head}.attention.in_proj_{end}", 0, 0, size),)
-        found[f"{pool}.kv.{end}"] = (Part(f"{head}.attention.in_proj_{end}", 0, size),)
+        parts_by_key[f"{pool}.q.{end}"] = (Part(f"{head}.attention.in_proj_{end}", 0, 0, size),)
+        parts_by_key[f"{pool}.kv.{end}"] = (Part(f"{head}.attention.in_proj_{end}", 0, size),)
     both(f"{pool}.proj", f"{head}.attention.out_proj")
     both(f"{pool}.norm", f"{head}.layernorm")
     for j in (1, 2):
         both(f"{pool}.mlp.fc{j}", f"{head}.mlp.fc{j}")
-    return found
+    return parts_by_key
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A published tensor: its shape, and what it is made of here (memory shared with our parameters)."""
+    """Published tensor: its shape and the slices of our parameters that it consists of."""
 
     shape: tuple[int, ...]
     parts: tuple[Tensor, ...]
 
     def read(self, tensor: Tensor) -> None:
-        """Copy into our parameters; type and device become theirs."""
+        """Copy a published tensor into our parameters, converted to their type and device."""
         rows = tensor.reshape(-1, *self.parts[0].shape[1:]).split([len(part) for part in self.parts])
         for part, row in zip(self.parts, rows):
             part.copy_(row)
 
     def write(self) -> Tensor:
-        """As published; shares memory with a parameter where it is one."""
-        whole = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
-        return whole.reshape(self.shape)
+        """Return the published tensor; it shares memory with a parameter if it consists of one."""
+        tensor = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+        return tensor.reshape(self.shape)
 
 
 def entries(body: OpenVLABody) -> dict[str, Entry]:
-    """Published key -> what is behind it, for every parameter of ``body`` once."""
+    """Map published keys to their entries; each parameter of ``body`` occurs once."""
     parameters = dict(body.named_parameters())
     named = layout(body.config)
     named |= {name: (Part(name),) for name in parameters if name.startswith("language_model.")}
     missing = set(parameters) - {part.name for parts in named.values() for part in parts}
     assert not missing, f"transformers has parameters that no published key fills: {sorted(missing)}"
-    found = {}
+    entries_by_key = {}
     for key, parts in named.items():
         tensors = tuple(part.of(parameters) for part in parts)
         shape = (sum(len(x) for x in tensors), *tensors[0].shape[1:])
         if key.endswith("fused_featurizer.pos_embed"):
             shape = (1, *shape)
-        found[key] = Entry(shape, tensors)
-    return found
+        entries_by_key[key] = Entry(shape, tensors)
+    return entries_by_key
 
 
 def load(
@@ -327,10 +358,20 @@ def load(
     device: torch.device | str = "cpu",
     what: str = "model.path",
 ) -> OpenVLABody:
-    """From a directory of the published layout: config.json, and model.safetensors or its shards with their index.
+    """Load a directory of the published layout.
 
-    Every key is used exactly once. Where dataset_statistics.json is there (fine-tuned models), its statistics go before
-    config.json's. ``what``: the option, for messages. Raises ConfigError.
+    It holds config.json, and model.safetensors or its shards with their index. Every key is used
+    exactly once. Statistics in dataset_statistics.json (fine-tuned models) replace those in
+    config.json.
+
+    Args:
+        path: The directory.
+        dtype: Type of the weights.
+        device: Device of the weights.
+        what: Option, for messages.
+
+    Raises:
+        ConfigError: A file is missing, damaged, or of another model.
     """
     folder, where = Path(path), f"{what}={path}"
     try:
@@ -338,10 +379,10 @@ def load(
         from transformers.initialization import no_init_weights
     except ImportError as error:
         raise ConfigError(f"OpenVLA needs transformers ({error}): pip install 'embodied-ppo[vla]'") from error
-    raw = json_of(folder / "config.json", where, ELSE)
+    raw = read_json(folder / "config.json", where, CURE)
     statistics = folder / "dataset_statistics.json"
     if statistics.is_file():
-        raw["norm_stats"] = (raw.get("norm_stats") or {}) | json_of(statistics, where, ELSE)
+        raw["norm_stats"] = (raw.get("norm_stats") or {}) | read_json(statistics, where, CURE)
     heads = sorted(file.name for file in folder.glob("*--*checkpoint.pt"))
     if heads:
         raise ConfigError(
@@ -354,8 +395,8 @@ def load(
         with no_init_weights():
             body = OpenVLABody(config, dtype=dtype, device=device)
         expected = entries(body)
-        found = _check(files, expected)
-        _copy(found, expected)
+        locations = _check(files, expected)
+        _copy(locations, expected)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except (SafetensorError, OSError) as error:
@@ -366,9 +407,9 @@ def load(
 
 
 def save(body: OpenVLABody, path: str | Path) -> None:
-    """The published layout, which ``load`` reads: config.json and model.safetensors, in the body's type.
+    """Write config.json and model.safetensors in the published layout, in the body's type.
 
-    Each is written to another name first. The tokenizer's files are the checkpoint's and are not written.
+    Each file is written under a temporary name and renamed. The tokenizer's files are not written.
     """
     from safetensors.torch import save_file
 
@@ -377,8 +418,9 @@ def save(body: OpenVLABody, path: str | Path) -> None:
     tensors = {}
     for key, entry in entries(body).items():
         tensor = entry.write()
-        alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-        tensors[key] = tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
+        # safetensors refuses tensors that share memory or are not contiguous.
+        separate = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensors[key] = tensor if separate else tensor.clone(memory_format=torch.contiguous_format)
     part = folder / "model.safetensors.part"
     save_file(tensors, part, metadata={"format": "pt"})
     os.replace(part, folder / "model.safetensors")
@@ -388,7 +430,7 @@ def save(body: OpenVLABody, path: str | Path) -> None:
 
 
 def _weights(folder: Path, where: str) -> list[Path]:
-    """The files that hold weights."""
+    """Return the files that hold weights."""
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     if not (folder / "model.safetensors.index.json").is_file():
@@ -396,7 +438,7 @@ def _weights(folder: Path, where: str) -> list[Path]:
             f"{where}: holds neither model.safetensors nor model.safetensors.index.json; other formats (.bin, .pt) "
             "can run code when they are read: convert them to safetensors first"
         )
-    names = json_of(folder / "model.safetensors.index.json", where, ELSE).get("weight_map")
+    names = read_json(folder / "model.safetensors.index.json", where, CURE).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ConfigError(f"{where}: model.safetensors.index.json has no weight_map; download it again")
     files = [folder / str(name) for name in sorted(set(names.values()))]
@@ -409,18 +451,22 @@ def _weights(folder: Path, where: str) -> list[Path]:
 
 
 def _check(files: Sequence[Path], expected: Mapping[str, Entry]) -> dict[str, tuple[Path, str]]:
-    """Key -> file and its name there, if the files hold exactly what is expected. Raises ConfigError."""
+    """Return file and name of each key if the files hold exactly the expected tensors.
+
+    Raises:
+        ConfigError: They do not.
+    """
     from safetensors import safe_open
 
-    found: dict[str, tuple[Path, str]] = {}
+    locations: dict[str, tuple[Path, str]] = {}
     wrong, twice, quantised = [], [], []
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (it is no mapping)
                 key = name[: -len("gamma")] + "scale_factor" if name.endswith((".ls1.gamma", ".ls2.gamma")) else name
-                if key in found:
+                if key in locations:
                     twice.append(name)
-                found[key] = file, name
+                locations[key] = file, name
                 view = tensors.get_slice(name)
                 shape = tuple(view.get_shape())
                 if key in expected and shape != expected[key].shape:
@@ -428,31 +474,33 @@ def _check(files: Sequence[Path], expected: Mapping[str, Entry]) -> dict[str, tu
                 if key in expected and view.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                     quantised.append(f"{name} {view.get_dtype()}")
     problems = {
-        "missing": [key for key in expected if key not in found],
-        "unexpected": [found[key][1] for key in found if key not in expected],
+        "missing": [key for key in expected if key not in locations],
+        "unexpected": [locations[key][1] for key in locations if key not in expected],
         "of another shape": wrong,
         "twice": twice,
         "not of a floating type (quantised?)": quantised,
     }
-    text = "; ".join(f"{len(keys)} {how}: {_some(keys)}" for how, keys in problems.items() if keys)
+    text = "; ".join(f"{len(keys)} {problem}: {_some(keys)}" for problem, keys in problems.items() if keys)
     if text:
         raise ConfigError(
             f"the weights are not those of the model that config.json describes: {text}. Are vision_backbone_id and "
             "text_config those that the weights were written with? (LoRA adapters must be merged first)"
         )
-    return found
+    return locations
 
 
 @torch.no_grad()
-def _copy(found: Mapping[str, tuple[Path, str]], expected: Mapping[str, Entry]) -> None:
+def _copy(locations: Mapping[str, tuple[Path, str]], expected: Mapping[str, Entry]) -> None:
+    """Copy all tensors from the files into the parameters."""
     from safetensors import safe_open
 
-    for file in dict.fromkeys(file for file, _ in found.values()):
+    for file in dict.fromkeys(file for file, _ in locations.values()):
         with safe_open(file, framework="pt") as tensors:
-            for key, (holder, name) in found.items():
+            for key, (holder, name) in locations.items():
                 if holder == file:
                     expected[key].read(tensors.get_tensor(name))
 
 
 def _some(keys: Sequence[str]) -> str:
+    """List the first three keys."""
     return ", ".join(keys[:3]) + (", .." if len(keys) > 3 else "")

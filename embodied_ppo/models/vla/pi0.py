@@ -1,16 +1,21 @@
-"""π0 (Black et al. 2024, arXiv 2410.24164): PaliGemma sees and reads, a smaller Gemma beside it makes actions flow.
+"""π0: PaliGemma encodes images and words, a smaller Gemma (the action expert) predicts the flow of
+actions.
 
-B rows, K cameras, P tokens of the prefix (pictures, then words), H actions of the model's horizon, N numbers of each
-and of a state (padded), D width of the prefix, L layers, G heads of keys, d size of a head.
+B rows, K cameras, P tokens of the prefix (images, then words), H actions of the model's horizon, N
+numbers of each and of a state (padded), D width of the prefix, L layers, G key heads, d size of a
+head.
 
-The weights and modules are transformers' (PI0ForConditionalGeneration), the forward pass is ours: keys and values of
-the prefix are tensors that ``encode`` can keep and minibatches can cut, not a cache that grows. What sees what::
+Weights and modules are those of transformers (PI0ForConditionalGeneration). The forward pass is
+implemented here, because keys and values of the prefix have to be tensors that ``encode`` can store
+and minibatches can index, instead of a growing cache. Attention::
 
-    pictures | words                       each other
-               state                       these, and itself
-                       H noisy actions     all of it
+    images | words                      attend to each other
+               state                      attends to these and itself
+                       H noisy actions    attend to everything
 
-``pi0_checkpoint`` reads the published files.
+``pi0_files`` reads the published files.
+
+Source: Black et al. 2024, arXiv 2410.24164.
 """
 
 from __future__ import annotations
@@ -32,24 +37,27 @@ from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import VECTOR, Encoder
 from embodied_ppo.models.vla.flow_matching import Field, Flow, learned_log_std
 from embodied_ppo.models.vla.pi0_files import Published, Statistics, read
-from embodied_ppo.models.vla.trunk import INSTRUCTION, WORDS, Found, ValueHead, action_size, check_units
+from embodied_ppo.models.vla.trunk import INSTRUCTION, WORDS, Grounding, ValueHead, action_size, check_units
 
 PAD = -1
-"""In place of a word's id."""
+"""Id of padding words."""
 FROZEN_ROWS = 32
-"""Observations that a frozen trunk reads together."""
+"""Observations that a frozen trunk processes at a time."""
 SHARE = 0.5
-"""Of the device's memory: what prefixes of a frozen trunk may take."""
+"""Share of the device's memory that prefixes of a frozen trunk may use."""
 KEYS, VALUES, VALID, POOLED = "/keys", "/values", "/valid", "/pooled"
 """Names of the inputs that hold a prefix."""
 
 
 class Prefix(NamedTuple):
-    """What is seen, once for all steps of a chain.
+    """Result of the trunk, computed once for all steps of a chain.
 
-    keys, values  per layer [B, G, P, d]      valid  bool [B, P], not padding
-    pooled        float32 [B, D], mean of the last layer's outputs where valid
-    state         float32 [B, N], normalised and padded
+    Attributes:
+        keys: Of each layer [B, G, P, d].
+        values: Of each layer [B, G, P, d].
+        valid: bool [B, P], tokens that are not padding.
+        pooled: float32 [B, D], mean of the last layer's outputs over valid tokens.
+        state: float32 [B, N], normalised and padded.
     """
 
     keys: tuple[Tensor, ...]
@@ -59,58 +67,80 @@ class Prefix(NamedTuple):
     state: Tensor
 
     @property
-    def found(self) -> Found:
-        """See ``Flow.see``."""
-        return Found(self.pooled)
+    def grounding(self) -> Grounding:
+        """Input of cloning's auxiliary loss, see ``Flow.encode_context``."""
+        return Grounding(self.pooled)
 
 
 # ---------------------------------------------------------------------------------------------------------- the layers
 def block(
-    layer: Any, x: Tensor, rotation: tuple[Tensor, Tensor], seen: Tensor, past: tuple[Tensor, Tensor] | None = None
+    layer: Any, x: Tensor, rotation: tuple[Tensor, Tensor], visible: Tensor, past: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One of Gemma's layers: outputs [B, Q, D'], its own keys and values [B, G, Q, d].
+    """Run one Gemma layer.
 
-    ``seen`` bool [B, 1, 1 or n Q, P + Q], see ``_grouped``; ``past``: keys and values [B, G, P, d] of what came before.
+    Args:
+        layer: Layer of transformers' Gemma.
+        x: [B, Q, D'].
+        rotation: cos and sin of the rotary positions.
+        visible: bool [B, 1, 1 or n Q, P + Q], keys that each query attends to, see ``_grouped``.
+        past: Keys and values [B, G, P, d] of earlier tokens.
+
+    Returns:
+        Outputs [B, Q, D'], and the layer's own keys and values [B, G, Q, d].
     """
     a = layer.self_attn
     h = layer.input_layernorm(x)
     q, k, v = (p(h).unflatten(-1, (-1, a.head_dim)).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj))
     q, k = (_rotated(t, rotation).to(v.dtype) for t in (q, k))
     keys, values = (k, v) if past is None else (torch.cat((p.to(v.dtype), n), 2) for p, n in zip(past, (k, v)))
-    h = F.scaled_dot_product_attention(_grouped(q, k.shape[1]), keys, values, attn_mask=seen, scale=a.scaling)
+    h = F.scaled_dot_product_attention(_grouped(q, k.shape[1]), keys, values, attn_mask=visible, scale=a.scaling)
     h = h.reshape(q.shape)
     x = x + a.o_proj(h.transpose(1, 2).flatten(2))
     return x + layer.mlp(layer.post_attention_layernorm(x)), k, v
 
 
 def _grouped(q: Tensor, groups: int) -> Tensor:
-    """[B, heads, Q, d] -> [B, G, n Q, d]: the n = heads / G that share keys side by side, so that no key is copied."""
+    """Fold the n = heads / G queries that share keys into the query dimension, so that no key is
+    copied: [B, heads, Q, d] -> [B, G, n Q, d].
+    """
     return q if q.shape[1] == groups else q.reshape(q.shape[0], groups, -1, q.shape[-1])
 
 
 def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions, as transformers pairs them: dimension i with i + d/2."""
+    """Apply rotary positions; as in transformers, dimension i is paired with i + d/2."""
     a, b = x.chunk(2, dim=-1)
     return x * rotation[0] + torch.cat((-b, a), dim=-1) * rotation[1]
 
 
 def _positions(model: Any, place: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin float32 [B, 1, Q, d] of int64 [B, Q]."""
+    """Return cos and sin float32 [B, 1, Q, d] of positions int64 [B, Q]."""
     cos, sin = model.rotary_emb(place.new_zeros((), dtype=torch.float32), place)
     return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
 # ----------------------------------------------------------------------------------------------------------- the trunk
 class Trunk(nn.Module):
-    """Observations to a prefix: what freezes with model.freeze_trunk is ``vlm``."""
+    """Maps observations to a prefix. ``vlm`` is the part that model.freeze_trunk freezes."""
 
     def __init__(
         self, obs_spec: ObsSpec, vlm: Any, numbers: int, published: Published, config: ModelConfig, *, what: str
     ) -> None:
-        """``numbers`` is N. Raises ConfigError."""
+        """Build the trunk.
+
+        Args:
+            obs_spec: Observations of one environment.
+            vlm: transformers' PaliGemma.
+            numbers: N.
+            published: Contents of the checkpoint directory.
+            config: Options of the section ``model``.
+            what: Option and value, for messages.
+
+        Raises:
+            ConfigError: The observations do not fit the model.
+        """
         super().__init__()
         named: dict[str, ArraySpec] = dict(obs_spec) if isinstance(obs_spec, dict) else {"obs": obs_spec}
-        self.told = named.pop(INSTRUCTION, None) is not None
+        self.has_instruction = named.pop(INSTRUCTION, None) is not None
         self.encoder = Encoder(named, config)
         if not self.encoder.images:
             raise ConfigError(
@@ -140,13 +170,13 @@ class Trunk(nn.Module):
         self.register_buffer("table", torch.zeros(1, 1, dtype=torch.int64), persistent=False)
 
     def words(self, sentences: Sequence[str]) -> Tensor:
-        """int64 [S, words], PAD where a sentence is shorter; one empty sentence where there are none."""
+        """Return word ids int64 [S, words], padded with PAD; one empty sentence without sentences."""
         rows = [list(self.tokenize(sentence)) for sentence in sentences or ("",)]
         width = max(map(len, rows))
         return torch.tensor([row + [PAD] * (width - len(row)) for row in rows], dtype=torch.int64)
 
     def encode(self, obs: Obs) -> dict[str, Tensor]:
-        """Pictures uint8 [B, 3, h, w], VECTOR float32 [B, N], WORDS int64 [B, words]."""
+        """Return images uint8 [B, 3, h, w], VECTOR float32 [B, N] and WORDS int64 [B, words]."""
         named = obs if isinstance(obs, dict) else {"obs": obs}
         inputs = self.encoder({name: x for name, x in named.items() if name != INSTRUCTION})
         rows = len(inputs[next(iter(self.encoder.images))])
@@ -156,12 +186,17 @@ class Trunk(nn.Module):
         if self.mean is not None and self.deviation is not None:
             state = (state - self.mean) / self.deviation
         inputs[VECTOR] = F.pad(state, (0, self.numbers - state.shape[1]))
-        which = named[INSTRUCTION].long() if self.told else torch.zeros(rows, dtype=torch.int64, device=state.device)
-        inputs[WORDS] = self.table[which]
+        if self.has_instruction:
+            index = named[INSTRUCTION].long()
+        else:
+            index = torch.zeros(rows, dtype=torch.int64, device=state.device)
+        inputs[WORDS] = self.table[index]
         return inputs
 
     def pixels(self, image: Tensor) -> Tensor:
-        """uint8 [B, 3, h, w] to float32 [B, 3, side, side] in [-1, 1]: resized, black where the shape is another."""
+        """Resize uint8 [B, 3, h, w] to float32 [B, 3, side, side] in [-1, 1], padded with black to
+        a square.
+        """
         x, (h, w) = image.float(), image.shape[-2:]
         if max(h, w) != self.side:
             scale = self.side / max(h, w)
@@ -176,19 +211,19 @@ class Trunk(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> Prefix:
         pictures = torch.stack([self.pixels(inputs[name]) for name in self.encoder.images], dim=1)  # [B, K, 3, s, s]
         rows = len(pictures)
-        looks = self.vlm.multi_modal_projector(self.vlm.vision_tower(pictures.flatten(0, 1)).last_hidden_state)
-        looks = looks.reshape(rows, -1, looks.shape[-1])  # [B, K tokens, D]
+        images = self.vlm.multi_modal_projector(self.vlm.vision_tower(pictures.flatten(0, 1)).last_hidden_state)
+        images = images.reshape(rows, -1, images.shape[-1])  # [B, K tokens, D]
         ids, language = inputs[WORDS], self.vlm.language_model
-        said = language.embed_tokens(ids.clamp_min(0))
-        x = torch.cat((looks.to(said.dtype), said), dim=1)
-        valid = torch.cat((ids.new_ones(looks.shape[:2], dtype=torch.bool), ids != PAD), dim=1)
-        rotation, seen = _positions(language, valid.cumsum(1) - 1), valid[:, None, None]
+        words = language.embed_tokens(ids.clamp_min(0))
+        x = torch.cat((images.to(words.dtype), words), dim=1)
+        valid = torch.cat((ids.new_ones(images.shape[:2], dtype=torch.bool), ids != PAD), dim=1)
+        rotation, visible = _positions(language, valid.cumsum(1) - 1), valid[:, None, None]
         keys, values = [], []
         for layer in language.layers:
             if self.checkpointing and torch.is_grad_enabled():
-                x, k, v = cast(Any, checkpoint(gathered, layer, block, x, rotation, seen, use_reentrant=False))
+                x, k, v = cast(Any, checkpoint(gathered, layer, block, x, rotation, visible, use_reentrant=False))
             else:
-                x, k, v = gathered(layer, block, x, rotation, seen)
+                x, k, v = gathered(layer, block, x, rotation, visible)
             keys.append(k)
             values.append(v)
         out = language.norm(x).float() * valid.unsqueeze(-1)
@@ -198,10 +233,11 @@ class Trunk(nn.Module):
 
 # ---------------------------------------------------------------------------------------------------------- the policy
 class PI0(Flow, lora.Adapted):
-    """See ``Flow``; the value is read from the pooled prefix and the state, which π0 does not show its prefix.
+    """Flow policy on π0; see ``Flow``.
 
-    With model.freeze_trunk ``encode`` gives keys, values and pooled prefix in place of pictures, as long as they fit
-    into memory (``most_rows``): the epochs of an update then run the expert only.
+    The value is computed from the pooled prefix and the state, which π0's prefix does not contain.
+    With model.freeze_trunk ``encode`` returns keys, values and pooled prefix instead of images if
+    they fit into memory (``most_rows``). The epochs of an update then run the action expert only.
     """
 
     def __init__(
@@ -216,8 +252,22 @@ class PI0(Flow, lora.Adapted):
         memory_gb: float | None = None,
         values: int = 1,
     ) -> None:
-        """``memory_gb``: for prefixes of a frozen trunk; None: SHARE of the device's. ``values``: see ``ValueHead``.
-        Raises ConfigError."""
+        """Build the policy from the contents of a checkpoint directory.
+
+        Args:
+            obs_spec: Observations of one environment.
+            action_spec: Actions of one environment.
+            config: Options of the section ``model``.
+            published: Contents of the directory.
+            chunk: Actions of a chunk.
+            sentences: The simulator's instructions.
+            memory_gb: Memory for prefixes of a frozen trunk in GB. None: SHARE of the device's
+                memory.
+            values: Outputs of the value head, see ``ValueHead``.
+
+        Raises:
+            ConfigError: Task, options and checkpoint do not fit together.
+        """
         super().__init__()
         what = f"model.checkpoint={config.checkpoint}"
         sizes = published.model.config
@@ -237,7 +287,7 @@ class PI0(Flow, lora.Adapted):
                 f"model.lora_rank={config.lora_rank}: adapters are on what model.freeze_trunk=true freezes; keep one"
             )
         _check_sizes(sizes, what)
-        self.flow_by(config, horizon=sizes.chunk_size, padded=sizes.max_action_dim)
+        self.configure_chain(config, horizon=sizes.chunk_size, padded=sizes.max_action_dim)
         body = published.model
         self.trunk = Trunk(obs_spec, body.model.vlm, sizes.max_state_dim, published, config, what=what)
         self.embed, self.expert, self.velocity = body.embed_action_time, body.model.dit, body.action_out_proj
@@ -250,12 +300,12 @@ class PI0(Flow, lora.Adapted):
             self.scale = nn.Sequential(*inner, nn.Linear(64, self.padded))
         pooled = sizes.vlm_config.text_config.hidden_size + sizes.max_state_dim
         self.value_head = ValueHead(pooled, config.detach_value, values=values)
-        aimed: Statistics | None = published.action
-        aimed = None if aimed is None else aimed.only(self.size, "actions")
+        statistics: Statistics | None = published.action
+        statistics = None if statistics is None else statistics.only(self.size, "actions")
         self.mean: Tensor | None
         self.deviation: Tensor | None
-        self.register_buffer("mean", None if aimed is None else aimed.mean, persistent=False)
-        self.register_buffer("deviation", None if aimed is None else aimed.std, persistent=False)
+        self.register_buffer("mean", None if statistics is None else statistics.mean, persistent=False)
+        self.register_buffer("deviation", None if statistics is None else statistics.std, persistent=False)
         first = torch.randn(self.horizon, self.padded, generator=torch.Generator().manual_seed(0))
         self.first: Tensor
         self.register_buffer("first", first, persistent=False)
@@ -268,7 +318,7 @@ class PI0(Flow, lora.Adapted):
             for name in ("dropout", "attention_dropout"):
                 if isinstance(getattr(part, name, None), float):
                     setattr(part, name, 0.0)
-        self.train()  # or transformers would keep activations
+        self.train()  # in eval mode transformers' layers ignore gradient checkpointing
         self.freeze(config.freeze_trunk)
         self.tell(sentences)
 
@@ -284,25 +334,40 @@ class PI0(Flow, lora.Adapted):
         mapping: str = "none",
         values: int = 1,
     ) -> PI0:
-        """From the directory ``config.checkpoint``; ``mapping``: env.action_mapping. Raises ConfigError."""
+        """Build the policy from the directory ``config.checkpoint``.
+
+        Args:
+            obs_spec: Observations of one environment.
+            action_spec: Actions of one environment.
+            config: Options of the section ``model``.
+            chunk: Actions of a chunk.
+            sentences: The simulator's instructions.
+            mapping: Value of env.action_mapping.
+            values: Outputs of the value head.
+
+        Raises:
+            ConfigError: As ``__init__``, and where the directory cannot be read.
+        """
         assert config.checkpoint is not None
         published = read(config.checkpoint)
         policy = cls(obs_spec, action_spec, config, published, chunk=chunk, sentences=sentences, values=values)
         if policy.mean is not None:
             check_units(action_spec, config, mapping)
         if config.freeze_trunk or config.lora_rank:
-            policy.rests_on(config.checkpoint)
+            policy.set_base_weights(config.checkpoint)
         return policy
 
     # ----------------------------------------------------------------------------------------------------- what learns
     def freeze(self, frozen: bool) -> None:
-        """Whether PaliGemma stays as it is; with adapters only they learn in any case.
+        """Exclude PaliGemma from training, or include it; with adapters only these are trained.
 
-        What rests on a directory stays frozen: a run's checkpoints do not hold it."""
+        A policy whose base weights are in a directory (``lora.Adapted``) stays frozen, because the
+        run's checkpoints do not contain them.
+        """
         self.frozen = frozen = frozen or (self.base is not None and not self.rank)
         for name, p in self.trunk.vlm.named_parameters():
             p.requires_grad_(not frozen and (not self.rank or "lora_" in name))
-        lora.settle(self, self.dtype)
+        lora.cast_parameters(self, self.dtype)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         critic = list(self.value_head.parameters())
@@ -314,7 +379,7 @@ class PI0(Flow, lora.Adapted):
         return [*layers(self.trunk.vlm), *layers(self.expert), self.trunk.vlm.language_model.embed_tokens]
 
     def tell(self, sentences: Sequence[str]) -> None:
-        """The sentences that observations count, from now on."""
+        """Set the sentences that the instruction observation indexes."""
         self.sentences = tuple(sentences)
         self.trunk.table = self.trunk.words(self.sentences).to(self.device)
 
@@ -324,7 +389,7 @@ class PI0(Flow, lora.Adapted):
 
     @property
     def query(self) -> Tensor:
-        """[1, D]: what cloning asks for device and width."""
+        """Tensor [1, D] from which behaviour cloning takes device and width."""
         return self.trunk.vlm.language_model.norm.weight.unsqueeze(0)
 
     @property
@@ -333,18 +398,22 @@ class PI0(Flow, lora.Adapted):
 
     # ------------------------------------------------------------------------------------------------------ the memory
     def prefix_bytes(self) -> int:
-        """Of one observation's prefix: L layers x keys and values x P x G x d numbers, and what is pooled."""
+        """Return the size of one observation's prefix: keys and values of L layers, 2·L·P·G·d
+        numbers, and the pooled outputs.
+        """
         text = self.trunk.vlm.config.text_config
         vision = self.trunk.vlm.config.vision_config
-        seen = len(self.trunk.encoder.images) * (self.trunk.side // vision.patch_size) ** 2 + self.trunk.table.shape[1]
+        visual_tokens = len(self.trunk.encoder.images) * (self.trunk.side // vision.patch_size) ** 2
+        tokens = visual_tokens + self.trunk.table.shape[1]
         each = text.num_hidden_layers * 2 * text.num_key_value_heads * text.head_dim * self.dtype.itemsize
-        return seen * (each + 1) + 4 * text.hidden_size + 4 * self.trunk.numbers
+        return tokens * (each + 1) + 4 * text.hidden_size + 4 * self.trunk.numbers
 
     def most_rows(self) -> int:
-        """Prefixes that fit into what they may take of the device's memory."""
+        """Return the number of prefixes that fit into their share of the device's memory."""
         return int(self._room_gb() * 1e9) // self.prefix_bytes()
 
     def _room_gb(self) -> float:
+        """Return the memory that prefixes may use, in GB."""
         if self.memory_gb is not None:
             return self.memory_gb
         if self.device.type == "cuda":
@@ -352,15 +421,19 @@ class PI0(Flow, lora.Adapted):
         return SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
 
     def memory_notice(self, rows: int) -> str | None:
-        """What the log should say of an update over so many observations; None: nothing is kept."""
+        """Return the log line about the memory of an update's prefixes, None if no prefix is kept.
+
+        Args:
+            rows: Observations of an update.
+        """
         if not self.frozen:
             return None
         each, room = self.prefix_bytes(), self._room_gb()
-        told = f"model.freeze_trunk: {rows} prefixes of {each / 1e6:.3g} MB are {rows * each / 1e9:.3g} GB"
+        sizes = f"model.freeze_trunk: {rows} prefixes of {each / 1e6:.3g} MB are {rows * each / 1e9:.3g} GB"
         if rows <= self.most_rows():
-            return f"{told}, kept through the epochs of an update (they may take {room:.3g} GB)"
+            return f"{sizes}, kept through the epochs of an update (they may take {room:.3g} GB)"
         return (
-            f"{told} and may take {room:.3g} GB: every minibatch computes them anew; at most {self.most_rows()} "
+            f"{sizes} and may take {room:.3g} GB: every minibatch computes them anew; at most {self.most_rows()} "
             "(algorithm.horizon x env.num_envs) are kept"
         )
 
@@ -372,7 +445,7 @@ class PI0(Flow, lora.Adapted):
             return inputs
         kept: dict[str, Tensor] = {}
         for i in range(0, rows, FROZEN_ROWS):
-            part = self.see({name: x[i : i + FROZEN_ROWS] for name, x in inputs.items()})
+            part = self.encode_context({name: x[i : i + FROZEN_ROWS] for name, x in inputs.items()})
             new = {KEYS: torch.stack(part.keys, 1), VALUES: torch.stack(part.values, 1)}
             new |= {VALID: part.valid, POOLED: part.pooled, VECTOR: part.state}
             for name, x in new.items():
@@ -381,30 +454,30 @@ class PI0(Flow, lora.Adapted):
                 kept[name][i : i + FROZEN_ROWS] = x
         return kept
 
-    def see(self, inputs: dict[str, Tensor]) -> Prefix:
+    def encode_context(self, inputs: dict[str, Tensor]) -> Prefix:
         if KEYS in inputs:
             keys, values = (inputs[name].unbind(1) for name in (KEYS, VALUES))
             return Prefix(keys, values, inputs[VALID], inputs[POOLED], inputs[VECTOR])
         learns = torch.is_grad_enabled() and not self.frozen
-        with torch.set_grad_enabled(learns), lora.arithmetic(self.device, self.dtype):
+        with torch.set_grad_enabled(learns), lora.autocast(self.device, self.dtype):
             return self.trunk(inputs)
 
-    def field(self, seen: Prefix) -> Field:
-        """One run of the expert for each x."""
+    def field(self, context: Prefix) -> Field:
+        """Return the velocity field; each evaluation runs the expert once."""
         horizon, model = self.horizon, self.expert
-        rows, length = seen.valid.shape
-        place = seen.valid.sum(1, keepdim=True) + torch.arange(1 + horizon, device=seen.valid.device)
+        rows, length = context.valid.shape
+        place = context.valid.sum(1, keepdim=True) + torch.arange(1 + horizon, device=context.valid.device)
         rotation = _positions(model, place)
         own = torch.ones(1 + horizon, 1 + horizon, dtype=torch.bool, device=place.device)
-        own[0, 1:] = False  # the state sees no action
-        keys = seen.valid[:, None].expand(rows, 1 + horizon, length)
+        own[0, 1:] = False  # the state attends to no action
+        keys = context.valid[:, None].expand(rows, 1 + horizon, length)
         sharing = cast(Any, model.config).num_attention_heads // cast(Any, model.config).num_key_value_heads
         mask = torch.cat((keys, own.expand(rows, -1, -1)), dim=2).repeat(1, sharing, 1).unsqueeze(1)
 
         def flow(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
-            with lora.arithmetic(self.device, self.dtype):
-                h = self.embed(seen.state, x, tau)
-                for layer, *past in zip(cast(Any, model.layers), seen.keys, seen.values, strict=True):
+            with lora.autocast(self.device, self.dtype):
+                h = self.embed(context.state, x, tau)
+                for layer, *past in zip(cast(Any, model.layers), context.keys, context.values, strict=True):
                     if self.checkpointing and torch.is_grad_enabled():
                         run = partial(checkpoint, gathered, use_reentrant=False)
                         h = cast(Any, run(layer, block, h, rotation, mask, tuple(past)))[0]
@@ -416,27 +489,35 @@ class PI0(Flow, lora.Adapted):
 
         return flow
 
-    def value_of(self, seen: Prefix) -> Tensor:
-        pooled = F.layer_norm(seen.pooled, seen.pooled.shape[-1:])
-        return self.value_head(torch.cat((pooled, seen.state), dim=1))
+    def value_of(self, context: Prefix) -> Tensor:
+        pooled = F.layer_norm(context.pooled, context.pooled.shape[-1:])
+        return self.value_head(torch.cat((pooled, context.state), dim=1))
 
     # ----------------------------------------------------------------------------------------------------- the actions
     def start(self, rows: int) -> Tensor:
-        """One noise for all: zero is nothing that a flow in so many dimensions has seen."""
+        """Return the same fixed noise for every row.
+
+        The flow was not trained on x_1 = 0, which has probability zero in so many dimensions.
+        """
         return self.first.expand(rows, -1, -1)
 
-    def emit(self, x: Tensor) -> Tensor:
-        """In the dataset's units where the checkpoint knows them."""
+    def denormalize_actions(self, x: Tensor) -> Tensor:
+        """Convert to the units of the dataset if the checkpoint has its statistics."""
         return x if self.mean is None or self.deviation is None else x * self.deviation + self.mean
 
-    def aim(self, action: Tensor) -> Tensor:
+    def normalize_actions(self, action: Tensor) -> Tensor:
         if self.mean is None or self.deviation is None:
             return action
         return (action - self.mean) / (self.deviation + 1e-8)
 
 
 def _check_sizes(config: Any, what: str) -> None:
-    """The expert reads PaliGemma's keys: their layers and heads must be alike. Raises ConfigError."""
+    """Check that layers and heads of the expert and PaliGemma agree; the expert reads PaliGemma's
+    keys.
+
+    Raises:
+        ConfigError: They differ.
+    """
     text, expert = config.vlm_config.text_config, config.dit_config
     if text.model_type != "gemma" or expert.model_type != "gemma":
         raise ConfigError(f"{what}: {text.model_type} with {expert.model_type}; π0 is Gemma with Gemma")

@@ -1,8 +1,8 @@
 """π0's published files: config.json of transformers or of lerobot, weights, statistics, tokenizer.
 
-``read`` takes a directory of either kind. Weights with lerobot's keys (``model.paligemma_with_expert...``) are renamed
-by transformers itself. No published weights were at hand: everything is proven on synthetic directories with the
-published layout, not on the published ones.
+``read`` accepts both kinds of directory. transformers renames weights with lerobot's keys
+(``model.paligemma_with_expert...``). Published weights were not available: everything is tested
+with synthetic directories of the published layout.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from torch import Tensor
 
 from embodied_ppo.core.errors import one_line
 from embodied_ppo.core.types import ConfigError
-from embodied_ppo.models.checkpoint_files import json_of, refusing
+from embodied_ppo.models.checkpoint_files import config_errors, read_json
 
-ELSE = "name one of π0 (hf download lerobot/pi0_base --local-dir DIR)"
+CURE = "name one of π0 (hf download lerobot/pi0_base --local-dir DIR)"
 
 VARIANTS: dict[str, dict[str, int]] = {
     "gemma_300m": {"hidden_size": 1024, "intermediate_size": 4096},
     "gemma_2b": {"hidden_size": 2048, "intermediate_size": 16384},
 }
-"""What lerobot's ``paligemma_variant`` and ``action_expert_variant`` name, as far as the two differ."""
+"""Sizes that differ between the values of lerobot's ``paligemma_variant`` and
+``action_expert_variant``.
+"""
 GEMMA = {
     "model_type": "gemma",
     "num_hidden_layers": 18,
@@ -51,14 +53,14 @@ SHARED = (
     "min_period",
     "max_period",
 )
-"""Fields of lerobot's config.json that transformers' has, too."""
+"""Fields that the config.json of lerobot and of transformers have in common."""
 FORMER = {
     r"paligemma\.language_model\.model\.": "paligemma.model.language_model.",
     r"paligemma\.language_model\.lm_head": "paligemma.lm_head",
     r"paligemma\.vision_tower": "paligemma.model.vision_tower",
     r"paligemma\.multi_modal_projector": "paligemma.model.multi_modal_projector",
 }
-"""Keys of lerobot before 0.4 -> those since, which transformers knows."""
+"""Keys of lerobot before 0.4 -> later keys, which transformers converts."""
 OTHERS = {
     "pi05": "π0.5, whose expert is another (adaptive norms, the state among the words)",
     "pi0_fast": "π0-FAST, whose actions are tokens",
@@ -67,18 +69,25 @@ OTHERS = {
     "diffusion": "a diffusion policy",
     "openvla": "OpenVLA, read with model.policy=token",
 }
-"""Kinds of directories that are known and not read here."""
+"""Policy types that are recognised but not supported here."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of a dataset: x is (a - mean) / (std + 1e-8), back it is x std + mean. float32 [n], in the dataset's units."""
+    """Mean and standard deviation of a dataset, float32 [n], in its units.
+
+    Normalised x = (a - mean) / (std + 1e-8); the inverse is x std + mean.
+    """
 
     mean: Tensor
     std: Tensor
 
     def only(self, n: int, what: str) -> Statistics:
-        """The first n numbers, which those of a padded dataset are. Raises ConfigError where there are fewer."""
+        """Return the statistics of the first n numbers; the others are padding.
+
+        Raises:
+            ConfigError: There are fewer numbers.
+        """
         if len(self.mean) < n:
             raise ConfigError(
                 f"model.checkpoint: its statistics of {what} are of {len(self.mean)} numbers, the task's has {n}; use "
@@ -89,11 +98,13 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Published:
-    """What a directory holds.
+    """Contents of a checkpoint directory.
 
-    model     transformers' PI0ForConditionalGeneration, float32
-    tokenize  a sentence to ids, begin of sequence and end of line included
-    state, action   None: the model's numbers are the robot's
+    Attributes:
+        model: transformers' PI0ForConditionalGeneration, float32.
+        tokenize: Sentence -> ids, including begin of sequence and end of line.
+        state: Statistics of the state, None: the model uses the robot's units.
+        action: Statistics of the actions, None: the model uses the robot's units.
     """
 
     model: Any
@@ -103,15 +114,23 @@ class Published:
 
 
 def read(folder: str | Path) -> Published:
-    """Raises ConfigError: what is missing, or what kind of directory it is."""
+    """Read a checkpoint directory.
+
+    Raises:
+        ConfigError: A file is missing, or the directory holds another kind of model.
+    """
     folder = Path(folder)
-    raw = json_of(folder / "config.json", f"model.checkpoint={folder}", ELSE)
+    raw = read_json(folder / "config.json", f"model.checkpoint={folder}", CURE)
     return Published(_model(folder, raw), _words(folder), *statistics(folder, raw))
 
 
 # ------------------------------------------------------------------------------------------------------- configuration
 def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
-    """transformers' PI0Config of either kind of config.json. Raises ConfigError."""
+    """Return transformers' PI0Config for either kind of config.json.
+
+    Raises:
+        ConfigError: It describes another kind of model or is damaged.
+    """
     transformers = _transformers()
     kind = str(raw.get("model_type") or raw.get("type") or "nothing it says")
     try:
@@ -126,7 +145,7 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
 
 
 def lerobot_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers' fields for what lerobot's config.json says; what it does not say is as published."""
+    """Return the fields of transformers for lerobot's config.json; missing ones are as published."""
     sizes = []
     for name, usual in (("paligemma_variant", "gemma_2b"), ("action_expert_variant", "gemma_300m")):
         variant = raw.get(name, usual)
@@ -145,12 +164,13 @@ def lerobot_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
+    """Load the weights."""
     config = read_config(raw, folder)
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.checkpoint={folder}: holds no weights (model.safetensors); download it completely")
     transformers = _transformers()
-    with refusing(f"model.checkpoint={folder}: transformers refuses: "):
-        model, told = transformers.PI0ForConditionalGeneration.from_pretrained(
+    with config_errors(f"model.checkpoint={folder}: transformers refuses: "):
+        model, loading_info = transformers.PI0ForConditionalGeneration.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
@@ -160,8 +180,8 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
             output_loading_info=True,
             key_mapping=FORMER,
         )
-    unknown = [name for name in told["unexpected_keys"] if "normalize_" not in name]
-    for what, names in (("lack", told["missing_keys"]), ("have an unknown", unknown)):
+    unknown = [name for name in loading_info["unexpected_keys"] if "normalize_" not in name]
+    for what, names in (("lack", loading_info["missing_keys"]), ("have an unknown", unknown)):
         if names:
             raise ConfigError(
                 f"model.checkpoint={folder}: the weights {what} {min(names)} ({len(names)} in all); they are of "
@@ -171,6 +191,7 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
 
 
 def _transformers() -> Any:
+    """Import transformers."""
     try:
         import transformers
         from transformers import PI0Config  # noqa: F401
@@ -185,7 +206,7 @@ def _transformers() -> Any:
 
 # ----------------------------------------------------------------------------------------------------------- the words
 class Words:
-    """A tokenizer of transformers as π0 is told: begin of sequence, sentence, end of line."""
+    """Tokenizer in π0's format: begin of sequence, sentence, end of line."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -197,56 +218,65 @@ class Words:
 
 
 def _words(folder: Path) -> Words:
+    """Load the tokenizer."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ConfigError(
             f"model.checkpoint={folder}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json of "
             "google/paligemma-3b-pt-224 into it"
         )
     try:
-        found = _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = _transformers().AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"model.checkpoint={folder}: its tokenizer cannot be read: {one_line(error)}") from error
-    if found.bos_token_id is None:
+    if tokenizer.bos_token_id is None:
         raise ConfigError(f"model.checkpoint={folder}: its tokenizer has no begin of sequence; use PaliGemma's")
-    return Words(found)
+    return Words(tokenizer)
 
 
 # ---------------------------------------------------------------------------------------------------------- statistics
 def statistics(folder: Path, raw: Mapping[str, Any]) -> tuple[Statistics | None, Statistics | None]:
-    """Of states and of actions, from wherever the directory keeps them; None where it has none. Raises ConfigError.
+    """Return the statistics of states and actions, None where the directory has none.
 
-    transformers: processor_config.json. lerobot: *normalizer_processor.safetensors (0.4 and later), or buffers among
-    the weights. openpi: norm_stats.json.
+    transformers stores them in processor_config.json, lerobot in *normalizer_processor.safetensors
+    (0.4 and later) or as buffers among the weights, openpi in norm_stats.json.
+
+    Raises:
+        ConfigError: A file is damaged, or uses another normalisation.
     """
-    for feature, how in (raw.get("normalization_mapping") or {}).items():
-        if feature in ("STATE", "ACTION") and how not in ("MEAN_STD", "IDENTITY"):
+    modes = raw.get("normalization_mapping") or {}
+    for feature, mode in modes.items():
+        if feature in ("STATE", "ACTION") and mode not in ("MEAN_STD", "IDENTITY"):
             raise ConfigError(
-                f"model.checkpoint={folder}: normalization_mapping.{feature}={how}; read are MEAN_STD and IDENTITY"
+                f"model.checkpoint={folder}: normalization_mapping.{feature}={mode}; supported are "
+                "MEAN_STD and IDENTITY"
             )
-    identity = {k for k, how in (raw.get("normalization_mapping") or {}).items() if how == "IDENTITY"}
-    found = _statistics(folder)
-    state, action = (found.get(name) for name in ("state", "action"))
+    identity = {feature for feature, mode in modes.items() if mode == "IDENTITY"}
+    available = _statistics(folder)
+    state, action = (available.get(name) for name in ("state", "action"))
     return None if "STATE" in identity else state, None if "ACTION" in identity else action
 
 
 def _statistics(folder: Path) -> dict[str, Statistics]:
+    """Search the files that may hold statistics."""
     processor = folder / "processor_config.json"
     if processor.is_file():
-        told = json_of(processor, f"model.checkpoint={folder}", ELSE)
-        found = {name: (told.get(f"{key}_mean"), told.get(f"{key}_std")) for name, key in _TRANSFORMERS.items()}
-        if made := {name: _made(mean, std) for name, (mean, std) in found.items() if mean is not None}:
-            return made
+        options = read_json(processor, f"model.checkpoint={folder}", CURE)
+        pairs = {name: (options.get(f"{key}_mean"), options.get(f"{key}_std")) for name, key in _TRANSFORMERS.items()}
+        if stats := {name: _as_statistics(mean, std) for name, (mean, std) in pairs.items() if mean is not None}:
+            return stats
     for file in sorted(folder.rglob("norm_stats.json")):
-        told = json_of(file, f"model.checkpoint={folder}", ELSE)
-        told = told.get("norm_stats", told)
-        named = {name: told[key] for name, key in (("state", "state"), ("action", "actions")) if key in told}
-        return {name: _made(x["mean"], x["std"]) for name, x in named.items()}
+        stats = read_json(file, f"model.checkpoint={folder}", CURE)
+        stats = stats.get("norm_stats", stats)
+        named = {name: stats[key] for name, key in (("state", "state"), ("action", "actions")) if key in stats}
+        return {name: _as_statistics(x["mean"], x["std"]) for name, x in named.items()}
     out: dict[str, Statistics] = {}
     for file in sorted(folder.glob("*normalizer_processor.safetensors")) + sorted(folder.glob("model*.safetensors")):
         for name, feature in _LEROBOT.items():
             for pair in () if name in out else _pairs(file, feature):
                 if all(bool(x.isfinite().all()) for x in pair):  # lerobot's buffers are infinite until filled
-                    out[name] = _made(*pair)
+                    out[name] = _as_statistics(*pair)
     return out
 
 
@@ -255,7 +285,10 @@ _LEROBOT = {"state": "observation.state", "action": "action"}
 
 
 def _pairs(file: Path, feature: str) -> list[tuple[Tensor, Tensor]]:
-    """Means and deviations in a safetensors file: action.mean, or normalize_targets.buffer_action.mean and the like."""
+    """Return means and deviations in a safetensors file.
+
+    Their keys are action.mean, or normalize_targets.buffer_action.mean and the like.
+    """
     from safetensors import SafetensorError, safe_open
 
     tail = f"buffer_{feature.replace('.', '_')}.mean"
@@ -269,6 +302,7 @@ def _pairs(file: Path, feature: str) -> list[tuple[Tensor, Tensor]]:
         raise ConfigError(f"model.checkpoint: {file} cannot be read: {one_line(error)}") from error
 
 
-def _made(mean: Any, std: Any) -> Statistics:
+def _as_statistics(mean: Any, std: Any) -> Statistics:
+    """Convert lists or tensors to statistics."""
     mean, std = (torch.as_tensor(x, dtype=torch.float32).flatten() for x in (mean, std))
     return Statistics(mean, std)

@@ -1,19 +1,22 @@
-"""Action tokens of a published model: ``vla_token.Tokens`` on OpenVLA, OpenVLA-OFT or a vision-language model.
+"""Policies over action tokens on published models: OpenVLA, OpenVLA-OFT and vision-language models.
 
-B rows, K cameras, C actions of a chunk, A dimensions of each, P visual tokens, L tokens of a prompt, D width.
+B rows, K cameras, C actions of a chunk, A dimensions of each, P visual tokens, L tokens of a
+prompt, D width.
 
-A policy sees pictures and the sentence; other observations (the robot's state) are not read, for the models were not
-made to. Pictures stay uint8 until the model resizes them; prompts are made once for each sentence.
+Inputs: images and the instruction. Other observations (the robot's state) are not used, because the
+models were not trained with them. Images stay uint8 until the model resizes them; a prompt is
+tokenised once per sentence.
 
-What an action is: OpenVLA's are un-normalised by its statistics (q01, q99 of ``model.unnorm_key``) and given to the
-simulator as they are, in the units of the dataset that they were taken from: env.action_mapping=clip where the
-simulator's bounds are not -1 and 1. What is not normalised is the gripper, which in all of OpenVLA's datasets is 0
-closed and 1 open: it is given to a simulator that says what closes its own (``closes``) as that or its negative. Other
-models' bins are equal parts of [-1, 1] (``Tokens.parts``).
+Actions: those of OpenVLA are un-normalised by its statistics (q01, q99 of ``model.unnorm_key``) and
+are in the units of the dataset. Use env.action_mapping=clip where the simulator's bounds are not -1
+and 1. The gripper is not normalised: in all datasets of OpenVLA 0 is closed and 1 is open. It is
+mapped to the closing value of the simulator or its negative (``closes``). Bins of other models are
+equal intervals of [-1, 1] (``Tokens.parts``).
 
-What is trained: with model.lora_rank adapters on the language model's linear layers, the value head, and of models
-whose words mean no actions yet those words' rows; without it everything, but what sees under model.freeze_trunk. That
-is kept in float32; model.dtype is what is computed in, and what adapters stand beside is kept in.
+Training: with model.lora_rank the adapters of the language model's linear layers, the value head
+and, in models without action tokens, the embeddings of the tokens that become actions; without it
+all parameters, apart from the vision encoder under model.freeze_trunk. Trained parameters are
+float32. model.dtype is the type of the arithmetic, and of the frozen weights under adapters.
 """
 
 from __future__ import annotations
@@ -31,13 +34,13 @@ from embodied_ppo.core.collectives import layers
 from embodied_ppo.core.types import ActionSpec, ConfigError, Obs, ObsSpec
 from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import Encoder, channels_last, is_image
-from embodied_ppo.models.checkpoint_files import json_of, share
+from embodied_ppo.models.checkpoint_files import copy_permissions, read_json
 from embodied_ppo.models.vla import openvla_files
 from embodied_ppo.models.vla.action_tokens import Tokens
 from embodied_ppo.models.vla.hf_vlm import Prompts, VisionLanguage
 from embodied_ppo.models.vla.openvla import Cache, Embedded, OpenVLABody
 from embodied_ppo.models.vla.openvla_files import ActionTokens
-from embodied_ppo.models.vla.trunk import INSTRUCTION, Found, ValueHead, action_size, check_units
+from embodied_ppo.models.vla.trunk import INSTRUCTION, Grounding, ValueHead, action_size, check_units
 
 OTHERS = {
     "pi0": "write model.policy=flow",
@@ -46,13 +49,15 @@ OTHERS = {
     "act": "it was not made for sentences",
     "diffusion": "it was not made for sentences",
 }
-"""Kinds of directories that hold policies of another family."""
+"""Types of policy directories that another policy family reads, or none."""
 VALUE_UNITS = 512
-"""Most units within the value head, as RLinf's; it reads 4096 numbers of a model of 7 B."""
+"""Largest hidden layer of the value head, as in RLinf. A model of 7 B has a hidden state of 4096
+numbers.
+"""
 
 
 class Body(Protocol):
-    """What a published model has to answer; ``vlm.VisionLanguage`` documents the methods."""
+    """Interface of a published model; ``hf_vlm.VisionLanguage`` documents the methods."""
 
     hidden_size: int
 
@@ -64,24 +69,26 @@ class Body(Protocol):
 
     @property
     def language(self) -> nn.Module:
-        """What gets adapters."""
+        """Module that gets adapters."""
         ...
 
-    def sight(self) -> list[nn.Parameter]: ...
+    def vision_parameters(self) -> list[nn.Parameter]: ...
 
-    def fresh(self) -> list[nn.Parameter]:
-        """Parameters that are new, and trained beside adapters."""
+    def new_parameters(self) -> list[nn.Parameter]:
+        """Return parameters that the published model does not have; they are trained beside
+        adapters.
+        """
         ...
 
     def prompts(self, sentences: Sequence[str]) -> Prompts: ...
 
-    def look(self, images: Tensor) -> dict[str, Tensor]: ...
+    def encode_images(self, images: Tensor) -> dict[str, Tensor]: ...
 
-    def read(self, looked: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor) -> Any: ...
+    def read(self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor) -> Any: ...
 
-    def hidden(self, seen: Any, bins: Tensor | None) -> Tensor: ...
+    def hidden(self, context: Any, bins: Tensor | None) -> Tensor: ...
 
-    def start(self, seen: Any) -> tuple[Tensor, Any]: ...
+    def start(self, context: Any) -> tuple[Tensor, Any]: ...
 
     def next(self, bins: Tensor, state: Any) -> Tensor: ...
 
@@ -91,10 +98,16 @@ class Body(Protocol):
 
 
 class OpenVLA(nn.Module):
-    """OpenVLA's body behind the same words."""
+    """Adapter of ``OpenVLABody`` to the interface ``Body``."""
 
     def __init__(self, body: OpenVLABody, tokenize: Any, *, actions: int) -> None:
-        """``tokenize``: text to ids, see ``openvla_checkpoint.encode_prompts``; ``actions``: C·A."""
+        """Wrap the body.
+
+        Args:
+            body: OpenVLA's networks.
+            tokenize: Text to ids, see ``openvla_files.encode_prompts``.
+            actions: Number of action tokens, C·A.
+        """
         super().__init__()
         self.body, self.tokenize, self.actions = body, tokenize, actions
         self.hidden_size = body.hidden_size
@@ -111,10 +124,10 @@ class OpenVLA(nn.Module):
     def language(self) -> nn.Module:
         return self.body.language_model.model
 
-    def sight(self) -> list[nn.Parameter]:
+    def vision_parameters(self) -> list[nn.Parameter]:
         return [p for module in (self.body.dino, self.body.siglip, self.body.projector) for p in module.parameters()]
 
-    def fresh(self) -> list[nn.Parameter]:
+    def new_parameters(self) -> list[nn.Parameter]:
         return []
 
     def prompts(self, sentences: Sequence[str]) -> Prompts:
@@ -122,17 +135,17 @@ class OpenVLA(nn.Module):
         ids, mask = openvla_files.encode_prompts(self.tokenize, sentences, pad=config.pad_token_id)
         return Prompts(ids, mask, (mask.cumsum(1) - 1).unsqueeze(1))
 
-    def look(self, images: Tensor) -> dict[str, Tensor]:
+    def encode_images(self, images: Tensor) -> dict[str, Tensor]:
         return {"/visual": self.body.vision(images)}
 
-    def read(self, looked: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor) -> Embedded:
-        return self.body.read(looked["/visual"], ids, mask)
+    def read(self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor) -> Embedded:
+        return self.body.read(image_features["/visual"], ids, mask)
 
-    def hidden(self, seen: Embedded, bins: Tensor | None) -> Tensor:
-        return self.body.predict(seen, bins, placeholders=0 if bins is not None else self.actions)
+    def hidden(self, context: Embedded, bins: Tensor | None) -> Tensor:
+        return self.body.predict(context, bins, placeholders=0 if bins is not None else self.actions)
 
-    def start(self, seen: Embedded) -> tuple[Tensor, Cache]:
-        return self.body.begin(seen, room=self.actions - 1)
+    def start(self, context: Embedded) -> tuple[Tensor, Cache]:
+        return self.body.begin(context, room=self.actions - 1)
 
     def next(self, bins: Tensor, state: Cache) -> Tensor:
         return self.body.step(bins, state)
@@ -144,15 +157,15 @@ class OpenVLA(nn.Module):
         openvla_files.save(self.body, folder)
 
 
-class Eyes(nn.Module):
-    """Which observations are pictures, and the prompts of the sentences that another one counts."""
+class VisionEncoder(nn.Module):
+    """Selects the image observations, and holds the tokenised prompts of the sentences."""
 
     table: Prompts
 
     def __init__(self, obs_spec: ObsSpec, config: ModelConfig) -> None:
         super().__init__()
         named = obs_spec if isinstance(obs_spec, dict) else {"obs": obs_spec}
-        self.told = INSTRUCTION in named
+        self.has_instruction = INSTRUCTION in named
         self.encoder = Encoder({name: s for name, s in named.items() if is_image(s)}, config)
         shapes = {name: s.shape for name, s in self.encoder.images.items()}
         if not shapes:
@@ -171,17 +184,17 @@ class Eyes(nn.Module):
 
     @torch.no_grad()
     def images(self, named: dict[str, Tensor]) -> Tensor:
-        """uint8 [B, K, 3, H, W]."""
+        """Return the images of all cameras, uint8 [B, K, 3, H, W]."""
         return torch.stack(
             [named[n].movedim(-1, -3) if channels_last(s) else named[n] for n, s in self.encoder.images.items()], dim=1
         )
 
 
 class CheckpointVLA(Tokens[Any], lora.Adapted):
-    """See the module."""
+    """Policy over action tokens on a published model; see the module's description."""
 
     FROZEN_ROWS = 64
-    """Observations that a frozen trunk looks at together."""
+    """Observations that a frozen vision encoder processes at a time."""
 
     def __init__(
         self,
@@ -194,31 +207,45 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         closes: float | None = None,
         values: int = 1,
     ) -> None:
-        """From the directory ``config.checkpoint``; ``closes``: the simulator's action that closes the gripper, its
-        negative opens it; ``values``: see ``ValueHead``. Raises ConfigError."""
+        """Build the policy from the directory ``config.checkpoint``.
+
+        Args:
+            obs_spec: Observations of one environment.
+            action_spec: Actions of one environment.
+            config: Options of the section ``model``.
+            chunk: Actions of a chunk.
+            sentences: The simulator's instructions.
+            closes: Value of the last action dimension that closes the simulator's gripper; its
+                negative opens it. None: the simulator does not report it.
+            values: Outputs of the value head, see ``ValueHead``.
+
+        Raises:
+            ConfigError: Task, options and checkpoint do not fit together.
+        """
         super().__init__()
         self.closes = closes
         self.chunk, self.size, self.bins = chunk, action_size(action_spec, chunk, config), config.bins
         self.autoregressive, self.temperature = config.decode == "autoregressive", config.temperature
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.rank = config.lora_rank
-        self.trunk = Eyes(obs_spec, config)
+        self.trunk = VisionEncoder(obs_spec, config)
         self.actions: ActionTokens | None = None
-        """OpenVLA's; None: bins are equal parts of [-1, 1]."""
+        """Tokens and statistics of OpenVLA; None: bins are equal intervals of [-1, 1]."""
         self.body: Any = self._open(config)
         width = self.body.hidden_size
         self.value_head = ValueHead(width, config.detach_value, min(4 * width, VALUE_UNITS), values=values)
         self.body.recompute = config.gradient_checkpointing
-        for module in self.modules():  # some models' own dropout
+        # ``train`` does nothing, so switch off the dropout that some models have once.
+        for module in self.modules():
             module.training = False
-        self.still = {name for name, p in self.body.named_parameters() if not p.requires_grad}
-        """Parameters that nothing reads."""
+        self.unread = {name for name, p in self.body.named_parameters() if not p.requires_grad}
+        """Names of parameters that the forward pass does not use."""
         if self.rank:
             lora.adapt(self.body.language, rank=self.rank, alpha=config.lora_alpha)
         self.freeze(config.freeze_trunk)
         if self.rank:
             assert config.checkpoint is not None
-            self.rests_on(config.checkpoint)
+            self.set_base_weights(config.checkpoint)
         self.tell(sentences)
 
     @classmethod
@@ -234,16 +261,24 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         closes: float | None = None,
         values: int = 1,
     ) -> CheckpointVLA:
-        """For a task with this env.action_mapping; the other arguments as for the class. Raises ConfigError."""
+        """Build the policy for a task with env.action_mapping = ``mapping``.
+
+        Other arguments as the constructor.
+
+        Raises:
+            ConfigError: As the constructor, and if the mapping does not fit the units of the
+                actions.
+        """
         policy = cls(obs_spec, action_spec, config, chunk=chunk, sentences=sentences, closes=closes, values=values)
         if policy.actions is not None:
             check_units(action_spec, config, mapping)
         return policy
 
     def _open(self, config: ModelConfig) -> Body:
+        """Load the model of the directory."""
         folder, count = str(config.checkpoint), self.chunk * self.size
         kind = _kind(folder)
-        # what adapters stand beside need never be float32
+        # Frozen weights under adapters are never updated, so they need no float32 copy.
         dtype = self.dtype if self.rank else torch.float32
         if kind != "openvla":
             if config.unnorm_key is not None:
@@ -275,13 +310,17 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
 
     # ----------------------------------------------------------------------------------------------------- what learns
     def freeze(self, frozen: bool) -> None:
-        """Whether what sees stays as it is; with adapters all but them and what is new does in any case."""
+        """Exclude the vision encoder from training, or include it.
+
+        With adapters only these and new parameters are trained in either case.
+        """
         self.frozen = frozen
-        sight, fresh = ({id(p) for p in ps} for ps in (self.body.sight(), self.body.fresh()))
+        vision, new = ({id(p) for p in ps} for ps in (self.body.vision_parameters(), self.body.new_parameters()))
         for name, p in self.body.named_parameters():
-            learns = "lora_" in name or id(p) in fresh if self.rank else not (frozen and id(p) in sight)
-            p.requires_grad_(learns and name not in self.still)
-        lora.settle(self, self.dtype if self.rank else torch.float32)  # cloning trains what is frozen without adapters
+            trained = "lora_" in name or id(p) in new if self.rank else not (frozen and id(p) in vision)
+            p.requires_grad_(trained and name not in self.unread)
+        # Without adapters keep float32: cloning trains the vision encoder, too, before it is frozen.
+        lora.cast_parameters(self, self.dtype if self.rank else torch.float32)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         critic = list(self.value_head.parameters())
@@ -291,72 +330,77 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         return [*layers(self.body), self.body.language.get_input_embeddings()]
 
     def tell(self, sentences: Sequence[str]) -> None:
-        """The sentences that observations count, from now on."""
+        """Set the sentences that the instruction observation indexes."""
         self.sentences = tuple(sentences)
         self.trunk.table = self.body.prompts(self.sentences or ("do the task",))
 
     def observe(self, obs: Obs, mask: Tensor) -> None:
-        """Pictures need no normaliser."""
+        """Do nothing: images have no normaliser."""
 
     def train(self, mode: bool = True) -> CheckpointVLA:
-        """Changes nothing: dropout would make log-probabilities noise."""
+        """Do nothing: dropout would make log-probabilities random."""
         return self
 
     @property
     def query(self) -> Tensor:
-        """[1, D]: what cloning asks for device and width."""
+        """Tensor [1, D] from which behaviour cloning takes device and width."""
         weight = self.value_head.layers[0].weight
         assert isinstance(weight, Tensor)
         return weight[:1]
 
-    # ----------------------------------------------------------------------------------------------------- what is seen
+    # -------------------------------------------------------------------------------------------------------- encoding
     @torch.no_grad()
     def encode(self, obs: Obs) -> dict[str, Tensor]:
-        """Pictures (or, where what sees is frozen, their visual tokens) and the sentence's prompt."""
+        """Return images (visual tokens if the vision encoder is frozen) and the prompt of the
+        instruction.
+        """
         named = obs if isinstance(obs, dict) else {"obs": obs}
         images, table = self.trunk.images(named), self.trunk.table
-        rows = named[INSTRUCTION].long() if self.trunk.told else images.new_zeros(len(images), dtype=torch.int64)
+        if self.trunk.has_instruction:
+            rows = named[INSTRUCTION].long()
+        else:
+            rows = images.new_zeros(len(images), dtype=torch.int64)
         inputs = {f"/{name}": getattr(table, name).to(rows.device)[rows] for name in ("ids", "mask", "position")}
         if not self.frozen:
             return inputs | {"/images": images}
-        parts = [self._look(part) for part in images.split(self.FROZEN_ROWS)]
+        parts = [self._encode_images(part) for part in images.split(self.FROZEN_ROWS)]
         return inputs | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def _look(self, images: Tensor) -> dict[str, Tensor]:
+    def _encode_images(self, images: Tensor) -> dict[str, Tensor]:
         learns = torch.is_grad_enabled() and not self.frozen and not self.rank
-        with torch.set_grad_enabled(learns), lora.arithmetic(self.device, self.dtype):
-            return self.body.look(images)
+        with torch.set_grad_enabled(learns), lora.autocast(self.device, self.dtype):
+            return self.body.encode_images(images)
 
-    def see(self, inputs: dict[str, Tensor]) -> Any:
-        looked = inputs if "/images" not in inputs else self._look(inputs["/images"])
-        with lora.arithmetic(self.device, self.dtype):
-            return self.body.read(looked, inputs["/ids"], inputs["/mask"], inputs["/position"])
+    def encode_context(self, inputs: dict[str, Tensor]) -> Any:
+        image_features = inputs if "/images" not in inputs else self._encode_images(inputs["/images"])
+        with lora.autocast(self.device, self.dtype):
+            return self.body.read(image_features, inputs["/ids"], inputs["/mask"], inputs["/position"])
 
     # ---------------------------------------------------------------------------------------------------------- tokens
-    def hidden(self, seen: Any, bins: Tensor | None) -> Tensor:
-        with lora.arithmetic(self.device, self.dtype):
-            return self.body.hidden(seen, bins).float()
+    def hidden(self, context: Any, bins: Tensor | None) -> Tensor:
+        with lora.autocast(self.device, self.dtype):
+            return self.body.hidden(context, bins).float()
 
-    def start(self, seen: Any) -> tuple[Tensor, Any]:
-        with lora.arithmetic(self.device, self.dtype):
-            hidden, state = self.body.start(seen)
+    def start(self, context: Any) -> tuple[Tensor, Any]:
+        with lora.autocast(self.device, self.dtype):
+            hidden, state = self.body.start(context)
         return hidden.float(), state
 
     def next(self, bins: Tensor, state: Any) -> Tensor:
-        with lora.arithmetic(self.device, self.dtype):
+        with lora.autocast(self.device, self.dtype):
             return self.body.next(bins, state).float()
 
-    def first(self, seen: Any) -> Tensor:
-        return self.start(seen)[0] if self.autoregressive else self.hidden(seen, None)[:, 0]
+    def first(self, context: Any) -> Tensor:
+        return self.start(context)[0] if self.autoregressive else self.hidden(context, None)[:, 0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.body.logits(hidden)
 
-    def found(self, seen: Any, first: Tensor) -> Found:
-        return Found(first)
+    def grounding(self, context: Any, first: Tensor) -> Grounding:
+        return Grounding(first)
 
     def centre(self, bins: Tensor) -> Tensor:
-        """Actions [B, C, A], see the module."""
+        """Return actions [B, C, A] of bins; units as described in the module."""
         if self.actions is None:
             return super().centre(bins)
         self.actions = self.actions.to(bins.device)
@@ -375,8 +419,18 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
 
 
 def export(policy: CheckpointVLA, source: str | Path, out: str | Path) -> None:
-    """The model as its directory ``source`` held it, with what was learned: adapters are merged, the value head is left
-    out. ``policy`` is of no use afterwards. Raises OSError."""
+    """Write the trained model in the format of its source directory.
+
+    Adapters are merged and the value head is left out. ``policy`` cannot be used afterwards.
+
+    Args:
+        policy: The policy.
+        source: Directory that the policy was built from.
+        out: Directory to write.
+
+    Raises:
+        OSError: A file cannot be read or written.
+    """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     lora.merge(policy.body.language)
@@ -384,15 +438,19 @@ def export(policy: CheckpointVLA, source: str | Path, out: str | Path) -> None:
         if file.is_file() and "safetensors" not in file.name:
             shutil.copyfile(file, folder / file.name)
     policy.body.write(folder)
-    share(folder)
+    copy_permissions(folder)
 
 
 def _kind(folder: str) -> str:
-    """model_type. Raises ConfigError: what is missing, or what kind of directory it is."""
+    """Return the model_type of a directory.
+
+    Raises:
+        ConfigError: The directory is missing, or holds a model that this module cannot use.
+    """
     where = f"model.checkpoint={folder}"
     if not Path(folder).is_dir():
         raise ConfigError(f"{where}: there is no such directory; download one (hf download NAME --local-dir DIR)")
-    raw = json_of(Path(folder) / "config.json", where, openvla_files.ELSE)
+    raw = read_json(Path(folder) / "config.json", where, openvla_files.CURE)
     kind = str(raw.get("model_type") or raw.get("type") or "nothing that it says")
     if kind in OTHERS:
         raise ConfigError(f"{where}: holds {kind}, not a model of action tokens: {OTHERS[kind]}")

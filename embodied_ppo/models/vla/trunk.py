@@ -1,10 +1,13 @@
-"""A small vision-language-action model: pictures, a sentence and the robot's own state to what actions are read from.
+"""Trunk of the small vision-language-action models: images, a sentence and the robot's state to a
+memory for the action decoder.
 
-B rows, C actions of a chunk, A dimensions of each, D width, P tokens of what is seen, Q of what is decided.
+B rows, C actions of a chunk, A dimensions of each, D width, P tokens of the memory, Q tokens of the
+decoder, L words of a sentence.
 
-Words point at places of the pictures: at this size a plain transformer clones the motion and ignores the words. What
-is seen becomes the decoder's memory once; the tokens that actions are read from attend to it and to each other.
-Families of action heads stand in ``vla_token``, ``vla_gaussian`` and ``vla_flow``.
+The words attend to places in the images (``Trunk._point``). A plain transformer of this size clones
+the motion and ignores the words. The memory is computed once per observation; the action tokens
+attend to it and to each other. The action heads are in ``action_tokens``, ``gaussian`` and
+``flow_matching``.
 """
 
 from __future__ import annotations
@@ -26,38 +29,44 @@ from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, ConfigError, Obs
 from embodied_ppo.models.backbone import VECTOR, Encoder, channels_last
 
 INSTRUCTION = "instruction"
-"""The observation that counts the simulator's sentences."""
+"""Name of the observation that is an index into the simulator's sentences."""
 WORDS = "/words"
-"""Name of the input that holds a sentence's words. (The slash: no image is called so.)"""
+"""Name of the input that holds a sentence's word ids. No image has a name with a slash."""
 CELL = 4
-"""Pixels along the side of the smallest square that is told from others."""
-UNHEARD = -1
-"""In place of a word's number: somebody says something, and it means nothing."""
+"""Side of a cell, the smallest image patch, in pixels."""
+MASKED_WORD = -1
+"""Word id that replaces a masked word: it has a position but no embedding."""
 FASTEST, SLOWEST = 12.0, 192.0
-"""Words until the waves that number a sentence's words repeat themselves."""
+"""Shortest and longest period of the position encoding of words, in words."""
 NEVER = -1e4
-"""Logit of what is not chosen, unless nothing else is there."""
+"""Logit of entries that must not be chosen. Finite, so that a softmax over such entries alone is
+defined.
+"""
 
 
 def word_ids(sentence: str, buckets: int) -> list[int]:
-    """Words as 1 .. buckets-1 by their hash: no vocabulary to keep, and words never seen have a place. 0 pads."""
+    """Return the ids 1 .. buckets-1 of a sentence's words, by hash; 0 is padding.
+
+    No vocabulary has to be stored, and words unseen in training have an id, too.
+    """
     return [1 + zlib.crc32(word.encode()) % (buckets - 1) for word in re.findall(r"\w+", sentence.lower())]
 
 
 @functools.lru_cache(maxsize=4)
 def sentence_table(sentences: tuple[str, ...], buckets: int) -> Tensor:
-    """int64 [S, L], a row for each sentence."""
+    """Return the word ids of each sentence, int64 [S, L]."""
     rows = [word_ids(sentence, buckets) for sentence in sentences]
     width = max(1, *(len(row) for row in rows)) if rows else 1
     return torch.tensor([row + [0] * (width - len(row)) for row in rows] or [[0]], dtype=torch.int64)
 
 
-class Found(NamedTuple):
-    """What cloning's foresight is read from.
+class Grounding(NamedTuple):
+    """Image features that the sentence refers to; input of the auxiliary loss of behaviour cloning.
 
-    focus  [B, D]  where in the pictures is what the sentence speaks of
-    cells  [B, HW/16, D/2]  each square of CELL x CELL pixels in the light of the sentence, of all cameras one after
-           another; None in models that were published with a trunk of their own
+    Attributes:
+        focus: [B, D], position of what the sentence refers to in the images.
+        cells: [B, HW/16, D/2], features of each cell given the sentence, cameras one after another.
+            None for published models, which have a trunk of their own.
     """
 
     focus: Tensor
@@ -65,21 +74,23 @@ class Found(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What is seen, once for all action tokens.
+    """Tokens that the action decoder attends to, computed once for all action tokens.
 
-    tokens   [B, P, D]  pictures, state, words        hidden  bool [B, P]  tokens that pad
-    context  [B, D]  what was found, sentence and state
-    found    None where a frozen trunk looked before
+    Attributes:
+        tokens: [B, P, D], images, state and words.
+        hidden: bool [B, P], padding tokens.
+        summary: [B, D], sum of sentence, attended image features and state.
+        grounding: None if a frozen trunk computed the memory in ``encode``.
     """
 
     tokens: Tensor
     hidden: Tensor
-    context: Tensor
-    found: Found | None = None
+    summary: Tensor
+    grounding: Grounding | None = None
 
 
 class Stem(nn.Module):
-    """A picture in two resolutions: cells of CELL x CELL pixels, and tokens of 2 x 2 cells."""
+    """Image features in two resolutions: cells of CELL x CELL pixels, and tokens of 2 x 2 cells."""
 
     def __init__(self, name: str, shape: tuple[int, int, int], width: int) -> None:
         super().__init__()
@@ -94,12 +105,12 @@ class Stem(nn.Module):
         self.near = nn.ModuleList(nn.Conv2d(half, half, 3, padding=1) for _ in range(2))
         cells = self.grid[0] * self.grid[1]
         self.places = nn.Parameter(torch.randn(cells, width))
-        """Of the cells."""
+        """Position embedding of the cells."""
         self.position = nn.Parameter(torch.randn(cells // 4, width))
-        """Of the tokens."""
+        """Position embedding of the tokens."""
 
     def cells(self, image: Tensor) -> Tensor:
-        """uint8 [B, 3, H, W] -> [B, HW/16, D/2]."""
+        """Return cell features [B, HW/16, D/2] of images uint8 [B, 3, H, W]."""
         x = _merged(image.permute(0, 2, 3, 1).contiguous(), CELL).float() * (1 / 127.5) - 1
         x = F.silu(self.patch(x)).permute(0, 3, 1, 2)
         for near in self.near:
@@ -107,12 +118,12 @@ class Stem(nn.Module):
         return x.flatten(2).transpose(1, 2)
 
     def tokens(self, cells: Tensor) -> Tensor:
-        """[B, HW/16, D/2] -> [B, HW/64, D]."""
+        """Merge cells [B, HW/16, D/2] to tokens [B, HW/64, D]."""
         return F.silu(self.merge(_merged(cells.unflatten(1, self.grid).contiguous(), 2))).flatten(1, 2) + self.position
 
 
 def _order(length: int, like: Tensor) -> Tensor:
-    """[L, D] waves of 2 pi / SLOWEST to 2 pi / FASTEST a word: which comes first."""
+    """Return sinusoidal position encodings [L, D] with periods FASTEST to SLOWEST words."""
     half = like.shape[-1] // 2
     period = FASTEST * (SLOWEST / FASTEST) ** (torch.arange(half, device=like.device) / max(1, half - 1))
     angle = torch.arange(length, device=like.device).unsqueeze(1) / period * (2 * math.pi)
@@ -120,18 +131,18 @@ def _order(length: int, like: Tensor) -> Tensor:
 
 
 def _merged(x: Tensor, n: int) -> Tensor:
-    """[B, H, W, K] -> [B, H/n, W/n, n·n·K]."""
+    """Join patches of n x n: [B, H, W, K] -> [B, H/n, W/n, n·n·K]."""
     b, h, w, k = x.shape
     return x.view(b, h // n, n, w // n, n, k).transpose(2, 3).reshape(b, h // n, w // n, n * n * k)
 
 
 class Trunk(nn.Module):
-    """Encoded observations to what the decoder attends to."""
+    """Maps encoded observations to the memory that the decoder attends to."""
 
     def __init__(self, spec: ObsSpec, sentences: Sequence[str], config: ModelConfig) -> None:
         super().__init__()
         named: dict[str, ArraySpec] = dict(spec) if isinstance(spec, dict) else {"obs": spec}
-        self.told = named.pop(INSTRUCTION, None) is not None
+        self.has_instruction = named.pop(INSTRUCTION, None) is not None
         self.encoder = Encoder(named, config)
         if not self.encoder.images:
             raise ConfigError(
@@ -143,10 +154,10 @@ class Trunk(nn.Module):
         self.stems = nn.ModuleList(Stem(name, _chw(s), width) for name, s in self.encoder.images.items())
         self.state = nn.Linear(self.encoder.vector_size, width) if self.encoder.vector_size else None
         self.words = nn.Embedding.from_pretrained(torch.zeros(config.word_buckets, width), freeze=False)
-        self.hear(sentences)
+        self.initialize_words(sentences)
         self.beside = nn.Conv1d(width, width, 3, padding=1)
-        """A word and the two beside it: without, "the red block to the blue zone" is the same bag of words as "the blue
-        block to the red zone"."""
+        """Convolution over a word and its two neighbours. Without it, "the red block to the blue zone"
+        and "the blue block to the red zone" are the same bag of words."""
         self.sentence = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.heads = config.heads
         self.choose, self.ask = nn.Linear(width, config.heads), nn.Linear(width, width)
@@ -154,82 +165,100 @@ class Trunk(nn.Module):
         self.place = nn.Linear(width, width)
         self.mark = nn.Linear(config.heads, width // 2)
         self.table: Tensor
-        """int64 [S, L], words of the simulator's sentences; not part of a checkpoint."""
+        """int64 [S, L], word ids of the simulator's sentences; not part of a checkpoint."""
         self.register_buffer("table", sentence_table(tuple(sentences), config.word_buckets), persistent=False)
 
     @torch.no_grad()
-    def hear(self, sentences: Sequence[str], generator: torch.Generator | None = None) -> None:
-        """Words that have no meaning yet get one, at random. What no training has said remains 0, as UNHEARD."""
+    def initialize_words(self, sentences: Sequence[str], generator: torch.Generator | None = None) -> None:
+        """Draw random embeddings for words that have none yet.
+
+        Embeddings of words unseen in training stay 0, as MASKED_WORD.
+        """
         weight = self.words.weight
         ids = sentence_table(tuple(sentences), len(weight)).unique().to(weight.device)
         new = ids[(ids > 0) & (weight[ids] == 0).all(1)]
         weight[new] = torch.randn(weight.shape, generator=generator)[new.cpu()].to(weight)
 
     def encode(self, obs: Obs) -> dict[str, Tensor]:
+        """Return normalised vectors, images and, where the simulator gives instructions, word ids."""
         named = obs if isinstance(obs, dict) else {"obs": obs}
         inputs = self.encoder({name: x for name, x in named.items() if name != INSTRUCTION})
-        if self.told:
+        if self.has_instruction:
             inputs[WORDS] = self.table[named[INSTRUCTION].long()]
         return inputs
 
     def forward(self, inputs: dict[str, Tensor]) -> Memory:
-        some = inputs[self.names[0]]
+        image = inputs[self.names[0]]
         words = inputs.get(WORDS)
         if words is None:
-            words = some.new_zeros((len(some), 1), dtype=torch.int64)
-        used = words != 0  # [B, L]
+            words = image.new_zeros((len(image), 1), dtype=torch.int64)
+        used = words != 0  # [B, L], not padding
+        # MASKED_WORD keeps its place in the sentence but has a zero embedding.
         embedded = self.words(words.clamp_min(0)) * (words > 0).unsqueeze(-1)
         embedded = (embedded + _order(words.shape[1], embedded)) * used.unsqueeze(-1)
         embedded = embedded + F.silu(self.beside(embedded.transpose(1, 2)).transpose(1, 2))
         mean = (embedded * used.unsqueeze(-1)).sum(1) / used.sum(1, keepdim=True).clamp_min(1)
         stems = cast("list[Stem]", list(self.stems))
-        seen = [stem.cells(inputs[name]) for name, stem in zip(self.names, stems, strict=True)]
-        focus, detail, marks = self._point(embedded, used, _joined(seen), torch.cat([s.places for s in stems]))
-        cells = [x + m for x, m in zip(seen, self.mark(marks).split([x.shape[1] for x in seen], dim=1), strict=True)]
+        raw = [stem.cells(inputs[name]) for name, stem in zip(self.names, stems, strict=True)]
+        focus, detail, marks = self._point(embedded, used, _joined(raw), torch.cat([s.places for s in stems]))
+        cells = [x + m for x, m in zip(raw, self.mark(marks).split([x.shape[1] for x in raw], dim=1), strict=True)]
         tokens = [stem.tokens(x) for stem, x in zip(stems, cells, strict=True)]
-        context = self.sentence(mean) + focus + detail
+        summary = self.sentence(mean) + focus + detail
         if self.state is not None:
             state = self.state(inputs[VECTOR])
-            context = context + state
+            summary = summary + state
             tokens.append(state.unsqueeze(1))
         count = sum(x.shape[1] for x in tokens)
         hidden = torch.cat((used.new_zeros(len(used), count), ~used), dim=1)
-        return Memory(torch.cat([*tokens, embedded], dim=1), hidden, context, Found(focus, _joined(cells)))
+        return Memory(torch.cat([*tokens, embedded], dim=1), hidden, summary, Grounding(focus, _joined(cells)))
 
     def _point(self, words: Tensor, used: Tensor, cells: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Each head points at cells [B, P, D/2] that words of its choice [B, L, D] speak of: the mean of places and of
-        contents [B, D], and how much it means each cell [B, P, heads].
+        """Attend from the words to image cells, one spatial softmax per head.
 
-        Because a picture is read without the words, and a head knows only those that it chose, "blue" means the same
-        beside any other word. Only by pointing can be told where something is (as spatial softmax, Finn et al. 2016):
-        contents, which would be learned sooner, are kept apart.
+        Images are encoded without the words, and a head reads only the words that it selects.
+        "Blue" therefore means the same next to any other word. The position of an object can only
+        be computed through this attention (as spatial softmax, Finn et al. 2016). Contents, which
+        are learned sooner, are kept in a separate output.
+
+        Args:
+            words: [B, L, D].
+            used: bool [B, L], words that are not padding.
+            cells: [B, P, D/2].
+            places: [P, D], position embeddings of the cells.
+
+        Returns:
+            Mean position [B, D], mean content [B, D] and attention logits [B, P, heads].
         """
         chosen = self.choose(words).masked_fill(~used.unsqueeze(-1), NEVER).softmax(1)  # [B, L, heads]
         query = torch.einsum("blh,blhd->bhd", chosen, self.ask(words).unflatten(-1, (self.heads, -1)))
-        # What a cell shows is linear in it: heads pool cells, and only what they pooled is shown to them.
+        # Keys and contents are linear in a cell, so the projections are moved behind the pooling over
+        # cells: both products are over [heads, D/2] instead of [P, 2 D].
         size = query.shape[-1]
         key, content = self.show.weight.unflatten(0, (2, self.heads, size)).unbind()  # [heads, d, D/2]
         key_bias, content_bias = self.show.bias.view(2, self.heads, size).unbind()
         marks = cells @ torch.einsum("bhd,hdc->bch", query, key)
         marks = (marks + (query * key_bias).sum(-1).unsqueeze(1)) * size**-0.5
         weight = marks.softmax(1)
-        where = torch.einsum("bph,phd->bhd", weight, self.place(places).unflatten(-1, (self.heads, -1)))
-        what = torch.einsum("bhc,hdc->bhd", weight.transpose(1, 2) @ cells, content) + content_bias
-        return where.flatten(1), what.flatten(1), marks
+        place = torch.einsum("bph,phd->bhd", weight, self.place(places).unflatten(-1, (self.heads, -1)))
+        pooled = torch.einsum("bhc,hdc->bhd", weight.transpose(1, 2) @ cells, content) + content_bias
+        return place.flatten(1), pooled.flatten(1), marks
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """[B, n, D] one after another along n."""
+    """Concatenate [B, n, D] along n."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _chw(spec: ArraySpec) -> tuple[int, int, int]:
+    """Return the shape of an image as (channels, height, width)."""
     a, b, c = spec.shape
     return (c, a, b) if channels_last(spec) else (a, b, c)
 
 
 class Block(nn.Module):
-    """Pre-LN: attention among the tokens, attention to the memory, a gated unit (Shazeer 2020)."""
+    """Pre-LN transformer block: self-attention, cross-attention to the memory, gated linear unit
+    (Shazeer 2020).
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -243,8 +272,8 @@ class Block(nn.Module):
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, heads, L, d]
 
-    def remember(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the memory [B, heads, P, d]."""
+    def project_memory(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the memory, [B, heads, P, d]."""
         key, value = self.kv(tokens).chunk(2, dim=-1)
         return self._split(key), self._split(value)
 
@@ -252,12 +281,20 @@ class Block(nn.Module):
         self,
         x: Tensor,
         memory: tuple[Tensor, Tensor],
-        seen: Tensor,
+        visible: Tensor,
         *,
         causal: bool = False,
         past: list[Tensor] | None = None,
     ) -> Tensor:
-        """Tokens [B, Q, D]; ``seen`` bool [B, 1, 1, P]. ``past``: keys and values of earlier tokens, kept."""
+        """Run the block.
+
+        Args:
+            x: Tokens [B, Q, D].
+            memory: Result of ``project_memory``.
+            visible: bool [B, 1, 1, P], memory tokens that are not padding.
+            causal: Restrict self-attention to earlier tokens.
+            past: Keys and values of earlier tokens, updated in place; for decoding token by token.
+        """
         q, k, v = map(self._split, self.qkv(self.norms[0](x)).chunk(3, dim=-1))
         if past is not None:
             if past:
@@ -265,17 +302,18 @@ class Block(nn.Module):
             past[:] = [k, v]
         x = x + self.out(_join(F.scaled_dot_product_attention(q, k, v, is_causal=causal and past is None)))
         q = self._split(self.q(self.norms[1](x)))
-        x = x + self.out2(_join(F.scaled_dot_product_attention(q, *memory, attn_mask=seen)))
+        x = x + self.out2(_join(F.scaled_dot_product_attention(q, *memory, attn_mask=visible)))
         gate, up = self.up(self.norms[2](x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
 
 def _join(x: Tensor) -> Tensor:
+    """Concatenate heads: [B, heads, L, d] -> [B, L, D]."""
     return x.transpose(1, 2).flatten(2)
 
 
 class Decoder(nn.Module):
-    """Tokens that attend to a memory."""
+    """Stack of blocks whose tokens attend to a memory."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -285,9 +323,9 @@ class Decoder(nn.Module):
     def _all(self) -> list[Block]:
         return cast("list[Block]", list(self.blocks))
 
-    def remember(self, memory: Memory) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each block: all that is needed of a memory."""
-        return [gathered(block, Block.remember, memory.tokens) for block in self._all()]
+    def project_memory(self, memory: Memory) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values of the memory for each block, which replace it in decoding."""
+        return [gathered(block, Block.project_memory, memory.tokens) for block in self._all()]
 
     def forward(
         self,
@@ -298,20 +336,37 @@ class Decoder(nn.Module):
         causal: bool = False,
         past: list[list[Tensor]] | None = None,
     ) -> Tensor:
-        """[B, Q, D]; ``past``: a list for each block, for tokens that come one by one."""
-        kept = self.remember(memory) if kept is None else kept
-        seen = ~memory.hidden[:, None, None, :]
+        """Run all blocks on tokens [B, Q, D].
+
+        Args:
+            x: Tokens.
+            memory: What the tokens attend to.
+            kept: Result of ``project_memory``, None: computed here.
+            causal: As in ``Block``.
+            past: ``past`` of each block, for decoding token by token.
+        """
+        kept = self.project_memory(memory) if kept is None else kept  # keys and values by block
+        visible = ~memory.hidden[:, None, None, :]
         for i, block in enumerate(self._all()):
-            x = block(x, kept[i], seen, causal=causal, past=None if past is None else past[i])
+            x = block(x, kept[i], visible, causal=causal, past=None if past is None else past[i])
         return self.norm(x)
 
 
 class ValueHead(nn.Module):
-    """V of a hidden state, float32 [B], or [B, C] of each action of a chunk; 0 everywhere at the start."""
+    """V of a hidden state, float32 [B], or [B, C] with a value for each action of a chunk.
+
+    The last layer is zero at the start, so that V is 0 everywhere.
+    """
 
     def __init__(self, width: int, detach: bool | None, hidden: int | None = None, *, values: int = 1) -> None:
-        """``detach``: no gradient reaches the hidden state (None: as True); ``hidden``: units of the layer between,
-        None: 4 x width; ``values``: outputs, 1 or C."""
+        """Build the head.
+
+        Args:
+            width: Size of the hidden state.
+            detach: Stop the gradient to the hidden state. None: as True.
+            hidden: Units of the hidden layer, None: 4 * width.
+            values: Number of outputs, 1 or C.
+        """
         super().__init__()
         self.detach, hidden, self.values = detach is not False, hidden or 4 * width, values
         self.layers = nn.Sequential(nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, values))
@@ -326,7 +381,11 @@ class ValueHead(nn.Module):
 
 
 def action_size(spec: ActionSpec, chunk: int, config: ModelConfig) -> int:
-    """Dimensions of one action (A) of a space that holds chunks. Raises ConfigError."""
+    """Return the dimensions of one action (A) of an action space that holds chunks.
+
+    Raises:
+        ConfigError: The actions are discrete.
+    """
     if not isinstance(spec, Box):
         raise ConfigError(
             f"model.policy={config.policy}: the task's actions are discrete; use model.policy=actor_critic"
@@ -335,7 +394,16 @@ def action_size(spec: ActionSpec, chunk: int, config: ModelConfig) -> int:
 
 
 def check_units(spec: ActionSpec, config: ModelConfig, mapping: str) -> None:
-    """Of a checkpoint whose actions are in its dataset's units; ``mapping``: env.action_mapping. Raises ConfigError."""
+    """Check a checkpoint whose actions are in the units of its dataset.
+
+    Args:
+        spec: Action space of the task.
+        config: Options of the section ``model``.
+        mapping: Value of env.action_mapping.
+
+    Raises:
+        ConfigError: The mapping would rescale actions that are already in physical units.
+    """
     unit = isinstance(spec, Box) and set(spec.low) == {-1.0} and set(spec.high) == {1.0}
     if mapping == "rescale" and not unit:
         raise ConfigError(
@@ -345,15 +413,16 @@ def check_units(spec: ActionSpec, config: ModelConfig, mapping: str) -> None:
 
 
 class VLA(nn.Module):
-    """What all families have: a trunk that sees, a decoder that decides, a head that values.
+    """Parts that all small action heads share: trunk, decoder and value head.
 
-    A frozen trunk is run once for every observation, in ``encode``; the epochs of an update begin from what it saw.
+    A frozen trunk runs once per observation, in ``encode``. The epochs of an update then start from
+    its memory.
     """
 
     FROZEN_ROWS = 256
-    """Observations that a frozen trunk reads together."""
-    KEPT = ("tokens", "hidden", "context")
-    """Of a frozen trunk's memory."""
+    """Observations that a frozen trunk processes at a time."""
+    KEPT = ("tokens", "hidden", "summary")
+    """Fields of a frozen trunk's memory that ``encode`` returns."""
 
     def __init__(
         self,
@@ -366,7 +435,20 @@ class VLA(nn.Module):
         queries: Callable[[int, int], int],
         values: int = 1,
     ) -> None:
-        """``queries(C, A)`` is Q; ``values``: outputs of the value head, 1 or C. Raises ConfigError."""
+        """Build trunk, decoder and value head.
+
+        Args:
+            obs_spec: Observations of one environment.
+            action_spec: Actions of one environment: C actions of A dimensions.
+            config: Options of the section ``model``.
+            chunk: C.
+            sentences: The simulator's instructions.
+            queries: Returns Q for (C, A).
+            values: Outputs of the value head, 1 or C.
+
+        Raises:
+            ConfigError: The observation or action space is not supported.
+        """
         super().__init__()
         self.chunk, self.size = chunk, action_size(action_spec, chunk, config)
         self.trunk, self.decoder = Trunk(obs_spec, sentences, config), Decoder(config)
@@ -377,7 +459,7 @@ class VLA(nn.Module):
         self.frozen = False
 
     def freeze(self, frozen: bool) -> None:
-        """Whether the trunk stays as it is."""
+        """Exclude the trunk from training, or include it."""
         self.frozen = frozen
         self.trunk.requires_grad_(not frozen)
 
@@ -391,15 +473,15 @@ class VLA(nn.Module):
             parts = [self.trunk({name: x[cut] for name, x in inputs.items()}) for cut in cuts]
         return {f"/{name}": torch.cat([getattr(part, name) for part in parts]) for name in self.KEPT}
 
-    def see(self, inputs: dict[str, Tensor]) -> Memory:
-        """Of what ``encode`` gave."""
+    def encode_context(self, inputs: dict[str, Tensor]) -> Memory:
+        """Return the memory for the result of ``encode``."""
         if not self.frozen:
             return self.trunk(inputs)
-        tokens, hidden, context = (inputs[f"/{name}"] for name in self.KEPT)
-        return Memory(tokens, hidden, context)
+        tokens, hidden, summary = (inputs[f"/{name}"] for name in self.KEPT)
+        return Memory(tokens, hidden, summary)
 
     def tell(self, sentences: Sequence[str]) -> None:
-        """The sentences that observations count, from now on."""
+        """Set the sentences that the instruction observation indexes."""
         self.sentences = tuple(sentences)
         self.trunk.table = sentence_table(self.sentences, self.trunk.words.num_embeddings).to(self.query.device)
 
@@ -418,5 +500,5 @@ class VLA(nn.Module):
 
 
 def mean_executed(loss: Tensor, executed: Tensor) -> Tensor:
-    """Mean of [B, C, A] over the actions that were ``executed`` bool [B, C]."""
+    """Return the mean of [B, C, A] over the actions with ``executed``, bool [B, C]."""
     return (loss.mean(-1) * executed).sum() / executed.sum().clamp_min(1)

@@ -165,7 +165,7 @@ def test_cached_decoding_is_teacher_forcing(rows: list[int], cameras: int) -> No
     body, action = shared(), bins()
     whole = body.hidden(*batch(cameras=cameras), action)
     images, ids, mask = (x[rows] for x in batch(cameras=cameras))
-    hidden, kept = body.prefill(images, ids, mask, room=A - 1)
+    hidden, kept = body.begin(body.inputs_embeds(images, ids, mask), room=A - 1)
     steps = [hidden]
     for a in range(A - 1):
         steps.append(body.step(action[rows, a], kept))
@@ -235,7 +235,7 @@ def test_the_picture_matters(where: str) -> None:
     forms: dict[str, Callable[[Tensor], Tensor]] = {
         "teacher": lambda x: body.hidden(x, ids, mask, bins()),
         "parallel": lambda x: body.hidden(x, ids, mask, placeholders=A),
-        "cached": lambda x: body.step(bins()[:, 0], body.prefill(x, ids, mask, room=1)[1]),
+        "cached": lambda x: body.step(bins()[:, 0], body.begin(body.inputs_embeds(x, ids, mask), room=1)[1]),
     }
     logits = [body.logits(forms[where](x)) for x in (images, 255 - images)]
     change = (logits[0] - logits[1]).abs().flatten(1).amax(1)

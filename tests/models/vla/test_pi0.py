@@ -187,7 +187,7 @@ def test_the_flow_is_what_transformers_samples(key_heads: int, tmp_path: Path) -
     assert (ours - end[:, :C, :A]).abs().max() < 1e-5 and ours.abs().max() > 0.01
     x, tau = torch.randn(B, H, N), torch.rand(B)
     v = theirs(**asked, noise=x, timestep=tau).logits
-    w, _ = policy.field(policy.see(inputs))(x, tau)
+    w, _ = policy.field(policy.encode_context(inputs))(x, tau)
     assert (v - w).abs().max() < 1e-5 * (1 + v.abs().max())
     v.square().sum().backward()
     w.square().sum().backward()
@@ -467,7 +467,7 @@ def test_statistics(where: str, folder: Path, tmp_path: Path) -> None:
     d, e = policy.act(inputs, noise=noise), plain.act(plain.encode(same), noise=noise)
     scaled = e.action.view(B, C, A) * named["action.std"] + named["action.mean"]
     assert (d.action.view(B, C, A) - scaled).abs().max() < 1e-4
-    assert (policy.aim(d.action.view(B, C, A)) - e.action.view(B, C, A)).abs().max() < 1e-4
+    assert (policy.normalize_actions(d.action.view(B, C, A)) - e.action.view(B, C, A)).abs().max() < 1e-4
     assert (d.log_prob - e.log_prob).abs().max() < 1e-4  # of the latents: units are not in it
     policy.observe(obs, torch.ones(B, dtype=torch.bool))
     assert torch.equal(policy.encode(obs)["/vector"], inputs["/vector"])

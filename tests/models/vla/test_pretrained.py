@@ -120,7 +120,7 @@ def test_teacher_forcing_is_the_models_own(folders: Any, kind: str) -> None:
             attention_mask=torch.nn.functional.pad(mask.long(), (0, n), value=1),
             **options,
         ).last_hidden_state[:, -n - 1 :]
-        ours = policy.hidden(policy.see(inputs), bins)
+        ours = policy.hidden(policy.encode_context(inputs), bins)
     assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
 
 
@@ -158,7 +158,7 @@ def test_groups_hold_all_that_is_trained_once(folders: Any, kind: str, options: 
     if "lora_rank" in options:
         assert all("lora_" in name or name in ("body.head", "body.query") for name in names)
         assert len([name for name in names if "lora_" in name]) == 2 * 2 * 7  # layers x (A, B) x linear layers
-    sight = {id(p) for p in policy.body.sight()}
+    sight = {id(p) for p in policy.body.vision_parameters()}
     assert bool(sight & set(ids)) == (not options)
     inputs = policy.encode(observations())
     d = acted(policy, inputs)
@@ -305,11 +305,11 @@ def test_patches_are_transformers(folders: Any) -> None:
 
 def test_pixels_by_hand(folders: Any) -> None:
     """White: (1 - .5) / .5 = 1, (1 - .4) / .4 = 1.5, (1 - .3) / .6 = 1.1667; black -1, -1, -.5."""
-    lens = policy_of(folders("paligemma")).body.lens
-    white = lens(torch.full((1, 3, 50, 40), 255, dtype=torch.uint8))
+    image_processor = policy_of(folders("paligemma")).body.image_processor
+    white = image_processor(torch.full((1, 3, 50, 40), 255, dtype=torch.uint8))
     assert white.shape == (1, 3, SIDE, SIDE)
     torch.testing.assert_close(white[0, :, 3, 9], torch.tensor([1.0, 1.5, 1.1666667]))
-    black = lens(torch.zeros(1, 3, SIDE, SIDE, dtype=torch.uint8))
+    black = image_processor(torch.zeros(1, 3, SIDE, SIDE, dtype=torch.uint8))
     torch.testing.assert_close(black[0, :, 3, 9], torch.tensor([-1.0, -1.0, -0.5]))
 
 

@@ -16,7 +16,7 @@ from embodied_ppo.core.types import ArraySpec, Box, ConfigError, Discrete
 from embodied_ppo.models.vla.action_tokens import TokenVLA
 from embodied_ppo.models.vla.flow_matching import FlowVLA
 from embodied_ppo.models.vla.gaussian import GaussianVLA
-from embodied_ppo.models.vla.trunk import UNHEARD, WORDS, sentence_table, word_ids
+from embodied_ppo.models.vla.trunk import MASKED_WORD, WORDS, sentence_table, word_ids
 
 C, A, B = 3, 2, 7
 SPEC = {
@@ -166,7 +166,7 @@ def test_autoregressive_tokens_without_a_cache() -> None:
     memory = policy.trunk(inputs)
     for i in range(C * A):
         before = torch.cat((torch.full((B, 1), 16), bins[:, :i]), dim=1)
-        x = policy.query[: i + 1] + memory.context.unsqueeze(1) + policy.before(before)
+        x = policy.query[: i + 1] + memory.summary.unsqueeze(1) + policy.before(before)
         logits = policy.logits(policy.decoder(x, memory, causal=True)[:, -1])
         expected = F.log_softmax(logits.double(), -1).gather(1, bins[:, i : i + 1]).squeeze(1)
         assert (d.log_prob.flatten(1)[:, i] - expected).abs().max() < 1e-5
@@ -180,8 +180,8 @@ def test_a_chain_against_a_float64_twin(eta: float) -> None:
     inputs = policy.encode(observations())
     noise = policy.noise(B, torch.Generator().manual_seed(2))
     d = policy.act(inputs, noise=noise)
-    memory = policy.see(inputs)
-    kept = policy.decoder.remember(memory)
+    memory = policy.encode_context(inputs)
+    kept = policy.decoder.project_memory(memory)
     x, total, flow = noise[:, 0].double(), torch.zeros(B, C, A, dtype=torch.float64), noise[:, 0]
     for k in range(steps):
         tau, delta = 1 - k / steps, 1 / steps
@@ -312,14 +312,14 @@ def test_what_a_word_points_at_does_not_depend_on_the_words_around() -> None:
     inputs = policy.encode(obs)
     choose = policy.trunk.choose
     choose.register_forward_hook(lambda module, given, made: heard.append(given[0]))
-    policy.see(inputs)
+    policy.encode_context(inputs)
     choose.bias.zero_()
     for word, same in ((2, True), (6, False)):  # red; blue or green
         choose.weight.copy_(100 * heard[0][0, word].expand_as(choose.weight))
-        memory = policy.see(inputs)
-        for x in memory.found:
+        memory = policy.encode_context(inputs)
+        for x in memory.grounding:
             assert torch.allclose(x[0], x[1], atol=1e-5) == same, word
-        assert not torch.allclose(memory.context[0], memory.context[1], atol=1e-3)
+        assert not torch.allclose(memory.summary[0], memory.summary[1], atol=1e-3)
 
 
 @torch.no_grad()
@@ -329,8 +329,8 @@ def test_words_know_their_place_where_those_beside_them_are_unheard() -> None:
     policy.trunk.choose.register_forward_hook(lambda module, given, made: heard.append(given[0]))
     inputs = policy.encode(observations(1))
     for pads in (0, 3):
-        words = torch.tensor([[UNHEARD, 5, UNHEARD, UNHEARD, UNHEARD, 5, UNHEARD, *pads * [0]]])
-        policy.see(inputs | {WORDS: words})
+        words = torch.tensor([[MASKED_WORD, 5, MASKED_WORD, MASKED_WORD, MASKED_WORD, 5, MASKED_WORD, *pads * [0]]])
+        policy.encode_context(inputs | {WORDS: words})
     (a, b), n = heard, 7
     assert torch.allclose(a[0], b[0, :n], atol=1e-6)
     assert (a[0, 1] - a[0, 5]).abs().max() > 0.1
