@@ -25,8 +25,8 @@ from mkdocs.structure.pages import Page
 
 from embodied_ppo.commands import output
 from embodied_ppo.config.loader import Option, alias_paths, describe, flat, plain_yaml
+from embodied_ppo.config.readers import readers
 from embodied_ppo.config.schema import OWN_OPTIONS, Config
-from embodied_ppo.config.validation import UNREAD, mode_of
 from embodied_ppo.core.errors import show
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,10 +122,11 @@ def _entry(cls: type, path: str, prefix: str) -> list[str]:
     also = [alias for alias, targets in alias_paths(cls).items() if path in targets]
     if also:
         facts.append("also read: " + ", ".join(map(_code, also)))
-    if cls is Config and (mode := mode_of(path)):
-        facts.append(f"mode={mode} only")
-    if cls is Config and (where := next((w for names, (w, _) in UNREAD.items() if path in names.split(",")), None)):
-        facts.append(f"read with {_code(where)}")
+    reader = readers(cls)[path]
+    if reader.mode:
+        facts.append(f"mode={reader.mode} only")
+    if reader.conditions:
+        facts.append(f"read with {_code(reader.conditions[0].text)}")
     return [
         f"#### {path} {{#{prefix}{path}}}",
         "",

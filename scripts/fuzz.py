@@ -39,7 +39,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from embodied_ppo.commands import main as cli
-from embodied_ppo.config import compose, validation
+from embodied_ppo.config import compose, readers, validation
 from embodied_ppo.config import loader as strict
 from embodied_ppo.config import placement as plan
 from embodied_ppo.config.schema import OWN_OPTIONS, Config, DemosConfig, EvaluateConfig, ExportConfig
@@ -414,7 +414,7 @@ def every_option() -> list[tuple[str, str, str]]:
     for cls, command in zip(CONFIGS, ("", "evaluate", "demos", "export"), strict=True):
         for path, option in strict.describe(cls).items():
             values = [*TYPES, *INTERPOLATIONS, f"${{{path}}}", *_bounds(option.hint)]
-            base = command or validation.mode_of(path) or "embodied"
+            base = command or readers.mode_of(path) or "embodied"
             cases += [(base, path, value) for value in dict.fromkeys(values)]
     return cases
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from embodied_ppo import run as build
-from embodied_ppo.config import batch_sizes, loader, placement, validation
+from embodied_ppo.config import batch_sizes, loader, placement, readers, validation
 from embodied_ppo.config.schema import ClusterConfig, Config
 from embodied_ppo.core.types import ConfigError, PlacementError
 from embodied_ppo.modes.base import device, hardware_of
@@ -149,7 +149,7 @@ def _cut(config: Config, placed: placement.Plan) -> tuple[Config, dict[str, dict
 # ---------------------------------------------------------------------------------------------------------------- file
 def settings(config: Config) -> dict[str, Any]:
     """Every option that is not as in config.py, and the name; what is not read is left out."""
-    left_out = {path for path, _ in validation.unread(config)}
+    left_out = {path for path, _ in readers.unread(config, config.mode)}
     default, said = loader.flat(loader.dump(Config())), dict[str, Any]()
     values = loader.dump(config)
     for path in loader.describe(Config):
@@ -157,7 +157,7 @@ def settings(config: Config) -> dict[str, Any]:
         value: Any = values
         for part in (*parents, leaf):
             value = value[part]
-        other = validation.mode_of(path) not in (None, config.mode) or path in left_out
+        other = readers.mode_of(path) not in (None, config.mode) or path in left_out
         if path != "name" and (other or value == default.get(path, {})):
             continue
         node = said

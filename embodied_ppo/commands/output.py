@@ -97,12 +97,12 @@ def config_rows(loaded: Any, *, only: str | None = None) -> dict[str, dict[str, 
 
     What only the other mode reads is left out unless somebody set it.
     """
-    from embodied_ppo.config import loader, validation
+    from embodied_ppo.config import loader, readers
 
     rows: dict[str, dict[str, Any]] = {}
     mode = getattr(loaded.config, "mode", None)
     for path, option in loader.describe(type(loaded.config)).items():
-        if mode and validation.mode_of(path) not in (None, mode) and path not in loaded.origin:
+        if mode and readers.mode_of(path) not in (None, mode) and path not in loaded.origin:
             continue
         if only and only.lower() not in f"{path} {option.meaning}".lower():
             continue

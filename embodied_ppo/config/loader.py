@@ -23,8 +23,9 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, g
 import yaml
 
 from embodied_ppo.config.aliases import ALIASES, CURES, REFUSED, VALUE_ALIASES
+from embodied_ppo.config.readers import mode_of
 from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig, ExportConfig
-from embodied_ppo.config.validation import check, mode_of
+from embodied_ppo.config.validation import check
 from embodied_ppo.core.errors import ConfigError, PlacementError, listed, nearest, show
 
 C = TypeVar("C")

@@ -1,13 +1,24 @@
-"""Every option, once: name, type, limit, default, and under each its meaning and unit.
+"""Every option, once: name, type, bounds, default, the mode that reads it, and its meaning and unit.
 
-``strict.load`` turns a dictionary into these classes; ``embodied-ppo config`` prints the text below each field.
-Formulas of the algorithm's options stand in ``advantages``, ``losses`` and ``kl``.
+``loader.read`` turns a dictionary into these classes; ``embodied-ppo config`` prints the text below each field. The
+formulas of the algorithm's options are in ``algorithms/advantages``, ``losses`` and ``kl``.
+
+``option(default, mode=.., read_if=..)`` declares that only one mode, or only some values of other options, lead to the
+option being read. ``readers`` collects these declarations, and ``validation`` refuses an option that is set but not
+read.
 """
 
+# ruff: noqa: RUF009 (option and section return a dataclasses.field, not a shared default)
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
+
+T = TypeVar("T")
+C = TypeVar("C")
+Mode: TypeAlias = Literal["embodied", "reasoning"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +31,7 @@ class Limit:
     le: float | None = None
 
     def allows(self, x: float) -> bool:
+        """Return whether ``x`` is within the bounds."""
         return (
             (self.gt is None or x > self.gt)
             and (self.ge is None or x >= self.ge)
@@ -38,6 +50,7 @@ class NotEmpty:
     """Text of at least one character, without NUL: ``Annotated[str, NotEmpty()]``."""
 
     def allows(self, x: str) -> bool:
+        """Return whether ``x`` has a character and no NUL."""
         return bool(x) and "\0" not in x
 
     def __str__(self) -> str:
@@ -58,643 +71,970 @@ NonNegative = Annotated[float, Limit(ge=0)]
 Fraction = Annotated[float, Limit(ge=0, le=1)]
 
 
+# ---------------------------------------------------------------------------------------- declarations
+@dataclass(frozen=True)
+class ReadIf(Generic[C]):
+    """A condition on other options under which an option is read."""
+
+    text: str
+    """The condition as messages state it: "it needs TEXT, or leave it out"."""
+    holds: Callable[[C], bool]
+    """Return whether a config fulfils the condition."""
+    mode: Mode | None = None
+    """The only mode that has the condition, the other reads the option in any case; None: both have it."""
+
+
+Conditions: TypeAlias = "ReadIf[Config] | ReadIf[EvaluateConfig] | Sequence[ReadIf[Config]]"
+
+
+def option(default: T, *, mode: Mode | None = None, read_if: Conditions = ()) -> T:
+    """Declare an option that is not always read.
+
+    Args:
+        default: Its default; each config gets its own copy of a dictionary.
+        mode: The only mode that reads the option; None: as its section.
+        read_if: Conditions that must all hold; none: as its section.
+
+    Returns:
+        The field of the dataclass, typed as the default, as ``dataclasses.field`` does.
+    """
+    metadata = {"mode": mode, "read_if": _as_tuple(read_if)}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(
+    cls: type[T],
+    *,
+    mode: Mode | None = None,
+    read_if: Conditions = (),
+    read_if_of: Mapping[str, ReadIf[Config]] | None = None,
+) -> T:
+    """Declare a section of options.
+
+    Args:
+        cls: Its dataclass.
+        mode: The only mode that reads its options; None: both modes do.
+        read_if: Conditions of all its options that declare none.
+        read_if_of: Name of an option -> its condition in this section, where several sections share ``cls``.
+
+    Returns:
+        The field of the dataclass, typed as the section, as ``dataclasses.field`` does.
+    """
+    metadata = {"section": cls, "mode": mode, "read_if": _as_tuple(read_if), "read_if_of": read_if_of or {}}
+    return field(default_factory=cls, metadata=metadata)
+
+
+def _as_tuple(conditions: Conditions) -> tuple[ReadIf[Any], ...]:
+    """One condition or several as a tuple."""
+    return (conditions,) if isinstance(conditions, ReadIf) else tuple(conditions)
+
+
+# ---------------------------------------------------------------------------------------------- robots
 @dataclass(frozen=True)
 class EnvConfig:
     id: Text = "HalfCheetah-v4"
-    """Task: one of ours, a name of EnvPool's or Gymnasium's, package.module:Class for a Task of your own,
-    package.module:function for simulator torch, Mjlab-.., libero/.."""
+    """Task: a task of this package, a task of EnvPool or Gymnasium, package.module:Class for a Task
+    of your own, package.module:function with simulator=torch, Mjlab-.. or libero/..."""
     simulator: Literal["auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero"] = "auto"
-    """Which adapter; mujoco (CPU threads) and warp (GPU): our engines for tasks of ours; torch: a function that makes a
-    batched environment of tensors; auto: who knows the id, ours first, EnvPool before Gymnasium."""
+    """Simulator adapter. mujoco (CPU threads) and warp (GPU) run the tasks of this package; torch
+    calls a function that returns a batched environment of tensors; auto takes the first adapter
+    that has the id: the tasks of this package, then EnvPool, then Gymnasium."""
     num_envs: Count = 64
-    """Environments stepped together (N)."""
+    """Number of environments that are stepped together (N)."""
     num_threads: Threads = 0
-    """Simulator threads; 0: one per usable core, at most num_envs."""
+    """Number of simulator threads; 0: one per usable core, at most num_envs."""
     max_episode_steps: Count | None = None
-    """Clock limit of an episode in primitive steps; null: the task's own."""
+    """Time limit of an episode in primitive steps; null: the limit of the task."""
     action_mapping: Literal["rescale", "clip", "none"] = "rescale"
-    """Continuous actions: rescale clamps to [-1, 1] and maps to the bounds, clip clamps to them, none passes on."""
+    """Mapping of continuous actions to the bounds of the task. rescale clamps to [-1, 1] and maps
+    that range to the bounds; clip clamps to the bounds; none passes actions on unchanged."""
     success_key: Text | None = None
-    """Entry of the simulator's info that says success; null: `success` or `is_success` where present."""
+    """Entry of the simulator's info that marks success; null: `success` or `is_success` where
+    present."""
     obs_keys: tuple[Text, ...] | None = None
-    """Observations that the policy reads, by name, where a simulator gives several (images of env.cameras are kept);
-    null: all, which is refused where a name says that the observation is privileged (privileged_state, critic)."""
+    """Names of the observations that the policy reads, where a simulator returns several (images of
+    env.cameras are always read); null: all, which is refused where a name marks a privileged
+    observation (privileged_state, critic)."""
     action_chunk: Small = 1
-    """Primitive steps that one decision plans (C); an episode's end cuts it short. horizon counts decisions."""
+    """Number of primitive steps that one decision plans (C). The end of an episode cuts a chunk
+    short. horizon counts decisions."""
     cameras: tuple[Text, ...] = ()
-    """Cameras of the model that the policy sees (tasks of ours); observations are then state and images."""
+    """Names of the model's cameras whose images the policy reads (tasks of this package).
+    Observations then consist of state and images."""
     image_size: Pixels = 64
-    """Height and width of what they show, pixels."""
+    """Height and width of the images of env.cameras, pixels."""
     randomize: bool = False
-    """Domain randomisation of each episode's model by the task's own ranges (tasks of ours); evaluation.randomize says
-    whether evaluation has it, too."""
+    """Randomise the model of each episode within the ranges of the task (tasks of this package).
+    evaluation.randomize does the same for evaluation."""
     ranges: dict[str, Any] = field(default_factory=dict)
-    """Bounds [low, high] over the task's own: mass, friction, damping, gains, gravity, light (factors), camera_position
-    (m), camera_angle (rad), colour (0 to 1)."""
+    """Bounds [low, high] of domain randomisation that replace those of the task: mass, friction,
+    damping, gains, gravity, light (factors), camera_position (m), camera_angle (rad), colour (0 to
+    1)."""
     restart_each_rollout: bool = False
-    """Begin every rollout with new episodes, use only the first of each environment (for group advantages)."""
+    """Begin every rollout with new episodes and use only the first episode of each environment, as
+    group advantages need it."""
     restart_every: Natural = 16384
-    """Steps of each environment after which all episodes begin anew; 0: never. It bounds what a checkpoint holds and a
-    resumed run repeats: a simulator that cannot save itself is resumed by replaying its actions since then."""
+    """Number of steps of each environment after which all episodes are restarted; 0: never. It
+    bounds the size of a checkpoint and the work of resuming: a simulator that cannot save its state
+    is resumed by replaying the actions since the last restart."""
     step_timeout_s: Positive | None = 1800.0
-    """Time limit of one call of the simulator (its constructor, reset or step), seconds; then the run ends, and resume
-    continues from the last checkpoint. null: no limit. A first call may compile for minutes."""
+    """Time limit of one call of the simulator (constructor, reset or step), seconds. The run ends
+    when it is exceeded, and can be resumed from its last checkpoint. null: no limit. A first call
+    may compile for minutes."""
     stagger: bool = True
-    """The first episode of each environment is cut at another step: a rollout then holds every phase of an episode, not
-    one phase of all. Where the clock limit is known and group_size is 1."""
+    """Cut the first episode of each environment at a different step, so that a rollout contains all
+    phases of an episode. Applies where the time limit is known and group_size is 1."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to the simulator's own constructor."""
+    """Arguments of the simulator's constructor."""
+
+
+ACTOR_CRITIC: ReadIf[Config] = ReadIf("model.policy=actor_critic", lambda c: c.model.policy == "actor_critic")
+TOKEN: ReadIf[Config] = ReadIf("model.policy=token", lambda c: c.model.policy == "token")
+FLOW: ReadIf[Config] = ReadIf("model.policy=flow", lambda c: c.model.policy == "flow")
+VLA: ReadIf[Config] = ReadIf("model.policy=token, flow or gaussian", lambda c: c.model.policy != "actor_critic")
+NEW_VLA: ReadIf[Config] = ReadIf(
+    "model.policy=token, flow or gaussian and model.checkpoint=null",
+    lambda c: c.model.policy != "actor_critic" and c.model.checkpoint is None,
+)
+PRETRAINED_VLA: ReadIf[Config] = ReadIf("model.checkpoint", lambda c: c.model.checkpoint is not None)
+ORTHOGONAL: ReadIf[Config] = ReadIf(
+    "model.policy=actor_critic and model.orthogonal_init=true",
+    lambda c: c.model.policy == "actor_critic" and c.model.orthogonal_init,
+)
+GAUSSIAN: ReadIf[Config] = ReadIf(
+    "model.policy=gaussian, or actor_critic and model.distribution=gaussian or squashed_gaussian",
+    lambda c: (
+        c.model.policy == "gaussian" or (c.model.policy == "actor_critic" and c.model.distribution != "categorical")
+    ),
+)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     policy: Literal["actor_critic", "token", "flow", "gaussian"] = "actor_critic"
-    """actor_critic: trunk and two heads; the others are vision-language-action models, told what to do: their actions
-    are tokens, flow out of noise, or are Gaussian. The options from width on are theirs, those from backbone to
-    value_gain actor_critic's."""
-    backbone: Literal["auto", "mlp", "cnn"] = "auto"
-    """Trunk; auto: cnn for uint8 images, mlp otherwise."""
-    hidden: tuple[Width, ...] = (64, 64)
-    """Widths of the hidden layers (after the convolutions, for a cnn)."""
-    activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = "tanh"
-    """Non-linearity of the hidden layers (the cnn's convolutions use relu)."""
-    layer_norm: bool = False
-    """Layer normalisation before each hidden activation."""
+    """Policy family. actor_critic: a trunk with a policy head and a value head. token, flow and
+    gaussian are vision-language-action models, which read an instruction; their actions are tokens,
+    the result of flow matching, or Gaussian. They read the options from width on, actor_critic
+    reads those from backbone to value_gain."""
+    backbone: Literal["auto", "mlp", "cnn"] = option("auto", read_if=ACTOR_CRITIC)
+    """Architecture of the trunk; auto: cnn for uint8 images, mlp otherwise."""
+    hidden: tuple[Width, ...] = option((64, 64), read_if=ACTOR_CRITIC)
+    """Widths of the hidden layers (of a cnn: after the convolutions)."""
+    activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = option("tanh", read_if=ACTOR_CRITIC)
+    """Non-linearity of the hidden layers (the convolutions of a cnn use relu)."""
+    layer_norm: bool = option(False, read_if=ACTOR_CRITIC)
+    """Apply layer normalisation before each hidden activation."""
     shared_backbone: bool = True
-    """One trunk for policy and value; false: separate trunks."""
-    distribution: Literal["auto", "gaussian", "squashed_gaussian", "categorical"] = "auto"
-    """Action distribution; auto: categorical for discrete actions, gaussian for continuous."""
-    state_dependent_std: bool = False
-    """Gaussian scale from the observation; false: one learned scale per action dimension."""
-    init_log_std: float = 0.0
-    """Logarithm of the initial Gaussian scale."""
-    min_log_std: float = -5.0
-    """Lower limit of the logarithm of the Gaussian scale."""
-    max_log_std: float = 2.0
-    """Upper limit of the logarithm of the Gaussian scale."""
+    """Share one trunk between policy and value; false: separate trunks."""
+    distribution: Literal["auto", "gaussian", "squashed_gaussian", "categorical"] = option("auto", read_if=ACTOR_CRITIC)
+    """Action distribution; auto: categorical for discrete actions, gaussian for continuous
+    actions."""
+    state_dependent_std: bool = option(
+        False,
+        read_if=ReadIf(
+            "model.policy=actor_critic and model.distribution=gaussian or squashed_gaussian",
+            lambda c: c.model.policy == "actor_critic" and c.model.distribution != "categorical",
+        ),
+    )
+    """Compute the standard deviation from the observation; false: one learned deviation per action
+    dimension."""
+    init_log_std: float = option(0.0, read_if=GAUSSIAN)
+    """Initial logarithm of the standard deviation."""
+    min_log_std: float = option(-5.0, read_if=GAUSSIAN)
+    """Lower bound of the logarithm of the standard deviation."""
+    max_log_std: float = option(2.0, read_if=GAUSSIAN)
+    """Upper bound of the logarithm of the standard deviation."""
     orthogonal_init: bool = True
-    """Orthogonal weights and zero biases; false: torch's default initialisation."""
-    hidden_gain: Positive = 1.4142135623730951
-    """Gain of the hidden layers' orthogonal initialisation."""
-    policy_gain: Positive = 0.01
-    """Gain of the policy head's orthogonal initialisation."""
-    value_gain: NonNegative = 1.0
-    """Gain of the value head's orthogonal initialisation; 0 starts V at 0."""
+    """Initialise with orthogonal weights and zero biases; false: torch's default initialisation."""
+    hidden_gain: Positive = option(1.4142135623730951, read_if=ORTHOGONAL)
+    """Gain of the orthogonal initialisation of the hidden layers."""
+    policy_gain: Positive = option(0.01, read_if=ORTHOGONAL)
+    """Gain of the orthogonal initialisation of the policy head."""
+    value_gain: NonNegative = option(1.0, read_if=ORTHOGONAL)
+    """Gain of the orthogonal initialisation of the value head; 0: values start at 0."""
     normalize_obs: bool = True
-    """Subtract the running mean of vector observations and divide by their deviation; images are divided by 255."""
-    obs_clip: Positive | None = 10.0
-    """Normalised vector observations are clamped to +-this; null: not."""
-    width: Width = 64
-    """Of tokens (D)."""
-    depth: Small = 2
-    """Blocks of the decoder."""
-    heads: Small = 4
-    """Attention heads; must divide width."""
-    bins: Annotated[int, Limit(ge=3, le=32767)] = 256
-    """Tokens of each action dimension (K), the range [-1, 1] in equal parts: K of them, or K - 1 of an even K, so that
-    standing still is one."""
-    decode: Literal["parallel", "autoregressive"] = "parallel"
-    """All tokens of a chunk at once, or each after those before it."""
-    temperature: Positive = 1.0
-    """Logits of action tokens are divided by it, deviations multiplied, acting and learning; deterministic evaluation
-    takes the likeliest."""
-    flow_steps: Small = 4
-    """Steps from noise to an action (K)."""
-    flow_noise: Literal["sde", "learned"] = "sde"
-    """Deviation of a stochastic step: from flow_eta (Flow-SDE), or learned (Flow-Noise, which has an entropy)."""
-    flow_eta: Positive = 0.5
-    """Noise of flow_noise=sde: the deviation of the first step."""
-    flow_chain: Literal["one", "sum", "mean"] = "one"
-    """one: a single step of a chain is stochastic, drawn anew for each; sum: all are and their log-probabilities are
-    added; mean: their mean, and so a clip range K + 1 times as wide, as RLinf's joint_logprob."""
-    freeze_trunk: bool = False
-    """What sees is not trained by PPO, and run once for all epochs of an update (cloning trains it in any case, unless
-    it is a checkpoint's). pi0: PaliGemma; its keys and values are kept while half of the memory holds them."""
-    checkpoint: str | None = None
-    """Directory of a published model instead of a small new one: OpenVLA, OpenVLA-OFT or a vision-language model of
-    transformers (policy=token), pi0 (policy=flow). Needs the extra [vla]."""
-    unnorm_key: Text | None = None
-    """Whose action statistics of an OpenVLA checkpoint to use; null: the only ones there are."""
-    lora_rank: Annotated[int, Limit(ge=0, le=10**5)] = 0
-    """Rank of low-rank adapters on the language model of a checkpoint, which stays as it is otherwise (Hu et al.
-    2021); 0: none, everything is trained. A run's checkpoints then hold adapters and heads only."""
-    lora_alpha: Positive = 32.0
-    """Adapters are scaled by lora_alpha / lora_rank."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the arithmetic of a checkpoint's model; what is trained is kept in float32 in any case."""
-    gradient_checkpointing: bool = False
-    """A checkpoint's model computes activations twice instead of keeping them."""
-    detach_value: bool | None = None
-    """true: the value loss trains the value head only (its gradient in the features was seen to undo a clone); null:
-    true for policy=token, flow and gaussian, false for actor_critic, where shared_backbone=false separates both."""
-    word_buckets: Annotated[int, Limit(ge=2, le=10**7)] = 1024
-    """Words of instructions are known by their hash, one of so many."""
+    """Normalise vector observations by their running mean and standard deviation. Images are
+    divided by 255 in any case."""
+    obs_clip: Positive | None = option(
+        10.0, read_if=ReadIf("model.normalize_obs=true", lambda c: c.model.normalize_obs)
+    )
+    """Bound to which normalised vector observations are clamped, in both directions; null: no
+    clamping."""
+    width: Width = option(64, read_if=NEW_VLA)
+    """Embedding width of the tokens (D)."""
+    depth: Small = option(2, read_if=NEW_VLA)
+    """Number of decoder blocks."""
+    heads: Small = option(4, read_if=NEW_VLA)
+    """Number of attention heads; must divide width."""
+    bins: Annotated[int, Limit(ge=3, le=32767)] = option(256, read_if=TOKEN)
+    """Number of tokens of each action dimension (K), which divide [-1, 1] into equal parts: K
+    parts, or K - 1 where K is even, so that one token means zero."""
+    decode: Literal["parallel", "autoregressive"] = option("parallel", read_if=TOKEN)
+    """Order in which the tokens of a chunk are decoded: parallel decodes all of them at once,
+    autoregressive decodes each one given the previous ones."""
+    temperature: Positive = option(1.0, read_if=VLA)
+    """Sampling temperature: the logits of action tokens are divided by it and standard deviations
+    multiplied, both while acting and while learning. Deterministic evaluation takes the most likely
+    action."""
+    flow_steps: Small = option(4, read_if=FLOW)
+    """Number of integration steps from noise to an action (K)."""
+    flow_noise: Literal["sde", "learned"] = option("sde", read_if=FLOW)
+    """Standard deviation of a stochastic step: sde derives it from flow_eta (Flow-SDE), learned
+    makes it a network output (Flow-Noise, which has an entropy)."""
+    flow_eta: Positive = option(
+        0.5,
+        read_if=ReadIf(
+            "model.policy=flow and model.flow_noise=sde",
+            lambda c: c.model.policy == "flow" and c.model.flow_noise == "sde",
+        ),
+    )
+    """Noise scale of flow_noise=sde: the standard deviation of the first step."""
+    flow_chain: Literal["one", "sum", "mean"] = option("one", read_if=FLOW)
+    """Log-probability of a chain of steps. one: a single randomly drawn step of each chain is
+    stochastic; sum: all steps are stochastic and their log-probabilities are added; mean: they are
+    averaged, which makes the clip range K + 1 times as wide, as RLinf's joint_logprob does."""
+    freeze_trunk: bool = option(False, read_if=VLA)
+    """Freeze the vision encoder during PPO and evaluate it once for all epochs of an update.
+    Cloning trains it in any case, unless it comes from model.checkpoint. For pi0 this freezes
+    PaliGemma, whose keys and values are cached as long as they fit in half of the memory."""
+    checkpoint: str | None = option(
+        None, read_if=ReadIf("model.policy=token or flow", lambda c: c.model.policy in ("token", "flow"))
+    )
+    """Directory of a published model to start from: OpenVLA, OpenVLA-OFT or a vision-language model
+    of transformers (policy=token), or pi0 (policy=flow); null: a small new model. Needs the extra
+    [vla]."""
+    unnorm_key: Text | None = option(None, read_if=PRETRAINED_VLA)
+    """Name of the data set whose action statistics an OpenVLA checkpoint uses; null: the only ones
+    that it contains."""
+    lora_rank: Annotated[int, Limit(ge=0, le=10**5)] = option(0, read_if=PRETRAINED_VLA)
+    """Rank of low-rank adapters on the language model of a checkpoint, whose own weights stay
+    frozen (Hu et al. 2021); 0: no adapters, all weights are trained. With adapters, the run's
+    checkpoints contain adapters and heads only."""
+    lora_alpha: Positive = option(32.0, read_if=ReadIf("model.lora_rank >= 1", lambda c: c.model.lora_rank > 0))
+    """Scale of the adapters: they are multiplied by lora_alpha / lora_rank."""
+    dtype: Literal["float32", "bfloat16"] = option("float32", read_if=PRETRAINED_VLA)
+    """Type in which a checkpoint's model computes. Trained weights are kept in float32 in any
+    case."""
+    gradient_checkpointing: bool = option(False, read_if=PRETRAINED_VLA)
+    """Recompute the activations of a checkpoint's model in the backward pass instead of storing
+    them: less memory, more time."""
+    detach_value: bool | None = option(
+        None,
+        read_if=ReadIf(
+            "model.policy=token, flow or gaussian (actor_critic has a trunk for each with model.shared_backbone=false)",
+            lambda c: c.model.policy != "actor_critic",
+        ),
+    )
+    """true: the value loss trains the value head only, because its gradient in the trunk can undo
+    what cloning learned; null: true for policy=token, flow and gaussian, false for actor_critic,
+    where shared_backbone=false separates both."""
+    word_buckets: Annotated[int, Limit(ge=2, le=10**7)] = option(1024, read_if=NEW_VLA)
+    """Size of the vocabulary of instructions: each word is mapped to one of this many hash
+    buckets."""
+
+
+# ------------------------------------------------------------------------------------------- algorithm
+KL_IN_REWARD: ReadIf[Config] = ReadIf("algorithm.use_kl_in_reward=true", lambda c: c.algorithm.use_kl_in_reward)
+ADAPTIVE_KL: ReadIf[Config] = ReadIf(
+    "algorithm.use_kl_in_reward=true and algorithm.kl_ctrl.type=adaptive",
+    lambda c: c.algorithm.use_kl_in_reward and c.algorithm.kl_ctrl.type == "adaptive",
+)
+KL_LOSS: ReadIf[Config] = ReadIf("algorithm.use_kl_loss=true", lambda c: c.algorithm.use_kl_loss)
+REWARD_NORM: ReadIf[Config] = ReadIf(
+    "algorithm.reward_norm=batch, group or running", lambda c: c.algorithm.reward_norm is not None
+)
+GAE: ReadIf[Config] = ReadIf("algorithm.adv_type=gae", lambda c: c.algorithm.adv_type == "gae")
+CRITIC_MODEL: ReadIf[Config] = ReadIf(
+    "algorithm.adv_type=gae", lambda c: c.algorithm.adv_type == "gae", mode="reasoning"
+)
+"""A language model has a critic with GAE only, a robot policy always has a value head."""
+ENTROPY: ReadIf[Config] = ReadIf(
+    "model.flow_noise=learned, as flow_noise=sde has an entropy that nothing can change",
+    lambda c: c.model.policy != "flow" or c.model.flow_noise == "learned",
+    mode="embodied",
+)
 
 
 @dataclass(frozen=True)
 class KLControlConfig:
-    type: Literal["fixed", "adaptive"] = "fixed"
-    """fixed keeps kl_coef, adaptive steers it towards target_kl."""
-    kl_coef: NonNegative = 0.001
-    """Initial weight (beta) of the KL penalty in the reward."""
-    horizon: Positive = 10000
-    """Adaptive: sequences over which the coefficient can change by a factor e^0.2."""
-    target_kl: Positive = 0.1
-    """Adaptive: KL to hold, nats per token."""
+    type: Literal["fixed", "adaptive"] = option("fixed", read_if=KL_IN_REWARD)
+    """Controller of the KL coefficient: fixed keeps kl_coef, adaptive changes it so that the KL
+    approaches target_kl."""
+    kl_coef: NonNegative = option(0.001, read_if=KL_IN_REWARD)
+    """Initial coefficient (beta) of the KL penalty in the reward."""
+    horizon: Positive = option(10000, read_if=ADAPTIVE_KL)
+    """Number of sequences over which the adaptive coefficient can change by at most a factor of
+    e^0.2."""
+    target_kl: Positive = option(0.1, read_if=ADAPTIVE_KL)
+    """Target of the adaptive controller, KL in nats per token."""
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
     # --- rollout and batches
-    horizon: Count = 32
-    """Steps of each environment in one rollout (T)."""
+    horizon: Count = option(32, mode="embodied")
+    """Number of steps of each environment in one rollout (T)."""
     update_epoch: Annotated[int, Limit(ge=1, le=10**6)] = 10
-    """Passes over one rollout."""
+    """Number of passes over one rollout."""
     global_batch_size: Count = 256
-    """Samples (steps; prompts in reasoning) in one optimiser step, over all ranks; must divide the rollout (horizon x
-    num_envs; rollout_batch_size)."""
+    """Samples (steps; in reasoning prompts) of one optimiser step, summed over all ranks. It must
+    divide the rollout (horizon x num_envs; in reasoning rollout_batch_size)."""
     micro_batch_size: Count | None = None
-    """Samples (steps; responses in reasoning) in one forward and backward: less memory, the same numbers to rounding;
-    null: global_batch_size."""
+    """Samples (steps; in reasoning responses) of one forward and backward pass: less memory, equal
+    results up to rounding; null: global_batch_size."""
     rollout_micro_batch_size: Count | None = None
-    """Rows of one forward pass while acting and valuing (environments; in reasoning responses decoded or valued
-    together): less memory, the same numbers to rounding; null: all environments (rollout.slots, micro_batch_size)."""
+    """Rows of one forward pass while acting and computing values (environments; in reasoning
+    responses): less memory, equal results up to rounding; null: all environments (in reasoning
+    rollout.slots and micro_batch_size)."""
     logprob_forward_micro_batch_size: Count | None = None
-    """Samples (steps; responses in reasoning) of one forward pass without gradient, which computes log-probabilities
-    again (KL, off_policy_correction, recompute_log_probs): less memory, the same numbers to rounding; null:
-    micro_batch_size."""
-    rollout_batch_size: Annotated[int, Limit(ge=1, le=10**7)] = 256
-    """Prompts of one update; each gets group_size responses."""
-    prompt_length: Annotated[int, Limit(ge=1, le=10**7)] = 1024
-    """Longest prompt, tokens; longer ones are left out, and counted."""
-    response_length: Annotated[int, Limit(ge=1, le=10**7)] = 512
-    """Longest response, tokens (T)."""
-    micro_batch_tokens: Count | None = None
-    """Tokens in one forward and backward, padding included: columns are sorted by length, cut and trimmed; less memory,
-    and faster where lengths differ; null: no limit."""
-    recompute_log_probs: bool = False
-    """The learner computes the behaviour's log-probabilities anew before its first epoch; false: the rollout's are
-    taken (they are equal to rounding where both compute in the same type)."""
-    minibatch_unit: Literal["step", "column"] = "step"
-    """Minibatches are cut by single steps, or by whole columns (all T steps of an environment)."""
+    """Samples (steps; in reasoning responses) of one forward pass without gradient, which
+    recomputes log-probabilities (KL, off_policy_correction, recompute_log_probs): less memory,
+    equal results up to rounding; null: micro_batch_size."""
+    rollout_batch_size: Annotated[int, Limit(ge=1, le=10**7)] = option(256, mode="reasoning")
+    """Number of prompts of one update; each gets group_size responses."""
+    prompt_length: Annotated[int, Limit(ge=1, le=10**7)] = option(
+        1024, mode="reasoning", read_if=ReadIf("data.task=null", lambda c: c.data.task is None)
+    )
+    """Maximum length of a prompt, tokens. Longer prompts are left out and counted."""
+    response_length: Annotated[int, Limit(ge=1, le=10**7)] = option(512, mode="reasoning")
+    """Maximum length of a response, tokens (T)."""
+    micro_batch_tokens: Count | None = option(None, mode="reasoning")
+    """Maximum number of tokens of one forward and backward pass, padding included. Sequences are
+    sorted by length, grouped and trimmed: less memory, and faster where lengths differ; null: no
+    limit."""
+    recompute_log_probs: bool = option(False, mode="reasoning")
+    """Recompute the behaviour policy's log-probabilities in the learner before the first epoch;
+    false: take those of the rollout, which are equal up to rounding where both compute in the same
+    type."""
+    minibatch_unit: Literal["step", "column"] = option("step", mode="embodied")
+    """Unit of which minibatches are drawn: step is a single step, column is all T steps of one
+    environment."""
     # --- advantages
     adv_type: Literal["gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "gae"
-    """Advantage estimator. reinforce: the discounted return-to-go, without a value; reinforce_plus_plus is the same
-    and is meant for normalize_advantages=true."""
+    """Advantage estimator. reinforce is the discounted return-to-go without a value;
+    reinforce_plus_plus is the same and is meant for normalize_advantages=true."""
     gamma: Fraction = 0.99
     """Discount per primitive step."""
-    gae_lambda: Fraction = 0.95
+    gae_lambda: Fraction = option(0.95, read_if=GAE)
     """Decay of the advantage estimator's trace."""
     normalize_advantages: bool = True
     """Standardise advantages over the whole rollout, once per update."""
     advantage_clip: Positive | None = None
-    """Clamp advantages to +-this after normalisation; null: not."""
+    """Bound to which advantages are clamped after normalisation, in both directions; null: no
+    clamping."""
     reward_clip: Positive | None = None
-    """Clamp rewards to +-this; null: not."""
-    reward_clip_order: Literal["before_norm", "after_norm"] = "before_norm"
-    """before_norm clamps raw rewards, once; after_norm clamps after reward_norm and again after the KL penalty."""
-    missing_eos_penalty: NonNegative = 0.0
-    """Taken off the score of a response that response_length cut."""
+    """Bound to which rewards are clamped, in both directions; null: no clamping."""
+    reward_clip_order: Literal["before_norm", "after_norm"] = option(
+        "before_norm",
+        read_if=ReadIf(
+            "algorithm.reward_clip, and algorithm.reward_norm or algorithm.use_kl_in_reward=true",
+            lambda c: (
+                c.algorithm.reward_clip is not None
+                and (c.algorithm.reward_norm is not None or c.algorithm.use_kl_in_reward)
+            ),
+        ),
+    )
+    """before_norm clamps raw rewards once; after_norm clamps after reward_norm and again after the
+    KL penalty."""
+    missing_eos_penalty: NonNegative = option(
+        0.0,
+        mode="reasoning",
+        read_if=ReadIf("rollout.truncation=terminal", lambda c: c.rollout.truncation == "terminal"),
+    )
+    """Penalty subtracted from the score of a response that was cut at response_length."""
     reward_norm: Literal["batch", "group", "running"] | None = None
-    """Reward normalisation over the rollout, over the group, or by the running deviation of the discounted return."""
-    reward_shift: bool = False
-    """With reward_norm: only subtract the mean."""
-    reward_scale: bool = False
-    """With reward_norm: only divide by the deviation."""
+    """Reward normalisation: over the rollout, over the group, or by the running standard deviation
+    of the discounted return; null: none."""
+    reward_shift: bool = option(False, read_if=REWARD_NORM)
+    """With reward_norm: subtract the mean and do not divide."""
+    reward_scale: bool = option(False, read_if=REWARD_NORM)
+    """With reward_norm: divide by the standard deviation and do not subtract the mean."""
     whiten_rewards: bool = False
-    """Divide rewards by their deviation over the rollout."""
-    whiten_subtract_mean: bool = False
+    """Divide rewards by their standard deviation over the rollout."""
+    whiten_subtract_mean: bool = option(
+        False, read_if=ReadIf("algorithm.whiten_rewards=true", lambda c: c.algorithm.whiten_rewards)
+    )
     """With whiten_rewards: also subtract the mean; false: the mean of the rewards is kept."""
-    whiten_after_kl: bool = False
-    """With whiten_rewards: after the KL penalty is subtracted; false: before."""
+    whiten_after_kl: bool = option(
+        False,
+        read_if=ReadIf(
+            "algorithm.whiten_rewards=true and algorithm.use_kl_in_reward=true",
+            lambda c: c.algorithm.whiten_rewards and c.algorithm.use_kl_in_reward,
+        ),
+    )
+    """With whiten_rewards: whiten after the KL penalty is subtracted; false: before."""
     group_size: Annotated[int, Limit(ge=1, le=10**4)] = 1
-    """Neighbouring environments (responses) that share a start state (prompt)."""
-    bootstrap_type: Literal["standard", "always"] = "standard"
-    """standard bootstraps where the clock cut the episode; always: also where the task ended."""
+    """Number of neighbouring environments that share a start state (in reasoning: responses that
+    share a prompt)."""
+    bootstrap_type: Literal["standard", "always"] = option("standard", mode="embodied")
+    """Where the value of the next state is added: standard where the time limit ended the episode;
+    always also where the task ended."""
     # --- policy loss
     loss_type: Literal["actor_critic", "actor"] = "actor_critic"
-    """actor_critic: one model, one backward (mode=embodied); actor: two models (mode=reasoning)."""
+    """actor_critic: one model and one backward pass (mode=embodied); actor: two models
+    (mode=reasoning)."""
     clip_ratio_low: Positive = 0.2
-    """Lower clip range of the probability ratio, 1 - this."""
+    """Lower clip range of the probability ratio, which is clipped at 1 - clip_ratio_low."""
     clip_ratio_high: Positive = 0.2
-    """Upper clip range of the probability ratio, 1 + this."""
+    """Upper clip range of the probability ratio, which is clipped at 1 + clip_ratio_high."""
     clip_ratio_c: Annotated[float, Limit(gt=1)] | None = None
-    """Dual clip: bound of the loss at -A x this for negative advantages; null: off."""
-    entropy_bonus: NonNegative = 0.0
-    """Weight of the entropy in the loss (the initial weight where entropy_target is set)."""
-    entropy_target: float | None = None
-    """Entropy (nats, aggregated) that the bonus adapts to hold; null: constant bonus."""
+    """Dual clip: upper bound -A x clip_ratio_c of the loss for negative advantages A; null: off."""
+    entropy_bonus: NonNegative = option(0.0, read_if=ENTROPY)
+    """Coefficient of the entropy in the loss (the initial coefficient where entropy_target is
+    set)."""
+    entropy_target: float | None = option(None, read_if=ENTROPY)
+    """Target of the entropy (nats, aggregated as the loss), to which the coefficient adapts; null:
+    constant coefficient."""
     loss_agg_func: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
-    """How per-sample losses become one; seq-*: over columns (minibatch_unit=column)."""
-    loss_scale_factor: Positive | None = None
-    """Constant by which seq-mean-token-sum-norm divides each column's sum; null: horizon (response_length in
-    reasoning)."""
-    logprob_type: Literal["token_level", "action_level", "chunk_level"] = "action_level"
-    """Granularity of the ratio: per action dimension, per action, per chunk."""
-    entropy_type: Literal["token_level", "action_level", "chunk_level"] = "action_level"
-    """Granularity of the entropy."""
-    reward_type: Literal["action_level", "chunk_level"] = "chunk_level"
-    """Granularity of rewards and advantages: a chunk of actions has one reward and one value (see chunk_reward), or
-    each of its actions has a reward, a value, an advantage and a mask of its own."""
-    chunk_reward: Literal["discounted", "sum"] = "discounted"
-    """Reward of a chunk of actions (reward_type=chunk_level): the sum of its rewards discounted by gamma per primitive
-    step, or the plain sum, as in RLinf."""
+    """Aggregation of per-sample losses to one number; seq-*: over columns
+    (minibatch_unit=column)."""
+    loss_scale_factor: Positive | None = option(
+        None,
+        read_if=ReadIf(
+            "algorithm.loss_agg_func (or critic.loss_agg_func) = seq-mean-token-sum-norm",
+            lambda c: "seq-mean-token-sum-norm" in (c.algorithm.loss_agg_func, c.critic.loss_agg_func),
+        ),
+    )
+    """Constant by which seq-mean-token-sum-norm divides the sum of each column; null: horizon (in
+    reasoning response_length)."""
+    logprob_type: Literal["token_level", "action_level", "chunk_level"] = option("action_level", mode="embodied")
+    """Granularity of the probability ratio: per action dimension, per action, or per chunk."""
+    entropy_type: Literal["token_level", "action_level", "chunk_level"] = option("action_level", mode="embodied")
+    """Granularity of the entropy: per action dimension, per action, or per chunk."""
+    reward_type: Literal["action_level", "chunk_level"] = option("chunk_level", mode="embodied")
+    """Granularity of rewards and advantages. chunk_level: a chunk of actions has one reward and one
+    value (see chunk_reward); action_level: each action of a chunk has a reward, a value, an
+    advantage and a mask."""
+    chunk_reward: Literal["discounted", "sum"] = option(
+        "discounted",
+        mode="embodied",
+        read_if=ReadIf(
+            "env.action_chunk >= 2 and algorithm.reward_type=chunk_level",
+            lambda c: c.env.action_chunk > 1 and c.algorithm.reward_type == "chunk_level",
+        ),
+    )
+    """Reward of a chunk of actions (reward_type=chunk_level): the sum of its rewards discounted by
+    gamma per primitive step, or the plain sum, as in RLinf."""
     target_kl_stop: Positive | None = None
-    """Skip the update's remaining epochs once an epoch's mean approx_kl exceeds this (nats); null: never."""
+    """Skip the remaining epochs of an update when the mean approx_kl of an epoch exceeds this,
+    nats; null: never."""
     use_kl_loss: bool = False
-    """Add kl_loss_coef x KL(policy || reference) to the loss; the reference is the policy training began with."""
-    kl_loss_coef: NonNegative = 0.001
-    """Weight of the KL loss."""
-    kl_loss_type: Literal["k1", "abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+"] = "k3"
-    """KL estimator of the loss; plain k1 is refused (its expected gradient is zero)."""
+    """Add kl_loss_coef x KL(policy || reference) to the loss. The reference is the policy at the
+    start of training."""
+    kl_loss_coef: NonNegative = option(0.001, read_if=KL_LOSS)
+    """Coefficient of the KL loss."""
+    kl_loss_type: Literal["k1", "abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+"] = option("k3", read_if=KL_LOSS)
+    """KL estimator of the loss. Plain k1 is refused, because its expected gradient is zero."""
     use_kl_in_reward: bool = False
-    """Subtract kl_ctrl.kl_coef x KL per step from the reward."""
-    kl_penalty: Literal["k1", "abs", "k2", "k3", "full"] = "k1"
-    """KL estimator in the reward."""
-    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    """Subtract kl_ctrl.kl_coef x KL of each step from the reward."""
+    kl_penalty: Literal["k1", "abs", "k2", "k3", "full"] = option("k1", read_if=KL_IN_REWARD)
+    """KL estimator of the penalty in the reward."""
+    kl_ctrl: KLControlConfig = section(KLControlConfig)
     """Coefficient of the KL penalty in the reward."""
     off_policy_correction: Literal["token", "sequence"] | None = None
-    """Truncated importance weights where the acting and the learning policy's log-probabilities differ; null: off.
-    They differ where rollouts lag or another engine acts; with placement=local every weight is 1."""
-    off_policy_cap: Positive = 2.0
-    """Upper limit of the importance weights."""
+    """Truncated importance weights for differences between the log-probabilities of the acting and
+    the learning policy; null: off. They differ where rollouts lag behind or another engine acts;
+    with placement=local every weight is 1."""
+    off_policy_cap: Positive = option(
+        2.0,
+        read_if=ReadIf(
+            "algorithm.off_policy_correction=token or sequence",
+            lambda c: c.algorithm.off_policy_correction is not None,
+        ),
+    )
+    """Upper bound of the importance weights."""
     # --- value loss
-    value_clip: Positive | None = 0.2
-    """Clip range of the value's change; null: off."""
-    huber_delta: Positive | None = 10.0
-    """Error up to which the value loss is quadratic; null: everywhere."""
-    value_loss_coef: NonNegative = 1.0
-    """Weight of the value loss."""
-    critic_warmup: Natural = 0
-    """First updates in which only the critic learns."""
+    value_clip: Positive | None = option(0.2, read_if=CRITIC_MODEL)
+    """Clip range of the change of the value; null: no clipping."""
+    huber_delta: Positive | None = option(10.0, read_if=CRITIC_MODEL)
+    """Error up to which the value loss is quadratic, beyond it the loss is linear; null: quadratic
+    everywhere."""
+    value_loss_coef: NonNegative = option(1.0, mode="embodied")
+    """Coefficient of the value loss."""
+    critic_warmup: Natural = option(0, read_if=CRITIC_MODEL)
+    """Number of first updates in which only the critic is trained."""
     # --- optimiser
     lr: Positive = 3e-4
     """Learning rate of the policy (and of a shared trunk)."""
-    value_lr: Positive | None = None
-    """Learning rate of the value head (and of its own trunk); null: as lr."""
+    value_lr: Positive | None = option(None, mode="embodied")
+    """Learning rate of the value head (and of its own trunk); null: lr."""
     lr_schedule: Literal["constant", "linear", "cosine", "adaptive"] = "constant"
-    """linear, cosine: to lr_end x lr over the run; adaptive: steered to keep approx_kl near desired_kl."""
-    lr_end: Fraction = 0.0
+    """Schedule of the learning rate. linear and cosine decay to lr_end x lr over the run; adaptive
+    keeps approx_kl near desired_kl."""
+    lr_end: Fraction = option(
+        0.0,
+        read_if=ReadIf(
+            "algorithm.lr_schedule=linear or cosine", lambda c: c.algorithm.lr_schedule in ("linear", "cosine")
+        ),
+    )
     """Final learning rate as a fraction of lr (linear, cosine)."""
     lr_warmup: Natural = 0
-    """First updates over which the learning rate rises linearly."""
-    desired_kl: Positive = 0.01
-    """Adaptive schedule: approx_kl (nats) to hold."""
+    """Number of first updates over which the learning rate rises linearly."""
+    desired_kl: Positive = option(
+        0.01, read_if=ReadIf("algorithm.lr_schedule=adaptive", lambda c: c.algorithm.lr_schedule == "adaptive")
+    )
+    """Target of the adaptive schedule, approx_kl in nats."""
     max_grad_norm: Positive | None = 0.5
-    """Gradients are scaled down to this global norm; null: not."""
+    """Global norm to which gradients are clipped; null: no clipping."""
     adam_beta1: Annotated[float, Limit(ge=0, lt=1)] = 0.9
-    """AdamW's decay of the first moment."""
+    """Decay of AdamW's first moment."""
     adam_beta2: Annotated[float, Limit(ge=0, lt=1)] = 0.999
-    """AdamW's decay of the second moment."""
+    """Decay of AdamW's second moment."""
     adam_eps: Positive = 1e-5
-    """AdamW's epsilon."""
+    """Epsilon of AdamW."""
     weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay of AdamW."""
+
+
+SAMPLED: ReadIf[Config] = ReadIf("evaluation.deterministic=false", lambda c: not c.evaluation.deterministic)
+SAMPLED_TOKENS = "evaluation.deterministic=false and a language model or vision-language-action model"
+VIDEO: ReadIf[Config] = ReadIf("evaluation.video_episodes >= 1", lambda c: c.evaluation.video_episodes > 0)
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
     episodes: Count = 10
-    """Episodes of one evaluation; in reasoning prompts, the first of the held-out ones (all, where there are fewer)."""
-    num_envs: Count = 16
-    """Environments evaluated together; changes no number."""
+    """Number of episodes of one evaluation (in reasoning: of held-out prompts, the first ones, or
+    all where there are fewer)."""
+    num_envs: Count = option(16, mode="embodied")
+    """Number of environments that are evaluated together. It does not change results."""
     deterministic: bool = True
-    """Act with the distribution's mode (the likeliest token); false: sample."""
+    """Act with the mode of the distribution (the most likely token); false: sample."""
     seed: Natural = 0
-    """Seed of the initial states, 0 to 16383. Different seeds share no episode; none is one of training's."""
-    n: Small = 1
-    """Responses to each prompt; with more than one also pass@k and maj@n are told."""
-    response_length: Annotated[int, Limit(ge=1, le=10**7)] | None = None
-    """Longest response, tokens; null: algorithm.response_length."""
-    temperature: Positive = 1.0
-    """Of sampled responses."""
-    top_k: Natural = 0
-    """Sampled responses: only the k likeliest tokens; 0: all."""
-    top_p: Annotated[float, Limit(gt=0, le=1)] = 1.0
-    """Sampled responses: only the likeliest tokens that together hold this probability; 1: all."""
-    min_p: Fraction = 0.0
-    """Sampled responses: only tokens at least this times as likely as the likeliest; 0: all."""
-    repetition_penalty: Positive = 1.0
-    """Logits of tokens that occurred are divided by it where positive, multiplied where negative; 1: nothing."""
-    env_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Changes to env.kwargs while evaluating, also in ``embodied-ppo evaluate`` (Atari: episodic_life=false)."""
-    randomize: bool = False
-    """Evaluate with env.randomize's domain randomisation; false: in the model as it is."""
-    video_episodes: Natural = 0
-    """Episodes filmed into an mp4."""
-    video_steps: Count = 300
-    """Longest filmed part of an episode, in steps."""
-    video_size: Pixels = 256
-    """Height and width of the film, pixels."""
+    """Seed of the initial states, 0 to 16383. Evaluations with different seeds have no episode in
+    common, and none is an episode of training."""
+    n: Small = option(1, mode="reasoning")
+    """Number of responses to each prompt; with more than one, pass@k and maj@n are reported too."""
+    response_length: Annotated[int, Limit(ge=1, le=10**7)] | None = option(None, mode="reasoning")
+    """Maximum length of a response, tokens; null: algorithm.response_length."""
+    temperature: Positive = option(
+        1.0,
+        read_if=(
+            ReadIf(SAMPLED_TOKENS, lambda c: not c.evaluation.deterministic),
+            ReadIf(SAMPLED_TOKENS, lambda c: c.model.policy != "actor_critic", mode="embodied"),
+        ),
+    )
+    """Sampling temperature."""
+    top_k: Natural = option(0, mode="reasoning", read_if=SAMPLED)
+    """Sample from the k most likely tokens only; 0: from all."""
+    top_p: Annotated[float, Limit(gt=0, le=1)] = option(1.0, mode="reasoning", read_if=SAMPLED)
+    """Sample from the most likely tokens that together have this probability; 1: from all."""
+    min_p: Fraction = option(0.0, mode="reasoning", read_if=SAMPLED)
+    """Sample from tokens whose probability is at least this fraction of the largest one; 0: from
+    all."""
+    repetition_penalty: Positive = option(1.0, mode="reasoning")
+    """Divisor of the positive logits, and factor of the negative logits, of tokens that occurred
+    before; 1: no penalty."""
+    env_kwargs: dict[str, Any] = option({}, mode="embodied")
+    """Changes to env.kwargs during evaluation, also in ``embodied-ppo evaluate`` (Atari:
+    episodic_life=false)."""
+    randomize: bool = option(False, mode="embodied", read_if=ReadIf("env.randomize=true", lambda c: c.env.randomize))
+    """Evaluate with the domain randomisation of env.randomize; false: with the unchanged model."""
+    video_episodes: Natural = option(0, mode="embodied")
+    """Number of episodes that are recorded as an mp4 video."""
+    video_steps: Count = option(300, mode="embodied", read_if=VIDEO)
+    """Maximum length of the recorded part of an episode, steps."""
+    video_size: Pixels = option(256, mode="embodied", read_if=VIDEO)
+    """Height and width of the video, pixels."""
+
+
+# ------------------------------------------------------------------------------------- language models
+FILES: ReadIf[Config] = ReadIf("data.task=null", lambda c: c.data.task is None)
+WARM_START: ReadIf[Config] = ReadIf("warm_start.steps >= 1", lambda c: c.warm_start.steps > 0)
+PREFERENCES: ReadIf[Config] = ReadIf("reward.model.pairs >= 1", lambda c: c.reward.model.pairs > 0)
 
 
 @dataclass(frozen=True)
 class LanguageModelConfig:
     path: Text | None = None
-    """Directory of a model as transformers writes it (config.json, safetensors, tokenizer); null: a new one."""
+    """Directory of a model as transformers writes it (config.json, safetensors, tokenizer); null: a
+    new model."""
     architecture: dict[str, Any] = field(default_factory=dict)
-    """Of a new model: model_type and other fields of transformers' configuration."""
+    """Architecture of a new model: model_type and other fields of transformers' configuration."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What it computes in; weights that learn, their moments, log-probabilities and losses are float32 in any case."""
+    """Type in which the model computes. Trained weights, their moments, log-probabilities and
+    losses are float32 in any case."""
     gradient_checkpointing: bool = False
-    """Keep no layer's inside for the backward pass but compute it again: less memory, a third more time."""
+    """Recompute the activations of each layer in the backward pass instead of storing them: less
+    memory, about a third more time."""
 
 
 @dataclass(frozen=True)
 class ActorConfig:
-    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
-    """The language model that learns."""
-    tokenizer: Text | None = None
-    """Directory of its tokenizer; null: model.path (data.task has its own: one character, one token)."""
+    model: LanguageModelConfig = section(
+        LanguageModelConfig,
+        read_if_of={"architecture": ReadIf("actor.model.path=null", lambda c: c.actor.model.path is None)},
+    )
+    """The language model that is trained."""
+    tokenizer: Text | None = option(None, read_if=FILES)
+    """Directory of the tokenizer; null: model.path (data.task has its own, one token per
+    character)."""
 
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """Options that are null are as the actor's, in section algorithm."""
+    """Options that are null have the value of the actor's option in section algorithm."""
 
     use_critic_model: bool = True
-    """A complete second model with a value head of its own; adv_type=gae needs it, the others have none."""
-    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
-    """The critic's; without path and architecture it begins as a copy of the actor's."""
+    """Train a second, complete model with a value head. adv_type=gae needs it, the other estimators
+    have none."""
+    model: LanguageModelConfig = section(LanguageModelConfig)
+    """The critic's model; without path and architecture it starts as a copy of the actor's."""
     concurrent: bool = False
-    """Learn in a thread of its own while the actor learns: the same numbers, and a second core."""
+    """Train the critic in a thread beside the actor: equal results, and a second core is used."""
     loss_agg_func: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
     ) = None
-    """How the value losses of tokens become one; null: token-mean, whatever algorithm.loss_agg_func is."""
+    """Aggregation of the value losses of tokens; null: token-mean, whatever algorithm.loss_agg_func
+    is."""
     update_epoch: Count | None = None
-    """Passes over one rollout."""
+    """Number of passes over one rollout."""
     global_batch_size: Count | None = None
-    """Prompts in one optimiser step."""
+    """Number of prompts of one optimiser step."""
     lr: Positive | None = None
     """Learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
-    """As algorithm.lr_schedule; null there with adaptive: constant."""
-    lr_end: Fraction | None = None
+    """Schedule of the learning rate, as algorithm.lr_schedule; null where that is adaptive:
+    constant."""
+    lr_end: Fraction | None = option(
+        None,
+        read_if=ReadIf(
+            "critic.lr_schedule=linear or cosine",
+            lambda c: (c.critic.lr_schedule or c.algorithm.lr_schedule) in ("linear", "cosine"),
+        ),
+    )
     """Final learning rate as a fraction of lr."""
     lr_warmup: Natural | None = None
-    """First updates over which the learning rate rises linearly."""
+    """Number of first updates over which the learning rate rises linearly."""
     max_grad_norm: Positive | None = None
-    """Gradients are scaled down to this global norm."""
+    """Global norm to which gradients are clipped."""
     weight_decay: NonNegative | None = None
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay of AdamW."""
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
     engine: Literal["builtin", "vllm"] = "builtin"
-    """What generates: our own decode loop, which shares the actor's weights, or vLLM (CUDA, installed separately)."""
+    """Generation engine: builtin shares the actor's weights; vllm needs CUDA and is installed
+    separately."""
     slots: Annotated[int, Limit(ge=1, le=10**6)] = 256
-    """Responses that are decoded together; memory only."""
+    """Number of responses that are decoded together. It affects memory and speed only."""
     temperature: Positive = 1.0
-    """Logits are divided by it, in sampling as in training."""
+    """Sampling temperature: logits are divided by it, while sampling and while training."""
     stop: tuple[Text, ...] = ()
     """Texts that end a response."""
     stop_token_ids: tuple[Natural, ...] = ()
-    """Tokens that end a response, besides all that model and tokenizer call end of sequence."""
+    """Tokens that end a response, in addition to the end-of-sequence tokens of model and
+    tokenizer."""
     truncation: Literal["terminal", "drop"] = "terminal"
-    """A response that response_length cut is graded as it is, or left out of the loss."""
+    """Treatment of a response that was cut at response_length: terminal grades it as it is, drop
+    leaves it out of the loss."""
     overlong_buffer: Natural = 0
-    """Last tokens before response_length over which a penalty rises linearly to overlong_penalty (DAPO); 0: none."""
-    overlong_penalty: NonNegative = 1.0
-    """Taken off the score of a response of full length."""
+    """Number of last tokens before response_length over which a penalty rises linearly to
+    overlong_penalty (DAPO); 0: no penalty."""
+    overlong_penalty: NonNegative = option(
+        1.0, read_if=ReadIf("rollout.overlong_buffer >= 1", lambda c: c.rollout.overlong_buffer > 0)
+    )
+    """Penalty subtracted from the score of a response of full length."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
     task: Literal["arithmetic", "scratchpad"] | None = None
-    """A generated task, which needs no files; null: files."""
-    train: tuple[Text, ...] = ()
-    """Files (.jsonl, .json, .parquet), or directories of them: {prompt, answer}, GSM8K's or verl's layout."""
-    eval: tuple[Text, ...] = ()
-    """Files of held-out prompts."""
-    prompt_key: Text | None = None
-    """Where a row's prompt is; null: prompt or question."""
-    answer_key: Text | None = None
-    """Where a row's true answer is; null: reward_model.ground_truth, ground_truth or answer."""
-    suffix: str | None = None
-    """Added to every prompt; null: what the layout is known to need (GSM8K)."""
-    system: str | None = None
-    """First message of every chat."""
-    chat_template: Literal["auto", "always", "never"] = "auto"
-    """Use the tokenizer's: where it has one, always, or never."""
+    """A generated task, which needs no files; null: prompts come from files."""
+    train: tuple[Text, ...] = option((), read_if=FILES)
+    """Files of training prompts (.jsonl, .json, .parquet), or directories of them, in one of these
+    layouts: {prompt, answer}, GSM8K, verl."""
+    eval: tuple[Text, ...] = option((), read_if=FILES)
+    """Files of held-out prompts, as train."""
+    prompt_key: Text | None = option(None, read_if=FILES)
+    """Field of a row that contains the prompt; null: prompt or question."""
+    answer_key: Text | None = option(None, read_if=FILES)
+    """Field of a row that contains the correct answer; null: reward_model.ground_truth,
+    ground_truth or answer."""
+    suffix: str | None = option(None, read_if=FILES)
+    """Text appended to every prompt; null: the usual one of a known layout (GSM8K), else none."""
+    system: str | None = option(None, read_if=FILES)
+    """First message of every chat; null: none."""
+    chat_template: Literal["auto", "always", "never"] = option("auto", read_if=FILES)
+    """Whether prompts go through the tokenizer's chat template; auto: where the tokenizer has
+    one."""
     shuffle: bool = True
-    """Each epoch in an order of its own; false: as the files have it."""
+    """Draw a new order in each epoch; false: the order of the files."""
 
 
 @dataclass(frozen=True)
 class RewardModelConfig:
     path: Text | None = None
-    """Directory of a sequence-classification model with one label; its score is the reward."""
-    pairs: Natural = 0
-    """Preferences of data.task that a new reward model learns from before PPO; 0: none."""
-    steps: Count = 200
-    """Optimiser steps of that."""
-    batch_size: Count = 64
-    """Preferences in one of them."""
-    lr: Positive = 1e-3
-    """Its learning rate."""
+    """Directory of a sequence-classification model with one label, whose output is the reward;
+    null: none."""
+    pairs: Natural = option(
+        0,
+        read_if=ReadIf(
+            "data.task, and reward.model.path=null",
+            lambda c: c.data.task is not None and c.reward.model.path is None,
+        ),
+    )
+    """Number of preference pairs of data.task on which a new reward model is trained before PPO; 0:
+    none."""
+    steps: Count = option(200, read_if=PREFERENCES)
+    """Number of optimiser steps of the reward model."""
+    batch_size: Count = option(64, read_if=PREFERENCES)
+    """Number of preference pairs of one optimiser step."""
+    lr: Positive = option(1e-3, read_if=PREFERENCES)
+    """Learning rate of the reward model."""
 
 
 @dataclass(frozen=True)
 class RewardConfig:
     grader: Text = "auto"
-    """A built-in (exact, gsm8k_strict, gsm8k_flexible, gsm8k_numeric, math_verify), module:function or FILE.py:function
-    with verl's signature (data_source, solution_str, ground_truth, extra_info), which may be async; auto: the grader of
-    data.task or of the data source."""
-    path: Text | None = None
+    """A built-in grader (exact, gsm8k_strict, gsm8k_flexible, gsm8k_numeric, math_verify), or
+    module:function or FILE.py:function with verl's signature (data_source, solution_str,
+    ground_truth, extra_info), which may be async; auto: the grader of data.task or of the data
+    source."""
+    path: Text | None = option(None, read_if=ReadIf("reward.grader=auto", lambda c: c.reward.grader == "auto"))
     """File of a grader, as in verl's custom_reward_function; it replaces grader."""
-    name: Text = "compute_score"
-    """Function in the file of reward.path."""
+    name: Text = option("compute_score", read_if=ReadIf("reward.path", lambda c: c.reward.path is not None))
+    """Name of the function in the file of reward.path."""
     workers: Annotated[int, Limit(ge=0, le=1024)] | None = None
-    """Number of grading processes; 0: grade in the main process, without a time limit; null: 0 for the graders of
-    synthetic tasks and for built-ins except math_verify, else 2."""
-    timeout_s: Positive = 10.0
-    """Time limit of one response in a grading process, seconds; a response that exceeds it scores 0 and is counted."""
+    """Number of grading processes; 0: grade in the main process, without a time limit; null: 0 for
+    the graders of synthetic tasks and for built-ins except math_verify, else 2."""
+    timeout_s: Positive = option(10.0, read_if=ReadIf("reward.workers >= 1, or null", lambda c: c.reward.workers != 0))
+    """Time limit of one response in a grading process, seconds. A response that exceeds it scores 0
+    and is counted."""
     format: Text | None = None
-    """Regular expression that a whole response should match."""
-    format_weight: NonNegative = 0.1
-    """Added to the score of a response that matches reward.format."""
-    model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    """A model that scores instead of the grader; the grader then only decides between right and wrong."""
+    """Regular expression that a whole response should match; null: none."""
+    format_weight: NonNegative = option(0.1, read_if=ReadIf("reward.format", lambda c: c.reward.format is not None))
+    """Bonus added to the score of a response that matches reward.format."""
+    model: RewardModelConfig = section(RewardModelConfig)
+    """Reward model that computes the reward instead of the grader, which then only counts correct
+    responses."""
 
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    steps: Natural = 0
-    """Supervised steps on demonstrations of data.task before PPO, kept on disk between runs; 0: none."""
-    batch_size: Count = 128
-    """Demonstrations in one step."""
-    lr: Positive = 1e-3
-    """Learning rate of these steps."""
-    forget: Fraction | None = None
-    """How often the demonstrator forgets to carry; null: the task's own."""
+    steps: Natural = option(0, read_if=ReadIf("data.task", lambda c: c.data.task is not None))
+    """Number of supervised optimiser steps on demonstrations of data.task before PPO; 0: none. The
+    result is cached on disk between runs."""
+    batch_size: Count = option(128, read_if=WARM_START)
+    """Number of demonstrations of one optimiser step."""
+    lr: Positive = option(1e-3, read_if=WARM_START)
+    """Learning rate of the supervised steps."""
+    forget: Fraction | None = option(None, read_if=WARM_START)
+    """Probability that a demonstration omits a carry (an intended error); null: the default of the
+    task."""
+
+
+CLONING: ReadIf[Config] = ReadIf("cloning.steps >= 1", lambda c: c.cloning.steps > 0)
+DEMONSTRATIONS: ReadIf[Config] = ReadIf(
+    "cloning.steps >= 1 or cloning.coef > 0", lambda c: c.cloning.steps > 0 or c.cloning.coef > 0
+)
 
 
 @dataclass(frozen=True)
 class CloningConfig:
-    steps: Natural = 0
-    """Supervised steps on demonstrations before PPO, kept on disk between runs; 0: none. For vision-language-action
-    models."""
-    dataset: Text | None = None
-    """Folder of demonstrations in LeRobot's layout (v2.0 to v3.0); null: the task's own expert records some, once
-    (Tabletop has one)."""
-    episodes: Count = 2000
-    """Demonstrations that are learned from, the first ones of a dataset."""
-    foresight_steps: Natural = 400
-    """Steps before these that predict where a demonstration leads, and how its picture ends: they teach the words
-    (``cloning``)."""
-    batch_size: Count = 64
-    """Frames in one step."""
-    lr: Positive = 4e-3
-    """Learning rate of these steps."""
-    coef: NonNegative = 0.0
-    """Weight of the cloning loss of batch_size demonstrated frames that every minibatch of PPO adds to its own; 0:
-    PPO alone."""
+    steps: Natural = option(0, read_if=VLA)
+    """Number of supervised optimiser steps on demonstrations before PPO, for vision-language-action
+    models; 0: none. The result is cached on disk between runs."""
+    dataset: Text | None = option(None, read_if=DEMONSTRATIONS)
+    """Directory of demonstrations in LeRobot's layout (v2.0 to v3.0); null: record some once with
+    the expert of the task (Tabletop has one)."""
+    episodes: Count = option(2000, read_if=DEMONSTRATIONS)
+    """Number of demonstrations to learn from, the first ones of the data set."""
+    foresight_steps: Natural = option(400, read_if=CLONING)
+    """Number of auxiliary optimiser steps before cloning that predict the robot's future state and
+    the final image of a demonstration, which trains the instruction embedding
+    (``imitation/behavior_cloning``)."""
+    batch_size: Count = option(64, read_if=DEMONSTRATIONS)
+    """Number of frames of one optimiser step."""
+    lr: Positive = option(4e-3, read_if=CLONING)
+    """Learning rate of the supervised steps."""
+    coef: NonNegative = option(0.0, read_if=VLA)
+    """Coefficient of the cloning loss of batch_size demonstrated frames, which is added to the loss
+    of every minibatch of PPO; 0: PPO alone."""
 
 
+# ----------------------------------------------------------------------------------------------- a run
 @dataclass(frozen=True)
 class ClusterConfig:
     num_nodes: Annotated[int, Limit(ge=1, le=10**4)] = 1
-    """Machines."""
+    """Number of machines."""
     devices_per_node: Annotated[int, Limit(ge=0, le=1024)] = 0
-    """Devices of each machine: GPUs, or slots for a process on the CPU; 0: as many as this machine has."""
+    """Number of devices of each machine (GPUs, or on the CPU slots for a process); 0: as many as
+    this machine has."""
     device_memory_gb: NonNegative = 0.0
-    """Memory of one GPU (on the CPU: of one machine) to plan with, GB; 0: what this machine has."""
+    """Memory to plan with, of one GPU (on the CPU: of one machine), GB; 0: the memory of this
+    machine."""
     node_groups: dict[str, Any] = field(default_factory=dict)
-    """Labels of machines, {sim: 0, train: 1-2}; Ray's label node-group says which machine is meant."""
+    """Labels of machines, {sim: 0, train: 1-2}. Ray's label node-group maps them to machines."""
     component_placement: dict[str, Any] = field(default_factory=dict)
-    """Roles to devices, as RLinf writes it: {"env,rollout,actor": 0-3}. Joined roles share a process, entries with
-    common devices take turns, the rest run at once. Devices: all, 2, 0-3, a list of these, 'first half', 'second half',
-    or {devices: .., processes: n, node: label}. {}: as placement says."""
+    """Devices of each role, as RLinf writes it: {"env,rollout,actor": 0-3}. Joined roles share a
+    process; entries with common devices take turns; the others run at the same time. Devices are
+    all, 2, 0-3, a list of these, 'first half', 'second half', or {devices: .., processes: n, node:
+    label}. {}: the preset of option placement."""
     stages: Small = 1
-    """Parts of a rollout process's environments that take turns: while one simulates, the policy acts for the next."""
+    """Number of parts into which the environments of a rollout process are divided. While one part
+    simulates, the policy computes the actions of the next."""
     max_lag: Annotated[int, Limit(ge=0, le=1000)] = 0
-    """Rollouts that run ahead of the updates; 0: strictly on-policy. Needs actor on devices of its own."""
+    """Number of rollouts that run ahead of the updates; 0: strictly on-policy. More than 0 needs
+    separate devices for actor."""
     weights: Literal["auto", "ipc", "broadcast", "store"] = "auto"
-    """How the actor's weights reach rollout processes: ipc through memory of one device or machine, broadcast by a
-    collective, store through Ray; auto: ipc where they share a device, else broadcast; with max_lag store."""
+    """Transport of the actor's weights to rollout processes. ipc: through the memory of one device
+    or machine; broadcast: by a collective; store: through Ray's object store. auto: ipc where they
+    share a device, else broadcast; with max_lag store."""
     shard: bool = False
-    """Each process of actor holds a part of every parameter, gradient and optimiser state (FSDP2): for models that do
-    not fit one device. A layer is whole only while it computes."""
+    """Shard every parameter, gradient and optimiser state over the processes of actor (FSDP2), for
+    models that do not fit on one device. A layer is gathered only while it computes."""
     check_weights: bool = False
-    """Compare a checksum of all processes' weights after each update."""
+    """Compare a checksum of the weights of all processes after each update."""
     address: Text | None = None
-    """Ray cluster to join (auto, HOST:6379); null: what RAY_ADDRESS names, else one is started here for the run."""
+    """Address of the Ray cluster to join (auto, HOST:6379); null: that of RAY_ADDRESS, else a
+    cluster is started on this machine for the run."""
     start_timeout_s: Positive = 300.0
-    """Longest wait for devices and processes, seconds."""
+    """Time limit of waiting for devices and processes at the start, seconds."""
     step_timeout_s: Positive = 1800.0
-    """Longest wait for a process in one phase, seconds; then it is named, with what it was doing."""
+    """Time limit of waiting for a process in one phase, seconds. The error names the process and
+    its last progress."""
     max_restarts: Natural = 0
-    """Times that a run whose processes were lost is rebuilt from its last checkpoint."""
+    """How often a run that lost processes is rebuilt from its last checkpoint."""
+
+
+RESUMED = "resume=RUN and mode=embodied"
 
 
 @dataclass(frozen=True)
 class Config:
-    mode: Literal["embodied", "reasoning"] = "embodied"
-    """embodied trains a robot policy, reasoning a language model."""
+    mode: Mode = "embodied"
+    """embodied trains a robot policy, reasoning trains a language model."""
     placement: Literal["local", "fused", "colocated", "disaggregated", "hybrid", "pipelined"] = "local"
-    """Where the parts run. local: everything in this process; the others are processes of a Ray cluster, one for each
-    device: fused: all roles in each; colocated: a process per role on every device, taking turns; disaggregated: acting
-    on one half of the devices, learning on the other; hybrid: simulators on one half, rollout and actor on the other;
-    pipelined: simulators on one half, rollout on the other, both taking turns with actor on all."""
+    """Placement of the roles. local: everything in this process. The others are processes of a Ray
+    cluster, one per device. fused: all roles in each process; colocated: a process per role on
+    every device, taking turns; disaggregated: acting on one half of the devices, learning on the
+    other; hybrid: simulators on one half, rollout and actor on the other; pipelined: simulators on
+    one half and rollout on the other, both taking turns with actor on all."""
     name: str = "custom"
-    """Name of the run; its directory is runs/NAME/<date>-<seed>."""
+    """Name of the run, whose directory is runs/NAME/<date>-<seed>."""
     description: str = ""
-    """One line about the experiment."""
+    """Description of the experiment in one line."""
     run_dir: Text | None = None
     """Directory of the run; null: runs/NAME/<date>-<seed>."""
     seed: Seed = 0
     """Seed of weights, actions, data order and environments."""
     updates: Count | None = None
-    """Updates to train for; null: as many as env_steps holds (reasoning needs a number)."""
-    env_steps: Annotated[int, Limit(ge=1, le=10**15)] | None = 1_000_000
-    """Environment steps to train for (used where updates is null)."""
+    """Number of updates; null: as many as env_steps allows (reasoning needs a number)."""
+    env_steps: Annotated[int, Limit(ge=1, le=10**15)] | None = option(1_000_000, mode="embodied")
+    """Number of environment steps to train for (read where updates is null)."""
     resume: Text | None = None
-    """auto: continue the newest run of this name and seed; or a run or checkpoint directory; null: start anew."""
-    allow_changed_task: bool = False
-    """With resume: go on although files of the user's task (env.id=module:Class) are not those of the checkpoint."""
+    """Run to continue. auto: the newest run of this name and seed; or the directory of a run or
+    checkpoint; null: start a new run."""
+    allow_changed_task: bool = option(
+        False,
+        read_if=(
+            ReadIf(RESUMED, lambda c: c.resume is not None),
+            ReadIf(RESUMED, lambda c: False, mode="reasoning"),  # which has no task to compare
+        ),
+    )
+    """With resume: continue although files of the user's task (env.id=module:Class) differ from
+    those of the checkpoint."""
     save_every: Natural = 50
-    """Updates between checkpoints; 0: only at the end."""
+    """Number of updates between checkpoints; 0: only at the end."""
     keep_last: Count = 3
-    """Checkpoints kept besides the best."""
+    """Number of checkpoints that are kept in addition to the best one."""
     eval_every: Natural = 0
-    """Updates between evaluations; 0: only before and after training."""
+    """Number of updates between evaluations; 0: only before and after training."""
     device: Text = "auto"
-    """Where policy and learner run: auto, cpu, cuda, cuda:N."""
+    """Device of policy and learner: auto, cpu, cuda, cuda:N."""
     threads: Threads = 1
-    """Threads of one tensor operation; 0: torch's own choice."""
+    """Number of threads of one tensor operation; 0: torch's default."""
     compile: Literal["auto", "always", "never"] = "auto"
-    """Run minibatches and acting as compiled code, 2 to 10 times faster for small networks. always: from the first
-    update, which waits for the compiler (15 to 60 s the first time, then cached); auto: after 8192 optimiser steps,
-    during which it is made in the background (reasoning: never). Needs a C++ compiler."""
+    """Run minibatches and acting as compiled code, 2 to 10 times faster for small networks. always:
+    from the first update, which waits for the compiler (15 to 60 s the first time, then cached);
+    auto: compile in the background and switch over after 8192 optimiser steps (in reasoning never).
+    Needs a C++ compiler."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """Products of float32 matrices while training: highest in float32, high in tf32 (GPU), medium in bfloat16 (GPU, and
-    CPUs with AMX); torch.set_float32_matmul_precision."""
-    env: EnvConfig = field(default_factory=EnvConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
-    cloning: CloningConfig = field(default_factory=CloningConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Precision of float32 matrix products while training: highest computes in float32, high in
+    tf32 (GPU), medium in bfloat16 (GPU, and CPUs with AMX); see
+    torch.set_float32_matmul_precision."""
+    env: EnvConfig = section(EnvConfig, mode="embodied")
+    model: ModelConfig = section(ModelConfig, mode="embodied")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    evaluation: EvaluationConfig = section(EvaluationConfig)
+    actor: ActorConfig = section(ActorConfig, mode="reasoning")
+    critic: CriticConfig = section(CriticConfig, mode="reasoning", read_if=CRITIC_MODEL)
+    rollout: RolloutConfig = section(RolloutConfig, mode="reasoning")
+    data: DataConfig = section(DataConfig, mode="reasoning")
+    reward: RewardConfig = section(RewardConfig, mode="reasoning")
+    warm_start: WarmStartConfig = section(WarmStartConfig, mode="reasoning")
+    cloning: CloningConfig = section(CloningConfig, mode="embodied")
+    cluster: ClusterConfig = section(ClusterConfig)
+
+
+# ---------------------------------------------------------------------------------- other commands' options
+WITH_VIDEO: ReadIf[EvaluateConfig] = ReadIf("video=true", lambda c: c.video)
+WITH_SAMPLING: ReadIf[EvaluateConfig] = ReadIf("deterministic=false", lambda c: not c.deterministic)
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Options of ``embodied-ppo evaluate``."""
+    """Options of ``embodied-ppo evaluate``; the checkpoint decides which mode's options are
+    read."""
 
     checkpoint: str = ""
     """A checkpoint directory, or a run directory (its latest checkpoint); required."""
     episodes: Count = 100
-    """Episodes to measure, each from a seed of its own; of a language model held-out prompts, the first ones."""
-    num_envs: Count = 16
-    """Environments evaluated together."""
+    """Number of episodes to measure, each from its own seed; of a language model the number of
+    held-out prompts, the first ones."""
+    num_envs: Count = option(16, mode="embodied")
+    """Number of environments that are evaluated together."""
     seed: Natural = 0
-    """Seed of the initial states, 0 to 16383. Different seeds share no episode; none is one of training's."""
+    """Seed of the initial states, 0 to 16383. Evaluations with different seeds have no episode in
+    common, and none is an episode of training."""
     deterministic: bool = True
-    """Act with the distribution's mode; false: sample."""
-    video: bool = True
-    """Film a few episodes into an mp4."""
-    video_episodes: Count = 2
-    """Episodes filmed."""
-    video_steps: Count = 300
-    """Longest filmed part of an episode, in steps."""
-    video_size: Pixels = 256
-    """Height and width of the film, pixels."""
+    """Act with the mode of the distribution; false: sample."""
+    video: bool = option(True, mode="embodied")
+    """Record a few episodes as an mp4 video."""
+    video_episodes: Count = option(2, mode="embodied", read_if=WITH_VIDEO)
+    """Number of recorded episodes."""
+    video_steps: Count = option(300, mode="embodied", read_if=WITH_VIDEO)
+    """Maximum length of the recorded part of an episode, steps."""
+    video_size: Pixels = option(256, mode="embodied", read_if=WITH_VIDEO)
+    """Height and width of the video, pixels."""
     out: Text | None = None
     """Directory of the report; null: reports/ of the run."""
     device: Text = "cpu"
-    """Where the policy runs: auto, cpu, cuda, cuda:N."""
+    """Device of the policy: auto, cpu, cuda, cuda:N."""
     threads: Threads = 1
-    """Threads of one tensor operation; 0: torch's own choice."""
-    allow_changed_task: bool = False
-    """Execute files of the user's task that have changed since training; false: the run's copies of them."""
-    env: dict[str, Any] = field(default_factory=dict)
-    """Changes to the environment the checkpoint was trained in (``env.max_episode_steps=200``)."""
-    data: tuple[Text, ...] = ()
-    """Of a language model: other files of prompts than the run's data.eval."""
-    n: Small = 1
-    """Of a language model: responses to each prompt; more than one needs deterministic=false."""
-    response_length: Annotated[int, Limit(ge=1, le=10**7)] | None = None
-    """Of a language model: longest response, tokens; null: as in training."""
-    temperature: Positive = 1.0
-    """Of sampled responses, as the next four, and of sampled actions of vision-language-action models."""
-    top_k: Natural = 0
-    """Only the k likeliest tokens; 0: all."""
-    top_p: Annotated[float, Limit(gt=0, le=1)] = 1.0
-    """Only the likeliest tokens that together hold this probability; 1: all."""
-    min_p: Fraction = 0.0
-    """Only tokens at least this times as likely as the likeliest; 0: all."""
-    repetition_penalty: Positive = 1.0
-    """Logits of tokens that occurred are divided by it where positive, multiplied where negative; 1: nothing."""
+    """Number of threads of one tensor operation; 0: torch's default."""
+    allow_changed_task: bool = option(False, mode="embodied")
+    """Execute files of the user's task that have changed since training; false: execute the run's
+    copies of them."""
+    env: dict[str, Any] = option({}, mode="embodied")
+    """Changes to the environment in which the checkpoint was trained
+    (``env.max_episode_steps=200``)."""
+    data: tuple[Text, ...] = option((), mode="reasoning")
+    """Language models: files of prompts instead of the run's data.eval."""
+    n: Small = option(1, mode="reasoning")
+    """Language models: number of responses to each prompt; more than one needs
+    deterministic=false."""
+    response_length: Annotated[int, Limit(ge=1, le=10**7)] | None = option(None, mode="reasoning")
+    """Language models: maximum length of a response, tokens; null: as in training."""
+    temperature: Positive = option(1.0, read_if=WITH_SAMPLING)
+    """Sampling temperature of language models and of vision-language-action models."""
+    top_k: Natural = option(0, mode="reasoning", read_if=WITH_SAMPLING)
+    """Language models: sample from the k most likely tokens only; 0: from all."""
+    top_p: Annotated[float, Limit(gt=0, le=1)] = option(1.0, mode="reasoning", read_if=WITH_SAMPLING)
+    """Language models: sample from the most likely tokens that together have this probability; 1:
+    from all."""
+    min_p: Fraction = option(0.0, mode="reasoning", read_if=WITH_SAMPLING)
+    """Language models: sample from tokens whose probability is at least this fraction of the
+    largest one; 0: from all."""
+    repetition_penalty: Positive = option(1.0, mode="reasoning")
+    """Language models: divisor of the positive logits, and factor of the negative logits, of tokens
+    that occurred before; 1: no penalty."""
 
 
 @dataclass(frozen=True)
@@ -712,17 +1052,20 @@ class DemosConfig:
     """Options of ``embodied-ppo demos``."""
 
     out: str = ""
-    """Folder to record into, LeRobot v3.0; a recording that was begun there is continued; required."""
+    """Directory to record into, LeRobot v3.0; an unfinished recording in it is continued;
+    required."""
     episodes: Count = 2000
-    """Demonstrations that the folder will hold, with those that are there already."""
+    """Number of demonstrations that the directory will contain, including those that it contains
+    already."""
     seed: Natural = 0
     """Seed of the initial states and the noise."""
     noise: Annotated[float, Limit(ge=0, lt=1)] = 0.05
-    """Probability with which a step executes a random action; recorded is what the expert would have done, so that a
-    clone learns to come back. 0: executed as recorded."""
-    env: EnvConfig = field(default_factory=EnvConfig)
-    """Of the experiment; read are id, kwargs, cameras, image_size, randomize and num_threads."""
+    """Probability with which a step executes a random action instead of the expert's. The expert's
+    action is recorded in any case, so that a clone learns to recover. 0: no random actions."""
+    env: EnvConfig = section(EnvConfig)
+    """Environment of the experiment; read are id, kwargs, cameras, image_size, randomize and
+    num_threads."""
 
 
 OWN_OPTIONS: dict[str, type] = {"evaluate": EvaluateConfig, "demos": DemosConfig, "export": ExportConfig}
-"""Commands with options of their own; the others read train's."""
+"""Commands with options of their own; the others read those of train."""

@@ -8,198 +8,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
 from embodied_ppo.config import placement
-from embodied_ppo.config.schema import ClusterConfig, Config, EvaluateConfig, ExportConfig
+from embodied_ppo.config.readers import mode_of, unread
+from embodied_ppo.config.schema import ClusterConfig, Config, EvaluateConfig, ExportConfig, Mode
 from embodied_ppo.core.errors import ConfigError, PlacementError, show
 
-MODES: dict[str, str] = {
-    # option or section -> the one mode that reads it
-    **dict.fromkeys(("env", "model", "cloning", "env_steps"), "embodied"),
-    **dict.fromkeys(
-        (f"algorithm.{x}" for x in ("horizon", "minibatch_unit", "bootstrap_type", "value_lr")), "embodied"
-    ),
-    **dict.fromkeys((f"algorithm.{x}_type" for x in ("logprob", "entropy", "reward")), "embodied"),
-    **dict.fromkeys(("algorithm.chunk_reward", "algorithm.value_loss_coef"), "embodied"),
-    **dict.fromkeys((f"evaluation.{x}" for x in ("num_envs", "env_kwargs", "randomize")), "embodied"),
-    **dict.fromkeys((f"evaluation.video_{x}" for x in ("episodes", "steps", "size")), "embodied"),
-    **dict.fromkeys(("actor", "critic", "rollout", "data", "reward", "warm_start"), "reasoning"),
-    **dict.fromkeys((f"algorithm.{x}_length" for x in ("prompt", "response")), "reasoning"),
-    **dict.fromkeys(("algorithm.rollout_batch_size", "algorithm.micro_batch_tokens"), "reasoning"),
-    **dict.fromkeys(("algorithm.recompute_log_probs", "algorithm.missing_eos_penalty"), "reasoning"),
-    **dict.fromkeys((f"evaluation.{x}" for x in ("n", "response_length", "top_k")), "reasoning"),
-    **dict.fromkeys((f"evaluation.{x}" for x in ("top_p", "min_p", "repetition_penalty")), "reasoning"),
-}
-
-
-def mode_of(path: str) -> str | None:
-    """The one mode that reads an option; None where both do."""
-    parts = path.split(".")
-    heads = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
-    return next((MODES[head] for head in heads if head in MODES), None)
-
-
-UNREAD: dict[str, tuple[str, Callable[[Config], bool]]] = {
-    # options -> (where they are read, is that so); commas join options with one rule
-    "algorithm.desired_kl": (
-        "algorithm.lr_schedule=adaptive",
-        lambda c: c.algorithm.lr_schedule == "adaptive",
-    ),
-    "algorithm.lr_end": (
-        "algorithm.lr_schedule=linear or cosine",
-        lambda c: c.algorithm.lr_schedule in ("linear", "cosine"),
-    ),
-    "algorithm.reward_shift,algorithm.reward_scale": (
-        "algorithm.reward_norm=batch, group or running",
-        lambda c: c.algorithm.reward_norm is not None,
-    ),
-    "algorithm.reward_clip_order": (
-        "algorithm.reward_clip, and algorithm.reward_norm or algorithm.use_kl_in_reward=true",
-        lambda c: (
-            c.algorithm.reward_clip is not None
-            and (c.algorithm.reward_norm is not None or c.algorithm.use_kl_in_reward)
-        ),
-    ),
-    "algorithm.whiten_subtract_mean": ("algorithm.whiten_rewards=true", lambda c: c.algorithm.whiten_rewards),
-    "algorithm.whiten_after_kl": (
-        "algorithm.whiten_rewards=true and algorithm.use_kl_in_reward=true",
-        lambda c: c.algorithm.whiten_rewards and c.algorithm.use_kl_in_reward,
-    ),
-    "algorithm.loss_scale_factor": (
-        "algorithm.loss_agg_func (or critic.loss_agg_func) = seq-mean-token-sum-norm",
-        lambda c: "seq-mean-token-sum-norm" in (c.algorithm.loss_agg_func, c.critic.loss_agg_func),
-    ),
-    "algorithm.kl_loss_coef,algorithm.kl_loss_type": (
-        "algorithm.use_kl_loss=true",
-        lambda c: c.algorithm.use_kl_loss,
-    ),
-    "algorithm.kl_penalty,algorithm.kl_ctrl.type,algorithm.kl_ctrl.kl_coef": (
-        "algorithm.use_kl_in_reward=true",
-        lambda c: c.algorithm.use_kl_in_reward,
-    ),
-    "algorithm.kl_ctrl.horizon,algorithm.kl_ctrl.target_kl": (
-        "algorithm.use_kl_in_reward=true and algorithm.kl_ctrl.type=adaptive",
-        lambda c: c.algorithm.use_kl_in_reward and c.algorithm.kl_ctrl.type == "adaptive",
-    ),
-    "algorithm.off_policy_cap": (
-        "algorithm.off_policy_correction=token or sequence",
-        lambda c: c.algorithm.off_policy_correction is not None,
-    ),
-    "algorithm.gae_lambda": ("algorithm.adv_type=gae", lambda c: c.algorithm.adv_type == "gae"),
-    "algorithm.chunk_reward": (
-        "env.action_chunk >= 2 and algorithm.reward_type=chunk_level",
-        lambda c: c.env.action_chunk > 1 and c.algorithm.reward_type == "chunk_level",
-    ),
-    "model.hidden_gain,model.policy_gain,model.value_gain": (
-        "model.policy=actor_critic and model.orthogonal_init=true",
-        lambda c: c.model.policy == "actor_critic" and c.model.orthogonal_init,
-    ),
-    "model.obs_clip": ("model.normalize_obs=true", lambda c: c.model.normalize_obs),
-    "model.backbone,model.hidden,model.activation,model.layer_norm,model.distribution": (
-        "model.policy=actor_critic",
-        lambda c: c.model.policy == "actor_critic",
-    ),
-    "model.width,model.depth,model.heads,model.word_buckets": (
-        "model.policy=token, flow or gaussian and model.checkpoint=null",
-        lambda c: c.model.policy != "actor_critic" and c.model.checkpoint is None,
-    ),
-    "model.temperature,model.freeze_trunk,cloning.steps,cloning.coef": (
-        "model.policy=token, flow or gaussian",
-        lambda c: c.model.policy != "actor_critic",
-    ),
-    "model.checkpoint": ("model.policy=token or flow", lambda c: c.model.policy in ("token", "flow")),
-    "model.detach_value": (
-        "model.policy=token, flow or gaussian (actor_critic has a trunk for each with model.shared_backbone=false)",
-        lambda c: c.model.policy != "actor_critic",
-    ),
-    "model.unnorm_key,model.lora_rank,model.dtype,model.gradient_checkpointing": (
-        "model.checkpoint",
-        lambda c: c.model.checkpoint is not None,
-    ),
-    "model.lora_alpha": ("model.lora_rank >= 1", lambda c: c.model.lora_rank > 0),
-    "algorithm.entropy_bonus,algorithm.entropy_target": (
-        "model.flow_noise=learned, as flow_noise=sde has an entropy that nothing can change",
-        lambda c: c.mode == "reasoning" or c.model.policy != "flow" or c.model.flow_noise == "learned",
-    ),
-    "model.bins,model.decode": ("model.policy=token", lambda c: c.model.policy == "token"),
-    "model.flow_steps,model.flow_noise,model.flow_chain": ("model.policy=flow", lambda c: c.model.policy == "flow"),
-    "model.flow_eta": (
-        "model.policy=flow and model.flow_noise=sde",
-        lambda c: c.model.policy == "flow" and c.model.flow_noise == "sde",
-    ),
-    "cloning.foresight_steps,cloning.lr": ("cloning.steps >= 1", lambda c: c.cloning.steps > 0),
-    "cloning.dataset,cloning.episodes,cloning.batch_size": (
-        "cloning.steps >= 1 or cloning.coef > 0",
-        lambda c: c.cloning.steps > 0 or c.cloning.coef > 0,
-    ),
-    "model.state_dependent_std": (
-        "model.policy=actor_critic and model.distribution=gaussian or squashed_gaussian",
-        lambda c: c.model.policy == "actor_critic" and c.model.distribution != "categorical",
-    ),
-    "model.init_log_std,model.min_log_std,model.max_log_std": (
-        "model.policy=gaussian, or actor_critic and model.distribution=gaussian or squashed_gaussian",
-        lambda c: (
-            c.model.policy == "gaussian" or (c.model.policy == "actor_critic" and c.model.distribution != "categorical")
-        ),
-    ),
-    "evaluation.randomize": ("env.randomize=true", lambda c: c.env.randomize),
-    "evaluation.temperature": (
-        "evaluation.deterministic=false and a language model or vision-language-action model",
-        lambda c: not c.evaluation.deterministic and (c.mode == "reasoning" or c.model.policy != "actor_critic"),
-    ),
-    "evaluation.top_k,evaluation.top_p,evaluation.min_p": (
-        "evaluation.deterministic=false",
-        lambda c: not c.evaluation.deterministic,
-    ),
-    "critic.use_critic_model,critic.concurrent,critic.model.path,critic.model.architecture,critic.model.dtype,"
-    "critic.model.gradient_checkpointing,critic.loss_agg_func,critic.update_epoch,critic.global_batch_size,critic.lr,critic.lr_schedule,"
-    "critic.lr_warmup,critic.max_grad_norm,critic.weight_decay,algorithm.critic_warmup,algorithm.value_clip,"
-    "algorithm.huber_delta": (
-        "algorithm.adv_type=gae",
-        lambda c: c.mode == "embodied" or c.algorithm.adv_type == "gae",
-    ),
-    "critic.lr_end": (
-        "critic.lr_schedule=linear or cosine",
-        lambda c: (c.critic.lr_schedule or c.algorithm.lr_schedule) in ("linear", "cosine"),
-    ),
-    "rollout.overlong_penalty": ("rollout.overlong_buffer >= 1", lambda c: c.rollout.overlong_buffer > 0),
-    "algorithm.missing_eos_penalty": ("rollout.truncation=terminal", lambda c: c.rollout.truncation == "terminal"),
-    "algorithm.prompt_length,data.train,data.eval,data.prompt_key,data.answer_key,data.suffix,data.system,"
-    "data.chat_template": (
-        "data.task=null",
-        lambda c: c.data.task is None,
-    ),
-    "actor.tokenizer": ("data.task=null", lambda c: c.data.task is None),
-    "actor.model.architecture": ("actor.model.path=null", lambda c: c.actor.model.path is None),
-    "warm_start.steps": ("data.task", lambda c: c.data.task is not None),
-    "warm_start.batch_size,warm_start.lr,warm_start.forget": (
-        "warm_start.steps >= 1",
-        lambda c: c.warm_start.steps > 0,
-    ),
-    "reward.path": ("reward.grader=auto", lambda c: c.reward.grader == "auto"),
-    "reward.name": ("reward.path", lambda c: c.reward.path is not None),
-    "reward.timeout_s": ("reward.workers >= 1, or null", lambda c: c.reward.workers != 0),
-    "reward.format_weight": ("reward.format", lambda c: c.reward.format is not None),
-    "reward.model.pairs": (
-        "data.task, and reward.model.path=null",
-        lambda c: c.data.task is not None and c.reward.model.path is None,
-    ),
-    "reward.model.steps,reward.model.batch_size,reward.model.lr": (
-        "reward.model.pairs >= 1",
-        lambda c: c.reward.model.pairs > 0,
-    ),
-    "allow_changed_task": (
-        "resume=RUN and mode=embodied",
-        lambda c: c.resume is not None and c.mode == "embodied",
-    ),
-    "evaluation.video_steps,evaluation.video_size": (
-        "evaluation.video_episodes >= 1",
-        lambda c: c.evaluation.video_episodes > 0,
-    ),
-}
+UNSET = (None, False)
+"""Values by which a user switches an option off: they are never refused as not read."""
 LARGEST_ROLLOUT = 10**10
 """Steps of one update; more fit no machine, and their divisors take seconds to find."""
 LEVELS = ("token_level", "action_level", "chunk_level")
@@ -225,9 +44,9 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
             f"name = {show(config.name)} must be one folder name without / and leading dot; try name=custom"
         )
     for path in sorted(explicit):
-        if mode_of(path) not in (None, config.mode) and attrgetter(path)(config) not in (None, False):
-            told = f"{path} = {show(attrgetter(path)(config))} is set but not read"
-            raise ConfigError(f"{told}; it needs mode={mode_of(path)}, or leave it out")
+        mode, value = mode_of(path), attrgetter(path)(config)
+        if mode not in (None, config.mode) and value not in UNSET:
+            raise ConfigError(f"{path} = {show(value)} is set but not read; it needs mode={mode}, or leave it out")
     if config.model.checkpoint == "":
         raise ConfigError("model.checkpoint = '': is empty; name a directory, or write model.checkpoint=null")
     _check_placement(config)
@@ -236,19 +55,15 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
         _check_robot(config)
     else:
         _check_language(config)
-    for path, cure in unread(config):
-        # null and false are how one says "not this"
-        if path in explicit and attrgetter(path)(config) not in (None, False):
-            raise ConfigError(
-                f"{path} = {show(attrgetter(path)(config))} is set but not read; it needs {cure}, or leave it out"
-            )
+    _check_unread(config, explicit, config.mode)
 
 
-def unread(config: Config) -> Iterator[tuple[str, str]]:
-    """Options that other options leave without effect, and where they are read."""
-    for paths, (cure, is_read) in UNREAD.items():
-        if not is_read(config):
-            yield from ((path, cure) for path in paths.split(","))
+def _check_unread(config: Config | EvaluateConfig, explicit: Collection[str], mode: Mode | None = None) -> None:
+    """Refuse options that are set, but whose condition does not hold. Raises ConfigError."""
+    for path, condition in unread(config, mode):
+        value = attrgetter(path)(config)
+        if path in explicit and value not in UNSET:
+            raise ConfigError(f"{path} = {show(value)} is set but not read; it needs {condition}, or leave it out")
 
 
 def _check_robot(config: Config) -> None:
@@ -461,16 +276,7 @@ def _check_evaluation(config: EvaluateConfig, explicit: Collection[str]) -> None
         raise ConfigError(
             "checkpoint = '' must name a checkpoint or run directory; write checkpoint=runs/NAME/DATE-SEED"
         )
-    for path in ("video_episodes", "video_steps", "video_size"):
-        if path in explicit and not config.video:
-            raise ConfigError(
-                f"{path} = {getattr(config, path)} is set but not read; it needs video=true, or leave it out"
-            )
-    for path in ("temperature", "top_k", "top_p", "min_p"):
-        if path in explicit and config.deterministic:
-            raise ConfigError(
-                f"{path} = {getattr(config, path)} is set but not read; it needs deterministic=false, or leave it out"
-            )
+    _check_unread(config, explicit)
     if config.n > 1 and config.deterministic:
         raise ConfigError(
             f"n = {config.n}, but deterministic = true: all {config.n} responses would be the same; write "
@@ -479,21 +285,14 @@ def _check_evaluation(config: EvaluateConfig, explicit: Collection[str]) -> None
 
 
 def check_evaluation(config: EvaluateConfig, mode: str, explicit: Collection[str]) -> None:
-    """Options that the checkpoint's mode does not read. Raises ConfigError."""
-    other = EVALUATE_MODES["reasoning" if mode == "embodied" else "embodied"]
-    for path in sorted({path.partition(".")[0] for path in explicit} & set(other)):
-        if getattr(config, path) not in (None, False, ()):
+    """Refuse options that the checkpoint's mode does not read. Raises ConfigError."""
+    for path in sorted({path.partition(".")[0] for path in explicit}):
+        value = getattr(config, path)
+        if mode_of(path, EvaluateConfig) not in (None, mode) and value not in (*UNSET, ()):
             raise ConfigError(
-                f"{path} = {show(getattr(config, path))} is set but not read: {config.checkpoint} is a "
+                f"{path} = {show(value)} is set but not read: {config.checkpoint} is a "
                 f"{'robot policy' if mode == 'embodied' else 'language model'}; leave it out"
             )
-
-
-EVALUATE_MODES = {
-    "embodied": ("env", "allow_changed_task", "num_envs", "video", "video_episodes", "video_steps", "video_size"),
-    "reasoning": ("data", "n", "response_length", "top_k", "top_p", "min_p", "repetition_penalty"),
-}
-"""Options of ``embodied-ppo evaluate`` that one mode reads."""
 
 
 def _check_algorithm(config: Config) -> None:

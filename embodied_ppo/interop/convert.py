@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from embodied_ppo.config import compose, loader, validation
+from embodied_ppo.config import compose, loader, readers, validation
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core.errors import ConfigError, PlacementError, choose, one_line, shortened, show
 from embodied_ppo.interop import overrides
@@ -312,18 +312,13 @@ def _composed(found: Migration, file: str) -> loader.Loaded[Config]:
 def _drop_unread(found: Migration, file: str) -> None:
     """Options that nothing would read beside the others are explained instead: ours refuse what is set and not read."""
     config = _composed(found, file).config
-    unread = {
-        p: where
-        for paths, (where, is_read) in validation.UNREAD.items()
-        for p in paths.split(",")
-        if not is_read(config)
-    }
+    unread = dict(readers.unread(config, config.mode))
     for path in list(found.options):
-        other = validation.mode_of(path) not in (None, found.mode)
+        other = readers.mode_of(path) not in (None, found.mode)
         if (not other and path not in unread) or found.options[path] in (None, False):  # so one says "not this"
             continue
         value = found.options.pop(path)
-        where = f"mode={validation.mode_of(path)}" if other else unread[path]
+        where = f"mode={readers.mode_of(path)}" if other else unread[path]
         for row in [row for row in found.mapped if path in row["ours"]]:
             del row["ours"][path]
             if not row["default"]:

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from embodied_ppo.commands import main, output
-from embodied_ppo.config import compose, validation
+from embodied_ppo.config import compose, readers
 from embodied_ppo.config import loader as strict
 from embodied_ppo.config.schema import OWN_OPTIONS, Config, EvaluateConfig
 from embodied_ppo.core.errors import LONGEST_LINE, ProcessLost, show
@@ -444,7 +444,7 @@ def test_a_plan_of_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
 def test_defaults_come_from_config_py(capsys: pytest.CaptureFixture[str]) -> None:
     rows = config(capsys, "experiment=null")
     assert {path for path, row in rows.items() if row["source"] != "config.py"} == {"mode", "placement"}
-    assert set(rows) == {path for path in strict.describe(Config) if validation.mode_of(path) != "reasoning"}
+    assert set(rows) == {path for path in strict.describe(Config) if readers.mode_of(path) != "reasoning"}
     assert rows["algorithm.gamma"] == {
         "value": 0.99,
         "default": 0.99,
@@ -544,7 +544,7 @@ def test_config_prints_value_source_and_meaning(capsys: pytest.CaptureFixture[st
         assert "\x1b" not in everything
         for path, option in strict.describe(Config).items():
             line = rf"^  {re.escape(path.rpartition('.')[2])} .*{re.escape(option.meaning[:30])}"
-            assert validation.mode_of(path) == other or re.search(line, everything, re.M), path
+            assert readers.mode_of(path) == other or re.search(line, everything, re.M), path
     assert written() == []
 
 

@@ -13,7 +13,7 @@ import published
 import pytest
 import toys
 
-from embodied_ppo.config import loader, validation
+from embodied_ppo.config import loader, readers
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core.types import ConfigError
 
@@ -190,7 +190,7 @@ def train(options: dict[str, Any], lag: int = 0) -> list[dict[str, float]]:
 
 def test_every_option_has_a_case():
     sections = ("algorithm.", "model.", "env.")
-    options = {p for p in loader.describe(Config) if p.startswith(sections) and validation.mode_of(p) != "reasoning"}
+    options = {p for p in loader.describe(Config) if p.startswith(sections) and readers.mode_of(p) != "reasoning"}
     tables = [*CHANGES, *TOLD, *NOTHING, *REFUSED]
     assert sorted(tables) == sorted(options)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import toys
 
-from embodied_ppo.config import loader, validation
+from embodied_ppo.config import loader, readers, validation
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core.types import ConfigError
 from embodied_ppo.data import synthetic_tasks
@@ -306,7 +306,7 @@ def learned(rows: list[dict[str, float]]) -> tuple[float, float]:
 # --------------------------------------------------------------------------------------------------------------- tests
 def test_every_option_has_a_case() -> None:
     sections = ("algorithm.", "actor.", "critic.", "rollout.", "data.", "reward.", "warm_start.", "evaluation.")
-    options = {p for p in loader.describe(Config) if p.startswith(sections) and validation.mode_of(p) != "embodied"}
+    options = {p for p in loader.describe(Config) if p.startswith(sections) and readers.mode_of(p) != "embodied"}
     tables = [*CHANGES, *TOLD, *NOTHING, *REFUSED]
     assert sorted(tables) == sorted(options)
 

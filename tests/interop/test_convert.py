@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from embodied_ppo.commands import main
-from embodied_ppo.config import loader, validation
+from embodied_ppo.config import loader, readers
 from embodied_ppo.config.schema import Config
 from embodied_ppo.interop import convert as migrate
 
@@ -681,4 +681,4 @@ def test_every_default_of_a_peer_is_an_option_of_its_table():
         for path in peer.always:
             assert path in loader.describe(Config)
     for mode, needed in migrate.NEEDED.items():
-        assert all(validation.mode_of(path) in (None, mode) for path in needed)
+        assert all(readers.mode_of(path) in (None, mode) for path in needed)
