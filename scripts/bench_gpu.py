@@ -239,7 +239,7 @@ def ppo_s(policy: LanguagePolicy, shape: Shape, prompts: Sequence[Sequence[int]]
         found["generate"] = seconds(collect)
         found["values, log-probabilities, advantages"] = seconds(prepare)
         for name, descent in (("critic", values), ("actor", learner.actor)):
-            descend = lambda d=descent, m=made, u=update: d.descend(m[1], u, warming=False, entropy_coef=0.0)  # noqa: E731
+            descend = lambda d=descent, m=made, u=update: d.optimize(m[1], u, warming=False, entropy_coef=0.0)  # noqa: E731
             found[name] = seconds(descend)
     return found
 

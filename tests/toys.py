@@ -280,7 +280,7 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
     )
     try:
         policy = embodied.make_policy(c, env)
-        rollout = embodied.make_rollout(c, env, policy, compile.Later(None))
+        rollout = embodied.make_rollout(c, env, policy, compile.CompileSchedule(None))
         updates = batch_sizes.total_updates(c)
         learner = JointLearner(policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=c.seed)
         pending, rows = [], []

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from embodied_ppo.algorithms import advantages, kl, losses
-from embodied_ppo.algorithms.optimizer import Descended, Descent
-from embodied_ppo.algorithms.ppo_loss import Objective, kl_distance
+from embodied_ppo.algorithms.optimizer import MinibatchOptimizer, OptimizationStats
+from embodied_ppo.algorithms.ppo_loss import ActorCriticLoss, kl_distance
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import compile, tree
 from embodied_ppo.core.collectives import Ranks
@@ -125,7 +125,7 @@ def estimated(
     return advantages.clip(advantage, c.advantage_clip), returns, told
 
 
-def summary(actor: Descended, critic: Descended, c: AlgorithmConfig, *, lr: Sequence[float]) -> Metrics:
+def summary(actor: OptimizationStats, critic: OptimizationStats, c: AlgorithmConfig, *, lr: Sequence[float]) -> Metrics:
     """What the epochs told; ``actor`` and ``critic`` are the same where one loss has both. ``lr`` of either."""
     a, v = defaultdict(float, actor.sums), defaultdict(float, critic.sums)
     metrics: Metrics = {
@@ -165,7 +165,7 @@ METHODS = ("encode", "act", "evaluate", "value", "bc_loss")
 """Of policies, those that read weights."""
 
 
-class JointLearner(Descent):
+class JointLearner(MinibatchOptimizer):
     """PPO on one module with policy and value head: one loss, one backward, one AdamW with two learning rates."""
 
     def __init__(
@@ -176,20 +176,20 @@ class JointLearner(Descent):
         num_envs: int,
         updates: int,
         seed: int,
-        later: compile.Later | None = None,
+        later: compile.CompileSchedule | None = None,
         dump_dir: Path | None = None,
         notice: Callable[[str], None] = lambda text: None,
         beside: Callable[[torch.Generator], Tensor] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """``policy`` is an ``nn.Module``; ``num_envs``: of all ranks; ``beside``: the loss of behaviour cloning that
-        every minibatch adds, see ``cloning.Beside``; the rest as for ``Descent``."""
+        every minibatch adds, see ``cloning.AuxiliaryCloningLoss``; the rest as for ``MinibatchOptimizer``."""
         ranks = ranks or Ranks()
         self.reference = copy.deepcopy(policy) if config.use_kl_loss or config.use_kl_in_reward else None
         for model in self._models(policy):
             ranks.shard(model, [name for name in METHODS if hasattr(model, name)])
         super().__init__(
-            Objective(policy, config),
+            ActorCriticLoss(policy, config),
             policy.parameter_groups(),
             config,
             updates=updates,
@@ -224,7 +224,7 @@ class JointLearner(Descent):
             self.ranks.reshard(model)
         batch, metrics = self._prepare(trajectory)
         prepared = time.process_time()
-        done = self.descend(batch, update, warming=warming, entropy_coef=self.entropy.coef)
+        done = self.optimize(batch, update, warming=warming, entropy_coef=self.entropy.coef)
         self.cpu_s["advantages"] += prepared - start
         self.cpu_s["update"] += time.process_time() - prepared
         metrics |= summary(done, done, c, lr=[group["lr"] for group in self.optimizer.param_groups])

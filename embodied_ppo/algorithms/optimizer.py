@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied_ppo.algorithms import losses
-from embodied_ppo.algorithms.ppo_loss import SETTINGS, MinibatchStep, Objective, TokenObjective, adamw_settings, take
+from embodied_ppo.algorithms.ppo_loss import SETTINGS, ActorCriticLoss, MinibatchStep, TokenLoss, adamw_settings, take
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import compile, tree
 from embodied_ppo.core.collectives import Ranks
@@ -37,7 +37,7 @@ def learning_rate_factor(config: AlgorithmConfig, update: int, updates: int) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Descended:
+class OptimizationStats:
     """What the minibatches of an update told.
 
     sums       statistic -> its sum over all minibatches; "steps" of the optimiser among them
@@ -50,18 +50,18 @@ class Descended:
     epochs: int
 
 
-class Descent:
+class MinibatchOptimizer:
     """A module, a loss of it, and the optimiser: actor and critic parameters with a learning rate each."""
 
     def __init__(
         self,
-        objective: Objective | TokenObjective,
+        objective: ActorCriticLoss | TokenLoss,
         groups: Mapping[str, list[nn.Parameter]],
         config: AlgorithmConfig,
         *,
         updates: int,
         seed: int,
-        later: compile.Later | None = None,
+        later: compile.CompileSchedule | None = None,
         dump_dir: Path | None = None,
         notice: Callable[[str], None] = lambda text: None,
         ranks: Ranks | None = None,
@@ -75,7 +75,7 @@ class Descent:
         self.module: nn.Module = objective.policy  # pyright: ignore[reportAttributeAccessIssue]
         self.buffers: list[str] = []
         """Buffers of the module that the loss reads."""
-        self.later = later or compile.Later(None)
+        self.later = later or compile.CompileSchedule(None)
         self.ranks = ranks or Ranks()
         self.updates, self.seed, self.dump_dir, self.notice = updates, seed, dump_dir, notice
         self.actor, self.critic = groups["actor"], groups["critic"]
@@ -96,7 +96,7 @@ class Descent:
         self.drawn = torch.Generator()
         self.beside_told: list[float] = []
 
-    def descend(self, batch: Batch, update: int, *, warming: bool, entropy_coef: float) -> Descended:
+    def optimize(self, batch: Batch, update: int, *, warming: bool, entropy_coef: float) -> OptimizationStats:
         """``update_epoch`` passes over a batch. ``warming``: only the critic learns. Raises TrainingError."""
         c = self.config
         self._set_learning_rates(update)
@@ -124,7 +124,7 @@ class Descent:
         if run is not None:
             for count in _adam_state(self.optimizer).steps:
                 count += sums["steps"]
-        return Descended(sums, ratio_max, epochs)
+        return OptimizationStats(sums, ratio_max, epochs)
 
     def _totals(self, told: list[Tensor], *names: str) -> list[float]:
         columns = [self.statistics.index(name) for name in names]
@@ -332,7 +332,7 @@ class Descent:
         self.later.close()
 
 
-class TokenDescent(Descent):
+class TokenBudgetOptimizer(MinibatchOptimizer):
     """Of a language model: micro-batches hold a budget of tokens, rows of like length together, without their padding.
 
     (On a CPU that is faster than packing rows into one.) The result does not depend on the budget.
@@ -340,7 +340,7 @@ class TokenDescent(Descent):
 
     def __init__(
         self,
-        objective: TokenObjective,
+        objective: TokenLoss,
         config: AlgorithmConfig,
         *,
         columns: int,
@@ -348,8 +348,9 @@ class TokenDescent(Descent):
         critic: bool = False,
         **rest: Any,
     ) -> None:
-        """``columns``: sequences in one optimiser step; ``tokens``: at most in a micro-batch, padding included (one
-        row at least); None: all at once. ``critic``: whose parameters these are. ``rest`` as for ``Descent``."""
+        """``columns``: sequences in one optimiser step; ``tokens``: at most in a micro-batch, padding included (
+        one row at least); None: all at once.
+        ``critic``: whose parameters these are. ``rest`` as for ``MinibatchOptimizer``."""
         parameters = list(objective.policy.parameters())
         groups = {"actor": [] if critic else parameters, "critic": parameters if critic else []}
         super().__init__(objective, groups, config, **rest)

@@ -51,7 +51,7 @@ def _surrogate(log_prob: Tensor, b: Batch, c: AlgorithmConfig) -> tuple[Tensor, 
     )
 
 
-class Objective(nn.Module):
+class ActorCriticLoss(nn.Module):
     """L = L_policy - c_H·H + c_kl·KL + c_V·L_value; a module, so that its parameters can be handed in as tensors."""
 
     def __init__(self, policy: Policy, config: AlgorithmConfig) -> None:
@@ -118,7 +118,7 @@ class Objective(nn.Module):
         return tree.map(lambda x: x.unflatten(0, b.mask.shape[:2]), out)
 
 
-class TokenObjective(nn.Module):
+class TokenLoss(nn.Module):
     """Of a language model: L = L_policy - c_H·H + c_kl·KL of an actor, or L_value of a critic, another model.
 
     A batch's inputs are "row" int64 [L, B], prompt and response without a gap, and "place" int64 [T, B], where in its
@@ -142,13 +142,13 @@ class TokenObjective(nn.Module):
 
     @staticmethod
     def statistics(batch: Batch) -> tuple[str, ...]:
-        """As ``Objective.statistics``."""
-        return Objective.statistics(batch)
+        """As ``ActorCriticLoss.statistics``."""
+        return ActorCriticLoss.statistics(batch)
 
     def forward(
         self, b: Batch, whole: Tensor, rows: Tensor, *, entropy_coef: Tensor | float, warming: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As ``Objective.forward``."""
+        """As ``ActorCriticLoss.forward``."""
         zero = b.advantage.new_zeros(())
         ids, place = b.inputs["row"].T, b.inputs["place"].T
         stats = dict.fromkeys(self.statistics(b), zero) | {"rows": b.mask.sum()}
@@ -230,7 +230,7 @@ class MinibatchStep:
 
     def __init__(
         self,
-        objective: Objective | TokenObjective,
+        objective: ActorCriticLoss | TokenLoss,
         actor: Sequence[str],
         critic: Sequence[str],
         batch: Batch,

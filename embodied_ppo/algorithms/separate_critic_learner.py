@@ -27,15 +27,15 @@ from embodied_ppo.algorithms.actor_critic_learner import (
     summary,
     whitened,
 )
-from embodied_ppo.algorithms.optimizer import Descended, TokenDescent, cut_columns
-from embodied_ppo.algorithms.ppo_loss import TokenObjective
+from embodied_ppo.algorithms.optimizer import OptimizationStats, TokenBudgetOptimizer, cut_columns
+from embodied_ppo.algorithms.ppo_loss import TokenLoss
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import compile
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.types import Batch, ConfigError, Mean, Metrics, Trajectory
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
 
-NOTHING = Descended({}, 0.0, 0)
+NOTHING = OptimizationStats({}, 0.0, 0)
 """What a model tells that has learnt nothing."""
 
 Rows = Mapping[str, Tensor]
@@ -64,7 +64,7 @@ class Critic(Protocol):
         """Learn ``returns``, all [T, N]; ``value``: what ``values`` said of the same rows. ``end`` waits for it."""
         ...
 
-    def end(self) -> Descended: ...
+    def end(self) -> OptimizationStats: ...
 
     def state(self) -> dict[str, Any]:
         """ "critic_weights", and "critic": everything else that the next update depends on."""
@@ -190,7 +190,7 @@ class FrozenReference:
         return list(self.policy.state_dict().values())
 
 
-class ValueLearner(TokenDescent):
+class ValueLearner(TokenBudgetOptimizer):
     """A critic in this process."""
 
     def __init__(
@@ -207,17 +207,17 @@ class ValueLearner(TokenDescent):
     ) -> None:
         """``config``: of its optimiser and epochs. ``length``: response_length (T). ``columns``: sequences of an
         optimiser step, of all ranks together. ``tokens``: at most in a forward pass (``value_rows``: sequences).
-        ``concurrent``: it learns in a thread of its own. ``ranks`` and ``rest`` as for ``Descent``.
+        ``concurrent``: it learns in a thread of its own. ``ranks`` and ``rest`` as for ``MinibatchOptimizer``.
         """
         own = replace(config, minibatch_unit="column", target_kl_stop=None)
         (ranks or Ranks()).shard(critic, VALUES)
-        objective = TokenObjective(critic, own, length=length)
+        objective = TokenLoss(critic, own, length=length)
         super().__init__(objective, own, columns=columns, tokens=tokens, critic=True, ranks=ranks, **rest)
         self.pool: ThreadPoolExecutor | None = None
         if concurrent:
             threads = torch.get_num_threads()  # a thread has its own number
             self.pool = ThreadPoolExecutor(1, "critic", initializer=torch.set_num_threads, initargs=(threads,))
-        self._learning: Future[Descended] | Descended = NOTHING
+        self._learning: Future[OptimizationStats] | OptimizationStats = NOTHING
 
     @property
     def rate(self) -> float:
@@ -247,12 +247,12 @@ class ValueLearner(TokenDescent):
             mask=mask,
         )
 
-        def learn() -> Descended:
-            return self.descend(batch, update, warming=False, entropy_coef=0.0)
+        def learn() -> OptimizationStats:
+            return self.optimize(batch, update, warming=False, entropy_coef=0.0)
 
         self._learning = learn() if self.pool is None else self.pool.submit(learn)
 
-    def end(self) -> Descended:
+    def end(self) -> OptimizationStats:
         told, self._learning = self._learning, NOTHING
         return told.result() if isinstance(told, Future) else told
 
@@ -292,7 +292,7 @@ class SplitLearner:
         num_sequences: int,
         updates: int,
         seed: int,
-        later: compile.Later | None = None,
+        later: compile.CompileSchedule | None = None,
         dump_dir: Path | None = None,
         notice: Callable[[str], None] = lambda text: None,
         ranks: Ranks | None = None,
@@ -318,8 +318,8 @@ class SplitLearner:
             raise ConfigError("algorithm.adv_type = gae: needs a critic; write critic.use_critic_model=true")
         self.ranks.shard(policy, ACTS)
         whole = replace(config, minibatch_unit="column")
-        self.actor = TokenDescent(
-            TokenObjective(policy, whole, length=length, reference=self._beside()),
+        self.actor = TokenBudgetOptimizer(
+            TokenLoss(policy, whole, length=length, reference=self._beside()),
             whole,
             columns=columns,
             tokens=tokens,
@@ -358,7 +358,7 @@ class SplitLearner:
         actor = critic = NOTHING
         try:
             if update >= c.critic_warmup:
-                actor = self.actor.descend(batch, update, warming=False, entropy_coef=self.entropy.coef)
+                actor = self.actor.optimize(batch, update, warming=False, entropy_coef=self.entropy.coef)
         finally:
             if self.critic is not None:
                 critic = self.critic.end()

@@ -278,7 +278,7 @@ class Captured:
         return [x.clone() for x in self.results]
 
 
-class Later:
+class CompileSchedule:
     """A program that runs compiled from one update on, and before that not: the same update in every repetition.
 
     So no result depends on what the cache holds or how long the compiler takes. On a GPU it becomes a CUDA graph.
@@ -312,13 +312,13 @@ class Later:
                     return self._function
                 self._library = Library(example.program, [*example.state, *example.arguments])
             if update >= self.since:
-                Later.waiting += 1  # before it is said: an interrupt that answers the notice ends the wait
+                CompileSchedule.waiting += 1  # before it is said: an interrupt that answers the notice ends the wait
                 try:
                     if self._library.busy():
                         self.notice(f"compile: waiting for the compiler, once; the result stays in {cache_folder()}")
                     self._function = self._library.load()
                 finally:
-                    Later.waiting -= 1
+                    CompileSchedule.waiting -= 1
         except (RuntimeError, OSError) as error:
             if self.required:
                 raise TrainingError(f"compile=always: {one_line(error)}; mend it, or use compile=auto") from error

@@ -310,7 +310,7 @@ def _held_out_loss(policy: Family, demos: Demonstrations, frames: Tensor) -> flo
     return total / len(frames)
 
 
-class Beside:
+class AuxiliaryCloningLoss:
     """``config.coef`` times the cloning loss of frames that are drawn anew each time: what PPO should not unlearn."""
 
     def __init__(self, policy: Family, demos: Demonstrations, config: CloningConfig) -> None:

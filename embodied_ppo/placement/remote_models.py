@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from embodied_ppo.algorithms.optimizer import Descended
+from embodied_ppo.algorithms.optimizer import OptimizationStats
 from embodied_ppo.algorithms.separate_critic_learner import FrozenReference, Rows, ValueLearner
 from embodied_ppo.core import tree
 from embodied_ppo.data.prompts import Prompt
@@ -182,10 +182,10 @@ class RemoteCritic(_Model):
         """Of the rows that ``values`` was asked about."""
         self.desk.send("learn", self.to, {"returns": returns}, update=update)
 
-    def end(self) -> Descended:
+    def end(self) -> OptimizationStats:
         told = self.desk.receive(self.to).facts
         self.rate = told["rate"]
-        return Descended(told["sums"], math.nan, told["epochs"])
+        return OptimizationStats(told["sums"], math.nan, told["epochs"])
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state({name: state[name] for name in ("critic", "critic_weights")})

@@ -77,7 +77,7 @@ class ActProgram:
 class Acting:
     """The policy's ``encode`` and ``act``, in time as compiled code."""
 
-    def __init__(self, policy: Policy, later: compile.Later, rows: int | None = None) -> None:
+    def __init__(self, policy: Policy, later: compile.CompileSchedule, rows: int | None = None) -> None:
         """``rows``: observations in one forward pass of eager code, at most; None: all."""
         self.policy, self.later, self.rows = policy, later, rows
         self.weights: list[Tensor] = []
@@ -179,7 +179,7 @@ class Rollout:
         stagger: bool = False,
         gamma: float = 1.0,
         rows: int | None = None,
-        later: compile.Later | None = None,
+        later: compile.CompileSchedule | None = None,
         stage: int = 0,
         stages: int = 1,
     ) -> None:
@@ -210,7 +210,7 @@ class Rollout:
         self.simulate_s = 0.0  # by the clock, whole run
         self.device = env.device
         self.rows = rows
-        self.acting = Acting(policy, later or compile.Later(None), rows)
+        self.acting = Acting(policy, later or compile.CompileSchedule(None), rows)
         self.generator = Generator(device=self.device)
         self.obs: Obs | None = None
         self.saves: bool | None = None  # whether the simulator can save itself; None: not asked yet

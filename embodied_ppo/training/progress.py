@@ -28,7 +28,7 @@ def stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
     def ask(number: int, frame: Any) -> None:
         if watchdog.is_repetition():
             return
-        if asked or timer.phase == "evaluate" or compile.Later.waiting:
+        if asked or timer.phase == "evaluate" or compile.CompileSchedule.waiting:
             raise KeyboardInterrupt
         asked.append(number)
 

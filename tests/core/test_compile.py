@@ -18,7 +18,7 @@ import toys
 from torch import Tensor
 
 from embodied_ppo import run as build
-from embodied_ppo.algorithms.ppo_loss import MinibatchStep, TokenObjective
+from embodied_ppo.algorithms.ppo_loss import MinibatchStep, TokenLoss
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import compile, tree
 from embodied_ppo.core.types import ConfigError, TrainingError
@@ -84,9 +84,7 @@ def test_fingerprints_of_language_models_depend_on_what_they_compute_alone() -> 
     x = torch.zeros(3)
     found, batch = [], (one := make())._prepare(experience(one))[0]
     for eps in (1e-6, 1e-6, 1e-5):
-        objective = TokenObjective(
-            language_model(), AlgorithmConfig(), length=4, reference=language_model(rms_norm_eps=eps)
-        )
+        objective = TokenLoss(language_model(), AlgorithmConfig(), length=4, reference=language_model(rms_norm_eps=eps))
         step = MinibatchStep(objective, [], [], batch)
         found.append(compile.fingerprint(step, [x]))
     assert found[0] == found[1] != found[2]
@@ -136,21 +134,21 @@ def test_a_fingerprint_does_not_change_while_training() -> None:
 
 def test_what_cannot_be_compiled_is_told_once() -> None:
     said: list[str] = []
-    later = compile.Later(0, notice=said.append)
+    later = compile.CompileSchedule(0, notice=said.append)
     x = torch.zeros(3)
     assert later.get(0, lambda: compile.Example(Refuses(), [x], [x])) is None
     assert later.get(1, lambda: compile.Example(Refuses(), [x], [x])) is None
     assert said[0].startswith("compile: waiting for the compiler") and len(said) == 2
     assert "the compiler failed (" in said[1] and "training goes on without" in said[1]
-    later = compile.Later(0, required=True, notice=said.append)
+    later = compile.CompileSchedule(0, required=True, notice=said.append)
     with pytest.raises(TrainingError, match=r"compile=always: the compiler failed \(.*; mend it, or use compile=auto"):
         later.get(0, lambda: compile.Example(Refuses(), [x], [x]))
-    assert compile.Later.waiting == 0
+    assert compile.CompileSchedule.waiting == 0
 
 
 def test_a_program_that_pickle_refuses_is_told() -> None:
     said: list[str] = []
-    later = compile.Later(3, notice=said.append)
+    later = compile.CompileSchedule(3, notice=said.append)
     assert later.get(0, lambda: compile.Example(lambda x: x, [], [torch.zeros(3)])) is None
     assert len(said) == 1 and "pickle" in said[0].lower()
 
@@ -275,7 +273,7 @@ def test_from_which_update() -> None:
 @pytest.mark.parametrize("discrete", [False, True])
 def test_compiled_updates_equal_eager_ones(discrete: bool) -> None:
     options = {"update_epoch": 2, "entropy_bonus": 0.01, "critic_warmup": 1, "clip_ratio_c": 1.5, "value_clip": 0.1}
-    eager, fast = (make(options, discrete=discrete, later=compile.Later(since)) for since in (None, 1))
+    eager, fast = (make(options, discrete=discrete, later=compile.CompileSchedule(since)) for since in (None, 1))
     for update in range(4):  # the critic's warm-up, then three updates of compiled code
         t = experience(eager, seed=update, noise=0.2)
         one, other = (numbers(learner.update(t, update=update)) for learner in (eager, fast))
@@ -293,7 +291,7 @@ def test_compiled_updates_equal_eager_ones(discrete: bool) -> None:
 @pytest.mark.parametrize("discrete", [False, True])
 def test_updates_as_a_cuda_graph_equal_eager_ones(discrete: bool) -> None:
     options = {"update_epoch": 2, "entropy_bonus": 0.01, "clip_ratio_c": 1.5, "value_clip": 0.1}
-    eager, fast = (make(options, discrete=discrete, later=compile.Later(s), device="cuda") for s in (None, 1))
+    eager, fast = (make(options, discrete=discrete, later=compile.CompileSchedule(s), device="cuda") for s in (None, 1))
     for update in range(4):
         t = experience(make(options, discrete=discrete), seed=update, noise=0.2)
         t = tree.map(lambda x: x.cuda(), t)
@@ -306,7 +304,7 @@ def test_updates_as_a_cuda_graph_equal_eager_ones(discrete: bool) -> None:
 
 @pytest.mark.gpu
 def test_minibatches_on_a_gpu_wait_for_nothing() -> None:
-    learner = make({"update_epoch": 2}, later=compile.Later(0), device="cuda")
+    learner = make({"update_epoch": 2}, later=compile.CompileSchedule(0), device="cuda")
     t = tree.map(lambda x: x.cuda(), experience(make({"update_epoch": 2})))
     learner.update(t, update=0)
     batch, _ = learner._prepare(t)
@@ -324,7 +322,7 @@ def test_minibatches_on_a_gpu_wait_for_nothing() -> None:
 
 def test_compiled_updates_stop_before_they_train_on_a_nan(tmp_path: Path) -> None:
     options = {"update_epoch": 2, "entropy_bonus": 0.01, "critic_warmup": 1, "clip_ratio_c": 1.5, "value_clip": 0.1}
-    learner = make(options, later=compile.Later(0), dump_dir=tmp_path)  # the same library as above
+    learner = make(options, later=compile.CompileSchedule(0), dump_dir=tmp_path)  # the same library as above
     learner.update(experience(learner), update=1)
     before = weights(learner)
     t = experience(learner)
@@ -337,7 +335,7 @@ def test_compiled_updates_stop_before_they_train_on_a_nan(tmp_path: Path) -> Non
 
 def test_compiled_acting_equals_eager_acting_and_follows_the_weights() -> None:
     policy = make(model={"distribution": "squashed_gaussian"}).policy
-    eager, fast = (Acting(policy, compile.Later(since)) for since in (None, 1))
+    eager, fast = (Acting(policy, compile.CompileSchedule(since)) for since in (None, 1))
     g = torch.Generator().manual_seed(0)
     for update in range(4):
         obs, noise = torch.randn(6, 5, generator=g) * 3, policy.noise(6, g)
@@ -399,7 +397,7 @@ def test_an_interrupt_ends_the_wait_for_the_compiler(tmp_path: Path) -> None:
 def test_no_process_is_left(tmp_path: Path) -> None:
     """A run that ends while the compiler works takes it along."""
     x = torch.zeros(9)
-    later = compile.Later(100)
+    later = compile.CompileSchedule(100)
     later.get(0, lambda: compile.Example(Double("left"), [x], [x]))
     assert later._library is not None and later._library._child is not None
     pid = later._library._child.pid

@@ -23,7 +23,7 @@ from tests.models.vla.test_trunk import FAMILIES, SENTENCES, B, C, make, observa
 def test_it_is_the_cloning_loss_in_the_words_of_the_demonstrations() -> None:
     demos = replace(demonstrations(), instructions=("go there", "go away"))
     policy = make()
-    beside = behavior_cloning.Beside(policy, demos, replace(STEPS, coef=0.3, batch_size=len(demos.state)))
+    beside = behavior_cloning.AuxiliaryCloningLoss(policy, demos, replace(STEPS, coef=0.3, batch_size=len(demos.state)))
     loss = beside(torch.Generator().manual_seed(0))
     assert policy.sentences == SENTENCES
     frames = torch.randint(len(demos.state), (len(demos.state),), generator=torch.Generator().manual_seed(0))
@@ -41,7 +41,7 @@ def test_a_policy_that_was_just_cloned_is_told_the_simulators_sentences() -> Non
     policy = make()
     before = policy.encode(observations())["/words"]
     behavior_cloning.clone(policy, demos, replace(STEPS, steps=2, foresight_steps=2), seed=0)
-    behavior_cloning.Beside(policy, demos, replace(STEPS, coef=0.3))(torch.Generator())
+    behavior_cloning.AuxiliaryCloningLoss(policy, demos, replace(STEPS, coef=0.3))(torch.Generator())
     assert policy.sentences == SENTENCES and torch.equal(policy.encode(observations())["/words"], before)
 
 
@@ -92,7 +92,7 @@ def test_every_minibatch_of_the_actor_adds_it(family: str) -> None:
     def trained(coef: float) -> tuple[list[float], float]:
         policy = make(**FAMILIES[family])
         beside = (
-            behavior_cloning.Beside(policy, demonstrations(), replace(STEPS, coef=coef, batch_size=64))
+            behavior_cloning.AuxiliaryCloningLoss(policy, demonstrations(), replace(STEPS, coef=coef, batch_size=64))
             if coef
             else None
         )

@@ -145,7 +145,7 @@ def learner_of(
         shape = policy.trunk.encoder.images["front"].shape
         images = torch.nn.functional.interpolate(demos.images["front"].permute(0, 3, 1, 2).float(), shape[1:]).byte()
         demos = replace(demos, images={"front": images.permute(0, 2, 3, 1)})
-        rest["beside"] = behavior_cloning.Beside(policy, demos, CloningConfig(coef=0.3, batch_size=4))
+        rest["beside"] = behavior_cloning.AuxiliaryCloningLoss(policy, demos, CloningConfig(coef=0.3, batch_size=4))
         algorithm = {name: x for name, x in algorithm.items() if name != "demonstrations"}
     rollouts = [experience(policy, obs, seed) for seed in range(3)]
     c = loader.load(AlgorithmConfig, {"global_batch_size": T * N // 2, "update_epoch": 2, "lr": 1e-3, **algorithm})

@@ -233,7 +233,7 @@ def _unread(config: Config, env: VectorEnv) -> Iterator[str]:
 
 # ----------------------------------------------------------------------------------------------------------- assembly
 def make_rollout(
-    config: Config, env: VectorEnv, policy: Policy, later: compile.Later, *, stage: int = 0, stages: int = 1
+    config: Config, env: VectorEnv, policy: Policy, later: compile.CompileSchedule, *, stage: int = 0, stages: int = 1
 ) -> Rollout:
     """Of the options; ``stage``: see ``Rollout``."""
     a = config.algorithm
@@ -253,7 +253,9 @@ def make_rollout(
     )
 
 
-def make_learner(s: Setup, policy: AnyPolicy, later: compile.Later, ranks: Ranks | None = None) -> JointLearner:
+def make_learner(
+    s: Setup, policy: AnyPolicy, later: compile.CompileSchedule, ranks: Ranks | None = None
+) -> JointLearner:
     """Of the options; ``ranks``: who else learns. Raises ConfigError, EnvError."""
     config, ranks = s.config, ranks or Ranks()
     beside = None
@@ -263,7 +265,7 @@ def make_learner(s: Setup, policy: AnyPolicy, later: compile.Later, ranks: Ranks
             expert_demos.demonstrations(config, s.progress, s.advance), limit=config.cloning.episodes
         )
         share = replace(config.cloning, batch_size=max(1, config.cloning.batch_size // ranks.world))
-        beside = behavior_cloning.Beside(policy, demos, share)
+        beside = behavior_cloning.AuxiliaryCloningLoss(policy, demos, share)
     return JointLearner(
         policy,
         config.algorithm,
@@ -358,8 +360,8 @@ def assemble(s: Setup, stack: ExitStack) -> Assembly:
     since, why = compile_from(config, s.device, s.notice)
     tell(s, env, policy, since, why)
 
-    def later() -> compile.Later:
-        return compile.Later(since, required=config.compile == "always", notice=s.notice)
+    def later() -> compile.CompileSchedule:
+        return compile.CompileSchedule(since, required=config.compile == "always", notice=s.notice)
 
     factory = functools.partial(make_env, config=evaluation_env(config), device=s.device, task=s.task)
     system = LocalSystem(

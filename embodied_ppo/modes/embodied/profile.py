@@ -122,9 +122,9 @@ class _Probe:
         self.policy = policy or components.make_policy(config, self.env)
         self.trajectory: Any = None
 
-    def _later(self, on: bool) -> compile.Later:
+    def _later(self, on: bool) -> compile.CompileSchedule:
         required = self.setup.config.compile == "always"
-        later = compile.Later(self.since if on else None, required=required, notice=self.setup.notice)
+        later = compile.CompileSchedule(self.since if on else None, required=required, notice=self.setup.notice)
         self.stack.callback(later.close)
         return later
 

@@ -292,8 +292,8 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
         components.check_evaluation(config, s.device)
         components.tell(s, envs[0], policy, since, why)
 
-    def later(on: bool = True) -> compile.Later:
-        return compile.Later(since if on else None, required=config.compile == "always", notice=s.notice)
+    def later(on: bool = True) -> compile.CompileSchedule:
+        return compile.CompileSchedule(since if on else None, required=config.compile == "always", notice=s.notice)
 
     facts: Mapping[str, Any] = {}
     learner: JointLearner | None = None

@@ -427,7 +427,7 @@ def _same(s: Setup, a: AlgorithmConfig, since: int | None) -> dict[str, Any]:
         "tokens": a.micro_batch_tokens,
         "updates": s.updates,
         "seed": s.config.seed,
-        "later": compile.Later(since, required=True, notice=s.notice),
+        "later": compile.CompileSchedule(since, required=True, notice=s.notice),
         "dump_dir": s.run_dir,
         "notice": s.notice,
     }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied_ppo.algorithms.optimizer import Descended
+from embodied_ppo.algorithms.optimizer import OptimizationStats
 from embodied_ppo.algorithms.separate_critic_learner import NOTHING, FrozenReference, Rows, full_kl, log_prob_rows
 from embodied_ppo.config import placement
 from embodied_ppo.config.schema import Config
@@ -119,7 +119,7 @@ class _Probe:
             values = components.make_values(s, self.critic)
             value = values.values(obs, mask)
 
-            def teach() -> Descended:
+            def teach() -> OptimizationStats:
                 values.begin(obs, mask, value, value + 1.0, update)
                 return values.end()
 
@@ -165,7 +165,7 @@ class _Here:
 
     def begin(self, obs: Rows, mask: Tensor, value: Tensor, returns: Tensor, update: int) -> None: ...
 
-    def end(self) -> Descended:
+    def end(self) -> OptimizationStats:
         return NOTHING
 
     def view(self, obs: Rows, mask: Tensor, action: Tensor, *, hidden: bool) -> dict[str, Tensor]:
