@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import embodied_envs
-from embodied_ppo.algorithms.separate_critic_learner import SplitLearner, ValueLearner
+from embodied_ppo.algorithms.separate_critic_learner import LocalCritic, separate_critic_learner
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.data.prompts import Prompt
 from embodied_ppo.models import causal_lm
@@ -224,8 +224,8 @@ def ppo_s(policy: LanguagePolicy, shape: Shape, prompts: Sequence[Sequence[int]]
         "updates": 2,
         "seed": 0,
     }
-    values = ValueLearner(critic, c, **same)
-    learner = SplitLearner(policy, values, c, recompute=True, num_sequences=shape.prompts, **same)
+    values = LocalCritic(critic, c, **same)
+    learner = separate_critic_learner(policy, values, c, recompute=True, num_sequences=shape.prompts, **same)
     engine = Engine(policy, slots=shape.prompts, pad_id=0)
     tasks = [Prompt(tuple(p), "", "", "bench", {}, i) for i, p in enumerate(prompts)]
     text = lambda ids: "x" * len(ids)  # noqa: E731
@@ -238,9 +238,9 @@ def ppo_s(policy: LanguagePolicy, shape: Shape, prompts: Sequence[Sequence[int]]
         prepare = lambda m=made: m.append(learner._prepare(m[0])[0])  # noqa: E731
         found["generate"] = seconds(collect)
         found["values, log-probabilities, advantages"] = seconds(prepare)
-        for name, descent in (("critic", values), ("actor", learner.actor)):
-            descend = lambda d=descent, m=made, u=update: d.optimize(m[1], u, warming=False, entropy_coef=0.0)  # noqa: E731
-            found[name] = seconds(descend)
+        for name, optimizer in (("critic", values.optimizer), ("actor", learner.optimizer)):
+            optimize = lambda d=optimizer, m=made, u=update: d.optimize(m[1], u, critic_only=False, entropy_coef=0.0)  # noqa: E731
+            found[name] = seconds(optimize)
     return found
 
 

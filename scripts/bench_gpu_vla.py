@@ -38,9 +38,9 @@ import torch
 from torch import Tensor, nn
 
 import embodied_envs
-from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
+from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
-from embodied_ppo.core import tree
 from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import Box, Policy, Step, Trajectory, VectorEnv
 from embodied_ppo.models.vla import openvla, pi0_files
@@ -329,9 +329,9 @@ def copy_s(policy: nn.Module, device: torch.device) -> float:
 
 
 @torch.no_grad()
-def difference(policy: Policy, learner: JointLearner, t: Trajectory) -> float:
+def difference(policy: Policy, learner: Learner, t: Trajectory) -> float:
     """Largest difference of log-probabilities between acting and learning."""
-    again = learner._view(policy, policy.encode(tree.flatten_time(t.obs)), t).log_prob
+    again = learner.actor.log_prob(learner.actor.encode(t), t)
     return float((again - t.log_prob).abs().max())
 
 
@@ -372,7 +372,7 @@ class Measured:
 
 
 def measure(
-    work: Work, env: VectorEnv, policy: CheckpointVLA | PI0, learner: JointLearner, failures: dict[str, str]
+    work: Work, env: VectorEnv, policy: CheckpointVLA | PI0, learner: Learner, failures: dict[str, str]
 ) -> Measured:
     """Two updates."""
     device = env.device
@@ -432,7 +432,7 @@ def run(part: str, *, tiny: bool) -> dict[str, Any]:
         logprob_type="token_level",
         gamma=0.998,
     )
-    learner = JointLearner(policy, config, num_envs=work.num_envs, updates=8, seed=0)
+    learner = actor_critic_learner(policy, config, num_envs=work.num_envs, updates=8, seed=0)
     found: dict[str, Any] = {"part": part, "tiny": tiny, "torch": torch.__version__, "build_s": build}
     found |= {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "work": asdict(work)}
     found["parameters"] = sum(p.numel() for p in policy.parameters())
@@ -451,9 +451,9 @@ def run(part: str, *, tiny: bool) -> dict[str, Any]:
             told["predicted_total"] = x.predicted.total
         print_table(part, mode, found, x)
     env.close()
-    parameters = [p for group in learner.optimizer.param_groups for p in group["params"]]
-    moved = [p for p in parameters if p in learner.optimizer.state]
-    moved += [x for p in list(moved) for key, x in learner.optimizer.state[p].items() if key != "step"]
+    parameters = [p for group in learner.optimizer.adamw.param_groups for p in group["params"]]
+    moved = [p for p in parameters if p in learner.optimizer.adamw.state]
+    moved += [x for p in list(moved) for key, x in learner.optimizer.adamw.state[p].items() if key != "step"]
     found["bytes"] = {"second set": 2 * found["parameters"], "masters and moments": nbytes(moved)}
     found["second_set_s"] = attempt(lambda: copy_s(policy, device), failures, "second set")
     found["offload_s"] = attempt(lambda: offload_s(moved, device), failures, "offload")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied_envs.tasks import State, Task
-from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.config import batch_sizes, loader, validation
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core import compile
@@ -282,7 +282,7 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
         policy = embodied.make_policy(c, env)
         rollout = embodied.make_rollout(c, env, policy, compile.CompileSchedule(None))
         updates = batch_sizes.total_updates(c)
-        learner = JointLearner(policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=c.seed)
+        learner = actor_critic_learner(policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=c.seed)
         pending, rows = [], []
         for update in range(updates + max_lag):
             if update < updates:

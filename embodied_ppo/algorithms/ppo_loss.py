@@ -1,9 +1,18 @@
-"""The loss of a minibatch (robot policy or language model), and one optimiser step as a function of tensors only."""
+"""The PPO loss of one minibatch, and one optimiser step as a function of tensors only.
+
+L = L_policy - c_H·H + c_kl·KL + c_V·L_value (Schulman et al. 2017, eq. 9). ``policy_terms`` and
+``value_terms`` compute the terms. ``ActorCriticLoss`` adds all of them for one model with two heads;
+``ActorLoss`` and ``CriticLoss`` divide them between two language models.
+
+Each loss is a module, so that its parameters can be passed as tensors.
+
+T steps or response tokens, B samples (or columns) of a minibatch, L tokens of a row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,22 +33,46 @@ SETTINGS: tuple[str, ...] = (
     "critic_decay",
     "entropy_coef",
 )
-"""What changes from one minibatch to the next, in the order of ``MinibatchStep``'s vector (see ``adamw_settings``)."""
+"""Scalars that change from one minibatch to the next, in the order of ``MinibatchStep``'s vector."""
+
+Statistics: TypeAlias = "dict[str, Tensor]"
+"""Name -> scalar without gradient; values add up over micro-batches, except ``ratio_max``, a maximum."""
+Aggregate: TypeAlias = "Callable[[Tensor], Tensor]"
+"""Elementwise loss [..] or finer -> scalar."""
 
 
-def kl_distance(
-    log_prob: Tensor, ref_log_prob: Tensor, kind: str, logits: Any, ref_logits: Any, *, mask: Tensor, dims: int
-) -> Tensor:
-    """KL(policy || reference) with an entry for each of ``mask``: [..] of ``dims`` dimensions (a decision) or [.., C]
-    (an action)."""
-    level = "chunk_level" if mask.ndim == dims else "action_level"
-    own, other = (losses.reduce_log_prob(x, level, batch_dims=dims) for x in (log_prob, ref_log_prob))
-    return kl.estimate(own, other, kind, logits=logits, ref_logits=ref_logits)
+# ----------------------------------------------------------------------------------------------------- terms
+class PolicyTerms(NamedTuple):
+    """Scalars with gradient; ``kl`` is None without a reference."""
+
+    surrogate: Tensor
+    entropy: Tensor
+    kl: Tensor | None
+    statistics: Statistics
 
 
-def _surrogate(log_prob: Tensor, b: Batch, c: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """``losses.policy_loss`` with the options' clipping."""
-    return losses.policy_loss(
+class ValueTerms(NamedTuple):
+    loss: Tensor
+    statistics: Statistics
+
+
+def policy_terms(
+    log_prob: Tensor,
+    entropy: Tensor,
+    b: Batch,
+    c: AlgorithmConfig,
+    aggregate: Aggregate,
+    *,
+    distance: Tensor | None = None,
+) -> PolicyTerms:
+    """Return the clipped surrogate, the entropy and the KL to the reference of a micro-batch.
+
+    Args:
+        log_prob: of the taken actions under the current policy, [..] or finer.
+        entropy: of the policy, [..] or finer.
+        distance: elementwise KL to the reference, [..] or finer.
+    """
+    elements, statistics = losses.policy_loss(
         log_prob,
         b.log_prob,
         b.advantage,
@@ -49,169 +82,189 @@ def _surrogate(log_prob: Tensor, b: Batch, c: AlgorithmConfig) -> tuple[Tensor, 
         clip_ratio_c=c.clip_ratio_c,
         weight=b.weight,
     )
+    surrogate, entropy = aggregate(elements), aggregate(entropy)
+    statistics |= {"policy_loss": surrogate.detach(), "entropy": entropy.detach()}
+    if distance is None:
+        return PolicyTerms(surrogate, entropy, None, statistics)
+    statistics["kl"] = masked_sum(distance.detach(), b.mask)
+    return PolicyTerms(surrogate, entropy, aggregate(distance), statistics)
 
 
+def value_terms(value: Tensor, b: Batch, c: AlgorithmConfig, aggregate: Aggregate) -> ValueTerms:
+    """Return the clipped Huber value loss of a micro-batch; ``value`` [..] is the critic's current estimate."""
+    errors, clipped = losses.value_loss(value, b.value, b.returns, value_clip=c.value_clip, huber_delta=c.huber_delta)
+    loss = aggregate(errors)
+    return ValueTerms(loss, {"value_loss": loss.detach(), "value_clipped": (clipped & b.mask).sum()})
+
+
+def kl_distance(
+    log_prob: Tensor, ref_log_prob: Tensor, kind: str, logits: Any, ref_logits: Any, *, mask: Tensor, dims: int
+) -> Tensor:
+    """Return KL(policy || reference) with an entry for each of ``mask``.
+
+    Args:
+        kind: estimator, see ``kl.estimate``.
+        mask: [..] (one entry for each decision) or [.., C] (one for each action of a chunk).
+        dims: number of dimensions of [..].
+    """
+    level = "chunk_level" if mask.ndim == dims else "action_level"
+    own, other = (losses.reduce_log_prob(x, level, batch_dims=dims) for x in (log_prob, ref_log_prob))
+    return kl.estimate(own, other, kind, logits=logits, ref_logits=ref_logits)
+
+
+def statistic_names(batch: Batch) -> tuple[str, ...]:
+    """Return the names of the statistics that a loss returns for such a batch."""
+    names: tuple[str, ...] = ("clip_fraction", "dual_clip_fraction", "approx_kl", "ratio_max", "count")
+    names += ("kl",) if batch.ref_log_prob is not None else ()
+    return (*names, "loss", "policy_loss", "value_loss", "entropy", "value_clipped", "rows")
+
+
+def _aggregate(b: Batch, c: AlgorithmConfig, denominator: Tensor, length: float) -> Aggregate:
+    """Return the aggregation that the options select, over the minibatch of which ``b`` is a part."""
+    return lambda x: losses.aggregate(x, b.mask, how=c.loss_agg_func, denominator=denominator, length=length)
+
+
+# ---------------------------------------------------------------------------------------------------- losses
 class ActorCriticLoss(nn.Module):
-    """L = L_policy - c_H·H + c_kl·KL + c_V·L_value; a module, so that its parameters can be handed in as tensors."""
+    """L = c_V·L_value + L_policy - c_H·H + c_kl·KL of a policy with a value head."""
 
     def __init__(self, policy: Policy, config: AlgorithmConfig) -> None:
         super().__init__()
         assert isinstance(policy, nn.Module)
-        self.policy, self.config = policy, config
+        self.model, self.config = policy, config
 
     def forward(
-        self, b: Batch, whole: Tensor, rows: Tensor, *, entropy_coef: Tensor | float, warming: bool = False
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch and statistics that add up over micro-batches (``ratio_max``: a maximum).
+        self, b: Batch, denominator: Tensor, rows: Tensor, *, entropy_coef: Tensor | float, critic_only: bool = False
+    ) -> tuple[Tensor, Statistics]:
+        """Return the loss of a micro-batch, a scalar, and its statistics.
 
-        ``whole`` and ``rows``: denominators of the whole minibatch (``losses.denominator``). ``warming``: the value
-        loss alone.
+        Args:
+            b: the micro-batch.
+            denominator: of the policy's terms, for the whole minibatch, see ``losses.denominator``.
+            rows: denominator of the value loss: unmasked rows of the whole minibatch.
+            entropy_coef: c_H, scalar.
+            critic_only: whether the loss is c_V·L_value alone.
         """
         c = self.config
-        out = self._evaluate(b)
         dims = 2 if c.minibatch_unit == "column" else 1
+        out = self._evaluate(b)
         log_prob = losses.reduce_log_prob(out.log_prob, c.logprob_type, batch_dims=dims)
         entropy = losses.reduce_log_prob(out.entropy, c.entropy_type, batch_dims=dims)
-        elements, stats = _surrogate(log_prob, b, c)
-
-        def agg(x: Tensor) -> Tensor:
-            length = float(c.loss_scale_factor or c.horizon)
-            return losses.aggregate(x, b.mask, how=c.loss_agg_func, denominator=whole, length=length)
-
-        policy_loss, entropy_mean = agg(elements), agg(entropy)
-        errors, far = losses.value_loss(
-            out.value, b.value, b.returns, value_clip=c.value_clip, huber_delta=c.huber_delta
-        )
-        value_loss = losses.aggregate(errors, b.mask, denominator=rows)
-        loss = c.value_loss_coef * value_loss
-        if not warming:
-            loss = loss + policy_loss - entropy_coef * entropy_mean
+        distance = None
         if b.ref_log_prob is not None:
             distance = kl_distance(
                 out.log_prob, b.ref_log_prob, c.kl_loss_type, out.logits, b.ref_logits, mask=b.mask, dims=dims
-            )  # [..], or [.., C]
-            if not warming:
-                loss = loss + c.kl_loss_coef * agg(distance)
-            stats["kl"] = masked_sum(distance.detach(), b.mask)
-        return loss, stats | {
-            "loss": loss.detach(),
-            "policy_loss": policy_loss.detach(),
-            "value_loss": value_loss.detach(),
-            "entropy": entropy_mean.detach(),
-            "value_clipped": (far & b.mask).sum(),
-            "rows": b.mask.sum(),
-        }
-
-    @staticmethod
-    def statistics(batch: Batch) -> tuple[str, ...]:
-        """Names of the statistics for such a batch."""
-        names: tuple[str, ...] = ("clip_fraction", "dual_clip_fraction", "approx_kl", "ratio_max", "count")
-        names += ("kl",) if batch.ref_log_prob is not None else ()
-        return (*names, "loss", "policy_loss", "value_loss", "entropy", "value_clipped", "rows")
+            )
+        aggregate = _aggregate(b, c, denominator, float(c.loss_scale_factor or c.horizon))
+        policy = policy_terms(log_prob, entropy, b, c, aggregate, distance=distance)
+        value = value_terms(out.value, b, c, lambda x: losses.aggregate(x, b.mask, denominator=rows))
+        loss = c.value_loss_coef * value.loss
+        if not critic_only:
+            loss = loss + policy.surrogate - entropy_coef * policy.entropy
+            if policy.kl is not None:
+                loss = loss + c.kl_loss_coef * policy.kl
+        return loss, policy.statistics | value.statistics | {"loss": loss.detach(), "rows": b.mask.sum()}
 
     def _evaluate(self, b: Batch) -> Evaluation:
-        """The policy's view of the micro-batch; columns are flattened for the model and folded back."""
+        """Evaluate the policy; columns are flattened for the model and folded back."""
         if self.config.minibatch_unit == "step":
-            return self.policy.evaluate(b.inputs, b.action, b.replay)
+            return self.model.evaluate(b.inputs, b.action, b.replay)
         flat = tree.flatten_time
-        out = self.policy.evaluate(flat(b.inputs), flat(b.action), flat(b.replay))
+        out = self.model.evaluate(flat(b.inputs), flat(b.action), flat(b.replay))
         return tree.map(lambda x: x.unflatten(0, b.mask.shape[:2]), out)
 
 
-class TokenLoss(nn.Module):
-    """Of a language model: L = L_policy - c_H·H + c_kl·KL of an actor, or L_value of a critic, another model.
+class ActorLoss(nn.Module):
+    """L = L_policy - c_H·H + c_kl·KL of a language model.
 
-    A batch's inputs are "row" int64 [L, B], prompt and response without a gap, and "place" int64 [T, B], where in its
-    row the token before each response token is; everything else is [T, B].
+    A batch's inputs are "row" int64 [L, B], prompt and response without a gap, and "place" int64 [T, B], the
+    position in its row of the token before each response token; everything else is [T, B].
     """
 
     def __init__(
         self,
-        model: LanguagePolicy | LanguageCritic,
+        policy: LanguagePolicy,
         config: AlgorithmConfig,
         *,
         length: int,
         reference: LanguagePolicy | None = None,
     ) -> None:
-        """``length``: response_length, by which seq-mean-token-sum-norm divides unless config.loss_scale_factor is set.
-        ``reference``: for kl type full."""
+        """Create the loss.
+
+        Args:
+            length: response_length, the divisor of seq-mean-token-sum-norm unless config.loss_scale_factor is set.
+            reference: the reference policy, read by ``kl_loss_type=full``; not a part of this module's state.
+        """
         super().__init__()
-        self.policy, self.config = model, config
+        self.model, self.config = policy, config
         self.length = float(config.loss_scale_factor or length)
         self.reference = Aside(reference)
 
-    @staticmethod
-    def statistics(batch: Batch) -> tuple[str, ...]:
-        """As ``ActorCriticLoss.statistics``."""
-        return ActorCriticLoss.statistics(batch)
-
     def forward(
-        self, b: Batch, whole: Tensor, rows: Tensor, *, entropy_coef: Tensor | float, warming: bool = False
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As ``ActorCriticLoss.forward``."""
-        zero = b.advantage.new_zeros(())
-        ids, place = b.inputs["row"].T, b.inputs["place"].T
-        stats = dict.fromkeys(self.statistics(b), zero) | {"rows": b.mask.sum()}
-        if isinstance(self.policy, LanguageCritic):
-            value = self.policy.value(ids, place).T
-            c = self.config
-            errors, far = losses.value_loss(
-                value, b.value, b.returns, value_clip=c.value_clip, huber_delta=c.huber_delta
-            )
-            loss = losses.aggregate(errors, b.mask, how=c.loss_agg_func, denominator=whole, length=self.length)
-            return loss, stats | {
-                "loss": loss.detach(),
-                "value_loss": loss.detach(),
-                "value_clipped": (far & b.mask).sum(),
-            }
-        return self._actor(self.policy, b, ids, place, whole, entropy_coef, stats)
-
-    def _actor(
-        self,
-        policy: LanguagePolicy,
-        b: Batch,
-        ids: Tensor,
-        place: Tensor,
-        whole: Tensor,
-        entropy_coef: Tensor | float,
-        stats: dict[str, Tensor],
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self, b: Batch, denominator: Tensor, rows: Tensor, *, entropy_coef: Tensor | float, critic_only: bool = False
+    ) -> tuple[Tensor, Statistics]:
+        """As ``ActorCriticLoss.forward``; ``rows`` and ``critic_only`` are not read."""
         c = self.config
+        statistics = dict.fromkeys(statistic_names(b), b.advantage.new_zeros(())) | {"rows": b.mask.sum()}
+        ids, place = b.inputs["row"].T, b.inputs["place"].T
         full = b.ref_log_prob is not None and c.kl_loss_type == "full"
-        view = policy.view_where(
+        view = self.model.view_where(
             b.mask,
-            policy.hidden(ids, place),
+            self.model.hidden(ids, place),
             b.action,
             reference=self.reference.module if full else None,
             ref=b.ref_logits,
         )
-        elements, told = _surrogate(view.log_prob, b, c)
-
-        def agg(x: Tensor) -> Tensor:
-            return losses.aggregate(x, b.mask, how=c.loss_agg_func, denominator=whole, length=self.length)
-
-        policy_loss, entropy = agg(elements), agg(view.entropy)
-        loss = policy_loss - entropy_coef * entropy
+        distance = None
         if b.ref_log_prob is not None:
             distance = view.distance if full else kl.estimate(view.log_prob, b.ref_log_prob, c.kl_loss_type)
             assert distance is not None
-            loss = loss + c.kl_loss_coef * agg(distance)
-            told["kl"] = masked_sum(distance.detach(), b.mask)
-        told |= {"loss": loss.detach(), "policy_loss": policy_loss.detach(), "entropy": entropy.detach()}
-        return loss, stats | told
+        aggregate = _aggregate(b, c, denominator, self.length)
+        policy = policy_terms(view.log_prob, view.entropy, b, c, aggregate, distance=distance)
+        loss = policy.surrogate - entropy_coef * policy.entropy
+        if policy.kl is not None:
+            loss = loss + c.kl_loss_coef * policy.kl
+        return loss, statistics | policy.statistics | {"loss": loss.detach()}
 
 
+class CriticLoss(nn.Module):
+    """L = L_value of a separate critic; a batch is that of ``ActorLoss``."""
+
+    def __init__(self, critic: LanguageCritic, config: AlgorithmConfig, *, length: int) -> None:
+        """As for ``ActorLoss``."""
+        super().__init__()
+        self.model, self.config = critic, config
+        self.length = float(config.loss_scale_factor or length)
+
+    def forward(
+        self, b: Batch, denominator: Tensor, rows: Tensor, *, entropy_coef: Tensor | float, critic_only: bool = False
+    ) -> tuple[Tensor, Statistics]:
+        """As ``ActorCriticLoss.forward``; of the numbers only ``denominator`` is read."""
+        statistics = dict.fromkeys(statistic_names(b), b.advantage.new_zeros(())) | {"rows": b.mask.sum()}
+        estimate = self.model.value(b.inputs["row"].T, b.inputs["place"].T).T
+        value = value_terms(estimate, b, self.config, _aggregate(b, self.config, denominator, self.length))
+        return value.loss, statistics | value.statistics | {"loss": value.loss.detach()}
+
+
+Loss: TypeAlias = "ActorCriticLoss | ActorLoss | CriticLoss"
+
+
+# ------------------------------------------------------------------------------------------------ one optimiser step
 def take(batch: Batch, index: Tensor, unit: str) -> Batch:
-    """Rows (``unit`` step) or columns of a batch."""
+    """Return the rows (``unit`` step) or columns (``unit`` column) ``index`` of a batch."""
     return tree.map(lambda x: x.index_select(1 if unit == "column" else 0, index), batch)
 
 
 def adamw_settings(
     config: AlgorithmConfig, n: int, *, lr: Sequence[float], steps: Sequence[int], entropy_coef: float
 ) -> Tensor:
-    """Rows of ``SETTINGS``, float32 [n, 7], for the next n steps after ``steps`` of (actor, critic) at rates ``lr``.
+    """Return rows of ``SETTINGS``, float32 [n, 7], for the next n steps of AdamW.
 
     AdamW (Loshchilov & Hutter 2019, alg. 2): step = lr/(1 − β1^t), inv = 1/sqrt(1 − β2^t), decay = lr·weight_decay.
+
+    Args:
+        lr: learning rates of actor and critic.
+        steps: optimiser steps that actor and critic have taken, t of the first row is one more.
     """
     t = torch.arange(1, n + 1, dtype=torch.float64).unsqueeze(1) + torch.tensor(steps, dtype=torch.float64)  # [n, 2]
     rate = torch.tensor(lr, dtype=torch.float64).expand(n, 2)
@@ -219,50 +272,76 @@ def adamw_settings(
     return torch.cat([*columns, torch.full((n, 1), entropy_coef, dtype=torch.float64)], dim=1).float()
 
 
+def adamw_step(
+    p: Tensor,
+    first: Tensor,
+    second: Tensor,
+    grad: Tensor,
+    c: AlgorithmConfig,
+    *,
+    step: Tensor,
+    inv: Tensor,
+    decay: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a parameter and its moments after one step of AdamW (Loshchilov & Hutter 2019, alg. 2).
+
+    m ← β1·m + (1 − β1)·g ; v ← β2·v + (1 − β2)·g² ; p ← p·(1 − decay) − step·m / (sqrt(v)·inv + ε)
+
+    ``step``, ``inv`` and ``decay`` are those of ``adamw_settings``. The eager optimiser is
+    ``torch.optim.AdamW(fused=True)``: the same formula in one kernel, equal to float32 rounding only.
+    """
+    first = torch.lerp(first, grad, 1 - c.adam_beta1)
+    second = second * c.adam_beta2 + grad * grad * (1 - c.adam_beta2)
+    p = p * (1 - decay) - step * first / (second.sqrt() * inv + c.adam_eps)
+    return p, first, second
+
+
 class MinibatchStep:
     """Gather, forward, loss, backward, clipping and AdamW of one minibatch: tensors in, statistics out.
 
-    Parameters, first and second moments change in place; with a non-finite loss or gradient norm, or where all is
-    masked, none of them does.
-    The same numbers as ``JointLearner``'s eager step to float32 rounding, and no host decides anything in between, so
-    that it can be compiled or captured as one graph.
+    Parameters and moments change in place. Nothing changes where a loss or gradient norm is not finite, or where the
+    whole minibatch is masked. Results equal those of ``MinibatchOptimizer``'s eager step to float32 rounding. No value
+    is read on the host, so that the step can be compiled or captured as one CUDA graph.
     """
 
     def __init__(
-        self,
-        objective: ActorCriticLoss | TokenLoss,
-        actor: Sequence[str],
-        critic: Sequence[str],
-        batch: Batch,
-        buffers: Sequence[str] = (),
+        self, loss: Loss, actor: Sequence[str], critic: Sequence[str], batch: Batch, buffers: Sequence[str] = ()
     ) -> None:
-        """``actor``, ``critic``: parameter names of the policy; ``buffers``: what else of it the loss reads. ``batch``:
-        a rollout's, for its structure."""
-        self.objective, self.names, self.actors = objective, [f"policy.{n}" for n in (*actor, *critic)], len(actor)
-        self.buffers = [f"policy.{n}" for n in buffers]
+        """Create the function.
+
+        Args:
+            actor: names of the actor's parameters in ``loss.model``.
+            critic: names of the critic's parameters.
+            batch: a whole rollout; only its structure is kept.
+            buffers: names of the buffers of ``loss.model`` that the loss reads.
+        """
+        self.loss, self.names, self.actors = loss, [f"model.{n}" for n in (*actor, *critic)], len(actor)
+        self.buffers = [f"model.{n}" for n in buffers]
         self.batch = tree.map(lambda x: x.new_empty(0), batch)
 
     def statistics(self) -> tuple[str, ...]:
-        """Names of the result's entries, in order; the last is not finite where nothing was changed."""
-        return (*self.objective.statistics(self.batch), "actor_norm", "critic_norm", "finite")
+        """Return the names of the result's entries, in order; the last is not finite where nothing was changed."""
+        return (*statistic_names(self.batch), "actor_norm", "critic_norm", "finite")
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """(parameters, first moments, second moments, settings [7], index [B], buffers, the rollout's leaves) ->
-        float32 [K]."""
-        c, n = self.objective.config, len(self.names)
+        """Take one step and return its statistics, float32 [K].
+
+        Args:
+            tensors: parameters, first moments, second moments, settings [7], index [B], buffers, leaves of the rollout.
+        """
+        c, n = self.loss.config, len(self.names)
         params, first, second = tensors[:n], tensors[n : 2 * n], tensors[2 * n : 3 * n]
         settings, index, *others = tensors[3 * n :]
-        frozen, leaves = others[: len(self.buffers)], others[len(self.buffers) :]
+        buffers, leaves = others[: len(self.buffers)], iter(others[len(self.buffers) :])
         s = dict(zip(SETTINGS, settings.unbind(), strict=True))
-        rest = iter(leaves)
-        batch: Batch = tree.map(lambda _: next(rest), self.batch)
+        batch: Batch = tree.map(lambda _: next(leaves), self.batch)
         part = take(batch, index, c.minibatch_unit)
         live = [p.detach().requires_grad_() for p in params]
-        whole, rows = losses.denominator(part.mask, how=c.loss_agg_func), losses.denominator(part.mask)
+        denominator, rows = losses.denominator(part.mask, how=c.loss_agg_func), losses.denominator(part.mask)
         loss, stats = torch.func.functional_call(
-            self.objective,
-            dict(zip([*self.names, *self.buffers], [*live, *frozen], strict=True)),
-            (part, whole, rows),
+            self.loss,
+            dict(zip([*self.names, *self.buffers], [*live, *buffers], strict=True)),
+            (part, denominator, rows),
             {"entropy_coef": s["entropy_coef"]},
         )
         grads = torch.autograd.grad(loss, live)
@@ -272,16 +351,14 @@ class MinibatchStep:
             actor, critic = (torch.stack(x).sum().sqrt() if x else torch.zeros_like(loss) for x in groups)
             norm = torch.hypot(actor, critic)
             finite = norm + loss
-            fine = torch.isfinite(finite) & (rows > 0)  # momentum alone would move weights
+            # A step with a gradient of 0 would still move the weights, by AdamW's momentum.
+            valid = torch.isfinite(finite) & (rows > 0)
             scale = 1.0 if c.max_grad_norm is None else (c.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             for i, (p, m, v, grad) in enumerate(zip(params, first, second, grads, strict=True)):
-                who = "actor" if i < self.actors else "critic"
-                g = grad * scale
-                m_new = torch.lerp(m, g, 1 - c.adam_beta1)
-                v_new = v * c.adam_beta2 + g * g * (1 - c.adam_beta2)
-                step = s[f"{who}_step"] * m_new / (v_new.sqrt() * s[f"{who}_inv"] + c.adam_eps)
-                p_new = p * (1 - s[f"{who}_decay"]) - step
-                for old, new in ((m, m_new), (v, v_new), (p, p_new)):
-                    old.copy_(torch.where(fine, new, old))
+                role = "actor" if i < self.actors else "critic"
+                step, inv, decay = (s[f"{role}_{name}"] for name in ("step", "inv", "decay"))
+                new = adamw_step(p, m, v, grad * scale, c, step=step, inv=inv, decay=decay)
+                for old, x in zip((p, m, v), new, strict=True):
+                    old.copy_(torch.where(valid, x, old))
         stats |= {"actor_norm": actor, "critic_norm": critic, "finite": finite}
         return torch.stack([stats[name].float() for name in self.statistics()])

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from embodied_ppo.algorithms import losses
-from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import Batch, Decision, ObsSpec, Policy, Trajectory
@@ -202,7 +202,7 @@ def language_step(model: LanguagePolicy | LanguageCritic, rows: int, width: int,
     return living.peak
 
 
-def predicted(policy: Policy, learner: JointLearner, device: torch.device, t: Trajectory) -> Memory:
+def predicted(policy: Policy, learner: Learner, device: torch.device, t: Trajectory) -> Memory:
     """Of updates from the second optimiser step on; ``t``: this process's part. Gradients there are are dropped."""
     assert isinstance(policy, nn.Module)
     policy.zero_grad(set_to_none=True)
@@ -221,7 +221,7 @@ def predicted(policy: Policy, learner: JointLearner, device: torch.device, t: Tr
         each = nbytes(part.inputs) / size
         whole = losses.denominator(part.mask)
         with Living([*known, *tree.leaves(part)]) as living:
-            loss, _ = learner.objective(part, whole, whole, entropy_coef=0.0)
+            loss, _ = learner.optimizer.loss(part, whole, whole, entropy_coef=0.0)
             loss.backward()
             del loss
         activations = living.peak

@@ -1,6 +1,6 @@
 """Judges, critics and references in another process: what answers there, and who asks for them here.
 
-``SplitLearner`` and ``ReasoningRollout`` do not know: what asks is a ``Critic``, a ``Reference``, ``Graders``.
+``Learner`` and ``ReasoningRollout`` do not know: what asks is a ``Critic``, a ``Reference``, ``Graders``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from embodied_ppo.algorithms.optimizer import OptimizationStats
-from embodied_ppo.algorithms.separate_critic_learner import FrozenReference, Rows, ValueLearner
+from embodied_ppo.algorithms.separate_critic_learner import FrozenReference, LocalCritic, Rows
 from embodied_ppo.core import tree
 from embodied_ppo.data.prompts import Prompt
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
@@ -34,7 +34,7 @@ class Services:
         device: torch.device,
         judge: Graders | None = None,
         prompts: Sequence[Prompt] = (),
-        critic: ValueLearner | None = None,
+        critic: LocalCritic | None = None,
         reference: FrozenReference | None = None,
     ) -> None:
         """``prompts``: as whoever asks the judge has them, in the same order."""
@@ -79,7 +79,7 @@ class Services:
         assert isinstance(m.value, dict)
         return tree.map(lambda x: x.to(self.device), m.value)
 
-    def _model(self, role: str) -> ValueLearner | FrozenReference:
+    def _model(self, role: str) -> LocalCritic | FrozenReference:
         found = self.critic if role == "critic" else self.reference
         assert found is not None
         return found

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from embodied_ppo.algorithms import advantages
-from embodied_ppo.algorithms.actor_critic_learner import JointLearner, shaped, shaped_after_kl
-from embodied_ppo.algorithms.optimizer import learning_rate_factor
+from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
+from embodied_ppo.algorithms.learner import Learner, shaped, shaped_after_kl
+from embodied_ppo.algorithms.optimizer import SampleCutter, learning_rate_factor
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
 from embodied_ppo.core import tree
@@ -27,18 +28,18 @@ PLAIN = {"normalize_advantages": False, "max_grad_norm": None, "update_epoch": 1
 """One step on the whole rollout, nothing rescaled: numbers can be computed by hand."""
 
 
-def make(options: dict[str, Any] | None = None, *, discrete: bool = False, seed: int = 0, **rest: Any) -> JointLearner:
+def make(options: dict[str, Any] | None = None, *, discrete: bool = False, seed: int = 0, **rest: Any) -> Learner:
     """A learner of a small policy; ``model`` in ``rest`` are model options, the others go to the learner."""
     model = loader.load(ModelConfig, {"hidden": [16], "policy_gain": 0.5, **rest.pop("model", {})})
     config = loader.load(AlgorithmConfig, {"global_batch_size": 16, "update_epoch": 2, **(options or {})})
     torch.manual_seed(seed)
     actions = Discrete(4) if discrete else Box((-1.0,) * ACTIONS, (1.0,) * ACTIONS)
     policy = ActorCritic(ArraySpec((OBS,)), actions, model).to(rest.pop("device", "cpu"))
-    return JointLearner(policy, config, **{"num_envs": N, "updates": 10, "seed": seed, **rest})
+    return actor_critic_learner(policy, config, **{"num_envs": N, "updates": 10, "seed": seed, **rest})
 
 
 @torch.no_grad()
-def experience(learner: JointLearner, *, seed: int = 0, noise: float = 0.0, rows: int = T) -> Trajectory:
+def experience(learner: Learner, *, seed: int = 0, noise: float = 0.0, rows: int = T) -> Trajectory:
     """What a rollout could have been. With ``noise`` on log-probabilities and values, another policy acted."""
     g = torch.Generator().manual_seed(seed)
     obs = torch.randn(rows, N, OBS, generator=g) * 2 + 1
@@ -74,30 +75,30 @@ def numbers(metrics: Metrics) -> dict[str, float]:
     return {tag: number(value) for tag, value in metrics.items()}
 
 
-def weights(learner: JointLearner) -> dict[str, Tensor]:
-    return {name: x.clone() for name, x in learner.module.state_dict().items()}
+def weights(learner: Learner) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in learner.optimizer.model.state_dict().items()}
 
 
-def gradients(learner: JointLearner) -> list[Tensor]:
+def gradients(learner: Learner) -> list[Tensor]:
     """The gradient of every optimiser step from now on, flat."""
     seen: list[Tensor] = []
 
     def note(*_: Any) -> None:
-        parameters = [p for group in learner.optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in learner.optimizer.adamw.param_groups for p in group["params"]]
         seen.append(
             torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
         )
 
-    learner.optimizer.register_step_pre_hook(note)
+    learner.optimizer.adamw.register_step_pre_hook(note)
     return seen
 
 
-def disturb_reference(learner: JointLearner) -> None:
+def disturb_reference(learner: Learner) -> None:
     """Move the reference away, so that the distance to it is not zero."""
-    assert isinstance(learner.reference, torch.nn.Module)
+    assert isinstance(learner.actor.reference, torch.nn.Module)
     g = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for p in learner.reference.parameters():
+        for p in learner.actor.reference.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=g))
 
 
@@ -267,7 +268,7 @@ def test_nothing_unmasked_trains_nothing():
     seen, t = gradients(learner), experience(learner, rows=1)
     t = replace(t, mask=torch.zeros_like(t.mask))
     t.mask[0, 0] = True
-    learner.config = replace(learner.config, global_batch_size=1)
+    learner.optimizer.cutter = SampleCutter(replace(learner.config, global_batch_size=1))
     metrics = numbers(learner.update(t, update=0))
     assert len(seen) == 1 and not math.isnan(metrics["policy/loss"])
 
@@ -341,7 +342,7 @@ def test_ppo_as_cleanrl_writes_it():
     learner.update(t, update=2)
     before = weights(make(options, model={"normalize_obs": False}))
     for name, x in weights(twin).items():
-        torch.testing.assert_close(learner.module.state_dict()[name], x, rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(learner.optimizer.model.state_dict()[name], x, rtol=1e-4, atol=2e-6)
         assert (x - before[name]).abs().max() > 1e-3  # 16 steps of 1e-3
 
 
@@ -358,7 +359,7 @@ def test_non_finite_batches_stop_training_before_the_weights(spoil, tmp_path):
     dump = torch.load(tmp_path / "run" / "bad_batch.pt", weights_only=True)
     assert dump["where"] == "update 4, epoch 0"
     assert dump["batch"]["inputs"][VECTOR].shape == (*dump["batch"]["advantage"].shape, OBS)
-    learner.module.load_state_dict(dump["policy"])
+    learner.optimizer.model.load_state_dict(dump["policy"])
     assert [f.name for f in (tmp_path / "run").iterdir()] == ["bad_batch.pt"]
     with pytest.raises(TrainingError, match="not finite"):  # without a directory the cause is told all the same
         make().update(t, update=0)
@@ -387,16 +388,16 @@ def test_a_rollout_too_small_to_normalise_is_told():
 @pytest.mark.parametrize("shared", [True, False])
 def test_critic_warmup_moves_the_critic_alone(shared):
     learner = make({"critic_warmup": 2, "weight_decay": 0.1, "use_kl_loss": True}, model={"shared_backbone": shared})
-    critic = {id(p) for p in learner.critic}
-    start = {name: p.detach().clone() for name, p in learner.module.named_parameters()}
+    critic = {id(p) for p in learner.optimizer.critic}
+    start = {name: p.detach().clone() for name, p in learner.optimizer.model.named_parameters()}
     for update in range(2):
         metrics = numbers(learner.update(experience(learner, seed=update), update=update))
-        for name, p in learner.module.named_parameters():
+        for name, p in learner.optimizer.model.named_parameters():
             assert torch.equal(p, start[name]) == (id(p) not in critic), name
         assert metrics["policy/grad_norm"] == 0 < metrics["value/grad_norm"]
         assert metrics["policy/clip_fraction"] == 0 and metrics["policy/approx_kl"] < 1e-9
     learner.update(experience(learner, seed=2), update=2)
-    assert not any(torch.equal(p, start[name]) for name, p in learner.module.named_parameters())
+    assert not any(torch.equal(p, start[name]) for name, p in learner.optimizer.model.named_parameters())
 
 
 def test_target_kl_stop():
@@ -433,11 +434,16 @@ def test_learning_rates_reach_their_parameters():
     """Adam's first step moves every weight by the learning rate."""
     for options, actor, critic in (({"lr": 1e-3}, 1e-3, 1e-3), ({"lr": 1e-3, "value_lr": 1e-5}, 1e-3, 1e-5)):
         learner = make({**PLAIN, **options, "adam_eps": 1e-12})
-        start = [p.detach().clone() for p in (*learner.actor, *learner.critic)]
+        start = [p.detach().clone() for p in (*learner.optimizer.actor, *learner.optimizer.critic)]
         learner.update(full(experience(learner, noise=0.1)), update=0)
-        moved = [(p - q).abs().max().item() for p, q in zip((*learner.actor, *learner.critic), start, strict=True)]
-        assert moved[: len(learner.actor)] == pytest.approx([actor] * len(learner.actor), rel=1e-3)
-        assert moved[len(learner.actor) :] == pytest.approx([critic] * len(learner.critic), rel=1e-2)
+        moved = [
+            (p - q).abs().max().item()
+            for p, q in zip((*learner.optimizer.actor, *learner.optimizer.critic), start, strict=True)
+        ]
+        assert moved[: len(learner.optimizer.actor)] == pytest.approx([actor] * len(learner.optimizer.actor), rel=1e-3)
+        assert moved[len(learner.optimizer.actor) :] == pytest.approx(
+            [critic] * len(learner.optimizer.critic), rel=1e-2
+        )
 
 
 def test_adaptive_learning_rate():
@@ -447,15 +453,15 @@ def test_adaptive_learning_rate():
     learner = make({"lr": 1e-6, "lr_schedule": "adaptive", "desired_kl": 1.0})
     rates = [numbers(learner.update(experience(learner), update=u))["policy/lr"] for u in range(3)]
     assert rates == pytest.approx([1e-6, 1.5e-6, 1.5**2 * 1e-6])
-    learner.adaptive_factor = 29.0
+    learner.optimizer.adaptive_factor = 29.0
     learner.update(experience(learner), update=3)
-    assert learner.adaptive_factor == 30.0  # the limit
+    assert learner.optimizer.adaptive_factor == 30.0  # the limit
     kl = numbers(make().update(experience(make()), update=0))["policy/approx_kl"]
     # the band in which it stays: half to twice the wish
     for wish, factor in ((kl / 2.1, 1 / 1.5), (kl / 1.9, 1.0), (kl, 1.0), (kl / 0.55, 1.0), (kl / 0.45, 1.5)):
         learner = make({"lr_schedule": "adaptive", "desired_kl": wish})
         learner.update(experience(learner), update=0)
-        assert learner.adaptive_factor == pytest.approx(factor)
+        assert learner.optimizer.adaptive_factor == pytest.approx(factor)
 
 
 def test_max_grad_norm():
@@ -488,10 +494,10 @@ def test_kl_in_the_reward_is_subtracted_from_it():
     learner = make({"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.3}})
     disturb_reference(learner)
     t = experience(learner, noise=0.2)
-    assert isinstance(learner.reference, ActorCritic)
+    assert isinstance(learner.actor.reference, ActorCritic)
     with torch.no_grad():
         flat = tree.flatten_time(t)
-        ref = learner.reference.evaluate(learner.reference.encode(flat.obs), flat.action, flat.replay)
+        ref = learner.actor.reference.evaluate(learner.actor.reference.encode(flat.obs), flat.action, flat.replay)
     distance = t.log_prob.sum((2, 3)) - ref.log_prob.sum((1, 2)).reshape(T, N)
     other = make()
     metrics = numbers(learner.update(t, update=0))
@@ -671,13 +677,13 @@ def test_state_continues_bit_for_bit():
     for update in range(2):
         learner.update(experience(learner, seed=update), update=update)
     buffer = io.BytesIO()
-    torch.save({"learner": learner.state(), "policy": learner.module.state_dict()}, buffer)
+    torch.save({"learner": learner.state(), "policy": learner.optimizer.model.state_dict()}, buffer)
     resumed = make(STATEFUL, seed=0)
     buffer.seek(0)
     saved = torch.load(buffer, weights_only=True)
-    resumed.module.load_state_dict(saved["policy"])
+    resumed.optimizer.model.load_state_dict(saved["policy"])
     resumed.load_state(saved["learner"])
-    assert learner.adaptive_factor != 1.0 and learner.kl.coef != 0.1 and learner.entropy.coef != 0.01
+    assert learner.optimizer.adaptive_factor != 1.0 and learner.kl.coef != 0.1 and learner.entropy.coef != 0.01
     a: dict[str, float] = {}
     for update in range(2, 4):
         t = experience(learner, seed=update)
@@ -685,7 +691,7 @@ def test_state_continues_bit_for_bit():
         assert a == b
         assert all(torch.equal(x, weights(resumed)[name]) for name, x in weights(learner).items())
     forgetful = make(STATEFUL)
-    forgetful.module.load_state_dict(saved["policy"])
+    forgetful.optimizer.model.load_state_dict(saved["policy"])
     assert numbers(forgetful.update(experience(learner, seed=2), update=2)) != a
 
 
@@ -700,8 +706,8 @@ def test_what_does_not_adapt_follows_the_configuration():
     changed.load_state(learner.state())
     metrics = numbers(changed.update(experience(changed), update=1))
     assert metrics["policy/lr"] == 0.123 and metrics["kl/coef"] == 0.9 and changed.entropy.coef == 0.7
-    assert changed.optimizer.param_groups[0]["weight_decay"] == 0.5
-    assert changed.optimizer.param_groups[0]["betas"] == (0.5, 0.999)
+    assert changed.optimizer.adamw.param_groups[0]["weight_decay"] == 0.5
+    assert changed.optimizer.adamw.param_groups[0]["betas"] == (0.5, 0.999)
 
 
 # --------------------------------------------------------------------------------------------------------------- golden
@@ -714,7 +720,7 @@ def test_on_a_gpu_the_numbers_are_the_same(discrete):
         learner = make(options, discrete=discrete, device=device)
         t = tree.map(lambda x, device=device: x.to(device), experience(make(options, discrete=discrete), noise=0.3))
         found.append(numbers(learner.update(t, update=0)))
-        assert all(p.is_cuda == (device == "cuda") for p in learner.module.parameters())
+        assert all(p.is_cuda == (device == "cuda") for p in learner.optimizer.model.parameters())
     assert_close(found[0], found[1], rel=1e-3)
 
 
@@ -737,7 +743,7 @@ def test_golden(name):
     learner, metrics = make({"lr": 1e-3, **options}, discrete=name == "categorical"), {}
     for update in range(3):
         metrics = numbers(learner.update(experience(learner, seed=update, noise=0.1), update=update))
-    total = sum(float(p.detach().double().abs().sum()) for p in learner.module.parameters())
+    total = sum(float(p.detach().double().abs().sum()) for p in learner.optimizer.model.parameters())
     found = [*(metrics[tag] for tag in GOLDEN_TAGS), total]
     print(name, [float(f"{value:.8g}") for value in found])
     assert found == pytest.approx(GOLDEN[name], rel=1e-5, abs=1e-6)

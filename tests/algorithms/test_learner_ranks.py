@@ -52,14 +52,14 @@ def learned(world: int, options: dict[str, Any], trajectory: Trajectory, **rest:
 
     def work(ranks: Ranks) -> tuple[dict[str, Tensor], list[Metrics]]:
         learner = learners[ranks.rank]
-        learner.ranks = ranks
+        learner.optimizer.ranks = ranks
         part = tree.map(lambda x: x.chunk(world, dim=1)[ranks.rank].contiguous(), trajectory)
         told = [learner.update(part, update=update) for update in range(2)]
         return weights(learner), told
 
     for _ in range(world):
         learners.append(make(options, **rest))
-        if learners[-1].reference is not None:
+        if learners[-1].actor.reference is not None:
             disturb_reference(learners[-1])
     found = together(world, work)
     return [w for w, _ in found], [m for _, m in found]
@@ -129,7 +129,7 @@ def test_a_non_finite_reward_stops_every_rank() -> None:
 
     def work(ranks: Ranks) -> str:
         learner = learners[ranks.rank]
-        learner.ranks = ranks
+        learner.optimizer.ranks = ranks
         part = tree.map(lambda x: x.chunk(2, dim=1)[ranks.rank].contiguous(), trajectory)
         with pytest.raises(TrainingError, match="not finite") as told:
             learner.update(part, update=0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.algorithms.optimizer import _adam_state
 from embodied_ppo.algorithms.ppo_loss import SETTINGS, MinibatchStep, adamw_settings, take
 from embodied_ppo.core import tree
@@ -32,20 +32,25 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def prepared(learner: JointLearner, **options: Any) -> Batch:
+def prepared(learner: Learner, **options: Any) -> Batch:
     t = experience(learner, noise=0.3, **options)
     return learner._prepare(t)[0]
 
 
-def program_steps(learner: JointLearner, batch: Batch, indices: list[torch.Tensor]) -> list[torch.Tensor]:
-    program = MinibatchStep(learner.objective, learner.names["actor"], learner.names["critic"], batch)
-    learner.statistics = program.statistics()
-    state = _adam_state(learner.optimizer)
+def program_steps(learner: Learner, batch: Batch, indices: list[torch.Tensor]) -> list[torch.Tensor]:
+    program = MinibatchStep(
+        learner.optimizer.loss, learner.optimizer.names["actor"], learner.optimizer.names["critic"], batch
+    )
+    learner.optimizer.statistics = program.statistics()
+    state = _adam_state(learner.optimizer.adamw)
     settings = adamw_settings(
         learner.config,
         len(indices),
-        lr=[group["lr"] for group in learner.optimizer.param_groups],
-        steps=[int(learner.optimizer.state[group[0]]["step"]) for group in (learner.actor, learner.critic)],
+        lr=[group["lr"] for group in learner.optimizer.adamw.param_groups],
+        steps=[
+            int(learner.optimizer.adamw.state[group[0]]["step"])
+            for group in (learner.optimizer.actor, learner.optimizer.critic)
+        ],
         entropy_coef=learner.entropy.coef,
     )
     assert settings.shape == (len(indices), len(SETTINGS))
@@ -62,15 +67,17 @@ def test_program_equals_the_eager_step(case: str) -> None:
     size = N // 4 if "minibatch_unit" in options else 16
     indices = [torch.arange(i * size, (i + 1) * size).flip(0) for i in range(4)]
     told = program_steps(fast, prepared(fast), indices)
-    eager.statistics = fast.statistics
+    eager.optimizer.statistics = fast.optimizer.statistics
     unit = eager.config.minibatch_unit
     for i, index in enumerate(indices):
-        expected = eager._step(take(batch, index, unit), warming=False, entropy_coef=eager.entropy.coef, where="")
+        expected = eager.optimizer._step(
+            take(batch, index, unit), critic_only=False, entropy_coef=eager.entropy.coef, where=""
+        )
         torch.testing.assert_close(told[i], expected, rtol=1e-5, atol=1e-5)
     for a, b, before in zip(eager.policy.parameters(), fast.policy.parameters(), start, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         assert not torch.equal(a, before)
-    one, other = _adam_state(eager.optimizer), _adam_state(fast.optimizer)
+    one, other = _adam_state(eager.optimizer.adamw), _adam_state(fast.optimizer.adamw)
     for a, b in zip([*one.first, *one.second], [*other.first, *other.second], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
 
@@ -96,11 +103,11 @@ def test_nothing_changes_where_a_loss_is_not_finite(leaf: str) -> None:
     batch = prepared(learner)
     for x in tree.leaves(getattr(batch, leaf)):
         x[batch.mask.nonzero()[0]] = torch.nan
-    before = copy.deepcopy(learner.module.state_dict())
+    before = copy.deepcopy(learner.optimizer.model.state_dict())
     (stats,) = program_steps(learner, batch, [torch.arange(T * N)])
-    assert not stats[-1].isfinite() and learner.statistics[-1] == "finite"
-    assert all(torch.equal(x, before[name]) for name, x in learner.module.state_dict().items())
-    state = _adam_state(learner.optimizer)
+    assert not stats[-1].isfinite() and learner.optimizer.statistics[-1] == "finite"
+    assert all(torch.equal(x, before[name]) for name, x in learner.optimizer.model.state_dict().items())
+    state = _adam_state(learner.optimizer.adamw)
     assert all(not x.any() for x in (*state.first, *state.second))
 
 
@@ -108,8 +115,8 @@ def test_the_eager_step_raises_before_training_on_it(tmp_path: Any) -> None:
     learner = make(dump_dir=tmp_path)
     t = full(experience(learner))
     t.reward[0, 0] = torch.nan
-    before = copy.deepcopy(learner.module.state_dict())
+    before = copy.deepcopy(learner.optimizer.model.state_dict())
     with pytest.raises(TrainingError, match="not finite"):
         learner.update(t, update=0)
-    changed = [name for name, x in learner.module.state_dict().items() if not torch.equal(x, before[name])]
+    changed = [name for name, x in learner.optimizer.model.state_dict().items() if not torch.equal(x, before[name])]
     assert (tmp_path / "bad_batch.pt").exists() and changed == []

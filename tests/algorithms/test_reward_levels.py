@@ -13,7 +13,8 @@ from torch import Tensor
 
 from embodied_envs.adapters.action_chunking import ChunkedActions
 from embodied_ppo.algorithms import losses
-from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
+from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.commands import main
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
@@ -28,14 +29,14 @@ STEP = {"normalize_advantages": False, "max_grad_norm": None, "update_epoch": 1}
 """One optimiser step on the rollout as it is, so that its gradient can be computed elsewhere."""
 
 
-def make_learner(options: dict[str, Any], *, values: int = C, samples: int = T * N) -> JointLearner:
+def make_learner(options: dict[str, Any], *, values: int = C, samples: int = T * N) -> Learner:
     """A learner of chunks of C actions; ``values``: outputs of the value head."""
     torch.manual_seed(0)
     model = loader.load(ModelConfig, {"hidden": [8], "policy_gain": 0.5, "normalize_obs": False})
     box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
     policy = ActorCritic(ArraySpec((OBS,)), box, model, chunk=C, values=values)
     config = loader.load(AlgorithmConfig, {"global_batch_size": samples, **STEP, **options})
-    return JointLearner(policy, config, num_envs=N, updates=10, seed=0)
+    return actor_critic_learner(policy, config, num_envs=N, updates=10, seed=0)
 
 
 def test_advantages_of_actions_by_hand() -> None:
@@ -68,7 +69,7 @@ def test_advantages_of_actions_by_hand() -> None:
     torch.testing.assert_close(batch.returns, torch.tensor(expected) + trajectory.value)
 
 
-def random_trajectory(learner: JointLearner, *, seed: int = 0) -> Trajectory:
+def random_trajectory(learner: Learner, *, seed: int = 0) -> Trajectory:
     """Decisions of the learner's policy with rewards, ends and masks of every action drawn at random."""
     g = torch.Generator().manual_seed(seed)
     obs = torch.randn(T, N, OBS, generator=g)
@@ -95,7 +96,7 @@ def random_trajectory(learner: JointLearner, *, seed: int = 0) -> Trajectory:
     )
 
 
-def reference_loss(learner: JointLearner, t: Trajectory, level: str) -> Tensor:
+def reference_loss(learner: Learner, t: Trajectory, level: str) -> Tensor:
     """L_policy + L_value - 0.01 H in float64, written as loops over columns, decisions and actions."""
     c = learner.config
     policy: Any = learner.policy
@@ -138,7 +139,7 @@ def test_the_gradient_is_that_of_a_float64_reference(level: str, more: dict[str,
     reference_loss(learner, t, level).backward()
     expected = torch.cat([p.grad.flatten() for p in module.parameters()])
     found: list[Tensor] = []
-    learner.optimizer.register_step_pre_hook(
+    learner.optimizer.adamw.register_step_pre_hook(
         lambda *_: found.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
     )
     metrics = learner.update(t, update=0)

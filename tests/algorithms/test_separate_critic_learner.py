@@ -1,4 +1,4 @@
-"""SplitLearner: what a token's loss is made of, and what must not change it."""
+"""Learner: what a token's loss is made of, and what must not change it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.algorithms.optimizer import _adam_state
 from embodied_ppo.algorithms.ppo_loss import MinibatchStep, adamw_settings
-from embodied_ppo.algorithms.separate_critic_learner import FrozenReference, SplitLearner, ValueLearner
+from embodied_ppo.algorithms.separate_critic_learner import FrozenReference, LocalCritic, separate_critic_learner
 from embodied_ppo.config.schema import AlgorithmConfig, KLControlConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ConfigError, TrainingError, Trajectory
@@ -63,7 +64,7 @@ def experience(policy: LanguagePolicy, *, more: int = 0, seed: int = 0, noise: f
     )
 
 
-def learner(config: AlgorithmConfig = BASE, *, critic: bool = True, **options: Any) -> SplitLearner:
+def learner(config: AlgorithmConfig = BASE, *, critic: bool = True, **options: Any) -> Learner:
     """``options`` of both; critic_config, critic_columns and concurrent of the critic alone."""
     policy = make()
     both: dict[str, Any] = {"length": T, "columns": 4, "updates": 10, "seed": 0}
@@ -75,27 +76,27 @@ def learner(config: AlgorithmConfig = BASE, *, critic: bool = True, **options: A
             model.value_head.weight.copy_(torch.linspace(-0.2, 0.2, 32))
         own = both | {"columns": options.get("critic_columns", both["columns"])}
         own |= {"concurrent": options.get("concurrent", False), "ranks": options.get("ranks")}
-        values = ValueLearner(model, options.get("critic_config", config), **own)
+        values = LocalCritic(model, options.get("critic_config", config), **own)
     rest = {name: x for name, x in options.items() if name in ("recompute", "dump_dir", "notice", "ranks")}
-    return SplitLearner(policy, values, config, num_sequences=N, **both, **rest)
+    return separate_critic_learner(policy, values, config, num_sequences=N, **both, **rest)
 
 
-def critic_of(x: SplitLearner) -> ValueLearner:
-    assert isinstance(x.critic, ValueLearner)
+def critic_of(x: Learner) -> LocalCritic:
+    assert isinstance(x.critic, LocalCritic)
     return x.critic
 
 
-def reference_of(x: SplitLearner) -> LanguagePolicy:
-    assert isinstance(x.reference, FrozenReference)
-    return x.reference.policy
+def reference_of(x: Learner) -> LanguagePolicy:
+    assert isinstance(x.actor.reference, FrozenReference)
+    return x.actor.reference.policy
 
 
-def weights(x: SplitLearner) -> list[Tensor]:
+def weights(x: Learner) -> list[Tensor]:
     modules = [x.policy, *([] if x.critic is None else [critic_of(x).module])]
     return [p.detach().clone() for m in modules for p in m.parameters()]
 
 
-def differences(a: SplitLearner, b: SplitLearner) -> float:
+def differences(a: Learner, b: Learner) -> float:
     return max(float((p - q).abs().max()) for p, q in zip(weights(a), weights(b), strict=True))
 
 
@@ -223,7 +224,7 @@ def test_micro_batches_change_nothing(case: str, tokens: int) -> None:
     for x in (whole, parts):
         x.update(t, update=0)
     assert differences(whole, parts) < 2e-5  # AdamW's first steps divide by tiny numbers
-    a, b = (x.actor.optimizer.state_dict()["state"][0]["exp_avg"] for x in (whole, parts))
+    a, b = (x.optimizer.adamw.state_dict()["state"][0]["exp_avg"] for x in (whole, parts))
     assert float((a - b).norm() / a.norm()) < 1e-5
 
 
@@ -247,14 +248,14 @@ def test_the_program_equals_the_eager_step(case: str, which: str) -> None:
     batches = [x._prepare(t)[0] for x in (eager, program)]
     if which == "critic":
         batches = [replace(b, log_prob=b.value, weight=None, ref_log_prob=None, ref_logits=None) for b in batches]
-    one, two = getattr(eager, which), getattr(program, which)
-    step = one._eager_step(batches[0], warming=False, entropy_coef=0.01)
-    one.statistics = MinibatchStep(one.objective, one.names["actor"], one.names["critic"], batches[0]).statistics()
+    one, two = ((x if which == "actor" else critic_of(x)).optimizer for x in (eager, program))
+    step = one._eager_step(batches[0], critic_only=False, entropy_coef=0.01)
+    one.statistics = MinibatchStep(one.loss, one.names["actor"], one.names["critic"], batches[0]).statistics()
     expected = step(index, "")
-    compute = MinibatchStep(two.objective, two.names["actor"], two.names["critic"], batches[1], two.buffers)
-    state = _adam_state(two.optimizer)
+    compute = MinibatchStep(two.loss, two.names["actor"], two.names["critic"], batches[1], two.buffers)
+    state = _adam_state(two.adamw)
     settings = adamw_settings(two.config, 1, lr=[two.config.lr] * 2, steps=[0, 0], entropy_coef=0.01)[0]
-    found = compute(*state.parameters, *state.first, *state.second, settings, index, *two._fixed(batches[1]))
+    found = compute(*state.parameters, *state.first, *state.second, settings, index, *two._constants(batches[1]))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert differences(eager, program) < 2e-5 and compute.statistics() == one.statistics
 
@@ -274,7 +275,7 @@ def test_critic_warmup_skips_exactly_so_many_actor_updates() -> None:
 
 
 def test_the_reference_stays_and_is_only_there_where_it_is_asked_for() -> None:
-    assert learner().reference is None
+    assert learner().actor.reference is None
     x = learner(replace(BASE, use_kl_loss=True))
     before = [p.clone() for p in reference_of(x).parameters()]
     first = numbers(x.update(experience(x.policy), update=0))
@@ -301,7 +302,7 @@ def test_the_critic_has_its_own_schedule() -> None:
     x = learner(BASE, critic_config=replace(BASE, lr=7e-3, update_epoch=5), critic_columns=2)
     metrics = numbers(x.update(experience(x.policy), update=0))
     assert metrics["policy/lr"] == 1e-3 and metrics["value/lr"] == 7e-3
-    steps = [int(d.optimizer.state_dict()["state"][0]["step"]) for d in (x.actor, critic_of(x))]
+    steps = [int(d.optimizer.adamw.state_dict()["state"][0]["step"]) for d in (x, critic_of(x))]
     assert steps == [2 * 2, 5 * 4]
 
 
@@ -456,13 +457,13 @@ def test_the_memory_of_a_step_is_foretold(who: str) -> None:
     x = learner()
     t = experience(x.policy)
     batch, _ = x._prepare(replace(t, mask=torch.ones_like(t.mask)))
-    descent = x.actor if who == "actor" else critic_of(x)
-    model: Any = descent.module
+    optimizer = x.optimizer if who == "actor" else critic_of(x).optimizer
+    model: Any = optimizer.model
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     known = [*model.parameters(), *model.buffers(), *tree.leaves(batch)]
     rows = torch.tensor(float(T * N))
     with memory_estimate.Living(known) as living:
-        descent.objective(batch, rows, rows, entropy_coef=0.1)[0].backward()
+        optimizer.loss(batch, rows, rows, entropy_coef=0.1)[0].backward()
     told = memory_estimate.language_step(model, N, batch.inputs["row"].shape[0], T)
     assert told == pytest.approx(living.peak, rel=0.2)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied_ppo.algorithms.separate_critic_learner import SplitLearner
+from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.config.schema import AlgorithmConfig, KLControlConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.collectives import Ranks
@@ -44,15 +44,15 @@ WITHOUT: dict[str, AlgorithmConfig] = {
 }
 
 
-def disturbed(x: SplitLearner) -> SplitLearner:
+def disturbed(x: Learner) -> Learner:
     """With a reference that is not the policy."""
-    if x.reference is not None:
+    if x.actor.reference is not None:
         with torch.no_grad():
             reference_of(x).model.lm_head.weight.mul_(0.9)
     return x
 
 
-def state(x: SplitLearner) -> dict[str, Tensor]:
+def state(x: Learner) -> dict[str, Tensor]:
     found = {f"actor {name}": p.detach().clone() for name, p in x.policy.named_parameters()}
     if x.critic is not None:
         found |= {f"critic {name}": p.clone() for name, p in x.critic.state()["critic_weights"].items()}
@@ -67,9 +67,9 @@ def learned(world: int, config: AlgorithmConfig, *, critic: bool) -> tuple[dict[
 
     def work(ranks: Ranks) -> tuple[dict[str, Tensor], list[Metrics]]:
         x = made[ranks.rank]
-        x.ranks = x.actor.ranks = ranks
+        x.optimizer.ranks = ranks
         if critic:
-            critic_of(x).ranks = ranks
+            critic_of(x).optimizer.ranks = ranks
         part = tree.map(lambda t: t.chunk(world, dim=1)[ranks.rank].contiguous(), trajectory)
         return state(x), [x.update(part, update=update) for update in range(2)]
 
@@ -125,12 +125,12 @@ def serving(services: Services) -> Iterator[Desk]:
 def test_critic_and_reference_elsewhere_learn_the_same_bit_for_bit(case: str) -> None:
     config = CASES[case]
     here, there = disturbed(learner(config)), disturbed(learner(config))
-    values, reference = critic_of(there), there.reference
+    values, reference = critic_of(there), there.actor.reference
     services = Services(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
     with serving(services) as desk:
         there.critic = RemoteCritic(desk, CPU, own=True)
         if reference is not None:
-            there.reference = RemoteReference(desk, CPU)
+            there.actor.reference = RemoteReference(desk, CPU)
         for update in range(2):
             ours, theirs = (x.update(experience(x.policy, noise=0.2), update=update) for x in (here, there))
             assert ours == theirs
@@ -150,14 +150,14 @@ def test_they_begin_as_the_actor() -> None:
     with torch.no_grad():
         for p in x.policy.parameters():
             p.mul_(1.1)
-    values, reference = critic_of(other), other.reference
+    values, reference = critic_of(other), other.actor.reference
     services = Services(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
     t = experience(x.policy)
     assert isinstance(t.obs, dict)
     with serving(services) as desk:
-        x.critic, x.reference = RemoteCritic(desk, CPU, own=False), RemoteReference(desk, CPU)
+        x.critic, x.actor.reference = RemoteCritic(desk, CPU, own=False), RemoteReference(desk, CPU)
         x.settle()
-        view = x.reference.view(t.obs, t.mask, t.action, hidden=False)["log_prob"]
+        view = x.actor.reference.view(t.obs, t.mask, t.action, hidden=False)["log_prob"]
         torch.testing.assert_close(view[t.mask], t.log_prob[t.mask], rtol=0, atol=1e-5)
         body = dict(x.policy.model.model.named_parameters())
         found = other.critic.module.decoder.base.named_parameters()  # pyright: ignore

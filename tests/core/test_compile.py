@@ -18,7 +18,7 @@ import toys
 from torch import Tensor
 
 from embodied_ppo import run as build
-from embodied_ppo.algorithms.ppo_loss import MinibatchStep, TokenLoss
+from embodied_ppo.algorithms.ppo_loss import ActorLoss, MinibatchStep
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import compile, tree
 from embodied_ppo.core.types import ConfigError, TrainingError
@@ -75,7 +75,10 @@ def test_fingerprints_differ_with_program_options_and_shapes() -> None:
     assert len({base, *(compile.fingerprint(p, e) for p, e in others)}) == 5
     learners = [make(o) for o in ({}, {"clip_ratio_low": 0.1}, {"adam_eps": 1e-3}, {})] + [make(model={"hidden": [8]})]
     batch = learners[0]._prepare(experience(learners[0]))[0]
-    steps = [MinibatchStep(one.objective, one.names["actor"], one.names["critic"], batch) for one in learners]
+    steps = [
+        MinibatchStep(one.optimizer.loss, one.optimizer.names["actor"], one.optimizer.names["critic"], batch)
+        for one in learners
+    ]
     assert len({compile.fingerprint(step, [x]) for step in steps}) == 4  # two of them are equal
 
 
@@ -84,7 +87,7 @@ def test_fingerprints_of_language_models_depend_on_what_they_compute_alone() -> 
     x = torch.zeros(3)
     found, batch = [], (one := make())._prepare(experience(one))[0]
     for eps in (1e-6, 1e-6, 1e-5):
-        objective = TokenLoss(language_model(), AlgorithmConfig(), length=4, reference=language_model(rms_norm_eps=eps))
+        objective = ActorLoss(language_model(), AlgorithmConfig(), length=4, reference=language_model(rms_norm_eps=eps))
         step = MinibatchStep(objective, [], [], batch)
         found.append(compile.fingerprint(step, [x]))
     assert found[0] == found[1] != found[2]
@@ -273,7 +276,9 @@ def test_from_which_update() -> None:
 @pytest.mark.parametrize("discrete", [False, True])
 def test_compiled_updates_equal_eager_ones(discrete: bool) -> None:
     options = {"update_epoch": 2, "entropy_bonus": 0.01, "critic_warmup": 1, "clip_ratio_c": 1.5, "value_clip": 0.1}
-    eager, fast = (make(options, discrete=discrete, later=compile.CompileSchedule(since)) for since in (None, 1))
+    eager, fast = (
+        make(options, discrete=discrete, compile_schedule=compile.CompileSchedule(since)) for since in (None, 1)
+    )
     for update in range(4):  # the critic's warm-up, then three updates of compiled code
         t = experience(eager, seed=update, noise=0.2)
         one, other = (numbers(learner.update(t, update=update)) for learner in (eager, fast))
@@ -282,8 +287,13 @@ def test_compiled_updates_equal_eager_ones(discrete: bool) -> None:
             assert other[tag] == pytest.approx(value, rel=1e-4, abs=1e-5), tag
     for name, x in weights(eager).items():
         torch.testing.assert_close(weights(fast)[name], x, rtol=1e-5, atol=1e-5)
-    steps = [float(fast.optimizer.state[group[0]]["step"]) for group in (fast.actor, fast.critic)]
-    assert steps == [float(eager.optimizer.state[group[0]]["step"]) for group in (eager.actor, eager.critic)]
+    steps = [
+        float(fast.optimizer.adamw.state[group[0]]["step"]) for group in (fast.optimizer.actor, fast.optimizer.critic)
+    ]
+    assert steps == [
+        float(eager.optimizer.adamw.state[group[0]]["step"])
+        for group in (eager.optimizer.actor, eager.optimizer.critic)
+    ]
     assert steps == [24.0, 32.0]
 
 
@@ -291,7 +301,9 @@ def test_compiled_updates_equal_eager_ones(discrete: bool) -> None:
 @pytest.mark.parametrize("discrete", [False, True])
 def test_updates_as_a_cuda_graph_equal_eager_ones(discrete: bool) -> None:
     options = {"update_epoch": 2, "entropy_bonus": 0.01, "clip_ratio_c": 1.5, "value_clip": 0.1}
-    eager, fast = (make(options, discrete=discrete, later=compile.CompileSchedule(s), device="cuda") for s in (None, 1))
+    eager, fast = (
+        make(options, discrete=discrete, compile_schedule=compile.CompileSchedule(s), device="cuda") for s in (None, 1)
+    )
     for update in range(4):
         t = experience(make(options, discrete=discrete), seed=update, noise=0.2)
         t = tree.map(lambda x: x.cuda(), t)
@@ -304,17 +316,17 @@ def test_updates_as_a_cuda_graph_equal_eager_ones(discrete: bool) -> None:
 
 @pytest.mark.gpu
 def test_minibatches_on_a_gpu_wait_for_nothing() -> None:
-    learner = make({"update_epoch": 2}, later=compile.CompileSchedule(0), device="cuda")
+    learner = make({"update_epoch": 2}, compile_schedule=compile.CompileSchedule(0), device="cuda")
     t = tree.map(lambda x: x.cuda(), experience(make({"update_epoch": 2})))
     learner.update(t, update=0)
     batch, _ = learner._prepare(t)
-    run = learner._compiled(batch, 1, warming=False)
+    run = learner.optimizer._compiled(batch, 1, critic_only=False)
     assert isinstance(run, compile.Captured)
-    step = learner._compiled_step(run, batch, entropy_coef=0.0)
+    step = learner.optimizer._compiled_step(run, batch, entropy_coef=0.0)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for epoch in range(2):
-            for index in learner._minibatches(batch, 1, epoch):
+            for index in learner.optimizer._minibatches(batch, 1, epoch):
                 step(index, "")
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -322,7 +334,7 @@ def test_minibatches_on_a_gpu_wait_for_nothing() -> None:
 
 def test_compiled_updates_stop_before_they_train_on_a_nan(tmp_path: Path) -> None:
     options = {"update_epoch": 2, "entropy_bonus": 0.01, "critic_warmup": 1, "clip_ratio_c": 1.5, "value_clip": 0.1}
-    learner = make(options, later=compile.CompileSchedule(0), dump_dir=tmp_path)  # the same library as above
+    learner = make(options, compile_schedule=compile.CompileSchedule(0), dump_dir=tmp_path)  # the same library as above
     learner.update(experience(learner), update=1)
     before = weights(learner)
     t = experience(learner)
@@ -411,12 +423,12 @@ def test_no_process_is_left(tmp_path: Path) -> None:
 
 def test_matmul_precision_holds_while_training_and_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    update = embodied.JointLearner.update
+    update = embodied.Learner.update
 
-    def note(self: embodied.JointLearner, trajectory: Any, *, update: int, _original: Any = update) -> Any:
+    def note(self: embodied.Learner, trajectory: Any, *, update: int, _original: Any = update) -> Any:
         seen.append(torch.get_float32_matmul_precision())
         return _original(self, trajectory, update=update)
 
-    monkeypatch.setattr(embodied.JointLearner, "update", note)
+    monkeypatch.setattr(embodied.Learner, "update", note)
     build.train(tiny(tmp_path / "run", updates=2, matmul_precision="medium"), quiet=True)
     assert seen == ["medium"] * 2 and torch.get_float32_matmul_precision() == "highest"

@@ -11,7 +11,7 @@ import toys
 from embodied_envs.adapters import mjlab_env
 from embodied_envs.adapters.mjlab_env import MjlabEnv
 from embodied_envs.checks import check_env
-from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.core.types import ArraySpec, EnvError
 from embodied_ppo.modes.embodied import components as embodied
 from embodied_ppo.rollout.simulation import Rollout
@@ -104,7 +104,7 @@ def test_ppo_learns_to_balance() -> None:
     env = make(n=64, max_episode_steps=100)
     policy = embodied.make_policy(c, env)
     rollout = Rollout(env, policy, seed=1, stagger=True)
-    learner = JointLearner(policy, c.algorithm, num_envs=64, updates=updates, seed=1)
+    learner = actor_critic_learner(policy, c.algorithm, num_envs=64, updates=updates, seed=1)
     rewards = []
     for update in range(updates):
         trajectory, _ = rollout.collect(25, update=update, version=update)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.commands import main
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import tree
@@ -96,7 +96,7 @@ def test_every_minibatch_of_the_actor_adds_it(family: str) -> None:
             if coef
             else None
         )
-        learner = JointLearner(policy, config, num_envs=B, updates=20, seed=0, beside=beside)
+        learner = actor_critic_learner(policy, config, num_envs=B, updates=20, seed=0, auxiliary_loss=beside)
         told = []
         for update in range(12):
             metrics = learner.update(rollout(policy), update=update)

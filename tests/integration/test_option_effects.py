@@ -28,7 +28,7 @@ import toys
 from torch import nn
 
 from embodied_ppo import run as build
-from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.commands import main
 from embodied_ppo.config import batch_sizes, loader, validation
 from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig, ExportConfig
@@ -257,7 +257,7 @@ def joint_forwards(option: str, value: Any, needs: dict[str, Any], kind: str) ->
     try:
         policy = embodied.make_policy(c, env)
         trajectory, _ = Rollout(env, policy, seed=0).collect(c.algorithm.horizon, update=0, version=0)
-        learner = JointLearner(policy, c.algorithm, num_envs=env.num_envs, updates=2, seed=0)
+        learner = actor_critic_learner(policy, c.algorithm, num_envs=env.num_envs, updates=2, seed=0)
         forwards = Forwards(policy if kind else policy.trunk, kind)
         learner.update(trajectory, update=0)
         return forwards.rows

@@ -11,7 +11,8 @@ import torch
 import toys
 
 from embodied_ppo import run as build
-from embodied_ppo.algorithms.separate_critic_learner import SplitLearner, ValueLearner
+from embodied_ppo.algorithms.learner import Learner
+from embodied_ppo.algorithms.separate_critic_learner import LocalCritic
 from embodied_ppo.config import loader, validation
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core.types import ConfigError, PlacementError
@@ -114,8 +115,9 @@ def test_what_is_to_be_compiled_is_so_in_processes_too(tmp_path: Path) -> None:
     for compile, since in (("always", 0), ("auto", None)):
         s = replace(setup, config=replace(asked, compile=compile))
         made, _ = reasoning_workers.part(s, Seat(("rollout", "actor", "critic", "reward"), {"rollout": (0, 1)}), None)
-        assert isinstance(made.learner, SplitLearner) and isinstance(made.learner.critic, ValueLearner)
-        assert made.learner.actor.later.since == made.learner.critic.later.since == since
+        assert isinstance(made.learner, Learner) and isinstance(made.learner.critic, LocalCritic)
+        schedules = [x.optimizer.compile_schedule for x in (made.learner, made.learner.critic)]
+        assert [x.since for x in schedules] == [since] * 2
         made.close()
 
 

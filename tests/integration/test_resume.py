@@ -97,15 +97,15 @@ def test_two_halves_equal_the_whole(
     run.train(config(tmp_path / "whole"), quiet=True)
 
     # the first half dies in its seventh update, after the checkpoint of the fourth or sixth
-    update = embodied.JointLearner.update
+    update = embodied.Learner.update
 
-    def dies(self: embodied.JointLearner, trajectory: object, *, update: int, _original=update) -> object:
+    def dies(self: embodied.Learner, trajectory: object, *, update: int, _original=update) -> object:
         if update == 6:
             raise Stop
         return _original(self, trajectory, update=update)
 
     with monkeypatch.context() as m:
-        m.setattr(embodied.JointLearner, "update", dies)
+        m.setattr(embodied.Learner, "update", dies)
         with pytest.raises(Stop):
             run.train(config(tmp_path / "halves", save_every=save_every), quiet=True)
     summary = run.train(config(tmp_path / "halves", resume="auto"), quiet=True)

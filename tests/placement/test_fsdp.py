@@ -23,7 +23,8 @@ import torch.distributed as dist
 import toys
 from torch import nn
 
-from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
+from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import AlgorithmConfig, CloningConfig
 from embodied_ppo.core import tree
@@ -136,7 +137,7 @@ def experience(policy: Policy, obs: Any, seed: int) -> Trajectory:
 
 def learner_of(
     kind: str, folder: Path, model: dict[str, Any], algorithm: dict[str, Any], ranks: Ranks, **rest: Any
-) -> tuple[JointLearner, list[Trajectory]]:
+) -> tuple[Learner, list[Trajectory]]:
     """A learner, and three rollouts of what it learns from; this rank's columns. ``demonstrations`` among the options
     of the algorithm: beside its losses."""
     policy, obs = policy_of(kind, folder, model)
@@ -145,22 +146,24 @@ def learner_of(
         shape = policy.trunk.encoder.images["front"].shape
         images = torch.nn.functional.interpolate(demos.images["front"].permute(0, 3, 1, 2).float(), shape[1:]).byte()
         demos = replace(demos, images={"front": images.permute(0, 2, 3, 1)})
-        rest["beside"] = behavior_cloning.AuxiliaryCloningLoss(policy, demos, CloningConfig(coef=0.3, batch_size=4))
+        rest["auxiliary_loss"] = behavior_cloning.AuxiliaryCloningLoss(
+            policy, demos, CloningConfig(coef=0.3, batch_size=4)
+        )
         algorithm = {name: x for name, x in algorithm.items() if name != "demonstrations"}
     rollouts = [experience(policy, obs, seed) for seed in range(3)]
     c = loader.load(AlgorithmConfig, {"global_batch_size": T * N // 2, "update_epoch": 2, "lr": 1e-3, **algorithm})
     parts = [tree.map(lambda x: x.chunk(ranks.world, dim=1)[ranks.rank].contiguous(), t) for t in rollouts]
-    return JointLearner(policy, c, num_envs=N, updates=10, seed=0, ranks=ranks, **rest), parts
+    return actor_critic_learner(policy, c, num_envs=N, updates=10, seed=0, ranks=ranks, **rest), parts
 
 
 def ranks_of(sharded: bool) -> Ranks:
     return Sharded(dist.group.WORLD, "cpu") if sharded else Together(dist.group.WORLD)
 
 
-def held(learner: JointLearner) -> tuple[int, int]:
+def held(learner: Learner) -> tuple[int, int]:
     """Bytes of this rank: parameters; gradients and the optimiser's moments."""
-    parameters = list(learner.module.parameters())
-    moments = [x for s in learner.optimizer.state.values() for x in s.values() if x.ndim]
+    parameters = list(learner.optimizer.model.parameters())
+    moments = [x for s in learner.optimizer.adamw.state.values() for x in s.values() if x.ndim]
     rest = [*moments, *(p.grad for p in parameters if p.grad is not None)]
     local = learner.ranks.local
     return memory_estimate.nbytes([local(p) for p in parameters]), memory_estimate.nbytes([local(x) for x in rest])
@@ -169,19 +172,19 @@ def held(learner: JointLearner) -> tuple[int, int]:
 def learned(kind: str, folder: Path, model: dict[str, Any], algorithm: dict[str, Any], sharded: bool) -> Any:
     """Whole weights and the optimiser's state, metrics, and bytes held, after three updates."""
     learner, rollouts = learner_of(kind, folder, model, algorithm, ranks_of(sharded))
-    if learner.reference is not None:
+    if learner.actor.reference is not None:
         disturb(learner)
     told = [learner.update(t, update=i) for i, t in enumerate(rollouts)]
     bytes_ = held(learner)
-    state = learner.ranks.whole_state({"policy": learner.module.state_dict(), "training": learner.state()})
+    state = learner.ranks.whole_state({"policy": learner.optimizer.model.state_dict(), "training": learner.state()})
     return state, told, bytes_
 
 
 @torch.no_grad()
-def disturb(learner: JointLearner) -> None:
+def disturb(learner: Learner) -> None:
     """Move the reference away, so that the distance to it is not zero."""
-    assert isinstance(learner.reference, nn.Module)
-    for p in learner.reference.parameters():
+    assert isinstance(learner.actor.reference, nn.Module)
+    for p in learner.actor.reference.parameters():
         if p.requires_grad:  # what is frozen, whole models share
             p.mul_(0.9)
 
@@ -304,7 +307,7 @@ def test_gradients_and_moments_are_parts_too(processes: Processes, folder: Path)
 
 def test_what_is_foreseen_is_what_is_held(processes: Processes, folder: Path) -> None:
     policy, obs = policy_of("tokens", folder, {})
-    learner = JointLearner(policy, AlgorithmConfig(global_batch_size=T * N), num_envs=N, updates=1, seed=0)
+    learner = actor_critic_learner(policy, AlgorithmConfig(global_batch_size=T * N), num_envs=N, updates=1, seed=0)
     whole = memory_estimate.predicted(policy, learner, torch.device("cpu"), experience(policy, obs, 0))
     some = replace(whole, **memory_estimate.in_parts(policy, processes.world))
     largest = max(held for _, _, held in processes(learned, "tokens", folder, {}, {}, True))
@@ -364,7 +367,7 @@ def going_on(kind: str, folder: Path, first: int, last: int, state: Any, sharded
         module: Any = learner.policy
     else:
         learner, rollouts = learner_of(kind, folder, {}, ONE, ranks)
-        module = learner.module
+        module = learner.optimizer.model
     if state is not None:
         state = copy.deepcopy(state)  # it lies in memory that processes share
         module.load_state_dict(ranks.parts(module, state["policy"]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied_ppo.algorithms.separate_critic_learner import SplitLearner, ValueLearner
+from embodied_ppo.algorithms.separate_critic_learner import LocalCritic, separate_critic_learner
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core.types import ConfigError
 from embodied_ppo.data.prompts import Prompt
@@ -167,8 +167,8 @@ def test_a_language_model_learns(adv_type: Any) -> None:
     group = 4 if adv_type == "rloo" else 1
     c = AlgorithmConfig(adv_type=adv_type, group_size=group, gamma=1.0, gae_lambda=1.0, update_epoch=2, lr=5e-3)
     same: dict[str, Any] = {"length": 3, "columns": 64, "updates": 40, "seed": 0}
-    critic = ValueLearner(LanguageCritic(copy.deepcopy(policy.model)), c, **same) if adv_type == "gae" else None
-    learner = SplitLearner(policy, critic, c, num_sequences=256, **same)
+    critic = LocalCritic(LanguageCritic(copy.deepcopy(policy.model)), c, **same) if adv_type == "gae" else None
+    learner = separate_critic_learner(policy, critic, c, num_sequences=256, **same)
     pool = GraderPool(echoes, workers=0, timeout_s=1.0)
     engine = Engine(policy, slots=256, pad_id=0)
     sampling = Sampling(3, stop_ids=(END,))

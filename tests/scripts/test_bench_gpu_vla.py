@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodied_ppo.algorithms import losses
-from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ArraySpec, Batch, Box, Decision, Trajectory
@@ -118,7 +118,7 @@ def test_what_lives_by_hand(fake: bool) -> None:
 def test_prediction_is_what_a_micro_batch_takes(part: str) -> None:
     """The run without contents against the same with contents: equal, to the byte."""
     policy, env = made(part)
-    learner = JointLearner(policy, CONFIG, num_envs=ROWS, updates=2, seed=0)
+    learner = actor_critic_learner(policy, CONFIG, num_envs=ROWS, updates=2, seed=0)
     t = trajectory(policy, env)
     memory = predicted(policy, learner, env.device, t)
     assert all(p.grad is None for p in policy.parameters()), "nothing stays"
@@ -132,7 +132,7 @@ def test_prediction_is_what_a_micro_batch_takes(part: str) -> None:
     b = batch(policy, t)
     whole = losses.denominator(b.mask)
     with Living([*policy.parameters(), *policy.buffers(), *tree.leaves(b)]) as living:
-        loss, _ = learner.objective(b, whole, whole, entropy_coef=0.0)
+        loss, _ = learner.optimizer.loss(b, whole, whole, entropy_coef=0.0)
         loss.backward()
         del loss
     for hook in hooks:
@@ -141,7 +141,7 @@ def test_prediction_is_what_a_micro_batch_takes(part: str) -> None:
     assert memory.gradients == sum(told)
     assert memory.weights == sum(x.numel() * x.element_size() for x in (*policy.parameters(), *policy.buffers()))
     learner.update(t, update=0)
-    moments = [x for state in learner.optimizer.state.values() for key, x in state.items() if key != "step"]
+    moments = [x for state in learner.optimizer.adamw.state.values() for key, x in state.items() if key != "step"]
     assert memory.optimiser == sum(x.numel() * x.element_size() for x in moments)
     inputs = policy.encode(tree.flatten_time(t.obs))
     each = sum(x.numel() * x.element_size() for x in tree.leaves(inputs)) / (2 * ROWS)
@@ -168,7 +168,7 @@ def test_operations_are_those_that_torch_counts(part: str) -> None:
     assert counted(lambda: policy.act(policy.encode(obs), noise=policy.noise(ROWS))) == pytest.approx(ops.act, rel=0.03)
     b = batch(policy, t)
     whole = losses.denominator(b.mask)
-    objective = JointLearner(policy, CONFIG, num_envs=ROWS, updates=2, seed=0).objective
+    objective = actor_critic_learner(policy, CONFIG, num_envs=ROWS, updates=2, seed=0).optimizer.loss
     learn = lambda: objective(b, whole, whole, entropy_coef=0.0)[0].backward()  # noqa: E731
     assert counted(learn) == pytest.approx(ops.learn, rel=0.08)
     policy.zero_grad()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import toys
 
-from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import Mean, Metrics, PendingRow
 from embodied_ppo.evaluation import episodes as evaluation
@@ -173,7 +173,7 @@ def test_lag_of_a_real_system(tmp_path):
         Records("env_steps", "eval/return", tmp_path / "checkpoints", 1, "", {}),
         policy=policy,
         rollout=Rollout(env, policy, seed=0),
-        learner=JointLearner(policy, c.algorithm, num_envs=4, updates=4, seed=0),
+        learner=actor_critic_learner(policy, c.algorithm, num_envs=4, updates=4, seed=0),
         count=lambda experience: 32,
         measure=functools.partial(
             evaluation.evaluate,

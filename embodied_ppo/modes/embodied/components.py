@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
+from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.config import loader
 from embodied_ppo.config.batch_sizes import batches, steps_per_update, total_updates
 from embodied_ppo.config.schema import Config, EnvConfig, EvaluateConfig, EvaluationConfig
@@ -253,29 +254,27 @@ def make_rollout(
     )
 
 
-def make_learner(
-    s: Setup, policy: AnyPolicy, later: compile.CompileSchedule, ranks: Ranks | None = None
-) -> JointLearner:
+def make_learner(s: Setup, policy: AnyPolicy, later: compile.CompileSchedule, ranks: Ranks | None = None) -> Learner:
     """Of the options; ``ranks``: who else learns. Raises ConfigError, EnvError."""
     config, ranks = s.config, ranks or Ranks()
-    beside = None
+    auxiliary_loss = None
     if config.cloning.coef:
         assert not isinstance(policy, ActorCritic)  # strict
         demos = read_demonstrations(
             expert_demos.demonstrations(config, s.progress, s.advance), limit=config.cloning.episodes
         )
         share = replace(config.cloning, batch_size=max(1, config.cloning.batch_size // ranks.world))
-        beside = behavior_cloning.AuxiliaryCloningLoss(policy, demos, share)
-    return JointLearner(
+        auxiliary_loss = behavior_cloning.AuxiliaryCloningLoss(policy, demos, share)
+    return actor_critic_learner(
         policy,
         config.algorithm,
         num_envs=config.env.num_envs,
         updates=s.updates,
         seed=config.seed,
-        later=later,
+        compile_schedule=later,
         dump_dir=s.run_dir,
         notice=s.notice,
-        beside=beside,
+        auxiliary_loss=auxiliary_loss,
         ranks=ranks,
     )
 

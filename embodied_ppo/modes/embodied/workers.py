@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
-from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
+from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.config import placement
 from embodied_ppo.config.batch_sizes import batches, steps_per_update
 from embodied_ppo.config.schema import AlgorithmConfig, Config
@@ -142,7 +143,7 @@ class Foresight:
             share = share_of(replace(a, micro_batch_size=micro or a.micro_batch_size), learns)
             _, t = self._acting(1)
             mine = tree.map(lambda x: x.new_empty(x.shape[0], config.env.num_envs // learns, *x.shape[2:]), t)
-            learner = JointLearner(self.policy, share, num_envs=config.env.num_envs, updates=1, seed=0)
+            learner = actor_critic_learner(self.policy, share, num_envs=config.env.num_envs, updates=1, seed=0)
             self._learns[learns, micro] = memory_estimate.predicted(self.policy, learner, self.cpu, mine)
         return self._learns[learns, micro]
 
@@ -296,7 +297,7 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
         return compile.CompileSchedule(since if on else None, required=config.compile == "always", notice=s.notice)
 
     facts: Mapping[str, Any] = {}
-    learner: JointLearner | None = None
+    learner: Learner | None = None
     if "actor" in roles:
         if not learns.rank:
             facts = components.clone(s, policy)

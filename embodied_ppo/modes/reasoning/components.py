@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from embodied_ppo.algorithms.separate_critic_learner import Critic, Reference, SplitLearner, ValueLearner
+from embodied_ppo.algorithms.learner import Critic, Learner
+from embodied_ppo.algorithms.separate_critic_learner import LocalCritic, Reference, separate_critic_learner
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import AlgorithmConfig, Config, CriticConfig, EvaluateConfig, EvaluationConfig
 from embodied_ppo.core import compile
@@ -427,16 +428,16 @@ def _same(s: Setup, a: AlgorithmConfig, since: int | None) -> dict[str, Any]:
         "tokens": a.micro_batch_tokens,
         "updates": s.updates,
         "seed": s.config.seed,
-        "later": compile.CompileSchedule(since, required=True, notice=s.notice),
+        "compile_schedule": compile.CompileSchedule(since, required=True, notice=s.notice),
         "dump_dir": s.run_dir,
         "notice": s.notice,
     }
 
 
-def make_values(s: Setup, critic: LanguageCritic, since: int | None = None, ranks: Ranks | None = None) -> ValueLearner:
+def make_values(s: Setup, critic: LanguageCritic, since: int | None = None, ranks: Ranks | None = None) -> LocalCritic:
     """What teaches a critic. ``since``: update from which minibatches are compiled. ``ranks``: who else learns."""
     own = critic_config(s.config.algorithm, s.config.critic)
-    return ValueLearner(critic, own, concurrent=s.config.critic.concurrent, ranks=ranks, **_same(s, own, since))
+    return LocalCritic(critic, own, concurrent=s.config.critic.concurrent, ranks=ranks, **_same(s, own, since))
 
 
 def make_learner(
@@ -446,10 +447,10 @@ def make_learner(
     since: int | None = None,
     ranks: Ranks | None = None,
     reference: Reference | None = None,
-) -> SplitLearner:
+) -> Learner:
     """What teaches the actor; as for ``make_values``. Raises ConfigError."""
     a = s.config.algorithm
-    return SplitLearner(
+    return separate_critic_learner(
         policy,
         critic,
         a,

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embodied_ppo.algorithms.learner import NOTHING
 from embodied_ppo.algorithms.optimizer import OptimizationStats
-from embodied_ppo.algorithms.separate_critic_learner import NOTHING, FrozenReference, Rows, full_kl, log_prob_rows
+from embodied_ppo.algorithms.separate_critic_learner import FrozenReference, Rows, full_kl, log_prob_rows
 from embodied_ppo.config import placement
 from embodied_ppo.config.schema import Config
 from embodied_ppo.models.causal_lm import LanguagePolicy

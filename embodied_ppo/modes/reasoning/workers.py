@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from embodied_ppo.algorithms.learner import Critic
 from embodied_ppo.algorithms.separate_critic_learner import (
-    Critic,
     FrozenReference,
+    LocalCritic,
     Reference,
-    ValueLearner,
     full_kl,
     log_prob_rows,
 )
@@ -248,7 +248,7 @@ def part(s: Setup, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping
     return made, {}
 
 
-def _critic(s: Setup, seat: Seat, m: components.Material) -> tuple[Critic | None, ValueLearner | None]:
+def _critic(s: Setup, seat: Seat, m: components.Material) -> tuple[Critic | None, LocalCritic | None]:
     """Whom the actor of this process asks for values, and the critic that is here."""
     model = s.config.critic.model
     if "critic" in seat.roles:

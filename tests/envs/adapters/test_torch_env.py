@@ -14,7 +14,7 @@ from torch import Tensor
 from embodied_envs.adapters import torch_env
 from embodied_envs.adapters.torch_env import TorchVectorEnv
 from embodied_envs.checks import check_env
-from embodied_ppo.algorithms.actor_critic_learner import JointLearner
+from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.core.types import ArraySpec, Box, EnvError
 from embodied_ppo.modes.embodied import components as embodied
 from embodied_ppo.rollout.simulation import Rollout
@@ -281,7 +281,7 @@ def test_ppo_learns_to_hold_the_cart() -> None:
     env = make("cart", 64)
     policy = embodied.make_policy(c, env)
     rollout = Rollout(env, policy, seed=1)
-    learner = JointLearner(policy, c.algorithm, num_envs=64, updates=60, seed=1)
+    learner = actor_critic_learner(policy, c.algorithm, num_envs=64, updates=60, seed=1)
     rewards = []
     for update in range(60):
         trajectory, _ = rollout.collect(16, update=update, version=update)
