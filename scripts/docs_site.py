@@ -23,7 +23,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from embodied_ppo.commands import output
+from embodied_ppo.commands.experiments import experiments
 from embodied_ppo.config.loader import Option, alias_paths, describe, flat, plain_yaml
 from embodied_ppo.config.readers import readers
 from embodied_ppo.config.schema import OWN_OPTIONS, Config
@@ -171,7 +171,7 @@ def folders(match: re.Match[str]) -> str:
 @cache
 def shipped() -> dict[str, dict[str, str]]:
     """Experiments of this tree, by name."""
-    found = output.experiments(str(ROOT / "configs"))
+    found = experiments(str(ROOT / "configs"))
     return {one["name"]: one for one in found if Path(one["file"]).is_relative_to(ROOT)}
 
 

@@ -326,7 +326,7 @@ def _line(r: Random) -> str:
 
 @cache
 def _loader() -> Any:
-    return compose.loader_of(cli._parse_arguments(["train"]))[0]
+    return compose.loader_of(cli.parse_arguments(["train"]))[0]
 
 
 def line_run(lines: list[str]) -> None:
@@ -435,7 +435,7 @@ def _bounds(hint: Any) -> list[str]:
 def _base(name: str) -> tuple[Any, Any, Any, list[tuple[str, Any]]]:
     """Arguments, loader, options' class and layers of a base."""
     command, channels = BASES[name]
-    args = cli._parse_arguments([command])
+    args = cli.parse_arguments([command])
     cls = OWN_OPTIONS.get(command, Config)
     defaults = strict.dump(Config()) | strict.dump(cls())
     nodes = [node for _, node in compose._layers(args, channels, defaults)]

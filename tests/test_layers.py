@@ -18,8 +18,8 @@ SOURCES = {"embodied_ppo": ROOT / "embodied_ppo", "embodied_envs": ROOT / "envs"
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["embodied_ppo"]
 LAYERS: list[str] = SETTINGS["layers"]
 """Folders and files directly in the package, from the lowest layer to the highest."""
-LAZY = {f"embodied_ppo.{name}" for name in SETTINGS["lazy"]}
-"""Modules that may import our own inside functions: `embodied-ppo --help` must answer before torch is loaded."""
+LAZY = tuple(f"embodied_ppo.{name}" for name in SETTINGS["lazy"])
+"""Modules and folders that may import our own inside functions: `embodied-ppo --help` must not load torch."""
 SLOW = {f"embodied_ppo.{name}" for name in SETTINGS["slow"]}
 """Modules that any other may import inside a function: they load Ray or FSDP2, which most runs do not need."""
 ONLY_IN: dict[str, list[str]] = SETTINGS["only_in"]
@@ -112,7 +112,7 @@ def test_there_is_no_import_cycle():
 
 @pytest.mark.parametrize("name", OWN)
 def test_own_modules_are_imported_at_the_top(name: str):
-    if name not in LAZY:
+    if not any(name == lazy or name.startswith(lazy + ".") for lazy in LAZY):
         inside = [target for target, in_function, _ in own_imports(name) if in_function]
         assert set(inside) <= SLOW
 

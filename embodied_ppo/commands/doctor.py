@@ -6,6 +6,7 @@ Whatever may hang or crash is a probe: it runs in a process of its own with a de
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pkgutil
@@ -25,6 +26,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from embodied_ppo.commands import arguments, output
+from embodied_ppo.commands.exit_codes import PROBLEM_FOUND
 from embodied_ppo.core.errors import one_line
 
 PYTHON = ((3, 11), (3, 14))
@@ -36,6 +39,39 @@ BACKENDS = ("egl", "osmesa", "glfw")
 INSTALL = "pip install -c scripts/constraints.txt -e ."
 
 
+# --------------------------------------------------------------------------------------- the command
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    arguments.add_override_arguments(parser, "doctor")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine the machine, print the result, return the exit code."""
+    arguments.reject_overrides(args)
+    rows = examine()
+    if args.json:
+        print(output.as_json([vars(row) for row in rows]))
+    else:
+        print_rows(rows)
+    return PROBLEM_FOUND if any(row.state == "problem" and row.needed for row in rows) else 0
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print one line for each check, followed by the cure unless the check is OK."""
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        state = row.state.upper() if row.state == "ok" else row.state
+        print(f"{state:<7}  {row.name:<{width}}  {row.found}")
+        if row.cure:
+            print(f"{'':<7}  {'':<{width}}  cure: {row.cure}")
+    broken = [row.name for row in rows if row.state == "problem" and row.needed]
+    if broken:
+        print(f"broken, and the default recipes need it: {', '.join(broken)}")
+    else:
+        print("all that the default recipes need works")
+
+
+# ---------------------------------------------------------------------------------------- the packages
 @dataclass(frozen=True)
 class Version:
     """Of a package: tested (scripts/constraints.txt), works from ``least`` and below ``below`` ("": whatever comes);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import keyword
@@ -18,6 +19,7 @@ import jinja2
 import mujoco
 import numpy as np
 
+from embodied_ppo.commands import output
 from embodied_ppo.core.errors import EnvError
 
 CONTROL_STEP_S, EPISODE_S, LEASH = 0.02, 5.0, 1.0
@@ -60,6 +62,33 @@ class NewTask:
     commands: tuple[str, ...]
 
 
+# --------------------------------------------------------------------------------------- the command
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("name", metavar="NAME", help="name of the task's module; the class is named in CamelCase")
+    parser.add_argument("--mjcf", metavar="FILE", required=True, help="MuJoCo XML of the robot")
+    parser.add_argument("--out", metavar="DIR", help="folder to write to (default: ./NAME)")
+    parser.add_argument("--json", action="store_true", help="print files and assumptions as JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the task and print the files, the assumptions and the next commands."""
+    task = write(args.name, Path(args.mjcf), Path(args.out) if args.out else None)
+    if args.json:
+        files = list(map(str, task.files))
+        summary = {"files": files, "assumed": task.assumed, "commands": task.commands}
+        print(output.as_json(summary))
+        return
+    sections = (
+        ("written", task.files),
+        ("assumed, change it there", task.assumed),
+        ("next", task.commands),
+    )
+    for title, lines in sections:
+        print("\n".join([f"{title}:", *(f"  {line}" for line in lines)]))
+
+
+# ----------------------------------------------------------------------------------------- the files
 def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
     """Write task ``name`` for the robot in ``mjcf`` into folder ``out`` (default ./NAME); the MJCF stays where it is.
 
@@ -78,7 +107,7 @@ def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
     model = load(mjcf)
     found = _describe(model, mjcf)
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("embodied_ppo", "templates"),
+        loader=jinja2.PackageLoader("embodied_ppo.commands", "templates"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from embodied_ppo.commands.exit_codes import FAILED, INTERRUPTED
 from embodied_ppo.core import watchdog
 
-FAILED, INTERRUPTED = 3, 130
 CHECK_S = 0.5
 """Interval of the checks of the simulator's time limit, seconds."""
 PR_SET_PDEATHSIG = 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
+import contextlib
 import errno
 import hashlib
 import json
@@ -23,7 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
-from embodied_ppo.commands import output
+from embodied_ppo.commands import arguments, output
 from embodied_ppo.config import loader
 from embodied_ppo.core.errors import UsageError, one_line, show
 from embodied_ppo.training import health
@@ -471,3 +473,20 @@ def listen(paths: Sequence[str], *, port: int = 0) -> Server:
     except OSError as error:
         why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
         raise UsageError(f"--port {port}: {why}; name another, or leave it out for a free one") from error
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories, or folders of runs (default: runs)")
+    parser.add_argument("--port", type=int, default=0, help="port of the page (default: a free one)")
+    arguments.add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Serve the page until Ctrl-C."""
+    with listen(args.runs or ["runs"], port=args.port) as server, contextlib.suppress(KeyboardInterrupt):
+        address = server.address
+        print(output.as_json({"address": address}) if args.json else address, flush=True)
+        if not args.quiet:
+            print("Ctrl-C ends it", file=sys.stderr)
+        server.serve_forever()

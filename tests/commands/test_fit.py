@@ -64,7 +64,7 @@ def needed(*words: str) -> list[dict[str, int]]:
 
 
 def _resolved(words: tuple[str, ...]) -> str:
-    args = main._parse_arguments(["train", *words])
+    args = main.parse_arguments(["train", *words])
     return yaml.safe_dump(loader.relevant(compose.prepare(args, args.overrides).config))
 
 

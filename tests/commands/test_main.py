@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 import yaml
 
-from embodied_ppo.commands import main, output
+from embodied_ppo.commands import main, output, train
+from embodied_ppo.commands.experiments import experiments
 from embodied_ppo.config import compose, readers
 from embodied_ppo.config import loader as strict
+from embodied_ppo.config.compose import shipped
 from embodied_ppo.config.schema import OWN_OPTIONS, Config, EvaluateConfig
 from embodied_ppo.core.errors import LONGEST_LINE, ProcessLost, show
 
@@ -524,10 +526,10 @@ def test_steps_by_flag_are_not_lost_to_updates_of_a_file(capsys: pytest.CaptureF
     assert config(capsys, *flags, "updates=5")["updates"]["value"] == 5
 
 
-@pytest.mark.parametrize("name", [e["name"] for e in output.experiments(None)])
+@pytest.mark.parametrize("name", [e["name"] for e in experiments(None)])
 def test_every_experiment_that_ships_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     needs = ["actor.model.path=x", "data.train=[x]", "data.eval=[x]"] if name == "gsm8k_qwen2_5_0_5b" else []
-    text = (output.shipped() / "experiment" / f"{name}.yaml").read_text()
+    text = (shipped() / "experiment" / f"{name}.yaml").read_text()
     needs += [f"{s}.{x}=x" for s, x in (("model", "checkpoint"), ("cloning", "dataset")) if f"  {x}: ???" in text]
     rows = config(capsys, f"experiment={name}", *needs)
     assert rows["name"]["value"] == name and rows["description"]["value"]
@@ -622,7 +624,9 @@ def test_experiments_lists_what_ships_and_what_is_mine(capsys: pytest.CaptureFix
     "line", ["--help", "--version", "train --help", "evaluate --help", "experiments", "trian", "train --jsn"]
 )
 def test_quick_answers_load_neither_torch_nor_hydra(line: str) -> None:
-    code = f"import sys; from embodied_ppo import cli; cli.main({line.split()!r}); print(sorted(sys.modules))"
+    code = (
+        f"import sys; from embodied_ppo.commands import main; main.main({line.split()!r}); print(sorted(sys.modules))"
+    )
     before = cpu_of_children()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     modules = done.stdout.splitlines()[-1]
@@ -733,7 +737,7 @@ def test_arms_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     def result(value: float | None, **options: str) -> dict[str, Any]:
         return {"options": options, "final_return": value, "final_success": None}
 
-    output.print_arms([result(1.0, lr="0.1", seed="0"), result(3.0, lr="0.1", seed="1"), result(None, lr="0.2")])
+    train.print_arms([result(1.0, lr="0.1", seed="0"), result(3.0, lr="0.1", seed="1"), result(None, lr="0.2")])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["lr=0.1", "2", "2", "1.414", "1", "3"],  # the deviation of 1 and 3: sqrt(2)
@@ -833,7 +837,7 @@ def test_an_unexpected_failure_keeps_its_traceback(
     def bug(_: Any) -> None:
         raise KeyError("what was asked for")
 
-    monkeypatch.setitem(main.COMMANDS, "train", (bug, "", ""))
+    monkeypatch.setattr(train, "run", bug)
     assert main.main(["train"]) == 3
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("Traceback") and lines[-1] == "error: KeyError: 'what was asked for'"
@@ -845,7 +849,7 @@ def test_stacks_of_other_processes_are_not_in_the_last_line(
     def lost(_: Any) -> None:
         raise ProcessLost("no answer for 8 s: actor rank 0, update\n--- actor rank 0\nFile process.py, in wait")
 
-    monkeypatch.setitem(main.COMMANDS, "train", (lost, "", ""))
+    monkeypatch.setattr(train, "run", lost)
     assert main.main(["train"]) == 3
     assert capsys.readouterr().err == "error: no answer for 8 s: actor rank 0, update\n"
 

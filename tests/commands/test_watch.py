@@ -482,7 +482,7 @@ def test_bad_input_is_one_line_with_the_cure(tmp_path: Path, serve: Any, capsys:
 
 def started(folder: Path, *form: str) -> tuple[subprocess.Popen[str], str]:
     """The command in ``folder``, and the address that it prints."""
-    code = "import sys; from embodied_ppo import cli; code = cli.main(['watch', *sys.argv[1:]]); "
+    code = "import sys; from embodied_ppo.commands import main; code = main.main(['watch', *sys.argv[1:]]); "
     code += "sys.exit(9 if 'torch' in sys.modules else code)"
     command = [sys.executable, "-c", code, *form]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

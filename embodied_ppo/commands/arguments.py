@@ -1,0 +1,87 @@
+"""Arguments that several commands share, and the checks of them."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+from typing import Any
+
+from embodied_ppo.config.compose import PRIMARY, PROGRAM, quoted
+from embodied_ppo.core.errors import UsageError, nearest, show
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser that raises UsageError with the nearest valid flag."""
+
+    def error(self, message: str) -> Any:
+        flag = message.rpartition("unrecognized arguments: ")[2].split(" ")[0]
+        flags = [s for action in self._actions for s in action.option_strings if s.startswith("--")]
+        near = nearest(flag, flags)
+        hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
+        raise UsageError(f"{message}; {hint}")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the arguments of a command that reads a configuration."""
+    add_override_arguments(parser, command)
+    parser.add_argument("--config-name", metavar="NAME", help="primary config (default: the command's)")
+
+
+def add_override_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add option=value, --config-dir, --json and --quiet."""
+    see = f"see `{PROGRAM} config{f' {command}' if command in PRIMARY else ''}`"
+    parser.add_argument("overrides", nargs="*", type=quoted, metavar="option=value", help=see)
+    parser.add_argument(
+        "--config-dir",
+        metavar="DIR",
+        help="folder of your own configs; searched before the shipped configs",
+    )
+    add_output_arguments(parser)
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --json and --quiet."""
+    parser.add_argument("--json", action="store_true", help="print results as JSON")
+    parser.add_argument("--quiet", action="store_true", help="print no progress to stderr")
+
+
+def reject_overrides(args: argparse.Namespace) -> None:
+    """Raise UsageError if a command that reads no options is given one."""
+    if args.overrides:
+        raise UsageError(f"{args.overrides[0]} is not read by {args.command}; leave it out")
+
+
+def reject_bare_words(args: argparse.Namespace) -> None:
+    """Raise UsageError for an argument without ``=``, which is most likely a checkpoint's path."""
+    from embodied_ppo.config import loader
+    from embodied_ppo.config.schema import OWN_OPTIONS
+
+    options = loader.describe(OWN_OPTIONS[args.command])
+    for word in args.overrides:
+        if "=" not in word and not word.startswith("~") and word not in options:
+            raise UsageError(f"{word} is not of the form option=value; write checkpoint={word}")
+
+
+def describe_own_options(command: str) -> str:
+    """Return the options that only this command has, with defaults and meanings, for its --help.
+
+    The result is empty for a command without options of its own. Options inside a section are left
+    out; the command ``config`` lists them.
+    """
+    from embodied_ppo.config.loader import describe
+    from embodied_ppo.config.schema import OWN_OPTIONS
+
+    if command not in OWN_OPTIONS:
+        return ""
+    options = [o for o in describe(OWN_OPTIONS[command]).values() if "." not in o.path]
+    rows = [(f"{o.path}={show(o.default)}", " ".join(o.meaning.split())) for o in options]
+    name_width = max(len(name) for name, _ in rows)
+    terminal_width = min(120, shutil.get_terminal_size().columns)
+    meaning_width = max(40, terminal_width - name_width - 4)
+    lines = ["own options, with their defaults:"]
+    for name, meaning in rows:
+        first, *others = textwrap.wrap(meaning, meaning_width, break_on_hyphens=False)
+        lines.append(f"  {name:<{name_width}}  {first}")
+        lines += [" " * (name_width + 4) + line for line in others]
+    return "\n".join(lines)

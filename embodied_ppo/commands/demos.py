@@ -1,0 +1,27 @@
+"""`embodied-ppo demos`: record demonstrations of a task's scripted expert."""
+
+from __future__ import annotations
+
+import argparse
+
+from embodied_ppo.commands import arguments, output
+from embodied_ppo.config.compose import prepare
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    arguments.add_config_arguments(parser, "demos")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Record demonstrations and print the summary."""
+    loaded = prepare(args, args.overrides)
+    output.print_aliases(loaded, args)
+    from embodied_ppo import run
+
+    with output.stdout_to_stderr():
+        summary = run.demos(loaded.config, quiet=args.quiet)
+    if not args.json:  # the table of a summary leaves nested entries out
+        families = (f"{name} {count}" for name, count in summary["families"].items())
+        summary["families"] = ", ".join(families) or None
+    output.print_result(summary, args)

@@ -1,0 +1,12 @@
+"""Exit codes of the command line."""
+
+from __future__ import annotations
+
+PROBLEM_FOUND = 1
+"""``doctor`` found a problem with something that the default recipes need."""
+REFUSED = 2
+"""The input was refused; nothing was started."""
+FAILED = 3
+"""The run failed; the last line on stderr states the cause."""
+INTERRUPTED = 130
+"""The user interrupted the run, which has been saved."""

@@ -1,0 +1,24 @@
+"""`embodied-ppo export`: write a language model for transformers."""
+
+from __future__ import annotations
+
+import argparse
+
+from embodied_ppo.commands import arguments, output
+from embodied_ppo.config.compose import prepare
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    arguments.add_config_arguments(parser, "export")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Export a checkpoint and print the summary."""
+    arguments.reject_bare_words(args)
+    loaded = prepare(args, args.overrides)
+    from embodied_ppo import run
+
+    with output.stdout_to_stderr():
+        summary = run.export(loaded.config.checkpoint, loaded.config.out)
+    output.print_result(summary, args)

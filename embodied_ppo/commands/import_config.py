@@ -1,0 +1,78 @@
+"""`embodied-ppo import-config`: turn PPO options of another framework into an experiment."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from embodied_ppo.commands import arguments, output
+from embodied_ppo.core.errors import UsageError, show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="FRAMEWORK FILE",
+        help="rlinf, verl, roll or trl; its YAML or overrides",
+    )
+    parser.add_argument("--out", metavar="FILE", help="experiment to write, a new file (default: stdout)")
+    arguments.add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Convert a file of another framework and print what each of its options became."""
+    if len(args.overrides) != 2:
+        raise UsageError(
+            "import-config needs a framework and a file; write import-config verl FILE.yaml --out NEW.yaml"
+        )
+    from embodied_ppo.interop import convert
+
+    framework, file = args.overrides
+    migration = convert.migrate(framework, file, args.out)
+    if args.json:
+        print(output.as_json(migration))
+        return
+    if args.out is None:
+        print(migration["yaml"], end="")
+    if not args.quiet:
+        # Without --out the experiment itself goes to stdout, so the tables go to stderr.
+        with contextlib.redirect_stdout(sys.stdout if args.out else sys.stderr):
+            print_migration(migration)
+
+
+def print_migration(migration: Mapping[str, Any]) -> None:
+    """Print which option became which, and the options without a counterpart with the reason."""
+
+    def option(row: Mapping[str, Any]) -> str:
+        return f"{show(row['theirs'])} = {show(row['value'])}"
+
+    def reasons(name: str) -> list[list[str]]:
+        return [[option(row), row["why"]] for row in migration[name]]
+
+    mapped = [
+        [option(row) + (" (their default)" if row["default"] else ""), f"{path} = {show(value)}"]
+        for row in migration["mapped"]
+        for path, value in row["ours"].items()
+    ]
+    conflict = migration["conflict"]
+    sections = [
+        (f"mapped, {migration['peer']} -> ours", mapped),
+        ("mapped, but not exactly the same", reasons("differences")),
+        ("no meaning here", reasons("meaningless")),
+        ("refused", reasons("refused")),
+        ("unknown", reasons("unknown")),
+        ("yours to write", [[path, text] for path, text in migration["to_write"].items()]),
+        ("refused together", [["train would say", conflict]] if conflict else []),
+    ]
+    for title, rows in sections:
+        if rows:
+            output.table(rows, title=title)
+            print()
+    names = ("mapped", "meaningless", "refused", "unknown")
+    counts = [[name, str(len(migration[name]))] for name in names]
+    output.table([*counts, ["written", migration["out"] or "to stdout"]])
