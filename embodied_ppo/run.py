@@ -18,6 +18,7 @@ import yaml
 from embodied_ppo.config import batch_sizes, loader, placement, validation
 from embodied_ppo.config.batch_sizes import total_updates
 from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig
+from embodied_ppo.core import watchdog
 from embodied_ppo.core.types import CheckpointError, ConfigError, EnvError, ProcessLost, TrainingError
 from embodied_ppo.evaluation.episodes import EvaluationResult
 from embodied_ppo.imitation import expert_demos
@@ -91,6 +92,7 @@ def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
 
 def _start(config: Config, explicit: Any, quiet: bool, *, imitate: bool, since_s: float = 0.0) -> dict[str, Any]:
     """``imitate``: cloning only."""
+    watchdog.forget()  # in a sweep, what the previous run noted
     validation.check(config, explicit)
     early: list[str] = []
     with claimed(config, early.append) as (run_dir, wanted):

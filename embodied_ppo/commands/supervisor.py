@@ -21,6 +21,8 @@ from embodied_ppo.core import watchdog
 
 CHECK_S = 0.5
 """Interval of the checks of the simulator's time limit, seconds."""
+PAUSE_S = 5.0
+"""Seconds between two checks from which on this process, and so its group, has been stopped (Ctrl-Z)."""
 PR_SET_PDEATHSIG = 1
 SI_KERNEL = 0x80
 """Origin of a signal from the terminal, which reaches the whole group."""
@@ -77,7 +79,12 @@ def _wait(child: int) -> tuple[int, bool]:
     """Wait for the end of the child, send it the signals that only this process received, end it where its simulator
     exceeds the time limit. Return the status, and whether there were such signals."""
     received = False
+    checked = time.monotonic()
     while True:
+        now = time.monotonic()
+        if now - checked > PAUSE_S:
+            watchdog.exclude_pause(now - checked)
+        checked = now
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return status, received

@@ -75,6 +75,12 @@ def log_to(path: Path) -> None:
     _write(_PATH, str(path.absolute()), len(memory) - _PATH)
 
 
+def forget() -> None:
+    """Clear the description and the log: another run begins in this process."""
+    describe(env_id="", during="")
+    memory[_PATH] = 0
+
+
 def log_path() -> Path | None:
     """Return the path set by ``log_to``, None if there is none."""
     text = _read(_PATH)
@@ -101,10 +107,22 @@ def _phase() -> str:
     return f" ({during})" if during else ""
 
 
+_paused_call = _paused_s = 0.0
+"""Beginning of the call that was under way in pauses of this process, and how long they were."""
+
+
+def exclude_pause(seconds: float) -> None:
+    """Do not count a time in which all processes of the command were stopped (Ctrl-Z) for the call under way."""
+    global _paused_call, _paused_s
+    since = numbers[SINCE]
+    _paused_s = seconds + (_paused_s if since == _paused_call else 0.0)
+    _paused_call = since
+
+
 def overdue() -> str:
     """Return the message about a call that exceeds its time limit, "" if there is none."""
     since, seconds = numbers[SINCE], numbers[LIMIT]
-    if not since or time.monotonic() - since <= seconds:
+    if not since or time.monotonic() - since - (_paused_s if since == _paused_call else 0.0) <= seconds:
         return ""
     return (
         f"{_subject()} has not returned for {seconds:g} s (env.step_timeout_s){_phase()}; repair the simulator or "

@@ -19,18 +19,18 @@ from embodied_ppo.core.errors import ProcessLost, TrainingError
 PRELUDE = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from embodied_ppo import guard
+from embodied_ppo.core import watchdog
 from embodied_ppo.commands.supervisor import supervise
 
 def main():
-    guard.describe(env_id="Task-v0", during="update 4")
-    guard.log_to(Path("log.txt"))
+    watchdog.describe(env_id="Task-v0", during="update 4")
+    watchdog.log_to(Path("log.txt"))
     {body}
     return 0
 
 sys.exit(supervise(main))
 """
-IN_STEP = "with guard.stepping: "
+IN_STEP = "with watchdog.stepping: "
 
 
 def command(body: str) -> list[str]:
@@ -46,7 +46,7 @@ def command(body: str) -> list[str]:
         (IN_STEP + "ctypes.string_at(0)", 3, "env.id=Task-v0: step(): the process was ended by SIGSEGV (update 4)"),
         ("os.kill(os.getpid(), 9)", 3, "the process was ended by SIGKILL (the kernel does so where memory runs out"),
         (  # PyDLL keeps the interpreter's lock: no thread of the process could report it
-            "guard.limit(0.2)\n    with guard.resetting: ctypes.PyDLL(None).sleep(60)",
+            "watchdog.limit(0.2)\n    with watchdog.resetting: ctypes.PyDLL(None).sleep(60)",
             *(3, "env.id=Task-v0: reset() has not returned for 0.2 s (env.step_timeout_s) (update 4)"),
         ),
         ("os.kill(os.getppid(), 15)\n    time.sleep(60)", 130, "interrupted"),
@@ -68,7 +68,7 @@ def test_every_end_has_a_line_and_an_exit_code(body: str, code: int, last: str, 
 REQUESTS = """
     requests = []
     def handle(number, frame):
-        if not guard.is_repetition():
+        if not watchdog.is_repetition():
             requests.append(number)
     signal.signal(signal.SIGINT, handle)
     print("ready", os.getpid(), flush=True)
@@ -100,6 +100,30 @@ def test_the_child_ends_with_the_command() -> None:
     run.kill()
     run.wait()
     assert toys.gone(child)
+
+
+def test_time_in_which_the_user_had_stopped_the_command_does_not_count(tmp_path: Path) -> None:
+    """Ctrl-Z stops the whole group in the middle of a simulator's call."""
+    body = "watchdog.limit(1.0)\n    with watchdog.stepping: print('ready', flush=True); time.sleep(0.5)"
+    run = subprocess.Popen(command(body), stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True)
+    assert run.stdout is not None and run.stdout.readline() == "ready\n"
+    os.killpg(run.pid, signal.SIGSTOP)
+    time.sleep(6.0)
+    os.kill(run.pid, signal.SIGCONT)  # first: the child has had no chance to end its call
+    time.sleep(0.3)
+    os.killpg(run.pid, signal.SIGCONT)
+    assert run.wait(30) == 0
+
+
+def test_a_run_that_begins_forgets_the_log_of_the_one_before(record: Any, tmp_path: Path) -> None:
+    """The jobs of a sweep share a process: a crash while the next one is built is no end of the last one."""
+    record.log_to(tmp_path / "log.txt")
+    record.describe(env_id="Old-v0", during="update 9")
+    record.forget()
+    record.describe(env_id="New-v0")
+    with record.making:
+        assert record.cause("crashed").startswith("env.id=New-v0: its constructor: the process crashed; resume")
+    assert record.log_path() is None
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ KILLED = """
 import os, sys, torch
 sys.path.append({tests!r})
 from tests.core.test_compile import Double
-from embodied_ppo import compiled
+from embodied_ppo.core import compile as compiled
 library = compiled.Library(Double("killed"), [torch.zeros(5)] * 2)
 print(library._child.pid, library.work.name, flush=True)
 library.load()
