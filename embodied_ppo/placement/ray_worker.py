@@ -354,7 +354,10 @@ def _reason(error: RayActorError) -> str:
 def _late(handles: Sequence[Handle], phase: str, deadline_s: float) -> ProcessLost:
     names = ", ".join(map(str, handles))
     option = "start_timeout_s" if phase == "start" else "step_timeout_s"
-    told = [f"no answer for {deadline_s:g} s (cluster.{option}): {names}, {phase}"]
+    told = [
+        f"no answer for {deadline_s:g} s (cluster.{option}): {names}, {phase}; the limit is on the phase as a whole: "
+        "where it is only slow, raise the limit"
+    ]
     asked = [(h, h.actor.stacks.remote()) for h in handles]
     for handle, ref in asked:
         try:

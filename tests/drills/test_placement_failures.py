@@ -108,7 +108,7 @@ def test_a_process_that_is_stopped_is_named_after_the_deadline_with_what_it_did(
         freezer.join()
         assert time.monotonic() - start < 40
         text = str(caught.value)
-        assert "env rank 0" in text and "cluster.step_timeout_s" in text, text
+        assert "env rank 0" in text and "cluster.step_timeout_s" in text and "raise the limit" in text, text
     assert toys.gone(frozen.pid, waiting.pid)
 
 
