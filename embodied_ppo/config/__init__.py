@@ -1,8 +1,8 @@
 """Options: from YAML files and the command line to typed, checked values.
 
 Belongs here: what an option means and what reads it (``schema``, ``readers``), how text becomes values (``compose``,
-``loader``), which options go together (``validation``), names of other trainers (``aliases``), sizes of batches, the
-placement syntax.
+``loader``), which options go together (``validation``, and ``rules`` for each mode), names of other trainers
+(``aliases``), sizes of batches, the placement syntax.
 
 Does not belong here: code that acts on an option. Hydra is imported in ``compose`` only.
 

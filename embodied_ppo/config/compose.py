@@ -86,10 +86,11 @@ def prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = Tru
 def _demos_layers(lines: Sequence[str], layers: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """What demos reads of the layers: of files the section env, of the command line everything. Raises ConfigError."""
     from embodied_ppo.config import loader as strict
+    from embodied_ppo.config.readers import mode_of
     from embodied_ppo.config.schema import Config, DemosConfig
 
     mode = [node["mode"] for _, node in layers if "mode" in node][-1:]
-    if mode and mode != ["embodied"]:
+    if mode and mode[0] != mode_of("env"):
         raise ConfigError(
             f"mode = {mode[0]}: demos records a robot's expert; write experiment=tabletop_token, or another robot's"
         )
@@ -134,6 +135,7 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    from embodied_ppo.config.rules.select import RULES
     from embodied_ppo.config.schema import OWN_OPTIONS, Config
 
     loader, name = loader_of(args)
@@ -145,9 +147,11 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
     if args.command == "train" and name == "train" and named and "experiment" not in groups:
         stored = _stored(str(resume))
         lines = [*lines, "~experiment"]
-    elif args.command == "train" and groups.get("mode") == "reasoning" and "experiment" not in groups:
-        own = any(o.key_or_group.startswith(("actor.", "data.")) for o in overrides)
-        lines = [*lines, f"experiment={'null' if own else 'arithmetic'}"]  # the default experiment is a robot's
+    elif args.command == "train" and "experiment" not in groups:
+        rules = RULES.get(str(groups.get("mode")))
+        if rules is not None and rules.default_experiment is not None:  # train.yaml has that of another mode
+            own = any(o.key_or_group.startswith(rules.experiment_sections) for o in overrides)
+            lines = [*lines, f"experiment={'null' if own else rules.default_experiment}"]
     try:
         parsed, repo = loader._parse_overrides_and_create_caching_repo(name, _forced(lines, loader))
         chosen = create_defaults_list(

@@ -224,7 +224,7 @@ def check_roles(placement: Mapping[str, Any], mode: str, *, without: Sequence[st
         for role in _roles(entry):
             if role not in ROLES[mode]:
                 why = f"{role or repr(role)} is no role of mode={mode}"
-                if mode == "embodied" and role in ("critic", "reference"):
+                if role in ASKS["actor"]:  # a role of the other mode
                     why += " (it is part of the actor)"
                 raise PlacementError(f"{label}: {why}; {choose(role, ROLES[mode], 'roles: ')}")
             if role in without:
@@ -317,7 +317,7 @@ def plan(
 
 def _preset(name: str, hardware: Hardware, mode: str, wanted: Sequence[str]) -> tuple[Group, ...]:
     found = []
-    if mode == "reasoning" and name in ("hybrid", "pipelined"):
+    if "env" not in ROLES[mode] and PRESETS[name].get("env") == "first half":
         raise PlacementError(
             f"placement = {name}: sets the simulators apart, and mode=reasoning has none; use fused, colocated or "
             "disaggregated"

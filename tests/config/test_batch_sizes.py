@@ -10,7 +10,8 @@ import toys
 
 from embodied_ppo import run
 from embodied_ppo.config import loader
-from embodied_ppo.config.batch_sizes import Passes, batches, lines
+from embodied_ppo.config.batch_sizes import batches, lines
+from embodied_ppo.config.rules.base import Passes
 from embodied_ppo.config.schema import Config
 
 ROBOT = {"env.id": "CartPole-v1", "env.num_envs": 32, "algorithm.horizon": 32, "algorithm.global_batch_size": 128}

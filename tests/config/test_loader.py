@@ -213,7 +213,7 @@ def test_what_says_where_roles_run() -> None:
     where = {"env,rollout,actor": "0-3"}
     assert loader.load(Config, {"cluster": {"component_placement": where}}).cluster.component_placement == where
     line = refused(Config, {"placement": "fused", "cluster": {"component_placement": where}}, PlacementError)
-    assert "placement = fused: cluster.component_placement says where the roles run, too; leave one" in line
+    assert "placement = fused: cluster.component_placement places the roles too; leave one" in line
     line = refused(Config, {"cluster": {"stages": 2}}, PlacementError)
     assert "cluster.stages = 2: is not read with placement=local" in line and "choose a placement (fused," in line
 

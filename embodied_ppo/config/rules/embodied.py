@@ -1,0 +1,155 @@
+"""Rules of mode=embodied: batches of environment steps, policies of robots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from embodied_ppo.config.rules.base import (
+    LARGEST_ROLLOUT,
+    Batches,
+    ModeRules,
+    Passes,
+    Rule,
+    check_controller,
+    divisors,
+    group_comparison,
+    nearest_multiples,
+    nearest_values,
+)
+from embodied_ppo.config.schema import Config
+from embodied_ppo.core.errors import ConfigError
+
+
+class EmbodiedRules(ModeRules):
+    """A simulator and one model with a value head."""
+
+    mode = "embodied"
+    policy = "robot policy"
+    loss_type = "actor_critic"
+    loss_type_mismatch = "is that of two models, but mode = embodied has one"
+    group_members = "environments"
+    batch_unit = ""
+
+    def check(self, config: Config) -> None:
+        _check_sizes(config)
+        _check_levels(config)
+        if config.updates is None and config.env_steps is None:
+            raise ConfigError("updates = null and env_steps = null: nothing says how long to train; write updates=100")
+        _check_model(config)
+
+    def algorithm_rules(self, config: Config) -> Sequence[Rule]:
+        a, comparison = config.algorithm, group_comparison(config)
+        return (
+            (
+                comparison is not None and not config.env.restart_each_rollout,
+                f"{comparison} needs groups that start together, but env.restart_each_rollout = false; write "
+                "env.restart_each_rollout=true",
+            ),
+            (
+                a.loss_agg_func != "token-mean" and a.minibatch_unit != "column",
+                f"algorithm.loss_agg_func = {a.loss_agg_func} averages over sequences, but algorithm.minibatch_unit = "
+                f"{a.minibatch_unit} cuts them; write algorithm.minibatch_unit=column (or loss_agg_func=token-mean)",
+            ),
+        )
+
+    def batches(self, config: Config) -> Batches:
+        a = config.algorithm
+        samples = a.horizon * config.env.num_envs
+        return Batches(samples, Passes(a.update_epoch, samples // a.global_batch_size, a.global_batch_size))
+
+    def _micro_batches(self, config: Config) -> list[str]:
+        size = config.algorithm.micro_batch_size
+        return [] if size is None else [f"{size:,} samples"]
+
+    def _rollout_line(self, config: Config, b: Batches) -> str:
+        steps = "steps" if config.env.action_chunk == 1 else "decisions"
+        horizon = config.algorithm.horizon
+        return f"{config.env.num_envs:,} environments x {horizon:,} {steps} = {b.samples:,} samples an update"
+
+    def _run_line(self, config: Config, b: Batches, updates: int) -> str:
+        steps = b.samples * config.env.action_chunk
+        limit = "" if config.env.action_chunk == 1 else "at most "  # an episode's end cuts a chunk short
+        return f"{updates:,} updates x {steps:,} = {limit}{updates * steps:,} environment steps"
+
+
+def _check_model(config: Config) -> None:
+    """Refuse options of section model that exclude each other. Raises ConfigError."""
+    model = config.model
+    if model.policy != "actor_critic" and not model.shared_backbone:
+        raise ConfigError(f"model.shared_backbone = false: model.policy={model.policy} has one trunk; leave it out")
+    if model.policy == "flow" and model.flow_noise == "learned" and model.flow_chain == "one":
+        raise ConfigError(
+            "model.flow_chain = one: with model.flow_noise=learned every step is stochastic; write model.flow_chain=sum"
+        )
+    if model.width % (2 * model.heads):
+        raise ConfigError(
+            f"model.width = {model.width}: must be a multiple of 2 x model.heads = {2 * model.heads}; write "
+            f"{max(1, round(model.width / (2 * model.heads))) * 2 * model.heads}"
+        )
+    if not model.min_log_std < model.max_log_std:
+        raise ConfigError(
+            f"model.min_log_std = {model.min_log_std:g} must be < model.max_log_std = {model.max_log_std:g}; "
+            "the defaults are -5 and 2"
+        )
+    if not model.min_log_std <= model.init_log_std <= model.max_log_std:
+        raise ConfigError(
+            f"model.init_log_std = {model.init_log_std:g} must be >= model.min_log_std = {model.min_log_std:g} and "
+            f"<= model.max_log_std = {model.max_log_std:g}; move it inside"
+        )
+
+
+def _check_levels(config: Config) -> None:
+    """Refuse options without a definition where each action of a chunk has an advantage. Raises ConfigError."""
+    a = config.algorithm
+    if config.env.action_chunk == 1 or a.reward_type == "chunk_level":
+        return
+    if a.loss_agg_func != "token-mean":
+        raise ConfigError(
+            f"algorithm.loss_agg_func = {a.loss_agg_func}: sequences of actions are not aggregated with "
+            f"algorithm.reward_type = action_level and env.action_chunk = {config.env.action_chunk}; write "
+            "algorithm.loss_agg_func=token-mean, or algorithm.reward_type=chunk_level"
+        )
+    if a.off_policy_correction == "sequence":
+        raise ConfigError(
+            "algorithm.off_policy_correction = sequence: sequences of actions have no weight with "
+            f"algorithm.reward_type = action_level and env.action_chunk = {config.env.action_chunk}; write "
+            "algorithm.off_policy_correction=token, or algorithm.reward_type=chunk_level"
+        )
+
+
+def _check_sizes(config: Config) -> None:
+    """Check that minibatches divide the rollout, and groups the environments. Raises ConfigError."""
+    a, num_envs = config.algorithm, config.env.num_envs
+    total, batch, micro = a.horizon * num_envs, a.global_batch_size, a.micro_batch_size
+    rollout = f"algorithm.horizon x env.num_envs = {a.horizon} x {num_envs} = {total}"
+    if total > LARGEST_ROLLOUT:
+        raise ConfigError(f"{rollout} steps must be <= {LARGEST_ROLLOUT:,}; lower one of them")
+    unit = a.horizon if a.minibatch_unit == "column" else 1
+    columns = f"algorithm.horizon = {a.horizon} (algorithm.minibatch_unit = column)"
+    if batch % unit:
+        cure = nearest_values([unit * d for d in divisors(num_envs)], batch)
+        raise ConfigError(f"algorithm.global_batch_size = {batch} is not a multiple of {columns}; nearest: {cure}")
+    if total % batch:
+        cure = nearest_values([unit * d for d in divisors(total // unit)], batch)
+        # num_envs must be a multiple of batch / gcd(batch, horizon) and of group_size.
+        env_unit = math.lcm(batch // math.gcd(batch, a.horizon), a.group_size)
+        envs = nearest_multiples(env_unit, num_envs)
+        raise ConfigError(
+            f"{rollout} is not a multiple of algorithm.global_batch_size = {batch}; nearest: {cure}; or with this "
+            f"batch, nearest env.num_envs: {envs}"
+        )
+    if micro is not None and micro > batch:
+        raise ConfigError(
+            f"algorithm.micro_batch_size = {micro} must be <= algorithm.global_batch_size = {batch}; "
+            f"write algorithm.micro_batch_size={batch}"
+        )
+    if micro is not None and micro % unit:
+        cure = nearest_multiples(unit, micro)
+        raise ConfigError(f"algorithm.micro_batch_size = {micro} is not a multiple of {columns}; nearest: {cure}")
+    check_controller(config, num_envs, "env.num_envs")
+    if num_envs % a.group_size:
+        cure = nearest_values(divisors(num_envs), a.group_size)
+        raise ConfigError(
+            f"env.num_envs = {num_envs} is not a multiple of algorithm.group_size = {a.group_size}; nearest: {cure}"
+        )

@@ -1,0 +1,188 @@
+"""Rules of mode=reasoning: prompts and responses, a language model and its critic."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from embodied_ppo.config.rules.base import (
+    LARGEST_ROLLOUT,
+    Batches,
+    ModeRules,
+    Passes,
+    check_controller,
+    divisors,
+    nearest_multiples,
+    nearest_values,
+    refuse,
+)
+from embodied_ppo.config.schema import Config
+from embodied_ppo.core.errors import ConfigError, PlacementError, show
+
+
+class ReasoningRules(ModeRules):
+    """A language model, and with GAE a second model as critic."""
+
+    mode = "reasoning"
+    policy = "language model"
+    loss_type = "actor"
+    loss_type_mismatch = "is that of one model, but mode = reasoning has two"
+    group_members = "responses"
+    batch_unit = " prompts"
+    default_experiment = "arithmetic"
+    experiment_sections = ("actor.", "data.")
+
+    def check(self, config: Config) -> None:
+        _check_options(config)
+        _check_sizes(config)
+
+    def check_placement(self, config: Config) -> None:
+        stages = config.cluster.stages
+        if stages > 1:
+            raise PlacementError(
+                f"cluster.stages = {stages}: is for simulators, and mode=reasoning has none; write cluster.stages=1"
+            )
+
+    def check_tuning(self, config: Config) -> None:
+        if config.compile == "always":
+            raise ConfigError(
+                "compile = always: tune times language models without the compiler; leave it out, and write it to "
+                "train with what tune has found"
+            )
+        if config.rollout.engine != "builtin":
+            raise ConfigError(
+                f"rollout.engine = {config.rollout.engine}: tune times the built-in engine, not this one; leave it out"
+            )
+
+    def unused_roles(self, config: Config) -> list[str]:
+        a, unused = config.algorithm, list[str]()
+        if a.adv_type != "gae":  # the other estimators use no values
+            unused.append("critic")
+        if not (a.use_kl_loss or a.use_kl_in_reward):
+            unused.append("reference")
+        return unused
+
+    def batches(self, config: Config) -> Batches:
+        a, c, prompts = config.algorithm, config.critic, config.algorithm.rollout_batch_size
+        actor = Passes(a.update_epoch, prompts // a.global_batch_size, a.global_batch_size)
+        size = c.global_batch_size or a.global_batch_size
+        critic = Passes(c.update_epoch or a.update_epoch, prompts // size, size)
+        return Batches(prompts * a.group_size, actor, critic if a.adv_type == "gae" else None)
+
+    def _micro_batches(self, config: Config) -> list[str]:
+        a, limits = config.algorithm, list[str]()
+        if a.micro_batch_size is not None:
+            limits.append(f"{a.micro_batch_size:,} responses")
+        if a.micro_batch_tokens is not None:
+            limits.append(f"{a.micro_batch_tokens:,} tokens")
+        return limits
+
+    def _rollout_line(self, config: Config, b: Batches) -> str:
+        a = config.algorithm
+        prompts = f"{a.rollout_batch_size:,} prompts x {a.group_size:,} responses"
+        return f"{prompts} = {b.samples:,} responses an update"
+
+    def _run_line(self, config: Config, b: Batches, updates: int) -> str:
+        tokens = config.algorithm.response_length
+        return f"{updates:,} updates = {updates * b.samples:,} responses of at most {tokens:,} tokens"
+
+
+def _check_options(config: Config) -> None:
+    """Refuse options that exclude each other or lack what they need. Raises ConfigError."""
+    a, d, e, r = config.algorithm, config.data, config.evaluation, config.rollout
+    _check_format(config.reward.format)
+    rules = (
+        (config.updates is None, "updates = null: nothing says how long to train; write updates=100"),
+        (
+            d.task is None and not d.train,
+            "data.train = [] and data.task = null: there are no prompts; write data.train=[FILE.jsonl] or "
+            "data.task=arithmetic",
+        ),
+        (
+            d.task is None and not d.eval,
+            "data.eval = []: there is nothing to evaluate on; write data.eval=[FILE.jsonl] with held-out prompts",
+        ),
+        (
+            config.actor.model.path is None and not config.actor.model.architecture,
+            "actor.model.path = null: there is no model; name a directory that transformers wrote, or give "
+            "actor.model.architecture (experiment=arithmetic has one)",
+        ),
+        (
+            d.task is None and config.actor.model.path is None and config.actor.tokenizer is None,
+            "actor.tokenizer = null: a new model for files of prompts needs one; write actor.tokenizer=DIRECTORY",
+        ),
+        (
+            a.adv_type == "gae" and not config.critic.use_critic_model,
+            "critic.use_critic_model = false, but algorithm.adv_type = gae needs a critic; write "
+            "critic.use_critic_model=true, or algorithm.adv_type=grpo with algorithm.group_size=8",
+        ),
+        (
+            r.overlong_buffer >= a.response_length,
+            f"rollout.overlong_buffer = {r.overlong_buffer} must be < algorithm.response_length = {a.response_length}; "
+            "lower it",
+        ),
+        (
+            e.n > 1 and e.deterministic,
+            f"evaluation.n = {e.n}, but evaluation.deterministic = true: all {e.n} responses would be the same; write "
+            "evaluation.deterministic=false",
+        ),
+        (
+            config.compile == "always" and (a.micro_batch_tokens is not None or a.micro_batch_size is not None),
+            "compile = always: compiled minibatches have one shape; leave algorithm.micro_batch_tokens and "
+            "algorithm.micro_batch_size null, or write compile=never",
+        ),
+        (
+            config.critic.model.path is not None and bool(config.critic.model.architecture),
+            "critic.model.path and critic.model.architecture exclude each other; keep one of them",
+        ),
+        (
+            (r.engine == "vllm" or config.actor.model.path is not None) and config.warm_start.steps > 0,
+            f"warm_start.steps = {config.warm_start.steps} is for a new model (actor.model.path=null) and "
+            "rollout.engine=builtin; write warm_start.steps=0",
+        ),
+        (
+            r.engine == "vllm" and config.actor.model.path is None,
+            "rollout.engine = vllm needs a directory; write actor.model.path=DIRECTORY, or rollout.engine=builtin",
+        ),
+    )
+    refuse(rules)
+
+
+def _check_sizes(config: Config) -> None:
+    """Check that minibatches divide the rollout. Raises ConfigError."""
+    a = config.algorithm
+    total, responses = a.rollout_batch_size, a.rollout_batch_size * a.group_size
+    if responses * a.response_length > LARGEST_ROLLOUT:
+        raise ConfigError(
+            f"algorithm.rollout_batch_size x group_size x response_length = {total} x {a.group_size} x "
+            f"{a.response_length} tokens must be <= {LARGEST_ROLLOUT:,}; lower one of them"
+        )
+    batches = {
+        "algorithm.global_batch_size": a.global_batch_size,
+        "critic.global_batch_size": config.critic.global_batch_size or a.global_batch_size,
+    }
+    unit = math.lcm(*batches.values())
+    for path, batch in batches.items():
+        if total % batch:
+            near = nearest_multiples(unit, total)
+            raise ConfigError(
+                f"algorithm.rollout_batch_size = {total} is not a multiple of {path} = {batch} (prompts); nearest: "
+                f"{nearest_values(divisors(total), batch)}; or nearest algorithm.rollout_batch_size: {near}"
+            )
+    if a.micro_batch_size is not None and a.micro_batch_size > a.global_batch_size * a.group_size:
+        raise ConfigError(
+            f"algorithm.micro_batch_size = {a.micro_batch_size} (responses) must be <= algorithm.global_batch_size x "
+            f"group_size = {a.global_batch_size * a.group_size}; leave it null"
+        )
+    check_controller(config, responses, "algorithm.rollout_batch_size x group_size")
+
+
+def _check_format(pattern: str | None) -> None:
+    """Check that reward.format is a regular expression. Raises ConfigError."""
+    try:
+        re.compile(pattern or "", re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigError(
+            f"reward.format = {show(pattern)} is no regular expression ({error}); correct it, or write "
+            "reward.format=null"
+        ) from error
