@@ -1,7 +1,7 @@
-"""`embodied-ppo doctor`: what works on this machine, what does not, and the cure. Needs the standard library alone.
+"""`embodied-ppo doctor`: check what works on this machine and print the cure for what does not.
 
-Whatever may hang or crash is a probe: it runs in a process of its own with a deadline
-(``python -m embodied_ppo.commands.doctor NAME``).
+This module needs the standard library only. A check that may hang or crash is a probe: it runs in a
+separate process with a deadline (``python -m embodied_ppo.commands.doctor NAME``).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from embodied_ppo.commands.exit_codes import PROBLEM_FOUND
 from embodied_ppo.core.errors import one_line
 
 PYTHON = ((3, 11), (3, 14))
-"""Works from, and below."""
+"""Supported versions of Python: from the first, below the second."""
 DEADLINE_S = 120.0
-"""For all probes together, which run at once."""
+"""Time limit of the probes, which run concurrently."""
 GB = 1e9
 BACKENDS = ("egl", "osmesa", "glfw")
 INSTALL = "pip install -c scripts/constraints.txt -e ."
 
 
-# --------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------- the command
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     arguments.add_override_arguments(parser, "doctor")
@@ -71,11 +71,18 @@ def print_rows(rows: Sequence[Row]) -> None:
         print("all that the default recipes need works")
 
 
-# ---------------------------------------------------------------------------------------- the packages
+# ------------------------------------------------------------------------------------- the packages
 @dataclass(frozen=True)
 class Version:
-    """Of a package: tested (scripts/constraints.txt), works from ``least`` and below ``below`` ("": whatever comes);
-    ``module``: its name in Python; ``extra``: of the installation that brings it, "" where every one does."""
+    """Versions of a package that work.
+
+    Attributes:
+        tested: The version in scripts/constraints.txt.
+        least: The lowest version that works.
+        below: The lowest version that is too new; "" if none is known.
+        module: Name of the Python module.
+        extra: The extra that installs the package; "" for a package that is always installed.
+    """
 
     tested: str
     least: str
@@ -109,18 +116,25 @@ VERSIONS: dict[str, Version] = {
     "mujoco-warp": Version("3.17.0", "3.17", "4", "mujoco_warp", "warp"),
     "warp-lang": Version("1.19.0", "1.19", "2", "warp", "warp"),
 }
-"""As pyproject.toml and scripts/constraints.txt say (tests/commands/test_doctor.py compares)."""
+"""The versions in pyproject.toml and scripts/constraints.txt (compared by a test)."""
 
 WHY = {"mujoco": " (4.0.0 has a diverging solver)"}
 
 RECIPES = {"": True, "language": True, "vla": False, "warp": False}
-"""Extra -> whether the recipes that need no files and no GPU (quickstart, arithmetic) use it."""
+"""Extra -> whether the default recipes (quickstart, arithmetic) use it."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was examined: ok; problem: is there, and broken, or is needed and not there; absent: not there, and can be
-    done without. ``needed``: by the default recipes."""
+    """The result of a check.
+
+    Attributes:
+        name: What was checked.
+        state: ok; problem: broken, or needed and missing; absent: missing and optional.
+        found: What the check found.
+        cure: What to do unless the state is ok.
+        needed: Whether the default recipes need it.
+    """
 
     name: str
     state: Literal["ok", "problem", "absent"]
@@ -131,53 +145,64 @@ class Row:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a probe: what it found, or why it failed ("" if it did not)."""
+    """The result of a probe: what it found, or the error, "" if there was none."""
 
     found: Any = None
     error: str = ""
 
 
-# -------------------------------------------------------------------------------------------------------------- probes
+# ------------------------------------------------------------------------------------------- probes
 def _imports() -> dict[str, str]:
-    """Package that is installed -> why it cannot be imported; those that can are left out."""
+    """Return installed package -> error of its import, for those that cannot be imported."""
     found = {}
     for name, about in VERSIONS.items():
-        print(json.dumps({"at": name}), flush=True)  # should it crash, the last one said is who did it
+        print(json.dumps({"at": name}), flush=True)  # if an import crashes, the last line names it
         try:
             version(name)
         except PackageNotFoundError:
             continue
         try:
             pkgutil.resolve_name(about.module)
-        except Exception as error:  # any: that it is broken, and how, is what was asked
+        except Exception as error:  # any error means that the package is broken
             found[name] = one_line(error, kind=True)
     return found
 
 
 def _torch() -> dict[str, Any]:
-    """What torch sees, after one sum on each GPU."""
+    """Return the versions and GPUs that torch finds, after one sum on each GPU."""
     import torch
 
     gpus, reason = [], ""
     try:
         if torch.version.cuda is not None:
             torch.cuda.init()
-    except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as error:  # no driver, no GPU, a sick one
+    except (
+        RuntimeError,
+        AssertionError,
+        torch.cuda.DeferredCudaCallError,
+    ) as error:  # no driver, no GPU, or a broken one
         reason = one_line(error)
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         assert float(torch.ones(1000, device=f"cuda:{i}").sum()) == 1000
         free, total = torch.cuda.mem_get_info(i)
         gpus.append({"name": torch.cuda.get_device_name(i), "free": free, "total": total})
     assert float(torch.ones(64, 64).matmul(torch.ones(64, 64)).sum()) == 64**3
-    return {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus, "reason": reason}
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "reason": reason,
+    }
 
 
-SCENE = """<mujoco><worldbody><light pos="0 0 3"/><geom type="plane" size="2 2 .1" rgba=".3 .6 .3 1"/>
-<body pos="0 0 1"><freejoint/><geom type="sphere" size=".3" rgba="1 0 0 1"/></body></worldbody></mujoco>"""
+SCENE = """<mujoco><worldbody><light pos="0 0 3"/>
+<geom type="plane" size="2 2 .1" rgba=".3 .6 .3 1"/>
+<body pos="0 0 1"><freejoint/><geom type="sphere" size=".3" rgba="1 0 0 1"/></body>
+</worldbody></mujoco>"""
 
 
 def _mujoco() -> str:
-    """A ball falls for 0.1 s: by g t^2 / 2."""
+    """Simulate a falling ball for 0.1 s; the distance must be g t^2 / 2."""
     import mujoco
 
     model = mujoco.MjModel.from_xml_string(SCENE)
@@ -185,11 +210,11 @@ def _mujoco() -> str:
     while data.time < 0.1:
         mujoco.mj_step(model, data)
     assert abs(1 - data.qpos[2] - 9.81 * data.time**2 / 2) < 0.005, f"a ball fell {1 - data.qpos[2]:.3f} m in 0.1 s"
-    return f"{mujoco.__version__}, a ball falls as it should"
+    return f"{mujoco.__version__}, a falling ball is simulated correctly"
 
 
 def _frame() -> str:
-    """A picture of the scene by the backend of $MUJOCO_GL."""
+    """Render the scene with the backend of $MUJOCO_GL."""
     import mujoco
 
     model = mujoco.MjModel.from_xml_string(SCENE)
@@ -205,7 +230,7 @@ def _frame() -> str:
 
 
 def _envpool() -> str:
-    """A step of two half-cheetahs."""
+    """Make one step of two half-cheetahs."""
     import envpool
     import numpy
 
@@ -217,16 +242,18 @@ def _envpool() -> str:
 
 
 def _warp() -> str:
+    """Run one Warp array operation on the CPU."""
     import mujoco_warp
     import warp
 
     warp.init()
     assert warp.full(3, 2.0, dtype=float, device="cpu").numpy().sum() == 6
-    return f"{warp.__version__}, mujoco_warp {mujoco_warp.__version__}, on {', '.join(map(str, warp.get_devices()))}"
+    devices = ", ".join(map(str, warp.get_devices()))
+    return f"{warp.__version__}, mujoco_warp {mujoco_warp.__version__}, on {devices}"
 
 
 def _ray() -> str:
-    """A Ray of its own, and one call in it."""
+    """Start a local Ray and make one call in it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
@@ -234,8 +261,9 @@ def _ray() -> str:
     def other() -> int:
         return os.getpid()
 
-    began, rest = time.perf_counter(), dict[str, Any](include_dashboard=False, log_to_driver=False)
-    ray.init(address="local", num_cpus=1, **rest)
+    began = time.perf_counter()
+    options = dict[str, Any](include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=1, **options)
     try:
         assert ray.get(other.remote()) != os.getpid()
     finally:
@@ -255,26 +283,36 @@ PROBES: dict[str, Callable[[], Any]] = {
 
 
 def _probe(name: str) -> None:
-    """In the probe's process: the last line that it prints is the answer. Leaves at once, whatever is still open."""
+    """Run a probe in this process, print its result as the last line, and exit at once."""
     try:
         answer = {"found": PROBES[name]()}
-    except Exception as error:  # the top of the process: whatever came this far is the answer
+    except Exception as error:  # the top of the process: every error is a result
         answer = {"error": one_line(error, kind=True)}
     print("\n" + json.dumps(answer), flush=True)
     os._exit(0)
 
 
 def _ask(names: Sequence[str]) -> dict[str, Answer]:
-    """The probes' answers, at the latest after DEADLINE_S. Nothing that they started is left."""
-    deadline, running = time.monotonic() + DEADLINE_S, dict[str, tuple[subprocess.Popen[bytes], Any]]()
+    """Run probes concurrently and return their results after at most DEADLINE_S.
+
+    Processes that the probes started are ended, too.
+    """
+    deadline, running = (
+        time.monotonic() + DEADLINE_S,
+        dict[str, tuple[subprocess.Popen[bytes], Any]](),
+    )
     with ExitStack() as stack:
         for name in names:
-            # a $MUJOCO_GL that MuJoCo refuses is told once, by the probe of MuJoCo
+            # only the probe of MuJoCo reports a $MUJOCO_GL that MuJoCo refuses
             gl = {} if name == "mujoco" else {"MUJOCO_GL": name if name in BACKENDS else ""}
-            out = stack.enter_context(tempfile.TemporaryFile())  # a pipe would be held open by what a probe started
+            out = stack.enter_context(tempfile.TemporaryFile())  # a process that a probe started would keep a pipe open
             command = [sys.executable, "-m", "embodied_ppo.commands.doctor", name]
             process = subprocess.Popen(
-                command, env={**os.environ, **gl}, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env={**os.environ, **gl},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             stack.callback(_end, process)
             running[name] = process, out
@@ -282,35 +320,36 @@ def _ask(names: Sequence[str]) -> dict[str, Answer]:
 
 
 def _answer(process: subprocess.Popen[bytes], out: Any, deadline: float) -> Answer:
+    """Wait for a probe and parse the last line of its output."""
     try:
         code = process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         _end(process)
         code = None
     out.seek(0)
-    said = [line for line in out.read().decode(errors="replace").splitlines() if line.strip()]
-    last = said[-1] if said else ""
-    told = json.loads(last) if re.match(r'\{"(found|error|at)"', last) else {}
-    at = f", at {told['at']}" if "at" in told else ""
+    lines = [line for line in out.read().decode(errors="replace").splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    result = json.loads(last) if re.match(r'\{"(found|error|at)"', last) else {}
+    at = f", at {result['at']}" if "at" in result else ""
     if code is None:
         return Answer(error=f"did not answer in {DEADLINE_S:g} s{at}")
     if code < 0:
         return Answer(error=f"crashed ({signal.Signals(-code).name}){at}")
-    if not {"found", "error"} & told.keys():
+    if not {"found", "error"} & result.keys():
         return Answer(error=f"ended with {code}{at}: {last}")
-    return Answer(told.get("found"), told.get("error", ""))
+    return Answer(result.get("found"), result.get("error", ""))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and what it started."""
+    """End a process and those that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-# -------------------------------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------------------- checks
 def examine() -> list[Row]:
-    """All that is examined, in the order it is told."""
+    """Run all checks and return their results in the order of printing."""
     answers = _ask([name for name in PROBES if name != "warp" or _installed("warp-lang")])
     return [
         _python(),
@@ -328,19 +367,19 @@ def examine() -> list[Row]:
 
 
 def _of(name: str, answer: Answer, cure: str, *, needed: bool = True) -> Row:
-    """A probe that says how it went."""
+    """Return the row of a probe whose result is a text."""
     if answer.error:
         return Row(name, "problem", answer.error, cure, needed)
     return Row(name, "ok", answer.found, needed=needed)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """2.13.0+cpu -> (2, 13, 0), to compare."""
+    """Convert 2.13.0+cpu to (2, 13, 0)."""
     return tuple(int(x) for x in re.findall(r"\d+", text.partition("+")[0])[:3])
 
 
 def _installed(name: str) -> str:
-    """Version of a package, "" if it is not there."""
+    """Return the version of a package, "" if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -348,23 +387,27 @@ def _installed(name: str) -> str:
 
 
 def _pip(name: str) -> str:
+    """Return the command that reinstalls a package."""
     about = VERSIONS[name]
     return f"pip install --force-reinstall --no-deps {name}=={about.tested}"
 
 
 def _python() -> Row:
+    """Check the version of Python."""
     now, name = sys.version_info[:2], f"{platform.python_version()} at {sys.executable}"
-    (least, below), cures = (
-        PYTHON,
-        "make PYTHON=/path/to/python3.11 train; without root: conda create -n ppo python=3.11",
-    )
+    (least, below) = PYTHON
+    cure = "make PYTHON=/path/to/python3.11 train; without root: conda create -n ppo python=3.11"
     if not least <= now < below:
-        return Row("python", "problem", f"{name}; works with 3.11, 3.12 and 3.13", cures)
+        return Row("python", "problem", f"{name}; works with 3.11, 3.12 and 3.13", cure)
     return Row("python", "ok", name)
 
 
 def _packages(imports: Answer) -> Iterator[Row]:
-    """A row for each package that is missing, too old, too new or broken; else one for all, and one for each extra."""
+    """Check the packages.
+
+    Yields a row for each missing, too old, too new or broken package, and one for each extra
+    without a problem.
+    """
     broken = imports.found or {}
     if imports.error:
         yield Row("imports", "problem", imports.error, INSTALL)
@@ -394,27 +437,34 @@ def _packages(imports: Answer) -> Iterator[Row]:
 
 
 def _as_tested(name: str) -> bool:
+    """Return whether the installed version of a package is the tested one."""
     return _installed(name).partition("+")[0] == VERSIONS[name].tested
 
 
 def _gpu(answer: Answer) -> Iterator[Row]:
-    """torch, whether it sees the GPUs that the driver has, and their memory."""
+    """Check torch, whether it finds the GPUs of the driver, and their free memory."""
     if answer.error:
         yield Row("torch", "problem", answer.error, _pip("torch"))
         return
     torch, driver = answer.found, _driver()
-    built = f"{torch['version']}, built for {'CUDA ' + torch['cuda'] if torch['cuda'] else 'the CPU alone'}"
+    built = f"{torch['version']}, built for {'CUDA ' + torch['cuda'] if torch['cuda'] else 'CPU only'}"
     if driver and not torch["gpus"]:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        found = f"{built}; the driver has {', '.join(driver)}, torch sees none"
+        found = f"{built}; the driver has {', '.join(driver)}, torch finds none"
         if hidden is not None and hidden.strip() in ("", "-1"):
-            yield Row("torch", "problem", f"{found}: CUDA_VISIBLE_DEVICES = '{hidden}'", "unset CUDA_VISIBLE_DEVICES")
+            yield Row(
+                "torch",
+                "problem",
+                f"{found}: CUDA_VISIBLE_DEVICES = '{hidden}'",
+                "unset CUDA_VISIBLE_DEVICES",
+            )
         elif torch["cuda"]:
             yield Row(
                 "torch",
                 "problem",
                 f"{found}: {torch['reason'] or 'no reason given'}",
-                "a newer NVIDIA driver; without root an older CUDA: pip install --force-reinstall torch "
+                "a newer NVIDIA driver; without root an older CUDA: pip install --force-reinstall "
+                "torch "
                 "--index-url https://download.pytorch.org/whl/cu126",
             )
         else:
@@ -427,14 +477,17 @@ def _gpu(answer: Answer) -> Iterator[Row]:
         free, total = gpu["free"] / GB, gpu["total"] / GB
         found = f"{gpu['name']}, {free:.1f} of {total:.1f} GB free"
         if gpu["free"] < 0.5 * gpu["total"]:
-            cure = f"nvidia-smi says who has the rest; another GPU: device=cuda:{i + 1}, or CUDA_VISIBLE_DEVICES"
+            cure = (
+                "nvidia-smi lists the processes that use it; to use another GPU: "
+                f"device=cuda:{i + 1}, or CUDA_VISIBLE_DEVICES"
+            )
             yield Row(f"gpu {i}", "problem", found, cure, needed=False)
         else:
             yield Row(f"gpu {i}", "ok", found)
 
 
 def _driver() -> list[str]:
-    """Names of the GPUs that NVIDIA's driver knows."""
+    """Return the names of the GPUs that the NVIDIA driver reports."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ["a GPU (/dev/nvidia0)"] if Path("/dev/nvidia0").exists() else []
@@ -448,45 +501,78 @@ def _driver() -> list[str]:
 
 
 def _compiler() -> Row:
-    """One program compiled and run."""
+    """Compile and run a program with OpenMP."""
     name = os.environ.get("CXX") or "g++"
     cure = "apt-get install g++; without root: conda install -c conda-forge gxx; export CXX=$CONDA_PREFIX/bin/g++"
     if shutil.which(name) is None:
         if os.environ.get("CXX"):
-            return Row("compiler", "problem", f"CXX = {name} is not on the path", "unset CXX; " + cure, needed=False)
-        return Row("compiler", "absent", f"no {name} on the path; compile=auto trains without, slower", cure, False)
+            return Row(
+                "compiler",
+                "problem",
+                f"CXX = {name} is not on the path",
+                "unset CXX; " + cure,
+                needed=False,
+            )
+        return Row(
+            "compiler",
+            "absent",
+            f"no {name} on the path; compile=auto then trains uncompiled, slower",
+            cure,
+            False,
+        )
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder, "a.cpp"), Path(folder, "a.out")
         source.write_text("#include <vector>\n#include <omp.h>\nint main() { return std::vector<int>(7).size(); }\n")
         try:
             command = [name, "-fopenmp", str(source), "-o", str(program)]
-            made = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=DEADLINE_S)
-            works = made.returncode == 0 and subprocess.run([str(program)], timeout=DEADLINE_S).returncode == 7
-            said = made.stderr.strip().splitlines()[:1] or ["its program does not run"]
+            build = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=DEADLINE_S)
+            works = build.returncode == 0 and subprocess.run([str(program)], timeout=DEADLINE_S).returncode == 7
+            errors = build.stderr.strip().splitlines()[:1] or ["its program does not run"]
         except (OSError, subprocess.TimeoutExpired) as error:
-            works, said = False, [one_line(error)]
+            works, errors = False, [one_line(error)]
     if not works:
-        return Row("compiler", "problem", f"{name} cannot compile with OpenMP: {said[0]}", cure, needed=False)
-    return Row("compiler", "ok", f"{shutil.which(name)} makes a program that runs", needed=False)
+        return Row(
+            "compiler",
+            "problem",
+            f"{name} cannot compile with OpenMP: {errors[0]}",
+            cure,
+            needed=False,
+        )
+    return Row("compiler", "ok", f"{shutil.which(name)} builds a program that runs", needed=False)
 
 
 def _gl_cure() -> str:
-    """For a $MUJOCO_GL that MuJoCo refuses; "" for one that it knows."""
+    """Return the cure for a $MUJOCO_GL that MuJoCo refuses, "" for a valid one."""
     named = os.environ.get("MUJOCO_GL", "").lower().strip()
-    known = ("", *BACKENDS, "off", "0", "false", "disable", "disabled", "on", "1", "true", "enable", "enabled")
+    known = (
+        "",
+        *BACKENDS,
+        "off",
+        "0",
+        "false",
+        "disable",
+        "disabled",
+        "on",
+        "1",
+        "true",
+        "enable",
+        "enabled",
+    )
     return "" if named in known else "unset MUJOCO_GL"
 
 
 GL_CURES = {
-    "egl": "apt-get install libegl1 libgl1-mesa-dri; without root: EGL itself needs none, its libraries come by "
-    "conda install -c conda-forge libegl mesalib",
+    "egl": "apt-get install libegl1 libgl1-mesa-dri; without root: conda install -c conda-forge libegl mesalib",
     "osmesa": "apt-get install libosmesa6; without root: conda install -c conda-forge mesalib=24",
-    "glfw": "needs a screen: xvfb-run -a embodied-ppo ..; with EGL it is not needed",
+    "glfw": "needs a screen: xvfb-run -a embodied-ppo ..; not needed if EGL works",
 }
 
 
 def _pictures(answers: Mapping[str, Answer]) -> Iterator[Row]:
-    """Each backend, and the one that training will use: $MUJOCO_GL, else the first of EGL and OSMesa that works."""
+    """Check each rendering backend, and the one that training uses.
+
+    Training uses $MUJOCO_GL, else the first of EGL and OSMesa that works.
+    """
     works = [name for name, answer in answers.items() if not answer.error]
     for name, answer in answers.items():
         state, cure = ("absent", GL_CURES[name]) if answer.error else ("ok", "")
@@ -494,18 +580,23 @@ def _pictures(answers: Mapping[str, Answer]) -> Iterator[Row]:
     named = os.environ.get("MUJOCO_GL", "").lower().strip()
     if named in BACKENDS and named not in works:
         cure = f"export MUJOCO_GL={works[0]}" if works else GL_CURES[named]
-        yield Row("pictures", "problem", f"MUJOCO_GL = {named} makes none", cure)
+        yield Row("pictures", "problem", f"MUJOCO_GL = {named} does not render", cure)
     elif _gl_cure():
-        refused = f"MUJOCO_GL = {named} is none of {', '.join(BACKENDS)}; MuJoCo refuses to load"
+        refused = f"MUJOCO_GL = {named} is not one of {', '.join(BACKENDS)}; MuJoCo refuses to load"
         yield Row("pictures", "problem", refused, _gl_cure())
     elif not {"egl", "osmesa"} & set(works):
         yield Row("pictures", "problem", "no backend works without a screen", GL_CURES["egl"])
     else:
         used = named if named in BACKENDS else works[0]
-        yield Row("pictures", "ok", f"training uses {used}" + (" (MUJOCO_GL)" if named in BACKENDS else ""))
+        yield Row(
+            "pictures",
+            "ok",
+            f"training uses {used}" + (" (MUJOCO_GL)" if named in BACKENDS else ""),
+        )
 
 
 def _of_warp(answer: Answer | None) -> Row:
+    """Check MuJoCo Warp."""
     install = INSTALL.replace("-e .", "-e '.[warp]'")
     if answer is None:
         return Row("warp", "absent", "not installed; env.simulator=warp needs it", install, needed=False)
@@ -513,7 +604,7 @@ def _of_warp(answer: Answer | None) -> Row:
 
 
 def _disks() -> Iterator[Row]:
-    """Room to write where runs, compiled code and Ray do."""
+    """Check free space where runs, compiled code and Ray write."""
     cache = os.environ.get("EMBODIED_PPO_CACHE") or Path(
         os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "embodied_ppo"
     )
@@ -524,7 +615,7 @@ def _disks() -> Iterator[Row]:
             "disk temporary",
             Path(tempfile.gettempdir()),
             1.0,
-            "export TMPDIR=/another/disk; what earlier Rays left in /tmp/ray may be deleted",
+            "export TMPDIR=/another/disk; files of earlier runs in /tmp/ray may be deleted",
             True,
         ),
         ("shared memory", Path("/dev/shm"), 1.0, "in Docker: docker run --shm-size 8g ..", False),
@@ -545,27 +636,30 @@ def _disks() -> Iterator[Row]:
 
 
 PORTS = {
-    6379: ("ray start --head", "ray status says whose it is; else ray start --head --port=6380"),
+    6379: (
+        "ray start --head",
+        "ray status shows whether it is a Ray cluster; else ray start --head --port=6380",
+    ),
     6006: ("tensorboard", "tensorboard --logdir runs --port 6007"),
 }
 
 
 def _ports() -> Iterator[Row]:
-    """Whether processes can listen, and whether the ports with a number are free."""
+    """Check whether processes can listen, and whether well-known ports are free."""
     try:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
         yield Row("ports", "ok", "processes can listen on 127.0.0.1", needed=False)
     except OSError as error:
         yield Row("ports", "problem", f"127.0.0.1: {error.strerror}", "ip link set lo up", needed=False)
-    for port, (who, cure) in PORTS.items():
+    for port, (user, cure) in PORTS.items():
         with socket.socket() as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 s.bind(("", port))
-                yield Row(f"port {port}", "ok", f"free, for {who}", needed=False)
+                yield Row(f"port {port}", "ok", f"free, for {user}", needed=False)
             except OSError as error:
-                yield Row(f"port {port}", "problem", f"{who}: {error.strerror}", cure, needed=False)
+                yield Row(f"port {port}", "problem", f"{user}: {error.strerror}", cure, needed=False)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     arguments.add_config_arguments(parser, "fit")
-    parser.add_argument("--devices", type=_count, metavar="N", required=True, help="number of devices of one machine")
+    parser.add_argument(
+        "--devices",
+        type=_count,
+        metavar="N",
+        required=True,
+        help="number of devices of one machine",
+    )
     parser.add_argument("--out", metavar="DIR/experiment/NAME.yaml", help="file to write (default: stdout)")
 
 

@@ -1,4 +1,4 @@
-"""The console command: dispatch to the command's module, print one line per error, return an exit code.
+"""The console command: run the command's module, print one line per error, return an exit code.
 
 To add a command, write its module (``add_arguments`` and ``run``), then add a row to ``COMMANDS``.
 """
@@ -35,9 +35,14 @@ from embodied_ppo.core.errors import (
 RUNNING = (*PRIMARY, "tune")
 """Commands that load torch and simulators to run them."""
 LEAST_ADDRESS_SPACE = 1_500_000 * 1024
-"""Bytes. Measured with experiment=cartpole: glibc or libstdc++ abort the process with 1,200,000 kB, not with
-1,300,000 kB."""
-OUT_OF_MEMORY = ("can't start new thread", "can't allocate memory", "Cannot allocate memory", "failed to map segment")
+"""Bytes. Measured with experiment=cartpole: glibc or libstdc++ abort the process with 1,200,000 kB,
+not with 1,300,000 kB."""
+OUT_OF_MEMORY = (
+    "can't start new thread",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "failed to map segment",
+)
 """Texts of errors of threading, torch and the dynamic loader."""
 
 
@@ -55,7 +60,13 @@ class Command(Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """One line and an example for --help, and whether the command runs simulators, which may crash or hang."""
+    """A command in the table.
+
+    Attributes:
+        summary: One line for --help.
+        example: Arguments of an example for --help.
+        supervised: Whether the command runs simulators, which may crash or hang.
+    """
 
     summary: str
     example: str
@@ -156,7 +167,7 @@ def load(name: str) -> Command:
     return command
 
 
-# ----------------------------------------------------------------------------------------- arguments
+# ---------------------------------------------------------------------------------------- arguments
 def _help() -> str:
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {entry.summary}" for name, entry in COMMANDS.items())
@@ -195,7 +206,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(list(argv[1:]))
 
 
-# ---------------------------------------------------------------------------------------------- main
+# --------------------------------------------------------------------------------------------- main
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
@@ -247,17 +258,18 @@ def _main(argv: list[str]) -> int:
 
 
 def _check_address_space() -> None:
-    """Refuse a limit (``ulimit -v``) under which the C libraries abort the process. Raises UsageError."""
+    """Raise UsageError for a limit (``ulimit -v``) with which the C libraries abort the process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
         raise UsageError(
-            f"ulimit -v is {limit // 1024}: torch and its threads need at least {LEAST_ADDRESS_SPACE // 1024} kB of "
+            f"ulimit -v is {limit // 1024}: torch and its threads need at least "
+            f"{LEAST_ADDRESS_SPACE // 1024} kB of "
             "address space; raise it, or write ulimit -v unlimited"
         )
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """Return whether the system refused memory or a thread, which libraries raise as different types."""
+    """Return whether the system refused memory or a thread; libraries raise different types."""
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     if isinstance(error, (RuntimeError, ImportError)):
@@ -278,7 +290,8 @@ def _report(error: Exception) -> int:
         return REFUSED
     if _out_of_memory(error):
         error = TrainingError(
-            f"out of memory ({one_line(error, kind=True)}); embodied-ppo plan shows what a run needs; lower "
+            f"out of memory ({one_line(error, kind=True)}); embodied-ppo plan shows what a run "
+            "needs; lower "
             "env.num_envs or algorithm.horizon"
         )
     if not isinstance(error, TrainingError):

@@ -62,7 +62,7 @@ class NewTask:
     commands: tuple[str, ...]
 
 
-# --------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------- the command
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("name", metavar="NAME", help="name of the task's module; the class is named in CamelCase")
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join([f"{title}:", *(f"  {line}" for line in lines)]))
 
 
-# ----------------------------------------------------------------------------------------- the files
+# ---------------------------------------------------------------------------------------- the files
 def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
     """Write task ``name`` for the robot in ``mjcf`` into folder ``out`` (default ./NAME); the MJCF stays where it is.
 
@@ -197,7 +197,7 @@ def _class_name(name: str) -> str:
     return kind
 
 
-# ---------------------------------------------------------------------------------------------------------- the model
+# ---------------------------------------------------------------------------------------- the model
 def _free(model: mujoco.MjModel) -> list[tuple[int, int]]:
     """(body, first degree of freedom) of everything that floats."""
     free = np.flatnonzero(model.jnt_type == FREE)
@@ -360,7 +360,11 @@ def _bounds(model: mujoco.MjModel, i: int) -> tuple[float, float, str]:
     servo = model.actuator_biastype[i] == int(mujoco.mjtBias.mjBIAS_AFFINE) and model.actuator_biasprm[i, 1] != 0
     if servo and model.actuator_trntype[i] == int(mujoco.mjtTrn.mjTRN_JOINT) and model.jnt_limited[joint]:
         low, high = model.jnt_range[joint]
-        return round(float(low), 4), round(float(high), 4), f"the range of its joint {model.joint(joint).name}"
+        return (
+            round(float(low), 4),
+            round(float(high), 4),
+            f"the range of its joint {model.joint(joint).name}",
+        )
     return -1.0, 1.0, "from -1 to 1"
 
 

@@ -1,8 +1,8 @@
-"""Run a command in a child process, so that its end has a last line and an exit code whatever ends it.
+"""Run a command in a child process, so that every end has a last line and an exit code.
 
-A simulator may crash (SIGSEGV), call ``os._exit`` or hang while it holds the interpreter's lock, and
-the kernel may end the process for lack of memory. Only another process can report these. The child is
-forked before anything large is imported: that takes about a millisecond and a few megabytes.
+A simulator may crash (SIGSEGV), call ``os._exit`` or hang while it holds the interpreter's lock,
+and the kernel may end the process for lack of memory. Only another process can report these. The
+child is forked before large imports: that takes about a millisecond and a few megabytes.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def supervise(run: Callable[[], int]) -> int:
-    """Return the exit code of ``run``, called in a child; a child that ends by other means is reported, code 3.
+    """Call ``run`` in a child process and return its exit code.
 
-    A debugger's process is not forked.
+    A child that crashes or is ended is reported with exit code 3. The process is not forked under a
+    debugger.
     """
     if sys.platform != "linux" or sys.gettrace() is not None:
         return run()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed: None
-            stream.flush()  # else the child would write it, too
+            stream.flush()  # otherwise the child would write it, too
     parent = os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGCHLD})
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return _supervised(run, parent)
-    status, asked = _wait(child)
+    status, interrupted = _wait(child)
     if watchdog.numbers[watchdog.DONE]:
         return int(watchdog.numbers[watchdog.DONE]) - 1
     code = os.waitstatus_to_exitcode(status)
-    if asked:  # the user sent a signal before the command handled signals
+    if interrupted:  # the user sent a signal before the command handled signals
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
     message = watchdog.overdue() or watchdog.cause(_ending(code))
@@ -59,25 +60,33 @@ def supervise(run: Callable[[], int]) -> int:
 
 
 def _supervised(run: Callable[[], int], parent: int) -> int:
+    """Call ``run`` in the child process."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the parent ended before the call above
         os._exit(FAILED)
     watchdog.supervised = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     code = run()
-    watchdog.numbers[watchdog.DONE] = code + 1  # what ends the interpreter from here on changes no result
+    watchdog.numbers[watchdog.DONE] = code + 1  # a crash at the exit of the interpreter changes no result
     return code
 
 
 def _interrupt(number: int, frame: object) -> None:
+    """Raise KeyboardInterrupt unless the same signal arrives a second time."""
     if not watchdog.is_repetition():
         raise KeyboardInterrupt
 
 
 def _wait(child: int) -> tuple[int, bool]:
-    """Wait for the end of the child, send it the signals that only this process received, end it where its simulator
-    exceeds the time limit. Return the status, and whether there were such signals."""
+    """Wait for the end of the child.
+
+    Forwards signals that only this process received. Ends the child if its simulator exceeds the
+    time limit.
+
+    Returns:
+        The status of the child, and whether a signal was received.
+    """
     received = False
     checked = time.monotonic()
     while True:
@@ -102,6 +111,7 @@ def _wait(child: int) -> tuple[int, bool]:
 
 
 def _descendants(pid: int) -> Iterator[int]:
+    """Yield the processes that a process started, recursively."""
     with contextlib.suppress(OSError):  # it has ended
         for file in Path(f"/proc/{pid}/task").glob("*/children"):
             for child in map(int, file.read_text().split()):
@@ -110,6 +120,7 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _ending(code: int) -> str:
+    """Describe how a process ended, from its exit code."""
     if code >= 0:
         return f"was ended with exit code {code} (os._exit or a library's exit)"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
@@ -118,7 +129,7 @@ def _ending(code: int) -> str:
 
 
 def _append_to_log(text: str) -> None:
-    """To the run's log.txt, as ``log.Log`` writes it."""
+    """Append a line to the run's log.txt in the format of ``training.logging.Log``."""
     path = watchdog.log_path()
     if path is not None:
         with contextlib.suppress(OSError), open(path, "a") as log:

@@ -1,4 +1,4 @@
-"""`embodied-ppo train`: train a robot policy or a language model; with -m, a sweep of several runs."""
+"""`embodied-ppo train`: train a robot policy or a language model; with -m, a sweep of runs."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; m
 """A report is one file without scripts (report.py)."""
 
 
-# ----------------------------------------------------------------------------------------------------------- the runs
+# ----------------------------------------------------------------------------------------- the runs
 def find(roots: Sequence[Path]) -> dict[str, Path]:
     """Absolute path -> directory of every run that ``roots`` are or hold."""
     found: dict[str, Path] = {}
@@ -109,7 +109,13 @@ def status(run: Path) -> dict[str, Any]:
             "rows": stamps[ROWS],
             "config": stamps["config.yaml"],
         }
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # gone, or damaged: the page says so
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ) as error:  # gone, or damaged: the page says so
         return {"state": "unreadable", "note": one_line(error, kind=True), "health": []}
 
 
@@ -208,7 +214,10 @@ def _tail(file: Path) -> bytes:
 
 def _newest(run: Path, pattern: str) -> dict[str, Any] | None:
     """Name and time of change of the newest file."""
-    found = max(((file.stat().st_mtime_ns, file) for file in run.glob(pattern) if file.is_file()), default=None)
+    found = max(
+        ((file.stat().st_mtime_ns, file) for file in run.glob(pattern) if file.is_file()),
+        default=None,
+    )
     return None if found is None else {"name": found[1].relative_to(run).as_posix(), "changed": found[0]}
 
 
@@ -236,7 +245,14 @@ def read_on(file: Path, start: int, mark: str) -> dict[str, Any]:
             begin = block.find(b"\n") + 1 if skipping else 0
             rows, broken = _rows(block[begin:size])
         end = start + size
-        return {"from": start, "next": end, "mark": _mark(f, end), "rows": rows, "broken": broken, "more": more}
+        return {
+            "from": start,
+            "next": end,
+            "mark": _mark(f, end),
+            "rows": rows,
+            "broken": broken,
+            "more": more,
+        }
 
 
 def _mark(f: BinaryIO, end: int) -> str:
@@ -302,7 +318,7 @@ def _options(file: Path) -> dict[str, str]:
     return {name: show(value) for name, value in loader.flat(content if isinstance(content, dict) else {}).items()}
 
 
-# --------------------------------------------------------------------------------------------------------- the server
+# --------------------------------------------------------------------------------------- the server
 class Server(ThreadingHTTPServer):
     """Serves the page of the runs that ``roots`` are or hold, new ones included. Only this machine reaches it."""
 
@@ -353,12 +369,17 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         except (OSError, ValueError) as error:  # a file is gone or damaged: the page says which
             self._send(
-                HTTPStatus.INTERNAL_SERVER_ERROR, one_line(error).encode(errors="replace"), "text/plain; charset=utf-8"
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+                one_line(error).encode(errors="replace"),
+                "text/plain; charset=utf-8",
             )
 
     def _answer(self) -> None:
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-        if host not in (HOST, "localhost"):  # a name of somebody else's that leads here (DNS rebinding)
+        if host not in (
+            HOST,
+            "localhost",
+        ):  # a name of somebody else's that leads here (DNS rebinding)
             raise Refused(HTTPStatus.FORBIDDEN, f"this page is {self.server.address}")
         url = urlsplit(self.path)
         asked = parse_qs(url.query)
@@ -456,7 +477,7 @@ def _part(asked: str, size: int) -> range | None:
     return part
 
 
-# -------------------------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------- the command
 def listen(paths: Sequence[str], *, port: int = 0) -> Server:
     """The server of the page of these runs, or folders of runs, listening. Raises UsageError."""
     for path in paths:
@@ -484,7 +505,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Serve the page until Ctrl-C."""
-    with listen(args.runs or ["runs"], port=args.port) as server, contextlib.suppress(KeyboardInterrupt):
+    with (
+        listen(args.runs or ["runs"], port=args.port) as server,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         address = server.address
         print(output.as_json({"address": address}) if args.json else address, flush=True)
         if not args.quiet:

@@ -1,4 +1,4 @@
-"""Dotted command-line overrides (Hydra's ``a.b=value``) out of a text or shell file -> dotted path -> value."""
+"""Parse dotted command-line overrides (Hydra's ``a.b=value``) in a text or shell script."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ import yaml
 from embodied_ppo.config.loader import plain_yaml
 
 SPACE = re.compile(r"(?:\s|\\[ \t]*\r?\n|#[^\n]*)+")
-"""Between words: blanks, continued lines, and comments. A comment does not continue."""
+"""Separator of words: blanks, continued lines and comments. A comment is not continued."""
 PIECE = re.compile(r"'([^']*)'|\"((?:[^\"\\]|\\.)*)\"|\\(.)|([^\s'\"\\]+)|(['\"\\])", re.DOTALL)
-"""A part of a word: in single quotes, in double quotes, one escaped character, bare, or a quote without its end."""
+"""A part of a word: single-quoted, double-quoted, escaped character, bare, or unpaired quote."""
 OPTION = re.compile(r"(?:\+{0,2})([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
 DELETED = re.compile(r"~([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=.*)?", re.DOTALL)
 VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 CONFIG = re.compile(r"--(config-(?:name|path|dir))(?:=(.*))?", re.DOTALL)
 REFERENCE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*)|[(\d@*#?])|`")
-"""A variable of the shell, or something that only a shell can evaluate."""
+"""A shell variable, or an expression that only a shell can evaluate."""
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Every override of a text, the last of a path wins; {} where there is none.
+    """Return every override of a text, path -> value; the last one of a path applies.
 
-    Quotes are the shell's, values are plain YAML. ``NAME=value`` before the first override sets a variable for
-    ``$NAME``; a variable that the text does not set becomes ``${NAME}``, and ``$(..)`` begins with ``${shell}``: the
-    importer reports both as unresolved.
-    An option without a dot after the first override (``actor=megatron``) is kept under its name. ``+`` and ``++``
-    before a path are dropped, ``~path`` is null. Nothing is run.
+    Quotes follow the shell, values are plain YAML. ``NAME=value`` before the first override sets
+    ``$NAME``. A variable that the text does not set becomes ``${NAME}``, and ``$(..)`` starts with
+    ``${shell}``; the importer reports both as unresolved. After the first override an option
+    without a dot (``actor=megatron``) is kept under its name. ``+`` and ``++`` before a path are
+    dropped, ``~path`` is null. Nothing is run.
+
+    Returns:
+        The options; empty if the text has no override.
     """
     options: dict[str, Any] = {}
     variables: dict[str, str] = {}
@@ -49,7 +52,7 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def _words(text: str, variables: dict[str, str]) -> Iterator[str]:
-    """Words as a shell reads them; ``variables`` may grow between two of them."""
+    """Yield words as a shell splits them; ``variables`` may grow between two words."""
     position = 0
     while position < len(text):
         if blank := SPACE.match(text, position):

@@ -162,8 +162,8 @@ def test_a_backend_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", ("osmesa",), "ok", "training uses osmesa", ""),
         ("osmesa", ("egl", "osmesa"), "ok", "training uses osmesa (MUJOCO_GL)", ""),
         ("disabled", ("egl",), "ok", "training uses egl", ""),
-        ("osmesa", ("egl",), "problem", "MUJOCO_GL = osmesa makes none", "export MUJOCO_GL=egl"),
-        ("egel", ("egl",), "problem", "MUJOCO_GL = egel is none of egl, osmesa, glfw", "unset MUJOCO_GL"),
+        ("osmesa", ("egl",), "problem", "MUJOCO_GL = osmesa does not render", "export MUJOCO_GL=egl"),
+        ("egel", ("egl",), "problem", "MUJOCO_GL = egel is not one of egl, osmesa, glfw", "unset MUJOCO_GL"),
         ("", ("glfw",), "problem", "no backend works without a screen", "apt-get install libegl1"),
     ],
 )
@@ -229,8 +229,8 @@ def nvidia_smi(folder: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("cuda", "reason", "visible", "parts"),
     [
-        (None, "", None, ("built for the CPU alone; the driver has NVIDIA L4 (driver 535.1)", "torch==2.13.0")),
-        ("13.0", "driver too old", None, ("built for CUDA 13.0", "torch sees none: driver too old", "whl/cu126")),
+        (None, "", None, ("built for CPU only; the driver has NVIDIA L4 (driver 535.1)", "torch==2.13.0")),
+        ("13.0", "driver too old", None, ("built for CUDA 13.0", "torch finds none: driver too old", "whl/cu126")),
         ("13.0", "", "-1", ("CUDA_VISIBLE_DEVICES = '-1'", "unset CUDA_VISIBLE_DEVICES")),
     ],
 )
