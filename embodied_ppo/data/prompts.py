@@ -1,4 +1,4 @@
-"""Prompts of a dataset, and the order they come in."""
+"""Prompts of data sets, and the order in which they are sampled."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPT_KEYS = ("prompt", "question")
-"""Where a row's prompt is looked for, in this order."""
+"""Keys of a row that may hold the prompt, in order of preference."""
 ANSWER_KEYS = ("reward_model", "ground_truth", "answer")
-"""Where a row's true answer is looked for, in this order; ``reward_model`` (verl) holds a ``ground_truth``."""
+"""Keys of a row that may hold the correct answer, in order of preference; ``reward_model`` (verl)
+holds a ``ground_truth``.
+"""
 GSM8K_SUFFIX = ' Let\'s think step by step and output the final answer after "####".'
-"""What verl adds to every question of GSM8K."""
+"""Text that verl adds to every question of GSM8K."""
 
 Paths: TypeAlias = "str | Path | Sequence[str | Path]"
 ChatTemplate: TypeAlias = Literal["auto", "always", "never"]
@@ -32,14 +34,15 @@ ChatTemplate: TypeAlias = Literal["auto", "always", "never"]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One task as the model sees it.
+    """One tokenised prompt.
 
-    ids           its tokens, chat template applied
-    text          the same, before the tokenizer
-    ground_truth  what a grader compares with
-    data_source   which grader and which line of an evaluation it belongs to
-    extra         verl's ``extra_info``
-    index         row in the files, from 0, those left out included
+    Attributes:
+        ids: Tokens, with the chat template applied.
+        text: The same as text.
+        ground_truth: Correct answer, which a grader compares with.
+        data_source: Selects the grader and the group of an evaluation.
+        extra: verl's ``extra_info``.
+        index: Row in the files from 0; omitted rows count.
     """
 
     ids: tuple[int, ...]
@@ -52,10 +55,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One task as its file has it.
+    """One row of a data file.
 
-    prompt  a text, or messages {role, content}    suffix  what its layout adds to the prompt unless told otherwise
-    where   file and line (from 1) or row (from 0), for messages
+    Attributes:
+        prompt: Text, or messages {role, content}.
+        ground_truth: Correct answer.
+        data_source: Name of the data source.
+        extra: verl's ``extra_info``.
+        suffix: Text that the file's layout adds to the prompt by default.
+        where: File and line (from 1) or row (from 0), for messages.
     """
 
     prompt: str | list[dict[str, str]]
@@ -68,7 +76,11 @@ class Row:
 
 # -------------------------------------------------------------------------------------------------------------- files
 def files_of(paths: Paths) -> list[Path]:
-    """Every file, directories replaced by the data in them. Raises ConfigError."""
+    """Return all files, with directories replaced by the data files in them.
+
+    Raises:
+        ConfigError: A path does not exist or holds no data.
+    """
     files: list[Path] = []
     for path in [Path(paths)] if isinstance(paths, (str, Path)) else [Path(p) for p in paths]:
         path = path.expanduser()
@@ -92,6 +104,7 @@ def files_of(paths: Paths) -> list[Path]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield place and row of a parquet file."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet
@@ -102,7 +115,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with parquet.ParquetFile(path) as file:
             items = [item for batch in file.iter_batches() for item in batch.to_pylist()]
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # text that is none, the year 30000
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # invalid text, dates out of range
         cause = one_line(error)
         raise ConfigError(f"{path}: is no parquet file that can be read ({cause}); write it anew") from error
     for i, item in enumerate(items):
@@ -110,7 +123,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
-    """JSON lines, or one JSON array of objects, whatever the file is called."""
+    """Yield place and object of JSON lines or of a JSON array, independent of the file's suffix."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -124,7 +137,7 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
             raise ConfigError(f"{path}: begins like a JSON array and is none ({error}); mend it") from error
         yield from ((f"{path} row {i}", item) for i, item in enumerate(items))
         return
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: U+2028 may stand in a text
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also split at U+2028
         if line.strip():
             try:
                 yield f"{path}:{number}", json.loads(line)
@@ -135,14 +148,23 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_rows(paths: Paths, *, prompt_key: str | None = None, answer_key: str | None = None) -> list[Row]:
-    """Every row of JSON lines, JSON arrays and parquet files, in the order named; of a directory all files, sorted.
+    """Read all rows of JSON lines, JSON arrays and parquet files, in the order of ``paths``.
 
-    Layouts, found by themselves unless the keys are given:
+    Of a directory all files are read, sorted. The layout is detected by the first row of a file
+    unless the keys are given:
       verl    {data_source, prompt: [{role, content}, ..], reward_model: {ground_truth}, extra_info}
       plain   {prompt: text or messages, ground_truth or answer}; other keys go to ``extra``
-      GSM8K   {question, answer}, the true answer after ``####``, without commas
+      GSM8K   {question, answer}, the correct answer after ``####``, without commas
 
-    Rows that name no ``data_source`` get "openai/gsm8k" (GSM8K) or the file's name. Raises ConfigError.
+    Rows without ``data_source`` get "openai/gsm8k" (GSM8K) or the name of the file.
+
+    Args:
+        paths: Files and directories.
+        prompt_key: Key of the prompt, None: detected.
+        answer_key: Key of the correct answer, None: detected.
+
+    Raises:
+        ConfigError: A file or a row cannot be read.
     """
     rows: list[Row] = []
     for path in files_of(paths):
@@ -150,7 +172,7 @@ def read_rows(paths: Paths, *, prompt_key: str | None = None, answer_key: str | 
         for where, item in _parquet(path) if path.suffix == ".parquet" else _json(path):
             if not isinstance(item, dict):
                 raise ConfigError(f"{where}: {_show(item)} is no object; write {{'prompt': .., 'ground_truth': ..}}")
-            if len(rows) == before:  # a file has one layout: its first row's
+            if len(rows) == before:  # the first row determines the layout of the file
                 gsm8k = prompt_key in (None, "question") and answer_key is None and _is_gsm8k(item)
             rows.append(_row(item, where, path.stem, gsm8k, prompt_key, answer_key))
         if len(rows) == before:
@@ -160,12 +182,13 @@ def read_rows(paths: Paths, *, prompt_key: str | None = None, answer_key: str | 
 
 # --------------------------------------------------------------------------------------------------------------- rows
 def _show(value: Any) -> str:
+    """Format a value in at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _find(item: Mapping[str, Any], where: str, option: str, key: str | None, known: Sequence[str]) -> str:
-    """The key to read: ``key``, or the first known one that is there."""
+    """Return the key to read: ``key``, or the first known one that the row has."""
     if key is None:
         there = [k for k in known if item.get(k) is not None]
         if there:
@@ -179,6 +202,7 @@ def _find(item: Mapping[str, Any], where: str, option: str, key: str | None, kno
 
 
 def _is_gsm8k(item: Mapping[str, Any]) -> bool:
+    """Return whether a row has the layout of GSM8K."""
     first = [next((k for k in known if item.get(k) is not None), None) for known in (PROMPT_KEYS, ANSWER_KEYS)]
     return first == ["question", "answer"] and "####" in str(item["answer"])
 
@@ -186,6 +210,7 @@ def _is_gsm8k(item: Mapping[str, Any]) -> bool:
 def _row(
     item: dict[str, Any], where: str, name: str, gsm8k: bool, prompt_key: str | None, answer_key: str | None
 ) -> Row:
+    """Convert and check one row."""
     key = _find(item, where, "prompt_key", prompt_key, PROMPT_KEYS)
     prompt = _prompt(item[key], f"{where}: {key}")
     truth_key = _find(item, where, "answer_key", answer_key, ANSWER_KEYS)
@@ -194,7 +219,9 @@ def _row(
         truth, label = truth.get("ground_truth") if isinstance(truth, dict) else None, "reward_model.ground_truth"
     if not isinstance(truth, (str, int, float)) or isinstance(truth, bool):
         raise ConfigError(f"{where}: {label} = {_show(truth)} must be a text or a number")
-    truth = str(int(truth) if isinstance(truth, float) and truth.is_integer() else truth)  # parquet: 51 beside a null
+    truth = str(
+        int(truth) if isinstance(truth, float) and truth.is_integer() else truth
+    )  # parquet: ints in a column with nulls
     if gsm8k:
         _, marker, truth = truth.rpartition("####")
         truth = truth.strip().replace(",", "")
@@ -220,7 +247,7 @@ def _row(
 
 
 def _prompt(value: Any, where: str) -> str | list[dict[str, str]]:
-    """A text or messages, checked."""
+    """Return a text or messages after checking their types."""
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
@@ -237,7 +264,11 @@ def _prompt(value: Any, where: str) -> str | list[dict[str, str]]:
 
 # ------------------------------------------------------------------------------------------------------------ prompts
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in a directory. Raises ConfigError."""
+    """Load the tokenizer of a directory.
+
+    Raises:
+        ConfigError: The directory has none, or it cannot be read.
+    """
     option = f"actor.tokenizer={path}"
     if not Path(path).is_dir():
         raise ConfigError(f"{option}: is no directory; name one of a model (hf download NAME --local-dir DIR)")
@@ -249,7 +280,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ConfigError(
             f"mode=reasoning needs transformers ({error}): pip install 'embodied-ppo[language]'"
         ) from error
-    # AutoTokenizer takes the model family's rules of splitting, even where tokenizer.json holds others
+    # AutoTokenizer applies the splitting rules of the model family even if tokenizer.json has others.
     exact = Path(path, "tokenizer.json").is_file()
     kind: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
     with config_errors(f"{option}: transformers refuses (", "); mend it"):
@@ -267,11 +298,25 @@ def load_prompts(
     answer_key: str | None = None,
     suffix: str | None = None,
 ) -> tuple[list[Prompt], int]:
-    """The prompts of at most ``prompt_length`` tokens, and how many longer ones were left out.
+    """Tokenise all rows and drop prompts of more than ``prompt_length`` tokens.
 
-    ``chat_template``: auto uses the tokenizer's if it has one, always wants one, never joins the messages' texts with
-    line ends. ``system``: first message of the chat. ``suffix``: added to a text or the last user's message; None: what
-    the layout adds (GSM8K: ``GSM8K_SUFFIX``, others nothing). Raises ConfigError.
+    Args:
+        paths: Files and directories, see ``read_rows``.
+        tokenizer: The tokenizer.
+        prompt_length: Largest number of tokens.
+        chat_template: "auto" uses the tokenizer's template if it has one, "always" requires one,
+            "never" joins the texts of the messages with line ends.
+        system: First message of the chat.
+        prompt_key: See ``read_rows``.
+        answer_key: See ``read_rows``.
+        suffix: Text added to a prompt or to the last message of the user. None: that of the layout
+            (``GSM8K_SUFFIX`` for GSM8K, else nothing).
+
+    Returns:
+        The prompts, and the number of dropped ones.
+
+    Raises:
+        ConfigError: The data or the template cannot be used.
     """
     chat = chat_template != "never" and bool(tokenizer.chat_template)
     if chat_template == "always" and not chat:
@@ -287,8 +332,8 @@ def load_prompts(
         messages = _messages(row, row.suffix if suffix is None else suffix, system)
         text = "\n".join(m["content"] for m in messages)
         cure = "the row or the template, or write chat_template=never" if chat else "it, or take another tokenizer"
-        who = f"the tokenizer{' or its chat template' if chat else ''}"
-        with config_errors(f"{row.where}: {who} refuses {_show(text)} (", f"); mend {cure}", kind=True):
+        source = f"the tokenizer{' or its chat template' if chat else ''}"
+        with config_errors(f"{row.where}: {source} refuses {_show(text)} (", f"); mend {cure}", kind=True):
             if chat:
                 text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
             ids = tuple(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
@@ -306,7 +351,7 @@ def load_prompts(
 
 
 def _messages(row: Row, suffix: str, system: str | None) -> list[dict[str, str]]:
-    """The chat of a row, with ``suffix`` at the end of the last user's message."""
+    """Return the chat of a row, with ``suffix`` at the end of the user's last message."""
     messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
     if suffix:
         users = [i for i, m in enumerate(messages) if m["role"] == "user"]
@@ -322,7 +367,11 @@ def _messages(row: Row, suffix: str, system: str | None) -> list[dict[str, str]]
 
 
 def task_prompts(task: Task, part: Part, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return the prompts of one part of a synthetic task's problems. Raises ConfigError."""
+    """Return the prompts of one part of a synthetic task's problems.
+
+    Raises:
+        ConfigError: The tokenizer lacks a character.
+    """
     problems = task.problems(part)
     ids = encode([p.prompt for p in problems], tokenizer)
     return [Prompt(x, p.prompt, p.answer, task.name, {}, i) for i, (x, p) in enumerate(zip(ids, problems, strict=True))]
@@ -330,10 +379,20 @@ def task_prompts(task: Task, part: Part, tokenizer: PreTrainedTokenizerBase) -> 
 
 # ------------------------------------------------------------------------------------------------------------ sampler
 class Sampler:
-    """Endless batches of row numbers: every row once an epoch, each epoch in an order of its own."""
+    """Endless batches of row numbers; every epoch has every row once, in its own order."""
 
     def __init__(self, size: int, batch: int, seed: int, shuffle: bool = True) -> None:
-        """Rows 0 .. size-1, ``batch`` at a time. The order of an epoch depends on (seed, epoch) and size only."""
+        """Start at the first epoch.
+
+        Args:
+            size: Number of rows.
+            batch: Rows of a batch.
+            seed: The order of an epoch depends on (seed, epoch) and size only.
+            shuffle: False: rows in order.
+
+        Raises:
+            ConfigError: ``size`` or ``batch`` is below 1.
+        """
         for name, value in (("size", size), ("batch", batch)):
             if value < 1:
                 raise ConfigError(f"sampler: {name} = {value} must be >= 1")
@@ -342,13 +401,14 @@ class Sampler:
         self._order = self._draw()
 
     def _draw(self) -> Tensor:
+        """Return the order of the current epoch."""
         if not self.shuffle:
             return torch.arange(self.size)
         generator = Generator().manual_seed(sampling_key(self.seed, "prompts", self._epoch))
         return torch.randperm(self.size, generator=generator)
 
     def next(self) -> list[int]:
-        """The next ``batch`` rows; a batch may span the end of an epoch."""
+        """Return the next ``batch`` rows; a batch may span the end of an epoch."""
         rows: list[int] = []
         while len(rows) < self.batch:
             if self._position == self.size:
@@ -361,7 +421,7 @@ class Sampler:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
+        """Number of passes over the data so far."""
         return self._epoch + self._position / self.size
 
     def state(self) -> dict[str, int]:
@@ -369,7 +429,11 @@ class Sampler:
         return {"epoch": self._epoch, "position": self._position, **order}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Continue from ``state()``, with any batch size. Raises ConfigError for other data or another seed."""
+        """Continue from ``state()``, with any batch size.
+
+        Raises:
+            ConfigError: The state belongs to other data or another seed.
+        """
         for name, now in (("size", self.size), ("seed", self.seed), ("shuffle", int(self.shuffle))):
             if state[name] != now:
                 raise ConfigError(

@@ -1,5 +1,6 @@
-"""Language tasks that need nothing from outside: generated problems, the demonstrator whose mistakes a policy begins
-with, and a character tokenizer."""
+"""Language tasks that need no external data: generated problems, imperfect demonstrations, and a
+character tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +16,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 VOCABULARY = "_^$0123456789+-*=;#() ,."
-"""Character i is token i; the first three are padding, beginning and end."""
+"""Character i is token i; the first three are padding, beginning and end of sequence."""
 PAD, BOS, EOS = 0, 1, 2
 SPLIT_SEED = 20240117
-"""Which problems are held out: the same for every run."""
+"""Seed of the split into training and held-out problems, the same for every run."""
 
 Part: TypeAlias = Literal["train", "held_out"]
 Forgets: TypeAlias = Callable[[], bool]
-"""Asked before a step of addition: whether its carries are forgotten."""
+"""Called before a step of addition; returns whether its carries are forgotten."""
 
 
 # -------------------------------------------------------------------------------------------------------------- tasks
 @dataclass(frozen=True)
 class Problem:
-    """``operands`` are what ``prompt`` adds; ``answer`` is what a grader compares with."""
+    """One problem.
+
+    Attributes:
+        prompt: Text of the problem.
+        answer: Correct answer, which a grader compares with.
+        operands: Numbers that the prompt adds.
+    """
 
     prompt: str
     answer: str
@@ -37,15 +44,19 @@ class Problem:
 
 @dataclass(frozen=True)
 class Task:
-    """A family of problems.
+    """Family of problems.
 
-    response_length  tokens of the longest right response, the end included
-    forget           how often the demonstrator forgets, unless told otherwise
-    train, held_out  how many problems
-    draw             operands of ``train + held_out`` different problems, always the same
-    write            the response to operands, of someone who forgets as told
-    read             the answer in a response; None: there is none
-    form             what a response looks like
+    Attributes:
+        name: Name of the task.
+        response_length: Tokens of the longest correct response, including the end.
+        forget: Default probability that the demonstrator forgets carries.
+        train: Number of training problems.
+        held_out: Number of held-out problems.
+        draw: Returns the operands of ``train + held_out`` distinct problems, always the same.
+        write: Returns the response to operands; carries are forgotten as its second argument
+            decides.
+        read: Returns the answer in a response, None if there is none.
+        form: Pattern of a well-formed response.
     """
 
     name: str
@@ -59,13 +70,16 @@ class Task:
     form: re.Pattern[str]
 
     def problems(self, part: Part) -> list[Problem]:
-        """Those to train with, or those held out: disjoint, and the same whatever a run's seed is."""
-        every = self.draw(self.train + self.held_out)
-        operands = every[self.held_out :] if part == "train" else every[: self.held_out]
+        """Return the training or the held-out problems.
+
+        The two sets are disjoint and do not depend on the run's seed.
+        """
+        pool = self.draw(self.train + self.held_out)
+        operands = pool[self.held_out :] if part == "train" else pool[: self.held_out]
         return [Problem("+".join(f"{x:02d}" for x in o) + "=", self._answer(o), o) for o in operands]
 
     def respond(self, problem: Problem) -> str:
-        """The right response, without the end."""
+        """Return the correct response, without the end token."""
         return self.write(problem.operands, _never)
 
     def _answer(self, operands: tuple[int, ...]) -> str:
@@ -75,37 +89,43 @@ class Task:
 
 
 def _never() -> bool:
+    """Return False: no carry is forgotten."""
     return False
 
 
 def _sum(a: int, b: int, *, forget: bool) -> int:
-    """a + b, or with every carry forgotten: each digit's sum modulo 10."""
+    """Return a + b, or with forgotten carries each digit's sum modulo 10."""
     return sum((a // p + b // p) % 10 * p for p in (1, 10, 100)) if forget else a + b
 
 
 def _pairs(count: int) -> list[tuple[int, ...]]:
+    """Return ``count`` distinct pairs of numbers below 100."""
     pairs: list[tuple[int, ...]] = [(a, b) for a in range(100) for b in range(100)]
     random.Random(SPLIT_SEED).shuffle(pairs)
     return pairs[:count]
 
 
 def _twos_and_threes(count: int) -> list[tuple[int, ...]]:
-    """About a third of them twos: there are only 8,100."""
+    """Return ``count`` distinct tuples of two or three numbers; about a third are pairs, of which
+    only 8,100 exist.
+    """
     rng = random.Random(SPLIT_SEED)
-    found: dict[tuple[int, ...], None] = {}
-    while len(found) < count:
-        found[tuple(rng.randrange(10, 100) for _ in range(rng.choice((2, 3))))] = None
-    operands = list(found)
-    rng.shuffle(operands)  # the last ones drawn have fewer twos
+    distinct: dict[tuple[int, ...], None] = {}  # a set that keeps its order
+    while len(distinct) < count:
+        distinct[tuple(rng.randrange(10, 100) for _ in range(rng.choice((2, 3))))] = None
+    operands = list(distinct)
+    rng.shuffle(operands)  # pairs are rarer among the last ones drawn
     return operands
 
 
 def _three_digits(operands: tuple[int, ...], forgets: Forgets) -> str:
+    """Return the sum as three digits, the least significant first."""
     a, b = operands
     return f"{_sum(a, b, forget=forgets()):03d}"[::-1]
 
 
 def _running_sums(operands: tuple[int, ...], forgets: Forgets) -> str:
+    """Return all partial sums, the least significant digit first, then ``#`` and the total."""
     total, sums = operands[0], []
     for x in operands[1:]:
         total = _sum(total, x, forget=forgets())
@@ -114,6 +134,7 @@ def _running_sums(operands: tuple[int, ...], forgets: Forgets) -> str:
 
 
 def _after_mark(response: str) -> str | None:
+    """Return the text after the last ``#``."""
     _, mark, answer = response.rpartition("#")
     return answer if mark else None
 
@@ -121,7 +142,7 @@ def _after_mark(response: str) -> str | None:
 _TASKS = (
     # 57+68=  ->  521: the sum as three digits, the least significant first. All 10,000 problems.
     Task("arithmetic", 4, 0.7, 9_000, 1_000, _pairs, _three_digits, str, re.compile("[0-9]{3}")),
-    # 57+68+90=  ->  521;512#215: sums so far, the least significant digit first, then the last one as people write it.
+    # 57+68+90=  ->  521;512#215: partial sums, the least significant digit first, then the total in usual order.
     Task(
         "scratchpad", 12, 0.6, 20_000, 1_000, _twos_and_threes, _running_sums, _after_mark, re.compile("[^#]*#[0-9]+")
     ),
@@ -130,10 +151,13 @@ TASKS: dict[str, Task] = {task.name: task for task in _TASKS}
 
 
 def grade(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """A grader (see ``grading``) of both tasks: 1 if the response's answer is the true one, character by character.
+    """Grade a response of either task (see ``graders``): 1 if its answer equals the correct one,
+    character by character.
 
-    arithmetic: the response is the answer; scratchpad: what stands after the last ``#``. Raises ValueError for another
-    ``data_source``.
+    arithmetic: the response is the answer. scratchpad: the answer is the text after the last ``#``.
+
+    Raises:
+        ValueError: Unknown ``data_source``.
     """
     if data_source not in TASKS:
         raise ValueError(f"data_source = {data_source!r} is none of {', '.join(TASKS)}")
@@ -145,7 +169,9 @@ def grade(data_source: str, solution_str: str, ground_truth: str, extra_info: An
 
 @dataclass(frozen=True)
 class TaskGrader:
-    """``grade`` for the task of this name, whatever the data source is called; worker processes can unpickle it."""
+    """``grade`` for a given task, independent of the data source's name; can be pickled for worker
+    processes.
+    """
 
     task: str
 
@@ -159,10 +185,16 @@ class TaskGrader:
 def demonstrations(
     task: Task, problems: Sequence[Problem], count: int, *, seed: int, forget: float | None = None
 ) -> list[tuple[str, str]]:
-    """(prompt, response without the end) of ``count`` problems, drawn with replacement.
+    """Return (prompt, response without the end token) of ``count`` problems, drawn with
+    replacement.
 
-    Carries are forgotten with probability ``forget`` (None: the task's): in arithmetic all of a problem's, in
-    scratchpad all of one sum's, independently.
+    Args:
+        task: The task.
+        problems: Problems to draw from.
+        count: Number of demonstrations.
+        seed: Seed of the draw and of the forgotten carries.
+        forget: Probability that carries are forgotten, None: the task's. In arithmetic it applies
+            to a problem, in scratchpad to each sum independently.
     """
     chance = task.forget if forget is None else forget
     rng = random.Random(seed)
@@ -170,29 +202,34 @@ def demonstrations(
 
 
 def preferences(task: Task, problems: Sequence[Problem], count: int, *, seed: int) -> list[tuple[str, str, str]]:
-    """(prompt, right response, wrong response) of ``count`` problems, drawn with replacement.
+    """Return (prompt, correct response, wrong response) of ``count`` problems, drawn with
+    replacement.
 
-    Of the wrong ones 1 in 10 is unfinished; half of the others forget carries, where there are any, and the rest have
-    another digit somewhere in their answer.
+    Of the wrong responses 1 in 10 is unfinished. Half of the others forget carries, where there are
+    any; the rest have one wrong digit in the answer.
     """
     rng = random.Random(seed)
     return [(p.prompt, task.respond(p), _wrong(task, p, task.respond(p), rng)) for p in rng.choices(problems, k=count)]
 
 
 def _wrong(task: Task, problem: Problem, right: str, rng: random.Random) -> str:
+    """Return a wrong response."""
     if rng.random() < 0.1:
         return right[: rng.randrange(1, len(right))]
     if rng.random() < 0.5:
         forgetful = task.write(problem.operands, lambda: rng.random() < task.forget)
         if forgetful != right:
             return forgetful
-    at = rng.randrange(len(right) - len(problem.answer), len(right))  # the answer is the last of a response
+    at = rng.randrange(len(right) - len(problem.answer), len(right))  # a response ends with the answer
     return right[:at] + rng.choice([c for c in "0123456789" if c != right[at]]) + right[at + 1 :]
 
 
 # -------------------------------------------------------------------------------------------------------------- tokens
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character of VOCABULARY; adds none by itself. It refuses any other character (an Exception)."""
+    """Return a tokenizer with one token per character of VOCABULARY, which adds no special tokens.
+
+    It raises an Exception for any other character.
+    """
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
@@ -210,10 +247,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def encode(texts: Sequence[str], tok: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
-    """The tokens of each text and no others. Raises ConfigError where ``tok``, of characters, lacks one."""
-    different = list(dict.fromkeys(texts))
-    if lacking := sorted(set("".join(different)) - set(tok.get_vocab())):
-        raise ConfigError(f"the tokenizer has no token for {', '.join(map(repr, lacking))}")
-    rows: Any = tok(different, add_special_tokens=False)["input_ids"]
-    ids = dict(zip(different, map(tuple, rows), strict=True))
+    """Return the tokens of each text, without special tokens.
+
+    Raises:
+        ConfigError: The character tokenizer ``tok`` lacks a character.
+    """
+    distinct = list(dict.fromkeys(texts))
+    if missing := sorted(set("".join(distinct)) - set(tok.get_vocab())):
+        raise ConfigError(f"the tokenizer has no token for {', '.join(map(repr, missing))}")
+    rows: Any = tok(distinct, add_special_tokens=False)["input_ids"]
+    ids = dict(zip(distinct, map(tuple, rows), strict=True))
     return [ids[text] for text in texts]

@@ -18,12 +18,20 @@ def encoder(
     pix_fmt: str = "yuv420p",
     options: Sequence[str] = ("-crf", "23", "-movflags", "+faststart"),
 ) -> Any:
-    """ffmpeg, as a generator: ``send`` it uint8 [.., H, W, 3], (H, W) = ``size``, and ``close`` it.
+    """Start ffmpeg and return a generator that encodes frames.
 
-    The defaults make H.264 for browsers; ``options`` are further ones of ffmpeg. No dates are written, so equal
-    pictures give equal files. ``send`` raises OSError where ffmpeg has ended.
+    ``send`` it uint8 [.., H, W, 3] and ``close`` it at the end; ``send`` raises OSError if ffmpeg
+    has ended. No dates are written, so that equal frames give equal files.
+
+    Args:
+        path: File to write.
+        size: (H, W) in pixels.
+        fps: Frames per second.
+        codec: Name of ffmpeg's codec; the default is H.264 for browsers.
+        pix_fmt: Name of ffmpeg's pixel format.
+        options: Further options of ffmpeg.
     """
-    write_frames: Any = imageio_ffmpeg.write_frames  # its annotations forbid what its documentation allows
+    write_frames: Any = imageio_ffmpeg.write_frames  # its annotations are narrower than its documentation
     writer = write_frames(
         str(path),
         (size[1], size[0]),

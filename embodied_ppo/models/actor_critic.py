@@ -1,4 +1,4 @@
-"""Actor-critic over one shared trunk or two: the policy of simulated robots without language."""
+"""Actor-critic policy of simulated robots without language, with a shared trunk or one each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from embodied_ppo.models.backbone import Encoder, Trunk, linear
 
 
 class ActorCritic(nn.Module):
-    """Policy head and value head on a shared trunk (or on a trunk each).
+    """Policy head and value head on a shared trunk, or on separate trunks.
 
     Continuous actions are [B, C·A] with log-probabilities [B, C, A]; discrete ones [B] with [B].
     """
@@ -46,7 +46,7 @@ class ActorCritic(nn.Module):
         self.value_head = linear(self.trunk.features, values, config.value_gain, config.orthogonal_init)
         self.log_std = None
         if self.kind != "categorical":
-            if self.state_dependent_std:  # the bias starts every state at the initial scale
+            if self.state_dependent_std:  # the bias sets the initial scale of all states
                 with torch.no_grad():
                     self.policy_head.bias[size:] += config.init_log_std
             else:
@@ -54,7 +54,7 @@ class ActorCritic(nn.Module):
 
     # ---------------------------------------------------------------------------------------------- heads
     def _policy(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """(mean, log_std) [B, A], or (logits [B, K], unused)."""
+        """Return (mean, log_std) [B, A], or (logits [B, K], unused)."""
         out = self.policy_head(features)
         if self.kind == "categorical":
             return out, out
@@ -65,6 +65,7 @@ class ActorCritic(nn.Module):
         return mean, log_std.clamp(*self.log_std_range)
 
     def _value(self, inputs: dict[str, Tensor], features: Tensor | None) -> Tensor:
+        """Return V; ``features`` of the shared trunk are reused if given."""
         if self.value_trunk is not None:
             features = self.value_trunk(inputs)
         elif features is None:
@@ -73,7 +74,7 @@ class ActorCritic(nn.Module):
         return value.squeeze(-1) if self.values == 1 else value
 
     def _by_action(self, x: Tensor) -> Tensor:
-        """[B, C·A] -> [B, C, A]."""
+        """Reshape [B, C·A] to [B, C, A]."""
         return x.unflatten(-1, (self.chunk, -1))
 
     # ------------------------------------------------------------------------------------------- protocol
@@ -131,6 +132,7 @@ class ActorCritic(nn.Module):
 
 
 def _distribution(config: ModelConfig, spec: ActionSpec) -> str:
+    """Return the name of the distribution, chosen by the action space for "auto"."""
     discrete = isinstance(spec, Discrete)
     kind = config.distribution
     if kind == "auto":

@@ -1,4 +1,4 @@
-"""Observations to features: the encoder that normalises, and the MLP and CNN trunks."""
+"""Observation encoder, and MLP and CNN trunks."""
 
 from __future__ import annotations
 
@@ -16,23 +16,28 @@ from embodied_ppo.core.types import ArraySpec, ConfigError, Obs, ObsSpec
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU}
 VECTOR = "/vector"
-"""Name of the input that joins every observation that is no image, flattened. (The slash: no image is called so.)"""
+"""Name of the input that joins all observations except images, flattened. No image has a name with
+a slash.
+"""
 
 
 def is_image(spec: ArraySpec) -> bool:
+    """Return whether an observation is an image, uint8 with three dimensions."""
     return spec.dtype == torch.uint8 and len(spec.shape) == 3
 
 
 def channels_last(spec: ArraySpec) -> bool:
-    """[H, W, C] pictures, told from [C, H, W] by where the small dimension is."""
+    """Return whether an image is [H, W, C] instead of [C, H, W], by the position of the small
+    dimension.
+    """
     return spec.shape[2] <= 4 < spec.shape[0]
 
 
 class Encoder(nn.Module):
-    """Raw observations -> {VECTOR: float32 [B, D], image name: uint8 [B, C, H, W]}.
+    """Maps raw observations to {VECTOR: float32 [B, D], image name: uint8 [B, C, H, W]}.
 
-    Vectors are normalised by running moments, which only ``observe`` changes: within an update every encoding of an
-    observation is the same. Images pass unchanged (the trunk divides by 255).
+    Vectors are normalised by running moments, which only ``observe`` changes, so that every
+    encoding within an update is equal. Images pass unchanged; the trunk divides them by 255.
     """
 
     def __init__(self, spec: ObsSpec, config: ModelConfig) -> None:
@@ -46,6 +51,7 @@ class Encoder(nn.Module):
         self.moments = RunningMoments((self.vector_size,)) if config.normalize_obs and self.vectors else None
 
     def _join(self, obs: Obs) -> Tensor:
+        """Concatenate all vectors, [B, D]."""
         if isinstance(obs, Tensor):
             return obs.flatten(1) if obs.dim() != 2 else obs
         return torch.cat([obs[name].flatten(1).float() for name in self.vectors], dim=1)
@@ -63,17 +69,26 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def observe(self, obs: Obs, mask: Tensor) -> None:
-        """Merge raw observations [M, ..] where ``mask`` [M] into the moments."""
+        """Merge raw observations [M, ..] where ``mask`` [M] is True into the moments."""
         if self.moments is not None:
             self.moments.update(self._join(obs), mask)
 
 
 def linear(size_in: int, size_out: int, gain: float, orthogonal: bool) -> nn.Linear:
+    """Return a linear layer with orthogonal (or torch's default) initialisation.
+
+    Args:
+        size_in: Inputs.
+        size_out: Outputs.
+        gain: Scale of the orthogonal matrix; 0 initialises with zeros.
+        orthogonal: Whether to initialise weights orthogonally and biases with zeros.
+    """
     layer = nn.Linear(size_in, size_out)
     return _init(layer, gain, orthogonal)
 
 
 def _init(layer: Layer, gain: float, orthogonal: bool) -> Layer:
+    """Initialise a layer, see ``linear``."""
     if orthogonal:
         if gain == 0.0:
             nn.init.zeros_(layer.weight)
@@ -116,7 +131,9 @@ class NatureCNN(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Encoded inputs -> features [B, hidden[-1]]: a cnn for each image, then hidden layers over all."""
+    """Maps encoded inputs to features [B, hidden[-1]]: a CNN for each image, then hidden layers
+    over all inputs.
+    """
 
     def __init__(self, encoder: Encoder, config: ModelConfig) -> None:
         super().__init__()
@@ -126,7 +143,7 @@ class Trunk(nn.Module):
                 "model.backbone=cnn: the observation holds no uint8 image [C, H, W]; use model.backbone=mlp"
             )
         self.names = list(encoder.images)
-        self.cnns = nn.ModuleList()  # one per image, as in names; none for an mlp
+        self.cnns = nn.ModuleList()  # one per image in the order of ``names``; empty for an MLP
         size = encoder.vector_size
         for name, spec in encoder.images.items():
             a, b, c = spec.shape

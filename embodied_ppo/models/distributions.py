@@ -1,7 +1,8 @@
-"""Action distributions as pure functions: Gaussian, squashed Gaussian, categorical, a step of a stochastic flow.
+"""Action distributions as pure functions: Gaussian, squashed Gaussian, categorical, and a step of a
+stochastic flow.
 
 Log-probabilities are [B, A], per dimension, for continuous actions and [B] for categorical ones.
-Sampling takes its randomness from the generator it is given and from nowhere else.
+Random numbers come only from the given generator.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ HALF_LOG_2PI_E = HALF_LOG_2PI + 0.5
 
 
 def gaussian_noise(shape: Sequence[int], generator: Generator | None, device: torch.device | None = None) -> Tensor:
-    """N(0, 1), float32 of ``shape``: what ``gaussian_sample`` wants."""
+    """Return N(0, 1) numbers of ``shape``, float32, for ``gaussian_sample``."""
     return torch.randn(*shape, generator=generator, device=device)
 
 
 def gaussian_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
-    """x = mean + exp(log_std) * noise, [B, A]."""
+    """Return x = mean + exp(log_std) * noise, [B, A]."""
     return torch.addcmul(mean, log_std.exp(), noise)
 
 
 def gaussian_log_prob(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """log N(x; mean, exp(log_std)^2) per dimension, [B, A] -> [B, A].
+    """Return log N(x; mean, exp(log_std)^2) per dimension, [B, A] -> [B, A].
 
     log p = -((x - mean) / std)^2 / 2 - log_std - log(2 pi) / 2
     """
@@ -37,60 +38,88 @@ def gaussian_log_prob(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 def gaussian_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
-    """H = log_std + log(2 pi e) / 2 per dimension, [B, A] (``log_std`` may be [A])."""
+    """Return H = log_std + log(2 pi e) / 2 per dimension, [B, A] (``log_std`` may be [A])."""
     return (log_std + HALF_LOG_2PI_E).expand_as(mean)
 
 
 def log_tanh_slope(u: Tensor) -> Tensor:
-    """log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2u)), without cancellation for large |u|."""
+    """Return log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2u)), without cancellation for large
+    |u|.
+    """
     return 2.0 * (math.log(2.0) - u - F.softplus(-2.0 * u))
 
 
 def squashed_log_prob(u: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """log-probability of a = tanh(u), u ~ N(mean, std), per dimension (Haarnoja et al. 2018, appendix C, eq. 21)."""
+    """Return the log-probability of a = tanh(u), u ~ N(mean, std), per dimension.
+
+    log p(a) = log N(u; mean, std^2) - log(1 - tanh(u)^2)
+
+    Source: Haarnoja et al. 2018, appendix C, eq. 21.
+    """
     return gaussian_log_prob(u, mean, log_std) - log_tanh_slope(u)
 
 
 def squashed_entropy(u: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """One-sample estimate of H(tanh(u)) = H(u) + E[log(1 - tanh(u)^2)] per dimension.
+    """Return a one-sample estimate of H(tanh(u)) = H(u) + E[log(1 - tanh(u)^2)] per dimension.
 
-    The sample is re-expressed as mean + std * noise with the noise held fixed, so the estimate has the pathwise
-    gradient. (The gradient of -log p of a fixed sample has expectation zero: a bonus on it would do nothing.)
+    The sample is written as mean + std * noise with constant noise, which gives the pathwise
+    gradient. The gradient of -log p of a constant sample has expectation zero, so that a bonus on
+    it would have no effect.
     """
     noise = ((u - mean) * (-log_std).exp()).detach()
     return gaussian_entropy(mean, log_std) + log_tanh_slope(mean + log_std.exp() * noise)
 
 
 def categorical_noise(shape: Sequence[int], generator: Generator | None, device: torch.device | None = None) -> Tensor:
-    """Exp(1), float32 of ``shape``: what ``categorical_sample`` wants."""
-    return torch.empty(*shape, device=device).exponential_(generator=generator).clamp_(min=1e-30)  # 0/0 would win
+    """Return Exp(1) numbers of ``shape``, float32, for ``categorical_sample``."""
+    return (
+        torch.empty(*shape, device=device).exponential_(generator=generator).clamp_(min=1e-30)
+    )  # argmax would select 0/0
 
 
 def categorical_sample(logits: Tensor, noise: Tensor) -> Tensor:
-    """Index [B] drawn from softmax(logits [B, K]): argmax_k p_k / e_k with e ~ Exp(1) (a race of exponentials)."""
+    """Return indices [B] drawn from softmax(logits [B, K]).
+
+    argmax_k p_k / e_k with e ~ Exp(1) is distributed as p (exponential race).
+    """
     return (logits.softmax(-1) / noise).argmax(-1)
 
 
 def categorical_log_prob(action: Tensor, logits: Tensor) -> Tensor:
-    """log softmax(logits)[action], int64 [B] and [B, K] -> [B]."""
+    """Return log softmax(logits)[action], int64 [B] and [B, K] -> [B]."""
     return logits.log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
 
 def categorical_entropy(logits: Tensor) -> Tensor:
-    """H = -sum p log p, [B, K] -> [B]."""
+    """Return H = -sum p log p, [B, K] -> [B]."""
     log_p = logits.log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
 
 
 def flow_step(x: Tensor, v: Tensor, tau: Tensor, delta: float, eta: float) -> tuple[Tensor, Tensor]:
-    """Mean [B, ..] and deviation (of ``tau``'s shape) of a step from x at time ``tau`` to ``tau`` - ``delta``.
+    """Return mean and standard deviation of a stochastic step of a flow from time ``tau`` to
+    ``tau`` - ``delta``.
 
-    The stochastic flow of Flow-GRPO (Liu et al. 2025, arXiv 2505.05470), with v = dx/dtau and sigma = eta sqrt(tau /
-    (1 - tau)): the action is estimated as a = x - tau v and the noise as e = x + (1 - tau) v,
+    With v = dx/dtau and sigma = eta sqrt(tau / (1 - tau)), the action is estimated as a = x - tau v
+    and the noise as e = x + (1 - tau) v:
 
-        mean = a (1 - (tau - delta)) + e (tau - delta - sigma^2 delta / (2 tau)),    std = sigma sqrt(delta)
+        mean = a (1 - (tau - delta)) + e (tau - delta - sigma^2 delta / (2 tau))
+        std = sigma sqrt(delta)
 
-    At tau = 1 sigma has 1 - delta in place of tau below the line. eta -> 0 gives the flow itself, x - delta v.
+    At tau = 1 the denominator 1 - tau of sigma is replaced by delta. For eta -> 0 the mean is the
+    deterministic flow, x - delta v.
+
+    Source: Flow-GRPO, Liu et al. 2025, arXiv 2505.05470.
+
+    Args:
+        x: [B, ..].
+        v: [B, ..].
+        tau: Broadcasts to x.
+        delta: Length of the step.
+        eta: Scale of the noise.
+
+    Returns:
+        Mean [B, ..] and standard deviation, of the shape of ``tau``.
     """
     var = eta * eta * delta * tau / (1 - tau.clamp(max=1 - delta))
     a, e = x - tau * v, x + (1 - tau) * v

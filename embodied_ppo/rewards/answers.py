@@ -37,11 +37,11 @@ CHANGES_VALUE = _NUMBER_WORDS | _words(
     "or either neither nor not never maybe perhaps possibly versus vs than least most between "
     "approximately approx roughly about around nearly almost"
 )
-"""Words beside a number with which it is no longer the answer as it stands."""
+"""Words that change the value of a number beside them."""
 _CHANGES_NEXT = _words("over under above below beyond exceeding square cube log power")
 _GLUED_UNITS = _words("mm cm km in ft yd mi mg g kg lb lbs oz ml mL cl L s sec min h hr hrs mph kph")
 _UNIT_LETTERS = _words("a m g l L s h")
-"""Words of one letter after a number that are no factors: the article and units."""
+"""Words of one letter after a number that are not factors: the article and units."""
 
 # ---------------------------------------------------------------------------------------------------------- one number
 _MARKER = re.compile("#{4,}")
@@ -71,9 +71,10 @@ _MARKUP = [
 
 
 def spell_number(digits: str, sign: str = "") -> str:
-    """Return the one spelling of a number: without separators, plus sign and zeros that do not change its value.
+    """Return the normalised spelling of a number, without separators, plus sign and redundant
+    zeros.
 
-    Two spellings are equal exactly if the numbers are.
+    Two spellings are equal exactly if the numbers are equal.
     """
     text = format(Decimal(re.sub(rf"[,{_SPACE}]", "", digits)), "f")
     text = text.rstrip("0").rstrip(".") if "." in text else text
@@ -81,10 +82,11 @@ def spell_number(digits: str, sign: str = "") -> str:
 
 
 def read_number(text: str) -> str | None:
-    """Return the number that ``text`` states, or None where it states no number, or anything but one.
+    """Return the number that ``text`` states, None if it states no number or more than that.
 
-    A label before the number (``Answer:``, ``x =``, words), a currency, a percent sign and a unit after it do not
-    count. Several numbers, operators, ranges, alternatives, fractions, approximations and magnitudes give None.
+    A label before the number (``Answer:``, ``x =``, words), a currency, a percent sign and a unit
+    after it are ignored. Several numbers, operators, ranges, alternatives, fractions,
+    approximations and magnitudes give None.
     """
     for pattern, replacement in _MARKUP:
         text = pattern.sub(replacement, text)
@@ -101,7 +103,7 @@ def read_number(text: str) -> str | None:
 
 
 def _is_plain(label: str, unit: str) -> bool:
-    """Whether the texts before and after a number leave its value as it is."""
+    """Return whether the texts before and after a number leave its value unchanged."""
     words = {word.lower() for word in _WORD.findall(label) + _WORD.findall(unit)}
     if words & CHANGES_VALUE or _NOT.search(label) or _NOT.search(unit):
         return False
@@ -118,9 +120,11 @@ def _is_plain(label: str, unit: str) -> bool:
 
 
 def final_statement(response: str) -> str | None:
-    """Return what follows the last ``####`` with a number after it, to the end of its paragraph; None: there is none.
+    """Return the text after the last ``####`` that is followed by a number, up to the end of its
+    paragraph.
 
-    Paragraphs without a number are part of the statement, so that the number may stand below a heading.
+    None if there is no such text. Paragraphs without a number are included, so that the number may
+    be below a heading.
     """
     sections = _MARKER.split(response)[1:]
     section = next((text for text in reversed(sections) if _has_number(text)), None)
@@ -137,14 +141,14 @@ def final_statement(response: str) -> str | None:
 
 
 def _has_number(text: str) -> bool:
-    """Whether ``text`` has a digit of any script or an English number word."""
+    """Return whether ``text`` has a digit of any script or an English number word."""
     return any(map(str.isnumeric, text)) or any(word.lower() in _NUMBER_WORDS for word in _WORD.findall(text))
 
 
 # --------------------------------------------------------------------------------------------------------------- boxes
 _TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\[A-Za-z]+|\\.|[{}]", re.DOTALL)
 LONGEST_BOX = 1000
-"""Characters of a box that math-verify reads; a longer one costs it its time limit and is wrong."""
+"""Largest length of a box in characters. math-verify would exceed its time limit on longer ones."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _PERCENT = re.compile(r"\\?%|\\(?:text|mathrm|mbox)\s*\{\s*per ?cent\s*\}|\bper ?cent\b")
@@ -188,7 +192,9 @@ def boxed_answers(text: str) -> list[str]:
 
 
 def plain_latex(text: str) -> str:
-    """Remove percent signs, which are units here, and separators of thousands that math-verify misreads."""
+    """Remove percent signs, which are treated as units, and thousands separators that math-verify
+    misreads.
+    """
     return _THOUSANDS.sub("", _PERCENT.sub(" ", text)).replace("~", " ")
 
 
@@ -208,7 +214,11 @@ def _marks(latex: str) -> set[str]:
 
 
 def constant_sides(answer: str, truth: str) -> list[str]:
-    """Return the sides without variables of an equation, where the true answer is no equation: all must equal it."""
+    """Return the sides of an equation that have no variables; all of them must equal the correct
+    answer.
+
+    Empty if the answer is no equation, or if the correct answer is one.
+    """
     sides = re.split(r"(?<![<>!\\])=", answer)
     if len(sides) < 2 or "=" in truth or "," in answer or ";" in answer:
         return []

@@ -1,6 +1,8 @@
-"""How good a response is: graders, built in or found by their name, and one grade from whatever they return.
+"""Graders of responses: built-in ones, loading by name, and conversion of their results to
+``Grade``.
 
-A grader is verl's ``compute_score``: ``(data_source, solution_str, ground_truth, extra_info) -> float | dict``.
+A grader has the signature of verl's ``compute_score``: ``(data_source, solution_str, ground_truth,
+extra_info) -> float | dict``.
 """
 
 from __future__ import annotations
@@ -38,23 +40,31 @@ if TYPE_CHECKING:  # worker processes start without torch
     from embodied_ppo.data.prompts import Prompt
 
 Grader: TypeAlias = Callable[..., Any]
-"""Called with the keywords data_source, solution_str, ground_truth (texts) and extra_info (a dictionary)."""
+"""Called with the keywords data_source, solution_str, ground_truth (texts) and extra_info (a
+dictionary).
+"""
 Sample: TypeAlias = tuple[str, str, str, dict[str, Any]]
 """(data_source, response, ground_truth, extra_info)."""
 
 
 LARGEST = 1e30
-"""Scores are below it: they become float32."""
+"""Bound of a score's magnitude, so that it can be stored as float32."""
 
 
 @dataclass(frozen=True)
 class Grade:
-    """What a grader says of one response.
+    """Result of a grader for one response.
 
-    answer   what was read from the response, in one spelling; None: nothing, or the grader does not say
-    correct  whether the answer is right, format_ok: whether it stood where it should; None: the grader does not say
-    failed   the grader crashed, took too long or gave no score; score is 0 then
-    extra    its other numbers
+    Attributes:
+        score: Reward.
+        answer: Normalised answer of the response, None if there is none or the grader does not
+            return it.
+        correct: Whether the answer is correct, None if the grader does not return it.
+        format_ok: Whether the response has the expected format, None if the grader does not return
+            it.
+        failed: The grader raised, exceeded its time limit or returned no score; the score is then
+            0.
+        extra: Other numbers of the result.
     """
 
     score: float
@@ -76,10 +86,16 @@ _GOLD = re.compile(rf"\s*{_SIGN}[$€£]?(?P<digits>{NUMBER})\s*%?\s*")
 
 
 def _number(match: re.Match[str]) -> str:
+    """Return the normalised number of a match."""
     return spell_number(match["digits"], match["sign"] or "")
 
 
 def _gold(ground_truth: str) -> str:
+    """Return the normalised correct answer.
+
+    Raises:
+        ValueError: It is not a number.
+    """
     match = _GOLD.fullmatch(ground_truth)
     if not match:
         raise ValueError(f"ground_truth = {ground_truth[:60]!r} is no number; use exact or math_verify")
@@ -87,40 +103,46 @@ def _gold(ground_truth: str) -> str:
 
 
 def _verdict(answer: str | None, right: bool, **more: Any) -> dict[str, Any]:
+    """Return a grader's dictionary."""
     return {"score": float(right), "acc": right, "pred": answer, **more}
 
 
 def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """1 if the response is the true answer, but for white space."""
+    """Grade 1 if the response equals the correct answer up to white space."""
     answer = " ".join(solution_str.split())
     return _verdict(answer, answer == " ".join(ground_truth.split()))
 
 
 def gsm8k_strict(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """verl's default for GSM8K: the last ``#### number`` of the last 300 characters, as text without commas.
+    """Grade as verl's default for GSM8K: the last ``#### number`` of the last 300 characters,
+    compared as text without commas.
 
-    As there, ``#### 72.``, ``#### 72.00``, ``#### $72`` and ``####72`` are not 72: see ``gsm8k_numeric``.
+    As in verl, ``#### 72.``, ``#### 72.00``, ``#### $72`` and ``####72`` do not equal 72; see
+    ``gsm8k_numeric``.
     """
-    found = re.findall(r"#### (\-?[0-9\.\,]+)", solution_str[-300:])
-    answer = found[-1].replace(",", "") if found else None
-    return _verdict(answer, answer == ground_truth.strip().replace(",", ""), format=bool(found))
+    matches = re.findall(r"#### (\-?[0-9\.\,]+)", solution_str[-300:])
+    answer = matches[-1].replace(",", "") if matches else None
+    return _verdict(answer, answer == ground_truth.strip().replace(",", ""), format=bool(matches))
 
 
 def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """The last number anywhere, whatever stands around it, by value.
+    """Compare the value of the last number of the response, independent of the text around it.
 
-    verl's does not remove commas, keeps a full stop behind the number and reads the last 300 characters only.
+    verl's version does not remove commas, keeps a full stop after the number and reads the last 300
+    characters only.
     """
-    found = list(_ANYWHERE.finditer(solution_str))
-    answer = _number(found[-1]) if found else None
+    matches = list(_ANYWHERE.finditer(solution_str))
+    answer = _number(matches[-1]) if matches else None
     return _verdict(answer, answer == _gold(ground_truth))
 
 
 def gsm8k_numeric(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """Compare by value the one number that the final statement has: the paragraph after the last ``####``.
+    """Compare the value of the only number in the final statement, the paragraph after the last
+    ``####``.
 
-    ``#### 72.00``, ``####72``, ``#### $72`` and ``#### x = 72`` are 72. A statement with another number, an operator,
-    a range, an alternative or a magnitude (``72 or 7``, ``72/5``, ``72 million``) has no answer.
+    ``#### 72.00``, ``####72``, ``#### $72`` and ``#### x = 72`` equal 72. A statement with a second
+    number, an operator, a range, an alternative or a magnitude (``72 or 7``, ``72/5``, ``72
+    million``) has no answer.
     """
     statement = final_statement(solution_str)
     answer = read_number(statement) if statement is not None else None
@@ -151,29 +173,36 @@ def math_verify(data_source: str, solution_str: str, ground_truth: str, extra_in
 
 
 def _parse(latex: str) -> list[Any]:
-    """What math-verify reads; without its time limits, which need the main thread."""
+    """Parse with math-verify, without its time limits, which work in the main thread only."""
     from math_verify import parse
 
     return parse(latex, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 
 def _verify(gold: list[Any], parsed: list[Any]) -> bool:
+    """Compare two parsed expressions with math-verify."""
     from math_verify import verify
 
     return bool(parsed) and verify(gold, parsed, timeout_seconds=None)
 
 
 def _is_equal(gold: list[Any], truth: str, box: str) -> bool:
-    """Whether the content of a box, and each constant side of it where it is an equation, equals the true answer."""
+    """Return whether the content of a box, and each constant side of an equation in it, equals the
+    correct answer.
+    """
     return all(_verify(gold, _parse(f"\\boxed{{{side}}}")) for side in [box, *constant_sides(box, truth)])
 
 
 DEFAULTS: dict[str, Grader] = {"openai/gsm8k": gsm8k_numeric}
-"""data_source -> its grader, unless asked otherwise."""
+"""Default grader of each data_source."""
 
 
 def auto(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """The grader that DEFAULTS has for the data source. Raises ConfigError where there is none."""
+    """Grade with the default grader of the data source.
+
+    Raises:
+        ConfigError: The data source has none.
+    """
     if data_source not in DEFAULTS:
         raise ConfigError(f"data_source = {data_source!r} has no grader of its own; name one of {', '.join(GRADERS)}")
     return DEFAULTS[data_source](data_source, solution_str, ground_truth, extra_info)
@@ -184,37 +213,45 @@ GRADERS: dict[str, Grader] = {grader.__name__: grader for grader in _BUILT_IN}
 
 
 def is_cheap(spec: str | Grader) -> bool:
-    """Whether a grader is ours, and too simple to crash or hang."""
+    """Return whether a grader is built in and too simple to crash or hang."""
     return spec in GRADERS and spec != "math_verify"
 
 
 # ------------------------------------------------------------------------------------------------------- by their name
 def resolve(spec: str | Grader) -> Grader:
-    """The grader that ``spec`` names, to be called with keywords; an async one runs on an event loop of its own.
+    """Return the grader that ``spec`` names, to be called with keywords.
 
-    A built-in's name, ``module:function``, ``/path/file.py:function`` or ``/path/file.py`` (``compute_score`` in it),
-    or the function itself (one that can be pickled, where it goes to worker processes). Raises ConfigError.
+    An async grader runs on its own event loop.
+
+    Args:
+        spec: Name of a built-in grader, ``module:function``, ``/path/file.py:function``,
+            ``/path/file.py`` (its ``compute_score``), or a function. Worker processes need a
+            function that can be pickled.
+
+    Raises:
+        ConfigError: The grader does not exist or has another signature.
     """
-    found, label = (spec, f"reward.grader = {spec!r}") if callable(spec) else _named(spec)
-    words = ("data_source", "solution_str", "ground_truth", "extra_info")
+    grader, label = (spec, f"reward.grader = {spec!r}") if callable(spec) else _named(spec)
+    keywords = ("data_source", "solution_str", "ground_truth", "extra_info")
     try:
-        inspect.signature(found).bind(**dict.fromkeys(words))
+        inspect.signature(grader).bind(**dict.fromkeys(keywords))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{label}: {error}; it is called with the keywords {', '.join(words)}") from error
-    if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004
-        return _synchronous(found)
-    return found
+        raise ConfigError(f"{label}: {error}; it is called with the keywords {', '.join(keywords)}") from error
+    if inspect.iscoroutinefunction(grader) or inspect.iscoroutinefunction(getattr(grader, "__call__", None)):  # noqa: B004
+        return _synchronous(grader)
+    return grader
 
 
 def _synchronous(grader: Grader) -> Grader:
+    """Wrap an async grader in a function."""
     import asyncio
 
-    runner = asyncio.Runner()  # one loop: a grader's connections live in it
+    runner = asyncio.Runner()  # one loop for all calls, because open connections belong to a loop
 
     def call(**sample: Any) -> Any:
         try:
             return runner.run(grader(**sample))
-        except asyncio.CancelledError as error:  # no Exception, and nobody else's
+        except asyncio.CancelledError as error:  # not a subclass of Exception
             raise RuntimeError("the grader was cancelled") from error
 
     weakref.finalize(call, runner.close)
@@ -222,13 +259,13 @@ def _synchronous(grader: Grader) -> Grader:
 
 
 def _named(spec: str) -> tuple[Grader, str]:
-    """The function and ``grader = name`` for messages."""
+    """Return the function that ``spec`` names, and ``reward.grader = name`` for messages."""
     label = f"reward.grader = {spec}"
     if spec in GRADERS:
         if spec == "math_verify":
-            logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limits that are off
+            logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that time limits are off
             try:
-                math_verify("", "1", "1")  # loads it, which is not the first sample's time
+                math_verify("", "1", "1")  # import now, outside the time limit of the first sample
             except ImportError as error:
                 raise ConfigError(f"{label}: needs a package ({error}); pip install math-verify") from error
         return GRADERS[spec], label
@@ -239,12 +276,12 @@ def _named(spec: str) -> tuple[Grader, str]:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{label}: {place} cannot be imported ({_cause(error)}); mend it") from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    function = getattr(module, name, None)
+    if not callable(function):
         there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         what = "is no function" if hasattr(module, name) else "is not there"
         raise ConfigError(f"{label}: {name} {what}; {choose(name, there, f'in {place}: ')}")
-    return found, label
+    return function, label
 
 
 def check_exists(spec: str) -> None:
@@ -293,11 +330,12 @@ def _file(path: Path, label: str) -> ModuleType:
 
 
 def _module(name: str, label: str) -> ModuleType:
+    """Import a module."""
     try:
         return pkgutil.resolve_name(f"{name}:")
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
-            raise  # one that it imports
+            raise  # a module that this one imports is missing
         above, _, last = str(error.name).rpartition(".")
         there = [m.name for m in pkgutil.iter_modules(sys.modules[above].__path__ if above else None)]
         near = "".join(f"did you mean {n}? " for n in difflib.get_close_matches(last, there, n=1))
@@ -306,17 +344,22 @@ def _module(name: str, label: str) -> ModuleType:
 
 # ------------------------------------------------------------------------------------------------------------ one grade
 def _cause(error: BaseException) -> str:
-    """Type, text and place of an exception in one line."""
+    """Return type, message and place of an exception in one line."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and f.filename[0] != "<"]
     at = f", {Path(frames[-1].filename).name} line {frames[-1].lineno}" if frames else ""
     try:
         text = str(error)
-    except Exception:  # the exception is of a class of the user's, whose __str__ may raise anything
+    except Exception:  # __str__ of a user's exception class may raise anything
         text = "(an exception that cannot tell its text)"
     return " ".join(f"{type(error).__name__}: {text}".split())[:300] + at
 
 
 def _real(name: str, value: Any) -> float:
+    """Convert a number of Python, NumPy or torch.
+
+    Raises:
+        ValueError: It is not finite or too large.
+    """
     value = value.item() if hasattr(value, "item") else value  # NumPy's and torch's scalars
     if not isinstance(value, Real) or not abs(float(value)) < LARGEST:
         raise ValueError(f"{name} = {str(value)[:60]!r} of the grader is no finite number below {LARGEST:g}")
@@ -324,36 +367,39 @@ def _real(name: str, value: Any) -> float:
 
 
 def as_grade(result: Any) -> Grade:
-    """What a grader returned: a number, a bool, or a dictionary with "score".
+    """Convert the result of a grader: a number, a bool, or a dictionary with "score".
 
-    A dictionary may have "pred" or "answer", "acc" or "correct" (right where >= 1) and "format"; its other numbers go
-    to ``extra``, its other entries nowhere. Raises ValueError for anything else.
+    A dictionary may have "pred" or "answer", "acc" or "correct" (correct if >= 1) and "format". Its
+    other numbers are stored in ``extra``; its other entries are dropped.
+
+    Raises:
+        ValueError: The result has another form.
     """
     if isinstance(result, bool):
         return Grade(float(result), correct=result)
     if not isinstance(result, Mapping):
         return Grade(_real("result", result))
-    rest = dict(result)
-    if "score" not in rest:
-        raise ValueError(f"the grader's dictionary has no 'score'; its keys: {', '.join(map(str, rest)) or 'none'}")
+    entries = dict(result)
+    if "score" not in entries:
+        raise ValueError(f"the grader's dictionary has no 'score'; its keys: {', '.join(map(str, entries)) or 'none'}")
 
     def take(*names: str) -> Any:
-        return next((v for v in [rest.pop(n, None) for n in names] if v is not None), None)
+        return next((v for v in [entries.pop(n, None) for n in names] if v is not None), None)
 
-    score, answer = _real("score", rest.pop("score")), take("pred", "answer")
+    score, answer = _real("score", entries.pop("score")), take("pred", "answer")
     right, form = take("acc", "correct"), take("format")
-    more = {str(k): v for k, v in rest.items() if isinstance(v, Real) or getattr(v, "shape", None) == ()}
+    numbers = {str(k): v for k, v in entries.items() if isinstance(v, Real) or getattr(v, "shape", None) == ()}
     return Grade(
         score,
         answer=None if answer is None else " ".join(str(answer).encode(errors="replace").decode().split()),
         correct=None if right is None else _real("acc", right) >= 1,
         format_ok=None if form is None else _real("format", form) >= 1,
-        extra={k: float(v) for k, v in more.items() if math.isfinite(float(v))},
+        extra={k: float(v) for k, v in numbers.items() if math.isfinite(float(v))},
     )
 
 
 def judge(grader: Grader, sample: Sample) -> tuple[Grade, str | None]:
-    """The grade of one sample, and the cause where the grader failed."""
+    """Return the grade of one sample, and the cause if the grader failed."""
     source, response, truth, extra = sample
     try:
         result = grader(data_source=source, solution_str=response, ground_truth=truth, extra_info=extra)
@@ -363,25 +409,25 @@ def judge(grader: Grader, sample: Sample) -> tuple[Grade, str | None]:
 
 
 class Graders(Protocol):
-    """What judges responses: a pool of rule graders, or a reward model."""
+    """Grades batches of samples: a pool of rule-based graders, or a reward model."""
 
     @property
     def failures(self) -> int:
-        """Samples that could not be graded, so far."""
+        """Number of samples so far that could not be graded."""
         ...
 
     @property
     def last_failure(self) -> str | None: ...
 
     def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
-        """One grade per sample; prompts[i] is what sample i answers."""
+        """Return one grade per sample; prompts[i] is the prompt of samples[i]."""
         ...
 
     def close(self) -> None: ...
 
 
 class WithFormat:
-    """Graders that add ``weight`` to the score where the whole response matches a pattern."""
+    """Adds ``weight`` to the score of responses that match a pattern completely."""
 
     def __init__(self, inner: Graders, pattern: re.Pattern[str], weight: float) -> None:
         self.inner, self.pattern, self.weight = inner, pattern, weight
@@ -395,7 +441,7 @@ class WithFormat:
         return self.inner.last_failure
 
     def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
-        """As ``Graders``; right or wrong stays what it was without the format."""
+        """Grade as the inner graders; ``correct`` is the value without the format reward."""
         grades = []
         for sample, grade in zip(samples, self.inner.grade(samples, prompts), strict=True):
             matches = self.pattern.fullmatch(sample[1]) is not None and not grade.failed

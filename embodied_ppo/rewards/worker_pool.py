@@ -1,4 +1,4 @@
-"""Grade in worker processes that may crash or hang without harm to the rest."""
+"""Worker processes that run graders, so that a grader that crashes or hangs does not stop training."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ if TYPE_CHECKING:
     from embodied_ppo.data.prompts import Prompt
 
 START_S = 120.0
-"""How long a worker may take to load its grader, seconds."""
+"""Time limit for a worker to load its grader, seconds."""
 
 
 def _serve(spec: str | Grader, pipe: Connection) -> None:
-    """A worker's life: None when its grader is loaded (or a text why not), then an answer to every sample."""
+    """Run a worker: send None once the grader is loaded (else a message), then answer every sample."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.setsid()  # what a grader starts can be ended with it
+    os.setsid()  # a process group of its own, so that children of the grader can be killed with it
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def follow() -> None:
+    def exit_with_parent() -> None:
         wait([parent.sentinel])
         os.killpg(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     try:
         grader = resolve(spec)
     except ConfigError as error:
         return pipe.send(str(error))
     pipe.send(None)
-    me = os.getpid()
+    pid = os.getpid()
     with suppress(EOFError):
         while True:
-            judged = judge(grader, pipe.recv())
-            if os.getpid() != me:  # a child that the grader forked and let come back: the answer is its parent's
+            result = judge(grader, pipe.recv())
+            if os.getpid() != pid:  # a child forked by the grader that returned; its parent answers
                 os._exit(0)
-            pipe.send(judged)
+            pipe.send(result)
 
 
 class _Worker:
-    """One process, and the sample it is at."""
+    """One process, and the sample that it is grading."""
 
     def __init__(self, spec: str | Grader) -> None:
         context = multiprocessing.get_context("spawn")
@@ -72,7 +72,11 @@ class _Worker:
         self.deadline = time.monotonic() + START_S
 
     def stop(self, *, grace_s: float = 0.0) -> str:
-        """End it and what it started; how it ended by itself if it did within ``grace_s``."""
+        """End the process and its children.
+
+        Returns:
+            How the process ended, if it did so within ``grace_s``.
+        """
         pid, process = self.process.pid, self.process
         assert pid is not None
         process.join(grace_s)
@@ -89,12 +93,19 @@ class _Worker:
 
 
 class GraderPool:
-    """Grades batches, in worker processes that may crash or hang without harm to the rest."""
+    """Grades batches of samples, in worker processes or in this process."""
 
     def __init__(self, spec: str | Grader, *, workers: int | None, timeout_s: float) -> None:
-        """``workers``: processes; 0: in this process and without time limit; None: 0 for a cheap grader, else 2.
+        """Start the workers.
 
-        ``timeout_s``: limit of one sample, seconds. Raises ConfigError.
+        Args:
+            spec: The grader, see ``graders.resolve``.
+            workers: Number of processes. 0: grade in this process, without time limit. None: 0 for
+                a cheap grader, else 2.
+            timeout_s: Time limit of one sample, seconds.
+
+        Raises:
+            ConfigError: The grader cannot be loaded, or an argument is out of range.
         """
         if workers is not None and workers < 0:
             raise ConfigError(f"workers = {workers} must be >= 0; 0 grades in this process")
@@ -103,12 +114,12 @@ class GraderPool:
         self.spec, self.timeout_s = spec, timeout_s
         self.count = workers if workers is not None else 0 if is_cheap(spec) else 2
         self.failures = 0
-        """Samples whose grader failed, so far."""
+        """Number of samples so far whose grader failed."""
         self.last_failure: str | None = None
         """The first failure of the last batch that had any."""
         self._workers: list[_Worker] = []
         self._closed = False
-        self._here = None if self.count else resolve(spec)
+        self._local_grader = None if self.count else resolve(spec)
         try:
             self._fill()
             while not all(worker.ready for worker in self._workers):
@@ -123,74 +134,84 @@ class GraderPool:
             raise
 
     def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt] = ()) -> list[Grade]:
-        """One grade per sample, in their order; ``prompts`` are for other judges."""
+        """Return one grade per sample, in their order; ``prompts`` are not used."""
         assert not self._closed
-        if self._here is not None:
-            judged = [judge(self._here, sample) for sample in samples]
+        if self._local_grader is not None:
+            results = [judge(self._local_grader, sample) for sample in samples]
         else:
-            judged = self._spread(samples)
-        failed = [i for i, (_, cause) in enumerate(judged) if cause is not None]
+            results = self._grade_in_workers(samples)
+        failed = [i for i, (_, cause) in enumerate(results) if cause is not None]
         self.failures += len(failed)
         if failed:
             i = failed[0]
             source, response, truth, _ = samples[i]
-            told = f"data_source = {source}, ground_truth = {truth[:60]!r}, response = {response[:60]!r}"
-            self.last_failure = f"sample {i} of {len(samples)} ({told}): {judged[i][1]}"
-        return [grade for grade, _ in judged]
+            sample = f"data_source = {source}, ground_truth = {truth[:60]!r}, response = {response[:60]!r}"
+            self.last_failure = f"sample {i} of {len(samples)} ({sample}): {results[i][1]}"
+        return [grade for grade, _ in results]
 
     def close(self) -> None:
-        """End every worker; may be called again."""
+        """End every worker. May be called repeatedly."""
         self._closed = True
         while self._workers:
             self._workers.pop().stop()
 
     def _fill(self) -> None:
+        """Start workers until there are ``count``."""
         while len(self._workers) < self.count:
             self._workers.append(_Worker(self.spec))
 
     def _drop(self, worker: _Worker, *, grace_s: float = 0.0) -> str:
+        """Stop and remove a worker; return how it ended."""
         self._workers.remove(worker)
         return worker.stop(grace_s=grace_s)
 
-    def _spread(self, samples: Sequence[Sample]) -> list[tuple[Grade, str | None]]:
-        judged: dict[int, tuple[Grade, str | None]] = {}
-        todo, trouble, starts = deque(range(len(samples))), "", 0
+    def _grade_in_workers(self, samples: Sequence[Sample]) -> list[tuple[Grade, str | None]]:
+        """Distribute samples to workers and return grade and cause of failure of each.
+
+        Workers that die before they are ready are replaced up to twice.
+        """
+        results: dict[int, tuple[Grade, str | None]] = {}
+        pending, trouble, starts = deque(range(len(samples))), "", 0
         try:
-            while len(judged) < len(samples):
+            while len(results) < len(samples):
                 if starts == 0 or (not self._workers and starts < 3):
                     starts += 1
                     self._fill()
-                for worker in [w for w in self._workers if w.ready and w.sample is None][: len(todo)]:
+                for worker in [w for w in self._workers if w.ready and w.sample is None][: len(pending)]:
                     try:
-                        worker.pipe.send(samples[todo[0]])
-                    except OSError:  # it died meanwhile: not this sample's doing
+                        worker.pipe.send(samples[pending[0]])
+                    except OSError:  # the worker died before it got this sample
                         trouble = self._drop(worker)
                         continue
-                    worker.sample, worker.deadline = todo.popleft(), time.monotonic() + self.timeout_s
+                    worker.sample, worker.deadline = pending.popleft(), time.monotonic() + self.timeout_s
                 if not self._workers and starts == 3:
-                    judged |= dict.fromkeys(todo, (FAILED, trouble))
+                    results |= dict.fromkeys(pending, (FAILED, trouble))
                 for worker, message in self._events():
                     i, worker.sample = worker.sample, None
                     if i is None:
                         worker.ready, trouble = True, message or ""
                     elif isinstance(message, str):
-                        judged[i] = FAILED, message
+                        results[i] = FAILED, message
                         self._fill()
                     else:
-                        judged[i] = message
-        finally:  # an interrupt: answers to this batch must not be taken for the next one's
+                        results[i] = message
+        finally:  # after an interrupt, late answers to this batch must not reach the next batch
             for worker in [w for w in self._workers if w.sample is not None]:
                 self._drop(worker)
-        return [judged[i] for i in range(len(samples))]
+        return [results[i] for i in range(len(samples))]
 
     def _events(self) -> Iterator[tuple[_Worker, Any]]:
-        """Wait until a worker says something; those that end or are late are dropped, and a text says why."""
+        """Wait for messages of workers and yield them.
+
+        Workers that ended or exceeded their time limit are removed; their message is a text with
+        the cause.
+        """
         busy = {w.pipe: w for w in self._workers if not w.ready or w.sample is not None}
         if not busy:
             return
-        said = wait(list(busy), max(0.0, min(w.deadline for w in busy.values()) - time.monotonic()))
+        readable = wait(list(busy), max(0.0, min(w.deadline for w in busy.values()) - time.monotonic()))
         for pipe, worker in busy.items():
-            if pipe in said:
+            if pipe in readable:
                 try:
                     message = pipe.recv()
                 except (EOFError, OSError):
