@@ -1,7 +1,7 @@
-"""Demonstrations on disk, in LeRobot's layout, read whole into memory; ``recording`` writes them.
+"""Reading of demonstrations in LeRobot's layout into memory; ``lerobot_writer`` writes them.
 
-Shape letters: F frames of all episodes, L frames of one, H x W pixels, D state and A action dimensions, C actions of a
-chunk, B samples.
+Shape letters: F frames of all episodes, L frames of one, H x W pixels, D state and A action
+dimensions, C actions of a chunk, B samples.
 """
 
 from __future__ import annotations
@@ -28,34 +28,36 @@ from torch import Tensor
 from embodied_ppo.core.errors import ConfigError, one_line
 
 VERSION = "v3.0"
-"""What is written."""
+"""Version that is written."""
 READ = (VERSION, "v2.1", "v2.0")
-"""What is read."""
+"""Versions that are read."""
 STATE, ACTION, CAMERA = "observation.state", "action", "observation.images."
-"""Names of features; CAMERA is followed by the camera's."""
+"""Names of features; CAMERA is followed by the name of a camera."""
 FASTEST = 100_000
-"""Frames per second: more is no robot."""
+"""Largest accepted number of frames per second."""
 CHUNK = 1000
-"""Files of a folder chunk-000."""
+"""Number of files in a folder chunk-000."""
 UNREADABLE = (OSError, SyntaxError, ValueError, IndexError, AttributeError, struct.error, DecompressionBombError)
-"""What pillow raises for damaged pictures: found with PNG, JPEG, GIF and WebP."""
+"""Exceptions that Pillow raises for damaged PNG, JPEG, GIF and WebP images."""
 NOWHERE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
-"""What a row raises that does not say what it should."""
+"""Exceptions that access to a malformed row raises."""
 PICTURES = ("PNG", "JPEG", "GIF", "WEBP")
-"""Formats that are read: pillow has others that run programs (EPS: Ghostscript)."""
+"""Accepted image formats. Pillow supports further ones that execute programs (EPS: Ghostscript)."""
 
 
 # ------------------------------------------------------------------------------------------------------ what is read
 @dataclass(frozen=True)
 class Demonstrations:
-    """Episodes one after another.
+    """Frames of all episodes, one episode after another.
 
-    images       camera -> uint8 [F, H, W, 3], seen before ``action`` was taken
-    state        float32 [F, D]
-    action       float32 [F, A]
-    episode      int64 [F], ascending
-    instruction  int64 [F], index into ``instructions``
-    fps          frames, so actions, per second
+    Attributes:
+        images: Camera -> uint8 [F, H, W, 3], observed before ``action``.
+        state: float32 [F, D].
+        action: float32 [F, A].
+        episode: int64 [F], ascending.
+        instruction: int64 [F], index into ``instructions``.
+        instructions: Sentences.
+        fps: Frames, and therefore actions, per second.
     """
 
     images: dict[str, Tensor]
@@ -67,18 +69,32 @@ class Demonstrations:
     fps: float
 
     def chunk(self, frames: Tensor, C: int) -> tuple[Tensor, Tensor]:
-        """The actions of ``frames`` int64 [B] and of the C - 1 after them: action [B, C, A], executed bool [B, C].
+        """Return the actions of ``frames`` and of the C - 1 frames after each of them.
 
-        Beyond the end of its episode executed is False, and the action is the episode's last.
+        Args:
+            frames: int64 [B].
+            C: Actions of a chunk.
+
+        Returns:
+            Actions [B, C, A], and bool [B, C], False beyond the end of the episode, where the
+            episode's last action is repeated.
         """
         end = torch.searchsorted(self.episode, self.episode[frames], right=True)[:, None]
         at = frames[:, None] + torch.arange(C, device=frames.device)
         return self.action[at.minimum(end - 1)], at < end
 
     def split(self, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-        """Frames to train on and frames held out, int64 each: whole episodes, ``fraction`` of them held out.
+        """Split the episodes into training and held-out ones.
 
-        At least one episode is held out unless ``fraction`` is 0. Raises ConfigError where none is left to train on.
+        Args:
+            fraction: Share of held-out episodes; at least one episode unless it is 0.
+            seed: Seed of the selection.
+
+        Returns:
+            Training frames and held-out frames, int64.
+
+        Raises:
+            ConfigError: No episode is left to train on.
         """
         names, of = self.episode.unique(return_inverse=True)
         count = max(round(fraction * len(names)), int(fraction > 0))
@@ -96,7 +112,7 @@ class Demonstrations:
 # ----------------------------------------------------------------------------------------------------------- reading
 @dataclass(frozen=True)
 class _Episode:
-    """Where an episode is."""
+    """Location of an episode."""
 
     index: int
     length: int
@@ -106,13 +122,18 @@ class _Episode:
 
 
 def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
-    """The demonstrations in ``folder``, or the first ``limit`` episodes of them: LeRobot v3.0, v2.1 or v2.0.
+    """Read demonstrations in LeRobot v3.0, v2.1 or v2.0.
 
-    Cameras are called what follows "observation.images." (or "observation.") in their features' names; a state or an
-    action may also be called "state" or "actions". Pickles are never read.
+    A camera's name is what follows "observation.images." (or "observation.") in its feature's name.
+    State and action may also be called "state" and "actions". Pickles are never read.
 
-    Raises ConfigError naming file, episode and frame of what is missing, of the wrong shape, not finite or unreadable,
-    and where the pictures need more than half of the memory that is free.
+    Args:
+        folder: The data set.
+        limit: Number of episodes to read, None: all.
+
+    Raises:
+        ConfigError: A value is missing, malformed, not finite or unreadable (the message names
+            file, episode and frame), or the images need more than half of the free memory.
     """
     folder = Path(folder)
     if limit is not None and limit < 1:
@@ -164,6 +185,7 @@ def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
 
 
 def _grouped(episodes: Sequence[_Episode], key: Callable[[_Episode], Path]) -> list[tuple[Path, list[_Episode]]]:
+    """Group episodes by the file that holds them."""
     groups: dict[Path, list[_Episode]] = defaultdict(list)
     for episode in episodes:
         groups[key(episode)].append(episode)
@@ -171,7 +193,11 @@ def _grouped(episodes: Sequence[_Episode], key: Callable[[_Episode], Path]) -> l
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """meta/info.json, with what every version has."""
+    """Read meta/info.json and check the fields that all versions have.
+
+    Raises:
+        ConfigError: The file is missing or malformed.
+    """
     path = folder / "meta/info.json"
     try:
         info = json.loads(path.read_text())
@@ -196,7 +222,7 @@ def read_info(folder: Path) -> dict[str, Any]:
 
 
 def _named(folder: Path, features: Mapping[str, Any], name: str) -> str:
-    """The feature that is the state, or the action."""
+    """Return the feature that holds the state, or the action."""
     for key in (name, "state" if name == STATE else "actions"):
         if key in features:
             shape = features[key].get("shape")
@@ -207,7 +233,7 @@ def _named(folder: Path, features: Mapping[str, Any], name: str) -> str:
 
 
 def _size(folder: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]:
-    """(H, W) of a camera; shapes are [H, W, 3] or [3, H, W]."""
+    """Return (H, W) of a camera; shapes are [H, W, 3] or [3, H, W]."""
     shape = feature.get("shape")
     if isinstance(shape, list) and len(shape) == 3 and all(_whole(size, 1) for size in shape):
         if shape[2] == 3:
@@ -218,6 +244,7 @@ def _size(folder: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]
 
 
 def _episodes_v3(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -> list[_Episode]:
+    """Return the episodes of version 3.0."""
     rows = read_rows(folder)
     if len(rows) < info["total_episodes"]:
         raise ConfigError(
@@ -243,6 +270,7 @@ def _episodes_v3(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -
 
 
 def _episodes_v2(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -> list[_Episode]:
+    """Return the episodes of versions 2.0 and 2.1."""
     episodes = []
     for row in _lines(folder / "meta/episodes.jsonl"):
         try:
@@ -264,12 +292,17 @@ def _episodes_v2(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -
 
 
 def _place(folder: Path, template: str, row: Mapping[str, Any], of: str, key: str = "") -> Path:
+    """Return the path of a file of version 3.0."""
     places = {name: row[f"{of}/{name}"] for name in ("chunk_index", "file_index")}
     return _inside(folder, template, video_key=key, **places)
 
 
 def _inside(folder: Path, template: str, **fields: Any) -> Path:
-    """A template of meta/info.json, filled in. Raises ValueError where that leads out of ``folder``."""
+    """Fill in a path template of meta/info.json.
+
+    Raises:
+        ValueError: The path is outside ``folder``.
+    """
     for _, name, form, conversion in string.Formatter().parse(template):
         if name is not None and (not name.isidentifier() or conversion or not re.fullmatch(r"0?\d{0,2}d?", form or "")):
             raise ValueError(f"{{{name}:{form}}} is no place")
@@ -280,7 +313,11 @@ def _inside(folder: Path, template: str, **fields: Any) -> Path:
 
 
 def _checked(path: Path, episodes: list[_Episode]) -> list[_Episode]:
-    """In order. Raises ConfigError for an episode that is there twice, or empty."""
+    """Sort episodes.
+
+    Raises:
+        ConfigError: An episode is duplicated or empty.
+    """
     for episode in episodes:
         if not _whole(episode.index, 0):
             raise ConfigError(f"{path}: episode_index={episode.index!r} is no number of an episode; download it anew")
@@ -294,7 +331,7 @@ def _checked(path: Path, episodes: list[_Episode]) -> list[_Episode]:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Episodes of v3.0, in order."""
+    """Return the episode rows of version 3.0, in order."""
     paths = sorted((folder / "meta/episodes").glob("*/*.parquet"))
     rows = [row for path in paths for row in _rows(path)]
     for row in rows:
@@ -304,12 +341,12 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def _whole(x: Any, least: int) -> bool:
-    """Whether it is a whole number from ``least`` on that int64 holds."""
+    """Return whether ``x`` is an integer of at least ``least`` that fits int64."""
     return isinstance(x, int) and not isinstance(x, bool) and least <= x < 2**63
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """JSON lines."""
+    """Read JSON lines."""
     try:
         return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     except FileNotFoundError as error:
@@ -319,7 +356,10 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_tasks(folder: Path, version: str) -> dict[int, str]:
-    """task_index -> sentence. The sentences of v3.0 are pandas' index, which may have no name."""
+    """Return task_index -> sentence.
+
+    In version 3.0 the sentences are the index of a pandas table, which may have no name.
+    """
     if version != VERSION:
         path = folder / "meta/tasks.jsonl"
         rows = _lines(path)
@@ -339,7 +379,10 @@ def read_tasks(folder: Path, version: str) -> dict[int, str]:
 def _check_memory(
     folder: Path, cameras: Mapping[str, tuple[int, int]], numbers: int, frames: int, episodes: int
 ) -> None:
-    """``numbers``: of the state and the action of a frame."""
+    """Check that images and numbers fit into half of the free memory.
+
+    ``numbers``: dimensions of state and action of a frame.
+    """
     free = _free_bytes()
     need = frames * (sum(3 * height * width for height, width in cameras.values()) + 4 * numbers)
     if free is not None and need > free / 2:
@@ -353,7 +396,9 @@ def _check_memory(
 
 
 def _free_bytes() -> float | None:
-    """Memory that this process may still take; None where the system does not say."""
+    """Return the memory that this process may still allocate, None if the system does not report
+    it.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -367,7 +412,7 @@ def _free_bytes() -> float | None:
 
 # ----------------------------------------------------------------------------------------------------------- parquet
 def arrow(path: Path) -> tuple[Any, Any]:
-    """pyarrow and pyarrow.parquet."""
+    """Import pyarrow and pyarrow.parquet."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet
@@ -377,7 +422,11 @@ def arrow(path: Path) -> tuple[Any, Any]:
 
 
 def _load(path: Path, columns: Sequence[str] | None = None) -> Any:
-    """A pyarrow table. Raises ConfigError."""
+    """Read columns of a parquet file.
+
+    Raises:
+        ConfigError: The file or a column is missing or damaged.
+    """
     pyarrow, parquet = arrow(path)
     try:
         if not path.exists():
@@ -388,7 +437,7 @@ def _load(path: Path, columns: Sequence[str] | None = None) -> Any:
                 what = f"has several columns {lacks[0]}" if lacks[0] in there else f"has no column {lacks[0]}"
                 raise ConfigError(f"{path}: {what}; it has {', '.join(there)}")
             return file.read(None if columns is None else list(columns)).combine_chunks()
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:  # names of columns, too
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:  # also for names of columns
         cause = one_line(error)
         raise ConfigError(
             f"{path}: is no parquet file that can be read ({cause}); record or download it anew"
@@ -396,16 +445,20 @@ def _load(path: Path, columns: Sequence[str] | None = None) -> Any:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """All of a parquet file. Raises ConfigError."""
+    """Read all rows of a parquet file.
+
+    Raises:
+        ConfigError: The file is missing or damaged.
+    """
     table = _load(path)
     try:
         return table.to_pylist()
-    except (arrow(path)[0].ArrowException, ValueError, OverflowError) as error:  # text that is none, the year 30000
+    except (arrow(path)[0].ArrowException, ValueError, OverflowError) as error:  # invalid text, dates out of range
         raise ConfigError(f"{path}: has values that cannot be read ({one_line(error)}); download it anew") from error
 
 
 class _Table:
-    """Frames of several episodes; messages name file, episode and frame."""
+    """Frames of several episodes in one file; messages name file, episode and frame."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.path = path
@@ -419,10 +472,11 @@ class _Table:
         )
 
     def _where(self, episode: _Episode) -> str:
+        """Return file and episode, for messages."""
         return f"{self.path}: episode {episode.index}"
 
     def rows(self, episode: _Episode) -> np.ndarray:
-        """Of its frames, in order, int64 [L]."""
+        """Return the rows of an episode's frames in order, int64 [L]."""
         rows = np.flatnonzero(self._episode == episode.index)
         rows = rows[np.argsort(self._frame[rows], kind="stable")]
         frame = self._frame[rows]
@@ -435,7 +489,7 @@ class _Table:
         return rows
 
     def tasks(self, rows: np.ndarray, episode: _Episode, known: Mapping[int, str]) -> np.ndarray:
-        """task_index, int64 [L]."""
+        """Return task_index, int64 [L]."""
         task = self._task[rows]
         for index in np.unique(task).tolist():
             if index not in known:
@@ -445,7 +499,7 @@ class _Table:
         return task
 
     def floats(self, name: str, rows: np.ndarray, episode: _Episode, dims: int) -> np.ndarray:
-        """float32 [L, dims]."""
+        """Return a feature, float32 [L, dims]."""
         if name not in self._cache:
             self._cache[name] = self._vectors(name, dims)
         x = self._cache[name][rows]
@@ -453,7 +507,7 @@ class _Table:
         return x
 
     def _vectors(self, name: str, dims: int) -> np.ndarray:
-        """float32 [rows, dims] of the whole file."""
+        """Return a feature of all rows of the file, float32 [rows, dims]."""
         import pyarrow
         import pyarrow.compute
 
@@ -479,7 +533,7 @@ class _Table:
             raise ConfigError(f"{self.path}: {name} holds {column.type}, not numbers; download it anew") from error
 
     def pictures(self, name: str, rows: np.ndarray, episode: _Episode, size: tuple[int, int]) -> np.ndarray:
-        """uint8 [L, H, W, 3] of pictures that are files within the file."""
+        """Return images that are stored in the table, uint8 [L, H, W, 3]."""
         out = np.empty((len(rows), *size, 3), dtype=np.uint8)
         for i, row in enumerate(rows.tolist()):
             where = f"{self._where(episode)}, frame {i}: {name}"
@@ -493,7 +547,7 @@ class _Table:
             try:
                 with Image.open(io.BytesIO(data), formats=PICTURES) as picture:
                     width, height = picture.size
-                    if (height, width) == size:  # before a small file unfolds to gigabytes
+                    if (height, width) == size:  # check first: a small file may decode to gigabytes
                         out[i] = np.asarray(picture.convert("RGB"))
             except UNREADABLE as error:
                 raise ConfigError(f"{where} cannot be decoded ({error}); record or download it anew") from error
@@ -503,7 +557,11 @@ class _Table:
 
 
 def check_finite(x: np.ndarray, where: str) -> None:
-    """Of [L, K]."""
+    """Check that all numbers of x [L, K] are finite.
+
+    Raises:
+        ConfigError: One is not.
+    """
     if len(bad := np.argwhere(~np.isfinite(x))):
         frame, i = bad[0].tolist()
         raise ConfigError(f"{where} [{i}] is {x[frame, i]} in frame {frame}; it must be finite: leave the episode out")
@@ -511,7 +569,7 @@ def check_finite(x: np.ndarray, where: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- video
 def _decode(path: Path, spans: Sequence[tuple[_Episode, int, np.ndarray]], size: tuple[int, int]) -> None:
-    """Fill uint8 [L, H, W, 3] of each episode, from its first frame in the video on; spans in that order."""
+    """Decode a video into uint8 [L, H, W, 3] of each episode; ``spans`` are sorted by first frame."""
     if not path.exists():
         raise ConfigError(f"{path} is missing; copy or download the folder anew, or record it again")
     try:
@@ -519,7 +577,7 @@ def _decode(path: Path, spans: Sequence[tuple[_Episode, int, np.ndarray]], size:
             width, height = next(frames)["size"]
             if (height, width) != size:
                 raise ConfigError(f"{path}: shows {height} x {width} pixels; meta/info.json says {size[0]} x {size[1]}")
-            at = 0  # the number of the next frame
+            at = 0  # index of the next frame
             for episode, first, out in spans:
                 if first < at:
                     raise ConfigError(f"{path}: episode {episode.index} begins before the one before it ends")
@@ -540,11 +598,11 @@ def _decode(path: Path, spans: Sequence[tuple[_Episode, int, np.ndarray]], size:
 
 
 def _frames(path: Path) -> Any:
-    """Facts, then bytes [H, W, 3] of every frame that is there, each once; a damaged one ends it."""
+    """Yield the video's metadata, then the bytes [H, W, 3] of each frame; stops at a damaged frame."""
     read_frames: Any = imageio_ffmpeg.read_frames
     return read_frames(
         str(path),
-        # mp4 alone: playlists and lists of files, which ffmpeg also knows by their contents, name other files
+        # Only mp4: ffmpeg also accepts playlists, which could name files outside the folder.
         input_params=["-f", "mp4", "-threads", "1", "-xerror", "-err_detect", "explode"],
         output_params=["-fps_mode", "passthrough"],
     )

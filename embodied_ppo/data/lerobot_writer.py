@@ -1,6 +1,7 @@
-"""Recording demonstrations in LeRobot's layout, file by file.
+"""Recording of demonstrations in LeRobot's layout, file by file.
 
-Shape letters: F frames of all episodes, L frames of one, H x W pixels, D state and A action dimensions.
+Shape letters: F frames of all episodes, L frames of one, H x W pixels, D state and A action
+dimensions.
 """
 
 from __future__ import annotations
@@ -35,23 +36,28 @@ DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 KEYFRAMES = 10
-"""A frame of the video that stands by itself every so many: who reads one frame decodes at most as many."""
+"""Distance of key frames in a video; reading one frame decodes at most this many."""
 SAFE = "What was finished before is safe: record again into the same folder to go on"
 INDICES = ("frame_index", "episode_index", "index", "task_index")
 
 Stats: TypeAlias = "dict[str, np.ndarray]"
-"""min, max, mean, std and count of one feature, as LeRobot has them: float64 [D] or, for images, [3, 1, 1]; [1]."""
+"""min, max, mean, std and count of one feature as in LeRobot: float64 [D], for images [3, 1, 1];
+count [1].
+"""
 
 
 class Writer:
-    """Records episodes into ``folder``, LeRobot v3.0. Use it in a ``with`` statement, or ``close`` it.
+    """Records episodes into ``folder``, LeRobot v3.0. Use it in a ``with`` statement, or call
+    ``close``.
 
-    Every ``episodes_per_file`` episodes a file is finished: one parquet of numbers, one mp4 per camera and one parquet
-    of episodes, which is renamed into place last and counts. Whoever is killed loses the episodes of the file that was
-    not finished; opened again, the folder is continued after the last finished one (``episodes``, ``frames``).
+    After every ``episodes_per_file`` episodes a file is complete: one parquet of numbers, one mp4
+    per camera and one parquet of episodes. The latter is renamed into place last, and makes the
+    episodes valid. A process that is killed loses the episodes of the incomplete file. If the
+    folder is opened again, recording continues after the last complete file (``episodes``,
+    ``frames``).
 
-    Pictures come back bit for bit: H.264 of RGB without loss (libx264rgb, crf 0; largest and mean error 0). ffmpeg,
-    so torchcodec and PyAV, decode it; most browsers do not show it. One ffmpeg process per camera and file encodes.
+    Images are stored without loss (H.264 of RGB: libx264rgb, crf 0). torchcodec and PyAV can decode
+    them; most browsers do not show them. One ffmpeg process per camera and file encodes.
     """
 
     def __init__(
@@ -65,13 +71,23 @@ class Writer:
         episodes_per_file: int = 64,
         robot_type: str | None = None,
     ) -> None:
-        """``state`` and ``action`` name the D and A dimensions; ``cameras``: name -> (H, W) in pixels.
+        """Open or create the data set.
 
-        Raises ConfigError where ``folder`` holds something else, or is being recorded into by another process.
+        Args:
+            folder: The data set.
+            fps: Frames per second.
+            state: Names of the D state dimensions.
+            action: Names of the A action dimensions.
+            cameras: Name -> (H, W) in pixels.
+            episodes_per_file: Episodes of a file.
+            robot_type: Stored in meta/info.json.
+
+        Raises:
+            ConfigError: ``folder`` holds other data, or another process is recording into it.
         """
         self.folder = Path(folder)
         self.episodes = self.frames = 0
-        """There are so many, in finished files and in the one that is being written."""
+        """Number of episodes and frames, including those of the incomplete file."""
         self._fps, self._cameras, self._per_file = fps, dict(cameras), episodes_per_file
         self._dims = {STATE: len(state), ACTION: len(action)}
         self._robot_type = robot_type
@@ -96,9 +112,16 @@ class Writer:
             raise
 
     def add(self, images: Mapping[str, np.ndarray], state: np.ndarray, action: np.ndarray, instruction: str) -> None:
-        """One whole episode: camera -> uint8 [L, H, W, 3], float32 [L, D], float32 [L, A] and its sentence.
+        """Add one complete episode.
 
-        Raises ConfigError for wrong shapes or types, and for numbers that are not finite.
+        Args:
+            images: Camera -> uint8 [L, H, W, 3].
+            state: float32 [L, D].
+            action: float32 [L, A].
+            instruction: Sentence.
+
+        Raises:
+            ConfigError: A shape or type is wrong, a number is not finite, or encoding failed.
         """
         if self._lock < 0:
             raise ConfigError(f"{self.folder}: was closed; make a new Writer to go on")
@@ -106,7 +129,7 @@ class Writer:
         try:
             self._encode(images)
             self._note(images, length, state, action, instruction)
-        except BaseException as error:  # a video with half an episode is of no use
+        except BaseException as error:  # the video now holds part of an episode and cannot be completed
             self._abandon()
             if isinstance(error, OSError):
                 cause = one_line(error)[:200]
@@ -118,7 +141,7 @@ class Writer:
             self._finish()
 
     def close(self) -> None:
-        """Finish the file that is being written, with the episodes it has. May be called twice."""
+        """Complete the current file with the episodes that it has. May be called twice."""
         if self._episode_rows:
             self._finish()
         self._release()
@@ -131,7 +154,7 @@ class Writer:
 
     # --------------------------------------------------------------------------------------------------- beginning
     def _locked(self) -> int:
-        """The folder's file descriptor: who has it locked records."""
+        """Lock the folder for this process and return its file descriptor."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.folder, os.O_RDONLY)
         try:
@@ -144,7 +167,7 @@ class Writer:
         return lock
 
     def _open(self) -> None:
-        """Begin a dataset, or continue the one that is there."""
+        """Create a data set, or continue the existing one."""
         if not (self.folder / "meta/info.json").exists():
             if there := sorted(path.name for path in self.folder.iterdir() if path.name != "meta"):
                 raise ConfigError(f"{self.folder}: holds {there[0]} but no meta/info.json; choose an empty folder")
@@ -173,18 +196,22 @@ class Writer:
                 ) from error
             self._stats = {key: _merged(self._stats.get(key), new) for key, new in found.items()}
         self._file += bool(rows)
-        # What an interrupted recording has left behind.
+        # Remove the incomplete files of an interrupted recording.
         for path in [*self.folder.rglob("*.part"), *(path for path in self._paths())]:
             path.unlink(missing_ok=True)
         self._publish()
 
     def _keys(self) -> list[str]:
-        """Features with statistics."""
+        """Return the features that have statistics."""
         return [STATE, ACTION, *(CAMERA + name for name in self._cameras)]
 
     # ------------------------------------------------------------------------------------------------------ adding
     def _check(self, images: Mapping[str, np.ndarray], state: np.ndarray, action: np.ndarray, instruction: str) -> int:
-        """L. Raises ConfigError."""
+        """Check an episode and return its length L.
+
+        Raises:
+            ConfigError: It is malformed.
+        """
         where = f"{self.folder}: episode {self.episodes}"
         if set(images) != set(self._cameras):
             raise ConfigError(f"{where} has pictures of {sorted(images)}; they must be of {sorted(self._cameras)}")
@@ -204,7 +231,7 @@ class Writer:
         return length
 
     def _encode(self, images: Mapping[str, np.ndarray]) -> None:
-        """The pictures go to ffmpeg."""
+        """Send the images to ffmpeg."""
         for name, pictures in images.items():
             if name not in self._encoders:
                 part = _part(self._path(VIDEO_PATH, name))
@@ -222,7 +249,7 @@ class Writer:
     def _note(
         self, images: Mapping[str, np.ndarray], length: int, state: np.ndarray, action: np.ndarray, instruction: str
     ) -> None:
-        """The numbers wait for the end of the file."""
+        """Keep the numbers of an episode until the file is complete."""
         task = self._tasks.setdefault(instruction, len(self._tasks))
         frame = np.arange(length)
         columns = {
@@ -244,13 +271,14 @@ class Writer:
         self.frames += length
 
     def _abandon(self) -> None:
-        """Leave what is not finished, and be closed."""
+        """Discard incomplete episodes and close."""
         self.episodes -= len(self._episode_rows)
         self.frames -= sum(row["length"] for row in self._episode_rows)
         self._episode_rows = []
         self._release()
 
     def _release(self) -> None:
+        """Close encoders and release the lock."""
         for encoder in self._encoders.values():
             encoder.close()
         if self._lock >= 0:
@@ -258,7 +286,7 @@ class Writer:
         self._encoders, self._lock = {}, -1
 
     def _episode_row(self, length: int, instruction: str, stats: Mapping[str, Stats]) -> dict[str, Any]:
-        """What meta/episodes says of the next episode."""
+        """Return the row of the next episode in meta/episodes."""
         place = {"chunk_index": self._file // CHUNK, "file_index": self._file % CHUNK}
         begun = sum(row["length"] for row in self._episode_rows)  # frames of this file
         row: dict[str, Any] = {"episode_index": self.episodes, "tasks": [instruction], "length": length}
@@ -273,18 +301,19 @@ class Writer:
 
     # --------------------------------------------------------------------------------------------------- finishing
     def _path(self, template: str, camera: str = "") -> Path:
+        """Return the path of the current file."""
         key = CAMERA + camera
         return self.folder / template.format(
             video_key=key, chunk_index=self._file // CHUNK, file_index=self._file % CHUNK
         )
 
     def _paths(self) -> Iterator[Path]:
-        """What is written before the file counts."""
+        """Yield the files that are written before the episodes become valid."""
         yield self._path(DATA_PATH)
         yield from (self._path(VIDEO_PATH, name) for name in self._cameras)
 
     def _finish(self) -> None:
-        """Everything added since the last file, on disk; then it counts."""
+        """Write everything added since the last file; the episodes become valid."""
         try:
             self._write_file()
         except BaseException:
@@ -294,6 +323,7 @@ class Writer:
         self._publish()
 
     def _write_file(self) -> None:
+        """Write the current file."""
         pyarrow, parquet = arrow(self.folder)
         frames = sum(row["length"] for row in self._episode_rows)
         for name, encoder in self._encoders.items():
@@ -312,7 +342,7 @@ class Writer:
         self._episode_rows, self._columns, self._encoders = [], defaultdict(list), {}
 
     def _publish(self) -> None:
-        """meta/stats.json and meta/info.json, which follow from the finished files."""
+        """Write meta/stats.json and meta/info.json, which describe the complete files."""
         info = {
             "codebase_version": VERSION,
             "robot_type": self._robot_type,
@@ -337,7 +367,7 @@ class Writer:
 def _features(
     fps: int, state: Sequence[str], action: Sequence[str], cameras: Mapping[str, tuple[int, int]]
 ) -> dict[str, Any]:
-    """What meta/info.json says of the columns and the videos."""
+    """Return the description of columns and videos for meta/info.json."""
     features: dict[str, Any] = {}
     for name, (height, width) in cameras.items():
         video = {
@@ -359,18 +389,18 @@ def _features(
 
 
 def _plain(features: Mapping[str, Any]) -> dict[str, Any]:
-    """What two recordings into one folder must have in common."""
+    """Return the fields of the features that all recordings of a folder must have in common."""
     return {key: [feature.get(x) for x in ("dtype", "shape", "names")] for key, feature in features.items()}
 
 
 def _files_of(row: Mapping[str, Any], chunk: int) -> list[int]:
-    """Numbers of the files that an episode of v3.0 is in."""
+    """Return the indices of the files that hold an episode of version 3.0."""
     keys = [key.removesuffix("chunk_index") for key in row if key.endswith("/chunk_index")]
     return [row[f"{key}chunk_index"] * chunk + row[f"{key}file_index"] for key in keys]
 
 
 def _count(path: Path) -> int:
-    """Frames of a video; 0 where it cannot be read."""
+    """Return the number of frames of a video, 0 if it cannot be read."""
     try:
         return imageio_ffmpeg.count_frames_and_secs(str(path))[0] or 0
     except (OSError, RuntimeError):
@@ -378,7 +408,7 @@ def _count(path: Path) -> int:
 
 
 def _column(x: np.ndarray) -> Any:
-    """[F] or [F, 1] as numbers, [F, D] as lists of D."""
+    """Convert [F] or [F, 1] to a column of numbers, [F, D] to a column of lists."""
     import pyarrow
 
     flat = pyarrow.array(x.reshape(-1))
@@ -386,7 +416,7 @@ def _column(x: np.ndarray) -> Any:
 
 
 def _tasks_table(tasks: Mapping[str, int]) -> Any:
-    """A table that pandas reads with the sentences as its index, as LeRobot expects."""
+    """Return a table that pandas reads with the sentences as its index, as LeRobot expects."""
     import pyarrow
 
     table = pyarrow.table(
@@ -404,18 +434,22 @@ def _tasks_table(tasks: Mapping[str, int]) -> Any:
 
 
 def _part(path: Path) -> Path:
-    """Where a file is written before it is moved into place; not shared with the ffmpeg of somebody who was killed."""
+    """Return the temporary name of a file.
+
+    It contains the process id, because ffmpeg of a killed process may still write to its own.
+    """
     return path.with_name(f"{path.name}.{os.getpid()}.part")
 
 
 def _move(part: Path, path: Path) -> None:
-    """Into place, once it is on the disk."""
+    """Flush a file to disk and rename it."""
     with open(part, "rb") as file:
         os.fsync(file.fileno())
     os.replace(part, path)
 
 
 def _write(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file under a temporary name and rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write(_part(path))
     _move(_part(path), path)
@@ -426,14 +460,14 @@ _STATS = ("min", "max", "mean", "std", "count")
 
 
 def _stats(x: np.ndarray) -> Stats:
-    """Of [L, D] over L."""
+    """Return the statistics of [L, D] over L."""
     wide = x.astype(np.float64)
     low, high, mean, std = wide.min(0), wide.max(0), wide.mean(0), wide.std(0)
     return {"min": low, "max": high, "mean": mean, "std": std, "count": np.array([len(x)])}
 
 
 def _image_stats(x: np.ndarray) -> Stats:
-    """Of uint8 [L, H, W, 3] over all pixels, as numbers in [0, 1]; counted in pictures."""
+    """Return the statistics of uint8 [L, H, W, 3] over all pixels, scaled to [0, 1]; count is L."""
     counts = np.stack([np.bincount(x[..., c].reshape(-1), minlength=256) for c in range(3)])
     value, share = np.arange(256) / 255, counts / counts.sum(1, keepdims=True)
     seen = np.where(counts > 0, value, np.nan)
@@ -444,7 +478,7 @@ def _image_stats(x: np.ndarray) -> Stats:
 
 
 def _merged(a: Stats | None, b: Stats) -> Stats:
-    """Of both together."""
+    """Return the statistics of the union."""
     if a is None:
         return b
     count = a["count"] + b["count"]

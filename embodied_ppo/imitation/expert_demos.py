@@ -1,4 +1,4 @@
-"""Demonstrations of a task's own expert, and policies cloned from demonstrations: both kept on disk between runs."""
+"""Recording of a task's scripted expert, and cloning from demonstrations; both are cached on disk."""
 
 from __future__ import annotations
 
@@ -27,18 +27,22 @@ from embodied_ppo.data.lerobot_writer import SAFE, Writer
 from embodied_ppo.imitation import behavior_cloning, supervised_finetuning
 
 RECORDERS = 64
-"""Environments that demonstrations are recorded in."""
-ASKED = "meta/embodied_ppo.json"
-"""Of a recording: what it was asked for, besides what LeRobot's own files say."""
+"""Number of environments that record in parallel."""
+REQUEST = "meta/embodied_ppo.json"
+"""File of a recording: the options it was requested with, besides those in LeRobot's own files."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What ``record`` did.
+    """Result of ``record``.
 
-    found      demonstrations that were there before     episodes, frames  those that are there now
-    tried      episodes that the expert ended            succeeded         those of them that it solved
-    families   kind of episode -> how many were recorded now
+    Attributes:
+        found: Demonstrations that existed before.
+        episodes: Demonstrations that exist now.
+        frames: Frames that exist now.
+        tried: Episodes that the expert finished.
+        succeeded: Finished episodes that the expert solved.
+        families: Kind of episode -> number of demonstrations recorded now.
     """
 
     found: int
@@ -52,22 +56,32 @@ class Recorded:
 def demonstrations(
     config: Config,
     notice: Callable[[str], None],
-    advance: Advance = lambda what, done, total: None,
+    advance: Advance = lambda task, completed, total: None,
 ) -> Path:
-    """Folder of what ``config.cloning`` learns from; recorded by the task's expert unless it is there. ConfigError."""
+    """Return the folder of the demonstrations that ``config.cloning`` uses; record them if
+    necessary.
+
+    Args:
+        config: Options of the run.
+        notice: Receives lines for the log.
+        advance: Progress callback.
+
+    Raises:
+        ConfigError: The task has no expert, or its options cannot be recorded.
+    """
     c, env = config.cloning, config.env
     if c.dataset is not None:
         return Path(c.dataset)
     if env.id != "Tabletop":
         raise ConfigError(f"cloning.dataset = null: env.id={env.id} has no expert of its own; name a folder")
     _check_ranges(env)
-    asked = {"kwargs": env.kwargs, "cameras": env.cameras, "size": env.image_size, "randomize": env.randomize}
-    asked["episodes"] = c.episodes  # a recording that is continued has other episodes than one made at once
-    name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:20]
+    request = {"kwargs": env.kwargs, "cameras": env.cameras, "size": env.image_size, "randomize": env.randomize}
+    request["episodes"] = c.episodes  # a recording that is continued has other episodes than one made at once
+    name = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:20]
     folder = compile.cache_folder() / "demonstrations" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs that want the same: the second finds it done
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two equal runs the second waits and uses the result
         record(
             DemosConfig(out=str(folder), episodes=c.episodes, env=env),
             lambda line: notice(f"cloning: {line}"),
@@ -77,7 +91,13 @@ def demonstrations(
 
 
 def recording_env(config: DemosConfig) -> EnvConfig:
-    """The environment that ``record`` records; refuses what it would, before there is a folder. Raises ConfigError."""
+    """Return the environment that ``record`` uses, after checking all options.
+
+    Nothing is written before the check.
+
+    Raises:
+        ConfigError: The options cannot be recorded.
+    """
     env = config.env
     if not config.out:
         raise ConfigError("out = '' must name a folder to record into; write out=demos/reach")
@@ -103,6 +123,7 @@ def recording_env(config: DemosConfig) -> EnvConfig:
 
 
 def _check_ranges(env: EnvConfig) -> None:
+    """Refuse custom randomisation ranges."""
     if env.randomize and env.ranges:
         raise ConfigError(
             f"env.ranges = {show(env.ranges)}: demonstrations are randomised by the task's own ranges; take them away "
@@ -117,11 +138,19 @@ def record(
     whole: Callable[[], AbstractContextManager[object]] = nullcontext,
     done: Callable[[str], None] = lambda line: None,
 ) -> Recorded:
-    """Go on recording the task's expert into ``config.out`` until it holds ``config.episodes``.
+    """Record the task's expert into ``config.out`` until it holds ``config.episodes``.
 
-    ``advance`` hears how many there are; an episode is written inside of ``whole()``, which may put off an interrupt;
-    ``done`` hears that all are there already.
-    Raises ConfigError, EnvError; TrainingError once something was recorded.
+    Args:
+        config: What to record.
+        notice: Receives lines for the log.
+        advance: Progress callback ``(completed, total)``.
+        whole: Context in which an episode is written; it may delay an interrupt.
+        done: Receives a line if all demonstrations existed before.
+
+    Raises:
+        ConfigError: The options do not fit the folder, or it cannot be written.
+        EnvError: The simulator cannot be used.
+        TrainingError: Recording failed after the first episode.
     """
     env, folder = config.env, Path(config.out)
     recorder: Any = importlib.import_module("embodied_envs").recorder()
@@ -135,7 +164,7 @@ def record(
             cameras=dict.fromkeys(env.cameras, (env.image_size, env.image_size)),
         ) as writer:
             found = writer.episodes
-            _check_asked(config, begun=found > 0)
+            _check_request(config, begun=found > 0)
             missing = config.episodes - found
             if missing <= 0:
                 done(f"{folder} holds {found} demonstrations; nothing is left to record")
@@ -165,39 +194,43 @@ def record(
             raise TrainingError(f"{folder}: cannot be written ({cause}); is the disk full? {SAFE}") from error
         raise ConfigError(f"{folder}: cannot be written ({cause}); choose another folder") from error
     except (ConfigError, EnvError) as error:
-        if families:  # no refusal: it had begun
+        if families:  # recording had begun, so this is not a refusal of the options
             raise TrainingError(str(error)) from error
         raise
     return Recorded(found, writer.episodes, writer.frames, tally.total(), tally[True], dict(sorted(families.items())))
 
 
 def recorded(folder: str) -> int:
-    """How many demonstrations of a recording are finished."""
+    """Return the number of finished demonstrations of a recording."""
     try:
         return int(json.loads((Path(folder) / "meta/info.json").read_text())["total_episodes"])
     except (OSError, ValueError, KeyError):
         return 0
 
 
-def _check_asked(config: DemosConfig, *, begun: bool) -> None:
-    """One folder holds what was asked for with the same options: ``ASKED`` says with which. Raises ConfigError."""
-    path, env = Path(config.out) / ASKED, config.env
-    asked = {"env.id": env.id, "env.kwargs": env.kwargs, "env.randomize": env.randomize, "noise": config.noise}
-    asked["seed"] = config.seed
+def _check_request(config: DemosConfig, *, begun: bool) -> None:
+    """Check that a folder was begun with the same options, or store them in REQUEST.
+
+    Raises:
+        ConfigError: The options differ.
+    """
+    path, env = Path(config.out) / REQUEST, config.env
+    request = {"env.id": env.id, "env.kwargs": env.kwargs, "env.randomize": env.randomize, "noise": config.noise}
+    request["seed"] = config.seed
     if begun:
         try:
-            there = dict(json.loads(path.read_text()))
+            stored = dict(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):  # recorded by something else; the Writer has compared the features
             return
-        for name, value in asked.items():
-            if name in there and there[name] != json.loads(json.dumps(value)):
+        for name, value in request.items():
+            if name in stored and stored[name] != json.loads(json.dumps(value)):
                 raise ConfigError(
-                    f"{config.out}: holds demonstrations with {name}={show(there[name])}, not {show(value)}; choose "
+                    f"{config.out}: holds demonstrations with {name}={show(stored[name])}, not {show(value)}; choose "
                     "another folder, or the options it was begun with"
                 )
         return
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-    temporary.write_text(json.dumps(asked, indent=1) + "\n")
+    temporary.write_text(json.dumps(request, indent=1) + "\n")
     temporary.replace(path)
 
 
@@ -205,11 +238,23 @@ def clone(
     policy: behavior_cloning.Family,
     config: Config,
     notice: Callable[[str], None],
-    advance: Advance = lambda what, done, total: None,
+    advance: Advance = lambda task, completed, total: None,
 ) -> dict[str, float]:
-    """Behaviour cloning by ``config.cloning``, or the weights that an earlier run got by it; its losses, by name.
+    """Clone the policy by ``config.cloning``, or load the weights of an equal earlier run.
 
-    Raises ConfigError, EnvError, TrainingError.
+    Args:
+        policy: The policy, trained in place.
+        config: Options of the run.
+        notice: Receives lines for the log.
+        advance: Progress callback.
+
+    Returns:
+        Losses by name.
+
+    Raises:
+        ConfigError: The demonstrations do not fit the policy.
+        EnvError: The simulator cannot be used.
+        TrainingError: The loss is not finite.
     """
     c = config.cloning
     folder = demonstrations(config, notice, advance)
@@ -219,11 +264,13 @@ def clone(
     if not info.is_file():
         raise ConfigError(f"cloning.dataset={folder}: holds no meta/info.json; name a dataset in LeRobot's layout")
     weights = policy.state_dict()
-    around = [loader.dump(replace(c, coef=0.0)), str(folder.resolve()), torch.__version__, config.seed]
+    settings = [loader.dump(replace(c, coef=0.0)), str(folder.resolve()), torch.__version__, config.seed]
     model = replace(config.model, detach_value=True)  # cloning learns no value
-    around += [str(policy.query.device), loader.dump(model), config.env.cameras]
-    name = hashlib.sha256(json.dumps(around).encode() + supervised_finetuning.digest_of(weights).encode())
-    for file in sorted(path for path in info.parent.rglob("*") if path.is_file()):  # statistics of all that it holds
+    settings += [str(policy.query.device), loader.dump(model), config.env.cameras]
+    name = hashlib.sha256(json.dumps(settings).encode() + supervised_finetuning.digest_of(weights).encode())
+    for file in sorted(
+        path for path in info.parent.rglob("*") if path.is_file()
+    ):  # includes the statistics of the data
         name.update(file.read_bytes())
     for kind in sorted({type(m).__module__ for m in policy.modules()} | {behavior_cloning.__name__}):
         if kind.startswith("embodied_ppo."):
@@ -234,19 +281,19 @@ def clone(
     def make() -> None:
         demos = read_demonstrations(folder, limit=c.episodes)
         notice(f"cloning: {len(demos.state):,} frames of {int(demos.episode[-1]) + 1:,} demonstrations in {folder}")
-        told = behavior_cloning.clone(policy, demos, c, seed=config.seed, notice=notice, advance=advance)
+        result = behavior_cloning.clone(policy, demos, c, seed=config.seed, notice=notice, advance=advance)
         notice(
-            f"cloning: loss {told.loss:.3f}, of held-out episodes {told.held_out_loss:.3f}, {told.cpu_s:.0f} CPU "
+            f"cloning: loss {result.loss:.3f}, of held-out episodes {result.held_out_loss:.3f}, {result.cpu_s:.0f} CPU "
             "seconds"
         )
-        found.update(cloning_loss=told.loss, held_out_loss=told.held_out_loss)
-        with suppress(OSError):  # a full disk: ``once`` says so
-            losses.write_text(json.dumps(found))
+        losses_by_name.update(cloning_loss=result.loss, held_out_loss=result.held_out_loss)
+        with suppress(OSError):  # e.g. a full disk, which ``once`` reports
+            losses.write_text(json.dumps(losses_by_name))
 
-    found: dict[str, float] = {}
+    losses_by_name: dict[str, float] = {}
     if supervised_finetuning.once(
         weights, path, make, what="cloning", saying=f"{c.steps} supervised steps", notice=notice
     ):
         with suppress(OSError, ValueError):
-            found.update(json.loads(losses.read_text()))
-    return found
+            losses_by_name.update(json.loads(losses.read_text()))
+    return losses_by_name

@@ -1,4 +1,4 @@
-"""Supervised steps on demonstrations before PPO, kept on disk between runs."""
+"""Supervised fine-tuning of language models before PPO; results are cached on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from embodied_ppo.models import causal_lm
 from embodied_ppo.models.causal_lm import LanguagePolicy
 
 Example: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
-"""Tokens of a prompt and of the response to it, the end included; neither is empty."""
+"""Tokens of a prompt, and of its response including the end token; neither is empty."""
 BETAS = (0.9, 0.99)
 GRAD_NORM = 1.0
 
@@ -35,13 +35,30 @@ def warm_start(
     folder: Path,
     notice: Callable[[str], None],
 ) -> bool:
-    """Raise the log-probability of responses, or take the weights that an earlier run got by it; True: those.
+    """Train the policy on responses, or load the weights of an equal earlier run.
 
-    Step i learns from examples i * batch_size to (i + 1) * batch_size, mean over their response tokens, with AdamW
-    whose rate rises linearly to ``lr`` over ``lr_warmup`` steps. Nothing is random. Kept in ``folder`` under a name
-    that stands for the initial weights, the examples, these numbers, the code, torch and ``key`` (of JSON: whatever
-    else should tell results apart). Raises ConfigError where examples are too few or ``folder`` cannot be written,
-    TrainingError for a loss that is not finite.
+    Step i uses examples i * batch_size to (i + 1) * batch_size and minimises the mean over their
+    response tokens with AdamW. The result depends on no random numbers. The name of its file in
+    ``folder`` is a digest of the initial weights, the examples, the numbers, the code, the version
+    of torch and ``key``.
+
+    Args:
+        policy: The policy, trained in place.
+        examples: At least steps * batch_size demonstrations.
+        steps: Optimiser steps.
+        batch_size: Examples of a step.
+        lr: Learning rate.
+        lr_warmup: Steps over which the rate rises linearly.
+        key: Further values of JSON that the result depends on.
+        folder: Cache.
+        notice: Receives lines for the log.
+
+    Returns:
+        True if the weights were loaded.
+
+    Raises:
+        ConfigError: There are too few examples, or ``folder`` cannot be written.
+        TrainingError: The loss is not finite.
     """
     count = steps * batch_size
     if count > len(examples):
@@ -67,6 +84,7 @@ def warm_start(
 def _train(
     policy: LanguagePolicy, examples: Sequence[Example], *, steps: int, batch_size: int, lr: float, lr_warmup: int
 ) -> None:
+    """Minimise ``loss`` over consecutive batches."""
     parameters = list(policy.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
     for step in range(steps):
@@ -81,7 +99,7 @@ def _train(
 
 
 def loss(policy: LanguagePolicy, examples: Sequence[Example]) -> Tensor:
-    """-Σ log π(token) / number of tokens, over all response tokens; a scalar with gradient."""
+    """Return -Σ log π(token) / number of tokens over all response tokens, a scalar with gradient."""
     ids, place, mask = (x.to(policy.model.lm_head.weight.device) for x in _batch(examples))
     token = ids.gather(1, place + 1)
     log_prob = policy.view(policy.hidden(ids[:, :-1], place), token).log_prob
@@ -89,7 +107,12 @@ def loss(policy: LanguagePolicy, examples: Sequence[Example]) -> Tensor:
 
 
 def _batch(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens int64 [B, L], right-padded; places int64 [B, R] of the tokens before the response's, and their mask."""
+    """Return a padded batch.
+
+    Returns:
+        Tokens int64 [B, L] padded on the right, places int64 [B, R] of the tokens before the
+        response tokens, and their mask.
+    """
     prompt = torch.tensor([len(p) for p, _ in examples]).unsqueeze(1)
     response = torch.tensor([len(r) for _, r in examples]).unsqueeze(1)
     width, k = int((prompt + response).max()), torch.arange(int(response.max()))
@@ -107,9 +130,21 @@ def once(
     saying: str,
     notice: Callable[[str], None],
 ) -> bool:
-    """``weights`` as ``make`` leaves them, or, True, as it left them when ``path`` was written.
+    """Compute weights, or load them if ``path`` exists.
 
-    Raises ConfigError where the folder cannot be written.
+    Args:
+        weights: Tensors that are changed in place.
+        path: File of the result.
+        make: Computes the result in ``weights``.
+        what: Name of the computation, for messages.
+        saying: Description of the computation, for messages.
+        notice: Receives lines for the log.
+
+    Returns:
+        True if the weights were loaded.
+
+    Raises:
+        ConfigError: The folder cannot be written.
     """
     if path.exists():
         damage = take(weights, path)
@@ -125,7 +160,7 @@ def once(
     make()
     try:
         keep(weights, path)
-    except OSError as error:  # a full disk: the weights are there, training goes on
+    except OSError as error:  # e.g. a full disk; the weights are in memory, so training continues
         notice(f"{what}: not kept ({one_line(error)})")
     return False
 
@@ -133,10 +168,10 @@ def once(
 def _name(
     policy: LanguagePolicy, weights: Mapping[str, Tensor], examples: Sequence[Example], numbers: Mapping[str, Any]
 ) -> str:
-    """20 hex digits for everything that the result depends on."""
-    where = policy.model.lm_head.weight.device.type
-    around = [numbers, policy.temperature, torch.__version__, where]
-    digest = hashlib.sha256(json.dumps(around, sort_keys=True).encode())
+    """Return a digest of everything that the result depends on, 20 hex digits."""
+    device = policy.model.lm_head.weight.device.type
+    settings = [numbers, policy.temperature, torch.__version__, device]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for source in (__file__, causal_lm.__file__):
         digest.update(Path(source).read_bytes())
     digest.update(digest_of(weights).encode())
@@ -145,7 +180,7 @@ def _name(
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:
-    """sha256 of names, types, shapes and bytes."""
+    """Return the sha256 of names, types, shapes and bytes."""
     digest = hashlib.sha256()
     for name, x in weights.items():
         digest.update(f"{name} {x.dtype} {tuple(x.shape)};".encode())
@@ -154,33 +189,37 @@ def digest_of(weights: Mapping[str, Tensor]) -> str:
 
 
 def keep(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write under a temporary name, with a digest, and rename. Raises OSError."""
+    """Write weights with a digest under a temporary name, and rename the file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     temporary = path.with_name(f"{path.stem}.{os.getpid()}.new")
-    kept = {name: x.cpu().contiguous() for name, x in weights.items()}
+    tensors = {name: x.cpu().contiguous() for name, x in weights.items()}
     try:
-        save_file(kept, temporary, metadata={"sha256": digest_of(kept)})
+        save_file(tensors, temporary, metadata={"sha256": digest_of(tensors)})
         temporary.replace(path)
-    except SafetensorError as error:  # its word for a disk that refuses
+    except SafetensorError as error:  # raised by safetensors where the disk refuses
         raise OSError(str(error)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def take(weights: Mapping[str, Tensor], path: Path) -> str | None:
-    """What ``keep`` wrote into the weights, or why not."""
+    """Load what ``keep`` wrote into the weights; return the reason if it is damaged, else None."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            wanted = (file.metadata() or {}).get("sha256")
-            kept = {name: file.get_tensor(name) for name in weights}
+            expected = (file.metadata() or {}).get("sha256")
+            tensors = {name: file.get_tensor(name) for name in weights}
     except (SafetensorError, OSError) as error:
         return one_line(error)
-    if digest_of(kept) != wanted:
+    if digest_of(tensors) != expected:
         return "its digest is not that of its weights"
     for name, x in weights.items():
-        x.copy_(kept[name])
+        x.copy_(tensors[name])
     return None

@@ -1,8 +1,11 @@
-"""A reward model as judge: transformers' sequence classification with one label, by path or trained from preferences.
+"""Reward model: transformers' sequence classification with one label, loaded from a path or trained
+on preferences.
 
-The score is read at the last token of prompt and response. transformers looks for it by the padding token's id, and so
-misses an end token that pads as well; we count. B rows, L tokens of a row, padded on the right, D size of a hidden
-state.
+B rows, L tokens of a row, padded on the right, D size of a hidden state.
+
+The score is read at the last token of prompt and response. transformers finds this token by the id
+of the padding token, and therefore ignores an end token with the same id. Here it is found by the
+length of the row.
 """
 
 from __future__ import annotations
@@ -26,26 +29,39 @@ from embodied_ppo.rewards.graders import FAILED, Grade, Graders, Sample
 Pair = tuple[str, str, str]
 """(prompt, better response, worse response)."""
 BATCH_TOKENS = 16384
-"""Tokens that are scored at once, padding included."""
+"""Tokens that are scored at once, including padding."""
 
 
 # ------------------------------------------------------------------------------------------------------------- models
 def load(path: str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> tuple[Any, Any]:
-    """(model, tokenizer) that ``save_pretrained`` wrote to a directory. Raises ConfigError."""
+    """Load model and tokenizer that ``save_pretrained`` wrote to a directory.
+
+    Args:
+        path: The directory.
+        dtype: Type of the weights.
+        device: Device of the weights.
+
+    Returns:
+        (model, tokenizer).
+
+    Raises:
+        ConfigError: A file is missing or damaged, or the model is not a reward model.
+    """
     option = f"reward.model.path={path}"
     if not Path(path, "config.json").is_file():
         raise ConfigError(
             f"{option}: holds no config.json; name a directory that transformers wrote "
             "(hf download NAME --local-dir DIR)"
         )
-    if not [*Path(path).glob("tokenizer.*"), *Path(path).glob("vocab.*")]:  # transformers makes up an empty one
+    # Without tokenizer files transformers would create an empty tokenizer.
+    if not [*Path(path).glob("tokenizer.*"), *Path(path).glob("vocab.*")]:
         raise ConfigError(f"{option}: holds no tokenizer; save the one that the model was trained with there")
     transformers = _transformers()
     AutoModel = transformers.AutoModelForSequenceClassification
-    # AutoTokenizer takes the model family's rules of splitting, even where tokenizer.json holds others
+    # AutoTokenizer applies the splitting rules of the model family even if tokenizer.json has others.
     exact = Path(path, "tokenizer.json").is_file()
     Tokenizer = transformers.PreTrainedTokenizerFast if exact else transformers.AutoTokenizer
-    transformers.utils.logging.set_verbosity_error()  # what is missing is told below
+    transformers.utils.logging.set_verbosity_error()  # missing weights are reported below
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     cure = "; name a complete directory of a sequence-classification model"
     with config_errors(f"{option}: transformers refuses: ", cure):
@@ -61,24 +77,27 @@ def load(path: str, *, dtype: torch.dtype = torch.float32, device: torch.device 
     if model.config.num_labels != 1:
         raise ConfigError(f"{option}: has {model.config.num_labels} labels; name a model with num_labels=1")
     _check_head(model, option)
-    end, known = tokenizer.eos_token_id, model.get_input_embeddings().num_embeddings
+    end, vocabulary = tokenizer.eos_token_id, model.get_input_embeddings().num_embeddings
     if end is None:
         raise ConfigError(f"{option}: its tokenizer has no end token; set eos_token in tokenizer_config.json")
-    if max(tokenizer.get_vocab().values()) >= known:
+    if max(tokenizer.get_vocab().values()) >= vocabulary:
         raise ConfigError(
-            f"{option}: its tokenizer has {len(tokenizer)} tokens, the model {known}; save the one that the model was "
-            "trained with there"
+            f"{option}: its tokenizer has {len(tokenizer)} tokens, the model {vocabulary}; save the one that the "
+            "model was trained with there"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # for transformers; ours needs none
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # read by transformers only
     return model.to(device).eval(), tokenizer
 
 
 def new(architecture: Mapping[str, Any], *, device: torch.device | str = "cpu") -> Any:
-    """A model from its configuration's fields, as ``models.language.load`` takes them; float32. Raises ConfigError.
+    """Build a float32 model from the fields of its configuration, as in ``causal_lm.load``.
 
-    Its head is zero: every text scores 0 until it has learnt, and its loss begins at log 2.
+    The head is zero: every text scores 0 before training, and the loss starts at log 2.
+
+    Raises:
+        ConfigError: transformers refuses the configuration.
     """
     transformers = _transformers()
     fields = dict(architecture)
@@ -96,6 +115,7 @@ def new(architecture: Mapping[str, Any], *, device: torch.device | str = "cpu") 
 
 
 def _transformers() -> Any:
+    """Import transformers."""
     try:
         import transformers
     except ImportError as error:
@@ -104,6 +124,7 @@ def _transformers() -> Any:
 
 
 def _check_head(model: Any, option: str) -> None:
+    """Check that the model has a linear head."""
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ConfigError(
             f"{option}: {type(model).__name__} has no linear head named score that every token can be read with; name "
@@ -113,14 +134,14 @@ def _check_head(model: Any, option: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- scores
 def _encode(tokenizer: Any, texts: Sequence[str], add_eos: bool) -> list[list[int]]:
-    """Tokens of each text, with one end token behind it."""
+    """Tokenise each text, with one end token at its end."""
     end = [tokenizer.eos_token_id] if add_eos else []
     rows = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
     return [list(row) if list(row[-1:]) == end else [*row, *end] for row in rows]
 
 
 def _problem(model: Any, row: list[int]) -> str | None:
-    """Why a row cannot be scored."""
+    """Return why a row cannot be scored, None if it can."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not row:
         return "the text has no tokens"
@@ -128,34 +149,42 @@ def _problem(model: Any, row: list[int]) -> str | None:
 
 
 def _scores(model: Any, rows: Sequence[list[int]]) -> Tensor:
-    """float32 [B] at the last token of each row, with gradient; the head computes in float32."""
+    """Return the scores at the last token of each row, float32 [B], with gradient.
+
+    The head computes in float32.
+    """
     length = torch.tensor([len(row) for row in rows], device=model.device)
     ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(model.device)  # [B, L]; any id pads
-    seen = torch.arange(ids.shape[1], device=model.device) < length.unsqueeze(1)
-    hidden = model.base_model(input_ids=ids, attention_mask=seen.long(), use_cache=False).last_hidden_state  # [B, L, D]
+    mask = torch.arange(ids.shape[1], device=model.device) < length.unsqueeze(1)
+    hidden = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state  # [B, L, D]
     last = hidden[torch.arange(len(rows), device=model.device), length - 1].float()
     bias = None if model.score.bias is None else model.score.bias.float()
-    offset = getattr(model.config, "reward_offset", 0.0)  # in config.json: the heads of transformers have no bias
+    offset = getattr(
+        model.config, "reward_offset", 0.0
+    )  # stored in config.json, because heads of transformers have no bias
     return F.linear(last, model.score.weight.float(), bias).squeeze(-1) - offset
 
 
 @torch.no_grad()
 def _score_all(model: Any, rows: Sequence[list[int]], batch_tokens: int) -> Tensor:
-    """float32 [len(rows)] on the CPU, in batches of similar lengths."""
+    """Return the scores of all rows, float32 [len(rows)] on the CPU, in batches of similar lengths."""
     model.eval()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    found = torch.empty(len(rows))
+    scores = torch.empty(len(rows))
     while order:
         count = 1
         while count < len(order) and (count + 1) * len(rows[order[count]]) <= batch_tokens:
             count += 1
         batch, order = order[:count], order[count:]
-        found[batch] = _scores(model, [rows[i] for i in batch]).cpu()
-    return found
+        scores[batch] = _scores(model, [rows[i] for i in batch]).cpu()
+    return scores
 
 
 class RewardModel:
-    """Scores prompt and response together; a ``rule`` may say right or wrong, for the metrics only."""
+    """Scores prompt and response together.
+
+    An additional ``rule`` grader determines correctness, for metrics only.
+    """
 
     def __init__(
         self,
@@ -166,9 +195,15 @@ class RewardModel:
         batch_tokens: int = BATCH_TOKENS,
         add_eos: bool = True,
     ) -> None:
-        """``tokenizer``: called with texts and add_special_tokens, it gives "input_ids"; it has an eos_token_id.
+        """Wrap a model.
 
-        ``batch_tokens``: tokens scored at once, padding included. ``add_eos``: end texts as the model saw them end.
+        Args:
+            model: Sequence classification with one label.
+            tokenizer: Called with texts and add_special_tokens, returns "input_ids"; has an
+                eos_token_id.
+            rule: Grader of correctness.
+            batch_tokens: Tokens that are scored at once, including padding.
+            add_eos: Append the end token, as in the model's training.
         """
         self.model, self.tokenizer, self.rule = model, tokenizer, rule
         self.batch_tokens, self.add_eos = batch_tokens, add_eos
@@ -176,10 +211,10 @@ class RewardModel:
         self.last_failure: str | None = None
 
     def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
-        """One grade per sample, in their order; prompts[i] belongs to samples[i].
+        """Return one grade per sample, in their order; prompts[i] belongs to samples[i].
 
-        A text that is too long for the model, or whose score is not finite, fails. Where there is a rule, what it
-        says of answer, correct (else: scored at least 1) and format goes into the grade.
+        A text that is too long for the model, or whose score is not finite, fails. With a rule, its
+        answer, its correctness (else: score at least 1) and its format are part of the grade.
         """
         assert len(samples) == len(prompts)
         rows = _encode(self.tokenizer, [p.text + s[1] for p, s in zip(prompts, samples)], self.add_eos)
@@ -192,30 +227,31 @@ class RewardModel:
             else:
                 problems[i] = f"the model's score is {score}"
         if self.rule is not None:
-            grades = self._judged(self.rule, grades, samples, prompts)
+            grades = self._add_rule(self.rule, grades, samples, prompts)
         if failed := [i for i, grade in enumerate(grades) if grade.failed]:
             self.failures += len(failed)
             source, response, *_ = samples[failed[0]]
-            told = f"data_source = {source}, response = {response[:60]!r}"
-            self.last_failure = f"sample {failed[0]} of {len(samples)} ({told}): {problems[failed[0]]}"
+            sample = f"data_source = {source}, response = {response[:60]!r}"
+            self.last_failure = f"sample {failed[0]} of {len(samples)} ({sample}): {problems[failed[0]]}"
         return grades
 
-    def _judged(
+    def _add_rule(
         self, rule: Graders, grades: list[Grade], samples: Sequence[Sample], prompts: Sequence[Prompt]
     ) -> list[Grade]:
+        """Add the results of the rule to the grades."""
         before = rule.failures
-        words = rule.grade(samples, prompts)
+        rule_grades = rule.grade(samples, prompts)
         if rule.failures > before:
             self.failures += rule.failures - before
             self.last_failure = f"only the rule failed, the model's score stands: {rule.last_failure}"
         return [
             replace(
                 grade,
-                answer=said.answer,
-                correct=said.score >= 1 if said.correct is None else said.correct,
-                format_ok=said.format_ok,
+                answer=by_rule.answer,
+                correct=by_rule.score >= 1 if by_rule.correct is None else by_rule.correct,
+                format_ok=by_rule.format_ok,
             )
-            for grade, said in zip(grades, words, strict=True)
+            for grade, by_rule in zip(grades, rule_grades, strict=True)
         ]
 
     def close(self) -> None:
@@ -225,7 +261,10 @@ class RewardModel:
 
 # ----------------------------------------------------------------------------------------------------------- training
 def _loss(better: Tensor, worse: Tensor) -> Tensor:
-    """−log σ(s_better − s_worse), mean over pairs (Christiano et al. 2017; Ouyang et al. 2022, eq. 1)."""
+    """Return −log σ(s_better − s_worse), mean over pairs.
+
+    Source: Christiano et al. 2017; Ouyang et al. 2022, eq. 1.
+    """
     return -F.logsigmoid(better - worse).mean()
 
 
@@ -241,13 +280,30 @@ def train(
     notice: Callable[[str], None] = lambda text: None,
     add_eos: bool = True,
 ) -> dict[str, float]:
-    """Teach a float32 model preferences: AdamW, gradient norm <= 1, no dropout. ``batch_size``: pairs in one step.
+    """Train a float32 model on preferences: AdamW, gradient norm <= 1, no dropout.
 
-    The last tenth of the pairs is held out: returns their "loss" and "accuracy" (better scored above worse). Their mean
-    score becomes 0, by ``model.config.reward_offset``, which ``save_pretrained`` keeps. Raises ConfigError and
-    TrainingError.
+    The last tenth of the pairs is held out. ``model.config.reward_offset``, which
+    ``save_pretrained`` stores, is set so that the mean score of held-out responses is 0.
+
+    Args:
+        model: Sequence classification with one label, trained in place.
+        tokenizer: Its tokenizer.
+        pairs: Preferences.
+        steps: Optimiser steps.
+        batch_size: Pairs of a step.
+        lr: Learning rate.
+        seed: Seed of the order of the pairs.
+        notice: Receives lines for the log.
+        add_eos: See ``RewardModel``.
+
+    Returns:
+        "loss" and "accuracy" (better response scored higher) of the held-out pairs.
+
+    Raises:
+        ConfigError: There are too few pairs, or one cannot be scored.
+        TrainingError: The loss is not finite.
     """
-    assert model.dtype == torch.float32, "AdamW's steps are lost in fewer bits"
+    assert model.dtype == torch.float32, "AdamW's steps are below the resolution of shorter types"
     if len(pairs) < 2:
         raise ConfigError(f"reward.model.pairs={len(pairs)}: one to learn from and one held out are needed; write 1000")
     better = _encode(tokenizer, [prompt + good for prompt, good, _ in pairs], add_eos)
