@@ -255,12 +255,12 @@ def _episodes_v3(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -
     for row in rows:
         try:
             at = {key: row[f"videos/{key}/from_timestamp"] for key in videos}
-            found = {
+            videos_at = {
                 key: (_place(folder, info["video_path"], row, f"videos/{key}", key), round(at[key] * info["fps"]))
                 for key in videos
             }
             data = _place(folder, info["data_path"], row, "data")
-            episodes.append(_Episode(row["episode_index"], row["length"], data, found))
+            episodes.append(_Episode(row["episode_index"], row["length"], data, videos_at))
         except NOWHERE as error:
             raise ConfigError(
                 f"{folder}/meta/episodes: episode {row.get('episode_index')} does not say where it is "
@@ -276,8 +276,8 @@ def _episodes_v2(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -
         try:
             index, length = row["episode_index"], row["length"]
             place = {"episode_chunk": index // info.get("chunks_size", CHUNK), "episode_index": index}
-            found = {key: (_inside(folder, info["video_path"], video_key=key, **place), 0) for key in videos}
-            episodes.append(_Episode(index, length, _inside(folder, info["data_path"], **place), found))
+            videos_at = {key: (_inside(folder, info["video_path"], video_key=key, **place), 0) for key in videos}
+            episodes.append(_Episode(index, length, _inside(folder, info["data_path"], **place), videos_at))
         except NOWHERE as error:
             raise ConfigError(
                 f"{folder}/meta/episodes.jsonl: {row} does not say where it is ({type(error).__name__}: {error}); "

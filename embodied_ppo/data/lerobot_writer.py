@@ -188,13 +188,13 @@ class Writer:
         for row in rows:
             self._file = max(self._file, *_files_of(row, int(info.get("chunks_size", CHUNK))))
             try:
-                found = {key: {x: np.array(row[f"stats/{key}/{x}"]) for x in _STATS} for key in self._keys()}
+                row_stats = {key: {x: np.array(row[f"stats/{key}/{x}"]) for x in _STATS} for key in self._keys()}
             except KeyError as error:
                 raise ConfigError(
                     f"{self.folder}: episode {row['episode_index']} has no column {error.args[0]}, so it was recorded "
                     "by something else; choose another folder"
                 ) from error
-            self._stats = {key: _merged(self._stats.get(key), new) for key, new in found.items()}
+            self._stats = {key: _merged(self._stats.get(key), new) for key, new in row_stats.items()}
         self._file += bool(rows)
         # Remove the incomplete files of an interrupted recording.
         for path in [*self.folder.rglob("*.part"), *(path for path in self._paths())]:
@@ -470,10 +470,10 @@ def _image_stats(x: np.ndarray) -> Stats:
     """Return the statistics of uint8 [L, H, W, 3] over all pixels, scaled to [0, 1]; count is L."""
     counts = np.stack([np.bincount(x[..., c].reshape(-1), minlength=256) for c in range(3)])
     value, share = np.arange(256) / 255, counts / counts.sum(1, keepdims=True)
-    seen = np.where(counts > 0, value, np.nan)
+    present = np.where(counts > 0, value, np.nan)
     mean = share @ value
     std = np.sqrt(np.maximum((share * np.square(value - mean[:, None])).sum(1), 0.0))
-    named = {"min": np.nanmin(seen, axis=1), "max": np.nanmax(seen, axis=1), "mean": mean, "std": std}
+    named = {"min": np.nanmin(present, axis=1), "max": np.nanmax(present, axis=1), "mean": mean, "std": std}
     return {key: v.reshape(3, 1, 1) for key, v in named.items()} | {"count": np.array([len(x)])}
 
 

@@ -163,14 +163,16 @@ def record(
             action=recorder.ACTION,
             cameras=dict.fromkeys(env.cameras, (env.image_size, env.image_size)),
         ) as writer:
-            found = writer.episodes
-            _check_request(config, begun=found > 0)
-            missing = config.episodes - found
+            existing = writer.episodes
+            _check_request(config, begun=existing > 0)
+            missing = config.episodes - existing
             if missing <= 0:
-                done(f"{folder} holds {found} demonstrations; nothing is left to record")
+                done(f"{folder} holds {existing} demonstrations; nothing is left to record")
             else:
-                notice(f"recording {missing} demonstrations into {folder}{f', which holds {found}' if found else ''}")
-                advance(found, config.episodes)
+                notice(
+                    f"recording {missing} demonstrations into {folder}{f', which holds {existing}' if existing else ''}"
+                )
+                advance(existing, config.episodes)
                 for episode in recorder.record(
                     env.kwargs,
                     episodes=missing,
@@ -180,7 +182,7 @@ def record(
                     cameras=env.cameras,
                     on_episode=lambda family, success: tally.update([success]),
                     noise=config.noise,
-                    start=found,
+                    start=existing,
                     randomize=env.randomize,
                     num_threads=env.num_threads or None,
                 ):
@@ -197,7 +199,9 @@ def record(
         if families:  # recording had begun, so this is not a refusal of the options
             raise TrainingError(str(error)) from error
         raise
-    return Recorded(found, writer.episodes, writer.frames, tally.total(), tally[True], dict(sorted(families.items())))
+    return Recorded(
+        existing, writer.episodes, writer.frames, tally.total(), tally[True], dict(sorted(families.items()))
+    )
 
 
 def recorded(folder: str) -> int:

@@ -45,26 +45,26 @@ def copy_permissions(folder: str | Path) -> None:
         file.chmod(mode)
 
 
-def read_json(file: Path, where: str, cure: str) -> dict[str, Any]:
+def read_json(file: Path, label: str, cure: str) -> dict[str, Any]:
     """Read a file with one JSON object.
 
     Args:
         file: The file.
-        where: Option and value, for messages; "" if the caller adds it.
+        label: Option and value, for messages; "" if the caller adds it.
         cure: Advice on which directory to name instead.
 
     Raises:
         ConfigError: The file is missing or damaged.
     """
-    where = f"{where}: " if where else ""
+    label = f"{label}: " if label else ""
     if not file.is_file():
         problem = f"holds no {file.name}" if file.parent.is_dir() else "there is no such directory"
-        raise ConfigError(f"{where}{problem}; {cure}")
+        raise ConfigError(f"{label}{problem}; {cure}")
     try:
         value = json.loads(file.read_text())
     except (ValueError, OSError) as error:
         cause = one_line(error, kind=True)
-        raise ConfigError(f"{where}{file.name} cannot be read ({cause}); download it again") from error
+        raise ConfigError(f"{label}{file.name} cannot be read ({cause}); download it again") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}{file.name} must hold one JSON object; download it again")
+        raise ConfigError(f"{label}{file.name} must hold one JSON object; download it again")
     return value

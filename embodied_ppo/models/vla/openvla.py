@@ -110,16 +110,16 @@ class OpenVLAConfig:
 
     def __post_init__(self) -> None:
         for name, tower in (("dino", self.dino), ("siglip", self.siglip)):
-            where = f"vision_sizes.{name}"
+            label = f"vision_sizes.{name}"
             for size, value in vars(tower).items():
                 if type(value) is not int or value < 1:
-                    raise ConfigError(f"{where}.{size}={value} must be a whole number, at least 1")
+                    raise ConfigError(f"{label}.{size}={value} must be a whole number, at least 1")
             if tower.hidden_size % tower.heads:
                 raise ConfigError(
-                    f"{where}.heads={tower.heads} must divide {where}.hidden_size={tower.hidden_size}; change either"
+                    f"{label}.heads={tower.heads} must divide {label}.hidden_size={tower.hidden_size}; change either"
                 )
             if tower.layers < 2:
-                raise ConfigError(f"{where}.layers={tower.layers} must be at least 2: the second-to-last is read")
+                raise ConfigError(f"{label}.layers={tower.layers} must be at least 2: the second-to-last is read")
         if self.dino.intermediate_size % self.dino.hidden_size:
             raise ConfigError(
                 f"vision_sizes.dino.intermediate_size={self.dino.intermediate_size} must be a multiple of "
@@ -367,36 +367,36 @@ class OpenVLABody(nn.Module):
         if actions is not None:
             assert placeholders == 0
             count = actions.shape[1]
-            whole = before.plus(self._embed(self._id(actions[:, :-1])))
+            sequence = before.plus(self._embed(self._id(actions[:, :-1])))
         else:
             assert placeholders > 0
             count = placeholders
             stop = self._embed(torch.full((rows, 1), STOP, device=device))
-            whole = before.plus(F.pad(stop, (0, 0, placeholders, 0)))
+            sequence = before.plus(F.pad(stop, (0, 0, placeholders, 0)))
         place = before.x.shape[1] - 1 + torch.arange(count, device=device)
-        attend = self.trunk.module.masked(whole.visible_keys(causal=actions is not None), place)
-        return self.trunk.module.run(whole.x, whole.position, attend, place.expand(rows, -1))
+        attend = self.trunk.module.masked(sequence.visible_keys(causal=actions is not None), place)
+        return self.trunk.module.run(sequence.x, sequence.position, attend, place.expand(rows, -1))
 
     @torch.no_grad()
-    def begin(self, whole: Embedded, *, room: int) -> tuple[Tensor, Cache]:
+    def begin(self, sequence: Embedded, *, room: int) -> tuple[Tensor, Cache]:
         """Start decoding token by token.
 
         Returns:
             Hidden states [B, D] before the first action token, and a cache for ``room`` further
             tokens.
         """
-        trunk, size = self.trunk.module, whole.x.shape[1]
-        place = torch.tensor([size - 1], device=whole.x.device)
-        masked = trunk.masked(whole.visible_keys(causal=True), place)
-        position = whole.position[:, -1] + 1
-        cache = Cache([], [], F.pad(whole.valid, (0, room), value=True), position, size)
+        trunk, size = self.trunk.module, sequence.x.shape[1]
+        place = torch.tensor([size - 1], device=sequence.x.device)
+        masked = trunk.masked(sequence.visible_keys(causal=True), place)
+        position = sequence.position[:, -1] + 1
+        cache = Cache([], [], F.pad(sequence.valid, (0, room), value=True), position, size)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.key.append(F.pad(k, (0, 0, 0, room)))
             cache.value.append(F.pad(v, (0, 0, 0, room)))
             return masked(i, q, k, v)
 
-        return trunk.run(whole.x, whole.position, attend, place.expand(len(whole.x), -1))[:, 0], cache
+        return trunk.run(sequence.x, sequence.position, attend, place.expand(len(sequence.x), -1))[:, 0], cache
 
     @torch.no_grad()
     def step(self, bins: Tensor, cache: Cache) -> Tensor:

@@ -195,18 +195,18 @@ class ActionTokens:
             unnorm_key = names[0]
         if unnorm_key is None or unnorm_key not in config.norm_stats:
             raise ConfigError(f"unnorm_key={show(unnorm_key)}: " + choose(str(unnorm_key), names, "norm_stats has: "))
-        where, stats = f"norm_stats.{unnorm_key}.action", config.norm_stats[unnorm_key].get("action", {})
+        label, stats = f"norm_stats.{unnorm_key}.action", config.norm_stats[unnorm_key].get("action", {})
         for name in ("q01", "q99"):
             if name not in stats:
-                raise ConfigError(f"{where}: has no {name} but {sorted(stats)}; actions are scaled by q01 and q99")
+                raise ConfigError(f"{label}: has no {name} but {sorted(stats)}; actions are scaled by q01 and q99")
         low, high = (torch.tensor(stats[name], dtype=torch.float64) for name in ("q01", "q99"))
         mask = torch.tensor(stats.get("mask", [True] * len(low)), dtype=torch.bool)
         if not low.shape == high.shape == mask.shape or low.ndim != 1:
             sizes = f"{tuple(low.shape)}, {tuple(high.shape)}, {tuple(mask.shape)}"
-            raise ConfigError(f"{where}: q01, q99 and mask have shapes {sizes} but must be one list each, equally long")
+            raise ConfigError(f"{label}: q01, q99 and mask have shapes {sizes} but must be one list each, equally long")
         if bool((low > high).any()):
             raise ConfigError(
-                f"{where}: q01 must not exceed q99 but does in dimension {int((low > high).int().argmax())}"
+                f"{label}: q01 must not exceed q99 but does in dimension {int((low > high).int().argmax())}"
             )
         edges = torch.arange(config.action_bins, dtype=torch.float64) * (2 / (config.action_bins - 1)) - 1
         edges[-1] = 1.0
@@ -373,23 +373,23 @@ def load(
     Raises:
         ConfigError: A file is missing, damaged, or of another model.
     """
-    folder, where = Path(path), f"{what}={path}"
+    folder, label = Path(path), f"{what}={path}"
     try:
         from safetensors import SafetensorError
         from transformers.initialization import no_init_weights
     except ImportError as error:
         raise ConfigError(f"OpenVLA needs transformers ({error}): pip install 'embodied-ppo[vla]'") from error
-    raw = read_json(folder / "config.json", where, CURE)
+    raw = read_json(folder / "config.json", label, CURE)
     statistics = folder / "dataset_statistics.json"
     if statistics.is_file():
-        raw["norm_stats"] = (raw.get("norm_stats") or {}) | read_json(statistics, where, CURE)
+        raw["norm_stats"] = (raw.get("norm_stats") or {}) | read_json(statistics, label, CURE)
     heads = sorted(file.name for file in folder.glob("*--*checkpoint.pt"))
     if heads:
         raise ConfigError(
-            f"{where}: holds {heads[0]}: a head or projector beside the model (regression, diffusion, proprioception, "
+            f"{label}: holds {heads[0]}: a head or projector beside the model (regression, diffusion, proprioception, "
             "FiLM) that is not computed; name a checkpoint with action tokens alone"
         )
-    files = _weights(folder, where)
+    files = _weights(folder, label)
     try:
         config = read_config(raw)
         with no_init_weights():
@@ -398,10 +398,10 @@ def load(
         locations = _check(files, expected)
         _copy(locations, expected)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{label}: {error}") from error
     except (SafetensorError, OSError) as error:
         raise ConfigError(
-            f"{where}: weights cannot be read ({one_line(error, kind=True)}); download them again"
+            f"{label}: weights cannot be read ({one_line(error, kind=True)}); download them again"
         ) from error
     return body
 
@@ -429,24 +429,24 @@ def save(body: OpenVLABody, path: str | Path) -> None:
     os.replace(part, folder / "config.json")
 
 
-def _weights(folder: Path, where: str) -> list[Path]:
+def _weights(folder: Path, label: str) -> list[Path]:
     """Return the files that hold weights."""
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     if not (folder / "model.safetensors.index.json").is_file():
         raise ConfigError(
-            f"{where}: holds neither model.safetensors nor model.safetensors.index.json; other formats (.bin, .pt) "
+            f"{label}: holds neither model.safetensors nor model.safetensors.index.json; other formats (.bin, .pt) "
             "can run code when they are read: convert them to safetensors first"
         )
-    names = read_json(folder / "model.safetensors.index.json", where, CURE).get("weight_map")
+    names = read_json(folder / "model.safetensors.index.json", label, CURE).get("weight_map")
     if not isinstance(names, dict) or not names:
-        raise ConfigError(f"{where}: model.safetensors.index.json has no weight_map; download it again")
+        raise ConfigError(f"{label}: model.safetensors.index.json has no weight_map; download it again")
     files = [folder / str(name) for name in sorted(set(names.values()))]
     for file in files:
         if file.parent != folder:
-            raise ConfigError(f"{where}: model.safetensors.index.json names {file}, outside; download it again")
+            raise ConfigError(f"{label}: model.safetensors.index.json names {file}, outside; download it again")
         if not file.is_file():
-            raise ConfigError(f"{where}: {file.name} is in model.safetensors.index.json but missing; download it")
+            raise ConfigError(f"{label}: {file.name} is in model.safetensors.index.json but missing; download it")
     return files
 
 

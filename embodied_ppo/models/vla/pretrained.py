@@ -447,18 +447,18 @@ def _kind(folder: str) -> str:
     Raises:
         ConfigError: The directory is missing, or holds a model that this module cannot use.
     """
-    where = f"model.checkpoint={folder}"
+    label = f"model.checkpoint={folder}"
     if not Path(folder).is_dir():
-        raise ConfigError(f"{where}: there is no such directory; download one (hf download NAME --local-dir DIR)")
-    raw = read_json(Path(folder) / "config.json", where, openvla_files.CURE)
+        raise ConfigError(f"{label}: there is no such directory; download one (hf download NAME --local-dir DIR)")
+    raw = read_json(Path(folder) / "config.json", label, openvla_files.CURE)
     kind = str(raw.get("model_type") or raw.get("type") or "nothing that it says")
     if kind in OTHERS:
-        raise ConfigError(f"{where}: holds {kind}, not a model of action tokens: {OTHERS[kind]}")
+        raise ConfigError(f"{label}: holds {kind}, not a model of action tokens: {OTHERS[kind]}")
     if kind == "openvla":
         return kind
     if raw.get("vision_config") is None:
         raise ConfigError(
-            f"{where}: holds {kind}, which has no vision_config; model.policy=token reads OpenVLA (model_type openvla) "
+            f"{label}: holds {kind}, which has no vision_config; model.policy=token reads OpenVLA (model_type openvla) "
             "and vision-language models (PaliGemma, SmolVLM, Idefics 3, LLaVA, Qwen 2 to 3 VL)"
         )
     return kind
