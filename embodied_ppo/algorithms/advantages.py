@@ -1,5 +1,4 @@
-"""Advantages and returns from rewards and values: GAE, critic-free estimators, normalisation and
-reward shaping.
+"""Advantages and returns from rewards and values, normalisation and reward shaping.
 
 Shapes: T time steps (or response tokens) first, then N columns (environments or sequences). Tensors
 are float32 [T, N] (flags: bool), arithmetic is float64, no result carries a gradient. A group is

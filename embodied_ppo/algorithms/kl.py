@@ -1,5 +1,4 @@
-"""KL divergence from the reference policy: estimators, the reward penalty, and controllers of its
-coefficient.
+"""KL divergence from the reference policy: estimators, reward penalty, controllers.
 
 Δ = lp − lp_ref of the taken action, in nats; [..] is any shape of log-probabilities.
 """

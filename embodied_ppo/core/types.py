@@ -1,5 +1,4 @@
-"""Data types that the folders of the package exchange, and the protocols that their classes
-implement.
+"""Data types and protocols that the folders of the package exchange and implement.
 
 A rollout produces one ``Trajectory`` per update: a ``VectorEnv`` returns a ``Step`` for each
 action, a ``Policy`` returns a ``Decision`` for each observation. The learner cuts the trajectory
@@ -309,8 +308,9 @@ class VectorEnv(Protocol):
         ...
 
     def restart(self, seeds: list[int]) -> None:
-        """Return to the state after construction, with one seed per environment. ``reset`` must
-        follow.
+        """Return to the state after construction, with one seed per environment.
+
+        ``reset`` must follow.
         """
         ...
 
@@ -341,9 +341,11 @@ class VectorEnv(Protocol):
 class Policy(Protocol):
     """Maps observations to actions. An ``nn.Module`` whose state_dict is the checkpoint."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights and all other state of the policy."""
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
+        """Restore the result of ``state_dict``."""
 
     def encode(self, obs: Obs) -> Any:
         """Return model inputs [B, ..] of raw observations [B, ..], without gradient.

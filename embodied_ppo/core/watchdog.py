@@ -1,8 +1,8 @@
-"""Record of the simulator call that is in progress in this process: which, since when, and its time
-limit.
+"""Record of the simulator call that is in progress in this process.
 
-The record is in memory shared with a supervising parent process (``supervisor``). The parent can
-therefore report the cause even if this process hangs in the call, crashes in it or is killed by it.
+The record holds the kind of call, its start and its time limit. It is in memory shared with a
+supervising parent process (``supervisor``). The parent can therefore report the cause even if this
+process hangs in the call, crashes in it or is killed by it.
 """
 
 from __future__ import annotations

@@ -425,6 +425,7 @@ class Sampler:
         return self._epoch + self._position / self.size
 
     def state(self) -> dict[str, int]:
+        """Return the place in the data, and what the order depends on."""
         order = {"size": self.size, "seed": self.seed, "shuffle": int(self.shuffle)}
         return {"epoch": self._epoch, "position": self._position, **order}
 

@@ -1,5 +1,6 @@
-"""Language tasks that need no external data: generated problems, imperfect demonstrations, and a
-character tokenizer.
+"""Language tasks that need no external data.
+
+Generated problems, imperfect demonstrations, and a character tokenizer.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Behaviour cloning of robot policies, with an auxiliary loss that predicts the robot's future
-state.
+"""Behaviour cloning of robot policies, with an auxiliary loss.
 
-From actions alone the small trunk learns the motion and ignores the words (success 0.1 after 2,000
-steps), because an action contains little more than the direction of the place that a sentence
-names. The auxiliary loss predicts, from the features that the sentence attends to (``Grounding``),
-future states of the robot, and for each image cell how its colour differs at the end of the
-demonstration. Training it first grounds the features within a few hundred steps. Its heads are
-dropped afterwards.
+The auxiliary loss predicts the robot's future state. From actions alone the small trunk learns the
+motion and ignores the words (success 0.1 after 2,000 steps), because an action contains little more
+than the direction of the place that a sentence names. The auxiliary loss predicts, from the
+features that the sentence attends to (``Grounding``), future states of the robot, and for each
+image cell how its colour differs at the end of the demonstration. Training it first grounds the
+features within a few hundred steps. Its heads are dropped afterwards.
 """
 
 from __future__ import annotations

@@ -79,17 +79,21 @@ class ActorCritic(nn.Module):
 
     # ------------------------------------------------------------------------------------------- protocol
     def encode(self, obs: Obs) -> dict[str, Tensor]:
+        """See ``Policy.encode``."""
         return self.encoder(obs)
 
     def observe(self, obs: Obs, mask: Tensor) -> None:
+        """See ``Policy.observe``."""
         self.encoder.observe(obs, mask)
 
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
+        """See ``Policy.noise``."""
         draw = dist.categorical_noise if self.kind == "categorical" else dist.gaussian_noise
         return draw((rows, self.actions), generator, self.policy_head.weight.device)
 
     @torch.no_grad()
     def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:
+        """See ``Policy.act``."""
         features = self.trunk(inputs)
         value = self._value(inputs, features)
         params, log_std = self._policy(features)
@@ -103,6 +107,7 @@ class ActorCritic(nn.Module):
         return Decision(x.tanh(), log_prob, value, {"pre_squash": x})
 
     def evaluate(self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
+        """See ``Policy.evaluate``."""
         features = self.trunk(inputs)
         value = self._value(inputs, features)
         params, log_std = self._policy(features)
@@ -118,9 +123,11 @@ class ActorCritic(nn.Module):
 
     @torch.no_grad()
     def value(self, inputs: dict[str, Tensor]) -> Tensor:
+        """See ``Policy.value``."""
         return self._value(inputs, None)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """See ``Policy.parameter_groups``."""
         critic = list(self.value_head.parameters())
         if self.value_trunk is not None:
             critic += list(self.value_trunk.parameters())
@@ -128,6 +135,7 @@ class ActorCritic(nn.Module):
         return {"actor": [p for p in self.parameters() if id(p) not in names], "critic": critic}
 
     def units(self) -> list[nn.Module]:
+        """See ``Policy.units``."""
         return []
 
 

@@ -58,6 +58,7 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def forward(self, obs: Obs) -> dict[str, Tensor]:
+        """Return the model inputs of raw observations."""
         inputs: dict[str, Tensor] = {}
         if self.vectors:
             x = self._join(obs).float()  # [B, D]
@@ -131,8 +132,9 @@ class NatureCNN(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Maps encoded inputs to features [B, hidden[-1]]: a CNN for each image, then hidden layers
-    over all inputs.
+    """Maps encoded inputs to features [B, hidden[-1]].
+
+    A CNN encodes each image; the hidden layers process all inputs together.
     """
 
     def __init__(self, encoder: Encoder, config: ModelConfig) -> None:

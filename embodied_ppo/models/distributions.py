@@ -1,5 +1,4 @@
-"""Action distributions as pure functions: Gaussian, squashed Gaussian, categorical, and a step of a
-stochastic flow.
+"""Action distributions as pure functions: Gaussian, squashed Gaussian, categorical, flow step.
 
 Log-probabilities are [B, A], per dimension, for continuous actions and [B] for categorical ones.
 Random numbers come only from the given generator.

@@ -1,5 +1,4 @@
-"""Training part of a large checkpoint: low-rank adapters, storage precision, and checkpoints
-without frozen weights.
+"""Low-rank adapters, storage precision, and checkpoints without frozen weights.
 
 ``adapt(language, rank=32, alpha=32)`` adds adapters to every linear layer of a module and freezes
 its other parameters. Class, forward pass and names of the module stay the same, apart from those of
@@ -144,6 +143,7 @@ class Adapted(nn.Module):
             raise ConfigError(f"model.checkpoint={folder}: cannot be read ({error.strerror})") from error
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Return all weights, or with ``base`` the trained ones and its digest."""
         state = super().state_dict(*args, **options)
         if self.base is None:
             return state

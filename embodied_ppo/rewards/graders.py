@@ -1,5 +1,4 @@
-"""Graders of responses: built-in ones, loading by name, and conversion of their results to
-``Grade``.
+"""Graders of responses: built-in ones, loading by name, conversion of results to ``Grade``.
 
 A grader has the signature of verl's ``compute_score``: ``(data_source, solution_str, ground_truth,
 extra_info) -> float | dict``.
@@ -114,10 +113,10 @@ def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: An
 
 
 def gsm8k_strict(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """Grade as verl's default for GSM8K: the last ``#### number`` of the last 300 characters,
-    compared as text without commas.
+    """Grade as verl's default for GSM8K.
 
-    As in verl, ``#### 72.``, ``#### 72.00``, ``#### $72`` and ``####72`` do not equal 72; see
+    The last ``#### number`` of the last 300 characters is compared as text without commas. As in
+    verl, ``#### 72.``, ``#### 72.00``, ``#### $72`` and ``####72`` do not equal 72; see
     ``gsm8k_numeric``.
     """
     matches = re.findall(r"#### (\-?[0-9\.\,]+)", solution_str[-300:])
@@ -137,12 +136,11 @@ def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra
 
 
 def gsm8k_numeric(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """Compare the value of the only number in the final statement, the paragraph after the last
-    ``####``.
+    """Compare the value of the only number in the final statement.
 
-    ``#### 72.00``, ``####72``, ``#### $72`` and ``#### x = 72`` equal 72. A statement with a second
-    number, an operator, a range, an alternative or a magnitude (``72 or 7``, ``72/5``, ``72
-    million``) has no answer.
+    The statement is the paragraph after the last ``####``. ``#### 72.00``, ``####72``, ``#### $72``
+    and ``#### x = 72`` equal 72. A statement with a second number, an operator, a range, an
+    alternative or a magnitude (``72 or 7``, ``72/5``, ``72 million``) has no answer.
     """
     statement = final_statement(solution_str)
     answer = read_number(statement) if statement is not None else None
@@ -417,13 +415,15 @@ class Graders(Protocol):
         ...
 
     @property
-    def last_failure(self) -> str | None: ...
+    def last_failure(self) -> str | None:
+        """Sample and cause of the most recent failure, None without failures."""
 
     def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
         """Return one grade per sample; prompts[i] is the prompt of samples[i]."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release processes and memory."""
 
 
 class WithFormat:

@@ -1,7 +1,7 @@
-"""Reward model: transformers' sequence classification with one label, loaded from a path or trained
-on preferences.
+"""Reward model: transformers' sequence classification with one label.
 
-B rows, L tokens of a row, padded on the right, D size of a hidden state.
+It is loaded from a path or trained on preferences. B rows, L tokens of a row, padded on the right,
+D size of a hidden state.
 
 The score is read at the last token of prompt and response. transformers finds this token by the id
 of the padding token, and therefore ignores an end token with the same id. Here it is found by the
@@ -255,6 +255,7 @@ class RewardModel:
         ]
 
     def close(self) -> None:
+        """Close the rule grader."""
         if self.rule is not None:
             self.rule.close()
 

@@ -89,6 +89,7 @@ class Tokens(nn.Module, Generic[Context]):
 
     @property
     def device(self) -> torch.device:
+        """Device of the parameters."""
         return next(self.value_head.parameters()).device
 
     @property
@@ -113,10 +114,13 @@ class Tokens(nn.Module, Generic[Context]):
 
     # ------------------------------------------------------------------------------------------------------- protocol
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
+        """See ``Policy.noise``."""
         return dist.categorical_noise((rows, self.chunk * self.size, self.bins), generator, self.device)
 
     @torch.no_grad()
     def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:
+        """See ``Policy.act``."""
+
         def choose(logits: Tensor, noise: Tensor | None) -> Tensor:
             return logits.argmax(-1) if noise is None else dist.categorical_sample(logits, noise)
 
@@ -142,6 +146,7 @@ class Tokens(nn.Module, Generic[Context]):
         )
 
     def evaluate(self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
+        """See ``Policy.evaluate``."""
         bins = replay["bins"].flatten(1).long()
         hidden = self.hidden(self.encode_context(inputs), bins if self.autoregressive else None)
         logits = self._tempered(hidden)
@@ -154,6 +159,7 @@ class Tokens(nn.Module, Generic[Context]):
 
     @torch.no_grad()
     def value(self, inputs: dict[str, Tensor]) -> Tensor:
+        """See ``Policy.value``."""
         return self.value_head(self.first(self.encode_context(inputs)))
 
     def bc_loss(
@@ -224,9 +230,11 @@ class TokenVLA(Tokens[Memory], VLA):
         self.head = nn.Linear(config.width, config.bins)
 
     def encode_context(self, inputs: dict[str, Tensor]) -> Memory:
+        """See ``Tokens.encode_context``."""
         return VLA.encode_context(self, inputs)
 
     def hidden(self, context: Memory, bins: Tensor | None) -> Tensor:
+        """See ``Tokens.hidden``."""
         x = self.query + context.summary.unsqueeze(1)
         if bins is None:
             return self.decoder(x, context)
@@ -234,20 +242,25 @@ class TokenVLA(Tokens[Memory], VLA):
         return self.decoder(x + self.before(F.pad(bins[:, :-1], (1, 0), value=self.bins)), context, causal=True)
 
     def start(self, context: Memory) -> tuple[Tensor, _DecodingState]:
+        """See ``Tokens.start``."""
         state = _DecodingState(context, self.decoder.project_memory(context), [[] for _ in self.decoder.blocks])
         return self.next(torch.full((len(context.summary),), self.bins, device=self.device), state), state
 
     def next(self, bins: Tensor, state: _DecodingState) -> Tensor:
+        """See ``Tokens.next``."""
         assert self.before is not None
         x = (self.query[state.count] + state.memory.summary + self.before(bins)).unsqueeze(1)
         state.count += 1
         return self.decoder(x, state.memory, state.kept, past=state.past)[:, 0]
 
     def first(self, context: Memory) -> Tensor:
+        """See ``Tokens.first``."""
         return self.start(context)[0] if self.autoregressive else self.hidden(context, None)[:, 0]
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """See ``Tokens.logits``."""
         return self.head(hidden).float()
 
     def grounding(self, context: Memory, first: Tensor) -> Grounding | None:
+        """See ``Tokens.grounding``."""
         return context.grounding

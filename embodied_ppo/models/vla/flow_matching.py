@@ -103,6 +103,7 @@ class Flow(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """Device of the parameters."""
         return next(self.parameters()).device
 
     # ----------------------------------------------------------------------------------------------------------- chain
@@ -155,6 +156,7 @@ class Flow(nn.Module):
 
     @torch.no_grad()
     def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:
+        """See ``Policy.act``."""
         context = self.encode_context(inputs)
         field, value, one = self.field(context), self.value_of(context), self.chain == "one"
         rows, device = len(value), value.device
@@ -182,6 +184,7 @@ class Flow(nn.Module):
         return Decision(action, self._log_prob(latents, log_probs), value, {"latents": latents, "step": step})
 
     def evaluate(self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
+        """See ``Policy.evaluate``."""
         context, latents = self.encode_context(inputs), replay["latents"]
         field = self.field(context)
         log_probs, entropies = [], []
@@ -193,6 +196,7 @@ class Flow(nn.Module):
 
     @torch.no_grad()
     def value(self, inputs: dict[str, Tensor]) -> Tensor:
+        """See ``Policy.value``."""
         return self.value_of(self.encode_context(inputs))
 
     def bc_loss(
@@ -244,9 +248,11 @@ class FlowVLA(VLA, Flow):
 
     @property
     def device(self) -> torch.device:
+        """Device of the parameters."""
         return self.query.device
 
     def field(self, context: Memory) -> Field:
+        """See ``Flow.field``."""
         return partial(self._flow, context, self.decoder.project_memory(context))
 
     def _flow(
@@ -258,6 +264,7 @@ class FlowVLA(VLA, Flow):
         return self.velocity(h).float(), None if self.scale is None else learned_log_std(self.scale(h))
 
     def value_of(self, context: Memory) -> Tensor:
+        """See ``Flow.value_of``."""
         return self.value_head(F.layer_norm(context.summary, context.summary.shape[-1:]))
 
 

@@ -55,15 +55,18 @@ class GaussianVLA(VLA):
         return mean, log_std.expand_as(mean), hidden[:, 0]
 
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
+        """See ``Policy.noise``."""
         return dist.gaussian_noise((rows, self.chunk, self.size), generator, self.query.device)
 
     @torch.no_grad()
     def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:
+        """See ``Policy.act``."""
         mean, log_std, first = self._read(self.encode_context(inputs))
         action = mean if noise is None else dist.gaussian_sample(mean, log_std, noise)
         return Decision(action.flatten(1), dist.gaussian_log_prob(action, mean, log_std), self.value_head(first), {})
 
     def evaluate(self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
+        """See ``Policy.evaluate``."""
         mean, log_std, first = self._read(self.encode_context(inputs))
         return Evaluation(
             dist.gaussian_log_prob(action.view_as(mean), mean, log_std),
@@ -73,6 +76,7 @@ class GaussianVLA(VLA):
 
     @torch.no_grad()
     def value(self, inputs: dict[str, Tensor]) -> Tensor:
+        """See ``Policy.value``."""
         return self.value_head(self._read(self.encode_context(inputs))[2])
 
     def bc_loss(

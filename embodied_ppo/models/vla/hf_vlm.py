@@ -1,9 +1,9 @@
-"""Vision-language models of transformers as policies: the last K words of their vocabulary are bins
-of an action.
+"""Vision-language models of transformers as policies over action tokens.
 
-B rows, N images of all rows, K bins, P visual tokens of a row (of all cameras), L tokens of a
-prompt including its P image tokens, A action tokens (C·A of a chunk), D size of a hidden state, M
-axes of a position (3 in Qwen's models, else 1).
+The last K words of their vocabulary are bins of an action. B rows, N images of all rows, K bins, P
+visual tokens of a row (of all cameras), L tokens of a prompt including its P image tokens, A action
+tokens (C·A of a chunk), D size of a hidden state, M axes of a position (3 in Qwen's models, else
+1).
 
 Weights and modules are those of transformers. The prompt follows the model's own chat template,
 with the instruction as the user's message and as many image tokens as the vision tower returns
@@ -220,6 +220,7 @@ class VisionLanguage(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """Device of the parameters."""
         return self.words.device
 
     def vision_parameters(self) -> list[nn.Parameter]:

@@ -1,8 +1,8 @@
-"""OpenVLA and OpenVLA-OFT: two vision towers, a projector and Llama, whose last 256 words are
-action bins.
+"""OpenVLA and OpenVLA-OFT: two vision towers, a projector and Llama.
 
-B rows, K cameras, P visual tokens (of all cameras), L tokens of a prompt, S = P + L tokens before
-the actions, A action tokens (C·A of a chunk), D size of a hidden state.
+The last 256 words of Llama's vocabulary are action bins. B rows, K cameras, P visual tokens (of all
+cameras), L tokens of a prompt, S = P + L tokens before the actions, A action tokens (C·A of a
+chunk), D size of a hidden state.
 
 Weights and modules are those of transformers (Dinov2WithRegistersModel, SiglipVisionModel,
 LlamaForCausalLM). The forward pass is implemented here, so that no code of a checkpoint is executed
@@ -11,10 +11,8 @@ openvla/openvla#346), and neither timm nor torchvision is needed.
 
 Token sequence of a row::
 
-    BOS | P visual tokens | prompt, ends with the empty word 29871 | action tokens
-                                                                                                    causal
-    BOS | P visual tokens | prompt, ends with the empty word 29871 | C·A zeros | end of sequence
-                                                                                                    bidirectional
+    BOS | P visual tokens | prompt, ends with the empty word 29871 | action tokens     causal
+    BOS | P visual tokens | prompt, ends with 29871 | C·A zeros | end of sequence      bidirectional
 
 The first is OpenVLA (Kim et al. 2024, arXiv 2406.09246), the second the parallel decoding of
 OpenVLA-OFT (Kim et al. 2025, arXiv 2502.19645). In both, the hidden state *before* an action token

@@ -1,5 +1,4 @@
-"""OpenVLA's published files: config.json, the keys of its weights, its action statistics and its
-prompts.
+"""OpenVLA's published files: configuration, keys of the weights, action statistics, prompts.
 
 Their meaning follows openvla/openvla at c8f03f4 and moojink/openvla-oft at 213c5ff. Published
 weights were not available: everything is tested with synthetic checkpoints of the published layout.

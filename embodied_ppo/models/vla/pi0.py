@@ -1,17 +1,16 @@
-"""π0: PaliGemma encodes images and words, a smaller Gemma (the action expert) predicts the flow of
-actions.
+"""π0: PaliGemma encodes images and words, a smaller Gemma predicts the flow of actions.
 
-B rows, K cameras, P tokens of the prefix (images, then words), H actions of the model's horizon, N
-numbers of each and of a state (padded), D width of the prefix, L layers, G key heads, d size of a
-head.
+The smaller Gemma is called action expert. B rows, K cameras, P tokens of the prefix (images, then
+words), H actions of the model's horizon, N numbers of each and of a state (padded), D width of the
+prefix, L layers, G key heads, d size of a head.
 
 Weights and modules are those of transformers (PI0ForConditionalGeneration). The forward pass is
 implemented here, because keys and values of the prefix have to be tensors that ``encode`` can store
 and minibatches can index, instead of a growing cache. Attention::
 
-    images | words                      attend to each other
-               state                      attends to these and itself
-                       H noisy actions    attend to everything
+    images | words                        attend to each other
+                    state                 attends to these and itself
+                          H noisy actions attend to everything
 
 ``pi0_files`` reads the published files.
 
@@ -100,8 +99,9 @@ def block(
 
 
 def _grouped(q: Tensor, groups: int) -> Tensor:
-    """Fold the n = heads / G queries that share keys into the query dimension, so that no key is
-    copied: [B, heads, Q, d] -> [B, G, n Q, d].
+    """Fold the n = heads / G queries that share keys into the query dimension.
+
+    [B, heads, Q, d] -> [B, G, n Q, d], so that no key is copied.
     """
     return q if q.shape[1] == groups else q.reshape(q.shape[0], groups, -1, q.shape[-1])
 
@@ -209,6 +209,7 @@ class Trunk(nn.Module):
         return F.pad(x, (left, self.side - w - left, top, self.side - h - top), value=-1.0)
 
     def forward(self, inputs: dict[str, Tensor]) -> Prefix:
+        """Return the prefix of encoded observations."""
         pictures = torch.stack([self.pixels(inputs[name]) for name in self.encoder.images], dim=1)  # [B, K, 3, s, s]
         rows = len(pictures)
         images = self.vlm.multi_modal_projector(self.vlm.vision_tower(pictures.flatten(0, 1)).last_hidden_state)
@@ -370,12 +371,14 @@ class PI0(Flow, lora.Adapted):
         lora.cast_parameters(self, self.dtype)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """See ``Policy.parameter_groups``."""
         critic = list(self.value_head.parameters())
         names = {id(p) for p in critic}
         actor = [p for p in self.parameters() if p.requires_grad and id(p) not in names]
         return {"actor": actor, "critic": critic}
 
     def units(self) -> list[nn.Module]:
+        """See ``Policy.units``."""
         return [*layers(self.trunk.vlm), *layers(self.expert), self.trunk.vlm.language_model.embed_tokens]
 
     def tell(self, sentences: Sequence[str]) -> None:
@@ -384,6 +387,7 @@ class PI0(Flow, lora.Adapted):
         self.trunk.table = self.trunk.words(self.sentences).to(self.device)
 
     def observe(self, obs: Obs, mask: Tensor) -> None:
+        """See ``Policy.observe``."""
         named = obs if isinstance(obs, dict) else {"obs": obs}
         self.trunk.encoder.observe({name: x for name, x in named.items() if name != INSTRUCTION}, mask)
 
@@ -394,12 +398,14 @@ class PI0(Flow, lora.Adapted):
 
     @property
     def device(self) -> torch.device:
+        """Device of the parameters."""
         return self.velocity.weight.device
 
     # ------------------------------------------------------------------------------------------------------ the memory
     def prefix_bytes(self) -> int:
-        """Return the size of one observation's prefix: keys and values of L layers, 2·L·P·G·d
-        numbers, and the pooled outputs.
+        """Return the size of one observation's prefix in bytes.
+
+        It consists of keys and values of L layers, 2·L·P·G·d numbers, and the pooled outputs.
         """
         text = self.trunk.vlm.config.text_config
         vision = self.trunk.vlm.config.vision_config
@@ -439,6 +445,7 @@ class PI0(Flow, lora.Adapted):
 
     # -------------------------------------------------------------------------------------------------------- the body
     def encode(self, obs: Obs) -> dict[str, Tensor]:
+        """See ``Policy.encode``."""
         inputs = self.trunk.encode(obs)
         rows = len(inputs[WORDS])
         if not self.frozen or rows > self.most_rows():
@@ -455,6 +462,7 @@ class PI0(Flow, lora.Adapted):
         return kept
 
     def encode_context(self, inputs: dict[str, Tensor]) -> Prefix:
+        """See ``Flow.encode_context``."""
         if KEYS in inputs:
             keys, values = (inputs[name].unbind(1) for name in (KEYS, VALUES))
             return Prefix(keys, values, inputs[VALID], inputs[POOLED], inputs[VECTOR])
@@ -490,6 +498,7 @@ class PI0(Flow, lora.Adapted):
         return flow
 
     def value_of(self, context: Prefix) -> Tensor:
+        """See ``Flow.value_of``."""
         pooled = F.layer_norm(context.pooled, context.pooled.shape[-1:])
         return self.value_head(torch.cat((pooled, context.state), dim=1))
 
@@ -506,6 +515,7 @@ class PI0(Flow, lora.Adapted):
         return x if self.mean is None or self.deviation is None else x * self.deviation + self.mean
 
     def normalize_actions(self, action: Tensor) -> Tensor:
+        """See ``Flow.normalize_actions``."""
         if self.mean is None or self.deviation is None:
             return action
         return (action - self.mean) / (self.deviation + 1e-8)

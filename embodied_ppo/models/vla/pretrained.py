@@ -62,7 +62,8 @@ class Body(Protocol):
     hidden_size: int
 
     @property
-    def recompute(self) -> bool: ...
+    def recompute(self) -> bool:
+        """Whether activations are recomputed in the backward pass."""
 
     @recompute.setter
     def recompute(self, value: bool) -> None: ...
@@ -72,7 +73,8 @@ class Body(Protocol):
         """Module that gets adapters."""
         ...
 
-    def vision_parameters(self) -> list[nn.Parameter]: ...
+    def vision_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that turn images into visual tokens."""
 
     def new_parameters(self) -> list[nn.Parameter]:
         """Return parameters that the published model does not have; they are trained beside
@@ -80,21 +82,29 @@ class Body(Protocol):
         """
         ...
 
-    def prompts(self, sentences: Sequence[str]) -> Prompts: ...
+    def prompts(self, sentences: Sequence[str]) -> Prompts:
+        """Tokenise one prompt per sentence."""
 
-    def encode_images(self, images: Tensor) -> dict[str, Tensor]: ...
+    def encode_images(self, images: Tensor) -> dict[str, Tensor]:
+        """Return the visual tokens of images uint8 [B, K, 3, H, W]."""
 
-    def read(self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor) -> Any: ...
+    def read(self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor) -> Any:
+        """Embed a prompt with its visual tokens."""
 
-    def hidden(self, context: Any, bins: Tensor | None) -> Tensor: ...
+    def hidden(self, context: Any, bins: Tensor | None) -> Tensor:
+        """Return the hidden states [B, C·A, D] before each action token, with gradient."""
 
-    def start(self, context: Any) -> tuple[Tensor, Any]: ...
+    def start(self, context: Any) -> tuple[Tensor, Any]:
+        """Return the hidden states [B, D] before the first action token, and the state of ``next``."""
 
-    def next(self, bins: Tensor, state: Any) -> Tensor: ...
+    def next(self, bins: Tensor, state: Any) -> Tensor:
+        """Append ``bins`` int64 [B] and return the hidden states [B, D] before the next token."""
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the action tokens, float32 [.., K]."""
 
-    def write(self, folder: Path) -> None: ...
+    def write(self, folder: Path) -> None:
+        """Write the model in the format of its directory."""
 
 
 class OpenVLA(nn.Module):
@@ -114,6 +124,7 @@ class OpenVLA(nn.Module):
 
     @property
     def recompute(self) -> bool:
+        """See ``Body.recompute``."""
         return self.body.recompute
 
     @recompute.setter
@@ -122,38 +133,49 @@ class OpenVLA(nn.Module):
 
     @property
     def language(self) -> nn.Module:
+        """See ``Body.language``."""
         return self.body.language_model.model
 
     def vision_parameters(self) -> list[nn.Parameter]:
+        """See ``Body.vision_parameters``."""
         return [p for module in (self.body.dino, self.body.siglip, self.body.projector) for p in module.parameters()]
 
     def new_parameters(self) -> list[nn.Parameter]:
+        """See ``Body.new_parameters``."""
         return []
 
     def prompts(self, sentences: Sequence[str]) -> Prompts:
+        """See ``Body.prompts``."""
         config = self.body.config
         ids, mask = openvla_files.encode_prompts(self.tokenize, sentences, pad=config.pad_token_id)
         return Prompts(ids, mask, (mask.cumsum(1) - 1).unsqueeze(1))
 
     def encode_images(self, images: Tensor) -> dict[str, Tensor]:
+        """See ``Body.encode_images``."""
         return {"/visual": self.body.vision(images)}
 
     def read(self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor) -> Embedded:
+        """See ``Body.read``."""
         return self.body.read(image_features["/visual"], ids, mask)
 
     def hidden(self, context: Embedded, bins: Tensor | None) -> Tensor:
+        """See ``Body.hidden``."""
         return self.body.predict(context, bins, placeholders=0 if bins is not None else self.actions)
 
     def start(self, context: Embedded) -> tuple[Tensor, Cache]:
+        """See ``Body.start``."""
         return self.body.begin(context, room=self.actions - 1)
 
     def next(self, bins: Tensor, state: Cache) -> Tensor:
+        """See ``Body.next``."""
         return self.body.step(bins, state)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """See ``Body.logits``."""
         return self.body.logits(hidden)
 
     def write(self, folder: Path) -> None:
+        """See ``Body.write``."""
         openvla_files.save(self.body, folder)
 
 
@@ -323,10 +345,12 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         lora.cast_parameters(self, self.dtype if self.rank else torch.float32)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """See ``Policy.parameter_groups``."""
         critic = list(self.value_head.parameters())
         return {"actor": [p for p in self.body.parameters() if p.requires_grad], "critic": critic}
 
     def units(self) -> list[nn.Module]:
+        """See ``Policy.units``."""
         return [*layers(self.body), self.body.language.get_input_embeddings()]
 
     def tell(self, sentences: Sequence[str]) -> None:
@@ -372,31 +396,38 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
             return self.body.encode_images(images)
 
     def encode_context(self, inputs: dict[str, Tensor]) -> Any:
+        """See ``Tokens.encode_context``."""
         image_features = inputs if "/images" not in inputs else self._encode_images(inputs["/images"])
         with lora.autocast(self.device, self.dtype):
             return self.body.read(image_features, inputs["/ids"], inputs["/mask"], inputs["/position"])
 
     # ---------------------------------------------------------------------------------------------------------- tokens
     def hidden(self, context: Any, bins: Tensor | None) -> Tensor:
+        """See ``Tokens.hidden``."""
         with lora.autocast(self.device, self.dtype):
             return self.body.hidden(context, bins).float()
 
     def start(self, context: Any) -> tuple[Tensor, Any]:
+        """See ``Tokens.start``."""
         with lora.autocast(self.device, self.dtype):
             hidden, state = self.body.start(context)
         return hidden.float(), state
 
     def next(self, bins: Tensor, state: Any) -> Tensor:
+        """See ``Tokens.next``."""
         with lora.autocast(self.device, self.dtype):
             return self.body.next(bins, state).float()
 
     def first(self, context: Any) -> Tensor:
+        """See ``Tokens.first``."""
         return self.start(context)[0] if self.autoregressive else self.hidden(context, None)[:, 0]
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """See ``Tokens.logits``."""
         return self.body.logits(hidden)
 
     def grounding(self, context: Any, first: Tensor) -> Grounding:
+        """See ``Tokens.grounding``."""
         return Grounding(first)
 
     def centre(self, bins: Tensor) -> Tensor:
@@ -410,6 +441,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         return torch.where(self.actions.mask, action, torch.where(action > 0.5, -self.closes, self.closes))
 
     def bin_of(self, action: Tensor) -> Tensor:
+        """See ``Tokens.bin_of``."""
         if self.actions is None:
             return super().bin_of(action)
         self.actions = self.actions.to(action.device)

@@ -1,8 +1,8 @@
-"""Trunk of the small vision-language-action models: images, a sentence and the robot's state to a
-memory for the action decoder.
+"""Trunk of the small vision-language-action models.
 
-B rows, C actions of a chunk, A dimensions of each, D width, P tokens of the memory, Q tokens of the
-decoder, L words of a sentence.
+It maps images, a sentence and the robot's state to a memory for the action decoder. B rows, C
+actions of a chunk, A dimensions of each, D width, P tokens of the memory, Q tokens of the decoder,
+L words of a sentence.
 
 The words attend to places in the images (``Trunk._point``). A plain transformer of this size clones
 the motion and ignores the words. The memory is computed once per observation; the action tokens
@@ -188,6 +188,7 @@ class Trunk(nn.Module):
         return inputs
 
     def forward(self, inputs: dict[str, Tensor]) -> Memory:
+        """Return the memory of encoded observations."""
         image = inputs[self.names[0]]
         words = inputs.get(WORDS)
         if words is None:
@@ -464,6 +465,7 @@ class VLA(nn.Module):
         self.trunk.requires_grad_(not frozen)
 
     def encode(self, obs: Obs) -> dict[str, Tensor]:
+        """See ``Policy.encode``."""
         inputs = self.trunk.encode(obs)
         if not self.frozen:
             return inputs
@@ -486,16 +488,19 @@ class VLA(nn.Module):
         self.trunk.table = sentence_table(self.sentences, self.trunk.words.num_embeddings).to(self.query.device)
 
     def observe(self, obs: Obs, mask: Tensor) -> None:
+        """See ``Policy.observe``."""
         named = obs if isinstance(obs, dict) else {"obs": obs}
         self.trunk.encoder.observe({name: x for name, x in named.items() if name != INSTRUCTION}, mask)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """See ``Policy.parameter_groups``."""
         critic = list(self.value_head.parameters())
         names = {id(p) for p in critic}
         actor = [p for p in self.parameters() if p.requires_grad and id(p) not in names]
         return {"actor": actor, "critic": critic}
 
     def units(self) -> list[nn.Module]:
+        """See ``Policy.units``."""
         return [*self.decoder.blocks]
 
 
