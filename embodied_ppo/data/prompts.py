@@ -129,12 +129,12 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is no UTF-8 text (byte {error.start}: {error.reason}); convert it") from error
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); mend that") from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); correct the cause") from error
     if text.lstrip().startswith("["):
         try:
             items = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: begins like a JSON array and is none ({error}); mend it") from error
+            raise ConfigError(f"{path}: begins like a JSON array and is none ({error}); fix it") from error
         yield from ((f"{path} row {i}", item) for i, item in enumerate(items))
         return
     for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also split at U+2028
@@ -227,7 +227,7 @@ def _row(
         truth = truth.strip().replace(",", "")
         if not marker or not truth:
             raise ConfigError(
-                f"{where}: {label} = {_show(item[truth_key])} has no answer after '####' like the first row's; mend "
+                f"{where}: {label} = {_show(item[truth_key])} has no answer after '####' like the first row's; fix "
                 f"it, or take all of it with answer_key={truth_key}"
             )
     source, extra = item.get("data_source"), item.get("extra_info")
@@ -242,7 +242,7 @@ def _row(
         try:
             word.encode()
         except UnicodeEncodeError as error:
-            raise ConfigError(f"{where}: {_show(word)} is no Unicode text ({error.reason}); mend it") from error
+            raise ConfigError(f"{where}: {_show(word)} is no Unicode text ({error.reason}); fix it") from error
     return Row(prompt, truth, source, extra, GSM8K_SUFFIX if gsm8k else "", where)
 
 
@@ -283,7 +283,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     # AutoTokenizer applies the splitting rules of the model family even if tokenizer.json has others.
     exact = Path(path, "tokenizer.json").is_file()
     kind: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
-    with config_errors(f"{option}: transformers refuses (", "); mend it"):
+    with config_errors(f"{option}: transformers refuses (", "); fix it"):
         return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
@@ -333,12 +333,12 @@ def load_prompts(
         text = "\n".join(m["content"] for m in messages)
         cure = "the row or the template, or write chat_template=never" if chat else "it, or take another tokenizer"
         source = f"the tokenizer{' or its chat template' if chat else ''}"
-        with config_errors(f"{row.where}: {source} refuses {_show(text)} (", f"); mend {cure}", kind=True):
+        with config_errors(f"{row.where}: {source} refuses {_show(text)} (", f"); fix {cure}", kind=True):
             if chat:
                 text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
             ids = tuple(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
         if not ids:
-            raise ConfigError(f"{row.where}: the prompt {_show(text)} has no tokens; mend it")
+            raise ConfigError(f"{row.where}: the prompt {_show(text)} has no tokens; fix it")
         lengths.append(len(ids))
         if len(ids) <= prompt_length:
             prompts.append(Prompt(ids, text, row.ground_truth, row.data_source, row.extra, index))

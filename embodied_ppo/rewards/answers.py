@@ -199,9 +199,9 @@ def plain_latex(text: str) -> str:
 
 
 def adds_meaning(answer: str, truth: str) -> bool:
-    """Whether an answer in LaTeX has words or relations beside its value that the true answer lacks.
+    """Return whether a LaTeX answer has words or relations that the correct answer lacks.
 
-    math-verify drops them: it reads ``7 \\text{ million}``, ``7 \\approx 12`` and ``7 \\text{ (12)}`` as 7.
+    math-verify ignores them: it reads ``7 \\text{ million}``, ``7 \\approx 12`` and ``7 \\text{ (12)}`` as 7.
     """
     texts = " ".join(_TEXT.findall(answer))
     digits_in_text = re.search("[0-9]", texts) and re.search("[0-9]", _TEXT.sub("", answer))

@@ -273,7 +273,7 @@ def _named(spec: str) -> tuple[Grader, str]:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{label}: {place} cannot be imported ({_cause(error)}); mend it") from error
+        raise ConfigError(f"{label}: {place} cannot be imported ({_cause(error)}); fix it") from error
     function = getattr(module, name, None)
     if not callable(function):
         there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]

@@ -184,7 +184,7 @@ ROW = '{"prompt": "p", "answer": "1"}'
         ('{"prompt": "p", "reward_model": "rule"}', r"f.jsonl:1: reward_model.ground_truth = None must be"),
         (
             '{"prompt": "p", "answer": "\\ud800"}',
-            r"f.jsonl:1: .* is no Unicode text \(surrogates not allowed\); mend it",
+            r"f.jsonl:1: .* is no Unicode text \(surrogates not allowed\); fix it",
         ),
         ("[" * 100_000, r"f.jsonl: begins like a JSON array and is none"),
         ('{"prompt": ' + "[" * 100_000, r"f.jsonl:1: .* is no JSON"),

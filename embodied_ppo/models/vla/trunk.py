@@ -160,6 +160,9 @@ class Trunk(nn.Module):
         and "the blue block to the red zone" are the same bag of words."""
         self.sentence = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.heads = config.heads
+        # Parts of ``_point``; the names are keys of checkpoints. choose: which words a head reads; ask:
+        # its query; show: keys and contents of cells; place: positions of cells; mark: adds the
+        # attention of all heads to the cells.
         self.choose, self.ask = nn.Linear(width, config.heads), nn.Linear(width, width)
         self.show = nn.Linear(width // 2, 2 * width)
         self.place = nn.Linear(width, width)
