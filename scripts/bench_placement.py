@@ -37,8 +37,9 @@ from torch import Tensor
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core.types import ArraySpec, Box, Decision, Step
-from embodied_ppo.modes.base import Setup
-from embodied_ppo.modes.embodied import workers as embodied_workers
+from embodied_ppo.modes.base import RunRequest
+from embodied_ppo.modes.registry import mode
+from embodied_ppo.modes.workers import build_workers
 from embodied_ppo.placement.channels import Desk, Exchange, Server, dial
 from embodied_ppo.placement.remote_envs import RemoteEnv, Simulators
 from embodied_ppo.rollout.simulation import Rollout, Staged
@@ -215,11 +216,11 @@ def resources(placement: str, processes: int) -> dict[str, float]:
     options["algorithm"] = {"horizon": HORIZON, "global_batch_size": 4 * HORIZON * processes, "update_epoch": 1}
     options["cluster"] = {"devices_per_node": processes}
     config = loader.load(Config, options, source="bench")
-    placed = embodied_workers.planned(config, CPU)
+    placed = mode(config).plan(config, CPU)
     assert placed is not None
     with tempfile.TemporaryDirectory() as folder:
-        setup = Setup(config, CPU, Path(folder), 100, "", {}, lambda line: None, lambda line: None, [])
-        system: Any = embodied_workers.assemble(setup, placed).system
+        request = RunRequest(config, CPU, Path(folder), 100, "", {}, lambda line: None, lambda line: None, [])
+        system: Any = build_workers(mode(config), request, placed).system
         try:
             cpu_s, moved = 0.0, 0
             for update in range(5 + UPDATES):

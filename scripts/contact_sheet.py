@@ -28,7 +28,7 @@ from matplotlib import pyplot as plt
 @torch.inference_mode()
 def episode(run: str, seed: int, kwargs: dict[str, Any], size: int) -> tuple[str, list[Tensor]]:
     """What was said and how it ended, and a picture uint8 [size, size, 3] before every decision."""
-    source, _, trained = build._open(run)
+    source, _, trained = build.open_run(run)
     config = replace(trained.env, kwargs={**trained.env.kwargs, **kwargs})
     env: Any = embodied.make_env([seed], config=config, device=torch.device("cpu"), render=True, size=size)
     try:

@@ -17,14 +17,16 @@ from torch import Tensor, nn
 
 from embodied_envs.tasks import State, Task
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
-from embodied_ppo.config import batch_sizes, loader, validation
+from embodied_ppo.config import loader, validation
+from embodied_ppo.config.batch_sizes import total_updates
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core import compile
 from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, Decision, Evaluation, Mean, Obs, ObsSpec, Step
-from embodied_ppo.modes import base as modes
+from embodied_ppo.modes.base import RunRequest
 from embodied_ppo.modes.embodied import components as embodied
-from embodied_ppo.modes.embodied import workers as embodied_workers
+from embodied_ppo.modes.registry import mode
+from embodied_ppo.modes.workers import build_workers
 
 
 # ------------------------------------------------------------------------------------------------- scripted environment
@@ -281,7 +283,7 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
     try:
         policy = embodied.make_policy(c, env)
         rollout = embodied.make_rollout(c, env, policy, compile.CompileSchedule(None))
-        updates = batch_sizes.total_updates(c)
+        updates = total_updates(c)
         learner = actor_critic_learner(policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=c.seed)
         pending, rows = [], []
         for update in range(updates + max_lag):
@@ -300,12 +302,12 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
 
 def placed(c: Config, run_dir: Path, stack: ExitStack) -> Any:
     """The ClusterSystem of ``c``; ``stack`` closes it."""
-    setup = modes.Setup(c, torch.device("cpu"), run_dir, 4, "", {}, print, print, [])
-    where = embodied_workers.planned(c, setup.device)
-    assert where is not None
-    made: Any = embodied_workers.assemble(setup, where).system
-    stack.callback(made.close)
-    return made
+    request = RunRequest(c, torch.device("cpu"), run_dir, 4, "", {}, print, print, [])
+    plan = mode(c).plan(c, request.device)
+    assert plan is not None
+    system: Any = build_workers(mode(c), request, plan).system
+    stack.callback(system.close)
+    return system
 
 
 def slots_free(expected: float = 8.0) -> float:

@@ -1,4 +1,4 @@
-"""`embodied-ppo fit`: a recipe for other devices; optimiser steps stay what they are, in smaller parts."""
+"""`embodied-ppo fit`: adapt a recipe to other devices by smaller micro-batches; optimiser steps stay equal."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 import torch
 import yaml
 
-from embodied_ppo import run as build
 from embodied_ppo.config import batch_sizes, loader, placement, readers, validation
 from embodied_ppo.config.schema import ClusterConfig, Config
 from embodied_ppo.core.types import ConfigError, PlacementError
-from embodied_ppo.modes.base import device, hardware_of
-from embodied_ppo.modes.reasoning.workers import Foresight as LanguageForesight
+from embodied_ppo.modes.base import MemoryNeeds, hardware_of, select_device
+from embodied_ppo.modes.registry import mode
+from embodied_ppo.run import place
 
 
 @dataclass(frozen=True)
 class Change:
-    """An option that had to change, and why."""
+    """An option that had to change, and the reason."""
 
     option: str
     old: Any
@@ -31,8 +31,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The recipe, what a run of it consists of, what changed, the memory of a process of each group, what one should
-    know."""
+    """A recipe for other devices.
+
+    Attributes:
+        config: The recipe.
+        run: Lines about the sizes of an update.
+        changes: Options that differ from the recipe that was given.
+        memory: Table of the memory of one process of each group.
+        notes: Further lines for the user.
+    """
 
     config: Config
     run: Sequence[str]
@@ -42,145 +49,168 @@ class Fitted:
 
 
 def fit(config: Config, devices: int) -> Fitted:
-    """``config`` on so many devices of one machine.
+    """Return ``config`` for so many devices of one machine.
 
-    Raises ConfigError, EnvError; PlacementError with the sum where even the smallest micro-batch does not fit.
+    Raises:
+        ConfigError, EnvError: An option is refused by what it configures.
+        PlacementError: Even the smallest micro-batch does not fit; the message shows the sum.
     """
     if config.resume is not None:
         raise ConfigError(f"resume = {config.resume}: fit writes a recipe; leave it out here, give it to train")
-    # a recipe for a GPU may be written where there is none
-    where = torch.device("cuda") if config.device.startswith("cuda") else device(config.device, config.threads)
+    # A recipe for a GPU may be written on a machine without one.
+    if config.device.startswith("cuda"):
+        device = torch.device("cuda")
+    else:
+        device = select_device(config.device, config.threads)
     one = replace(config.cluster, num_nodes=1, devices_per_node=devices, node_groups={})
-    limit = hardware_of(replace(config, cluster=one), where).memory
+    limit = hardware_of(replace(config, cluster=one), device).memory
     if limit is None:
         raise ConfigError(f"device = {config.device}: there is none here to measure; write cluster.device_memory_gb=24")
-    fitted, placed, why = _placed(config, devices, where)
-    placed = replace(placed, hardware=replace(placed.hardware, memory=limit))
-    fitted, needs, cut = _cut(fitted, placed)
-    learns, processes = placed.processes("actor"), f"{placed.hardware.total} of {devices} devices"
-    notes = [f"uses {processes}"] if placed.hardware.total < devices else []
-    if batch_sizes.batches(config).actor.minibatches > 1 and learns != _learners(config, where):
+    fitted, plan, placement_reason = _fit_placement(config, devices, device)
+    plan = replace(plan, hardware=replace(plan.hardware, memory=limit))
+    fitted, needs, batch_reason = _fit_micro_batches(fitted, plan)
+    learners, used = plan.processes("actor"), plan.hardware.total
+    notes = [f"uses {used} of {devices} devices"] if used < devices else []
+    if batch_sizes.batches(config).actor.minibatches > 1 and learners != _learners(config, device):
         notes.append(
-            f"{learns} learning now: which samples share a minibatch is drawn anew (each process draws its share from "
-            "its own environments or prompts); how many, how often and with what step size stays"
+            f"{learners} learning now: which samples share a minibatch is drawn anew (each process draws its "
+            "share from its own environments or prompts); how many, how often and with what step size stays"
         )
-    if fitted.algorithm != config.algorithm and config.mode == "embodied" and config.compile != "never":
+    cuts_minibatches = fitted.algorithm != config.algorithm and config.compile != "never"
+    if cuts_minibatches and mode(config).compiles_complete_minibatches_only:
         notes.append("compiled code is not used where micro-batches cut minibatches")
     before, after = loader.flat(loader.dump(config)), loader.flat(loader.dump(fitted))
     changes = [
-        Change(path, before.get(path), after.get(path), why if path.startswith(("placement", "cluster")) else cut)
+        Change(
+            path,
+            before.get(path),
+            after.get(path),
+            placement_reason if path.startswith(("placement", "cluster")) else batch_reason,
+        )
         for path in dict.fromkeys((*before, *after))
-        if before.get(path) != after.get(path) and path != "cluster.device_memory_gb"  # said to fit, not to train
+        if before.get(path) != after.get(path)
+        and path != "cluster.device_memory_gb"  # an input of fit, which train does not need
     ]
-    return Fitted(fitted, batch_sizes.lines(fitted), tuple(changes), placement.memory_rows(placed, needs), tuple(notes))
+    return Fitted(
+        config=fitted,
+        run=batch_sizes.lines(fitted),
+        changes=tuple(changes),
+        memory=placement.memory_rows(plan, needs),
+        notes=tuple(notes),
+    )
 
 
-def _learners(config: Config, where: torch.device) -> int:
-    """Processes that learn as the recipe stands; 0 where this machine cannot tell."""
+def _learners(config: Config, device: torch.device) -> int:
+    """Return the number of learners of the original recipe; 0 where this machine lacks its devices."""
     try:
-        return build.placed(config, where).processes("actor")
+        return place(config, device).processes("actor")
     except PlacementError:
         return 0
 
 
-def _placed(config: Config, devices: int, where: torch.device) -> tuple[Config, placement.Plan, str]:
-    """As the recipe says if that can be on so many devices, else fused on as many as divide the work, or local; and
-    why. Raises ConfigError."""
+def _fit_placement(config: Config, devices: int, device: torch.device) -> tuple[Config, placement.Plan, str]:
+    """Return the recipe with a placement that exists on so many devices, its plan, and the reason.
+
+    It is the recipe's own placement if possible, else fused on the largest number that divides the work, else local.
+    Raises ConfigError.
+    """
     c = config.cluster
     alone = replace(config, placement="local", cluster=ClusterConfig())
     if config.placement == "local" and not c.component_placement:
-        return alone, build.placed(alone, where), "for placements of several processes"
-    wanted = replace(config, cluster=replace(c, num_nodes=1, devices_per_node=devices))
+        return alone, place(alone, device), "for placements of several processes"
+    same = replace(config, cluster=replace(c, num_nodes=1, devices_per_node=devices))
     try:
-        return wanted, build.placed(wanted, where), f"--devices {devices}"
+        return same, place(same, device), f"--devices {devices}"
     except PlacementError as error:
-        why = f"--devices {devices}: {error}"
-    most = config.env.num_envs if config.mode == "embodied" else config.algorithm.rollout_batch_size  # one for each
-    for count in range(min(devices, most), 1, -1):
+        reason = f"--devices {devices}: {error}"
+    for count in range(min(devices, mode(config).max_learners(config)), 1, -1):
         cluster = replace(c, num_nodes=1, devices_per_node=count, node_groups={}, component_placement={}, max_lag=0)
         cluster = replace(cluster, weights="auto" if c.max_lag else c.weights)
         fused = replace(config, placement="fused", cluster=cluster)
         try:
-            return fused, build.placed(fused, where), why
-        except PlacementError:  # fewer may divide evenly; one does
+            return fused, place(fused, device), reason
+        except PlacementError:  # fewer processes may divide the work evenly
             continue
-    return alone, build.placed(alone, where), why
+    return alone, place(alone, device), reason
 
 
-def _cut(config: Config, placed: placement.Plan) -> tuple[Config, dict[str, dict[str, int]], str]:
-    """With the fewest passes to an optimiser step that the memory allows; what is needed, and why. Raises
-    PlacementError."""
-    a, learns, b = config.algorithm, placed.processes("actor"), batch_sizes.batches(config)
-    foresight = build.mode(config).Foresight(config)
-    robot = config.mode == "embodied"
-    unit = a.horizon if robot and a.minibatch_unit == "column" else 1
-    largest = max(p.size for p in (b.actor, b.critic) if p is not None)
-    most = largest * (1 if robot else a.group_size) // learns // unit
-    asked = a.micro_batch_size if not isinstance(foresight, LanguageForesight) else foresight.at_once
-    now = min(most, (asked or most * unit) // unit)
+def _fit_micro_batches(config: Config, plan: placement.Plan) -> tuple[Config, MemoryNeeds, str]:
+    """Return the recipe with the largest micro-batches that fit, their memory, and the reason for a change.
 
-    def needs(size: int) -> dict[str, dict[str, int]]:
-        return foresight.needs(placed, size * unit)
+    Raises PlacementError where the smallest ones do not fit.
+    """
+    implementation = mode(config)
+    estimator = implementation.memory_estimator(config)
+    unit = implementation.micro_batch_unit(config)
+    # Sizes below are numbers of units in one forward and backward pass of one learner.
+    complete = implementation.minibatch_samples(config) // plan.processes("actor") // unit
+    current = min(complete, (estimator.micro_batch_size or complete * unit) // unit)
+
+    def needs(size: int) -> MemoryNeeds:
+        return estimator.needs(plan, size * unit)
 
     try:
-        placement.check_memory(placed, needs(now))
-        return config, needs(now), ""
+        placement.check_memory(plan, needs(current))
+        return config, needs(current), ""
     except PlacementError as error:
-        why = str(error).rpartition("; one process of ")[0]
-    placement.check_memory(placed, needs(1), least=True)
-    few, many = -(-most // now), most  # passes: too few, enough
-    while many - few > 1:
-        middle = (few + many) // 2
+        reason = str(error).rpartition("; one process of ")[0]
+    placement.check_memory(plan, needs(1), least=True)
+    # Bisect the number of passes: `too_few` does not fit, `passes` does.
+    too_few, passes = -(-complete // current), complete
+    while passes - too_few > 1:
+        middle = (too_few + passes) // 2
         try:
-            placement.check_memory(placed, needs(-(-most // middle)))
-            many = middle
+            placement.check_memory(plan, needs(-(-complete // middle)))
+            passes = middle
         except PlacementError:
-            few = middle
-    size = -(-most // many)
-    if isinstance(foresight, LanguageForesight) and a.micro_batch_tokens is not None:
-        a = replace(a, micro_batch_tokens=size * foresight.longest)
-    else:
-        a = replace(a, micro_batch_size=size * unit)
-    compiled = "auto" if config.compile == "always" else config.compile  # compiled minibatches have one shape
-    cut = f"{why}; now {many} passes to an optimiser step, and their gradients are added"
-    return replace(config, algorithm=a, compile=compiled), needs(size), cut
+            too_few = middle
+    size = -(-complete // passes)
+    algorithm = estimator.with_micro_batch_size(config.algorithm, size * unit)
+    # Compiled minibatches have one shape, which micro-batches of different sizes have not.
+    compiled = "auto" if config.compile == "always" else config.compile
+    reason = f"{reason}; now {passes} passes to an optimiser step, and their gradients are added"
+    return replace(config, algorithm=algorithm, compile=compiled), needs(size), reason
 
 
 # ---------------------------------------------------------------------------------------------------------------- file
 def settings(config: Config) -> dict[str, Any]:
-    """Every option that is not as in config.py, and the name; what is not read is left out."""
-    left_out = {path for path, _ in readers.unread(config, config.mode)}
-    default, said = loader.flat(loader.dump(Config())), dict[str, Any]()
+    """Return the name and every option that differs from its default, without options that are not read."""
+    unread = {path for path, _ in readers.unread(config, config.mode)}
+    default, changed = loader.flat(loader.dump(Config())), dict[str, Any]()
     values = loader.dump(config)
     for path in loader.describe(Config):
         *parents, leaf = path.split(".")
         value: Any = values
         for part in (*parents, leaf):
             value = value[part]
-        other = readers.mode_of(path) not in (None, config.mode) or path in left_out
-        if path != "name" and (other or value == default.get(path, {})):
+        unused = readers.mode_of(path) not in (None, config.mode) or path in unread
+        if path != "name" and (unused or value == default.get(path, {})):
             continue
-        node = said
+        node = changed
         for part in parents:
             node = node.setdefault(part, {})
         node[leaf] = value
-    return said
+    return changed
 
 
 def text(fitted: Fitted, command: str) -> str:
-    """An experiment's YAML that says everything: it needs no other file; ``command``: what was asked."""
-    said = settings(fitted.config)
-    told = [f"{x.option}: {x.old} -> {x.new}" for x in fitted.changes] or ["nothing had to change"]
-    head = "".join(f"# {' '.join(line.split())}\n" for line in (command, *told))
-    written = f"# @package _global_\n{head}{yaml.safe_dump(said, sort_keys=False)}"
-    again = loader.read(Config, [("fit", yaml.safe_load(written))])
-    validation.check(again.config, explicit=again.deliberate())
-    assert settings(again.config) == said
-    return written
+    """Return the YAML of a complete experiment, which needs no other file.
+
+    Args:
+        command: The command line, which becomes the first comment.
+    """
+    options = settings(fitted.config)
+    changes = [f"{x.option}: {x.old} -> {x.new}" for x in fitted.changes] or ["nothing had to change"]
+    head = "".join(f"# {' '.join(line.split())}\n" for line in (command, *changes))
+    content = f"# @package _global_\n{head}{yaml.safe_dump(options, sort_keys=False)}"
+    loaded = loader.read(Config, [("fit", yaml.safe_load(content))])
+    validation.check(loaded.config, explicit=loaded.deliberate())
+    assert settings(loaded.config) == options
+    return content
 
 
 def destination(out: str) -> tuple[Path, str, str]:
-    """The file, its folder of configs and the experiment's name. Raises ConfigError."""
+    """Return the file, its folder of configs and the experiment's name. Raises ConfigError."""
     file = Path(out)
     if file.suffix != ".yaml" or file.parent.name != "experiment":
         raise ConfigError(
@@ -196,7 +226,7 @@ def destination(out: str) -> tuple[Path, str, str]:
 
 
 def write(file: Path, content: str) -> None:
-    """Raises ConfigError."""
+    """Write a file through a temporary one. Raises ConfigError."""
     temporary = file.with_suffix(".new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

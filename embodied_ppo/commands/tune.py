@@ -1,4 +1,4 @@
-"""`embodied-ppo tune`: predict every placement of a run from what its roles take here, try the best, write one down."""
+"""`embodied-ppo tune`: predict the speed of every placement of a run, measure the best ones, write the fastest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -22,301 +22,312 @@ from embodied_ppo.config import loader, placement, validation
 from embodied_ppo.config.batch_sizes import total_updates
 from embodied_ppo.config.schema import ClusterConfig, Config
 from embodied_ppo.core.types import ConfigError, PlacementError, ProcessLost, TrainingError
-from embodied_ppo.modes.base import Assembly, Setup, device, hardware_of, matmul_precision
-from embodied_ppo.modes.embodied import components as embodied
-from embodied_ppo.modes.embodied import profile as embodied_profile
-from embodied_ppo.modes.embodied import workers as embodied_workers
-from embodied_ppo.modes.reasoning import components as reasoning
-from embodied_ppo.modes.reasoning import cost_model as reasoning_cost_model
-from embodied_ppo.modes.reasoning import profile as reasoning_profile
-from embodied_ppo.modes.reasoning import workers as reasoning_workers
+from embodied_ppo.modes.base import RunRequest, hardware_of, matmul_precision, select_device
+from embodied_ppo.modes.registry import mode
+from embodied_ppo.modes.workers import build_workers
 from embodied_ppo.placement import cost_model
 from embodied_ppo.training import loop
 from embodied_ppo.training.logging import Log, Timer
 from embodied_ppo.training.progress import Interrupts, Progress
 from embodied_ppo.training.run_directory import absolute
 
-TRIED = 2
-"""Placements, the best predicted, that are measured as they run."""
-TRY_S = 10.0
-"""Seconds that each is tried for, two updates at least."""
+MAX_MEASURED = 2
+"""Number of placements, the best predicted ones, that are run and measured."""
+MEASURE_S = 10.0
+"""Seconds for which each one runs, two updates at least."""
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A placement that the run may have.
+class Candidate:
+    """A placement that is valid for the run and fits in memory.
 
-    placed  None: in one process    needs   of ``plan.check_memory``
-    memory  bytes on the device (on a CPU: the machine) that has most
+    Attributes:
+        choice: Its options.
+        plan: None: one process.
+        needs: Memory of one process of each group.
+        memory: Bytes of the fullest device (on a CPU: of the machine).
     """
 
     choice: cost_model.Choice
-    placed: placement.Plan | None
+    plan: placement.Plan | None
     needs: Mapping[str, placement.Need]
     memory: int
 
     @property
     def processes(self) -> int:
-        return 1 if self.placed is None else sum(group.processes for group in self.placed.groups)
+        return 1 if self.plan is None else sum(group.processes for group in self.plan.groups)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What tuning came to; the first of ``ranked`` is the best predicted.
+class TuningResult:
+    """Predictions and measurements of the placements of a run.
 
-    tried    name of a choice -> seconds of an update, measured    failed  -> why it could not be
-    refused  choices that are not legal, and why                   asked   the run
-    devices  of each machine
+    Attributes:
+        ranked: Valid placements with their predictions, the fastest predicted first.
+        measured_s: Name of a choice -> measured seconds of an update.
+        failed: Name of a choice -> why it could not be measured.
+        refused: Choices that are not valid, with the reasons.
+        costs: Costs of the roles on this machine.
+        original: Options of the run as given.
+        devices: Devices of each machine.
     """
 
-    ranked: list[tuple[Offer, cost_model.Prediction]]
-    tried: dict[str, float]
+    ranked: list[tuple[Candidate, cost_model.Prediction]]
+    measured_s: dict[str, float]
     failed: dict[str, str]
     refused: list[tuple[cost_model.Choice, str]]
-    measured: cost_model.Machine
+    costs: cost_model.Machine
 
-    asked: Config
+    original: Config
     devices: int
 
     @property
-    def best(self) -> Offer:
-        name = min(self.tried, key=lambda name: self.tried[name])
-        return next(offer for offer, _ in self.ranked if offer.choice.name == name)
+    def best(self) -> Candidate:
+        """Return the placement with the fewest measured seconds."""
+        name = min(self.measured_s, key=lambda name: self.measured_s[name])
+        return next(candidate for candidate, _ in self.ranked if candidate.choice.name == name)
 
     @property
     def config(self) -> Config:
-        """Of the run where it is best, with the number of devices that it was found for."""
-        config = chosen(self.asked, self.best.choice)
-        if self.best.placed is None:
+        """Return the options of the run in the best placement, with the number of devices."""
+        config = with_placement(self.original, self.best.choice)
+        if self.best.plan is None:
             return config
         return replace(config, cluster=replace(config.cluster, devices_per_node=self.devices))
 
     def told(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Return the result as plain JSON."""
         rows = [
             {
-                "placement": offer.choice.name,
-                "processes": offer.processes,
-                **vars(expected),
-                "memory_gb": offer.memory / 1e9,
-                "measured_s": self.tried.get(offer.choice.name),
+                "placement": candidate.choice.name,
+                "processes": candidate.processes,
+                **vars(prediction),
+                "memory_gb": candidate.memory / 1e9,
+                "measured_s": self.measured_s.get(candidate.choice.name),
             }
-            for offer, expected in self.ranked
+            for candidate, prediction in self.ranked
         ]
         refused = [{"placement": choice.name, "reason": reason} for choice, reason in self.refused]
         refused += [{"placement": name, "reason": reason} for name, reason in self.failed.items()]
-        costs = asdict(self.measured)
-        return {"placements": rows, "refused": refused, "best": self.best.choice.name, "measured": costs}
+        return {
+            "placements": rows,
+            "refused": refused,
+            "best": self.best.choice.name,
+            "measured": asdict(self.costs),
+        }
 
 
-# --------------------------------------------------------------------------------------------------------------- modes
-@dataclass(frozen=True)
-class Mode:
-    """What is asked of the parts of mode=embodied, or of mode=reasoning.
-
-    planned, foresight          of a run in a placement, and what any will need
-    choices                     of the devices, as many cores and the roles that a run lacks
-    measured, predicted         costs of the roles; of an update in a placement
-    alone, apart                the system in this process, or in a placement's
-    """
-
-    planned: Callable[[Config, torch.device], placement.Plan | None]
-    foresight: Callable[[Config], embodied_workers.Foresees]
-    choices: Callable[[placement.Hardware, int, Sequence[str]], list[cost_model.Choice]]
-    measured: Callable[[Setup, int, Sequence[placement.Plan | None]], Any]
-    predicted: Callable[[placement.Plan | None, Any, Mapping[str, placement.Need]], cost_model.Prediction]
-    alone: Callable[[Setup, ExitStack], Assembly]
-    apart: Callable[[Setup, placement.Plan], Assembly]
-
-
-MODES = {
-    "embodied": Mode(
-        embodied_workers.planned,
-        embodied_workers.Foresight,
-        lambda hardware, cores, without: cost_model.choices(hardware, cores),
-        embodied_profile.measured,
-        cost_model.predicted,
-        embodied.assemble,
-        embodied_workers.assemble,
-    ),
-    "reasoning": Mode(
-        reasoning_workers.planned,
-        reasoning_workers.Foresight,
-        lambda hardware, cores, without: reasoning_cost_model.choices(hardware, without),
-        reasoning_profile.measured,
-        reasoning_cost_model.predicted,
-        reasoning.assemble,
-        reasoning_workers.assemble,
-    ),
-}
-
-
-# -------------------------------------------------------------------------------------------------------------- offers
-def chosen(config: Config, choice: cost_model.Choice) -> Config:
-    """The run in that placement."""
+# ---------------------------------------------------------------------------------------------------------- candidates
+def with_placement(config: Config, choice: cost_model.Choice) -> Config:
+    """Return the options of the run in another placement."""
     if choice == cost_model.Choice():
         return replace(config, placement=choice.placement, cluster=ClusterConfig())
-    asked = {"component_placement": dict(choice.component_placement), "stages": choice.stages}
-    return replace(config, placement=choice.placement, cluster=replace(config.cluster, **asked))
+    options = {"component_placement": dict(choice.component_placement), "stages": choice.stages}
+    return replace(config, placement=choice.placement, cluster=replace(config.cluster, **options))
 
 
-def offered(config: Config, where: torch.device) -> tuple[list[Offer], list[tuple[cost_model.Choice, str]]]:
-    """What may be chosen from, each meaning once; and what is refused, with the reason.
+def candidates(config: Config, device: torch.device) -> tuple[list[Candidate], list[tuple[cost_model.Choice, str]]]:
+    """Return the valid placements, one of each group of equivalent ones, and the refused ones with the reasons.
 
-    Raises ConfigError, EnvError; PlacementError where nothing is left.
+    Raises:
+        ConfigError, EnvError: An option is refused by what it configures.
+        PlacementError: No placement is valid.
     """
-    hardware, lag = hardware_of(config, where), config.cluster.max_lag
-    mode, without = MODES[config.mode], validation.unused_roles(config)
-    foresight = mode.foresight(config)
-    roles = ",".join(role for role in placement.ROLES[config.mode] if role not in without)
+    hardware, lag = hardware_of(config, device), config.cluster.max_lag
+    implementation = mode(config)
+    estimator = implementation.memory_estimator(config)
     cores = (os.cpu_count() or 1) * config.cluster.num_nodes
-    found, refused = dict[Any, Offer](), list[tuple[cost_model.Choice, str]]()
-    for choice in mode.choices(hardware, cores, without):
+    valid, refused = dict[Any, Candidate](), list[tuple[cost_model.Choice, str]]()
+    for choice in implementation.choices(config, hardware, cores):
         try:
-            placed = mode.planned(chosen(config, choice), where)
-            if placed is None and lag:
+            plan = implementation.plan(with_placement(config, choice), device)
+            if plan is None and lag:
                 raise PlacementError(f"cluster.max_lag = {lag}: one process cannot run ahead of itself")
-            key = None if placed is None else cost_model.meaning(placed)
-            if key not in found:
-                alone = replace(hardware, per_node=(1,))
-                whole = placed or placement.plan({roles: 0}, alone, mode=config.mode, without=without)
-                needs = foresight.needs(whole)
-                placement.check_memory(whole, needs)
-                most = max(load.total for load in placement.loads(whole, needs))
-                found[key] = Offer(choice, placed, needs, most)
+            key = None if plan is None else cost_model.meaning(plan)
+            if key not in valid:
+                memory_plan = plan or implementation.plan_on_one_device(config, device)
+                needs = estimator.needs(memory_plan)
+                placement.check_memory(memory_plan, needs)
+                most = max(load.total for load in placement.loads(memory_plan, needs))
+                valid[key] = Candidate(choice, plan, needs, most)
         except (ConfigError, PlacementError) as error:
             refused.append((choice, str(error)))
-    if not found:
+    if not valid:
         raise PlacementError(f"tune: no placement is left; {refused[0][0].name}: {refused[0][1]}")
-    return list(found.values()), refused
+    return list(valid.values()), refused
 
 
-def check_devices(config: Config, where: torch.device, notice: Callable[[str], None]) -> None:
-    """Whether a Ray cluster has all devices free now; waits for them as a run would. Raises PlacementError."""
-    from embodied_ppo.placement.ray_system import Reservation  # Ray takes a second to load
+def check_devices(config: Config, device: torch.device, notice: Callable[[str], None]) -> None:
+    """Wait until a Ray cluster has all devices free, as a run does. Raises PlacementError."""
+    from embodied_ppo.placement.ray_system import Reservation  # importing Ray takes a second
 
-    Reservation(placement.plan("fused", hardware_of(config, where)), config.cluster, notice).close()
+    Reservation(placement.plan("fused", hardware_of(config, device)), config.cluster, notice).close()
 
 
 # -------------------------------------------------------------------------------------------------------------- search
-def search(config: Config, *, explicit: Any = (), quiet: bool = False) -> Found:
-    """Measure, predict, try the best.
+def search(config: Config, *, explicit: Any = (), quiet: bool = False) -> TuningResult:
+    """Profile the roles, predict all placements, and measure the best ones.
 
-    Raises ConfigError, EnvError, PlacementError before anything is tried; TrainingError if a run fails.
+    Args:
+        explicit: Options that the user set, for messages about options without effect.
+        quiet: Whether progress is not shown.
+
+    Raises:
+        ConfigError, EnvError, PlacementError: Before a placement is measured.
+        TrainingError: No placement runs.
     """
     validation.check_tuning(config, explicit)
-    where, config = device(config.device, config.threads), absolute(config)
-    told = set[str]()
+    device, config = select_device(config.device, config.threads), absolute(config)
+    notices = set[str]()
     with Interrupts(), Progress(quiet) as bar, matmul_precision(config.matmul_precision), ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="embodied-ppo-tune-")))
 
         def notice(line: str) -> None:
-            if line not in told:
-                told.add(line)
+            if line not in notices:
+                notices.add(line)
                 bar.say(line)
 
-        offers, refused = offered(config, where)
-        if any(offer.placed is not None for offer in offers):
-            check_devices(config, where, notice)
-        mode, updates = MODES[config.mode], total_updates(config)
-        # Neither a robot's clone nor a learned reward model takes another time than one that knows nothing; a language
-        # model that has not been taught when to end does.
+        valid, refused = candidates(config, device)
+        if any(candidate.plan is not None for candidate in valid):
+            check_devices(config, device, notice)
+        implementation, updates = mode(config), total_updates(config)
+        # The duration of an update does not depend on how well a reward model or a robot's clone is trained. It does
+        # on a language model's warm start, which determines when responses end.
         quick = replace(config, reward=replace(config.reward, model=replace(config.reward.model, steps=1)))
-        fresh = config.mode == "reasoning"
-        setup = Setup(quick, where, folder, updates, "", {}, notice, notice, [], fresh_start=fresh, advance=bar.advance)
-        m = mode.measured(setup, updates // 2, [offer.placed for offer in offers])
-        bar.say(f"measured: {m.told()}")
-        if not m.compiled:
-            setup = replace(setup, config=replace(quick, compile="never"))
-        ranked = [(offer, mode.predicted(offer.placed, m, offer.needs)) for offer in offers]
-        ranked.sort(key=lambda pair: (float(f"{pair[1].whole_s:.2g}"), pair[0].processes))  # no finer than it is true
-        tried, failed = _try(setup, ranked, updates // 2, bar.say)
-    return Found(ranked, tried, failed, refused, m, config, hardware_of(config, where).per_node[0])
+        request = RunRequest(
+            config=quick,
+            device=device,
+            run_dir=folder,
+            updates=updates,
+            config_text="",
+            info={},
+            notice=notice,
+            progress=notice,
+            early=[],
+            fresh_start=implementation.profiles_trained_policy,
+            advance=bar.advance,
+        )
+        plans = [candidate.plan for candidate in valid]
+        model = implementation.cost_model(request, updates // 2, plans)
+        bar.say(f"measured: {model.costs.told()}")
+        if not model.costs.compiled:
+            request = replace(request, config=replace(quick, compile="never"))
+        ranked = [(candidate, model.predict(candidate.plan, candidate.needs)) for candidate in valid]
+        # Predictions are exact to two digits; of equal ones the fewest processes come first.
+        ranked.sort(key=lambda pair: (float(f"{pair[1].whole_s:.2g}"), pair[0].processes))
+        measured_s, failed = _measure_best(request, ranked, updates // 2, bar.say)
+    devices = hardware_of(config, device).per_node[0]
+    return TuningResult(ranked, measured_s, failed, refused, model.costs, config, devices)
 
 
-def _try(
-    setup: Setup, ranked: list[tuple[Offer, cost_model.Prediction]], first: int, say: Callable[[str], None]
+def _measure_best(
+    request: RunRequest,
+    ranked: list[tuple[Candidate, cost_model.Prediction]],
+    first: int,
+    say: Callable[[str], None],
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Seconds of an update of the best that run, and what failed. Raises TrainingError where nothing runs."""
-    tried, failed = dict[str, float](), dict[str, str]()
-    while (following := _next(ranked, tried, failed)) is not None:
-        offer, expected = following
-        name = offer.choice.name
-        say(f"trying {name}, {expected.whole_s:.3g} s an update predicted")
-        run_dir = setup.run_dir / str(len(tried) + len(failed))
+    """Return seconds of an update of the best placements, and the failures. Raises TrainingError if all fail."""
+    measured_s, failed = dict[str, float](), dict[str, str]()
+    while (following := _next(ranked, measured_s, failed)) is not None:
+        candidate, prediction = following
+        name = candidate.choice.name
+        say(f"trying {name}, {prediction.whole_s:.3g} s an update predicted")
+        run_dir = request.run_dir / str(len(measured_s) + len(failed))
         try:
-            config = chosen(setup.config, offer.choice)
-            tried[name] = _tried(replace(setup, config=config, run_dir=run_dir), offer.placed, first)
-        except ProcessLost as error:  # memory of simulators, which nobody foresees
+            config = with_placement(request.config, candidate.choice)
+            attempt = replace(request, config=config, run_dir=run_dir)
+            measured_s[name] = _update_seconds(attempt, candidate.plan, first)
+        except ProcessLost as error:  # for example: the memory of simulators is not estimated
             failed[name] = str(error)
             say(f"{name} failed: {error}")
         else:
-            say(f"{name}: {tried[name]:.3g} s an update")
-    if not tried:
-        name, why = next(iter(failed.items()))
-        raise TrainingError(f"tune: {len(failed)} placements failed; {name}: {why}")
-    return tried, failed
+            say(f"{name}: {measured_s[name]:.3g} s an update")
+    if not measured_s:
+        name, reason = next(iter(failed.items()))
+        raise TrainingError(f"tune: {len(failed)} placements failed; {name}: {reason}")
+    return measured_s, failed
 
 
 def _next(
-    ranked: list[tuple[Offer, cost_model.Prediction]], tried: Mapping[str, float], failed: Mapping[str, str]
-) -> tuple[Offer, cost_model.Prediction] | None:
-    """What to try next: TRIED of them, and one process, which a moment of other work may have made look slow."""
-    left = [pair for pair in ranked if pair[0].choice.name not in {*tried, *failed}]
-    if len(failed) > TRIED:
+    ranked: list[tuple[Candidate, cost_model.Prediction]],
+    measured_s: Mapping[str, float],
+    failed: Mapping[str, str],
+) -> tuple[Candidate, cost_model.Prediction] | None:
+    """Return what to measure next: the best ``MAX_MEASURED``, and always one process.
+
+    Other work on the machine during profiling can make one process look slow.
+    """
+    left = [pair for pair in ranked if pair[0].choice.name not in {*measured_s, *failed}]
+    if len(failed) > MAX_MEASURED:
         return None
-    if len(tried) >= TRIED:
-        left = [pair for pair in left if pair[0].placed is None]
+    if len(measured_s) >= MAX_MEASURED:
+        left = [pair for pair in left if pair[0].plan is None]
     return next(iter(left), None)
 
 
-class _Enough(Exception):
-    """Updates have been timed."""
+class _EnoughUpdates(Exception):
+    """Ends a run whose updates have been timed."""
 
 
-def _tried(setup: Setup, placed: placement.Plan | None, first: int) -> float:
-    """Seconds of an update as it runs, from update ``first`` on: a median; those that warm up do not count."""
-    lag = setup.config.cluster.max_lag
-    warm = 1 + lag
+def _update_seconds(request: RunRequest, plan: placement.Plan | None, first: int) -> float:
+    """Return the median seconds of an update from update ``first`` on, without those that warm up."""
+    config, lag = request.config, request.config.cluster.max_lag
+    warm_up = 1 + lag
     with ExitStack() as stack:
-        mode = MODES[setup.config.mode]
-        made = mode.alone(setup, stack) if placed is None else mode.apart(setup, placed)
-        stack.callback(made.system.close)
-        log = Log(setup.run_dir, total_updates=setup.updates, first_update=first, unit=made.system.unit, quiet=True)
+        implementation = mode(config)
+        if plan is None:
+            system = implementation.build_local(request, stack).system
+        else:
+            system = build_workers(implementation, request, plan).system
+        stack.callback(system.close)
+        log = Log(request.run_dir, total_updates=request.updates, first_update=first, unit=system.unit, quiet=True)
         stack.callback(log.close)
-        timer, sums = Timer(), list[float]()
+        timer, sums = Timer(), list[float]()  # seconds since the start, at the end of each update
 
-        def enough() -> bool:
+        def stop_if_enough() -> bool:
             sums.append(timer.total(loop.TRAINING)[0])
-            if len(sums) > warm + 2 and sums[-1] - sums[warm] > TRY_S:
-                raise _Enough
+            if len(sums) > warm_up + 2 and sums[-1] - sums[warm_up] > MEASURE_S:
+                raise _EnoughUpdates
             return False
 
-        schedule = loop.Schedule(updates=sys.maxsize, horizon=made.horizon, max_lag=lag)
-        with suppress(_Enough):
-            loop.train(made.system, log, schedule, first_update=first, should_stop=enough, timer=timer)
-    return statistics.median(after - before for before, after in pairwise(sums[warm:]))
+        schedule = loop.Schedule(updates=sys.maxsize, horizon=implementation.horizon(config), max_lag=lag)
+        with suppress(_EnoughUpdates):
+            loop.train(system, log, schedule, first_update=first, should_stop=stop_if_enough, timer=timer)
+    return statistics.median(after - before for before, after in pairwise(sums[warm_up:]))
 
 
 # --------------------------------------------------------------------------------------------------------------- file
 def destination(home: Path, name: str) -> Path:
-    """Where the placement of a run is written: group placement of the configs in ``home``. Raises ConfigError."""
+    """Return the file of the placement: in group ``placement`` of the configs in ``home``. Raises ConfigError."""
     file = home / "placement" / f"tuned_{re.sub(r'[^A-Za-z0-9_-]', '-', name)}.yaml"
-    there = next(folder for folder in file.absolute().parents if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(f"{file}: cannot be written ({there}); name another --config-dir")
+    parent = next(folder for folder in file.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(f"{file}: cannot be written ({parent}); name another --config-dir")
     return file
 
 
-def write(file: Path, found: Found, command: str) -> None:
-    """The options that say where the roles of the best run, whatever other files say; ``command``: what was asked."""
-    default, now, before = (loader.dump(c) for c in (ClusterConfig(), found.config.cluster, found.asked.cluster))
-    said = ("component_placement", "stages", "num_nodes", "devices_per_node") if found.best.placed is not None else ()
-    cluster = {n: value for n, value in now.items() if n in said or value != default[n] or before[n] != default[n]}
-    settings = {"placement": found.config.placement} | ({"cluster": cluster} if cluster else {})
-    seconds = min(found.tried.values())
-    told = f"# {command} ({date.today()}): {found.best.choice.name}, {seconds:.3g} s an update"
+def write(file: Path, result: TuningResult, command: str) -> None:
+    """Write the options of the best placement, complete enough to override those of other files.
+
+    Args:
+        command: The command line, for the first comment.
+    """
+    default, best, original = (
+        loader.dump(c) for c in (ClusterConfig(), result.config.cluster, result.original.cluster)
+    )
+    always = ()
+    if result.best.plan is not None:
+        always = ("component_placement", "stages", "num_nodes", "devices_per_node")
+    cluster = {
+        name: value
+        for name, value in best.items()
+        if name in always or value != default[name] or original[name] != default[name]
+    }
+    settings = {"placement": result.config.placement} | ({"cluster": cluster} if cluster else {})
+    seconds = min(result.measured_s.values())
+    comment = f"# {command} ({date.today()}): {result.best.choice.name}, {seconds:.3g} s an update"
+    content = f"# @package _global_\n{comment}\n{yaml.safe_dump(settings, sort_keys=False)}"
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(".new")
-    temporary.write_text(f"# @package _global_\n{told}\n{yaml.safe_dump(settings, sort_keys=False)}")
+    temporary.write_text(content)
     temporary.replace(file)

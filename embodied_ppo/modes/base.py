@@ -1,90 +1,432 @@
-"""What both modes are put together with: the request for a system, and the system with what only its mode knows."""
+"""The interface of a training mode: what embodied and reasoning implement, each in its own way.
+
+``registry`` maps the option ``mode`` to its implementation.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
-from embodied_ppo.config import loader, placement
-from embodied_ppo.config.schema import Config
+from embodied_ppo.config import loader, placement, validation
+from embodied_ppo.config.schema import AlgorithmConfig, Config, EvaluateConfig
 from embodied_ppo.core.types import Advance, ConfigError, PlacementError
+from embodied_ppo.placement import cost_model
+from embodied_ppo.placement.channels import Exchange
+from embodied_ppo.placement.offload import Residency
+from embodied_ppo.placement.worker import Part, Seat
 from embodied_ppo.training import checkpoint
-from embodied_ppo.training.system import RunSystem
+from embodied_ppo.training.system import Records, RunSystem
+
+MemoryNeeds = dict[str, dict[str, int]]
+"""Group of a plan -> what the memory is for (weights, gradients, ...) -> bytes of one process at its peak."""
+
+
+# ----------------------------------------------------------------------------------------------------- data of a run
+class TaskFile(Protocol):
+    """One source file of a user's task."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def digest(self) -> str: ...
+
+
+class TaskFiles(Protocol):
+    """Source files of a user's task; ``embodied_envs.task_files.TaskFiles`` implements it."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def files(self) -> Sequence[TaskFile]: ...
+
+    @property
+    def hash(self) -> str: ...
+
+    def saved(self, run_dir: Path) -> TaskFiles: ...
+
+    def without_data(self, run_dir: Path) -> TaskFiles: ...
+
+    def activate(self, say: Callable[[str], None] = ...) -> None: ...
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What a mode is asked to put together.
+class RunRequest:
+    """Everything that a mode needs to build the system of a run.
 
-    config   resolved          device  where policy and learner run
-    run_dir  of the run         updates how many the whole run has
-    text     config.yaml        info    versions, hash .. for every checkpoint
-    notice   hears what a user should know once            early  lines for the log that is not there yet
-    progress says at once what takes long
-    fresh_start  False where a checkpoint's weights will replace those made here
-    advance  hears how much of what takes long is done: what, how many, of how many
-    task     files of the user's task (``embodied_envs.task_files.TaskFiles``); None: it is an installed package's
+    Attributes:
+        config: Resolved options.
+        device: Device of the policy and the learner.
+        run_dir: Directory of the run.
+        updates: Updates of the complete run.
+        config_text: Content of ``config.yaml``.
+        info: Versions, hashes and arithmetic settings, which every checkpoint records.
+        notice: Reports a line to the user, each line once.
+        progress: Reports at once that a slow step begins or ends.
+        early: Collects lines for the log while it is not open yet.
+        fresh_start: False where the weights of a checkpoint will replace the initial ones.
+        advance: Progress callback ``(task, completed, total)``.
+        task: Files of the user's task; None for a task of an installed package.
     """
 
     config: Config
     device: torch.device
     run_dir: Path
     updates: int
-    text: str
+    config_text: str
     info: Mapping[str, Any]
     notice: Callable[[str], None]
     progress: Callable[[str], None]
     early: list[str]
     fresh_start: bool = True
     advance: Advance = lambda what, done, total: None
-    task: Any = None
+    task: TaskFiles | None = None
 
 
 @dataclass(frozen=True)
-class Assembly:
+class RunComponents:
     """A system that is ready to run.
 
-    title    what is trained, for the log's first line
-    horizon  steps of one rollout
-    write    an evaluation's result, its checkpoint, a folder -> paths of the report's files
-    samples  of a result, rows of a table for TensorBoard; empty where there is nothing to read
-    success  tag of the share of successes
-    facts    of what came before training, for the summary
+    Attributes:
+        system: Collects, updates, evaluates and saves.
+        title: Name of what is trained, for the first line of the log.
+        write: Writes the report of an evaluation ``(result, checkpoint, folder)``; returns the paths of its files.
+        facts: Results of the steps before PPO (cloning), for the summary.
     """
 
     system: RunSystem
     title: str
-    horizon: int
     write: Callable[[Any, checkpoint.Checkpoint, Path], dict[str, str | None]]
-    samples: Callable[[Any], list[dict[str, Any]]] = lambda result: []
-    success: str = "eval/success"
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def device(name: str, threads: int) -> torch.device:
-    """The device an option names; sets torch's threads. Raises ConfigError where it is not there."""
+class MemoryEstimator(Protocol):
+    """Predicts the memory of worker processes for any placement of a run, without starting it."""
+
+    def needs(self, placed: placement.Plan, micro: int | None = None, *, shard: bool | None = None) -> MemoryNeeds:
+        """Return the peak memory of one process of each group; simulators, graders and reward models not counted.
+
+        Args:
+            micro: Samples (responses) of one forward and backward pass; None: as the options say.
+            shard: Replaces ``cluster.shard``; None: as the options say.
+        """
+        ...
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Samples (responses) that the options allow in one forward and backward pass; None: no limit."""
+        ...
+
+    def with_micro_batch_size(self, algorithm: AlgorithmConfig, size: int) -> AlgorithmConfig:
+        """Return the options with the limit ``size``, written in the unit that the recipe uses."""
+        ...
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs of the roles, measured on this machine, and the prediction of an update's duration from them.
+
+    Attributes:
+        costs: Measurements.
+        predict: ``(plan, memory needs)`` -> seconds of an update; the plan None means one process.
+    """
+
+    costs: cost_model.Machine
+    predict: Callable[[placement.Plan | None, Mapping[str, placement.Need]], cost_model.Prediction]
+
+
+Evaluator = Callable[[Path, Advance], dict[str, Any]]
+"""Evaluates a checkpoint and writes the report into a folder; returns metrics and paths of the report's files."""
+
+
+# --------------------------------------------------------------------------------------------------------------- mode
+class Mode(ABC):
+    """A kind of training: its roles, how they are built and measured. Implementations hold no state."""
+
+    name: ClassVar[Literal["embodied", "reasoning"]]
+    unit: ClassVar[Literal["env_steps", "tokens"]]
+    """Unit in which experience is counted."""
+    score_metric: ClassVar[str]
+    """Tag of the evaluation metric that decides which checkpoint is the best."""
+    success_metric: ClassVar[str]
+    """Tag of the evaluation metric that is the share of successes."""
+    budget_options: ClassVar[str]
+    """Options that set the length of a run, as messages name them."""
+    cloning_error: ClassVar[str | None] = None
+    """Why a policy of this mode cannot be cloned from demonstrations; None: it can."""
+    compiles_complete_minibatches_only: ClassVar[bool] = False
+    """Whether micro-batches that cut minibatches switch compiled code off."""
+    profiles_trained_policy: ClassVar[bool] = False
+    """Whether the supervised steps before PPO change the duration of an update, so that profiling includes them."""
+
+    # ------------------------------------------------------------------------------------------------- placement
+    def plan(self, config: Config, device: torch.device) -> placement.Plan | None:
+        """Return where the roles run; None: all in this process.
+
+        Raises:
+            ConfigError: compile=always is impossible in this placement.
+            PlacementError: The placement is not valid for these options.
+        """
+        c = config.cluster
+        if config.placement == "local" and not c.component_placement:
+            return None
+        plan = placement.plan(
+            c.component_placement or config.placement,
+            hardware_of(config, device),
+            mode=self.name,
+            without=validation.unused_roles(config),
+            stages=c.stages,
+            max_lag=c.max_lag,
+            weights=c.weights,
+        )
+        self.check_plan(config, plan)
+        if c.shard and (reason := self.shard_obstacle(config, plan)):
+            raise PlacementError(f"cluster.shard = true: {reason}")
+        check_compile(config, plan)
+        return plan
+
+    def plan_on_one_device(self, config: Config, device: torch.device) -> placement.Plan:
+        """Return the plan of all roles of this run together on one device."""
+        unused = validation.unused_roles(config)
+        roles = ",".join(role for role in placement.ROLES[self.name] if role not in unused)
+        one = replace(hardware_of(config, device), per_node=(1,))
+        return placement.plan({roles: 0}, one, mode=self.name, without=unused)
+
+    @abstractmethod
+    def check_plan(self, config: Config, plan: placement.Plan) -> None:
+        """Raise ConfigError or PlacementError where the batches or roles of the options do not divide as planned."""
+
+    def shard_obstacle(self, config: Config, plan: placement.Plan) -> str:
+        """Return why learners cannot hold a part of the model each, and the cure; "" where they can."""
+        version = torch.__version__
+        if [int(x) for x in version.split(".")[:2]] < [2, 13]:
+            return f"needs torch 2.13, this is {version}; write cluster.shard=false"
+        if plan.processes("actor") == 1:
+            return (
+                "one process learns, and has no other to share a model with; give actor more devices "
+                "(cluster.devices_per_node, cluster.component_placement), or write cluster.shard=false"
+            )
+        return ""
+
+    @abstractmethod
+    def facts(self, config: Config, plan: placement.Plan) -> dict[str, int]:
+        """Return the sizes of an update in this plan, for ``embodied-ppo plan``."""
+
+    @abstractmethod
+    def max_learners(self, config: Config) -> int:
+        """Return the largest number of processes that can share the work: one environment or prompt each."""
+
+    # ---------------------------------------------------------------------------------------------------- memory
+    @abstractmethod
+    def can_estimate(self, config: Config, *, in_process: bool = False) -> bool:
+        """Return whether memory can be estimated in this process before the run is built.
+
+        Args:
+            in_process: Whether the run will be built in this process, too.
+        """
+
+    @abstractmethod
+    def memory_estimator(self, config: Config) -> MemoryEstimator:
+        """Build the models of the run on the CPU to estimate memory. Raises ConfigError, EnvError."""
+
+    def check_memory(self, config: Config, plan: placement.Plan) -> MemoryNeeds:
+        """Return the estimated memory.
+
+        Raises:
+            PlacementError: It does not fit. The message proposes cluster.shard where that would suffice.
+        """
+        estimator, sharded = self.memory_estimator(config), None
+        needs = estimator.needs(plan)
+        if not config.cluster.shard and not self.shard_obstacle(config, plan):
+            sharded = partial(estimator.needs, plan, shard=True)
+        placement.check_memory(plan, needs, sharded)
+        return needs
+
+    @abstractmethod
+    def minibatch_samples(self, config: Config) -> int:
+        """Return the samples (responses) of the largest minibatch of all learners together."""
+
+    def micro_batch_unit(self, config: Config) -> int:
+        """Return the number of samples that a micro-batch must be a multiple of."""
+        return 1
+
+    # ----------------------------------------------------------------------------------------------------- build
+    @abstractmethod
+    def title(self, config: Config) -> str:
+        """Return the name of what is trained, for the first line of the log."""
+
+    @abstractmethod
+    def horizon(self, config: Config) -> int:
+        """Return the steps (tokens) of one rollout."""
+
+    def samples(self, result: Any) -> list[dict[str, Any]]:
+        """Return rows of a table with samples of an evaluation, for TensorBoard; empty where there are none."""
+        return []
+
+    def checkpoint_info(self, config: Config) -> Mapping[str, Any]:
+        """Return what checkpoints record in addition to ``RunRequest.info``."""
+        return {}
+
+    def records(self, request: RunRequest) -> Records:
+        """Return how a run is recorded."""
+        config = request.config
+        return Records(
+            unit=self.unit,
+            score=self.score_metric,
+            checkpoints=request.run_dir / "checkpoints",
+            keep_last=config.keep_last,
+            config_text=request.config_text,
+            info={**request.info, **self.checkpoint_info(config)},
+        )
+
+    def check_files(self, config: Config) -> None:
+        """Raise ConfigError where files are missing that worker processes will read."""
+        return
+
+    def task_for_training(
+        self, config: Config, source: checkpoint.Checkpoint | None, say: Callable[[str], None]
+    ) -> TaskFiles | None:
+        """Return the files of the user's task that the run executes; None: there are none. Raises ConfigError."""
+        return None
+
+    @abstractmethod
+    def build_local(self, request: RunRequest, stack: ExitStack) -> RunComponents:
+        """Build the system in this process.
+
+        Args:
+            stack: Closes what is opened here.
+
+        Raises:
+            ConfigError, EnvError: An option is refused by what it configures.
+        """
+
+    @abstractmethod
+    def build_worker(
+        self, request: RunRequest, seat: Seat, exchange: Exchange | None
+    ) -> tuple[Part, Mapping[str, Any]]:
+        """Build the roles of one worker process, in that process.
+
+        Args:
+            seat: Roles, ranks and connections of this process.
+            exchange: Receives requests of other processes; None where no other process sends requests.
+
+        Returns:
+            The worker, and facts for the summary.
+
+        Raises:
+            ConfigError, EnvError: An option is refused by what it configures.
+        """
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+    @abstractmethod
+    def evaluator(
+        self,
+        config: EvaluateConfig,
+        trained: Config,
+        source: checkpoint.Checkpoint,
+        *,
+        run_dir: Path,
+        device: torch.device,
+        say: Callable[[str], None],
+    ) -> Evaluator:
+        """Load a checkpoint for its evaluation.
+
+        Args:
+            config: Options of the evaluation.
+            trained: Options of the run that wrote the checkpoint.
+            run_dir: Directory of that run.
+
+        Raises:
+            CheckpointError, ConfigError, EnvError: Before anything is written.
+        """
+
+    @abstractmethod
+    def export(
+        self,
+        trained: Config,
+        source: checkpoint.Checkpoint,
+        out: Path,
+        *,
+        run_dir: Path,
+        say: Callable[[str], None],
+    ) -> dict[str, Any]:
+        """Write the model of a checkpoint in the published layout, read it back and compare.
+
+        Raises:
+            CheckpointError, ConfigError, EnvError: The model has no such layout, or cannot be written.
+        """
+
+    # -------------------------------------------------------------------------------------------------- profiling
+    @abstractmethod
+    def choices(self, config: Config, hardware: placement.Hardware, cores: int) -> list[cost_model.Choice]:
+        """Return the placements that ``embodied-ppo tune`` compares on these devices and CPU cores."""
+
+    @abstractmethod
+    def cost_model(self, request: RunRequest, update: int, plans: Sequence[placement.Plan | None]) -> CostModel:
+        """Time the roles of a run in this process, in the sizes that the plans need.
+
+        Args:
+            update: Update of the run that is timed.
+            plans: Placements to predict; None: one process.
+
+        Raises:
+            ConfigError, EnvError: An option is refused by what it configures.
+        """
+
+
+# -------------------------------------------------------------------------------------------------------- compilation
+TURNS = "processes that take turns on a GPU move their tensors"
+"""Why nothing is compiled there: a CUDA graph holds the addresses of its tensors."""
+
+
+def check_compile(config: Config, plan: placement.Plan) -> None:
+    """Raise ConfigError where compile=always is impossible in a plan."""
+    if config.compile != "always":
+        return
+    residency, learners = Residency(plan), plan.processes("actor")
+    reason = f"{learners} processes learn together" if learners > 1 else ""
+    if any(residency.turns(plan.group(role)) for role in ("rollout", "actor", "critic") if plan.has(role)):
+        reason = TURNS
+    if reason:
+        raise ConfigError(f"compile=always: {reason}; use compile=auto")
+
+
+# ------------------------------------------------------------------------------------------------------------- machine
+def select_device(name: str, threads: int) -> torch.device:
+    """Return the device of the option ``device``, and set the number of torch's threads.
+
+    Args:
+        name: "auto", "cpu", "cuda" or "cuda:N".
+        threads: CPU threads of tensor operations; 0: torch's default.
+
+    Raises:
+        ConfigError: The machine has no such device.
+    """
     if threads:
         torch.set_num_threads(threads)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = torch.device(name)
-    count = torch.cuda.device_count()
-    if found.type == "cuda" and (found.index or 0) >= count:
-        raise ConfigError(f"device={name}: this machine shows torch {count} CUDA devices; use device=cpu or auto")
-    return found
+    device, count = torch.device(name), torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(f"device={name}: torch finds {count} CUDA devices; use device=cpu or auto")
+    return device
 
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Of float32 products, within it: an option's word."""
+    """Set the precision of float32 matrix products to the option ``matmul_precision`` within the block."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -94,7 +436,11 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def hardware_of(config: Config, device: torch.device) -> placement.Hardware:
-    """The devices that a placement deals out. Raises PlacementError."""
+    """Return the devices that a placement can use: those of the options, else those of this machine.
+
+    Raises:
+        PlacementError: There are too many, or cluster.node_groups names nodes that do not exist.
+    """
     c, kind = config.cluster, device.type
     here = torch.cuda.device_count() if kind == "cuda" else os.cpu_count() or 1
     if kind == "cuda":
@@ -104,8 +450,10 @@ def hardware_of(config: Config, device: torch.device) -> placement.Hardware:
     if c.device_memory_gb:
         memory = int(c.device_memory_gb * 1e9)
     if (count := (c.devices_per_node or here) * c.num_nodes) > placement.MOST_DEVICES:
-        said = f"cluster.num_nodes x cluster.devices_per_node = {count} devices"
-        raise PlacementError(f"{said}, more than {placement.MOST_DEVICES}; write what there is")
+        raise PlacementError(
+            f"cluster.num_nodes x cluster.devices_per_node = {count} devices, more than "
+            f"{placement.MOST_DEVICES}; write the numbers of your cluster"
+        )
     nodes = tuple(range(c.num_nodes))
     labels = {
         name: placement.ranges(value, nodes, f"cluster.node_groups = {{{name}: {value}}}", "node")
@@ -115,7 +463,7 @@ def hardware_of(config: Config, device: torch.device) -> placement.Hardware:
 
 
 def config_hash(config: Config) -> str:
-    """12 hex digits over every option that can change a result."""
+    """Return 12 hex digits over every option that can change a result."""
     plain = loader.relevant(config)
     for path in ("name", "description", "run_dir", "resume", "keep_last", "allow_changed_task"):
         plain.pop(path)
@@ -123,4 +471,5 @@ def config_hash(config: Config) -> str:
 
 
 def digest(plain: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of plain options, in hex."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()

@@ -15,6 +15,7 @@ from embodied_ppo.commands import fit as fitting
 from embodied_ppo.commands import main
 from embodied_ppo.config import compose, loader
 from embodied_ppo.config.schema import ClusterConfig, Config
+from embodied_ppo.modes.registry import mode
 from embodied_ppo.training import checkpoint
 from tests.integration.test_placements import rows
 
@@ -59,8 +60,8 @@ def run(*words: str) -> None:
 def needed(*words: str) -> list[dict[str, int]]:
     """Bytes at the peak of a process of each group of a local run, by what for."""
     config = loader.load(Config, yaml.safe_load(_resolved(words)))
-    found = build.placed(config, torch.device("cpu"))
-    return list(build.mode(config).Foresight(config).needs(found).values())
+    plan = build.place(config, torch.device("cpu"))
+    return list(mode(config).memory_estimator(config).needs(plan).values())
 
 
 def _resolved(words: tuple[str, ...]) -> str:

@@ -182,7 +182,7 @@ REFUSALS = [
         "cluster.component_placement = {actor: 0, rollout: 0, env: 0}: is what tune looks for",
     ),
     ("tune resume=auto", "resume = auto: is not read by tune, which continues nothing"),
-    ("tune device=cuda:99", "device=cuda:99: this machine shows torch .. CUDA devices"),
+    ("tune device=cuda:99", "device=cuda:99: torch finds .. CUDA devices"),
     ("tune cluster.num_nodes=2", "cluster.num_nodes = 2: no Ray cluster is named"),
     ("tune cluster.max_lag=1 cluster.weights=ipc", "only cluster.weights=store keeps for them"),
     ("tune cluster.device_memory_gb=1e-5", "tune: no placement is left; local: placement: node 0 needs 1 x"),

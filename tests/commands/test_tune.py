@@ -20,7 +20,7 @@ from embodied_ppo.commands import main
 from embodied_ppo.commands import tune as tuning
 from embodied_ppo.config.schema import ClusterConfig
 from embodied_ppo.core.errors import PlacementError
-from embodied_ppo.modes.embodied import profile as embodied_profile
+from embodied_ppo.modes import profile
 from embodied_ppo.placement import cost_model
 
 pytestmark = pytest.mark.usefixtures("eight_slots")
@@ -43,14 +43,14 @@ SMALL = [
 def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an empty folder, and no longer than needed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tuning, "TRY_S", 0.1)
-    monkeypatch.setattr(embodied_profile, "LONG_S", 0.02)
+    monkeypatch.setattr(tuning, "MEASURE_S", 0.1)
+    monkeypatch.setattr(profile, "MIN_REPEAT_S", 0.02)
 
 
 @pytest.fixture
 def one_try(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best predicted alone, and one process."""
-    monkeypatch.setattr(tuning, "TRIED", 1)
+    monkeypatch.setattr(tuning, "MAX_MEASURED", 1)
 
 
 def tuned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -184,11 +184,11 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], tmp_path: P
 def test_what_does_not_fit_is_refused_with_the_sum() -> None:
     cpu = torch.device("cpu")
     free = replace(toys.config(), cluster=ClusterConfig(devices_per_node=2))
-    offers, refused = tuning.offered(free, cpu)
+    offers, refused = tuning.candidates(free, cpu)
     alone, both = (next(o.memory for o in offers if o.choice.name == name) for name in ("local", "colocated"))
     assert not [why for _, why in refused if "node 0 needs" in why] and alone < both
     tight = replace(free.cluster, device_memory_gb=(alone + both) / 2 / 0.92 / 1e9)
-    offers, refused = tuning.offered(replace(free, cluster=tight), cpu)
+    offers, refused = tuning.candidates(replace(free, cluster=tight), cpu)
     assert "local" in {o.choice.name for o in offers}
     why = next(why for choice, why in refused if choice.name == "colocated")
     assert why.startswith("placement: node 0 needs 2 x ") and "one process of actor: weights" in why
@@ -223,7 +223,7 @@ def test_a_placement_that_breaks_is_passed_over(capsys: pytest.CaptureFixture[st
 
 def test_one_process_is_always_tried() -> None:
     config = replace(toys.config(), cluster=ClusterConfig(devices_per_node=2))
-    offers = {offer.choice.name: offer for offer in tuning.offered(config, torch.device("cpu"))[0]}
+    offers = {offer.choice.name: offer for offer in tuning.candidates(config, torch.device("cpu"))[0]}
     expected = {"fused": 1.0, "hybrid": 2.0, "colocated": 3.0, "local": 4.0}
     ranked = [(offers[name], cost_model.Prediction(s / 2, s / 2, 0.0, s)) for name, s in expected.items()]
 
@@ -241,10 +241,10 @@ def test_one_process_is_always_tried() -> None:
 def test_cores_are_counted_by_threads_that_use_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread begins with as many as the machine has, whatever others were told: two would wait for each other."""
     seen, multiply, before = set[int](), torch.mm, torch.get_num_threads()
-    monkeypatch.setattr(embodied_profile.torch, "mm", lambda a, b: (seen.add(torch.get_num_threads()), multiply(a, b)))
+    monkeypatch.setattr(profile.torch, "mm", lambda a, b: (seen.add(torch.get_num_threads()), multiply(a, b)))
     torch.set_num_threads(2)
     try:
-        assert 1 <= embodied_profile.cores() <= (os.cpu_count() or 1)
+        assert 1 <= profile.parallel_cores() <= (os.cpu_count() or 1)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -270,4 +270,4 @@ def test_another_file_that_places_the_run_is_said(capsys: pytest.CaptureFixture[
 def test_the_policy_on_a_machine_without_room_is_a_placement_error() -> None:
     c = replace(toys.config(), cluster=ClusterConfig(devices_per_node=1, device_memory_gb=1e-6))
     with pytest.raises(PlacementError, match="tune: no placement is left; local: placement: node 0 needs"):
-        tuning.offered(c, torch.device("cpu"))
+        tuning.candidates(c, torch.device("cpu"))

@@ -23,7 +23,8 @@ from embodied_ppo.config.placement import (
     ranges,
 )
 from embodied_ppo.core.errors import ConfigError, PlacementError
-from embodied_ppo.modes.embodied import workers as embodied_workers
+from embodied_ppo.modes import base
+from embodied_ppo.modes.embodied.mode import EmbodiedMode
 
 EIGHT = Hardware((8,), "cuda")
 TWO_NODES = Hardware((4, 4), "cuda", {"sim": (0,), "train": (1,)})
@@ -137,7 +138,7 @@ def test_a_label_for_a_node_that_is_not_there() -> None:
     with pytest.raises(
         PlacementError, match=r"^cluster.node_groups = \{train: 1\}: 1 needs node 1, but there is 1 \(0\)"
     ):
-        embodied_workers.planned(
+        EmbodiedMode().plan(
             toys.config({"placement": "fused", "cluster.node_groups": {"sim": 0, "train": 1}}), torch.device("cpu")
         )
 
@@ -302,12 +303,12 @@ def test_whether_parts_of_a_model_would_fit_is_said() -> None:
 def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(memory: int, **options: Any) -> str:
         hardware = Hardware((4,), "cpu", memory=memory)
-        monkeypatch.setattr(embodied_workers, "hardware_of", lambda config, device: hardware)
+        monkeypatch.setattr(base, "hardware_of", lambda config, device: hardware)
         c = toys.config({"placement": "fused", **options})
-        placed = embodied_workers.planned(c, torch.device("cpu"))
+        placed = EmbodiedMode().plan(c, torch.device("cpu"))
         assert placed is not None
         try:
-            embodied_workers.check_memory(c, placed)
+            EmbodiedMode().check_memory(c, placed)
         except PlacementError as error:
             return str(error)
         return ""
@@ -317,7 +318,7 @@ def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.Monk
         sum(map(int, needs.values()))
         for shard in (False, True)
         for c in [toys.config({"placement": "fused", "cluster.shard": shard, **wide})]
-        for needs in embodied_workers.Foresight(c).needs(plan("fused", Hardware((4,)))).values()
+        for needs in EmbodiedMode().memory_estimator(c).needs(plan("fused", Hardware((4,)))).values()
     )
     assert parts < 0.9 * whole
     between = int(4 * (parts + whole) / 2 / ROOM)
@@ -330,12 +331,14 @@ def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.Monk
 
 def test_parts_are_refused_where_there_is_nobody_to_share_with(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(devices: int) -> str:
-        monkeypatch.setattr(embodied_workers, "hardware_of", lambda config, device: Hardware((devices,)))
+        monkeypatch.setattr(base, "hardware_of", lambda config, device: Hardware((devices,)))
         with pytest.raises((ConfigError, PlacementError)) as told:
-            embodied_workers.planned(toys.config({"placement": "fused", "cluster.shard": True}), torch.device("cpu"))
+            EmbodiedMode().plan(toys.config({"placement": "fused", "cluster.shard": True}), torch.device("cpu"))
         return str(told.value)
 
-    assert refused(1).startswith("cluster.shard = true: one process learns, and has nobody to share a model with; give")
+    assert refused(1).startswith(
+        "cluster.shard = true: one process learns, and has no other to share a model with; give"
+    )
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     assert refused(2) == "cluster.shard = true: needs torch 2.13, this is 2.9.1+cpu; write cluster.shard=false"
 
@@ -353,16 +356,16 @@ def test_memory_is_told_as_a_table() -> None:
 def test_what_takes_turns_on_a_gpu_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph knows where its tensors lie, and they move."""
     hardware = Hardware((1,), "cuda")
-    monkeypatch.setattr(embodied_workers, "hardware_of", lambda config, device: hardware)
+    monkeypatch.setattr(base, "hardware_of", lambda config, device: hardware)
     for name, why in (("colocated", "take turns on a GPU"), ("fused", "")):
         c = toys.config({"compile": "always", "placement": name})
         if why:
             with pytest.raises(ConfigError, match=f"compile=always: processes that {why}"):
-                embodied_workers.planned(c, torch.device("cuda"))
+                EmbodiedMode().plan(c, torch.device("cuda"))
         else:
-            assert embodied_workers.planned(c, torch.device("cuda")) is not None
+            assert EmbodiedMode().plan(c, torch.device("cuda")) is not None
     apart = {"rollout,actor,reward": 0, "critic": 1, "reference": 1}
     asked = toys.config({"compile": "always"})
     with pytest.raises(ConfigError, match="compile=always: processes that take turns on a GPU"):
-        embodied_workers.check_compile(asked, plan(apart, Hardware((2,), "cuda"), mode="reasoning"))
-    embodied_workers.check_compile(asked, plan(apart, Hardware((2,)), mode="reasoning"))
+        base.check_compile(asked, plan(apart, Hardware((2,), "cuda"), mode="reasoning"))
+    base.check_compile(asked, plan(apart, Hardware((2,)), mode="reasoning"))

@@ -80,7 +80,7 @@ def test_a_disk_that_fills_up_with_logs_says_so_too(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_at_the_start_is_refused(
     tmp_path: Path, earlier: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assembled, limits = run._assembled, resource.getrlimit(resource.RLIMIT_FSIZE)
+    assembled, limits = run._build, resource.getrlimit(resource.RLIMIT_FSIZE)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("the old one")
 
@@ -89,7 +89,7 @@ def test_a_disk_that_is_full_at_the_start_is_refused(
         resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))  # bytes: less than TensorBoard's first
         return system
 
-    monkeypatch.setattr(run, "_assembled", full)
+    monkeypatch.setattr(run, "_build", full)
     if earlier:
         monkeypatch.setattr(run, "replace_text", lambda *_: None)
     try:
@@ -127,16 +127,16 @@ def test_the_second_process_is_told_who_the_first_is(tmp_path: Path) -> None:
 
 def test_two_starts_in_one_new_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first holds the directory while it builds; a late one sees its run; a refused one leaves nothing."""
-    assembled, locked = run._assembled, run_directory.locked
+    assembled, locked = run._build, run_directory.locked
     config = tiny(tmp_path / "folder" / "run", updates=1)
 
     def slow(setup: Any, stack: Any) -> Any:
-        monkeypatch.setattr(run, "_assembled", assembled)
+        monkeypatch.setattr(run, "_build", assembled)
         with pytest.raises(run.ConfigError, match=rf"run: pid {os.getpid()} on \S+ is training in it"):
             run.train(config, quiet=True)
         return assembled(setup, stack)
 
-    monkeypatch.setattr(run, "_assembled", slow)
+    monkeypatch.setattr(run, "_build", slow)
     run.train(config, quiet=True)
     shutil.move(tmp_path / "folder" / "run", tmp_path / "done")
     files = {p.relative_to(tmp_path / "done"): p.read_bytes() for p in (tmp_path / "done").rglob("*") if p.is_file()}
@@ -156,7 +156,7 @@ def test_two_starts_in_one_new_directory(tmp_path: Path, monkeypatch: pytest.Mon
     def fails(*_: Any) -> None:
         raise run.EnvError("no simulator")
 
-    monkeypatch.setattr(run, "_assembled", fails)
+    monkeypatch.setattr(run, "_build", fails)
     with pytest.raises(run.EnvError):
         run.train(tiny(tmp_path / "new" / "folder" / "run"), quiet=True)
     assert not (tmp_path / "new").exists()

@@ -37,8 +37,8 @@ from embodied_ppo.evaluation import video as film
 from embodied_ppo.imitation import expert_demos
 from embodied_ppo.modes import base as modes
 from embodied_ppo.modes.embodied import components as embodied
-from embodied_ppo.modes.embodied import workers as embodied_workers
-from embodied_ppo.modes.reasoning import components as reasoning
+from embodied_ppo.modes.embodied.mode import EmbodiedMode
+from embodied_ppo.modes.registry import mode
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training import run_directory
 from tests.integration import test_options, test_options_language
@@ -269,8 +269,8 @@ def joint_forwards(option: str, value: Any, needs: dict[str, Any], kind: str) ->
 def _language(options: str) -> dict[str, Any]:
     c = test_options_language.config(json.loads(options))
     with ExitStack() as stack:
-        setup = modes.Setup(c, CPU, FOLDER / "language", c.updates or 0, "", {}, print, print, [])
-        system: Any = reasoning.assemble(setup, stack).system
+        request = modes.RunRequest(c, CPU, FOLDER / "language", c.updates or 0, "", {}, print, print, [])
+        system: Any = mode(c).build_local(request, stack).system
         stack.callback(system.close)
         children = set(Path("/proc/self/task").glob("*/children"))
         processes = sum(len(path.read_text().split()) for path in children)
@@ -301,10 +301,10 @@ CLUSTER = {"placement": "fused", "cluster.devices_per_node": 2, "env.num_envs": 
 def planned(option: str, value: Any, needs: dict[str, Any] | None = None) -> Any:
     """What ``embodied-ppo plan`` says of the devices, weights and memory."""
     c = toys.config({**CLUSTER, **(needs or {}), option: value})
-    where = embodied_workers.planned(c, CPU)
-    if where is None:
+    plan = mode(c).plan(c, CPU)
+    if plan is None:
         return None
-    return where.rows(), where.weights_path(0), where.stages, embodied_workers.check_memory(c, where)
+    return plan.rows(), plan.weights_path(0), plan.stages, mode(c).check_memory(c, plan)
 
 
 def labels(value: dict[str, Any]) -> Any:
@@ -315,7 +315,7 @@ def labels(value: dict[str, Any]) -> Any:
 
 def threads(value: int) -> int:
     try:
-        modes.device("cpu", value)
+        modes.select_device("cpu", value)
         return torch.get_num_threads()
     finally:
         torch.set_num_threads(1)
@@ -373,7 +373,7 @@ PAIRS: dict[str, Pair] = {
         "local",
         "fused",
         "devices of the plan",
-        lambda v: embodied_workers.planned(toys.config({"placement": v}), CPU) is None,
+        lambda v: EmbodiedMode().plan(toys.config({"placement": v}), CPU) is None,
     ),
     "name": Pair(
         "one", "two", "run directory", lambda v: run_directory.locate(toys.config({"name": v}), print)[0].parts[:2]
@@ -397,7 +397,7 @@ PAIRS: dict[str, Pair] = {
     "save_every": Pair(1, 2, "checkpoints of the run", partial(checkpoints, "save_every")),
     "keep_last": Pair(1, 2, "checkpoints that are kept", partial(checkpoints, "keep_last")),
     "eval_every": Pair(0, 1, "evaluations of the run", rows),
-    "device": Pair("cpu", "cuda:99", "refused where it does not exist", lambda v: str(modes.device(v, 1))),
+    "device": Pair("cpu", "cuda:99", "refused where it does not exist", lambda v: str(modes.select_device(v, 1))),
     "threads": Pair(1, 2, "threads of torch", threads),
     "compile": Pair(
         "always",

@@ -21,8 +21,8 @@ from embodied_ppo.config.schema import Config
 from embodied_ppo.core.types import ConfigError
 from embodied_ppo.data import synthetic_tasks
 from embodied_ppo.models import causal_lm
-from embodied_ppo.modes.base import Setup
-from embodied_ppo.modes.reasoning import components as reasoning
+from embodied_ppo.modes.base import RunRequest
+from embodied_ppo.modes.registry import mode
 from embodied_ppo.rewards import reward_model
 from embodied_ppo.training.logging import numbers
 
@@ -277,11 +277,11 @@ def trained(options: str, lag: int = 0) -> list[dict[str, float]]:
     c = config(json.loads(options))
     rows, pending = [], []
     with ExitStack() as stack:
-        setup = Setup(c, torch.device("cpu"), FILES / "run", c.updates or 0, "", {}, print, print, [])
-        system: Any = reasoning.assemble(setup, stack).system
+        request = RunRequest(c, torch.device("cpu"), FILES / "run", c.updates or 0, "", {}, print, print, [])
+        system: Any = mode(c).build_local(request, stack).system
         stack.callback(system.close)
-        for update in range(setup.updates + lag):
-            if update < setup.updates:
+        for update in range(request.updates + lag):
+            if update < request.updates:
                 pending.append(system.collect(c.algorithm.response_length, update=update))
             if update >= lag:
                 trajectory, metrics = pending.pop(0)
@@ -289,7 +289,7 @@ def trained(options: str, lag: int = 0) -> list[dict[str, float]]:
                 system.publish(update - lag + 1)
                 critic = 0.0 if system.learner.critic is None else weights(system.learner.critic.module)
                 rows.append(numbers(metrics) | {"weights": weights(system.module), "critic": critic})
-        rows[-1] |= numbers(system.evaluate(setup.updates))
+        rows[-1] |= numbers(system.evaluate(request.updates))
     return rows
 
 

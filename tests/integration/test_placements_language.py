@@ -16,7 +16,7 @@ from embodied_ppo.algorithms.separate_critic_learner import LocalCritic
 from embodied_ppo.config import loader, validation
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core.types import ConfigError, PlacementError
-from embodied_ppo.modes.base import Setup
+from embodied_ppo.modes.base import RunRequest
 from embodied_ppo.modes.reasoning import workers as reasoning_workers
 from embodied_ppo.placement.worker import Seat
 from embodied_ppo.training import checkpoint
@@ -111,10 +111,12 @@ def test_a_process_for_each_role_trains_as_one_process_does(name: str, local: Pa
 
 def test_what_is_to_be_compiled_is_so_in_processes_too(tmp_path: Path) -> None:
     asked = config({"compile": "always", "placement": "fused", "cluster.devices_per_node": 1})
-    setup = Setup(asked, torch.device("cpu"), tmp_path, 3, "", {}, print, print, [])
+    request = RunRequest(asked, torch.device("cpu"), tmp_path, 3, "", {}, print, print, [])
     for compile, since in (("always", 0), ("auto", None)):
-        s = replace(setup, config=replace(asked, compile=compile))
-        made, _ = reasoning_workers.part(s, Seat(("rollout", "actor", "critic", "reward"), {"rollout": (0, 1)}), None)
+        s = replace(request, config=replace(asked, compile=compile))
+        made, _ = reasoning_workers.build_worker(
+            s, Seat(("rollout", "actor", "critic", "reward"), {"rollout": (0, 1)}), None
+        )
         assert isinstance(made.learner, Learner) and isinstance(made.learner.critic, LocalCritic)
         schedules = [x.optimizer.compile_schedule for x in (made.learner, made.learner.critic)]
         assert [x.since for x in schedules] == [since] * 2

@@ -21,7 +21,7 @@ from embodied_ppo import run
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import Config
 from embodied_ppo.modes.embodied import components as embodied
-from embodied_ppo.modes.embodied import workers as embodied_workers
+from embodied_ppo.modes.embodied import mode as embodied_mode
 from embodied_ppo.training import checkpoint, progress, run_directory
 from embodied_ppo.training.logging import Log, Timer
 from embodied_ppo.training.system import RunSystem
@@ -267,13 +267,13 @@ def kill_at(moment: int, update: int, monkeypatch: pytest.MonkeyPatch) -> list[s
 
         monkeypatch.setattr(owner, name, call)
 
-    publish = embodied.LocalSystem.publish
+    publish = embodied_mode.LocalSystem.publish
 
-    def count(self: embodied.LocalSystem, version: int) -> None:
+    def count(self: embodied_mode.LocalSystem, version: int) -> None:
         current[0] = version
         publish(self, version)
 
-    monkeypatch.setattr(embodied.LocalSystem, "publish", count)
+    monkeypatch.setattr(embodied_mode.LocalSystem, "publish", count)
     for owner, name in STEPS_OF_A_TRANSACTION:
         interruptible(owner, name)
     return taken
@@ -291,7 +291,8 @@ def state_of(run_dir: Path) -> tuple[Any, ...]:
 
 def test_a_kill_between_saving_and_logging_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at any point of an update, a run has every row once, each evaluation, each score and the same ``best``."""
-    monkeypatch.setattr(embodied_workers, "foreseeable", lambda *_, **__: False)  # a third of the time of these runs
+    no_estimate = lambda *_, **__: False  # noqa: E731
+    monkeypatch.setattr(embodied_mode.EmbodiedMode, "can_estimate", no_estimate)  # a third of the time of these runs
     monkeypatch.setattr(embodied, "write_report", lambda *_, **__: {})  # another third
 
     def train(name: str, **changes: object) -> None:
@@ -369,14 +370,14 @@ def test_an_earlier_checkpoint_branches_off_into_a_new_run(tmp_path: Path) -> No
 
 
 def test_a_failing_last_evaluation_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate = embodied.LocalSystem.evaluate
+    evaluate = embodied_mode.LocalSystem.evaluate
 
-    def dies(self: embodied.LocalSystem, update: int) -> object:
+    def dies(self: embodied_mode.LocalSystem, update: int) -> object:
         if update == 8:
             raise run.EnvError("the simulator died")
         return evaluate(self, update)
 
-    monkeypatch.setattr(embodied.LocalSystem, "evaluate", dies)
+    monkeypatch.setattr(embodied_mode.LocalSystem, "evaluate", dies)
     with pytest.raises(run.TrainingError, match="the simulator died"):
         run.train(tiny(tmp_path / "run", save_every=0), quiet=True)
     assert checkpoint.open_checkpoint(tmp_path / "run").update == 8

@@ -1,4 +1,4 @@
-"""What mode=embodied is made of: simulators, a policy for their spaces, episodes that are measured and filmed."""
+"""Components of mode=embodied from their options: simulators, policy, rollout, learner, evaluation and its report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,16 +16,15 @@ import torch
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.config import loader
-from embodied_ppo.config.batch_sizes import batches, steps_per_update, total_updates
-from embodied_ppo.config.schema import Config, EnvConfig, EvaluateConfig, EvaluationConfig
+from embodied_ppo.config.batch_sizes import batches, total_updates
+from embodied_ppo.config.schema import AlgorithmConfig, Config, EnvConfig, EvaluateConfig, EvaluationConfig
 from embodied_ppo.core import compile, watchdog
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.random import env_seeds, sampling_key
 from embodied_ppo.core.types import Advance, ConfigError, Discrete, Policy, VectorEnv
 from embodied_ppo.data.lerobot_reader import read as read_demonstrations
 from embodied_ppo.evaluation import episodes as evaluation
-from embodied_ppo.evaluation import report
-from embodied_ppo.evaluation import video as film
+from embodied_ppo.evaluation import report, video
 from embodied_ppo.evaluation.episodes import EvaluationResult
 from embodied_ppo.imitation import behavior_cloning, expert_demos
 from embodied_ppo.models.actor_critic import ActorCritic
@@ -36,16 +34,15 @@ from embodied_ppo.models.vla.flow_matching import FlowVLA
 from embodied_ppo.models.vla.gaussian import GaussianVLA
 from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
-from embodied_ppo.modes.base import Assembly, Setup
+from embodied_ppo.modes.base import Evaluator, RunRequest, TaskFiles
 from embodied_ppo.placement.remote_envs import Described
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training import checkpoint
-from embodied_ppo.training.local_system import LocalSystem
+from embodied_ppo.training.logging import numbers
 from embodied_ppo.training.run_directory import versions
-from embodied_ppo.training.system import Records
 
 
-# ------------------------------------------------------------------------------------------------------------- pieces
+# -------------------------------------------------------------------------------------------------------- environments
 def make_env(
     seeds: list[int],
     *,
@@ -53,15 +50,17 @@ def make_env(
     device: torch.device,
     render: bool = False,
     size: int = 256,
-    task: Any = None,
+    task: TaskFiles | None = None,
 ) -> VectorEnv:
     """Return one environment per seed.
 
     Args:
-        task: Files that the run began with (``embodied_envs.task_files.TaskFiles``): this process executes them.
+        render: Whether the environments can render a picture.
+        size: Height and width of a rendered picture, pixels.
+        task: Files of the user's task as they were when the run began; this process executes them.
 
     Raises:
-        EnvError: The task is unknown, refuses its options, or its files are not here.
+        EnvError: The task is unknown, refuses its options, or its files are missing.
     """
     if task is not None:
         task.activate()
@@ -72,20 +71,22 @@ def make_env(
 
 
 def task_files() -> Any:
-    """The module ``embodied_envs.task_files``."""
+    """Return the module ``embodied_envs.task_files``."""
     return importlib.import_module("embodied_envs").task_files
 
 
-def kept_task(source: checkpoint.Checkpoint, run_dir: Path) -> Any:
-    """Files of the user's task that a checkpoint was trained with, as its run keeps them; None: it keeps none.
+def stored_task(source: checkpoint.Checkpoint, run_dir: Path) -> TaskFiles | None:
+    """Return the files of the user's task that a checkpoint was trained with; None: its run stored none.
 
-    Raises CheckpointError where they are damaged.
+    Raises:
+        CheckpointError: The stored files are damaged.
     """
     digest = str(source.manifest.get("task_hash"))
     return task_files().read(run_dir / "task" / digest) if re.fullmatch("[0-9a-f]{12}", digest) else None
 
 
 def _make_env(seeds: list[int], config: EnvConfig, device: torch.device, render: bool, size: int) -> VectorEnv:
+    """Call ``embodied_envs.make`` with the options."""
     return importlib.import_module("embodied_envs").make(
         config.id,
         num_envs=len(seeds),
@@ -109,7 +110,7 @@ def _make_env(seeds: list[int], config: EnvConfig, device: torch.device, render:
 
 
 def evaluation_env(config: Config) -> EnvConfig:
-    """The environment as it is evaluated."""
+    """Return the options of the environment with those of the evaluation in their place."""
     kwargs = {**config.env.kwargs, **config.evaluation.env_kwargs}
     randomize = config.env.randomize and config.evaluation.randomize
     return replace(config.env, kwargs=kwargs, randomize=randomize, ranges=config.env.ranges if randomize else {})
@@ -127,8 +128,13 @@ Written: TypeAlias = "dict[str, str | None]"
 """Paths of a report's files."""
 
 
+# ----------------------------------------------------------------------------------------------- policy and compilation
 def make_policy(config: Config, env: VectorEnv | Described) -> AnyPolicy:
-    """The policy of ``config.model`` for the spaces of ``env``, with weights from ``config.seed``."""
+    """Return the policy of ``config.model`` for the spaces of ``env``, with weights from ``config.seed``.
+
+    Raises:
+        ConfigError: The policy family lacks what an option needs, or a directory of weights does not fit.
+    """
     a, chunk = config.algorithm, config.env.action_chunk
     values = chunk if a.reward_type == "action_level" else 1
     with torch.random.fork_rng():
@@ -136,13 +142,13 @@ def make_policy(config: Config, env: VectorEnv | Described) -> AnyPolicy:
         if config.model.policy == "actor_critic":
             policy = ActorCritic(env.obs_spec, env.action_spec, config.model, chunk=chunk, values=values)
         elif config.model.checkpoint is not None:
-            rest: dict[str, Any] = {"chunk": chunk, "mapping": config.env.action_mapping, "values": values}
-            rest["sentences"] = getattr(env, "instructions", ())
+            options: dict[str, Any] = {"chunk": chunk, "mapping": config.env.action_mapping, "values": values}
+            options["sentences"] = getattr(env, "instructions", ())
             if config.model.policy == "flow":
-                policy = PI0.of(env.obs_spec, env.action_spec, config.model, **rest)
+                policy = PI0.of(env.obs_spec, env.action_spec, config.model, **options)
             else:
                 closes = getattr(env, "gripper_closes", None)
-                policy = CheckpointVLA.of(env.obs_spec, env.action_spec, config.model, closes=closes, **rest)
+                policy = CheckpointVLA.of(env.obs_spec, env.action_spec, config.model, closes=closes, **options)
         else:
             policy = FAMILIES[config.model.policy](
                 env.obs_spec,
@@ -165,22 +171,28 @@ def make_policy(config: Config, env: VectorEnv | Described) -> AnyPolicy:
 
 
 COMPILE_AFTER = 8192
-"""Optimiser steps after which compile=auto has compiled code take over: about as long as the compiler needs."""
+"""Optimiser steps after which compile=auto switches to compiled code: about as long as compilation takes."""
 
 
 def compile_from(
     config: Config, device: torch.device, notice: Callable[[str], None], *, parts: int = 1
 ) -> tuple[int | None, str]:
-    """Return the first update of compiled code, None for never, and then the reason.
+    """Return the first update of compiled code (None: never, with the reason as second value).
 
-    It follows from options alone, so that a repeated run switches at the same update. ``parts``: rollouts that the
-    environments are divided among.
+    It follows from options alone, so that a repeated run switches at the same update.
+
+    Args:
+        notice: Called with the reason where compile=auto cannot be used.
+        parts: Rollouts that the environments are divided among.
+
+    Raises:
+        ConfigError: compile=always is impossible with these options.
     """
     a = config.algorithm
     if config.compile == "never":
         return None, "compile=never"
-    at_once = config.compile == "always" or device.type == "cuda"  # a CUDA graph is captured in a moment
-    since = 0 if at_once else -(-COMPILE_AFTER // batches(config).actor.steps)
+    immediately = config.compile == "always" or device.type == "cuda"  # a CUDA graph is captured in a moment
+    since = 0 if immediately else -(-COMPILE_AFTER // batches(config).actor.steps)
     if since >= total_updates(config):
         return None, (
             f"compile=auto starts after {COMPILE_AFTER} optimiser steps, in update {since + 1}, and the run has "
@@ -204,7 +216,11 @@ def compile_from(
 
 
 def check_evaluation(config: Config, device: torch.device) -> None:
-    """What the first evaluation would refuse, before anything is written."""
+    """Raise what the first evaluation would raise, before anything is written.
+
+    Raises:
+        EnvError: The evaluation's seed or the task's ``evaluation.env_kwargs`` are refused.
+    """
     e = config.evaluation
     evaluation.evaluation_seeds(e.seed, e.episodes)
     if e.env_kwargs:
@@ -215,8 +231,8 @@ def check_evaluation(config: Config, device: torch.device) -> None:
             probe.close()
 
 
-def _unread(config: Config, env: VectorEnv) -> Iterator[str]:
-    """Options that this task gives no meaning, and settings that see little of it."""
+def _unread_options(config: Config, env: VectorEnv) -> Iterator[str]:
+    """Yield a line for each option without effect in this task, and for a horizon that cuts all episodes."""
     if isinstance(env.action_spec, Discrete):
         default = Config()
         for path in ("env.action_mapping", "model.state_dependent_std", "model.init_log_std"):
@@ -232,11 +248,16 @@ def _unread(config: Config, env: VectorEnv) -> Iterator[str]:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------- assembly
+# -------------------------------------------------------------------------------------------------- rollout and learner
 def make_rollout(
     config: Config, env: VectorEnv, policy: Policy, later: compile.CompileSchedule, *, stage: int = 0, stages: int = 1
 ) -> Rollout:
-    """Of the options; ``stage``: see ``Rollout``."""
+    """Return the collector of experience.
+
+    Args:
+        later: When acting switches to compiled code.
+        stage: Which of the ``stages`` parts of the environments this rollout steps.
+    """
     a = config.algorithm
     return Rollout(
         env,
@@ -254,14 +275,25 @@ def make_rollout(
     )
 
 
-def make_learner(s: Setup, policy: AnyPolicy, later: compile.CompileSchedule, ranks: Ranks | None = None) -> Learner:
-    """Of the options; ``ranks``: who else learns. Raises ConfigError, EnvError."""
-    config, ranks = s.config, ranks or Ranks()
+def make_learner(
+    request: RunRequest, policy: AnyPolicy, later: compile.CompileSchedule, ranks: Ranks | None = None
+) -> Learner:
+    """Return the learner of a policy.
+
+    Args:
+        later: When minibatches switch to compiled code.
+        ranks: Processes that learn together; None: this one alone.
+
+    Raises:
+        ConfigError, EnvError: The demonstrations of cloning.coef cannot be read or recorded.
+    """
+    config, ranks = request.config, ranks or Ranks()
     auxiliary_loss = None
     if config.cloning.coef:
         assert not isinstance(policy, ActorCritic)  # strict
         demos = read_demonstrations(
-            expert_demos.demonstrations(config, s.progress, s.advance), limit=config.cloning.episodes
+            expert_demos.demonstrations(config, request.progress, request.advance),
+            limit=config.cloning.episodes,
         )
         share = replace(config.cloning, batch_size=max(1, config.cloning.batch_size // ranks.world))
         auxiliary_loss = behavior_cloning.AuxiliaryCloningLoss(policy, demos, share)
@@ -269,14 +301,21 @@ def make_learner(s: Setup, policy: AnyPolicy, later: compile.CompileSchedule, ra
         policy,
         config.algorithm,
         num_envs=config.env.num_envs,
-        updates=s.updates,
+        updates=request.updates,
         seed=config.seed,
         compile_schedule=later,
-        dump_dir=s.run_dir,
-        notice=s.notice,
+        dump_dir=request.run_dir,
+        notice=request.notice,
         auxiliary_loss=auxiliary_loss,
         ranks=ranks,
     )
+
+
+def share_of(a: AlgorithmConfig, world: int) -> AlgorithmConfig:
+    """Return the options of one of ``world`` learners: its share of every minibatch."""
+    batch = max(1, a.global_batch_size // world)
+    micro = min(a.micro_batch_size or batch, batch)
+    return replace(a, global_batch_size=batch, micro_batch_size=micro)
 
 
 def measure(
@@ -285,7 +324,7 @@ def measure(
     factory: Callable[[list[int]], VectorEnv],
     on_episode: Callable[[Any], None] = lambda episode: None,
 ) -> EvaluationResult:
-    """Episodes of a policy, as the options say."""
+    """Evaluate a policy as the options say; ``on_episode`` is called with each finished episode."""
     return evaluation.evaluate(
         policy,
         factory,
@@ -298,97 +337,70 @@ def measure(
     )
 
 
-def writer(s: Setup, policy: AnyPolicy) -> Callable[[EvaluationResult, checkpoint.Checkpoint, Path], Written]:
-    """Writes an evaluation's report."""
-    e = s.config.evaluation
+def writer(
+    request: RunRequest, policy: AnyPolicy
+) -> Callable[[EvaluationResult, checkpoint.Checkpoint, Path], Written]:
+    """Return the function that writes the report of an evaluation of ``policy``."""
+    e = request.config.evaluation
 
     def write(result: EvaluationResult, source: checkpoint.Checkpoint, out: Path) -> Written:
         return write_report(
-            replace(s.config, env=evaluation_env(s.config)),
+            replace(request.config, env=evaluation_env(request.config)),
             result,
             policy=policy,
             source=source,
-            run_dir=s.run_dir,
+            run_dir=request.run_dir,
             out=out,
-            task=s.task,
-            film_episodes=e.video_episodes,
-            film_steps=e.video_steps,
-            film_size=e.video_size,
-            notice=s.notice,
+            task=request.task,
+            video_episodes=e.video_episodes,
+            video_steps=e.video_steps,
+            video_size=e.video_size,
+            notice=request.notice,
         )
 
     return write
 
 
-def clone(s: Setup, policy: AnyPolicy) -> dict[str, float]:
-    """Warm-up by cloning where it is asked for; facts for the summary."""
-    if not s.config.cloning.steps or not s.fresh_start:
+def clone(request: RunRequest, policy: AnyPolicy) -> dict[str, float]:
+    """Train ``policy`` on demonstrations if ``cloning.steps`` is set; return facts for the summary."""
+    if not request.config.cloning.steps or not request.fresh_start:
         return {}
-    assert not isinstance(policy, ActorCritic)  # strict
-    return expert_demos.clone(policy, s.config, s.progress, s.advance)
+    assert not isinstance(policy, ActorCritic)  # refused by validation
+    return expert_demos.clone(policy, request.config, request.progress, request.advance)
 
 
-def tell(s: Setup, env: VectorEnv, policy: AnyPolicy, since: int | None, why: str) -> None:
-    """What the log should say of these options before the first update; ``since``, ``why``: of ``compile_from``."""
-    config = s.config
-    s.early.extend(_unread(config, env))
-    if isinstance(policy, PI0) and (told := policy.memory_notice(config.algorithm.horizon * env.num_envs)):
-        s.early.append(told)
+def log_settings(
+    request: RunRequest, env: VectorEnv, policy: AnyPolicy, compiled_since: int | None, reason: str
+) -> None:
+    """Add the lines of the log that precede the first update; the last two arguments: of ``compile_from``."""
+    config = request.config
+    request.early.extend(_unread_options(config, env))
+    samples = config.algorithm.horizon * env.num_envs
+    if isinstance(policy, PI0) and (line := policy.memory_notice(samples)):
+        request.early.append(line)
     simulators = config.env.num_threads or "as many as there are cores"
-    s.early.append(
-        f"threads: {torch.get_num_threads()} for tensors, {simulators} for simulators; compiled code: "
-        + (f"never ({why})" if since is None else f"from update {since + 1} on")
+    compiled = f"never ({reason})" if compiled_since is None else f"from update {compiled_since + 1} on"
+    request.early.append(
+        f"threads: {torch.get_num_threads()} for tensors, {simulators} for simulators; compiled code: {compiled}"
     )
 
 
-def records(s: Setup) -> Records:
-    """What is written about a run."""
-    info = {**s.info, "env_id": s.config.env.id}
-    return Records("env_steps", "eval/return", s.run_dir / "checkpoints", s.config.keep_last, s.text, info)
-
-
-def assemble(s: Setup, stack: ExitStack) -> Assembly:
-    """A system in this process; ``stack`` closes what it opens. Raises ConfigError, EnvError."""
-    config, a = s.config, s.config.algorithm
-    seeds = env_seeds(config.seed, 0, config.env.num_envs, a.group_size)
-    env = make_env(seeds, config=config.env, device=s.device, task=s.task)
-    stack.callback(env.close)
-    policy = make_policy(config, env)
-    check_evaluation(config, s.device)
-    facts = clone(s, policy)
-    since, why = compile_from(config, s.device, s.notice)
-    tell(s, env, policy, since, why)
-
-    def later() -> compile.CompileSchedule:
-        return compile.CompileSchedule(since, required=config.compile == "always", notice=s.notice)
-
-    factory = functools.partial(make_env, config=evaluation_env(config), device=s.device, task=s.task)
-    system = LocalSystem(
-        records(s),
-        policy=policy,
-        rollout=make_rollout(config, env, policy, later()),
-        learner=make_learner(s, policy, later()),
-        count=lambda experience: steps_per_update(config),
-        measure=functools.partial(measure, config.evaluation, policy, factory),
-    )
-    return Assembly(system, config.env.id, a.horizon, writer(s, policy), facts=facts)
-
-
-# ----------------------------------------------------------------------------------------------------------- evaluate
-def evaluate(
+# ------------------------------------------------------------------------------------------------ evaluate and export
+def evaluator(
     config: EvaluateConfig,
     trained: Config,
     source: checkpoint.Checkpoint,
     *,
     run_dir: Path,
     device: torch.device,
-    say: Callable[[str], None] = lambda line: None,
-) -> Callable[[Path, Advance], tuple[EvaluationResult, Written]]:
-    """What measures a checkpoint and writes the report into a folder, telling of every episode.
+    say: Callable[[str], None],
+) -> Evaluator:
+    """Load a checkpoint for its evaluation; see ``Mode.evaluator``.
 
-    Raises CheckpointError, ConfigError, EnvError.
+    Raises:
+        CheckpointError, ConfigError, EnvError: Before anything is written.
     """
-    evaluation.evaluation_seeds(config.seed, config.episodes)  # refused before anything is built
+    evaluation.evaluation_seeds(config.seed, config.episodes)  # raises before anything is built
     base = loader.dump(evaluation_env(trained))
     kwargs = {**base["kwargs"], **dict(config.env.get("kwargs") or {})}
     env_config = loader.load(EnvConfig, {**base, **config.env, "kwargs": kwargs}, source="env")
@@ -404,7 +416,7 @@ def evaluate(
     if not config.deterministic:
         sampling_temperature(policy, config.temperature)
 
-    def examine(out: Path, advance: Advance) -> tuple[EvaluationResult, Written]:
+    def evaluate(out: Path, advance: Advance) -> dict[str, Any]:
         done = itertools.count(1)
         advance("episodes", 0, config.episodes)
         result = measure(config, policy, factory, lambda _: advance("episodes", next(done), config.episodes))
@@ -416,42 +428,53 @@ def evaluate(
             run_dir=run_dir,
             out=out,
             task=task,
-            film_episodes=config.video_episodes if config.video else 0,
-            film_steps=config.video_steps,
-            film_size=config.video_size,
+            video_episodes=config.video_episodes if config.video else 0,
+            video_steps=config.video_steps,
+            video_size=config.video_size,
         )
-        return result, written
+        return {**numbers(result.metrics()), "ci95": result.intervals(), **written}
 
-    return examine
+    return evaluate
 
 
 def _evaluated_task(
     env: EnvConfig, source: checkpoint.Checkpoint, run_dir: Path, *, allow: bool, say: Callable[[str], None]
-) -> Any:
-    """Files of the user's task that are executed to evaluate a checkpoint; None: it is an installed package's."""
-    kept = kept_task(source, run_dir)
-    if kept is not None and kept.id != env.id:
+) -> TaskFiles | None:
+    """Return the files of the user's task that the evaluation executes; None: the task is installed."""
+    stored = stored_task(source, run_dir)
+    if stored is not None and stored.id != env.id:
         return task_files().collect(env.id, env.kwargs)
-    task = task_files().for_evaluation(env.id, env.kwargs, kept, allow=allow, say=say)
+    task = task_files().for_evaluation(env.id, env.kwargs, stored, allow=allow, say=say)
     return None if task is None else task.without_data(run_dir)
 
 
-def sampling_temperature(policy: Policy, asked: float) -> float | None:
-    """``asked`` for policies that have one. Raises ConfigError for another than 1 where there is none."""
+def sampling_temperature(policy: Policy, temperature: float) -> float | None:
+    """Return ``temperature`` for policies that have one, else None.
+
+    Raises:
+        ConfigError: The policy has none, and ``temperature`` is not 1.
+    """
     if hasattr(policy, "temperature"):
-        return asked
-    if asked != 1:
-        raise ConfigError(f"temperature = {asked:g}: model.policy=actor_critic has none; leave it out")
+        return temperature
+    if temperature != 1:
+        raise ConfigError(f"temperature = {temperature:g}: model.policy=actor_critic has none; leave it out")
     return None
 
 
 def export(
     trained: Config, source: checkpoint.Checkpoint, out: Path, *, run_dir: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The directory of model.checkpoint with what was learned, read back and compared.
+    """Write the directory of model.checkpoint with the trained weights, read it back and compare.
 
-    Raises CheckpointError, ConfigError, EnvError.
+    Raises:
+        CheckpointError, ConfigError, EnvError: The policy has no published layout, or cannot be written.
     """
+    if trained.model.checkpoint is None or trained.model.policy != "token":
+        raise ConfigError(
+            f"checkpoint={source.path}: is a robot policy (model.policy={trained.model.policy}); export writes "
+            "language models, and robot policies with model.policy=token and model.checkpoint. The weights are in "
+            f"{source.path / checkpoint.POLICY}; docs/tutorial.md, section 6, loads them in a script of your own"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out={out}: is not an empty directory; name a new one")
     task = _evaluated_task(trained.env, source, run_dir, allow=False, say=say)
@@ -467,9 +490,10 @@ def export(
         except OSError as error:
             raise ConfigError(f"out={out}: cannot be written ({error.strerror}); name another directory") from error
         merged = replace(trained.model, checkpoint=str(out), lora_rank=0)
-        again = make_policy(replace(trained, model=merged), env)
-        assert isinstance(again, CheckpointVLA)
-        difference = again.evaluate(again.encode(obs), before.action, before.replay).log_prob - before.log_prob
+        exported = make_policy(replace(trained, model=merged), env)
+        assert isinstance(exported, CheckpointVLA)
+        after = exported.evaluate(exported.encode(obs), before.action, before.replay)
+        difference = after.log_prob - before.log_prob
     finally:
         env.close()
     size = sum(file.stat().st_size for file in out.iterdir())
@@ -485,43 +509,50 @@ def write_report(
     source: checkpoint.Checkpoint,
     run_dir: Path,
     out: Path,
-    film_episodes: int,
-    film_steps: int,
-    film_size: int,
-    task: Any = None,
+    video_episodes: int,
+    video_steps: int,
+    video_size: int,
+    task: TaskFiles | None = None,
     notice: Callable[[str], None] | None = None,
 ) -> Written:
-    """Write report.json, report.html and an mp4 of an evaluation; returns their paths.
+    """Write report.json, report.html and an mp4 of an evaluation; return their paths.
 
     Args:
+        config: Options of the run, with the evaluated environment.
+        policy: Acts in the video.
+        source: Checkpoint that was evaluated.
+        run_dir: Directory of the run: its metrics are drawn, its folder ``videos`` receives the mp4.
+        out: Folder of the report.
+        video_episodes: Episodes of the video; 0: no video.
+        video_steps: Largest length of one of them.
+        video_size: Height and width, pixels.
         task: Files of the user's task that were executed.
         notice: Called with the reason where there is no mp4.
     """
-    filmed = None
-    if film_episodes:
-        filmed = film.film(
+    recorded = None
+    if video_episodes:
+        recorded = video.film(
             policy,
             functools.partial(
-                make_env, config=config.env, device=torch.device("cpu"), render=True, size=film_size, task=task
+                make_env, config=config.env, device=torch.device("cpu"), render=True, size=video_size, task=task
             ),
             path=run_dir / "videos" / f"{out.name}.mp4",
             seed=result.seed,
             deterministic=result.deterministic,
             temperature=result.temperature,
-            episodes=film_episodes,
-            steps=film_steps,
+            episodes=video_episodes,
+            steps=video_steps,
             notice=notice,
         )
     elif notice is not None:
         notice("no video: evaluation.video_episodes=0")
-    plain = loader.relevant(config) | {"run_dir": None}
     written = report.write(
         out,
         result.by_kind(),
         checkpoint=source.path.name,
         update=source.update,
         steps=int(source.manifest["env_steps"]),
-        config=plain,
+        config=loader.relevant(config) | {"run_dir": None},
         config_hash=str(source.manifest["config_hash"]),
         versions=versions(),
         task={
@@ -530,7 +561,7 @@ def write_report(
             "files": {} if task is None else {file.name: file.digest for file in task.files},
         },
         curves=report.rows(run_dir),
-        film=filmed,
+        film=recorded,
     )
-    video = None if filmed is None or filmed.path is None else str(run_dir / "videos" / filmed.path.name)
-    return {"report": str(written.html), "report_json": str(written.json), "video": video}
+    path = None if recorded is None or recorded.path is None else str(run_dir / "videos" / recorded.path.name)
+    return {"report": str(written.html), "report_json": str(written.json), "video": path}

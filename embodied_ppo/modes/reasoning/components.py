@@ -1,4 +1,4 @@
-"""What mode=reasoning is made of: prompts, language models, a decode engine, judges, examinations."""
+"""Components of mode=reasoning from their options: prompts, models, graders, decode engine, learners, evaluation."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from embodied_ppo.core.random import sampling_key
 from embodied_ppo.core.types import Advance, CheckpointError, ConfigError, Trajectory
 from embodied_ppo.data import synthetic_tasks
 from embodied_ppo.data.prompts import Prompt, files_of, load_prompts, load_tokenizer, task_prompts
-from embodied_ppo.evaluation import prompts as exam
+from embodied_ppo.evaluation import prompts as prompt_evaluation
 from embodied_ppo.evaluation import report
 from embodied_ppo.evaluation.prompts import ExamResult
 from embodied_ppo.imitation.supervised_finetuning import warm_start
 from embodied_ppo.models import causal_lm
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
 from embodied_ppo.models.checkpoint_files import share
-from embodied_ppo.modes.base import Assembly, Setup
+from embodied_ppo.modes.base import Evaluator, RunRequest
 from embodied_ppo.rewards import graders, reward_model
 from embodied_ppo.rewards.graders import Graders, WithFormat
 from embodied_ppo.rewards.worker_pool import GraderPool
@@ -40,21 +40,27 @@ from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.rollout.generation.vllm import VllmEngine
 from embodied_ppo.rollout.language import ReasoningRollout, Truncation, reader
 from embodied_ppo.training import checkpoint
-from embodied_ppo.training.local_system import LocalSystem
+from embodied_ppo.training.logging import numbers
 from embodied_ppo.training.run_directory import versions
-from embodied_ppo.training.system import Records
 
 
 # ------------------------------------------------------------------------------------------------------------- prompts
 def make_tokenizer(config: Config) -> Any:
-    """The tokenizer of the task, or of a directory. Raises ConfigError."""
+    """Return the tokenizer of the synthetic task, or of a directory. Raises ConfigError."""
     if config.data.task is not None:
         return synthetic_tasks.tokenizer()
     return load_tokenizer(config.actor.tokenizer or config.actor.model.path or "")
 
 
 def read_prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> tuple[list[Prompt], list[Prompt]]:
-    """Prompts to train on, and those held out; ``say`` hears how many, and what is wrong with them."""
+    """Return the prompts to train on, and the held-out ones.
+
+    Args:
+        say: Called with a line about the number of prompts, and about overlaps.
+
+    Raises:
+        ConfigError: A file is missing or has the wrong format.
+    """
     d = config.data
     if d.task is not None:
         task = synthetic_tasks.TASKS[d.task]
@@ -72,7 +78,7 @@ def read_prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> 
 def read_files(
     config: Config, files: Sequence[str], tokenizer: Any, say: Callable[[str], None], what: str
 ) -> list[Prompt]:
-    """Prompts of data files, those that are too long left out. Raises ConfigError."""
+    """Return the prompts of data files up to algorithm.prompt_length. Raises ConfigError."""
     d, limit = config.data, config.algorithm.prompt_length
     try:
         prompts, longer = load_prompts(
@@ -93,9 +99,9 @@ def read_files(
 
 
 def check_files(config: Config) -> None:
-    """Whether tokenizer, data files and the actor's directory are there: what is in them each process reads later.
+    """Raise ConfigError where tokenizer, data files or the actor's directory are missing.
 
-    Raises ConfigError.
+    Each worker process reads their contents later.
     """
     make_tokenizer(config)
     if config.data.task is None:
@@ -110,21 +116,28 @@ def check_files(config: Config) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- models
 def make_policy(config: Config, tokenizer: Any, device: torch.device) -> LanguagePolicy:
-    """The actor, its weights from a directory or from ``config.seed``. Raises ConfigError."""
+    """Return the actor with weights of a directory or from ``config.seed``. Raises ConfigError."""
     m = config.actor.model
     with torch.random.fork_rng():
         torch.manual_seed(sampling_key(config.seed, "weights"))
         model = causal_lm.load(m.path, m.architecture, what="actor.model", device=device)
-    known, needed = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
-    if needed > known:
-        raise ConfigError(f"actor.model: knows {known} tokens, the tokenizer has {needed}; they do not belong together")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    needed = max(tokenizer.get_vocab().values()) + 1
+    if needed > vocabulary:
+        raise ConfigError(
+            f"actor.model: has {vocabulary} tokens, the tokenizer has {needed}; use the tokenizer of this model"
+        )
     policy = LanguagePolicy(model, temperature=config.rollout.temperature, compute=getattr(torch, m.dtype))
     policy.decoder.module.recompute = m.gradient_checkpointing
     return policy
 
 
 def check_length(policy: LanguagePolicy, prompts: Sequence[Prompt], response_length: int) -> int:
-    """Tokens of the longest prompt and response together. Raises ConfigError where the model cannot hold them."""
+    """Return the tokens of the longest prompt and response together.
+
+    Raises:
+        ConfigError: They exceed the model's number of positions.
+    """
     longest = max(len(p.ids) for p in prompts)
     limit = getattr(policy.model.config, "max_position_embeddings", None)
     if limit is not None and longest + response_length > limit:
@@ -136,7 +149,11 @@ def check_length(policy: LanguagePolicy, prompts: Sequence[Prompt], response_len
 
 
 def make_critic(config: Config, policy: LanguagePolicy, device: torch.device) -> LanguageCritic | None:
-    """The critic, a copy of the actor unless it has a model of its own; None where no value is read."""
+    """Return the critic: a copy of the actor unless critic.model is set; None where no values are used.
+
+    Raises:
+        ConfigError: critic.model cannot be loaded, or has fewer tokens than the actor.
+    """
     m = config.critic.model
     if config.algorithm.adv_type != "gae":
         return None
@@ -146,16 +163,19 @@ def make_critic(config: Config, policy: LanguagePolicy, device: torch.device) ->
         with torch.random.fork_rng():
             torch.manual_seed(sampling_key(config.seed, "critic"))
             model = causal_lm.load(m.path, m.architecture, what="critic.model", device=device)
-        known, needed = (x.get_input_embeddings().num_embeddings for x in (model, policy.model))
-        if known < needed:
-            raise ConfigError(f"critic.model: knows {known} tokens, the actor {needed}; take one of the same family")
+        vocabulary, needed = (x.get_input_embeddings().num_embeddings for x in (model, policy.model))
+        if vocabulary < needed:
+            raise ConfigError(f"critic.model: has {vocabulary} tokens, the actor {needed}; take one of the same family")
     critic = LanguageCritic(model, compute=getattr(torch, m.dtype))
     critic.decoder.recompute = m.gradient_checkpointing
     return critic
 
 
 def critic_config(a: AlgorithmConfig, c: CriticConfig) -> AlgorithmConfig:
-    """The algorithm's options with the critic's own; its loss_agg_func is token-mean where critic says nothing."""
+    """Return the algorithm's options, replaced by those that ``critic`` sets.
+
+    loss_agg_func is token-mean unless ``critic`` sets it; an adaptive learning rate is the actor's only.
+    """
     names = {f.name for f in fields(AlgorithmConfig)}
     own = {f.name: getattr(c, f.name) for f in fields(c) if f.name in names and getattr(c, f.name) is not None}
     schedule = own.get("lr_schedule", a.lr_schedule)
@@ -164,28 +184,42 @@ def critic_config(a: AlgorithmConfig, c: CriticConfig) -> AlgorithmConfig:
 
 
 def stop_ids(config: Config, policy: LanguagePolicy, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that tokenizer, model or options call an end. Raises ConfigError where there is none."""
-    known = [tokenizer.eos_token_id, policy.model.config.eos_token_id, policy.model.generation_config.eos_token_id]
-    flat = [x for one in known for x in (one if isinstance(one, (list, tuple)) else [one]) if x is not None]
-    found = tuple(sorted({*flat, *config.rollout.stop_token_ids}))
-    if not found and not config.rollout.stop:
+    """Return the tokens that end a response: those of tokenizer, model and options.
+
+    Raises:
+        ConfigError: There is none, or the model lacks one.
+    """
+    model = policy.model
+    declared = [
+        tokenizer.eos_token_id,
+        model.config.eos_token_id,
+        model.generation_config.eos_token_id,
+    ]
+    flat = [
+        token
+        for value in declared
+        for token in (value if isinstance(value, (list, tuple)) else [value])
+        if token is not None
+    ]
+    tokens = tuple(sorted({*flat, *config.rollout.stop_token_ids}))
+    if not tokens and not config.rollout.stop:
         raise ConfigError(
             "rollout.stop_token_ids = []: neither tokenizer nor model name a token that ends a response; name one, or "
             "rollout.stop=[TEXT]"
         )
     limit = policy.model.get_input_embeddings().num_embeddings
-    if found and found[-1] >= limit:
-        raise ConfigError(f"rollout.stop_token_ids: {found[-1]} is none of the model's {limit} tokens")
-    return found
+    if tokens and tokens[-1] >= limit:
+        raise ConfigError(f"rollout.stop_token_ids: {tokens[-1]} is none of the model's {limit} tokens")
+    return tokens
 
 
 def pad_id(tokenizer: Any, stops: Sequence[int]) -> int:
-    """What fills rows up; it may be an end."""
+    """Return the token that pads rows; it may be a stop token."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (*stops, 0)[0]
 
 
 def decoder(tokenizer: Any, stops: Sequence[int]) -> Callable[[list[int]], str]:
-    """Token ids to text, without the token that ended them; any other special token stays to be seen, and graded."""
+    """Return a function from token ids to text; it omits the stop token and keeps other special tokens."""
 
     def decode(ids: list[int]) -> str:
         end = len(ids) - bool(ids and ids[-1] in stops)
@@ -194,9 +228,9 @@ def decoder(tokenizer: Any, stops: Sequence[int]) -> Callable[[list[int]], str]:
     return decode
 
 
-# -------------------------------------------------------------------------------------------------------------- judges
+# ------------------------------------------------------------------------------------------------------------- graders
 def make_graders(config: Config, prompts: Sequence[Prompt], stack: ExitStack) -> Graders:
-    """The rules that judge responses; ``stack`` ends their processes. Raises ConfigError."""
+    """Return the graders of reward.grader; ``stack`` ends their processes. Raises ConfigError."""
     r = config.reward
     spec: Any = r.grader
     if r.path is not None:
@@ -217,19 +251,27 @@ def make_graders(config: Config, prompts: Sequence[Prompt], stack: ExitStack) ->
     return pool
 
 
-def with_format(config: Config, judge: Graders) -> Graders:
+def with_format(config: Config, graders: Graders) -> Graders:
     """Return the grader with the reward for the form of a response added, if reward.format is set."""
     r = config.reward
     if r.format is None:
-        return judge
-    return WithFormat(judge, re.compile(r.format, re.DOTALL), r.format_weight)
+        return graders
+    return WithFormat(graders, re.compile(r.format, re.DOTALL), r.format_weight)
 
 
 def make_reward(
     config: Config, rule: Graders, policy: LanguagePolicy | None, device: torch.device, notice: Callable[[str], None]
 ) -> Graders:
-    """The judge of training: the rules, or a reward model by path, or one that begins as ``policy`` and learns from
-    preferences (None: the rules again)."""
+    """Return what scores responses: graders, a reward model of a directory, or one trained on preferences.
+
+    Args:
+        rule: The graders; they also decide whether an answer is right.
+        policy: Its weights initialise a reward model that is trained here; None: use ``rule`` instead.
+        notice: Called with a line about the training of a reward model.
+
+    Raises:
+        ConfigError: The directory holds no reward model.
+    """
     m = config.reward.model
     if m.path is not None:
         model, tokenizer = reward_model.load(m.path, device=device)
@@ -246,7 +288,7 @@ def make_reward(
         task, task.problems("train"), m.pairs, seed=sampling_key(config.seed, "preferences") % 2**32
     )
     notice(f"reward model: learns from {m.pairs:,} preferences of task {task.name}")
-    told = reward_model.train(
+    metrics = reward_model.train(
         model,
         tokenizer,
         pairs,
@@ -255,13 +297,14 @@ def make_reward(
         lr=m.lr,
         seed=sampling_key(config.seed, "reward model"),
     )
-    notice(f"reward model: {100 * told['accuracy']:.1f} % of held-out preferences right, loss {told['loss']:.3f}")
+    accuracy, loss = 100 * metrics["accuracy"], metrics["loss"]
+    notice(f"reward model: {accuracy:.1f} % of held-out preferences right, loss {loss:.3f}")
     return reward_model.RewardModel(model, tokenizer, rule=rule)
 
 
-# -------------------------------------------------------------------------------------------------------- examinations
-def exam_sampling(e: EvaluationConfig | EvaluateConfig, config: Config, stops: tuple[int, ...]) -> Sampling:
-    """How an examination's responses are chosen."""
+# ----------------------------------------------------------------------------------------- prompt evaluation and report
+def evaluation_sampling(e: EvaluationConfig | EvaluateConfig, config: Config, stops: tuple[int, ...]) -> Sampling:
+    """Return how the responses of an evaluation are sampled."""
     return Sampling(
         max_tokens=e.response_length or config.algorithm.response_length,
         temperature=0.0 if e.deterministic else e.temperature,
@@ -277,7 +320,7 @@ def exam_sampling(e: EvaluationConfig | EvaluateConfig, config: Config, stops: t
 def write_report(
     config: Config, result: ExamResult, *, source: checkpoint.Checkpoint, run_dir: Path, out: Path
 ) -> dict[str, str | None]:
-    """report.json and report.html of an examination; returns their paths."""
+    """Write report.json and report.html of a prompt evaluation; return their paths."""
     shown = {"eval/return", "eval/length", "eval/truncated"}
     extra = {tag.removeprefix("eval/"): float(x) for tag, x in result.metrics().items() if tag not in shown}  # pyright: ignore[reportArgumentType]
     written = report.write(
@@ -297,12 +340,14 @@ def write_report(
     return {"report": str(written.html), "report_json": str(written.json)}
 
 
-# ------------------------------------------------------------------------------------------------------------ assembly
-def demonstrate(s: Setup, policy: LanguagePolicy, tokenizer: Any) -> None:
-    """The supervised steps before PPO, from the cache where they have been made; a resumed run needs them only where
-    its reward model begins as the actor did."""
-    w, config = s.config.warm_start, s.config
-    if not w.steps or not (s.fresh_start or config.reward.model.pairs):
+# -------------------------------------------------------------------------------------------- inputs, rollout, learners
+def warm_start_actor(request: RunRequest, policy: LanguagePolicy, tokenizer: Any) -> None:
+    """Train the actor on demonstrations before PPO, or load the result from the cache.
+
+    A resumed run does so only where its reward model is initialised from this actor.
+    """
+    w, config = request.config.warm_start, request.config
+    if not w.steps or not (request.fresh_start or config.reward.model.pairs):
         return
     assert config.data.task is not None
     task = synthetic_tasks.TASKS[config.data.task]
@@ -320,16 +365,20 @@ def demonstrate(s: Setup, policy: LanguagePolicy, tokenizer: Any) -> None:
         lr=w.lr,
         key={},
         folder=compile.cache_folder() / "warm_start",
-        notice=s.progress,
+        notice=request.progress,
     )
 
 
 @dataclass(frozen=True)
-class Material:
-    """What every process of a run reads.
+class Inputs:
+    """What every process of a run reads first: tokenizer, prompts, and the actor.
 
-    train, held_out  prompts           stops    token ids that end a response
-    longest          prompt and response together, tokens
+    Attributes:
+        train: Prompts to train on.
+        held_out: Prompts to evaluate on.
+        policy: The actor, with weights from before the warm start.
+        stops: Token ids that end a response.
+        longest: Tokens of the longest prompt and response together.
     """
 
     config: Config
@@ -342,45 +391,52 @@ class Material:
 
     @property
     def text(self) -> Callable[[list[int]], str]:
-        """Token ids to text."""
+        """Return the function from token ids to text."""
         return decoder(self.tokenizer, self.stops)
 
     @property
-    def fill(self) -> int:
-        """What fills rows up."""
+    def padding(self) -> int:
+        """Return the token that pads rows."""
         return pad_id(self.tokenizer, self.stops)
 
     @property
     def prompts(self) -> list[Prompt]:
-        """All, in the order that processes number them in."""
+        """Return all prompts, in the order of their numbers in messages between processes."""
         return [*self.train, *self.held_out]
 
 
-def read(s: Setup) -> Material:
-    """Tokenizer, prompts and the actor's model, not yet taught. Raises ConfigError."""
-    config, a, e = s.config, s.config.algorithm, s.config.evaluation
+def read_inputs(request: RunRequest) -> Inputs:
+    """Read tokenizer, prompts and the actor's model, before its warm start. Raises ConfigError."""
+    config, a, e = request.config, request.config.algorithm, request.config.evaluation
     tokenizer = make_tokenizer(config)
-    train, held_out = read_prompts(config, tokenizer, s.early.append)
-    policy = make_policy(config, tokenizer, s.device)
+    train, held_out = read_prompts(config, tokenizer, request.early.append)
+    policy = make_policy(config, tokenizer, request.device)
     stops = stop_ids(config, policy, tokenizer)
     longest = check_length(policy, [*train, *held_out], max(a.response_length, e.response_length or 0))
-    return Material(config, tokenizer, train, held_out, policy, stops, longest)
+    return Inputs(config, tokenizer, train, held_out, policy, stops, longest)
 
 
-def make_judge(s: Setup, m: Material, rule: Graders) -> Graders:
-    """What scores responses; where it begins as the actor, the actor has been taught. Raises ConfigError."""
-    return with_format(s.config, make_reward(s.config, rule, m.policy, s.device, s.progress))
+def make_training_graders(request: RunRequest, m: Inputs, rule: Graders) -> Graders:
+    """Return what scores the responses of rollouts. Call it after ``warm_start_actor``. Raises ConfigError."""
+    config = request.config
+    reward = make_reward(config, rule, m.policy, request.device, request.progress)
+    return with_format(config, reward)
 
 
 def make_rollout(
-    s: Setup, m: Material, engine: Generator, judge: Graders, rank: int = 0, world: int = 1
+    request: RunRequest,
+    m: Inputs,
+    engine: Generator,
+    graders: Graders,
+    rank: int = 0,
+    world: int = 1,
 ) -> ReasoningRollout:
-    """Of the options. Raises ConfigError."""
-    config, a = s.config, s.config.algorithm
+    """Return the collector of experience of rollout process ``rank`` of ``world``. Raises ConfigError."""
+    config, a = request.config, request.config.algorithm
     return ReasoningRollout(
         m.train,
         engine,
-        judge,
+        graders,
         m.text,
         batch=a.rollout_batch_size,
         sampling=Sampling(
@@ -389,7 +445,7 @@ def make_rollout(
             stop_ids=m.stops,
             stop=config.rollout.stop,
         ),
-        pad_id=m.fill,
+        pad_id=m.padding,
         seed=config.seed,
         group_size=a.group_size,
         shuffle=config.data.shuffle,
@@ -401,55 +457,82 @@ def make_rollout(
         ),
         rank=rank,
         world=world,
-        notice=s.notice,
+        notice=request.notice,
     )
 
 
-def measuring(m: Material, rollout: ReasoningRollout) -> Callable[[], ExamResult]:
-    """What examines the policy that ``rollout`` acts with."""
+def held_out_evaluation(m: Inputs, rollout: ReasoningRollout) -> Callable[[], ExamResult]:
+    """Return the function that evaluates the policy of ``rollout`` on held-out prompts."""
     e = m.config.evaluation
     return functools.partial(
-        exam.examine,
+        prompt_evaluation.examine,
         m.held_out[: e.episodes],
         rollout.generator,
         rollout.graders,
         rollout.text,
-        exam_sampling(e, m.config, m.stops),
+        evaluation_sampling(e, m.config, m.stops),
         n=e.n,
         seed=e.seed,
     )
 
 
-def _same(s: Setup, a: AlgorithmConfig, since: int | None) -> dict[str, Any]:
-    """What actor and critic learn with alike; ``a``: whose options."""
+def _common_options(request: RunRequest, a: AlgorithmConfig, since: int | None) -> dict[str, Any]:
+    """Return the arguments that the learners of actor and critic have in common; ``a``: of one of them."""
     return {
         "length": a.response_length,
         "columns": a.global_batch_size * a.group_size,
         "tokens": a.micro_batch_tokens,
-        "updates": s.updates,
-        "seed": s.config.seed,
-        "compile_schedule": compile.CompileSchedule(since, required=True, notice=s.notice),
-        "dump_dir": s.run_dir,
-        "notice": s.notice,
+        "updates": request.updates,
+        "seed": request.config.seed,
+        "compile_schedule": compile.CompileSchedule(since, required=True, notice=request.notice),
+        "dump_dir": request.run_dir,
+        "notice": request.notice,
     }
 
 
-def make_values(s: Setup, critic: LanguageCritic, since: int | None = None, ranks: Ranks | None = None) -> LocalCritic:
-    """What teaches a critic. ``since``: update from which minibatches are compiled. ``ranks``: who else learns."""
-    own = critic_config(s.config.algorithm, s.config.critic)
-    return LocalCritic(critic, own, concurrent=s.config.critic.concurrent, ranks=ranks, **_same(s, own, since))
+def make_critic_learner(
+    request: RunRequest,
+    critic: LanguageCritic,
+    since: int | None = None,
+    ranks: Ranks | None = None,
+) -> LocalCritic:
+    """Return the learner of a critic.
+
+    Args:
+        since: Update from which minibatches are compiled; None: never.
+        ranks: Processes that learn together; None: this one alone.
+    """
+    config = request.config
+    own = critic_config(config.algorithm, config.critic)
+    return LocalCritic(
+        critic,
+        own,
+        concurrent=config.critic.concurrent,
+        ranks=ranks,
+        **_common_options(request, own, since),
+    )
 
 
 def make_learner(
-    s: Setup,
+    request: RunRequest,
     policy: LanguagePolicy,
     critic: Critic | None,
     since: int | None = None,
     ranks: Ranks | None = None,
     reference: Reference | None = None,
 ) -> Learner:
-    """What teaches the actor; as for ``make_values``. Raises ConfigError."""
-    a = s.config.algorithm
+    """Return the learner of the actor.
+
+    Args:
+        critic: Returns values; None for estimators without a critic.
+        since: Update from which minibatches are compiled; None: never.
+        ranks: Processes that learn together; None: this one alone.
+        reference: Returns the log-probabilities of the reference model; None: a copy of ``policy``.
+
+    Raises:
+        ConfigError: The options and the model do not go together.
+    """
+    a = request.config.algorithm
     return separate_critic_learner(
         policy,
         critic,
@@ -458,92 +541,73 @@ def make_learner(
         num_sequences=a.rollout_batch_size * a.group_size,
         ranks=ranks,
         reference=reference,
-        **_same(s, a, since),
+        **_common_options(request, a, since),
     )
 
 
-def records(s: Setup) -> Records:
-    """What is written about a run."""
-    return Records("tokens", "eval/accuracy", s.run_dir / "checkpoints", s.config.keep_last, s.text, s.info)
-
-
-def writer(s: Setup) -> Callable[[ExamResult, checkpoint.Checkpoint, Path], dict[str, str | None]]:
-    """What writes the report of an examination."""
-    return lambda result, source, out: write_report(s.config, result, source=source, run_dir=s.run_dir, out=out)
+def writer(
+    request: RunRequest,
+) -> Callable[[ExamResult, checkpoint.Checkpoint, Path], dict[str, str | None]]:
+    """Return the function that writes the report of a prompt evaluation."""
+    return lambda result, source, out: write_report(
+        request.config, result, source=source, run_dir=request.run_dir, out=out
+    )
 
 
 def title(config: Config, size: int | None = None) -> str:
-    """What is trained, for the log's first line; ``size``: parameters."""
+    """Return the name of what is trained, for the log's first line; ``size``: number of parameters."""
     name = config.data.task or Path(config.actor.model.path or "a new model").name
     return name if size is None else f"{name}, {size / 1e6:.1f} M parameters"
 
 
-def assemble(s: Setup, stack: ExitStack) -> Assembly:
-    """A system of mode=reasoning in this process; ``stack`` closes what it opens. Raises ConfigError."""
-    config = s.config
-    m = read(s)
-    rule = make_graders(config, m.prompts, stack)
-    demonstrate(s, m.policy, m.tokenizer)
-    judge = make_judge(s, m, rule)
-    critic = make_critic(config, m.policy, s.device)
-    engine = make_engine(m)
-    rollout = make_rollout(s, m, engine, judge)
-    since = compile_from(config)
-    values = None if critic is None else make_values(s, critic, since)
-    system = LocalSystem(
-        records(s),
-        policy=m.policy,
-        rollout=rollout,
-        learner=make_learner(s, m.policy, values, since),
-        count=response_tokens,
-        measure=measuring(m, rollout),
-        publish=engine.update_weights,
-    )
-    size = sum(p.numel() for p in m.policy.parameters())
-    name, horizon = title(config, size), config.algorithm.response_length
-    return Assembly(system, name, horizon, writer(s), ExamResult.samples, success="eval/accuracy")
-
-
 def compile_from(config: Config) -> int | None:
-    """Update from which minibatches are compiled; None: never. Raises ConfigError where that is asked for in vain."""
+    """Return the update from which minibatches are compiled; None: never.
+
+    Raises:
+        ConfigError: compile=always is set and this machine cannot compile.
+    """
     if config.compile != "always":
         return None
-    if why := compile.obstacle():
-        raise ConfigError(f"compile=always: {why}; or use compile=auto")
+    if reason := compile.obstacle():
+        raise ConfigError(f"compile=always: {reason}; or use compile=auto")
     return 0
 
 
 def slots(config: Config) -> int:
-    """Responses decoded together, at most."""
+    """Return the largest number of responses that are decoded together."""
     limit = config.algorithm.rollout_micro_batch_size
     return config.rollout.slots if limit is None else min(config.rollout.slots, limit)
 
 
-def make_engine(m: Material) -> Generator:
+def make_engine(m: Inputs) -> Generator:
     """Return the engine that generates responses."""
     r, path = m.config.rollout, m.config.actor.model.path
     if r.engine == "builtin":
-        return Engine(m.policy, slots=slots(m.config), pad_id=m.fill, decode=m.text)
+        return Engine(m.policy, slots=slots(m.config), pad_id=m.padding, decode=m.text)
     assert path is not None
-    return VllmEngine(m.policy, path, pad_id=m.fill, slots=slots(m.config), width=m.longest, texts=bool(r.stop))
+    return VllmEngine(m.policy, path, pad_id=m.padding, slots=slots(m.config), width=m.longest, texts=bool(r.stop))
 
 
 def response_tokens(t: Trajectory) -> int:
-    """Tokens that were generated, those left out of the loss included."""
+    """Return the number of generated tokens, including those outside the loss.
+
+    Args:
+        t: Experience; ``terminated`` [T, N] marks the last token of each response.
+    """
     steps = torch.arange(1, len(t.terminated) + 1, device=t.terminated.device).unsqueeze(1)
     return int((t.terminated * steps).sum())
 
 
-# ----------------------------------------------------------------------------------------------- evaluate and export
+# ------------------------------------------------------------------------------------------------ evaluate and export
 def _restore(trained: Config, source: checkpoint.Checkpoint, device: torch.device) -> tuple[LanguagePolicy, Any]:
-    """The policy of a checkpoint and its tokenizer."""
+    """Return the policy of a checkpoint and its tokenizer."""
     tokenizer = make_tokenizer(trained)
     policy = make_policy(trained, tokenizer, device)
     checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
     return policy, tokenizer
 
 
-def evaluate(
+def evaluator(
     config: EvaluateConfig,
     trained: Config,
     source: checkpoint.Checkpoint,
@@ -551,10 +615,11 @@ def evaluate(
     run_dir: Path,
     device: torch.device,
     say: Callable[[str], None],
-) -> Callable[[Path, Advance], tuple[ExamResult, dict[str, str | None]]]:
-    """What examines a checkpoint and writes the report into a folder, telling of every response; ``say``: to the user.
+) -> Evaluator:
+    """Load a checkpoint for its evaluation; see ``Mode.evaluator``.
 
-    Raises CheckpointError, ConfigError.
+    Raises:
+        CheckpointError, ConfigError: Before anything is written.
     """
     policy, tokenizer = _restore(trained, source, device)
     if config.data:
@@ -562,29 +627,31 @@ def evaluate(
     else:
         prompts = read_prompts(trained, tokenizer, lambda text: None)[1]
     stops = stop_ids(trained, policy, tokenizer)
-    sampling = exam_sampling(config, trained, stops)
+    sampling = evaluation_sampling(config, trained, stops)
     check_length(policy, prompts[: config.episodes], sampling.max_tokens)
-    text, fill = decoder(tokenizer, stops), pad_id(tokenizer, stops)
+    text, padding = decoder(tokenizer, stops), pad_id(tokenizer, stops)
 
-    def measure(out: Path, advance: Advance) -> tuple[ExamResult, dict[str, str | None]]:
+    def evaluate(out: Path, advance: Advance) -> dict[str, Any]:
         with ExitStack() as stack:
             rule = make_graders(trained, prompts, stack)
-            judge = with_format(trained, make_reward(trained, rule, None, device, say))
+            graders = with_format(trained, make_reward(trained, rule, None, device, say))
             tell = functools.partial(advance, "responses")
-            engine = Engine(policy, slots=slots(trained), pad_id=fill, decode=text, tell=tell)
+            engine = Engine(policy, slots=slots(trained), pad_id=padding, decode=text, tell=tell)
             chosen = prompts[: config.episodes]
-            result = exam.examine(
-                chosen, engine, judge, reader(text, sampling.stop), sampling, n=config.n, seed=config.seed
+            result = prompt_evaluation.examine(
+                chosen, engine, graders, reader(text, sampling.stop), sampling, n=config.n, seed=config.seed
             )
-        return result, write_report(trained, result, source=source, run_dir=run_dir, out=out)
+        written = write_report(trained, result, source=source, run_dir=run_dir, out=out)
+        return {**numbers(result.metrics()), **written}
 
-    return measure
+    return evaluate
 
 
 def export(trained: Config, source: checkpoint.Checkpoint, out: Path) -> dict[str, Any]:
-    """Weights, configuration and tokenizer as transformers writes them, read back and compared.
+    """Write weights, configuration and tokenizer in the layout of transformers, read them back and compare.
 
-    Raises CheckpointError, ConfigError.
+    Raises:
+        CheckpointError, ConfigError: The folder cannot be written, or what is read back differs.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out={out}: is not an empty directory; name a new one")
@@ -595,10 +662,10 @@ def export(trained: Config, source: checkpoint.Checkpoint, out: Path) -> dict[st
         share(out)
     except OSError as error:
         raise ConfigError(f"out={out}: cannot be written ({error.strerror}); name another directory") from error
-    again = causal_lm.load(str(out), {}, what="out")
+    exported = causal_lm.load(str(out), {}, what="out")
     ids = torch.arange(8).unsqueeze(0) % policy.model.get_input_embeddings().num_embeddings
     with torch.no_grad():
-        difference = float((again(input_ids=ids).logits - policy.model(input_ids=ids).logits).abs().max())
+        difference = float((exported(input_ids=ids).logits - policy.model(input_ids=ids).logits).abs().max())
     if difference:
         raise CheckpointError(f"out={out}: read back, logits differ by {difference:g}; report this")
     size = sum(file.stat().st_size for file in out.iterdir())

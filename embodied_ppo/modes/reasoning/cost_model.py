@@ -1,8 +1,11 @@
-"""As ``tune``, of language models: who generates, grades, has an opinion and learns, instead of who simulates and acts.
+"""Cost model of the rollout, reward, critic, reference and actor roles of a language model's run.
 
-collect = generating + grading
-update  = the reference's log-probabilities, the critic's values, then both learn: at once where they are apart
-publish = weights on their way
+Seconds of an update, as in ``placement.cost_model``:
+
+    collect = generation + grading
+    update  = log-probabilities of the reference + values of the critic + updates of actor and critic, which run
+              concurrently where they are in different processes
+    publish = transfer of the weights
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ PARTITIONS = (
     ("rollout,reward", "actor", "critic,reference"),
     ("rollout,critic,reference,reward", "actor"),
 )
-"""Ways to put five roles into processes."""
+"""Ways to divide the five roles among processes."""
 PRESETS = ("fused", "colocated", "disaggregated")
 
 
 def choices(hardware: Hardware, without: Sequence[str]) -> list[Choice]:
-    """As ``tune.choices``, for runs that lack the roles ``without``."""
+    """Return the placements to compare, see ``placement.cost_model.choices``; ``without``: roles the run lacks."""
     partitions = dict[tuple[str, ...], None]()
     for groups in PARTITIONS:
         homes = [",".join(role for role in group.split(",") if role not in without) for group in groups]
@@ -40,15 +43,21 @@ def choices(hardware: Hardware, without: Sequence[str]) -> list[Choice]:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Machine):
-    """A run on this machine; costs are of so many responses.
+    """Measurements of a run on this machine. Costs are functions of the number of responses.
 
-    responses            of an update
-    steps, critic_steps  of the optimisers in it
-    generate, grade      responses
-    view, values         the reference's log-probabilities and the critic's values; None: the run has no such role
-    learn, teach         an update of the actor alone, and of the critic
-    concurrent           whether the critic learns in a thread beside the actor's
-    gradient_bytes, critic_gradient_bytes    what learners add up
+    Attributes:
+        responses: Responses of an update.
+        steps: Optimiser steps of the actor in an update.
+        critic_steps: Optimiser steps of the critic in an update.
+        generate: Cost of generating responses.
+        grade: Cost of grading responses.
+        view: Cost of the reference's log-probabilities; None: the run has no reference.
+        values: Cost of the critic's values; None: the run has no critic.
+        learn: Cost of an update of the actor.
+        teach: Cost of an update of the critic; None: the run has no critic.
+        concurrent: Whether the critic learns in a thread, concurrently with the actor.
+        gradient_bytes: Gradients of the actor that learners sum.
+        critic_gradient_bytes: Gradients of the critic that learners sum.
     """
 
     responses: int
@@ -73,36 +82,36 @@ class Measured(Machine):
 
 
 def predicted(p: Plan | None, m: Measured, needs: Mapping[str, Need]) -> Prediction:
-    """As ``tune.predicted``."""
+    """Return the seconds of an update; see ``placement.cost_model.predicted``."""
     n, count = m.responses, (lambda role: 1) if p is None else p.processes
-    opinions, teach, taught = 0.0, 0.0, 0.0
+    inference, teach, teach_cpu = 0.0, 0.0, 0.0
     updating = {"actor": m.learn.cpu(n / count("actor"))}
     if m.view is not None:
-        opinions += m.view.wall(n / count("reference"))
+        inference += m.view.wall(n / count("reference"))
         updating["reference"] = m.view.cpu(n / count("reference"))
     if m.values is not None and m.teach is not None:
         each = n / count("critic")
-        opinions, teach = opinions + m.values.wall(each), m.teach.wall(each)
-        taught = m.teach.cpu(each)
-        updating["critic"] = m.values.cpu(each) + taught
+        inference, teach = inference + m.values.wall(each), m.teach.wall(each)
+        teach_cpu = m.teach.cpu(each)
+        updating["critic"] = m.values.cpu(each) + teach_cpu
     learn = m.learn.wall(n / count("actor"))
-    at_once = m.concurrent or (p is not None and p.has("critic") and not p.fused("actor", "critic"))
-    update = opinions + (max(learn, teach) if at_once else learn + teach)
+    concurrent = m.concurrent or (p is not None and p.has("critic") and not p.fused("actor", "critic"))
+    update = inference + (max(learn, teach) if concurrent else learn + teach)
     collect = m.generate.wall(n / count("rollout")) + m.grade.wall(n / count("reward"))
     if p is None:
-        update = max(update, opinions + (updating["actor"] + taught) / m.cores) if at_once else update
+        update = max(update, inference + (updating["actor"] + teach_cpu) / m.cores) if concurrent else update
         return Prediction(collect, update, 0.0, collect + update)
-    asked = p.apart("rollout"), p.apart("actor")
+    rollout_requests, actor_requests = p.apart("rollout"), p.apart("actor")
     rows = m.experience_bytes / count("actor") * m.byte_s
     return prediction(
         p,
         m,
         needs,
-        collect=collect + 2 * len(asked[0]) * m.message_s,
+        collect=collect + 2 * len(rollout_requests) * m.message_s,
         collecting=loads(
             p, {"rollout": m.generate.cpu(n / count("rollout")), "reward": m.grade.cpu(n / count("reward"))}
         ),
-        update=update + len(asked[1]) * (2 * m.message_s + rows),
+        update=update + len(actor_requests) * (2 * m.message_s + rows),
         updating=loads(p, updating),
         sums=sums(count("actor"), m, m.steps, m.gradient_bytes)
         + sums(count("actor"), m, m.critic_steps, m.critic_gradient_bytes),

@@ -1,4 +1,4 @@
-"""What the roles of a language model's run take on this machine: as ``probes`` does it for robot policies."""
+"""Time the roles of a language model's run on this machine: the code of the run itself, with several batch sizes."""
 
 from __future__ import annotations
 
@@ -18,36 +18,55 @@ from embodied_ppo.algorithms.separate_critic_learner import FrozenReference, Row
 from embodied_ppo.config import placement
 from embodied_ppo.config.schema import Config
 from embodied_ppo.models.causal_lm import LanguagePolicy
-from embodied_ppo.modes.base import Setup
-from embodied_ppo.modes.embodied.profile import again, copy_byte_s, cores, cost, few, message_s
+from embodied_ppo.modes.base import RunRequest
+from embodied_ppo.modes.profile import (
+    Timing,
+    fastest,
+    fit_cost,
+    parallel_cores,
+    select_sizes,
+    time_copy,
+    time_messages,
+    trainable_bytes,
+)
 from embodied_ppo.modes.reasoning import components
 from embodied_ppo.modes.reasoning.cost_model import Measured
 from embodied_ppo.placement import memory_estimate
 from embodied_ppo.placement.weight_sync import moving
 
 
-def measured(s: Setup, update: int, placements: Sequence[placement.Plan | None]) -> Measured:
-    """As of ``probes``. Raises ConfigError."""
-    config, a = s.config, s.config.algorithm
+def profile(request: RunRequest, update: int, plans: Sequence[placement.Plan | None]) -> Measured:
+    """Measure everything that predicting these placements needs.
+
+    Args:
+        update: Update of the run that is timed.
+        plans: Placements to predict; None: one process.
+
+    Raises:
+        ConfigError: An option is refused by what it configures.
+    """
+    config, a = request.config, request.config.algorithm
     responses = a.rollout_batch_size * a.group_size
-    cuts = {k for p in placements for k in _parts(p) if not a.rollout_batch_size % k}
-    parts = few(sorted(cuts))
-    taken: dict[str, list[tuple[float, float, float]]] = {}
+    divisors = {k for plan in plans for k in _divisors(plan) if not a.rollout_batch_size % k}
+    selected = select_sizes(sorted(divisors))
+    timings: dict[str, list[Timing]] = {}
     with ExitStack() as stack:
-        probe = _Probe(s, stack)
-        for i, part in enumerate(parts):
-            s.advance("measuring", i, len(parts))
-            for role, (wall, cpu) in probe.times(part, update).items():
-                taken.setdefault(role, []).append((responses / part, max(wall, 1e-9), max(cpu, 1e-9)))
-        s.advance("measuring", len(parts), len(parts))
+        probe = _Probe(request, stack)
+        for i, divisor in enumerate(selected):
+            request.advance("measuring", i, len(selected))
+            for role, (wall, cpu) in probe.times(divisor, update).items():
+                timing = (responses / divisor, max(wall, 1e-9), max(cpu, 1e-9))
+                timings.setdefault(role, []).append(timing)
+        request.advance("measuring", len(selected), len(selected))
         policy, critic = probe.m.policy, probe.critic
         own = components.critic_config(a, config.critic)
-        costs = {role: cost(points) for role, points in taken.items()}
+        critic_minibatches = a.rollout_batch_size // own.global_batch_size
+        costs = {role: fit_cost(points) for role, points in timings.items()}
         return Measured(
             compiled=False,
             responses=responses,
             steps=a.update_epoch * (a.rollout_batch_size // a.global_batch_size),
-            critic_steps=0 if critic is None else own.update_epoch * (a.rollout_batch_size // own.global_batch_size),
+            critic_steps=0 if critic is None else own.update_epoch * critic_minibatches,
             generate=costs["generate"],
             grade=costs["grade"],
             view=costs.get("view"),
@@ -55,37 +74,33 @@ def measured(s: Setup, update: int, placements: Sequence[placement.Plan | None])
             learn=costs["learn"],
             teach=costs.get("teach"),
             concurrent=config.critic.concurrent,
-            gradient_bytes=_gradients(policy),
-            critic_gradient_bytes=0 if critic is None else _gradients(critic),
+            gradient_bytes=trainable_bytes(policy),
+            critic_gradient_bytes=0 if critic is None else trainable_bytes(critic),
             weights_bytes=memory_estimate.nbytes(moving(policy)),
             experience_bytes=probe.experience_bytes,
-            copy_byte_s=copy_byte_s(s.device),
-            cores=cores(),
-            **message_s(torch.zeros(1), {"more": torch.zeros(1)}),
+            copy_byte_s=time_copy(request.device),
+            cores=parallel_cores(),
+            **time_messages(torch.zeros(1), {"more": torch.zeros(1)}),
         )
 
 
-def _gradients(model: torch.nn.Module) -> int:
-    return sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def _parts(p: placement.Plan | None) -> set[int]:
-    """Into how many parts a placement cuts the responses."""
-    if p is None:
+def _divisors(plan: placement.Plan | None) -> set[int]:
+    """Return the numbers of parts that a placement cuts the responses into."""
+    if plan is None:
         return {1}
-    return {p.processes(role) for role in placement.ROLES["reasoning"] if p.has(role)}
+    return {plan.processes(role) for role in placement.ROLES["reasoning"] if plan.has(role)}
 
 
 class _Probe:
     """A run's models and graders in this process."""
 
-    def __init__(self, s: Setup, stack: ExitStack) -> None:
-        self.setup, config = s, s.config
-        self.m = components.read(s)
+    def __init__(self, request: RunRequest, stack: ExitStack) -> None:
+        self.request, config = request, request.config
+        self.m = components.read_inputs(request)
         rule = components.make_graders(config, self.m.prompts, stack)
-        components.demonstrate(s, self.m.policy, self.m.tokenizer)
-        self.judge = components.make_judge(s, self.m, rule)
-        self.critic = components.make_critic(config, self.m.policy, s.device)
+        components.warm_start_actor(request, self.m.policy, self.m.tokenizer)
+        self.graders = components.make_training_graders(request, self.m, rule)
+        self.critic = components.make_critic(config, self.m.policy, request.device)
         self.engine = components.make_engine(self.m)
         a = config.algorithm
         self.reference: FrozenReference | None = None
@@ -95,11 +110,11 @@ class _Probe:
         self.trajectory: Any = None
         self.experience_bytes = 0
 
-    def times(self, part: int, update: int) -> dict[str, list[float]]:
-        """Role -> seconds by the clock and of CPUs that one of ``part`` processes takes for its share."""
-        s = replace(self.setup, config=_share(self.setup.config, part))
-        rollout = components.make_rollout(self.setup, self.m, self.engine, self.judge, 0, part)
-        horizon = s.config.algorithm.response_length
+    def times(self, divisor: int, update: int) -> dict[str, list[float]]:
+        """Return for each role the wall-clock and CPU seconds of one of ``divisor`` processes for its share."""
+        request = replace(self.request, config=_share(self.request.config, divisor))
+        rollout = components.make_rollout(self.request, self.m, self.engine, self.graders, 0, divisor)
+        horizon = request.config.algorithm.response_length
 
         def collect() -> tuple[float, ...]:
             before = rollout.grade_s, rollout.cpu_s["grade"]
@@ -107,52 +122,55 @@ class _Probe:
             graded, graded_cpu = rollout.grade_s - before[0], rollout.cpu_s["grade"] - before[1]
             return wall - graded, cpu - graded_cpu, graded, graded_cpu
 
-        found = again(collect)
+        generate, generate_cpu, grade, grade_cpu = fastest(collect)
         t = self.trajectory
-        self.experience_bytes = memory_estimate.nbytes(t) * part
-        times = {"generate": found[:2], "grade": found[2:]}
+        self.experience_bytes = memory_estimate.nbytes(t) * divisor
+        times = {"generate": [generate, generate_cpu], "grade": [grade, grade_cpu]}
         obs, mask = t.obs, t.mask
-        full = full_kl(s.config.algorithm)
-        if self.reference is not None and not full:  # else the actor reads it, and is never apart from it
+        full = full_kl(request.config.algorithm)
+        if self.reference is not None and not full:  # the full KL divergence is computed by the actor's process
             view = self.reference.view
-            times["view"] = again(lambda: _timed(lambda: view(obs, mask, t.action, hidden=False))[1])
+            times["view"] = fastest(lambda: _timed(lambda: view(obs, mask, t.action, hidden=False))[1])
         if self.critic is not None:
-            values = components.make_values(s, self.critic)
+            values = components.make_critic_learner(request, self.critic)
             value = values.values(obs, mask)
 
             def teach() -> OptimizationStats:
                 values.begin(obs, mask, value, value + 1.0, update)
                 return values.end()
 
-            times["values"] = again(lambda: _timed(lambda: values.values(obs, mask))[1])
-            times["teach"] = again(lambda: _timed(teach)[1])
+            times["values"] = fastest(lambda: _timed(lambda: values.values(obs, mask))[1])
+            times["teach"] = fastest(lambda: _timed(teach)[1])
             values.close()
-        here = _Here(t.log_prob)
-        critic, reference = None if self.critic is None else here, self.reference if full else here
-        learner = components.make_learner(s, self.m.policy, critic, reference=reference)
-        times["learn"] = again(lambda: _timed(lambda: learner.update(t, update=update))[1])
+        free = _FreeModels(t.log_prob)
+        critic, reference = None if self.critic is None else free, self.reference if full else free
+        learner = components.make_learner(request, self.m.policy, critic, reference=reference)
+        times["learn"] = fastest(lambda: _timed(lambda: learner.update(t, update=update))[1])
         learner.close()
         return times
 
 
-def _share(config: Config, part: int) -> Config:
-    """What one of ``part`` processes does of every optimiser step."""
+def _share(config: Config, divisor: int) -> Config:
+    """Return the options of one of ``divisor`` processes: its share of the prompts of each optimiser step."""
     a, c = config.algorithm, config.critic
-    batch = max(1, a.global_batch_size // part)
-    own = None if c.global_batch_size is None else max(1, c.global_batch_size // part)
-    share = replace(a, rollout_batch_size=a.rollout_batch_size // part, global_batch_size=batch)
+    batch = max(1, a.global_batch_size // divisor)
+    own = None if c.global_batch_size is None else max(1, c.global_batch_size // divisor)
+    share = replace(a, rollout_batch_size=a.rollout_batch_size // divisor, global_batch_size=batch)
     return replace(config, algorithm=share, critic=replace(c, global_batch_size=own))
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
+    """Return the result of a call, and its wall-clock and CPU seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = call()
     return result, (time.perf_counter() - wall, time.process_time() - cpu)
 
 
-class _Here:
-    """A critic and a reference that take no time: what is left is the actor's. Sees what the policy did as no worse and
-    no better than the reference would."""
+class _FreeModels:
+    """A critic and a reference that take no time, so that an update's duration is the actor's.
+
+    The reference returns the log-probabilities of the policy, so that the KL divergence is 0.
+    """
 
     rate = 0.0
 

@@ -1,0 +1,116 @@
+"""Start the worker processes of a plan, whatever the mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from embodied_ppo.config import placement
+from embodied_ppo.core.collectives import Ranks
+from embodied_ppo.modes.base import Mode, RunComponents, RunRequest
+from embodied_ppo.placement import memory_estimate
+from embodied_ppo.placement.channels import Exchange
+from embodied_ppo.placement.worker import Part, Seat
+
+if TYPE_CHECKING:
+    from embodied_ppo.placement.ray_system import ClusterSystem
+
+
+def build_workers(mode: Mode, request: RunRequest, plan: placement.Plan) -> RunComponents:
+    """Build the system in the processes of a Ray cluster.
+
+    Raises:
+        ConfigError, EnvError: An option is refused by what it configures.
+        PlacementError: The estimated memory does not fit, or the cluster lacks the devices.
+    """
+    config = request.config
+    mode.check_files(config)
+    if mode.can_estimate(config):
+        mode.check_memory(config, plan)
+    system = start_workers(mode, request, plan)
+    return RunComponents(system, mode.title(config), system.write, system.facts)
+
+
+def start_workers(mode: Mode, request: RunRequest, plan: placement.Plan) -> ClusterSystem:
+    """Start the processes of a plan and build their roles. Raises as ``Mode.build_worker``, PlacementError."""
+    from embodied_ppo.placement.ray_system import ClusterSystem  # importing Ray takes a second
+
+    config = request.config
+    system = ClusterSystem(
+        mode.records(request),
+        plan,
+        WorkerFactory.of(mode, request),
+        options=config.cluster,
+        threads=config.threads,
+        notice=request.notice,
+    )
+    request.early.extend(placement.lines(plan.rows()))
+    return system
+
+
+@dataclass(frozen=True)
+class WorkerFactory:
+    """Builds the roles of a worker process, in that process. It is pickled and sent there.
+
+    Attributes:
+        mode: Builds the worker.
+        request: The run's request. Its callbacks cannot be pickled; ``__call__`` replaces them.
+    """
+
+    mode: Mode
+    request: RunRequest
+
+    @classmethod
+    def of(cls, mode: Mode, request: RunRequest) -> WorkerFactory:
+        """Return the factory for a request, without what only the driver can use."""
+        sent = replace(
+            request,
+            device=torch.device(request.device.type),  # Ray gives a process its own GPUs, numbered from 0
+            run_dir=request.run_dir.absolute(),
+            notice=_ignore_line,
+            progress=_ignore_line,
+            early=[],
+            advance=_ignore_progress,
+        )
+        return cls(mode, sent)
+
+    def __call__(
+        self, seat: Seat, exchange: Exchange | None, say: Callable[[str], None]
+    ) -> tuple[Part, Mapping[str, Any]]:
+        """Build the roles of this process; ``say`` sends a line to the driver's log."""
+        reported: set[str] = set()
+
+        def notice(line: str) -> None:
+            if line not in reported:
+                reported.add(line)
+                say(line)
+
+        torch.set_float32_matmul_precision(self.request.config.matmul_precision)
+        request = replace(self.request, notice=notice, progress=say, early=[])
+        worker, facts = self.mode.build_worker(request, seat, exchange)
+        for line in request.early:
+            say(line)
+        return worker, facts
+
+
+def _ignore_line(line: str) -> None:
+    """Stand in for a callback of the driver."""
+
+
+def _ignore_progress(task: str, completed: int, total: int) -> None:
+    """Stand in for the progress callback of the driver."""
+
+
+def shard_notice(model: nn.Module, ranks: Ranks) -> str:
+    """Return the line of the log about the memory that cluster.shard saves."""
+    full, local = (
+        memory_estimate.nbytes(list(tensors)) for tensors in (model.parameters(), map(ranks.local, model.parameters()))
+    )
+    return (
+        f"cluster.shard: {ranks.world} processes of actor hold the model's "
+        f"{placement.amount(full)} together, this one {placement.amount(local)}"
+    )
