@@ -1,7 +1,8 @@
-"""Robot policies: simulator, policy, rollout, learner, evaluation.
+"""Robot policies: simulators, policy, rollout, learner, evaluation.
 
-Belongs here: the construction of these parts from options, in one process (``components``) and in the processes of a
-placement (``workers``), and their timing (``profile``).
+Belongs here: the implementation of ``Mode`` (``mode``), the construction of the components from options
+(``components``), the worker processes of a placement (``workers``), the estimate of their memory (``memory``) and the
+timing of the roles (``profile``).
 
-Does not belong here: the parts themselves.
+Does not belong here: the components themselves.
 """

@@ -1,7 +1,8 @@
 """Language models: prompts, actor, critic, graders, decode engine, evaluation.
 
-Belongs here: the construction of these parts from options, in one process (``components``) and in the processes of a
-placement (``workers``), their timing (``profile``) and the prediction of a placement's speed (``cost_model``).
+Belongs here: the implementation of ``Mode`` (``mode``), the construction of the components from options
+(``components``), the worker processes of a placement (``workers``), the estimate of their memory (``memory``), the
+timing of the roles (``profile``) and the prediction of a placement's speed (``cost_model``).
 
-Does not belong here: the parts themselves.
+Does not belong here: the components themselves.
 """
