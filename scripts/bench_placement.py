@@ -40,8 +40,8 @@ from embodied_ppo.core.types import ArraySpec, Box, Decision, Step
 from embodied_ppo.modes.base import RunRequest
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.modes.workers import build_workers
-from embodied_ppo.placement.channels import Desk, Exchange, Server, dial
-from embodied_ppo.placement.remote_envs import RemoteEnv, Simulators
+from embodied_ppo.placement.channels import Client, Exchange, Server, connect
+from embodied_ppo.placement.remote_envs import EnvService, RemoteEnv
 from embodied_ppo.rollout.simulation import Rollout, Staged
 
 CPU = torch.device("cpu")
@@ -108,14 +108,14 @@ def serve(pipe: Any) -> None:
     torch.set_num_threads(1)
     exchange = Exchange("127.0.0.1", "secret", 60.0)
     pipe.send(exchange.address)
-    Server(Simulators(lambda kind, seeds: KINDS[kind](len(seeds))), exchange).serve(1)
+    Server(EnvService(lambda kind, seeds: KINDS[kind](len(seeds))), exchange).serve(1)
 
 
 def measure() -> dict[str, float]:
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,))
     process.start()
-    desk = Desk(dial(here.recv(), "secret", "bench", peer="simulators", patience_s=60.0))
+    desk = Client(connect(here.recv(), "secret", "bench", peer="simulators", timeout_s=60.0))
     found: dict[str, float] = {}
     for kind in ("floats", "pictures"):
         env: Any = RemoteEnv(desk, list(range(256)), kind=kind, device=CPU)
@@ -139,7 +139,7 @@ def measure() -> dict[str, float]:
         start = time.perf_counter()
         staged.collect(50, update=1, version=0)
         found[f"20 ms + 20 ms, {stages} stage{'s' * (stages > 1)}, ms a step"] = (time.perf_counter() - start) * 20
-    desk.done()
+    desk.finish()
     process.join()
     return found
 

@@ -55,7 +55,7 @@ from embodied_ppo.core.errors import (
 )
 from embodied_ppo.data import lerobot_reader, prompts
 from embodied_ppo.placement import channels
-from embodied_ppo.placement.channels import HELLO, PREFIX, Exchange, Line, Message, dial, pack
+from embodied_ppo.placement.channels import HELLO, PREFIX, Connection, Exchange, Message, connect, pack
 from embodied_ppo.training import checkpoint, run_directory
 
 
@@ -777,8 +777,8 @@ def message_run(case: tuple[str, Any]) -> None:
     with ours, theirs:
         theirs.sendall(held)
         theirs.close()
-        line = object.__new__(Line)
-        line.connection, line.peer, line.patience_s, line.waited_s = ours, "a peer", 1.0, 0.0
+        line = object.__new__(Connection)
+        line.socket, line.peer, line.timeout_s, line.waited_s = ours, "a peer", 1.0, 0.0
         line.receive()
 
 
@@ -788,9 +788,9 @@ def stranger_inputs(r: Random) -> bytes:
 
 
 @cache
-def _exchange() -> tuple[Exchange, Line]:
+def _exchange() -> tuple[Exchange, Connection]:
     exchange = Exchange("127.0.0.1", "the secret", 5.0)
-    return exchange, dial(exchange.address, "the secret", "friend", peer="exchange", patience_s=5.0)
+    return exchange, connect(exchange.address, "the secret", "friend", peer="exchange", timeout_s=5.0)
 
 
 def stranger_run(held: bytes) -> None:
@@ -801,7 +801,7 @@ def stranger_run(held: bytes) -> None:
         stranger.shutdown(socket.SHUT_WR)
         friend.send(Message("ping"))
         line, m = exchange.receive()
-        assert (line.peer, m.word) == ("friend", "ping")
+        assert (line.peer, m.method) == ("friend", "ping")
 
 
 # -------------------------------------------------------------------------------------------------------------- running

@@ -158,5 +158,5 @@ class PolicyActor:
         assert isinstance(self.reference, nn.Module)
         self.reference.load_state_dict(self.ranks.parts(self.reference, state))
 
-    def held(self) -> list[Any]:
+    def state_tensors(self) -> list[Any]:
         return [] if self.reference is None else [list(self.reference.state_dict().values())]

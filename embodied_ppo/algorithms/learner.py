@@ -81,7 +81,7 @@ class Actor(Protocol):
 
     def load_reference(self, state: Any) -> None: ...
 
-    def held(self) -> list[Any]:
+    def state_tensors(self) -> list[Any]:
         """Return the reference's tensors that are in this process, in nested containers."""
         ...
 
@@ -98,7 +98,7 @@ class Critic(Protocol):
         """Learning rate of the newest update."""
         ...
 
-    def settle(self, actor: Any) -> None:
+    def initialize(self, actor: Any) -> None:
         """Initialise from ``actor``, once and before any other call, unless it has its own weights."""
         ...
 
@@ -120,7 +120,7 @@ class Critic(Protocol):
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
-    def held(self) -> Any:
+    def state_tensors(self) -> Any:
         """Return the tensors, in nested containers, that are in this process between updates."""
         ...
 
@@ -279,16 +279,16 @@ class Learner:
         self.optimizer.adapt(sums)
 
     # ----------------------------------------------------------------------------- processes and checkpoint
-    def settle(self) -> None:
+    def initialize(self) -> None:
         """Initialise a critic and a reference in other processes from the policy, before the first update."""
         if (model := self._critic_model) is not None:
-            model.settle(self.policy)
+            model.initialize(self.policy)
         self.actor.initialize()
 
-    def held(self) -> Any:
+    def state_tensors(self) -> Any:
         """Return the tensors that are in this process between updates, without those of the policy."""
         model = self._critic_model
-        others = [*([] if model is None else [model.held()]), *self.actor.held()]
+        others = [*([] if model is None else [model.state_tensors()]), *self.actor.state_tensors()]
         return [self.optimizer.state(), self.returns.state_dict(), *others]
 
     def state(self) -> dict[str, Any]:

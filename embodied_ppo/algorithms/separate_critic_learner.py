@@ -35,7 +35,7 @@ its row of the token before each response token."""
 class Reference(Protocol):
     """The policy before training, in this process or another one."""
 
-    def settle(self, actor: LanguagePolicy) -> None:
+    def initialize(self, actor: LanguagePolicy) -> None:
         """Initialise from ``actor``, once and before any other call."""
         ...
 
@@ -47,7 +47,7 @@ class Reference(Protocol):
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
-    def held(self) -> Any:
+    def state_tensors(self) -> Any:
         """Return the tensors, in nested containers, that are in this process between updates."""
         ...
 
@@ -124,7 +124,7 @@ class FrozenReference:
         self.ranks.shard(policy, ACTS)
         self.limits: dict[str, Any] = {"tokens": tokens, "columns": columns, "ranks": self.ranks}
 
-    def settle(self, actor: LanguagePolicy) -> None:
+    def initialize(self, actor: LanguagePolicy) -> None:
         """Do nothing: the reference is a copy of the policy."""
 
     def view(self, obs: Rows, mask: Tensor, action: Tensor, *, hidden: bool) -> dict[str, Tensor]:
@@ -138,7 +138,7 @@ class FrozenReference:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.policy.load_state_dict(self.ranks.parts(self.policy, state))
 
-    def held(self) -> Any:
+    def state_tensors(self) -> Any:
         return list(self.policy.state_dict().values())
 
 
@@ -190,7 +190,7 @@ class LocalCritic:
     def rate(self) -> float:
         return self.optimizer.learning_rates[1]
 
-    def settle(self, actor: LanguagePolicy) -> None:
+    def initialize(self, actor: LanguagePolicy) -> None:
         """Do nothing: the critic has its weights already."""
 
     @torch.no_grad()
@@ -230,7 +230,7 @@ class LocalCritic:
         self.optimizer.load_state(state["critic"])
         self.module.load_state_dict(self.optimizer.ranks.parts(self.module, state["critic_weights"]))
 
-    def held(self) -> Any:
+    def state_tensors(self) -> Any:
         return [self.state(), [p.grad for p in self.module.parameters() if p.grad is not None]]
 
     def close(self) -> None:
@@ -312,7 +312,7 @@ class LanguageActor:
 
     def initialize(self) -> None:
         if self.reference is not None:
-            self.reference.settle(self.policy)
+            self.reference.initialize(self.policy)
 
     def reference_state(self) -> Any:
         return None if self.reference is None else self.reference.state()
@@ -321,8 +321,8 @@ class LanguageActor:
         assert self.reference is not None
         self.reference.load_state(state)
 
-    def held(self) -> list[Any]:
-        return [] if self.reference is None else [self.reference.held()]
+    def state_tensors(self) -> list[Any]:
+        return [] if self.reference is None else [self.reference.state_tensors()]
 
 
 # ---------------------------------------------------------------------------------------------------------- learner

@@ -209,7 +209,7 @@ def search(config: Config, *, explicit: Any = (), quiet: bool = False) -> Tuning
         )
         plans = [candidate.plan for candidate in valid]
         model = implementation.cost_model(request, updates // 2, plans)
-        bar.say(f"measured: {model.costs.told()}")
+        bar.say(f"measured: {model.costs.summary()}")
         if not model.costs.compiled:
             request = replace(request, config=replace(quick, compile="never"))
         ranked = [(candidate, model.predict(candidate.plan, candidate.needs)) for candidate in valid]

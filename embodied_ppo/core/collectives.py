@@ -1,4 +1,4 @@
-"""Processes that learn together: what each must know of the others, over torch.distributed; alone, nothing travels."""
+"""Collective operations of processes that train together, over torch.distributed."""
 
 from __future__ import annotations
 
@@ -13,103 +13,129 @@ from embodied_ppo.core import tree
 
 T = TypeVar("T")
 CALL = "gathered_call"
-"""Method of a module whose weights lie with all ranks: (function, what else it takes) -> the function's result."""
+"""Method of a sharded module that calls ``function(module, *args)`` with gathered weights."""
 
 
 def gathered(module: nn.Module, function: Callable[..., T], *args: Any) -> T:
-    """``function(module, *args)``; where each rank holds a part of the module's weights, they are whole meanwhile, and
-    again in the backward pass. (To call the module itself needs no such care.)"""
+    """Return ``function(module, *args)``, called with gathered weights.
+
+    FSDP2 gathers the weights when the module itself is called. A function that reads the weights in
+    another way must be called through this one, which also gathers them in the backward pass.
+    """
     call = getattr(module, CALL, None)
     return function(module, *args) if call is None else call(function, *args)
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """The elements of its outermost lists of modules: what a transformer repeats."""
-    found = []
+    """Return the elements of the outermost ``ModuleList``s: a transformer's blocks."""
+    blocks = []
     for child in module.children():
-        found += [*child] if isinstance(child, nn.ModuleList) else layers(child)
-    return found
+        blocks += [*child] if isinstance(child, nn.ModuleList) else layers(child)
+    return blocks
 
 
 class Ranks:
-    """A process that learns alone. ``Together`` is one of several; every result is the same on all of them."""
+    """A single process that trains alone; ``Together`` is one of several ranks.
+
+    All ranks call the same methods in the same order, and get equal results unless stated
+    otherwise. Methods may write their result into the argument.
+    """
 
     rank, world = 0, 1
     sharded = False
-    """Whether a rank holds no more than its part of every parameter (``shards.Sharded``)."""
+    """Whether each rank holds only its shard of every parameter (``fsdp.Sharded``)."""
 
     def add(self, x: Tensor) -> Tensor:
-        """Σ over the ranks; may be in place."""
+        """Return the sum over ranks."""
         return x
 
     def top(self, x: Tensor) -> Tensor:
-        """The largest of the ranks, entry by entry; may be in place."""
+        """Return the elementwise maximum over ranks."""
         return x
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Everyone's, in order of rank; equal shapes."""
+        """Return the tensors of all ranks, which have equal shapes, in order of rank."""
         return [x]
 
     def columns(self, trajectory: T) -> T:
-        """Leaves [T, N, ..] of all ranks side by side, [T, world·N, ..]."""
+        """Concatenate the leaves [T, N, ..] of all ranks to [T, world * N, ..]."""
         return trajectory
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's columns of [T, world·N, ..]."""
+        """Return this rank's columns of [T, world * N, ..]; the inverse of ``columns``."""
         return x
 
     def add_gradients(self, parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
-        """Σ over the ranks of every gradient, in place (one that is None everywhere stays None), and of the loss []."""
+        """Sum the gradients and the loss over ranks.
+
+        Args:
+            parameters: Their ``grad`` is replaced by the sum. One that is None on all ranks stays
+                None.
+            loss: The loss of this rank, [].
+
+        Returns:
+            The sum of the losses, [].
+        """
         return loss
 
-    # ------------------------------------------------------------------------- where a rank holds parts (``sharded``)
+    # ----------------------------------------------------------- sharded parameters
     def shard(self, model: nn.Module, methods: Sequence[str]) -> None:
-        """Keep this rank's part of every parameter; parameters, gradients and optimiser state are parts from now on.
+        """Shard the parameters of a model; gradients and optimiser state are shards from now on.
 
-        ``model`` has ``units`` (see ``types.Policy``); ``methods``: by which its weights are read, all ranks at once.
+        Args:
+            model: Model with ``units`` (see ``types.Policy``), which are gathered one after
+                another.
+            methods: Names of methods that read the weights; all ranks call them together.
         """
 
     def unshard(self, model: nn.Module) -> None:
-        """Have all parameters whole until ``reshard``: who acts with them then waits for nobody."""
+        """All-gather the parameters until ``reshard()``; inference then needs no collectives."""
 
     def reshard(self, model: nn.Module) -> None:
-        """Hold parts again."""
+        """Free the gathered parameters."""
 
     def passes(self, own: int) -> int:
-        """How often this rank has to call a method that it would call ``own`` times: in it ranks wait."""
+        """Return the maximum of ``own`` over ranks.
+
+        A rank with fewer forward passes must add dummy ones: each pass contains collectives.
+        """
         return own
 
     def whole(self, x: Tensor) -> Tensor:
-        """All of a tensor that may be this rank's part; all ranks ask for it."""
+        """Return the full tensor of a shard; a collective operation.
+
+        Other tensors are returned as they are.
+        """
         return x
 
     def local(self, x: Tensor) -> Tensor:
-        """What this rank holds of it."""
+        """Return the local shard of a tensor. Other tensors are returned as they are."""
         return x
 
     def part(self, x: Tensor, like: Tensor) -> Tensor:
-        """This rank's part of all of a tensor, where ``like``, which it belongs to, is a part."""
+        """Return this rank's shard of a full tensor ``x`` if ``like`` is sharded."""
         return x
 
     def parts(self, module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``part`` of a state_dict for a module."""
+        """Return the shards of a full state_dict, for a module."""
         return state
 
     def whole_state(self, state: Any) -> Any:
-        """Nested state with ``whole`` tensors, on the CPU; the first rank's, the others have None in their places."""
+        """Return nested state with full tensors on the CPU; other ranks than 0 get None."""
         return state
 
 
 class Together(Ranks):
-    """One of ``world`` processes of a process group that call the same methods in the same order."""
+    """One of several processes of a process group."""
 
     def __init__(self, group: Any) -> None:
-        """``group``: a torch.distributed ProcessGroup whose backend knows the device of the tensors."""
+        """``group``: ProcessGroup of torch.distributed that supports the tensors' device."""
         self.group, self.rank, self.world = group, group.rank(), group.size()
 
-    def _reduce(self, x: Tensor, how: Any) -> Tensor:
+    def _reduce(self, x: Tensor, operation: Any) -> Tensor:
+        """All-reduce in place."""
         options = dist.AllreduceOptions()
-        options.reduceOp = how
+        options.reduceOp = operation
         self.group.allreduce([x], options).wait()
         return x
 
@@ -120,10 +146,12 @@ class Together(Ranks):
         return self._reduce(x.contiguous(), dist.ReduceOp.MAX)
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        sent = x.contiguous().view(torch.uint8) if x.dtype is torch.bool else x.contiguous()
-        parts = [torch.empty_like(sent) for _ in range(self.world)]
-        self.group.allgather([parts], [sent]).wait()
-        return [part.view(x.dtype) for part in parts]
+        local = x.contiguous()
+        if x.dtype is torch.bool:  # gloo does not support bool
+            local = local.view(torch.uint8)
+        outputs = [torch.empty_like(local) for _ in range(self.world)]
+        self.group.allgather([outputs], [local]).wait()
+        return [output.view(x.dtype) for output in outputs]
 
     def columns(self, trajectory: T) -> T:
         return tree.map(lambda x: torch.cat(self.gather(x), dim=1), trajectory)
@@ -132,12 +160,13 @@ class Together(Ranks):
         return x.chunk(self.world, dim=1)[self.rank]
 
     def add_gradients(self, parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
-        """One message: all gradients, the loss, and which parameters have a gradient."""
-        there = torch.tensor([float(p.grad is not None) for p in parameters], device=loss.device)
+        """See ``Ranks``. One all-reduce for all gradients, the loss and flags."""
+        # A parameter may have a gradient on some ranks only; the sum of the flags shows whether any
+        # rank has one.
+        has_gradient = torch.tensor([float(p.grad is not None) for p in parameters], device=loss.device)
         flat = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().float() for p in parameters]
-        summed = self.add(torch.cat([*flat, loss.detach().float().reshape(1), there]))
-        *parts, loss, there = summed.split([*(p.numel() for p in parameters), 1, len(parameters)])
-        counts = there.tolist()
-        for p, part, count in zip(parameters, parts, counts, strict=True):
-            p.grad = part.view_as(p).to(p.dtype) if count else None
+        summed = self.add(torch.cat([*flat, loss.detach().float().reshape(1), has_gradient]))
+        *gradients, loss, counts = summed.split([*(p.numel() for p in parameters), 1, len(parameters)])
+        for p, gradient, count in zip(parameters, gradients, counts.tolist(), strict=True):
+            p.grad = gradient.view_as(p).to(p.dtype) if count else None
         return loss[0]

@@ -24,7 +24,7 @@ from embodied_ppo.core.types import Advance, ConfigError, PlacementError
 from embodied_ppo.placement import cost_model
 from embodied_ppo.placement.channels import Exchange
 from embodied_ppo.placement.offload import Residency
-from embodied_ppo.placement.worker import Part, Seat
+from embodied_ppo.placement.worker import Worker, WorkerSpec
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.system import Records, RunSystem
 
@@ -314,12 +314,12 @@ class Mode(ABC):
 
     @abstractmethod
     def build_worker(
-        self, request: RunRequest, seat: Seat, exchange: Exchange | None
-    ) -> tuple[Part, Mapping[str, Any]]:
+        self, request: RunRequest, spec: WorkerSpec, exchange: Exchange | None
+    ) -> tuple[Worker, Mapping[str, Any]]:
         """Build the roles of one worker process, in that process.
 
         Args:
-            seat: Roles, ranks and connections of this process.
+            spec: Roles, ranks and connections of this process.
             exchange: Receives requests of other processes; None where no other process sends requests.
 
         Returns:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied_ppo.placement import cost_model, memory_estimate
-from embodied_ppo.placement.channels import Exchange, Message, dial
+from embodied_ppo.placement.channels import Exchange, Message, connect
 
 MAX_SIZES = 3
 """Largest number of batch sizes that a line of costs is fitted to."""
@@ -78,7 +78,7 @@ def time_messages(action: Tensor, answer: Mapping[str, Any]) -> dict[str, float]
 
     server = threading.Thread(target=serve, daemon=True)
     server.start()
-    connection = dial(exchange.address, secret, "tune", peer="the probe", patience_s=60.0)
+    connection = connect(exchange.address, secret, "tune", peer="the probe", timeout_s=60.0)
     points = list[tuple[float, float]]()
     for value in (small, large):
         seconds = list[float]()

@@ -14,7 +14,7 @@ from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.modes.base import Mode, RunComponents, RunRequest
 from embodied_ppo.placement import memory_estimate
 from embodied_ppo.placement.channels import Exchange
-from embodied_ppo.placement.worker import Part, Seat
+from embodied_ppo.placement.worker import Worker, WorkerSpec
 
 if TYPE_CHECKING:
     from embodied_ppo.placement.ray_system import ClusterSystem
@@ -79,8 +79,8 @@ class WorkerFactory:
         return cls(mode, sent)
 
     def __call__(
-        self, seat: Seat, exchange: Exchange | None, say: Callable[[str], None]
-    ) -> tuple[Part, Mapping[str, Any]]:
+        self, spec: WorkerSpec, exchange: Exchange | None, say: Callable[[str], None]
+    ) -> tuple[Worker, Mapping[str, Any]]:
         """Build the roles of this process; ``say`` sends a line to the driver's log."""
         reported: set[str] = set()
 
@@ -91,7 +91,7 @@ class WorkerFactory:
 
         torch.set_float32_matmul_precision(self.request.config.matmul_precision)
         request = replace(self.request, notice=notice, progress=say, early=[])
-        worker, facts = self.mode.build_worker(request, seat, exchange)
+        worker, facts = self.mode.build_worker(request, spec, exchange)
         for line in request.early:
             say(line)
         return worker, facts

@@ -1,11 +1,11 @@
-"""Which placements there are to choose from, and the seconds of an update that each would take: measurements in, a
-prediction out. Nothing is started.
+"""Candidate placements, and a prediction of the seconds per update of each from measurements.
 
-    collect = T x a step of acting and simulating, which overlap where they are apart
-    update  = learning from a share of the columns, and the sums of gradients
-    publish = weights on their way
+    collect = T x (acting + simulating), which overlap where they are in different processes
+    update  = training on a share of the columns + all-reduce of gradients
+    publish = transfer of the weights
 
-On each machine processes that run at once share its cores: no phase is shorter than its CPU seconds over the cores.
+Processes on one machine share its cores: no phase is shorter than its CPU seconds divided by the
+number of cores.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ from embodied_ppo.config.placement import ALL, ASLEEP, PRESETS, WEIGHTS, Hardwar
 from embodied_ppo.placement.offload import Residency
 
 CALL_S = 0.002
-"""From the driver's asking processes for a phase to their beginning, and back (docs/experiments.md)."""
+"""Overhead of one round of calls by the driver, seconds (docs/experiments.md)."""
 
 
 # ------------------------------------------------------------------------------------------------------------- choices
 @dataclass(frozen=True)
 class Choice:
-    """Options that say where roles run."""
+    """Options that determine where roles run.
+
+    Attributes:
+        placement: Option ``placement``.
+        component_placement: Option ``cluster.component_placement``.
+        stages: Option ``cluster.stages``.
+    """
 
     placement: str = "local"
     component_placement: Mapping[str, Any] = field(default_factory=dict)
@@ -34,12 +40,14 @@ class Choice:
 
     @property
     def name(self) -> str:
+        """The placement as text, in the syntax of the options."""
         entries = [_entry(roles, value) for roles, value in self.component_placement.items()]
-        where = " | ".join(entries) or self.placement
-        return where if self.stages == 1 else f"{where}, {self.stages} stages"
+        text = " | ".join(entries) or self.placement
+        return text if self.stages == 1 else f"{text}, {self.stages} stages"
 
 
 def _entry(roles: str, value: Any) -> str:
+    """One entry of component_placement as text."""
     if not isinstance(value, Mapping):
         return f"{roles}: {value}"
     return f"{roles}: {value['devices']} x {value['processes']}"
@@ -52,11 +60,11 @@ PARTITIONS = (
     ("env,actor", "rollout"),
     ("env", "rollout", "actor"),
 )
-"""Ways to put three roles into processes."""
+"""Partitions of the three roles into kinds of processes."""
 CUTS = 16
-"""Places at most where the devices are cut."""
+"""Maximum number of boundaries at which the devices may be divided between groups."""
 PER_DEVICE = (1, 2, 4)
-"""Processes of simulators alone on a device."""
+"""Numbers of simulator-only processes per device that are tried."""
 
 
 def choices(
@@ -65,80 +73,89 @@ def choices(
     partitions: Sequence[Sequence[str]] = PARTITIONS,
     presets: Sequence[str] = (*PRESETS,),
 ) -> list[Choice]:
-    """local, ``presets``, and every partition of the roles over the devices; what is legal ``plan`` says.
+    """Return candidate placements; ``config.placement.plan`` rejects invalid ones.
 
-    Entries all have the same devices (the first k), or the devices are cut among them, or one has all and the others
-    are cut. Simulators that are alone may be several processes on a device, as long as there are ``cores`` for them.
+    The groups of a candidate all have the same devices (the first k), or divide the devices, or one
+    has all devices and the others divide them.
+
+    Args:
+        hardware: The devices.
+        cores: CPU cores. Processes that only simulate are several per device while each has a core.
+        partitions: Partitions of the roles into groups.
+        presets: Names of placement presets to include.
     """
-    found = [Choice()]
+    candidates = [Choice()]
     for name in presets:
-        apart = _stages(PRESETS[name])
-        found += [Choice(name, stages=stages) for stages in ((1, 2) if apart else (1,))]
-    for each, groups in product(PER_DEVICE, partitions):
-        if each > 1 and groups[0] != "env":
+        pipelined = _can_pipeline(PRESETS[name])
+        candidates += [Choice(name, stages=stages) for stages in ((1, 2) if pipelined else (1,))]
+    for per_device, groups in product(PER_DEVICE, partitions):
+        if per_device > 1 and groups[0] != "env":
             continue
-        apart = _stages(groups)
+        pipelined = _can_pipeline(groups)
         for spans in _spans(len(groups), hardware.total):
-            count = len(spans[0]) * each
-            if each > 1 and count > max(cores, hardware.total):
+            count = len(spans[0]) * per_device
+            if per_device > 1 and count > max(cores, hardware.total):
                 continue
             placed: dict[str, Any] = {group: _devices(span) for group, span in zip(groups, spans, strict=True)}
-            if each > 1:
+            if per_device > 1:
                 placed["env"] = {"devices": placed["env"], "processes": count}
-            found += [Choice("local", placed, stages) for stages in ((1, 2) if apart else (1,))]
-    return found
+            candidates += [Choice("local", placed, stages) for stages in ((1, 2) if pipelined else (1,))]
+    return candidates
 
 
-def _stages(groups: Iterable[str]) -> bool:
-    """Whether there are simulators, and apart from rollouts: two stages of them can overlap."""
-    homes = [group.split(",") for group in groups]
-    return any("env" in home and "rollout" not in home for home in homes)
+def _can_pipeline(groups: Iterable[str]) -> bool:
+    """Whether simulators and rollouts are apart, so that two stages can overlap."""
+    roles_of = [group.split(",") for group in groups]
+    return any("env" in roles and "rollout" not in roles for roles in roles_of)
 
 
 def _devices(span: range) -> int | str:
+    """Devices in the syntax of component_placement."""
     return span.start if len(span) == 1 else f"{span.start}-{span.stop - 1}"
 
 
 def _spans(groups: int, total: int) -> Iterator[tuple[range, ...]]:
-    """Devices of each of so many groups."""
-    whole, step = range(total), -(-total // CUTS)
+    """Yield the devices of each group, for all candidates with ``groups`` groups."""
+    devices, step = range(total), -(-total // CUTS)
     points = range(step, total, step)
     for k in (*points, total):
         yield (range(k),) * groups
-    for cut in _cuts(whole, points, groups):
+    for cut in _cuts(devices, points, groups):
         if groups > 1:
             yield cut
-    for one in range(groups):
+    for full in range(groups):  # the group that has all devices
         if groups == 2:
             for k in points:
-                yield (range(k), whole) if one else (whole, range(k))
+                yield (range(k), devices) if full else (devices, range(k))
         elif groups == 3:
-            for cut in _cuts(whole, points, 2):
-                rest = iter(cut)
-                yield tuple(whole if i == one else next(rest) for i in range(3))
+            for cut in _cuts(devices, points, 2):
+                spans = iter(cut)
+                yield tuple(devices if i == full else next(spans) for i in range(3))
 
 
-def _cuts(whole: range, points: range, parts: int) -> Iterator[tuple[range, ...]]:
-    for at in combinations(points, parts - 1):
-        ends = (0, *at, len(whole))
-        yield tuple(whole[a:b] for a, b in pairwise(ends))
+def _cuts(devices: range, points: range, groups: int) -> Iterator[tuple[range, ...]]:
+    """Yield all divisions of the devices into consecutive ranges with boundaries at ``points``."""
+    for inner in combinations(points, groups - 1):
+        boundaries = (0, *inner, len(devices))
+        yield tuple(devices[a:b] for a, b in pairwise(boundaries))
 
 
 def meaning(p: Plan) -> tuple[Any, ...]:
-    """Equal for plans that run alike. Slots of one machine's CPU are all the same."""
+    """Return a key that is equal for plans that run alike, to remove duplicates."""
     cpu = p.hardware.kind == "cpu"
 
-    def where(devices: tuple[int, ...]) -> tuple[int, ...]:
+    def locations(devices: tuple[int, ...]) -> tuple[int, ...]:
+        # All device slots of one machine's CPU are equivalent.
         return tuple(p.hardware.node(d) for d in devices) if cpu else devices
 
-    groups = sorted((g.roles, tuple(sorted(where(has) for has in g.ranks))) for g in p.groups)
+    groups = sorted((g.roles, tuple(sorted(locations(devices) for devices in g.ranks))) for g in p.groups)
     return (p.stages, tuple(groups), tuple(p.weights_path(rank) for rank in range(p.processes("rollout"))))
 
 
 # -------------------------------------------------------------------------------------------------------- measurements
 @dataclass(frozen=True)
 class Line:
-    """fixed + each x n."""
+    """Seconds for n items: fixed + each * n."""
 
     fixed: float
     each: float
@@ -148,7 +165,13 @@ class Line:
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> Line:
-    """Through (n, y > 0): argmin Σ ((fixed + each n - y) / y)^2, neither below 0. One n: through the origin."""
+    """Fit a line by weighted least squares.
+
+        argmin Σ ((fixed + each * n - y) / y)^2  subject to  fixed >= 0, each >= 0
+
+    Args:
+        points: (n, y) with y > 0. Where all n are equal, the line passes through the origin.
+    """
     w = [1 / y**2 for _, y in points]
     w1 = sum(w)
     wn = sum(u * n for u, (n, _) in zip(w, points, strict=True))
@@ -166,7 +189,12 @@ def fitted(points: Sequence[tuple[float, float]]) -> Line:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of something done for n environments: seconds by the clock and of CPUs."""
+    """Seconds for n environments.
+
+    Attributes:
+        wall: Wall time.
+        cpu: CPU time, summed over cores.
+    """
 
     wall: Line
     cpu: Line
@@ -174,12 +202,16 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What moving things takes here, and what there is to move in an update.
+    """Cost of moving data on this machine, and the amount of data of an update.
 
-    compiled                          whether most of the run is compiled code
-    message_s, byte_s, copy_byte_s    a message between processes, a byte in one, a byte copied in memory
-    cores                             of this machine: how much more they do together than one
-    experience_bytes, weights_bytes   of all rollouts; what is published
+    Attributes:
+        compiled: Whether most updates run compiled code.
+        message_s: Seconds of a message between processes.
+        byte_s: Seconds of each byte of a message.
+        copy_byte_s: Seconds to copy a byte in memory.
+        cores: Throughput of all cores of this machine, relative to one core.
+        experience_bytes: Experience of all rollouts.
+        weights_bytes: Weights that are published.
     """
 
     compiled: bool
@@ -190,20 +222,24 @@ class Machine:
     experience_bytes: float
     weights_bytes: float
 
-    def told(self) -> str:
-        """For people."""
+    def summary(self) -> str:
+        """Return the measurements as text."""
         return f"a message {self.message_s * 1e6:.3g} us; {self.cores:.2g} cores"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Machine):
-    """A run of a robot policy on this machine.
+    """Measurements of a robot policy's run on this machine.
 
-    num_envs, horizon, steps          of the run; ``steps``: of the optimiser in an update
-    simulate                          a step of n environments
-    act, learn                        compiled or not -> deciding for n environments, with all that collecting is
-                                      besides; an update from the n columns of one learner
-    step_bytes, gradient_bytes        of an environment's action and step; what learners add up
+    Attributes:
+        num_envs: Number of environments.
+        horizon: Steps per environment and update.
+        steps: Optimiser steps per update.
+        simulate: One step of n environments.
+        act: Whether compiled -> one decision for n environments, with the other work of collecting.
+        learn: Whether compiled -> an update of one learner from n columns.
+        step_bytes: Action and step of one environment.
+        gradient_bytes: Gradients that learners all-reduce.
     """
 
     num_envs: int
@@ -215,19 +251,22 @@ class Measured(Machine):
     step_bytes: float
     gradient_bytes: float
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """See ``Machine``."""
         n, act, learn = self.num_envs, *(list(costs.values())[-1] for costs in (self.act, self.learn))
         return (
             f"a step of {n} environments {self.simulate.wall(n) * 1e3:.3g} ms, deciding {act.wall(n) * 1e3:.3g} ms, "
-            f"learning {learn.wall(n):.3g} s an update; {super().told()}"
+            f"learning {learn.wall(n):.3g} s an update; {super().summary()}"
         )
 
 
 # ---------------------------------------------------------------------------------------------------------- prediction
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of an update; ``whole``: by the clock, less than the sum where rollouts run ahead."""
+    """Predicted seconds of an update and of its phases.
+
+    ``whole_s`` is less than the sum of the phases where rollouts run ahead of the learner.
+    """
 
     collect_s: float
     update_s: float
@@ -236,7 +275,10 @@ class Prediction:
 
 
 def code(p: Plan | None, compiled: bool) -> tuple[bool, bool]:
-    """Whether acting and learning are compiled: what takes turns on a GPU is not, nor minibatches of several."""
+    """Return whether acting and learning are compiled in a placement.
+
+    Offloaded roles are not compiled, nor are minibatches of several learners.
+    """
     if p is None:
         return compiled, compiled
     turns = Residency(p).turns
@@ -245,7 +287,13 @@ def code(p: Plan | None, compiled: bool) -> tuple[bool, bool]:
 
 
 def predicted(p: Plan | None, m: Measured, needs: Mapping[str, Need]) -> Prediction:
-    """Of an update; None: in one process. ``needs``: of ``plan.check_memory``."""
+    """Predict the seconds of an update of a robot policy.
+
+    Args:
+        p: The plan; None: one process.
+        m: Measurements.
+        needs: Group name -> memory, as for ``config.placement.check_memory``.
+    """
     acts, learns = code(p, m.compiled)
     act, learn = m.act[acts], m.learn[learns]
     if p is None:
@@ -276,12 +324,23 @@ def prediction(
     updating: Mapping[int, float],
     sums: float,
 ) -> Prediction:
-    """Of an update whose phases take ``collect`` and ``update`` seconds where nobody waits for a core, and
-    ``collecting``, ``updating`` CPU seconds of each node; with what moving things takes. ``sums``: of gradients."""
+    """Predict the seconds of an update from those of its phases.
+
+    Args:
+        p: The plan.
+        m: Cost of moving data.
+        needs: Group name -> memory, as for ``config.placement.check_memory``.
+        collect: Seconds to collect with enough cores.
+        collecting: Node -> CPU seconds to collect.
+        update: Seconds to train with enough cores.
+        updating: Node -> CPU seconds to train.
+        sums: Seconds to all-reduce gradients.
+    """
     r, a = p.processes("rollout"), p.processes("actor")
     collect = max(collect, max(collecting.values()) / m.cores)
     update = max(update, max(updating.values()) / m.cores) + sums
-    if not p.fused("rollout", "actor"):  # into the object store, out of it, and side by side
+    if not p.fused("rollout", "actor"):
+        # Experience is copied into the object store, out of it, and to concatenate it.
         collect += m.experience_bytes / r * m.copy_byte_s
         update += m.experience_bytes / min(a, r) * 2 * m.copy_byte_s
         if _nodes(p, "rollout") != _nodes(p, "actor"):
@@ -296,30 +355,38 @@ def prediction(
 
 
 def _nodes(p: Plan, role: str) -> set[int]:
+    """Nodes of a role."""
     return {p.hardware.node(d) for d in p.group(role).devices}
 
 
 def loads(p: Plan, seconds: Mapping[str, float]) -> dict[int, float]:
-    """Node -> CPU seconds there, of what one process of a role takes."""
-    found: dict[int, float] = defaultdict(float)
-    for role, each in seconds.items():
-        for has in p.group(role).ranks:
-            found[p.hardware.node(has[0])] += each
-    return found
+    """Return node -> CPU seconds.
+
+    Args:
+        p: The plan.
+        seconds: Role -> CPU seconds of one process.
+    """
+    totals: dict[int, float] = defaultdict(float)
+    for role, process_s in seconds.items():
+        for devices in p.group(role).ranks:
+            totals[p.hardware.node(devices[0])] += process_s
+    return totals
 
 
 @dataclass(frozen=True)
 class _Step:
     """One step of collecting.
 
-    rows, asked  environments that are decided for at once, that one process of simulators is asked for at once
-    callers      rollout processes that one process of simulators has
-    servers      processes of simulators that one rollout process has
-    message_s    of a question and its answer
+    Attributes:
+        rows: Environments per batch of decisions.
+        simulated: Environments per request to one simulator process.
+        callers: Rollout processes per simulator process.
+        servers: Simulator processes per rollout process.
+        message_s: Seconds of a request and its reply.
     """
 
     rows: float
-    asked: float
+    simulated: float
     callers: float
     servers: float
     message_s: float
@@ -327,65 +394,74 @@ class _Step:
 
 def _step(p: Plan, m: Measured) -> _Step:
     e, r = p.processes("env"), p.processes("rollout")
-    asked = m.num_envs / max(e, r) / p.stages
-    apart = not p.fused("env", "rollout")
-    talk = 2 * m.message_s + asked * m.step_bytes * m.byte_s if apart else 0.0
-    return _Step(m.num_envs / r / p.stages, asked, max(1.0, r / e), max(1.0, e / r), talk)
+    simulated = m.num_envs / max(e, r) / p.stages
+    remote = not p.fused("env", "rollout")
+    message_s = 2 * m.message_s + simulated * m.step_bytes * m.byte_s if remote else 0.0
+    return _Step(m.num_envs / r / p.stages, simulated, max(1.0, r / e), max(1.0, e / r), message_s)
 
 
 def _cycle(p: Plan, m: Measured, act: Cost) -> float:
-    """Seconds in which every environment of a rollout process makes a step.
+    """Seconds in which each environment of a rollout process makes one step.
 
-    Whoever acts and whoever simulates are two stations that the stages visit by turns: the busier of them, or the way
-    through both, says how long a round takes.
+    Acting and simulating form a pipeline of two resources. The cycle time is the larger of the load
+    of the busier resource and the latency of one stage through both.
     """
     s = _step(p, m)
-    one, other = act.wall(s.rows) + s.servers * s.message_s / 2, m.simulate.wall(s.asked) + s.message_s / 2
+    acting, simulating = act.wall(s.rows) + s.servers * s.message_s / 2, m.simulate.wall(s.simulated) + s.message_s / 2
     if p.fused("env", "rollout"):
-        return p.stages * (one + other)
-    return max(p.stages * one, p.stages * s.callers * other, one + other)
+        return p.stages * (acting + simulating)
+    return max(p.stages * acting, p.stages * s.callers * simulating, acting + simulating)
 
 
 def _collecting(p: Plan, m: Measured, act: Cost) -> dict[int, float]:
     """Node -> CPU seconds of a rollout."""
     s = _step(p, m)
     acting = act.cpu(s.rows) + s.servers * s.message_s / 2
-    simulating = s.callers * (m.simulate.cpu(s.asked) + s.message_s / 2)
+    simulating = s.callers * (m.simulate.cpu(s.simulated) + s.message_s / 2)
     times = m.horizon * p.stages
     return loads(p, {"rollout": times * acting, "env": times * simulating})
 
 
 def sums(world: int, m: Machine, steps: int, gradient_bytes: float) -> float:
-    """Seconds of adding up gradients over ``world`` learners in so many steps, and their number of samples before:
-    rings of messages."""
+    """Return the seconds of an update's all-reduces: gradients and sample counts.
+
+    A ring all-reduce over W ranks takes 2 (W - 1) messages of 1 / W of the data each.
+
+    Args:
+        world: Number of learners.
+        m: Cost of messages.
+        steps: Optimiser steps.
+        gradient_bytes: Gradients of one step.
+    """
     if world == 1:
         return 0.0
-    there = 2 * (world - 1)
-    return steps * (2 * there * m.message_s + there / world * gradient_bytes * m.byte_s)
+    messages = 2 * (world - 1)
+    return steps * (2 * messages * m.message_s + messages / world * gradient_bytes * m.byte_s)
 
 
 def _publish(p: Plan, m: Machine) -> float:
-    """Weights into a message and out of it, and their way."""
+    """Seconds to pack, send and unpack the weights."""
     paths = [p.weights_path(rank) for rank in range(p.processes("rollout"))]
     if p.max_lag:
         paths = ["store" if path != "share" else path for path in paths]
-    found = 0.0 if set(paths) == {"share"} else 2 * m.weights_bytes * m.copy_byte_s + m.message_s
-    return found + paths.count("broadcast") * m.weights_bytes * m.byte_s
+    copies_s = 0.0 if set(paths) == {"share"} else 2 * m.weights_bytes * m.copy_byte_s + m.message_s
+    return copies_s + paths.count("broadcast") * m.weights_bytes * m.byte_s
 
 
 def _swaps(p: Plan, needs: Mapping[str, Need]) -> int:
-    """Bytes that leave GPUs and come back in an update: groups do so one after the other, their processes at once."""
+    """Bytes that are offloaded and loaded in an update, one group after another."""
     residency, moved = Residency(p), 0
-    for _ in range(2):  # the second time as ever after
+    # The first update starts with everything loaded; all later ones equal the second.
+    for _ in range(2):
         moved = 0
         for phase in ("collect", "update", "publish"):
             before = dict(residency.level)
             for g, level in residency.before(phase):
-                moved += abs(_held(needs[g.name], level) - _held(needs[g.name], before[g]))
+                moved += abs(_resident_bytes(needs[g.name], level) - _resident_bytes(needs[g.name], before[g]))
     return moved
 
 
-def _held(need: Need, level: int) -> int:
-    """Bytes between phases."""
+def _resident_bytes(need: Need, level: int) -> int:
+    """Bytes of a process on the device at a residency level, between phases."""
     weights = need.get("weights", 0)
     return {ASLEEP: 0, WEIGHTS: weights, ALL: weights + need.get("gradients", 0) + need.get("optimiser", 0)}[level]

@@ -1,4 +1,4 @@
-"""Learners that hold a part of every parameter each (torch's FSDP2), for models that do not fit one device."""
+"""Sharded learners (torch's FSDP2), for models that do not fit one device."""
 
 from __future__ import annotations
 
@@ -15,35 +15,44 @@ from torch.utils._pytree import tree_map_only
 
 from embodied_ppo.core.collectives import CALL, Together, gathered
 
-# What our modules return may be a view of something; nothing writes into it.
+# Our modules may return views. FSDP2 warns about in-place writes to them, which our code does not do.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
 class Sharded(Together):
-    """``Together``, after ``shard`` each with a part of every parameter, gradient and moment of the optimiser.
+    """``Together`` whose ranks hold a shard of each parameter, gradient and optimiser moment.
 
-    The units of a model (``types.Policy.units``) are gathered one after another, each for its own forward and backward
-    pass; what belongs to none is gathered for the whole pass. A gradient is summed part by part as soon as it is there.
+    The units of a model (``types.Policy.units``) are gathered one after another, each for its
+    forward and backward pass. Parameters outside the units are gathered for the whole pass.
+    Gradients are reduce-scattered as soon as a unit's backward pass has ended.
     """
 
     sharded = True
 
     def __init__(self, group: Any, device: str) -> None:
-        """``group``: torch.distributed's default group. ``device``: kind of device that parts lie on."""
+        """Shard over a process group.
+
+        Args:
+            group: torch.distributed's default process group.
+            device: Kind of device that shards are on ("cpu", "cuda").
+        """
         super().__init__(group)
         self.mesh = DeviceMesh.from_group(group, device)
 
     def shard(self, model: nn.Module, methods: Sequence[str]) -> None:
-        made: Any = model
-        for unit in (*made.units(), model):
-            parts: FSDPModule = fully_shard(unit, mesh=self.mesh, reshard_after_forward=True)
-            parts.set_gradient_divide_factor(1.0)  # the sum: losses are divided by what all ranks have
-            parts.set_force_sum_reduction_for_comms(True)
+        policy: Any = model
+        for unit in (*policy.units(), model):
+            fsdp: FSDPModule = fully_shard(unit, mesh=self.mesh, reshard_after_forward=True)
+            # Sum gradients instead of averaging: losses are divided by the number of samples of all
+            # ranks.
+            fsdp.set_gradient_divide_factor(1.0)
+            fsdp.set_force_sum_reduction_for_comms(True)
             setattr(unit, CALL, _caller(unit))
             register_fsdp_forward_method(unit, CALL)
         for name in methods:
             register_fsdp_forward_method(model, name)
-        gathered(model, lambda model: None)  # torch takes who is called first for the root of all units
+        # FSDP2 makes the module that is called first the root of all units; it must be the model.
+        gathered(model, lambda model: None)
 
     def unshard(self, model: nn.Module) -> None:
         for unit in _units(model):
@@ -55,13 +64,14 @@ class Sharded(Together):
             unit.reshard()
             unit.set_reshard_after_forward(True, recurse=False)
         root: Any = model
-        root.reset_iter_state()  # forgets who was called when acting: prefetching must be the same on all ranks
+        # FSDP2 prefetches in the order of earlier calls, which differs between ranks after acting.
+        root.reset_iter_state()
 
     def passes(self, own: int) -> int:
         return int(self.top(torch.tensor(own, device=self.mesh.device_type)))
 
     def add_gradients(self, parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
-        """Gradients have been added up in the backward pass."""
+        """See ``Ranks``. FSDP2 has summed the gradients in the backward pass."""
         return self.add(loss.detach().float().clone())
 
     def whole(self, x: Tensor) -> Tensor:
@@ -76,20 +86,23 @@ class Sharded(Together):
         return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
 
     def parts(self, module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        own = module.state_dict()
-        return {name: self.part(x, own[name]) if name in own else x for name, x in state.items()}
+        shards = module.state_dict()
+        return {name: self.part(x, shards[name]) if name in shards else x for name, x in state.items()}
 
     def whole_state(self, state: Any) -> Any:
-        def whole(x: DTensor) -> Tensor | None:
-            full = self.whole(x.detach())  # one at a time
-            return None if self.rank else full.cpu()
+        def gather(x: DTensor) -> Tensor | None:
+            # One tensor at a time, so that the device never holds the full model.
+            full_tensor = self.whole(x.detach())
+            return None if self.rank else full_tensor.cpu()
 
-        return tree_map_only(DTensor, whole, state)
+        return tree_map_only(DTensor, gather, state)
 
 
 def _caller(unit: nn.Module) -> Callable[..., Any]:
+    """The method ``CALL`` of a unit."""
     return lambda function, *args: function(unit, *args)
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:
+    """All sharded modules of a model."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -1,7 +1,7 @@
-"""Bytes that a run will need, before it runs: tensors without contents go through acting and learning.
+"""Estimate of a run's memory before it starts, by running acting and learning on fake tensors.
 
-What is counted are the tensors that operations really make (a dispatch mode sees each, and when it is let go), so no
-formula has to know the model.
+A dispatch mode counts the tensors that operations allocate and free, so that no formula per model
+is needed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from embodied_ppo.core.types import Batch, Decision, ObsSpec, Policy, Trajectory
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
 
 TOKEN = 64
-"""Bytes that experience holds of a response token: what a ``Trajectory`` has, and what the learner makes of it."""
+"""Bytes per response token of experience: a ``Trajectory``, and what the learner adds to it."""
 
 
-class Living(TorchDispatchMode):
-    """Bytes of the tensors that operations make, as long as anything holds them. ``peak``: the most at once."""
+class AllocationCounter(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations allocate, until they are freed.
+
+    Attributes:
+        now: Bytes that are allocated.
+        peak: Maximum of ``now``.
+    """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        """``known``: what there was before."""
+        """Start at 0 bytes; storages of ``known`` tensors are not counted."""
         super().__init__()
         self.now = self.peak = 0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet(x.untyped_storage() for x in known)
@@ -45,6 +50,7 @@ class Living(TorchDispatchMode):
         return out
 
     def _count(self, x: Tensor) -> None:
+        """Count the storage of a new tensor once; views share it."""
         storage = x.untyped_storage()
         if storage in self._seen:
             return
@@ -52,23 +58,27 @@ class Living(TorchDispatchMode):
         size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, size)
+        weakref.finalize(storage, self._freed, size)
 
-    def _gone(self, size: int) -> None:
+    def _freed(self, size: int) -> None:
         self.now -= size
 
 
 def nbytes(tensors: Any) -> int:
+    """Return the bytes of all tensors in a tree."""
     return sum(x.numel() * x.element_size() for x in tree.leaves(tensors))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at the peak of an update.
+    """Peak memory of an update, bytes.
 
-    weights, gradients, optimiser
-    experience    trajectory, what the policy's ``encode`` makes of it (prefixes), and a minibatch's copy of that
-    activations   of a micro-batch: the most that lives, within its forward and backward pass
+    Attributes:
+        weights: Parameters and buffers.
+        gradients: Gradients of trained parameters.
+        optimiser: State of AdamW.
+        experience: Trajectory, its encoding by the policy, and a minibatch's copy of the encoding.
+        activations: Peak of the forward and backward pass of one micro-batch.
     """
 
     weights: int
@@ -79,54 +89,75 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """Sum of all fields."""
         return sum(vars(self).values())
 
 
-def in_parts(model: Any, ranks: int, *, acts: bool = False) -> dict[str, int]:
-    """Bytes of weights, gradients and optimiser of one of ``ranks`` learners that hold a part of every parameter each.
+def sharded(model: Any, ranks: int, *, acts: bool = False) -> dict[str, int]:
+    """Return the memory of one learner with sharded parameters.
 
-    Beside the parts there are, whole: what belongs to no unit and two of the units (the next one is fetched already);
-    if the process ``acts``, at other times all weights. ``model`` has ``units``.
+    Besides its shards a learner holds the gathered parameters that belong to no unit, and two
+    gathered units, because FSDP2 prefetches the next one.
+
+    Args:
+        model: Model with ``units`` (see ``types.Policy``).
+        ranks: Number of learners.
+        acts: Whether the process also acts, and then gathers all weights.
+
+    Returns:
+        "weights", "gradients" and "optimiser" -> bytes.
     """
 
-    def whole(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+    def sizes(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
         """Bytes of weights, and of gradients."""
-        known = list(parameters)
-        return nbytes(known), nbytes([p for p in known if p.requires_grad])
+        parameters = list(parameters)
+        return nbytes(parameters), nbytes([p for p in parameters if p.requires_grad])
 
-    units = [whole(unit.parameters()) for unit in model.units()]
-    weights, gradients = whole(model.parameters())
-    beside = [
+    units = [sizes(unit.parameters()) for unit in model.units()]
+    weights, gradients = sizes(model.parameters())
+    gathered = [
         min(total, total - sum(unit[i] for unit in units) + 2 * max((unit[i] for unit in units), default=0))
         for i, total in enumerate((weights, gradients))
     ]
     return {
-        "weights": nbytes(list(model.buffers())) + weights // ranks + (weights if acts else beside[0]),
-        "gradients": gradients // ranks + beside[1],
+        "weights": nbytes(list(model.buffers())) + weights // ranks + (weights if acts else gathered[0]),
+        "gradients": gradients // ranks + gathered[1],
         "optimiser": 2 * gradients // ranks,
     }
 
 
 @contextmanager
-def imagined(policy: nn.Module) -> Iterator[list[Tensor]]:
-    """Within it tensors have no contents; ``policy`` is given as what it is made of, without contents."""
+def fake_tensors(policy: nn.Module) -> Iterator[list[Tensor]]:
+    """Context in which operations create fake tensors (shapes without memory).
+
+    Yields:
+        The policy's parameters and buffers as fake tensors.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         yield [mode.from_tensor(x) for x in (*policy.parameters(), *policy.buffers())]
 
 
 def micro_batch(policy: Policy, device: torch.device, t: Trajectory, rows: int, c: AlgorithmConfig) -> Batch:
-    """Of the shapes of ``rows`` decisions of ``t``, arbitrary contents."""
-    few = tree.map(lambda x: x.new_empty(rows, *x.shape[2:]), t)
-    float_ = torch.empty(few.value.shape, device=device)
+    """Return a batch with the shapes of ``rows`` decisions of a trajectory, and arbitrary contents.
+
+    Args:
+        policy: Encodes the observations.
+        device: Device of the batch.
+        t: Trajectory, [T, N, ..].
+        rows: Number of decisions.
+        c: Options of the algorithm.
+    """
+    sample = tree.map(lambda x: x.new_empty(rows, *x.shape[2:]), t)
+    scalars = torch.empty(sample.value.shape, device=device)
     batch = Batch(
-        inputs=policy.encode(few.obs),
-        action=few.action,
-        replay=few.replay,
-        log_prob=losses.reduce_log_prob(few.log_prob, c.logprob_type, batch_dims=1),
-        value=float_,
-        advantage=float_,
-        returns=float_,
-        mask=torch.ones(few.value.shape, dtype=torch.bool, device=device),
+        inputs=policy.encode(sample.obs),
+        action=sample.action,
+        replay=sample.replay,
+        log_prob=losses.reduce_log_prob(sample.log_prob, c.logprob_type, batch_dims=1),
+        value=scalars,
+        advantage=scalars,
+        returns=scalars,
+        mask=torch.ones(sample.value.shape, dtype=torch.bool, device=device),
     )
     if c.minibatch_unit == "column":
         return tree.map(lambda x: x.unflatten(0, (t.mask.shape[0], -1)), batch)
@@ -135,61 +166,85 @@ def micro_batch(policy: Policy, device: torch.device, t: Trajectory, rows: int, 
 
 @torch.no_grad()
 def acting(policy: Policy, obs_spec: ObsSpec, device: torch.device, rows: int) -> tuple[int, Any, Any]:
-    """Bytes at the peak of deciding for ``rows`` observations; the observation and the decision, without contents."""
+    """Estimate the memory of acting.
+
+    Args:
+        policy: The policy.
+        obs_spec: Spec of one environment's observation.
+        device: Device of the observations.
+        rows: Number of environments.
+
+    Returns:
+        Peak in bytes; the observations and the decision as fake tensors, [rows, ..].
+    """
     assert isinstance(policy, nn.Module)
     specs = obs_spec if isinstance(obs_spec, dict) else {"obs": obs_spec}
-    with imagined(policy) as known:
-        found = {name: torch.empty(rows, *spec.shape, dtype=spec.dtype, device=device) for name, spec in specs.items()}
-        obs = found if isinstance(obs_spec, dict) else found["obs"]
+    with fake_tensors(policy) as known:
+        named = {name: torch.empty(rows, *spec.shape, dtype=spec.dtype, device=device) for name, spec in specs.items()}
+        obs = named if isinstance(obs_spec, dict) else named["obs"]
         noise = policy.noise(rows)
-        with Living([*known, *found.values()]) as living:
+        with AllocationCounter([*known, *named.values()]) as counter:
             decision = policy.act(policy.encode(obs), noise=noise)
-    return living.peak, obs, decision
+    return counter.peak, obs, decision
 
 
 def experience(obs: Any, decision: Decision, horizon: int) -> Trajectory:
-    """A trajectory of ``horizon`` such steps, without contents."""
+    """Return a trajectory of ``horizon`` steps with the shapes of one step, as fake tensors.
 
-    def times(x: Tensor) -> Tensor:
+    Args:
+        obs: Observations of one step, [N, ..].
+        decision: Decision of one step.
+        horizon: T.
+    """
+
+    def repeat(x: Tensor) -> Tensor:
         return x.new_empty(horizon, *x.shape)
 
-    flag = times(torch.empty_like(decision.value, dtype=torch.bool))
-    value = times(decision.value)
+    flag = repeat(torch.empty_like(decision.value, dtype=torch.bool))
+    value = repeat(decision.value)
     return Trajectory(
-        obs=tree.map(times, obs),
-        action=times(decision.action),
-        log_prob=times(decision.log_prob),
+        obs=tree.map(repeat, obs),
+        action=repeat(decision.action),
+        log_prob=repeat(decision.log_prob),
         value=value,
-        replay=tree.map(times, decision.replay),
+        replay=tree.map(repeat, decision.replay),
         next_value=value,
         reward=value,
         terminated=flag,
         truncated=flag,
         mask=flag,
-        version=times(decision.value.new_empty(len(decision.value), dtype=torch.int64)),
+        version=repeat(decision.value.new_empty(len(decision.value), dtype=torch.int64)),
     )
 
 
 def cache(policy: LanguagePolicy, slots: int, width: int) -> int:
-    """Bytes of keys and values of ``slots`` rows of ``width`` tokens."""
+    """Return the bytes of a KV cache for ``slots`` rows of ``width`` tokens."""
     decoder, weight = policy.decoder.module, policy.model.lm_head.weight
     dtype = policy.compute if weight.dtype == torch.float32 else weight.dtype
     return 2 * slots * width * sum(decoder.groups) * decoder.head_dim * dtype.itemsize
 
 
 def language_step(model: LanguagePolicy | LanguageCritic, rows: int, width: int, length: int) -> int:
-    """Bytes at the peak of forward and backward of ``rows`` rows of ``width`` tokens, ``length`` of them responses."""
-    told = set[Tensor]()
+    """Estimate the memory of the forward and backward pass of a micro-batch.
 
-    def forget(p: Tensor) -> None:
-        told.add(p)
+    Args:
+        model: Policy or critic.
+        rows: Number of sequences.
+        width: Tokens of a sequence.
+        length: Tokens of a sequence that are responses.
+
+    Returns:
+        Peak in bytes, without weights and gradients.
+    """
+
+    def free_gradient(p: Tensor) -> None:
         p.grad = None
 
-    hooks = [p.register_post_accumulate_grad_hook(forget) for p in model.parameters() if p.requires_grad]
-    with imagined(model) as known:
+    hooks = [p.register_post_accumulate_grad_hook(free_gradient) for p in model.parameters() if p.requires_grad]
+    with fake_tensors(model) as known:
         ids = torch.zeros(rows, width, dtype=torch.int64)
         place, action = ids[:, -length:], ids[:, -length:]
-        with Living([*known, ids]) as living:
+        with AllocationCounter([*known, ids]) as counter:
             if isinstance(model, LanguageCritic):
                 loss = model.value(ids, place).sum()
             else:
@@ -199,36 +254,43 @@ def language_step(model: LanguagePolicy | LanguageCritic, rows: int, width: int,
             del loss
     for hook in hooks:
         hook.remove()
-    return living.peak
+    return counter.peak
 
 
 def predicted(policy: Policy, learner: Learner, device: torch.device, t: Trajectory) -> Memory:
-    """Of updates from the second optimiser step on; ``t``: this process's part. Gradients there are are dropped."""
+    """Estimate the memory of an update after its first step; existing gradients are freed.
+
+    Args:
+        policy: The policy.
+        learner: Learner of the policy.
+        device: Device of the learner.
+        t: Trajectory of this process, [T, N, ..], possibly fake.
+    """
     assert isinstance(policy, nn.Module)
     policy.zero_grad(set_to_none=True)
-    c, told = learner.config, set[Tensor]()
+    c, with_gradient = learner.config, set[Tensor]()
 
-    def forget(p: Tensor) -> None:
-        told.add(p)
+    def free_gradient(p: Tensor) -> None:
+        with_gradient.add(p)
         p.grad = None
 
     trained = [p for p in policy.parameters() if p.requires_grad]
-    hooks = [p.register_post_accumulate_grad_hook(forget) for p in trained]
+    hooks = [p.register_post_accumulate_grad_hook(free_gradient) for p in trained]
     share = c.global_batch_size // learner.ranks.world
     size = min(c.micro_batch_size or share, share)
-    with imagined(policy) as known:
-        part = micro_batch(policy, device, t, size, c)
-        each = nbytes(part.inputs) / size
-        whole = losses.denominator(part.mask)
-        with Living([*known, *tree.leaves(part)]) as living:
-            loss, _ = learner.optimizer.loss(part, whole, whole, entropy_coef=0.0)
+    with fake_tensors(policy) as known:
+        batch = micro_batch(policy, device, t, size, c)
+        bytes_per_row = nbytes(batch.inputs) / size
+        denominator = losses.denominator(batch.mask)
+        with AllocationCounter([*known, *tree.leaves(batch)]) as counter:
+            loss, _ = learner.optimizer.loss(batch, denominator, denominator, entropy_coef=0.0)
             loss.backward()
             del loss
-        activations = living.peak
+        activations = counter.peak
     for hook in hooks:
         hook.remove()
-    gradients = nbytes(list(told))
+    gradients = nbytes(list(with_gradient))
     rows = t.version.numel()
-    held = nbytes(t) + (rows + share) * each
+    experience_bytes = nbytes(t) + (rows + share) * bytes_per_row
     weights = nbytes([*policy.parameters(), *policy.buffers()])
-    return Memory(weights, gradients, 2 * gradients, round(held), activations)
+    return Memory(weights, gradients, 2 * gradients, round(experience_bytes), activations)

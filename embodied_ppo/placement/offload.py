@@ -1,4 +1,4 @@
-"""Taking turns: who holds its memory on a device in which phase, and how what waits moves to the host and back."""
+"""Offloading of tensors to the host while other roles use a shared GPU."""
 
 from __future__ import annotations
 
@@ -11,88 +11,108 @@ from torch import Tensor
 from embodied_ppo.config.placement import ALL, ASLEEP, PHASES, WEIGHTS, Group, Plan
 
 MOVES = {"cuda"}
-"""Kinds of devices whose memory is worth freeing: a CPU's is the host's already."""
+"""Kinds of devices that are offloaded from.
+
+On CPU, offloading is a no-op: device and host memory are the same.
+"""
 
 
 class Residency:
-    """The level of every group; decides, and moves nothing."""
+    """The residency level of each group; computes which groups move and moves nothing itself."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.level = dict.fromkeys(plan.groups, ALL)
 
-    def turns(self, g: Group) -> bool:
-        """Whether what a group has on its devices leaves them for others."""
-        return self.plan.hardware.kind in MOVES and bool(self.plan.sharing(g))
+    def turns(self, group: Group) -> bool:
+        """Return whether the group shares a device, and is offloaded in others' phases."""
+        return self.plan.hardware.kind in MOVES and bool(self.plan.sharing(group))
 
     def before(self, phase: str) -> list[tuple[Group, int]]:
-        """Groups whose level changes, those that give memory back first. Asked twice, nothing changes again.
+        """Return the groups that move before a phase, with their new levels, and record these.
 
-        Only groups that share a device with another move; whoever is alone keeps everything.
+        Groups that free memory come before those that allocate it, so that both never hold it at
+        once. A second call with the same phase returns nothing.
         """
         need = PHASES[phase]
-        found = []
-        for g in filter(self.turns, self.plan.groups):
-            level = max(need.get(role, ASLEEP) for role in g.roles)
-            if level != self.level[g]:
-                found.append((g, level))
-        found.sort(key=lambda step: step[1] > self.level[step[0]])
-        self.level |= dict(found)
-        return found
+        moves = []
+        for group in filter(self.turns, self.plan.groups):
+            level = max(need.get(role, ASLEEP) for role in group.roles)
+            if level != self.level[group]:
+                moves.append((group, level))
+        moves.sort(key=lambda move: move[1] > self.level[move[0]])
+        self.level |= dict(moves)
+        return moves
 
 
 @dataclass
-class Luggage:
-    """The tensors of a process by what they are for, and where they are while it sleeps.
+class TensorOffloader:
+    """Moves the tensors of a process to the host and back.
 
-    A tensor's storage is emptied and filled again: the tensor itself, its views and whoever holds them stay.
+    Only the storage of a tensor is emptied and filled again. The tensor object, its views and all
+    references to them stay valid, but must not be read while it is offloaded.
     """
 
     tensors: Callable[[int], Iterable[Tensor]]
-    """WEIGHTS or ALL -> tensors of that level; asked anew each time, for optimisers make theirs late."""
-    kept: dict[int, list[tuple[torch.UntypedStorage, Tensor]]] = field(default_factory=dict)
-    """Level -> emptied storages with their bytes on the host."""
-    hosts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """(level, place in it) -> memory of the host, pinned if it is for a GPU's; used again and again."""
+    """WEIGHTS or ALL -> tensors of that level.
+
+    Called at each move, because optimisers allocate their state at the first step.
+    """
+    offloaded: dict[int, list[tuple[torch.UntypedStorage, Tensor]]] = field(default_factory=dict)
+    """Level -> emptied storages, each with its bytes on the host."""
+    host_buffers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """(level, index) -> host memory, pinned for storages on a GPU; reused by later moves."""
 
     @torch.no_grad()
-    def move(self, level: int) -> int:
-        """Have on the device what ``level`` needs, and no more; bytes moved."""
+    def move_to(self, level: int) -> int:
+        """Move tensors so that the device holds those of ``level`` and no others.
+
+        Args:
+            level: ASLEEP, WEIGHTS or ALL.
+
+        Returns:
+            Number of bytes that were moved.
+        """
         moved = 0
-        for step in (ALL, WEIGHTS):  # the optimiser leaves before the weights
-            if step > level and step not in self.kept:
-                self.kept[step] = [self._empty((step, i), x) for i, x in enumerate(_storages(self.tensors(step)))]
-                moved += sum(len(host) for _, host in self.kept[step])
+        for step in (ALL, WEIGHTS):  # optimiser state leaves before the weights
+            if step > level and step not in self.offloaded:
+                storages = _storages(self.tensors(step))
+                self.offloaded[step] = [self._offload((step, i), storage) for i, storage in enumerate(storages)]
+                moved += sum(len(host) for _, host in self.offloaded[step])
         for step in (WEIGHTS, ALL):
-            if step <= level and step in self.kept:
-                for storage, host in self.kept.pop(step):
+            if step <= level and step in self.offloaded:
+                for storage, host in self.offloaded.pop(step):
                     storage.resize_(len(host))
                     _bytes(storage).copy_(host, non_blocking=True)
                     moved += len(host)
         if torch.cuda.is_available():
+            # Other processes allocate next: copies must have ended, and the caching allocator must
+            # release its blocks.
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         return moved
 
-    def _empty(self, place: tuple[int, int], storage: torch.UntypedStorage) -> tuple[torch.UntypedStorage, Tensor]:
-        host = self.hosts.get(place)
+    def _offload(self, key: tuple[int, int], storage: torch.UntypedStorage) -> tuple[torch.UntypedStorage, Tensor]:
+        """Copy a storage to the host and empty it."""
+        host = self.host_buffers.get(key)
         if host is None or len(host) != storage.nbytes():
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-            self.hosts[place] = host
+            self.host_buffers[key] = host
         host.copy_(_bytes(storage))
         storage.resize_(0)
         return storage, host
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    """A storage as a tensor, uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Each once; those that hold nothing, or memory that is not torch's (a file's), stay."""
-    found: dict[int, torch.UntypedStorage] = {}
+    """Distinct storages, without empty ones and those that torch does not own (mapped files)."""
+    storages: dict[int, torch.UntypedStorage] = {}
     for x in tensors:
         storage = x.untyped_storage()
         if storage.nbytes() and storage.resizable():
-            found.setdefault(storage.data_ptr(), storage)
-    return list(found.values())
+            storages.setdefault(storage.data_ptr(), storage)
+    return list(storages.values())

@@ -1,4 +1,4 @@
-"""ClusterSystem: the roles of a run in processes of a Ray cluster. The loop does not know."""
+"""``ClusterSystem``: the training loop's ``System`` over processes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -21,42 +22,68 @@ from embodied_ppo.config.placement import ASKS, Group, Plan
 from embodied_ppo.config.schema import ClusterConfig
 from embodied_ppo.core.types import Mean, Metrics, PlacementError
 from embodied_ppo.placement.offload import Residency
-from embodied_ppo.placement.ray_worker import LOOPBACK, Actor, Call, Handle, Make, Wiring, end, wait
-from embodied_ppo.placement.worker import Seat
+from embodied_ppo.placement.ray_worker import (
+    LOOPBACK,
+    Address,
+    BuildWorker,
+    Pending,
+    RayWorker,
+    RayWorkerActor,
+    Reply,
+    StoreRef,
+    WorkerConnections,
+    WorkerHandle,
+    end,
+    wait,
+)
+from embodied_ppo.placement.worker import Worker, WorkerSpec
 from embodied_ppo.rollout.simulation import added
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.loop import TRAINING
 from embodied_ppo.training.system import Records, RunSystem
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 SHARE = 1 / 64
-"""Of a device's bundle, for one process: as many as that may be on one."""
-PATIENCE_S = 3.0
-"""For processes to close what they hold."""
-LISTENS_S = 10.0
-"""Longest wait for a Ray that is named to take a connection."""
+"""Share of a device's bundle that a process reserves; up to 64 processes fit on a device."""
+CLOSE_TIMEOUT_S = 3.0
+"""Time limit for processes to close what they hold, seconds."""
+CONNECT_TIMEOUT_S = 10.0
+"""Time limit for connecting to a Ray cluster that is given by address, seconds."""
 CURE = "add nodes, free them, or lower cluster.num_nodes and cluster.devices_per_node"
 
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """SIGTERM goes on to be ours: Ray takes it when it connects, and gives it to nobody when it leaves."""
+    """Restore our SIGTERM handler, which ``ray.init`` and ``ray.shutdown`` replace."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        with suppress(ValueError):  # not in the main thread, where Ray takes none
+        with suppress(ValueError):  # not the main thread, where Ray replaces none
             signal.signal(signal.SIGTERM, handler)
 
 
 class Reservation:
-    """Ray, and one bundle for every device of a plan."""
+    """A connection to Ray, and one bundle of resources for each device of a plan."""
 
     def __init__(self, plan: Plan, options: ClusterConfig, notice: Callable[[str], None]) -> None:
-        """Connects, or starts Ray here. Raises PlacementError where the devices cannot be had in time."""
+        """Connect to Ray, or start it on this machine, and reserve the devices.
+
+        Args:
+            plan: The plan.
+            options: Address of the cluster and time limits.
+            notice: Called with lines for the log.
+
+        Raises:
+            PlacementError: The devices are not free in time.
+        """
         self.plan = plan
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the first error is raised, the others follow it
+        # The first error is raised by ``wait``. Ray would print those that follow from it.
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         self.started = not ray.is_initialized()
         if self.started:
             with _own_sigterm():
@@ -69,86 +96,97 @@ class Reservation:
             raise
 
     def _connect(self, options: ClusterConfig) -> None:
-        h = self.plan.hardware
+        """Connect to the cluster that is named, or start Ray on this machine."""
+        hardware = self.plan.hardware
         address = options.address or os.environ.get("RAY_ADDRESS")
-        rest: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        ray_options: dict[str, Any] = {
+            "include_dashboard": False,
+            "log_to_driver": False,
+            "logging_level": "ERROR",
+        }
         try:
             if address:
                 host, _, port = address.rpartition(":")
-                if port.isdecimal() and "/" not in host:  # Ray itself tries for minutes and says nothing
-                    socket.create_connection((host, int(port)), LISTENS_S).close()
-                ray.init(address=address, **rest)
-            elif len(h.per_node) > 1:
+                # Test the address first: ray.init retries for minutes without a message.
+                if port.isdecimal() and "/" not in host:
+                    socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+                ray.init(address=address, **ray_options)
+            elif len(hardware.per_node) > 1:
                 raise PlacementError(
-                    f"cluster.num_nodes = {len(h.per_node)}: no Ray cluster is named; start one (ray start --head "
-                    "here, ray start --address=HOST:6379 on the others) and write cluster.address=auto"
+                    f"cluster.num_nodes = {len(hardware.per_node)}: no Ray cluster is named; start one (ray start "
+                    "--head here, ray start --address=HOST:6379 on the others) and write cluster.address=auto"
                 )
             else:
-                cores = {"num_cpus": max(h.total, os.cpu_count() or 1)}
-                ray.init(address="local", **cores, **rest)
+                cores = {"num_cpus": max(hardware.total, os.cpu_count() or 1)}
+                ray.init(address="local", **cores, **ray_options)
         except (OSError, ValueError, RuntimeError, OverflowError) as error:
             if isinstance(error, PlacementError):
                 raise
-            named = "cluster.address =" if options.address else "cluster.address is null, RAY_ADDRESS ="
+            option = "cluster.address =" if options.address else "cluster.address is null, RAY_ADDRESS ="
             raise PlacementError(
-                f"{named} {address}: Ray cannot be reached ({str(error).splitlines()[0]}); "
+                f"{option} {address}: Ray cannot be reached ({str(error).splitlines()[0]}); "
                 "check ray status there; if it asks for a token, RAY_AUTH_MODE=token is needed here, too"
             ) from error
 
     def _reserve(self, unit: str, options: ClusterConfig, notice: Callable[[str], None]) -> PlacementGroup:
-        h = self.plan.hardware
+        """Reserve one bundle per device, and wait until all are free."""
+        hardware = self.plan.hardware
         nodes = self._nodes(unit)
-        one: dict[str, float] = {"CPU": 1.0} if unit == "CPU" else {"GPU": 1.0, "CPU": 1.0}
-        bundles = [dict(one) for _ in range(h.total)]
-        selectors = [{"ray.io/node-id": nodes[h.node(device)]} for device in range(h.total)]
+        bundle: dict[str, float] = {"CPU": 1.0} if unit == "CPU" else {"GPU": 1.0, "CPU": 1.0}
+        bundles = [dict(bundle) for _ in range(hardware.total)]
+        selectors = [{"ray.io/node-id": nodes[hardware.node(device)]} for device in range(hardware.total)]
         group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
-        start = told = time.monotonic()
+        start = noticed = time.monotonic()
         while not group.wait(1):
             now = time.monotonic()
             if now - start > options.start_timeout_s:
                 remove_placement_group(group)
                 raise PlacementError(f"{self._shortage(unit)} after {options.start_timeout_s:g} s; {CURE}")
-            if now - told > 10:
-                told = now
+            if now - noticed > 10:
+                noticed = now
                 notice(self._shortage(unit))
         return group
 
     def _shortage(self, unit: str) -> str:
-        there, free = ray.cluster_resources().get(unit, 0), ray.available_resources().get(unit, 0)
+        """The line that compares needed, registered and free devices."""
+        registered, free = ray.cluster_resources().get(unit, 0), ray.available_resources().get(unit, 0)
         need = self.plan.hardware.total
-        return f"placement: needs {need} {unit}s, {there:g} registered, {free:g} free"
+        return f"placement: needs {need} {unit}s, {registered:g} registered, {free:g} free"
 
     def _nodes(self, unit: str) -> list[str]:
-        """Ray's ids of the plan's nodes, in order."""
-        h = self.plan.hardware
+        """Ray's ids of the plan's nodes, in order. Raises PlacementError."""
+        hardware = self.plan.hardware
         alive = [n for n in ray.nodes() if n["Alive"]]
+        # A fixed order, so that all runs number the nodes alike.
         alive.sort(key=lambda n: (sorted((n.get("Labels") or {}).items()), n["NodeID"]))
-        free, found = list(alive), list[str]()
-        for number, count in enumerate(h.per_node):
-            label = next((name for name, nodes in h.labels.items() if number in nodes), None)
-            fits = [
+        free, ids = list(alive), list[str]()
+        for number, count in enumerate(hardware.per_node):
+            label = next((name for name, nodes in hardware.labels.items() if number in nodes), None)
+            candidates = [
                 n
                 for n in free
                 if n["Resources"].get(unit, 0) >= count
                 and (label is None or (n.get("Labels") or {}).get("node-group") in (label, None))
             ]
-            fits.sort(key=lambda n: (n.get("Labels") or {}).get("node-group") != label)
-            if not fits:
+            candidates.sort(key=lambda n: (n.get("Labels") or {}).get("node-group") != label)
+            if not candidates:
                 have = ", ".join(f"{n['Resources'].get(unit, 0):g} {unit}s" for n in alive)
                 raise PlacementError(
-                    f"placement: needs {len(h.per_node)} nodes with {', '.join(map(str, h.per_node))} {unit}s, and the "
+                    f"placement: needs {len(hardware.per_node)} nodes with "
+                    f"{', '.join(map(str, hardware.per_node))} {unit}s, and the "
                     f"Ray cluster has {len(alive)} ({have}); {CURE}"
                 )
-            found.append(fits[0]["NodeID"])
-            free.remove(fits[0])
-        return found
+            ids.append(candidates[0]["NodeID"])
+            free.remove(candidates[0])
+        return ids
 
     def strategy(self, device: int) -> PlacementGroupSchedulingStrategy:
-        """For a process on a device."""
+        """Return the scheduling strategy of a process on a device."""
         assert self.group is not None
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=device)
 
     def close(self) -> None:
+        """Free the devices, and stop Ray where this object has started it."""
         if self.group is not None:
             remove_placement_group(self.group)
         if self.started:
@@ -157,396 +195,478 @@ class Reservation:
         self.group, self.started = None, False
 
 
+@dataclass(frozen=True)
+class RemoteExperience:
+    """Experience that rollout processes hold or collect.
+
+    Attributes:
+        data: Trajectory of each rollout process, in Ray's store; None in place of a trajectory that
+            stays there.
+        collecting: Calls of ``Worker.collect`` that have not been waited for.
+        serving: Calls of ``Worker.serve`` that belong to them.
+    """
+
+    data: Sequence[StoreRef]
+    collecting: Sequence[Pending[Reply[Metrics]]] = ()
+    serving: Sequence[Pending[Reply[None]]] = ()
+
+
 class ClusterSystem(RunSystem):
-    """Over processes. Raises the first error of any of them; ``close`` leaves nothing running."""
+    """``System`` whose roles are in several processes.
+
+    Methods raise the first error of any process.
+    """
 
     def __init__(
         self,
         records: Records,
         plan: Plan,
-        make: Make,
+        build_worker: BuildWorker,
         *,
         options: ClusterConfig,
         threads: int,
         notice: Callable[[str], None],
     ) -> None:
-        """``make`` builds what a process holds (it is sent there). ``threads``: of its tensor operations, 0: torch's
-        choice. ``notice`` hears what processes say.
+        """Start and connect the processes of a plan.
 
-        Raises PlacementError where the devices are not there; ConfigError, EnvError of what is built.
+        Args:
+            records: What is written about the run.
+            plan: Groups of processes on devices.
+            build_worker: Builds the worker of a process; it is pickled and called there.
+            options: Address of the cluster, time limits, weight transfer.
+            threads: CPU threads of tensor operations in each process; 0: torch's default.
+            notice: Called with lines for the log, also those of the processes.
+
+        Raises:
+            PlacementError: The devices are not available.
+            ConfigError, EnvError: Raised by ``build_worker``.
         """
         super().__init__(records)
         self.plan, self.options, self.threads, self.notice = plan, options, threads, notice
         self.facts: dict[str, Any] = {}
-        """Of what came before training, for the summary."""
+        """Facts for the run's summary."""
         self.moved_bytes = 0
-        """By each publish, to all rollout processes together."""
+        """Bytes that each ``publish`` transfers to all rollout processes together."""
         self.training_cpu_s = self.swap_s = self.wall_s = 0.0
         self.busy_s = [0.0] * plan.hardware.total
-        """Of each device, since the last update; as ``wall_s``, of the phases of training."""
+        """Busy seconds of each device since the last update; ``wall_s``: wall time of training."""
         self.residency = Residency(plan)
         self.peak_mb: dict[str, float] = {}
-        """Tag -> the largest process's; of the host's memory and of the GPU's."""
-        self._collecting: list[Call] = []
-        self._later: list[Call] = []
-        self._watching: list[Call] = []
+        """Tag -> peak memory of the largest process, of the host or of the GPU, MiB."""
+        # Calls that run while the driver waits for others; ``_wait`` raises their errors, too.
+        self._collecting: list[Pending[Any]] = []
+        self._publishing: list[Pending[Any]] = []
+        self._watching: list[Pending[None]] = []
         """Calls that end only where a simulator exceeds its time limit."""
-        self.processes: dict[Group, list[Handle]] = {}
+        self.processes: dict[Group, list[WorkerHandle]] = {}
         self.reservation = Reservation(plan, options, notice)
         try:
             self._start()
             self._check_files()
-            self._build(make)
+            self._build(build_worker)
         except BaseException:
             self.close()
             raise
 
-    # ---------------------------------------------------------------------------------------------------- beginnings
+    # --------------------------------------------------------------------------------------------------------- start
     def _start(self) -> None:
-        """Processes, and where they can be reached."""
-        r, o, gpu = self.reservation, self.options, self.plan.hardware.kind == "cuda"
+        """Start the processes, and collect their addresses."""
+        options, gpu = self.options, self.plan.hardware.kind == "cuda"
         self.secret = secrets.token_hex(16)
-        opened = list[tuple[Group, Handle, Call]]()
-        single = len(self.plan.hardware.per_node) == 1
+        opened = list[tuple[Group, Pending[Any]]]()
+        single_node = len(self.plan.hardware.per_node) == 1
         for group in self.plan.groups:
             for rank, devices in enumerate(group.ranks):
                 name = f"{group.name} rank {rank}"
-                actor = Actor.options(
+                actor = RayWorkerActor.options(
                     num_cpus=0 if gpu else SHARE,
                     num_gpus=SHARE if gpu else 0,
-                    scheduling_strategy=r.strategy(devices[0]),
+                    scheduling_strategy=self.reservation.strategy(devices[0]),
                     max_restarts=0,
                 ).remote(name, self.threads)
-                handle = Handle(actor, name)
-                ref = actor.open.remote(
-                    LOOPBACK if single else None,
+                call = WorkerHandle(actor, name).start(
+                    RayWorker.open,
+                    LOOPBACK if single_node else None,
                     self.secret,
-                    o.step_timeout_s,
-                    serves=any(role in group.roles for asker in ASKS for role in self.plan.apart(asker)),
+                    options.step_timeout_s,
+                    serves=any(role in group.roles for caller in ASKS for role in self.plan.apart(caller)),
                     meets="actor" in group.roles and rank == 0,
                 )
-                opened.append((group, handle, Call(ref, handle)))
-        answers = wait([call for *_, call in opened], "start", o.start_timeout_s)
-        self.addresses: dict[str, Any] = {}
+                opened.append((group, call))
+        replies = wait([call for _, call in opened], "start", options.start_timeout_s)
+        self.addresses: dict[str, Address] = {}
         self.devices: dict[str, tuple[int, ...]] = {}
-        for (group, handle, _), told in zip(opened, answers, strict=True):
-            full = Handle(handle.actor, handle.name, told["pid"], told["node"])
-            self.devices[full.name] = group.ranks[len(self.processes.setdefault(group, []))]
-            self.processes[group].append(full)
-            if "exchange" in told:
-                self.addresses[handle.name] = told["exchange"]
-            if "store" in told:
-                self.store = told["store"]
+        for (group, call), endpoints in zip(opened, replies, strict=True):
+            handle = WorkerHandle(call.handle.actor, call.handle.name, endpoints.pid, endpoints.node)
+            self.devices[handle.name] = group.ranks[len(self.processes.setdefault(group, []))]
+            self.processes[group].append(handle)
+            if endpoints.exchange is not None:
+                self.addresses[handle.name] = endpoints.exchange
+            if endpoints.store is not None:
+                self.store: Address = endpoints.store
 
     def _check_files(self) -> None:
-        """Whether processes on other machines that write or read the run's files see this one's. Raises PlacementError.
+        """Check that processes on other nodes see the run's files. Raises PlacementError.
 
-        A file is written beside the run directory, looked for there and taken away again.
+        A temporary file is written beside the run directory, and the other processes that read or
+        write the run's files look for it.
         """
-        here = ray.get_runtime_context().get_node_id()
-        able = [role for role in ("rollout", "actor", "critic") if self.plan.has(role)]
-        away = {h: None for role in able for h in self.processes[self.plan.group(role)] if h.node != here}
-        if not away:
+        driver_node = ray.get_runtime_context().get_node_id()
+        roles = [role for role in ("rollout", "actor", "critic") if self.plan.has(role)]
+        handles = [h for role in roles for h in self.processes[self.plan.group(role)] if h.node != driver_node]
+        handles = list(dict.fromkeys(handles))
+        if not handles:
             return
         run_dir = folder = self.records.checkpoints.parent.absolute()
         while not folder.exists():
             folder = folder.parent
         try:
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".embodied_ppo-") as mark:
-                seen = wait(
-                    [Call(h.actor.sees.remote(mark.name), h) for h in away], "start", self.options.start_timeout_s
-                )
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".embodied_ppo-") as file:
+                calls = [h.start(RayWorker.sees, file.name) for h in handles]
+                visible = wait(calls, "start", self.options.start_timeout_s)
         except OSError as error:
             raise PlacementError(f"run_dir={run_dir}: cannot be written ({error.strerror}); name another") from error
-        for handle in (h for h, found in zip(away, seen, strict=True) if not found):
-            raise PlacementError(
-                f"run_dir={run_dir}: {handle} does not see this machine's {folder}; name a folder that all machines "
-                "share under one path"
-            )
+        for handle, sees in zip(handles, visible, strict=True):
+            if not sees:
+                raise PlacementError(
+                    f"run_dir={run_dir}: {handle} does not see this machine's {folder}; name a folder that all "
+                    "machines share under one path"
+                )
 
-    def _servers(self, asker: str, rank: int) -> dict[str, list[Handle]]:
-        """Role -> the processes of it that process ``rank`` of ``asker`` asks; without what is in its own."""
-        found, count = dict[str, list[Handle]](), self.plan.processes(asker)
-        for role in self.plan.apart(asker):
+    def _servers(self, caller: str, rank: int) -> dict[str, list[WorkerHandle]]:
+        """Role -> other processes with it that rank ``rank`` of ``caller`` sends requests to."""
+        servers, count = dict[str, list[WorkerHandle]](), self.plan.processes(caller)
+        for role in self.plan.apart(caller):
             handles, n = self.processes[self.plan.group(role)], self.plan.processes(role)
             first = rank * n // count
-            found[role] = handles[first : max(first + 1, (rank + 1) * n // count)]
-        return found
+            servers[role] = handles[first : max(first + 1, (rank + 1) * n // count)]
+        return servers
 
-    def _serve(self, askers: Sequence[Handle], *roles: str, during: str = "") -> list[Call]:
-        """Have processes of these roles answer ``askers`` until those are done; ``during``: for their messages."""
-        callers: dict[Handle, set[Handle]] = {}
-        for asker in ASKS:
-            for rank, handle in enumerate(self.processes[self.plan.group(asker)]):
-                if handle in askers:
-                    for role, servers in self._servers(asker, rank).items():
+    def _serve(self, callers: Sequence[WorkerHandle], *roles: str, during: str = "") -> list[Pending[Reply[None]]]:
+        """Have processes of these roles serve ``callers`` until those have finished.
+
+        A worker runs one call at a time. It therefore cannot serve requests unless this call is
+        started, and a process that sends requests must not be one of its own servers.
+        """
+        callers_of: dict[WorkerHandle, set[WorkerHandle]] = {}
+        for caller in ASKS:
+            for rank, handle in enumerate(self.processes[self.plan.group(caller)]):
+                if handle in callers:
+                    for role, servers in self._servers(caller, rank).items():
                         for server in servers if role in roles else ():
-                            callers.setdefault(server, set()).add(handle)
-        return [Call(h.actor.call.remote("serve", len(who), during), h) for h, who in callers.items()]
+                            callers_of.setdefault(server, set()).add(handle)
+        return [server.call(Worker.serve, len(handles), during) for server, handles in callers_of.items()]
 
-    def _wiring(self, group: Group, rank: int, about: Mapping[str, Any] | None) -> Wiring:
+    def _connections(self, group: Group, rank: int, env_description: Mapping[str, Any] | None) -> WorkerConnections:
+        """The spec of one process, and the addresses of the processes that it works with."""
         ranks = dict.fromkeys(group.roles, (rank, group.processes))
-        desks: dict[str, list[str]] = {}
-        for asker in ASKS.keys() & group.roles:
-            for role, handles in self._servers(asker, rank).items():
-                for h in handles:
-                    desks.setdefault(h.name, []).append(role)
-        teams = {"learners": "actor", "critics": "critic"}
-        gathers = self.options.shard and {"rollout", "actor"} <= {*group.roles}
-        return Wiring(
-            Seat(group.roles, ranks, self.plan.stages, about=about, turns=self.residency.turns(group) or gathers),
-            desks=[(self.addresses[name], name, tuple(roles)) for name, roles in desks.items()],
-            teams={team: ranks[role] for team, role in teams.items() if role in ranks},
+        roles_of: dict[str, list[str]] = {}
+        for caller in ASKS.keys() & group.roles:
+            for role, handles in self._servers(caller, rank).items():
+                for handle in handles:
+                    roles_of.setdefault(handle.name, []).append(role)
+        process_groups = {"learners": "actor", "critics": "critic"}
+        gathers_to_act = self.options.shard and {"rollout", "actor"} <= {*group.roles}
+        return WorkerConnections(
+            WorkerSpec(
+                group.roles,
+                ranks,
+                self.plan.stages,
+                env_description=env_description,
+                tensors_move=self.residency.turns(group) or gathers_to_act,
+            ),
+            servers=[(self.addresses[name], name, tuple(roles)) for name, roles in roles_of.items()],
+            process_groups={name: ranks[role] for name, role in process_groups.items() if role in ranks},
             store=self.store,
             secret=self.secret,
-            patience_s=self.options.step_timeout_s,
+            timeout_s=self.options.step_timeout_s,
             shard=self.plan.hardware.kind if self.options.shard else None,
         )
 
-    def _build(self, make: Make) -> None:
-        """Simulators first, then who asks for them, then who only learns."""
-        deadline = max(self.options.start_timeout_s, self.options.step_timeout_s)
+    def _build(self, build_worker: BuildWorker) -> None:
+        """Build the workers: simulators, then rollouts, which connect to them, then others."""
+        timeout_s = max(self.options.start_timeout_s, self.options.step_timeout_s)
         first = [self.plan.group(role) for role in ("env", "rollout", "actor") if self.plan.has(role)]
         rollout, actor = first[-2:]
-        about: Mapping[str, Any] | None = None
+        env_description: Mapping[str, Any] | None = None
         for group in dict.fromkeys((*first, *self.plan.groups)):
             calls = [
-                Call(h.actor.build.remote(make, self._wiring(group, rank, about)), h)
+                h.start(RayWorker.build, build_worker, self._connections(group, rank, env_description))
                 for rank, h in enumerate(self.processes[group])
             ]
+            # A rollout process creates its simulators, and reads their spaces, while it is built.
             serving = self._serve(self.processes[group], "env") if group is rollout else []
-            for reply in wait([*calls, *serving], "build", deadline)[: len(calls)]:
-                facts, told = reply.result
+            building: list[Pending[Reply[Any]]] = [*calls, *serving]
+            for reply in wait(building, "build", timeout_s)[: len(calls)]:
+                facts, description = reply.result
                 self.facts |= facts
-                about = about or told
-                for line in reply.said:
+                env_description = env_description or description
+                for line in reply.log_lines:
                     self.notice(line)
         self.learners, self.actors = self.processes[actor], self.processes[rollout]
         simulating = self.processes[first[0]] if self.plan.has("env") else []
-        self._watching = [Call(h.actor.watch_simulator.remote(), h) for h in simulating]
-        self._agree(everything=True)
+        self._watching = [h.start(RayWorker.watch_simulator) for h in simulating]
+        # Once with frozen parameters, so that all processes start from the same model; later
+        # without.
+        self._prepare_weight_sync(frozen=True)
         self.publish(0)
-        self._agree(everything=False)
+        self._prepare_weight_sync(frozen=False)
         if self.plan.apart("actor"):
-            self._turn("save")  # everything is where it can be written
-            calls = [Call(h.actor.call.remote("settle"), h) for h in self.learners]
-            self._wait([*calls, *self._serve(self.learners, *ASKS["actor"])], "settle")
+            self._move_to_phase("save")  # in this phase all roles of a learner have their tensors
+            calls = [h.call(Worker.initialize) for h in self.learners]
+            self._wait([*calls, *self._serve(self.learners, *ASKS["actor"])], "initialize")
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """Counts the wall time within."""
+        """Add the wall time within the context to ``wall_s``."""
         start = time.monotonic()
         yield
         self.wall_s += time.monotonic() - start
 
     def _idle(self) -> Metrics:
-        """Share of the time since the last update in which nobody worked on a device: of all, and of the idlest."""
+        """Idle share of the time since the last update: mean and maximum over devices."""
         shares = [max(0.0, 1.0 - busy / max(self.wall_s, 1e-9)) for busy in self.busy_s]
         self.busy_s, self.wall_s = [0.0] * len(shares), 0.0
         return {"device/idle": sum(shares) / len(shares), "device/idle_max": max(shares)}
 
-    def _turn(self, phase: str) -> None:
-        """Who shares a device with the phase and has no part in it moves to the host; then who has wakes up."""
+    def _move_to_phase(self, phase: str) -> None:
+        """Offload the processes that a phase does not use, then load those that it uses."""
         start = time.monotonic()
         for group, level in self.residency.before(phase):
-            self._ask(self.processes[group], "reside", level)
+            self._call(self.processes[group], Worker.move_to, level)
         self.swap_s += time.monotonic() - start
 
     # -------------------------------------------------------------------------------------------------------- weights
-    def _agree(self, *, everything: bool) -> None:
-        """Who sends what to whom from now on. Raises PlacementError where models differ."""
+    def _prepare_weight_sync(self, *, frozen: bool) -> None:
+        """Agree on the tensors and transports of ``publish``.
+
+        Args:
+            frozen: Include parameters that are not trained.
+
+        Raises:
+            PlacementError: The models of two processes differ.
+        """
         self.paths = [self.plan.weights_path(rank) for rank in range(len(self.actors))]
-        takers = [h for h, path in zip(self.actors, self.paths, strict=True) if path != "share"]
+        receivers = [h for h, path in zip(self.actors, self.paths, strict=True) if path != "share"]
         self.moved_bytes = 0
-        if not takers:
+        if not receivers:
             return
-        o = self.options
         first = self.learners[0]
-        layout = self._ask([first], "layout", everything=everything)[0]
-        sizes = self._ask([*self.learners, *takers], "agree", layout, takers[0].name, everything=everything)
-        self.moved_bytes = sizes[0] * len(takers)
+        layout = self._call([first], Worker.weight_layout, frozen=frozen)[0]
+        sizes = self._call(
+            [*self.learners, *receivers], Worker.prepare_weight_sync, layout, receivers[0].name, frozen=frozen
+        )
+        self.moved_bytes = sizes[0] * len(receivers)
         by_broadcast = [h for h, path in zip(self.actors, self.paths, strict=True) if path == "broadcast"]
-        if by_broadcast and everything:
+        if by_broadcast and frozen:  # the first call
             members = [first, *by_broadcast]
-            wait(
-                [
-                    Call(h.actor.join.remote("weights", self.store, i, len(members), o.step_timeout_s), h)
-                    for i, h in enumerate(members)
-                ],
-                "start",
-                o.start_timeout_s,
-            )
+            world, timeout_s = len(members), self.options.step_timeout_s
+            calls = [
+                h.start(RayWorker.join, "weights", self.store, rank, world, timeout_s) for rank, h in enumerate(members)
+            ]
+            wait(calls, "start", self.options.start_timeout_s)
 
     def publish(self, version: int) -> None:
+        """Send the learner's weights to all rollout processes, as ``version``."""
         with self._training():
             self._publish(version)
 
     def _publish(self, version: int) -> None:
         self.version = version
-        self._turn("publish")
-        calls, by_path = list[Call](), dict[str, list[int]]()
+        self._move_to_phase("publish")
+        calls, ranks_of = list[Pending[Reply[None]]](), dict[str, list[int]]()
         for rank, path in enumerate(self.paths):
-            by_path.setdefault(path, []).append(rank)
-        sharing = [*self.learners, *(self.actors[r] for r in by_path.get("share", ()))]
-        calls += [Call(h.actor.call.remote("shared", version), h) for h in dict.fromkeys(sharing)]
+            ranks_of.setdefault(path, []).append(rank)
+        sharing = [*self.learners, *(self.actors[r] for r in ranks_of.get("share", ()))]
+        calls += [h.call(Worker.share_weights, version) for h in dict.fromkeys(sharing)]
         first = self.learners[0]
-        if ranks := by_path.get("broadcast"):
+        # A collective deadlocks unless all ranks start it: each pack or broadcast below is followed
+        # by the join_gather of the other learners before anything is waited for.
+        if ranks := ranks_of.get("broadcast"):
             members = [first, *(self.actors[r] for r in ranks)]
-            calls += [Call(h.actor.broadcast.remote(version), h) for h in members]
-            calls += self._assist([first])
-        if ranks := by_path.get("store"):
-            data = first.actor.packed.remote()
-            calls += self._assist([first])
-            calls += [Call(self.actors[r].actor.call.remote("unpacked", version, data), self.actors[r]) for r in ranks]
-        if ranks := by_path.get("ipc"):
-            near = {r: self.learners[i] for r in ranks if (i := self.plan.near(r)) is not None}
-            senders = list(dict.fromkeys(near.values()))
-            calls += self._assist(senders)
-            shelves = dict(zip(senders, self._ask(senders, "shelved"), strict=True))
-            calls += [
-                Call(self.actors[r].actor.call.remote("unshelved", version, shelves[near[r]]), self.actors[r])
-                for r in ranks
-            ]
-        if self.plan.max_lag:  # rollouts are busy with the experience after next
-            self._later += calls
+            calls += [h.start(RayWorker.broadcast, version) for h in members]
+            calls += self._join_gather([first])
+        if ranks := ranks_of.get("store"):
+            data = first.call_for_data(Worker.pack)
+            calls += self._join_gather([first])
+            calls += [self.actors[r].call(Worker.unpack, version, data) for r in ranks]
+        if ranks := ranks_of.get("ipc"):
+            sender_of = {r: self.learners[i] for r in ranks if (i := self.plan.near(r)) is not None}
+            senders = list(dict.fromkeys(sender_of.values()))
+            calls += self._join_gather(senders)
+            buffers = dict(zip(senders, self._call(senders, Worker.export_ipc), strict=True))
+            calls += [self.actors[r].call(Worker.import_ipc, version, buffers[sender_of[r]]) for r in ranks]
+        if self.plan.max_lag:
+            # Rollout processes are collecting for a later update; waiting for them would end the
+            # overlap.
+            self._publishing += calls
         else:
             self._wait(calls, "publish")
         if self.options.check_weights:
             self._check_weights()
 
-    def _assist(self, senders: list[Handle]) -> list[Call]:
-        """What the other learners do while these send, where each holds a part of what is sent."""
+    def _join_gather(self, senders: list[WorkerHandle]) -> list[Pending[Reply[None]]]:
+        """Start the other learners' part of the senders' all-gathers of sharded parameters."""
         others = [h for h in self.learners if h not in senders] if self.options.shard else []
-        return [Call(h.actor.call.remote("assist"), h) for h in others]
+        return [h.call(Worker.join_gather) for h in others]
 
     def _check_weights(self) -> None:
-        everyone = list(dict.fromkeys([*self.learners, *self.actors]))
-        sums = self._ask(everyone, "checksum")
-        for handle, found in zip(everyone, sums, strict=True):
-            if found != sums[0]:
+        """Raise PlacementError where processes hold different weights or versions."""
+        handles = list(dict.fromkeys([*self.learners, *self.actors]))
+        checksums = self._call(handles, Worker.checksum)
+        expected_version, expected = checksums[0]
+        for handle, (version, checksum) in zip(handles, checksums, strict=True):
+            if (version, checksum) != checksums[0]:
                 raise PlacementError(
-                    f"weights: {handle} holds {found[1]} at version {found[0]}, {everyone[0]} holds {sums[0][1]} at "
-                    f"version {sums[0][0]} (cluster.check_weights); report this with the command"
+                    f"weights: {handle} holds {checksum} at version {version}, {handles[0]} holds {expected} at "
+                    f"version {expected_version} (cluster.check_weights); report this with the command"
                 )
 
-    def _ask(self, handles: list[Handle], method: str, *args: Any, **rest: Any) -> list[Any]:
-        calls = [Call(h.actor.call.remote(method, *args, **rest), h) for h in handles]
-        return [reply.result for reply in self._wait(calls, method)]
+    # ---------------------------------------------------------------------------------------------------------- calls
+    def _call(
+        self,
+        handles: list[WorkerHandle],
+        method: Callable[Concatenate[Worker, P], T],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> list[T]:
+        """Call a method of several workers at once, and return their results."""
+        calls = [h.call(method, *args, **options) for h in handles]
+        return [reply.result for reply in self._wait(calls, method.__name__)]
 
-    def _wait(self, calls: list[Call], phase: str) -> list[Any]:
-        """Replies; what was said goes to the log, seconds and memory are noted."""
-        replies = wait(
-            calls, phase, self.options.step_timeout_s, beside=[*self._collecting, *self._later, *self._watching]
-        )
+    def _wait(self, calls: Sequence[Pending[Reply[Any]]], phase: str) -> list[Reply[Any]]:
+        """Wait for replies; log the lines of the processes, and record seconds and memory."""
+        background = [*self._collecting, *self._publishing, *self._watching]
+        replies = wait(calls, phase, self.options.step_timeout_s, background=background)
         for call, reply in zip(calls, replies, strict=True):
-            for line in reply.said:
+            for line in reply.log_lines:
                 self.notice(line)
             roles = call.handle.name.partition(" ")[0].replace(",", "+")
             if phase in TRAINING:
                 self.training_cpu_s += reply.cpu_s
                 for device in self.devices[call.handle.name]:
                     self.busy_s[device] += reply.busy_s
-            told = {f"memory/{roles}_peak_gb": reply.rss_mb}
+            peaks = {f"memory/{roles}_peak_gb": reply.rss_mb}
             if self.plan.hardware.kind == "cuda":
-                told[f"memory/{roles}_gpu_peak_gb"] = reply.gpu_mb
-            for tag, mb in told.items():
+                peaks[f"memory/{roles}_gpu_peak_gb"] = reply.gpu_mb
+            for tag, mb in peaks.items():
                 self.peak_mb[tag] = max(self.peak_mb.get(tag, 0.0), mb)
         return replies
 
-    # ---------------------------------------------------------------------------------------------------------- phases
-    def collect(self, horizon: int, *, update: int) -> tuple[Any, Metrics]:
-        """A handle on the experience. With lag its metrics come with ``update``, which waits for it."""
+    # --------------------------------------------------------------------------------------------------------- phases
+    def collect(self, horizon: int, *, update: int) -> tuple[RemoteExperience, Metrics]:
+        """Start collecting experience.
+
+        Returns:
+            The experience, which stays in the processes, and its metrics. With max_lag > 0 this
+            method does not wait, and the metrics are returned by ``update``.
+        """
         with self._training():
             return self._collect(horizon, update)
 
-    def _collect(self, horizon: int, update: int) -> tuple[Any, Metrics]:
-        self._turn("collect")
+    def _collect(self, horizon: int, update: int) -> tuple[RemoteExperience, Metrics]:
+        self._move_to_phase("collect")
         serving = self._serve(self.actors, *ASKS["rollout"], during=f"update {update}")
-        refs = [h.actor.collect.options(num_returns=2).remote(horizon, update) for h in self.actors]
-        calls = [Call(told, h) for (_, told), h in zip(refs, self.actors, strict=True)]
-        experience = [data for data, _ in refs]
+        started = [h.call_split(Worker.collect, horizon, update) for h in self.actors]
+        data, calls = [data for data, _ in started], [call for _, call in started]
         if self.plan.max_lag:
             self._collecting += [*calls, *serving]
-            return (experience, calls, serving), {}
+            return RemoteExperience(data, calls, serving), {}
         replies = self._wait([*calls, *serving], "collect")[: len(calls)]
-        return (experience, [], []), added([reply.result for reply in replies])
+        return RemoteExperience(data), added([reply.result for reply in replies])
 
-    def update(self, experience: Any, *, update: int) -> Metrics:
+    def update(self, experience: RemoteExperience, *, update: int) -> Metrics:
+        """Train on experience, and return the metrics of all processes together."""
         with self._training():
             metrics = self._update(experience, update)
         return metrics | self._idle()
 
-    def _update(self, experience: Any, update: int) -> Metrics:
-        data, waiting, serving = experience
+    def _update(self, experience: RemoteExperience, update: int) -> Metrics:
         metrics: Metrics = {}
-        if waiting:
-            metrics = added([reply.result for reply in self._wait([*waiting, *serving], "collect")[: len(waiting)]])
-            done = {call.ref for call in (*waiting, *serving)}
+        if experience.collecting:
+            calls = [*experience.collecting, *experience.serving]
+            replies = self._wait(calls, "collect")[: len(experience.collecting)]
+            metrics = added([reply.result for reply in replies])
+            done = {call.ref for call in calls}
             self._collecting = [call for call in self._collecting if call.ref not in done]
-        self._turn("update")
-        calls = list[Call]()
-        r, a = len(data), len(self.learners)
-        fused = self.plan.fused("rollout", "actor")
-        for i, h in enumerate(self.learners):
-            mine = [] if fused else [data[i * r // a]] if a >= r else data[i * r // a : (i + 1) * r // a]
-            piece = (i % (a // r), a // r) if a > r else (0, 1)
-            calls.append(Call(h.actor.update.remote(update, piece, *mine), h))
+        self._move_to_phase("update")
+        calls = [
+            h.call(Worker.update, update, *self._share_of(i, experience.data)) for i, h in enumerate(self.learners)
+        ]
         replies = self._wait([*calls, *self._serve(self.learners, *ASKS["actor"])], "update")[: len(calls)]
         self.steps += sum(reply.result[1] for reply in replies)
+        # Means are summed over the learners; other metrics are equal in all of them.
         for tag, value in replies[0].result[0].items():
-            parts = [reply.result[0][tag] for reply in replies]
-            metrics[tag] = sum(parts[1:], value) if isinstance(value, Mean) else value
+            values = [reply.result[0][tag] for reply in replies]
+            metrics[tag] = sum(values[1:], value) if isinstance(value, Mean) else value
         metrics["weights/moved_mb"] = self.moved_bytes / 1e6
         metrics["time/swap_s"], self.swap_s = self.swap_s, 0.0
         metrics |= {tag: mb / 1024 for tag, mb in self.peak_mb.items()}
-        if self._later:
-            ready, _ = ray.wait([call.ref for call in self._later], num_returns=len(self._later), timeout=0)
-            done = [call for call in self._later if call.ref in ready]
-            self._wait(done, "publish")
-            self._later = [call for call in self._later if call.ref not in ready]
+        if self._publishing:
+            refs = [call.ref for call in self._publishing]
+            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+            self._wait([call for call in self._publishing if call.ref in ready], "publish")
+            self._publishing = [call for call in self._publishing if call.ref not in ready]
         return metrics
 
+    def _share_of(self, learner: int, data: Sequence[StoreRef]) -> tuple[Any, ...]:
+        """(shard, *trajectories) of one learner, the arguments of ``Worker.update``.
+
+        With R trajectories and A learners, a learner gets R / A of them, or one of A / R equal
+        parts of one.
+        """
+        r, a = len(data), len(self.learners)
+        if a > r:
+            shard, trajectories = (learner % (a // r), a // r), [data[learner * r // a]]
+        else:
+            shard, trajectories = (0, 1), data[learner * r // a : (learner + 1) * r // a]
+        if self.plan.fused("rollout", "actor"):  # each process trains on what it has collected
+            trajectories = []
+        return (shard, *trajectories)
+
     def _measure(self) -> Any:
-        self._turn("evaluate")
+        self._move_to_phase("evaluate")
         first = self.actors[0]
-        calls = [
-            Call(first.actor.call.remote("evaluate"), first),
-            *self._serve([first], *ASKS["rollout"], during="evaluation"),
-        ]
-        return self._wait(calls, "evaluate")[0].result
+        evaluating = first.call(Worker.evaluate)
+        serving = self._serve([first], *ASKS["rollout"], during="evaluation")
+        return self._wait([evaluating, *serving], "evaluate")[0].result
 
     def write(self, result: Any, source: checkpoint.Checkpoint, out: Path) -> dict[str, str | None]:
-        """The report, by the first rollout process."""
-        return self._ask([self.actors[0]], "write", result, str(source.path.absolute()), str(out.absolute()))[0]
+        """Write an evaluation's report in the first rollout process; return its files' paths."""
+        paths = str(source.path.absolute()), str(out.absolute())
+        return self._call([self.actors[0]], Worker.write, result, *paths)[0]
 
     def _save(self, update: int, rest: Mapping[str, Any]) -> Path:
-        self._turn("save")
+        self._move_to_phase("save")
         first, *others = self.learners
         serving = self._serve(self.actors, "env")
-        states = [h.actor.state.remote() for h in self.actors]
-        serving += self._serve([first], *ASKS["actor"])  # after: who has a critic and a rollout tells of that first
+        states = [h.call_for_data(Worker.state) for h in self.actors]
+        # Workers run calls in order: one with a rollout and a critic must return its rollout's
+        # state, which the first learner waits for, before it serves that learner's requests.
+        serving += self._serve([first], *ASKS["actor"])
         folder = str(self.records.checkpoints.absolute())
-        calls = [Call(first.actor.save.remote(folder, update, rest, *states), first)]
-        if self.options.shard:
-            calls += [Call(h.actor.save.remote(folder, update, rest), h) for h in others]
+        calls = [first.call(Worker.save, folder, update, rest, *states)]
+        if self.options.shard:  # gathering the shards is a collective operation
+            calls += [h.call(Worker.save, folder, update, rest) for h in others]
         return Path(self._wait([*calls, *serving], "save")[0].result)
 
     def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
-        self._turn("save")
-        everyone = list(dict.fromkeys([*self.actors, *self.learners]))
-        calls = [Call(h.actor.load.remote(str(source.path.absolute())), h) for h in everyone]
+        self._move_to_phase("save")
+        handles = list(dict.fromkeys([*self.actors, *self.learners]))
+        calls = [h.start(RayWorker.load, str(source.path.absolute())) for h in handles]
         self._wait([*calls, *self._serve(self.actors, "env"), *self._serve(self.learners, *ASKS["actor"])], "load")
 
     def cpu_s(self) -> dict[str, float]:
-        found = {"process": self.training_cpu_s}
+        """Return CPU seconds by phase; "process": of all processes besides the driver."""
+        total = {"process": self.training_cpu_s}
         handles = [h for group in self.processes.values() for h in group]
-        for told in self._ask(handles, "cpu_s"):
-            for phase, seconds in told.items():
-                found[phase] = found.get(phase, 0.0) + seconds
-        return found
+        for seconds_of in self._call(handles, Worker.cpu_s):
+            for phase, seconds in seconds_of.items():
+                total[phase] = total.get(phase, 0.0) + seconds
+        return total
 
     def close(self) -> None:
-        """End every process."""
-        end([h for group in self.processes.values() for h in group], PATIENCE_S)
+        """End all processes, and free the devices."""
+        end([h for group in self.processes.values() for h in group], CLOSE_TIMEOUT_S)
         self.processes = {}
         self.reservation.close()

@@ -1,4 +1,9 @@
-"""One process of a placement as a Ray actor, and how the driver waits for several: first error wins, none is silent."""
+"""One process of a placement as a Ray actor, and typed calls of it by the driver.
+
+The driver names methods by reference: ``handle.call(Worker.move_to, level)`` runs
+``Worker.move_to(level)`` in the process of ``handle``, and its types are checked. Only
+``WorkerHandle`` contains names of remote methods as strings.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
 
 import ray
 import torch
@@ -34,39 +39,58 @@ from embodied_ppo.core import watchdog
 from embodied_ppo.core.collectives import Ranks, Together
 from embodied_ppo.core.errors import one_line
 from embodied_ppo.core.types import CheckpointError, ConfigError, EnvError, PlacementError, ProcessLost, TrainingError
-from embodied_ppo.placement.channels import Desk, Exchange, dial, interface
-from embodied_ppo.placement.worker import Part, Seat
+from embodied_ppo.placement.channels import Client, Exchange, connect, interface
+from embodied_ppo.placement.worker import Worker, WorkerSpec
 from embodied_ppo.training.logging import peak_rss_mb
 
-Make: TypeAlias = "Callable[[Seat, Exchange | None, Callable[[str], None]], tuple[Part, Mapping[str, Any]]]"
-"""Builds what a process holds, and facts for the summary; it is given someone to talk to."""
+P = ParamSpec("P")
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+T_co = TypeVar("T_co", covariant=True)
+
+BuildWorker: TypeAlias = (
+    "Callable[[WorkerSpec, Exchange | None, Callable[[str], None]], tuple[Worker, Mapping[str, Any]]]"
+)
+"""(spec, exchange for requests of other processes, log) -> worker, and facts for the run's summary.
+
+It is pickled.
+"""
+StoreRef: TypeAlias = Any
+"""Reference to an object in Ray's store. As an argument of a call it is replaced by the object."""
+Address: TypeAlias = tuple[str, int]
+"""Host and port."""
 LOOPBACK = "127.0.0.1"
-"""Where processes of one machine listen."""
+"""Address that processes listen on where all of them are on one machine."""
 LOOK_EVERY_S = 10.0
-"""Between looks at whether processes that are waited for are alive."""
-REASONS = (ConfigError, EnvError, PlacementError, CheckpointError, TrainingError)
-"""Errors that say all there is to say; of others the traceback matters."""
-FULL = (
+"""Interval between checks that processes that are waited for are alive, seconds."""
+SELF_EXPLANATORY = (ConfigError, EnvError, PlacementError, CheckpointError, TrainingError)
+"""Errors whose message is complete. Other errors are reported with their traceback."""
+STORE_FULL = (
     "Ray's shared memory on its machine is full, and so is the disk that it moves objects to (/tmp/ray); free that "
     "disk, start Ray with more memory (--object-store-memory=BYTES), lower algorithm.horizon or env.num_envs, or let "
     "one process act and learn ('rollout,actor': its experience stays where it is)"
 )
-NODE_GONE = (
+NODE_LOST = (
     "Ray's own process on its machine (raylet) is gone, or the machine is: killed, out of memory, or /dev/shm was "
     "filled by others; see /tmp/ray/session_latest/logs/raylet.out there, free memory, start Ray again"
 )
 
 
 @dataclass(frozen=True)
-class Reply:
-    """result  of what was asked    said    lines for the log
-    cpu_s   it took              rss_mb  the process's peak so far
-    busy_s  wall time that it took, without waiting for other processes' answers or questions
-    gpu_mb  the process's peak so far of the GPU's memory, as torch reserves it
+class Reply(Generic[T_co]):
+    """The result of a call with the resources that it used.
+
+    Attributes:
+        result: What the method returned.
+        log_lines: Lines that the process wrote to the log since the last reply.
+        cpu_s: CPU seconds of the call.
+        busy_s: Wall time of the call without waiting for requests and replies of other processes.
+        gpu_mb: Peak GPU memory of the process so far, reserved by torch, MiB.
+        rss_mb: Peak resident memory of the process so far, MiB.
     """
 
-    result: Any
-    said: list[str]
+    result: T_co
+    log_lines: list[str]
     cpu_s: float
     busy_s: float
     gpu_mb: float
@@ -74,188 +98,248 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Wiring:
-    """A process's seat, and how it finds those whom it needs there.
+class Endpoints:
+    """Identity and addresses of a process.
 
-    desks    (address, name, roles) of processes that it asks
-    teams    "learners", "critics": (rank, world) among those that learn together
-    store    the address where teams meet
-    secret   that others want to hear
-    shard    kind of device that learners hold a part of each parameter on; None: each holds all
+    Attributes:
+        pid: Process id.
+        node: Ray's id of the node.
+        exchange: Address for requests; None: the process serves none.
+        store: Address of the store at which process groups meet; None: it is in another process.
     """
 
-    seat: Seat
-    desks: Sequence[tuple[tuple[str, int], str, tuple[str, ...]]]
-    teams: Mapping[str, tuple[int, int]]
-    store: tuple[str, int]
+    pid: int
+    node: str
+    exchange: Address | None = None
+    store: Address | None = None
+
+
+@dataclass(frozen=True)
+class WorkerConnections:
+    """The spec of a worker, and the addresses of the processes that it works with.
+
+    Attributes:
+        spec: Spec without connections and process groups, which ``RayWorker.build`` adds.
+        servers: (address, name, roles) of the processes that this one sends requests to.
+        process_groups: "learners", "critics" -> (rank, world size) among the processes that train
+            together.
+        store: Address of the store at which process groups meet.
+        secret: Secret of all exchanges.
+        timeout_s: Time limit of a request and of forming a process group.
+        shard: Kind of device that parameters are sharded on; None: each learner holds all
+            parameters.
+    """
+
+    spec: WorkerSpec
+    servers: Sequence[tuple[Address, str, tuple[str, ...]]]
+    process_groups: Mapping[str, tuple[int, int]]
+    store: Address
     secret: str
-    patience_s: float
+    timeout_s: float
     shard: str | None = None
 
 
-class Process:
-    """Holds a ``Part``. Calls are answered one after the other; ``stacks`` at any time."""
+def _concurrency_group(name: str) -> Callable[[F], F]:
+    """``ray.method`` that keeps the method's type; groups of calls run concurrently."""
+    decorator: Any = ray.method(concurrency_group=name)
+    return decorator
+
+
+class RayWorker:
+    """Ray actor that holds a ``Worker``.
+
+    Calls run one after another; ``stacks`` runs at any time.
+    """
 
     def __init__(self, name: str, threads: int) -> None:
-        self.name, self.said = name, list[str]()
+        """Start a process.
+
+        Args:
+            name: Name for messages.
+            threads: CPU threads of tensor operations; 0: torch's default.
+        """
+        self.name, self.log_lines = name, list[str]()
         if threads:
             torch.set_num_threads(threads)
         self.exchange: Exchange | None = None
-        self.part: Part | None = None
+        self.worker: Worker | None = None
         self.store: Any = None
         self.groups: dict[str, Any] = {}
+        """Name -> torch.distributed process group."""
 
-    def open(self, host: str | None, secret: str, patience_s: float, *, serves: bool, meets: bool) -> dict[str, Any]:
-        """Addresses of this process: where it serves simulators, and where learners meet. ``host``: None, its own."""
+    def open(self, host: str | None, secret: str, timeout_s: float, *, serves: bool, meets: bool) -> Endpoints:
+        """Open the listening sockets of this process.
+
+        Args:
+            host: Address to listen on; None: the address of this node.
+            secret: Secret of the exchange.
+            timeout_s: Time limit of waiting for a request.
+            serves: Open an exchange for requests of other processes.
+            meets: Open the store at which process groups meet.
+        """
         own = host or ray.util.get_node_ip_address()
-        if name := interface(own):  # left alone, gloo takes what the host's name stands for: 127.0.1.1 on Debian
+        # By default gloo uses the address that the host name resolves to, 127.0.1.1 on Debian.
+        if name := interface(own):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each holds a connection to each
-        told: dict[str, Any] = {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+        # By default gloo connects each pair of ranks at once, which takes a socket per pair.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        endpoints = Endpoints(os.getpid(), ray.get_runtime_context().get_node_id())
         if serves:
-            self.exchange = Exchange(own, secret, patience_s)
-            told["exchange"] = self.exchange.address
+            self.exchange = Exchange(own, secret, timeout_s)
+            endpoints = replace(endpoints, exchange=self.exchange.address)
         if meets:
-            listening = socket.create_server((own, 0))  # torch's own would listen on every interface
+            # TCPStore listens on all interfaces unless it is given a listening socket.
+            listening = socket.create_server((own, 0))
             port, fd = listening.getsockname()[1], listening.detach()
             self.store = TCPStore(own, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
-            told["store"] = (own, port)
-        return told
+            endpoints = replace(endpoints, store=(own, port))
+        return endpoints
 
     def sees(self, path: str) -> bool:
-        """Whether a file is there for this process."""
+        """Return whether a file exists for this process."""
         return os.path.exists(path)
 
-    def build(self, make: Make, w: Wiring) -> Reply:
-        """Connect and build: facts for the summary, and what simulators are like (None: they are elsewhere)."""
-        desks: dict[str, list[Desk]] = {}
-        for address, peer, roles in w.desks:
-            desk = Desk(dial(address, w.secret, self.name, peer=peer, patience_s=w.patience_s))
+    def build(
+        self, build_worker: BuildWorker, connections: WorkerConnections
+    ) -> Reply[tuple[Mapping[str, Any], Mapping[str, Any] | None]]:
+        """Connect to other processes and build the worker.
+
+        Args:
+            build_worker: Builds it.
+            connections: Its spec and the addresses of other processes.
+
+        Returns:
+            Facts for the run's summary, and the description of the simulators (None: this process
+            has none).
+        """
+        c = connections
+        clients: dict[str, list[Client]] = {}
+        for address, peer, roles in c.servers:
+            client = Client(connect(address, c.secret, self.name, peer=peer, timeout_s=c.timeout_s))
             for role in roles:
-                desks.setdefault(role, []).append(desk)
-        teams: dict[str, Ranks] = {
-            name: Together(self._group(name, w.store, rank, world, w.patience_s))
-            for name, (rank, world) in w.teams.items()
+                clients.setdefault(role, []).append(client)
+        ranks: dict[str, Ranks] = {
+            name: Together(self._group(name, c.store, rank, world, c.timeout_s))
+            for name, (rank, world) in c.process_groups.items()
             if world > 1
         }
-        if w.shard and teams:  # both teams are the same processes
-            from embodied_ppo.placement.fsdp import Sharded  # torch's FSDP2 takes half a second to load
+        if c.shard and ranks:  # learners and critics are then the same processes
+            from embodied_ppo.placement.fsdp import Sharded  # importing FSDP2 takes half a second
 
-            teams = dict.fromkeys(teams, Sharded(self.groups["learners"], w.shard))
-        seat = replace(w.seat, desks=desks, **teams)
+            ranks = dict.fromkeys(ranks, Sharded(self.groups["learners"], c.shard))
+        spec = replace(c.spec, clients=clients, **ranks)
 
-        def built() -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-            self.part, facts = make(seat, self.exchange, self.said.append)
-            self.part.hang_up("env")
-            return facts, self.part.about
+        def build() -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+            self.worker, facts = build_worker(spec, self.exchange, self.log_lines.append)
+            self.worker.finish_requests("env")
+            return facts, self.worker.env_description
 
-        return self._timed(built)
+        return self._timed(build)
 
-    def join(self, name: str, address: tuple[str, int], rank: int, world: int, patience_s: float) -> None:
-        """Meet others in a process group."""
-        self._group(name, address, rank, world, patience_s)
+    def join(self, name: str, address: Address, rank: int, world: int, timeout_s: float) -> None:
+        """Form a process group with other processes, see ``_group``."""
+        self._group(name, address, rank, world, timeout_s)
 
-    def _group(self, name: str, address: tuple[str, int], rank: int, world: int, patience_s: float) -> Any:
-        """Meet the others of a team. Raises ProcessLost where they are not all there in time."""
+    def _group(self, name: str, address: Address, rank: int, world: int, timeout_s: float) -> Any:
+        """Form a process group. Raises ProcessLost where the others do not join in time."""
         try:
-            return self._met(name, address, rank, world, timedelta(seconds=patience_s))
-        except RuntimeError as error:  # DistError, or gloo's own
+            return self._form_group(name, address, rank, world, timedelta(seconds=timeout_s))
+        except RuntimeError as error:  # torch's DistError, or an error of gloo
             raise ProcessLost(
                 f"{name} rank {rank} of {world}: the others were not met at {address[0]}:{address[1]} within "
-                f"{patience_s:g} s (cluster.step_timeout_s): {one_line(error, kind=True)}"
+                f"{timeout_s:g} s (cluster.step_timeout_s): {one_line(error, kind=True)}"
             ) from error
 
-    def _met(self, name: str, address: tuple[str, int], rank: int, world: int, wait: timedelta) -> Any:
+    def _form_group(self, name: str, address: Address, rank: int, world: int, timeout: timedelta) -> Any:
         if self.store is None or (self.store.host, self.store.port) != tuple(address):
-            self.store = TCPStore(*address, is_master=False, timeout=wait)
+            self.store = TCPStore(*address, is_master=False, timeout=timeout)
         store = PrefixStore(name, self.store)
-        if name == "learners":  # the default group: fully_shard looks for it
+        if name == "learners":  # fully_shard requires the default process group
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
             self.groups[name] = dist.group.WORLD
         elif torch.cuda.is_available():
             nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = wait
+            nccl._timeout = timeout
             self.groups[name] = dist.ProcessGroupNCCL(store, rank, world, nccl)
         else:
-            self.groups[name] = dist.ProcessGroupGloo(store, rank, world, wait)
+            self.groups[name] = dist.ProcessGroupGloo(store, rank, world, timeout)
         return self.groups[name]
 
-    def call(self, method: str, *args: Any, **options: Any) -> Reply:
-        """A method of the part."""
-        return self._timed(lambda: getattr(self.part, method)(*args, **options))
+    # ------------------------------------------------------------------------------------- calls, see WorkerHandle
+    def call(self, method: Callable[Concatenate[Worker, P], T], *args: P.args, **options: P.kwargs) -> Reply[T]:
+        """Call a method of the worker."""
+        return self._timed(lambda: method(self._worker(), *args, **options))
 
-    def collect(self, horizon: int, update: int) -> tuple[Any, Reply]:
-        """Experience, for whoever is handed the reference, and its metrics for the driver."""
-        reply = self._timed(lambda: self._part().collect(horizon, update))
-        experience, metrics = reply.result
-        return experience, replace(reply, result=metrics)
+    def call_split(
+        self, method: Callable[Concatenate[Worker, P], tuple[Any, T]], *args: P.args, **options: P.kwargs
+    ) -> tuple[Any, Reply[T]]:
+        """Call a method that returns (data, result); they become two objects in Ray's store."""
+        reply = self._timed(lambda: method(self._worker(), *args, **options))
+        data, result = reply.result
+        reply_without_data: Any = replace(reply, result=result)
+        return data, reply_without_data
 
-    def update(self, update: int, piece: tuple[int, int], *experience: Any) -> Reply:
-        """Learn from experience of other processes, or of this one's."""
-        return self._timed(lambda: self._part().update(update, experience, piece))
+    def call_for_data(self, method: Callable[Concatenate[Worker, P], Any], *args: P.args, **options: P.kwargs) -> Any:
+        """Call a method whose result is sent to another worker; its resources are not recorded."""
+        return method(self._worker(), *args, **options)
 
-    def packed(self) -> Any:
-        """Weights, for whoever is handed the reference."""
-        return self._part().packed()
+    def broadcast(self, version: int) -> Reply[None]:
+        """Call ``Worker.broadcast`` with the process group "weights"."""
+        return self._timed(lambda: self._worker().broadcast(version, self.groups["weights"]))
 
-    def broadcast(self, version: int) -> Reply:
-        return self._timed(lambda: self._part().broadcast(version, self.groups["weights"]))
+    def load(self, path: str) -> Reply[None]:
+        """Call ``Worker.load`` with the log of this process."""
+        return self._timed(lambda: self._worker().load(path, self.log_lines.append))
 
-    def state(self) -> Any:
-        """Where the rollout stands, for whoever is handed the reference."""
-        return self._part().state()
+    def _worker(self) -> Worker:
+        assert self.worker is not None
+        return self.worker
 
-    def save(self, folder: str, update: int, rest: Mapping[str, Any], *rollouts: bytes) -> Reply:
-        return self._timed(lambda: self._part().save(folder, update, rollouts, **rest))
-
-    def load(self, path: str) -> Reply:
-        return self._timed(lambda: self._part().load(path, self.said.append))
-
-    def _part(self) -> Part:
-        assert self.part is not None
-        return self.part
-
-    def _timed(self, call: Callable[[], Any]) -> Reply:
+    def _timed(self, function: Callable[[], T]) -> Reply[T]:
+        """Call a function, and measure it."""
         cpu, start = time.process_time(), time.monotonic() - self._waited_s()
-        result = call()
-        said, self.said[:] = list(self.said), []
+        result = function()
+        log_lines, self.log_lines[:] = list(self.log_lines), []
         busy_s = time.monotonic() - self._waited_s() - start
         gpu_mb = torch.cuda.max_memory_reserved() / 2**20 if torch.cuda.is_available() else 0.0
-        return Reply(result, said, time.process_time() - cpu, busy_s, gpu_mb, peak_rss_mb())
+        return Reply(result, log_lines, time.process_time() - cpu, busy_s, gpu_mb, peak_rss_mb())
 
     def _waited_s(self) -> float:
-        return 0.0 if self.part is None else self.part.waited_s()
+        return 0.0 if self.worker is None else self.worker.waited_s()
 
-    @ray.method(concurrency_group="watch")
+    @_concurrency_group("watch")
     def watch_simulator(self) -> None:
-        """Raise ProcessLost when a call of this process's simulator exceeds env.step_timeout_s; return never."""
+        """Raise ProcessLost when a simulator's call exceeds env.step_timeout_s; never return."""
         watchdog.wait_until_overdue()
 
-    @ray.method(concurrency_group="control")
+    @_concurrency_group("control")
     def stacks(self) -> str:
-        """What every thread of ours is doing."""
-        told = []
+        """Return the stacks of this package's threads, which may be blocked in a library."""
+        texts = []
         names = {t.ident: t.name for t in threading.enumerate()}
-        for number, frame in sys._current_frames().items():
-            if number != threading.get_ident():
+        for ident, frame in sys._current_frames().items():
+            if ident != threading.get_ident():
                 stack = traceback.format_stack(frame)
                 ours = [i for i, line in enumerate(stack) if "embodied" in line][-6:]
-                if ours:  # where it waits may be deep in a library
+                if ours:  # the last three frames show where a library waits
                     lines = "".join(line for i, line in enumerate(stack) if i in ours or i >= len(stack) - 3)
-                    told.append(f"thread {names.get(number, number)}:\n{lines}")
-        return "\n".join(told)
+                    texts.append(f"thread {names.get(ident, ident)}:\n{lines}")
+        return "\n".join(texts)
 
 
-Actor: Any = vars(ray)["remote"](concurrency_groups={"control": 1, "watch": 1})(Process)
-"""``Process`` as Ray starts it."""
+RayWorkerActor: Any = vars(ray)["remote"](concurrency_groups={"control": 1, "watch": 1})(RayWorker)
+"""``RayWorker`` as a class of Ray actors; ``WorkerHandle`` is its typed interface."""
 
 
 # -------------------------------------------------------------------------------------------------------------- driver
 @dataclass(frozen=True)
-class Handle:
-    """A process as the driver knows it."""
+class WorkerHandle:
+    """The driver's reference to a ``RayWorker``.
+
+    All calls return at once; ``wait`` returns their results.
+    """
 
     actor: Any
     name: str
@@ -265,73 +349,125 @@ class Handle:
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid}, node {self.node[:8]})"
 
+    def start(self, method: Callable[Concatenate[RayWorker, P], T], *args: P.args, **options: P.kwargs) -> Pending[T]:
+        """Start a method of the ``RayWorker``, given as ``RayWorker.NAME``."""
+        return Pending(getattr(self.actor, method.__name__).remote(*args, **options), self)
+
+    def call(
+        self, method: Callable[Concatenate[Worker, P], T], *args: P.args, **options: P.kwargs
+    ) -> Pending[Reply[T]]:
+        """Start a method of the ``Worker``, given as ``Worker.NAME``.
+
+        A ``StoreRef`` may stand for an argument.
+        """
+        return Pending(self.actor.call.remote(method, *args, **options), self)
+
+    def call_split(
+        self, method: Callable[Concatenate[Worker, P], tuple[Any, T]], *args: P.args, **options: P.kwargs
+    ) -> tuple[StoreRef, Pending[Reply[T]]]:
+        """Start a method that returns (data, result); the data stay in Ray's store."""
+        data, reply = self.actor.call_split.options(num_returns=2).remote(method, *args, **options)
+        return data, Pending(reply, self)
+
+    def call_for_data(
+        self, method: Callable[Concatenate[Worker, P], Any], *args: P.args, **options: P.kwargs
+    ) -> StoreRef:
+        """Start a method of the ``Worker`` whose result is an argument of another call.
+
+        An error of the method is raised by the call that takes its result.
+        """
+        return self.actor.call_for_data.remote(method, *args, **options)
+
 
 @dataclass(frozen=True)
-class Call:
-    """Something that a process was asked: its answer will be behind ``ref``."""
+class Pending(Generic[T_co]):
+    """A call that has been started.
+
+    Attributes:
+        ref: Ray's reference to the result.
+        handle: The process that runs it.
+    """
 
     ref: Any
-    handle: Handle
+    handle: WorkerHandle
 
 
-def wait(calls: Sequence[Call], phase: str, deadline_s: float, *, beside: Sequence[Call] = ()) -> list[Any]:
-    """Every call's answer, in order; errors of those ``beside`` count too, though nobody waits for them to end.
+def wait(
+    calls: Sequence[Pending[T]], phase: str, timeout_s: float, *, background: Sequence[Pending[Any]] = ()
+) -> list[T]:
+    """Return the results of calls, in order.
 
-    Raises the first error, with role, rank, node and phase, or ProcessLost after ``deadline_s`` with the stacks of
-    those that did not answer.
+    Args:
+        calls: The calls to wait for.
+        phase: Phase of training, for messages.
+        timeout_s: Time limit of all calls together.
+        background: Further calls that run meanwhile. They are not waited for, but their errors are
+            raised.
+
+    Raises:
+        Exception: The first error of any call, with role, rank, node and phase.
+        ProcessLost: ``timeout_s`` has passed; with the stacks of the processes that have not
+            replied.
     """
-    owner = {call.ref: call.handle for call in (*beside, *calls)}
-    wanted, found = {call.ref for call in calls}, dict[Any, Any]()
-    pending, start = list(owner), time.monotonic()
-    while wanted - found.keys():
-        left = deadline_s - (time.monotonic() - start)
-        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, min(LOOK_EVERY_S, left)))
+    handles = {call.ref: call.handle for call in (*background, *calls)}
+    wanted, results = {call.ref for call in calls}, dict[Any, Any]()
+    pending, start = list(handles), time.monotonic()
+    while wanted - results.keys():
+        remaining_s = timeout_s - (time.monotonic() - start)
+        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, min(LOOK_EVERY_S, remaining_s)))
         for ref in ready:
             try:
-                found[ref] = ray.get(ref)
+                results[ref] = ray.get(ref)
             except RayError as error:
-                raise _blame(error, owner[ref], pending, owner, phase) from None
-        if left <= 0 and not ready:
-            raise _late([owner[ref] for ref in pending if ref in wanted], phase, deadline_s)
-    return [found[call.ref] for call in calls]
+                raise _root_cause(error, handles[ref], pending, handles, phase) from None
+        if remaining_s <= 0 and not ready:
+            raise _timed_out([handles[ref] for ref in pending if ref in wanted], phase, timeout_s)
+    return [results[call.ref] for call in calls]
 
 
-def _blame(
-    error: RayError, handle: Handle, pending: Sequence[Any], owner: Mapping[Any, Handle], phase: str
+def _root_cause(
+    error: RayError, handle: WorkerHandle, pending: Sequence[Any], handles: Mapping[Any, WorkerHandle], phase: str
 ) -> Exception:
-    """The error to raise. A process that merely lost another is not the cause: the others are asked for a moment."""
-    until = time.monotonic() + 5.0
-    found = [(error, handle)]
+    """The error to raise for the run.
+
+    When a process ends, its peers also fail, often before Ray reports the end. Such an error is a
+    consequence, so other calls get a moment to report the cause.
+    """
+    deadline = time.monotonic() + 5.0
+    errors = [(error, handle)]
     pending = list(pending)
-    while pending and _follows(found[-1][0]) and time.monotonic() < until:
+    while pending and _is_consequence(errors[-1][0]) and time.monotonic() < deadline:
         ready, pending = ray.wait(pending, num_returns=1, timeout=0.2)
         for ref in ready:
             try:
                 ray.get(ref)
             except RayError as other:
-                found.append((other, owner[ref]))
-    error, handle = next((pair for pair in found if not _follows(pair[0])), found[0])
+                errors.append((other, handles[ref]))
+    error, handle = next((pair for pair in errors if not _is_consequence(pair[0])), errors[0])
     return _translated(error, handle, phase)
 
 
-def _follows(error: RayError) -> bool:
-    """Whether it only says that another process is gone."""
+def _is_consequence(error: RayError) -> bool:
+    """Whether an error only reports that a peer has ended (messages of channels and gloo)."""
     text = str(error)
     return isinstance(error, RayTaskError) and ("the process is gone" in text or "gloo/transport" in text)
 
 
-def _translated(error: RayError, handle: Handle, phase: str) -> Exception:
+def _translated(error: RayError, handle: WorkerHandle, phase: str) -> Exception:
+    """An error of Ray as one of this package, with process and phase."""
     if isinstance(error, RayTaskError):
         cause: Any = error.cause
         if isinstance(cause, (ObjectStoreFullError, OutOfDiskError)):
-            return TrainingError(f"{handle}, {phase}: {FULL}")
-        if isinstance(cause, REASONS):
+            return TrainingError(f"{handle}, {phase}: {STORE_FULL}")
+        if isinstance(cause, SELF_EXPLANATORY):
             text = str(cause)
-            mistake = phase == "build" and not isinstance(cause, ProcessLost)  # whoever finds it, it is the user's
-            return type(cause)(text if mistake else f"{handle}, {phase}: {text}")
-        if _follows(error):  # and no other process said why
+            # An error in the user's options is the same in each process, so the process is not
+            # named.
+            user_error = phase == "build" and not isinstance(cause, ProcessLost)
+            return type(cause)(text if user_error else f"{handle}, {phase}: {text}")
+        if _is_consequence(error):  # and no other process reported a cause
             return ProcessLost(
-                f"process lost: {handle}, {phase}: those it works with did not answer in time "
+                f"process lost: {handle}, {phase}: the processes it works with did not answer in time "
                 f"(cluster.step_timeout_s), or the network between them is gone: {one_line(cause, kind=True)}"
             )
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -342,40 +478,43 @@ def _translated(error: RayError, handle: Handle, phase: str) -> Exception:
 
 
 def _reason(error: RayActorError) -> str:
-    """The line of Ray's message that says why."""
+    """The lines of Ray's message that contain the reason."""
     text = str(error)
     if isinstance(error, ActorUnavailableError) or "node has died" in text or "node has crashed" in text:
-        return NODE_GONE
+        return NODE_LOST
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [x for x in lines if any(word in x.lower() for word in ("cause", "exit", "killed", "died", "terminated"))]
-    return one_line(Exception(" ".join(dict.fromkeys(told[-2:] or lines[-1:]))))[:400]
+    words = ("cause", "exit", "killed", "died", "terminated")
+    reasons = [line for line in lines if any(word in line.lower() for word in words)]
+    return one_line(Exception(" ".join(dict.fromkeys(reasons[-2:] or lines[-1:]))))[:400]
 
 
-def _late(handles: Sequence[Handle], phase: str, deadline_s: float) -> ProcessLost:
+def _timed_out(handles: Sequence[WorkerHandle], phase: str, timeout_s: float) -> ProcessLost:
+    """The error of processes that have not replied in time, with their stacks."""
     names = ", ".join(map(str, handles))
     option = "start_timeout_s" if phase == "start" else "step_timeout_s"
-    told = [
-        f"no answer for {deadline_s:g} s (cluster.{option}): {names}, {phase}; the limit is on the phase as a whole: "
+    lines = [
+        f"no answer for {timeout_s:g} s (cluster.{option}): {names}, {phase}; the limit is on the phase as a whole: "
         "where it is only slow, raise the limit"
     ]
-    asked = [(h, h.actor.stacks.remote()) for h in handles]
-    for handle, ref in asked:
+    calls = [handle.start(RayWorker.stacks) for handle in handles]
+    for call in calls:
         try:
-            told.append(f"--- {handle}\n{ray.get(ref, timeout=5.0)}")
+            lines.append(f"--- {call.handle}\n{ray.get(call.ref, timeout=5.0)}")
         except (GetTimeoutError, RayError):
-            told.append(f"--- {handle}: does not even tell what it is doing (stopped, or the machine is overloaded)")
-    return ProcessLost("\n".join(told))
+            lines.append(f"--- {call.handle}: no stacks either (the process is stopped, or the machine is overloaded)")
+    return ProcessLost("\n".join(lines))
 
 
-def end(handles: Sequence[Handle], patience_s: float) -> None:
-    """Have processes close what they hold; kill those of them that do not within a moment, and then all."""
+def end(handles: Sequence[WorkerHandle], timeout_s: float) -> None:
+    """End processes: close what they hold, and kill them after at most ``timeout_s``."""
     if not handles:
         return
-    refs = [h.actor.call.remote("close") for h in handles]
-    ray.wait(refs, num_returns=len(refs), timeout=patience_s)
-    here = ray.get_runtime_context().get_node_id()
+    calls = [handle.call(Worker.close) for handle in handles]
+    ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=timeout_s)
+    driver_node = ray.get_runtime_context().get_node_id()
     for handle in handles:
         ray.kill(handle.actor)
-        if handle.node == here and handle.pid:
-            with suppress(ProcessLookupError):  # Ray asks first; one that is stopped does not hear it
+        # ray.kill sends a request to the process, which a stopped (SIGSTOP) one does not handle.
+        if handle.node == driver_node and handle.pid:
+            with suppress(ProcessLookupError):
                 os.kill(handle.pid, signal.SIGKILL)

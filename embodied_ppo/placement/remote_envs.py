@@ -1,4 +1,4 @@
-"""Simulators in another process: what serves them there, and the ``VectorEnv`` that asks for them here."""
+"""Simulators in another process: the service that runs them, and its ``VectorEnv`` clients."""
 
 from __future__ import annotations
 
@@ -11,120 +11,134 @@ from torch import Tensor
 
 from embodied_ppo.core import tree, watchdog
 from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, Discrete, EnvError, Obs, ObsSpec, Step, VectorEnv
-from embodied_ppo.placement.channels import Desk, Message, as_tensor, frozen, thawed
+from embodied_ppo.placement.channels import Client, Message, as_tensor, deserialize_state, serialize_state
 
 FIELDS = ("obs", "reward", "terminated", "truncated", "mask", "final_obs", "success", "executed", "task")
-"""Of a ``Step``."""
-WORDS = ("task_names", "instructions")
+"""Fields of a ``Step`` that are sent."""
+TEXTS = ("task_names", "instructions")
+"""Optional attributes of a simulator that are sequences of strings."""
 NUMBERS = ("gripper_closes", "step_s")
-"""What a simulator may tell besides the protocol."""
+"""Optional attributes of a simulator that are numbers."""
 
 
-# --------------------------------------------------------------------------------------------------------------- there
-class Simulators:
-    """Makes simulators and steps them."""
+# ------------------------------------------------------------------------------------------- in the simulators' process
+class EnvService:
+    """``RequestHandler`` that creates simulators and steps them."""
 
     def __init__(self, make: Callable[[str, list[int]], VectorEnv]) -> None:
-        """``make``: what kind ("train", "evaluate") and the seeds -> simulators."""
+        """Serve simulators.
+
+        Args:
+            make: (kind, seeds) -> simulators; kind is "train" or "evaluate".
+        """
         self.make = make
         self.envs: dict[tuple[str, int], VectorEnv] = {}
-        """By who asked for them and the number they gave them."""
+        """(name of the caller, its target number) -> simulators."""
 
-    def phase(self, word: str) -> str:
+    def phase(self, method: str) -> str:
+        """See ``RequestHandler``."""
         return "simulate"
 
-    def answer(self, who: str, m: Message) -> Message:
-        """See ``Answering``."""
-        key = (who, m.to)
-        if m.word == "make":
+    def handle(self, caller: str, request: Message) -> Message:
+        """See ``RequestHandler``."""
+        key = (caller, request.target)
+        if request.method == "make":
             if key in self.envs:
                 self.envs.pop(key).close()
-            env = self.envs[key] = self.make(m.facts["kind"], m.facts["seeds"])
-            return Message("made", m.to, described(env))
+            env = self.envs[key] = self.make(request.data["kind"], request.data["seeds"])
+            return Message("made", request.target, describe_env(env))
         env = self.envs[key]
-        with watchdog.stepping if m.word == "step" else watchdog.resetting:
-            return self._call(env, key, m)
+        with watchdog.stepping if request.method == "step" else watchdog.resetting:
+            return self._call(env, key, request)
 
-    def _call(self, env: VectorEnv, key: tuple[str, int], m: Message) -> Message:
-        facts: dict[str, Any] = {}
+    def _call(self, env: VectorEnv, key: tuple[str, int], request: Message) -> Message:
+        """Call one method of the simulators, and return its result."""
+        data: dict[str, Any] = {}
         value: Any = None
-        match m.word:
+        match request.method:
             case "step":
-                step = env.step(as_tensor(m.value).to(env.device))
+                step = env.step(as_tensor(request.value).to(env.device))
                 value = {name: x for name in FIELDS if (x := getattr(step, name)) is not None}
             case "reset":
                 value = {"obs": env.reset()}
             case "reset_where":
-                value = {"obs": env.reset_where(as_tensor(m.value).to(env.device))}
+                value = {"obs": env.reset_where(as_tensor(request.value).to(env.device))}
             case "restart":
-                env.restart(m.facts["seeds"])
+                env.restart(request.data["seeds"])
             case "state":
-                value = frozen(env.state())
+                value = serialize_state(env.state())
             case "load_state":
-                value = {"obs": env.load_state(thawed(m.value))}
+                value = {"obs": env.load_state(deserialize_state(request.value))}
             case "unstable":
-                facts["unstable"] = float(getattr(env, "unstable", 0))
+                data["unstable"] = float(getattr(env, "unstable", 0))
             case "close":
                 self.envs.pop(key).close()
-            case word:
-                raise AssertionError(word)
-        return Message(m.word, m.to, facts, value)
+            case method:
+                raise AssertionError(method)
+        return Message(request.method, request.target, data, value)
 
     def close(self) -> None:
+        """Close all simulators."""
         for env in self.envs.values():
             env.close()
         self.envs.clear()
 
 
-def described(env: VectorEnv | Described) -> dict[str, Any]:
-    """Its spaces and what else it tells, as plain JSON."""
+def describe_env(env: VectorEnv | EnvDescription) -> dict[str, Any]:
+    """Return the spaces and optional attributes of simulators as plain JSON."""
 
     def array(spec: ArraySpec) -> list[Any]:
         return [list(spec.shape), str(spec.dtype).removeprefix("torch.")]
 
     obs, actions = env.obs_spec, env.action_spec
-    told: dict[str, Any] = {"id": env.id, "max_episode_steps": env.max_episode_steps}
-    told["obs"] = array(obs) if isinstance(obs, ArraySpec) else {name: array(s) for name, s in obs.items()}
-    told["actions"] = actions.n if isinstance(actions, Discrete) else [list(actions.low), list(actions.high)]
-    told |= {name: list(found) for name in WORDS if (found := getattr(env, name, None)) is not None}
-    told |= {name: found for name in NUMBERS if (found := getattr(env, name, None)) is not None}
-    return told | {"unstable": getattr(env, "unstable", None) is not None}
+    description: dict[str, Any] = {"id": env.id, "max_episode_steps": env.max_episode_steps}
+    description["obs"] = array(obs) if isinstance(obs, ArraySpec) else {name: array(s) for name, s in obs.items()}
+    description["actions"] = actions.n if isinstance(actions, Discrete) else [list(actions.low), list(actions.high)]
+    description |= {name: list(texts) for name in TEXTS if (texts := getattr(env, name, None)) is not None}
+    description |= {name: number for name in NUMBERS if (number := getattr(env, name, None)) is not None}
+    return description | {"unstable": getattr(env, "unstable", None) is not None}
 
 
-# ---------------------------------------------------------------------------------------------------------------- here
-class Described:
-    """What ``described`` told of simulators: all that a policy is made for."""
+# -------------------------------------------------------------------------------------------- in the rollout's process
+class EnvDescription:
+    """The properties of simulators that a policy is built for, read from ``describe_env``."""
 
-    def __init__(self, told: Mapping[str, Any], device: torch.device) -> None:
-        self.id: str = told["id"]
+    def __init__(self, description: Mapping[str, Any], device: torch.device) -> None:
+        """Parse a description.
+
+        Args:
+            description: What ``describe_env`` returned.
+            device: Device of observations and actions in this process.
+        """
+        self.id: str = description["id"]
         self.device = device
-        self.max_episode_steps: int | None = told["max_episode_steps"]
+        self.max_episode_steps: int | None = description["max_episode_steps"]
 
         def array(x: Any) -> ArraySpec:
             return ArraySpec(tuple(x[0]), getattr(torch, x[1]))
 
-        obs, actions = told["obs"], told["actions"]
+        obs, actions = description["obs"], description["actions"]
         self.obs_spec: ObsSpec = {n: array(x) for n, x in obs.items()} if isinstance(obs, dict) else array(obs)
         discrete = isinstance(actions, int)
         self.action_spec: ActionSpec = Discrete(actions) if discrete else Box(*(tuple(bound) for bound in actions))
-        for name in WORDS:
-            if name in told:
-                setattr(self, name, tuple(told[name]))
+        for name in TEXTS:
+            if name in description:
+                setattr(self, name, tuple(description[name]))
         for name in NUMBERS:
-            if name in told:
-                setattr(self, name, told[name])
+            if name in description:
+                setattr(self, name, description[name])
 
 
-class _Elsewhere(Described, ABC):
-    """What simulators in other processes have in common: a step in two halves, and no pictures."""
+class _AsyncEnv(EnvDescription, ABC):
+    """Simulators in other processes: a step in two halves, and no images for video."""
 
     @abstractmethod
     def send(self, action: Tensor) -> None:
-        """Begin a step."""
+        """Start a step without waiting for it."""
 
     @abstractmethod
     def receive(self) -> Step:
-        """End it."""
+        """Return the result of the step that ``send`` started."""
 
     def step(self, action: Tensor) -> Step:
         """See ``VectorEnv``."""
@@ -132,74 +146,87 @@ class _Elsewhere(Described, ABC):
         return self.receive()
 
     def render(self) -> Tensor:
-        """Raises EnvError: a film is made in the process that writes the report, by simulators of its own."""
-        raise EnvError(f"env.id={self.id}: simulators in another process draw no pictures for this one")
+        """Raise EnvError: the process that writes the report renders with its own simulators."""
+        raise EnvError(f"env.id={self.id}: simulators in another process render no images for this one")
 
 
-class RemoteEnv(_Elsewhere):
-    """Simulators of a ``Server``, as a ``VectorEnv``; ``send`` and ``receive`` are ``step`` in two halves."""
+class RemoteEnv(_AsyncEnv):
+    """``VectorEnv`` whose simulators run in an ``EnvService`` of another process."""
 
-    def __init__(self, desk: Desk, seeds: list[int], *, kind: str = "train", device: torch.device) -> None:
-        """One environment per seed. Raises TrainingError where the other process is gone."""
-        self.desk, self.to, self.num_envs = desk, desk.number(), len(seeds)
-        told = desk.ask("make", self.to, kind=kind, seeds=seeds).facts
-        super().__init__(told, device)
-        self.counts_unstable: bool = told["unstable"]
+    def __init__(self, client: Client, seeds: list[int], *, kind: str = "train", device: torch.device) -> None:
+        """Create the simulators in the other process.
 
-    def _obs(self, m: Message) -> Any:
-        assert isinstance(m.value, dict)
-        return tree.map(lambda x: x.to(self.device), m.value["obs"])
+        Args:
+            client: Connection to the service.
+            seeds: One seed per environment.
+            kind: "train" or "evaluate".
+            device: Device of observations in this process.
+
+        Raises:
+            ProcessLost: The other process has ended, or does not answer in time.
+        """
+        self.client, self.target, self.num_envs = client, client.new_target(), len(seeds)
+        description = client.request("make", self.target, kind=kind, seeds=seeds).data
+        super().__init__(description, device)
+        self.counts_unstable: bool = description["unstable"]
+
+    def _obs(self, reply: Message) -> Any:
+        """The observations of a reply, on this process's device."""
+        assert isinstance(reply.value, dict)
+        return tree.map(lambda x: x.to(self.device), reply.value["obs"])
 
     @property
     def unstable(self) -> Tensor | None:
         """See ``VectorEnv``; None where the simulator does not count."""
         if not self.counts_unstable:
             return None
-        return torch.tensor(self.desk.ask("unstable", self.to).facts["unstable"])
+        return torch.tensor(self.client.request("unstable", self.target).data["unstable"])
 
     def reset(self) -> Obs:
         """See ``VectorEnv``."""
-        return self._obs(self.desk.ask("reset", self.to))
+        return self._obs(self.client.request("reset", self.target))
 
     def send(self, action: Tensor) -> None:
-        """Begin a step."""
-        self.desk.send("step", self.to, action)
+        """Start a step without waiting for it."""
+        self.client.send("step", self.target, action)
 
     def receive(self) -> Step:
-        """End it."""
-        value = self.desk.receive(self.to).value
+        """Return the result of the step that ``send`` started."""
+        value = self.client.receive(self.target).value
         return Step(**tree.map(lambda x: x.to(self.device), value))  # pyright: ignore[reportCallIssue]
 
     def reset_where(self, where: Tensor) -> Obs | None:
         """See ``VectorEnv``."""
-        return self._obs(self.desk.ask("reset_where", self.to, where))
+        return self._obs(self.client.request("reset_where", self.target, where))
 
     def restart(self, seeds: list[int]) -> None:
         """See ``VectorEnv``."""
-        self.desk.ask("restart", self.to, seeds=seeds)
+        self.client.request("restart", self.target, seeds=seeds)
 
     def state(self) -> dict[str, Any] | None:
         """See ``VectorEnv``."""
-        found = self.desk.ask("state", self.to).value
-        return None if found is None else thawed(found)
+        state = self.client.request("state", self.target).value
+        return None if state is None else deserialize_state(state)
 
     def load_state(self, state: Mapping[str, Any]) -> Obs:
         """See ``VectorEnv``."""
-        return self._obs(self.desk.ask("load_state", self.to, frozen(state)))
+        return self._obs(self.client.request("load_state", self.target, serialize_state(state)))
 
     def close(self) -> None:
-        self.desk.ask("close", self.to)
+        """Close the simulators in the other process."""
+        self.client.request("close", self.target)
 
 
-class Joined(_Elsewhere):
-    """Equal simulators side by side as one ``VectorEnv``; they work at the same time."""
+class ConcatenatedEnvs(_AsyncEnv):
+    """Several ``RemoteEnv`` with equal spaces as one ``VectorEnv``; they step at the same time."""
 
     def __init__(self, envs: Sequence[RemoteEnv]) -> None:
-        super().__init__(described(envs[0]), envs[0].device)
+        super().__init__(describe_env(envs[0]), envs[0].device)
         self.envs = list(envs)
         self.num_envs = sum(env.num_envs for env in self.envs)
 
     def _split(self, x: Any) -> tuple[Any, ...]:
+        """Cut dimension 0 by simulators."""
         return x.split([env.num_envs for env in self.envs])
 
     @property
@@ -210,41 +237,47 @@ class Joined(_Elsewhere):
 
     def reset(self) -> Obs:
         """See ``VectorEnv``."""
-        return _beside([env.reset() for env in self.envs])
+        return _concatenate([env.reset() for env in self.envs])
 
     def send(self, action: Tensor) -> None:
-        """Begin a step."""
-        for env, part in zip(self.envs, self._split(action), strict=True):
-            env.send(part)
+        """Start a step of all simulators without waiting for it."""
+        for env, actions in zip(self.envs, self._split(action), strict=True):
+            env.send(actions)
 
     def receive(self) -> Step:
-        """End it."""
-        return _beside([env.receive() for env in self.envs])
+        """Return the result of the step that ``send`` started."""
+        return _concatenate([env.receive() for env in self.envs])
 
     def reset_where(self, where: Tensor) -> Obs | None:
         """See ``VectorEnv``."""
-        parts = [env.reset_where(part) for env, part in zip(self.envs, self._split(where), strict=True)]
-        return None if parts[0] is None else _beside(parts)
+        obs = [env.reset_where(mask) for env, mask in zip(self.envs, self._split(where), strict=True)]
+        return None if obs[0] is None else _concatenate(obs)
 
     def restart(self, seeds: list[int]) -> None:
         """See ``VectorEnv``."""
         for env in self.envs:
-            mine, seeds = seeds[: env.num_envs], seeds[env.num_envs :]
-            env.restart(mine)
+            env_seeds, seeds = seeds[: env.num_envs], seeds[env.num_envs :]
+            env.restart(env_seeds)
 
     def state(self) -> dict[str, Any] | None:
         """See ``VectorEnv``."""
-        parts = [env.state() for env in self.envs]
-        return None if parts[0] is None else {"parts": parts}
+        states = [env.state() for env in self.envs]
+        return None if states[0] is None else {"parts": states}
 
     def load_state(self, state: Mapping[str, Any]) -> Obs:
-        """See ``VectorEnv``. Raises ValueError where it is of another number of processes."""
-        return _beside([env.load_state(part) for env, part in zip(self.envs, state["parts"], strict=True)])
+        """See ``VectorEnv``.
+
+        Raises ValueError where the state is of another number of processes.
+        """
+        pairs = zip(self.envs, state["parts"], strict=True)
+        return _concatenate([env.load_state(env_state) for env, env_state in pairs])
 
     def close(self) -> None:
+        """Close all simulators."""
         for env in self.envs:
             env.close()
 
 
-def _beside(parts: Sequence[Any]) -> Any:
-    return tree.map(lambda *xs: torch.cat(xs), parts[0], *parts[1:])
+def _concatenate(values: Sequence[Any]) -> Any:
+    """Concatenate the leaves along dimension 0."""
+    return tree.map(lambda *xs: torch.cat(xs), values[0], *values[1:])

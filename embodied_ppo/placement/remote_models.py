@@ -1,6 +1,7 @@
-"""Judges, critics and references in another process: what answers there, and who asks for them here.
+"""Graders, critics and reference models in another process: the service, and its clients.
 
-``Learner`` and ``ReasoningRollout`` do not know: what asks is a ``Critic``, a ``Reference``, ``Graders``.
+``Learner`` and ``ReasoningRollout`` use the classes of both sides through the protocols
+``Critic``, ``Reference`` and ``Graders``, so they run the same code in every placement.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from embodied_ppo.algorithms.separate_critic_learner import FrozenReference, Loc
 from embodied_ppo.core import tree
 from embodied_ppo.data.prompts import Prompt
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
-from embodied_ppo.placement.channels import Desk, Message, as_tensor, frozen, thawed
+from embodied_ppo.placement.channels import Client, Message, as_tensor, deserialize_state, serialize_state
 from embodied_ppo.rewards.graders import Grade, Graders, Sample
 
 
-# --------------------------------------------------------------------------------------------------------------- there
-class Services:
-    """Those of the three that this process has."""
+# ----------------------------------------------------------------------------------------------- in the models' process
+class ModelService:
+    """``RequestHandler`` of the graders, critic and reference model of this process."""
 
     PHASES: ClassVar[dict[str, str]] = {"grade": "grade", "values": "advantages", "view": "advantages"}
 
@@ -37,71 +38,86 @@ class Services:
         critic: LocalCritic | None = None,
         reference: FrozenReference | None = None,
     ) -> None:
-        """``prompts``: as whoever asks the judge has them, in the same order."""
+        """Serve what is not None.
+
+        Args:
+            device: Device of the models.
+            judge: Graders.
+            prompts: The prompts of the callers, in the same order; requests to the graders contain
+                their indices.
+            critic: Critic with its optimiser.
+            reference: Reference model.
+        """
         self.device, self.judge, self.prompts, self.critic, self.reference = device, judge, prompts, critic, reference
-        self._looked: tuple[Rows, Tensor, Tensor] | None = None
-        """Rows and mask that the critic was asked about, and what it said."""
+        self._last_values: tuple[Rows, Tensor, Tensor] | None = None
+        """Rows, mask and values of the last request "values"; "learn" trains on these rows."""
 
-    def phase(self, word: str) -> str:
-        return self.PHASES.get(word, "update")
+    def phase(self, method: str) -> str:
+        """See ``RequestHandler``."""
+        return self.PHASES.get(method, "update")
 
-    def answer(self, who: str, m: Message) -> Message:
-        """See ``lines.Answering``."""
-        facts: dict[str, Any] = {}
+    def handle(self, caller: str, request: Message) -> Message:
+        """See ``RequestHandler``."""
+        data: dict[str, Any] = {}
         value: Any = None
-        match m.word:
+        match request.method:
             case "grade":
-                facts = self._grade(m.facts["prompts"], m.facts["texts"])
+                data = self._grade(request.data["prompts"], request.data["texts"])
             case "values":
-                rows = self._here(m)
+                rows = self._to_device(request)
                 mask = rows.pop("mask")
                 assert self.critic is not None
                 value = self.critic.values(rows, mask)
-                self._looked = rows, mask, value
+                self._last_values = rows, mask, value
             case "learn":
-                facts = self._learn(self._here(m)["returns"], m.facts["update"])
+                data = self._learn(self._to_device(request)["returns"], request.data["update"])
             case "view":
-                rows = self._here(m)
+                rows = self._to_device(request)
                 mask, action = rows.pop("mask"), rows.pop("action")
                 assert self.reference is not None
                 value = self.reference.view(rows, mask, action, hidden=False)["log_prob"]
-            case "settle":
-                self._settle(m.facts["role"], thawed(m.value))
+            case "initialize":
+                self._initialize(request.data["role"], deserialize_state(request.value))
             case "state":
-                value = frozen(self._model(m.facts["role"]).state())
+                value = serialize_state(self._model(request.data["role"]).state())
             case "load_state":
-                self._model(m.facts["role"]).load_state(thawed(m.value))
-            case word:
-                raise AssertionError(word)
-        return Message(m.word, m.to, facts, value)
+                self._model(request.data["role"]).load_state(deserialize_state(request.value))
+            case method:
+                raise AssertionError(method)
+        return Message(request.method, request.target, data, value)
 
-    def _here(self, m: Message) -> dict[str, Tensor]:
-        assert isinstance(m.value, dict)
-        return tree.map(lambda x: x.to(self.device), m.value)
+    def _to_device(self, request: Message) -> dict[str, Tensor]:
+        """The tensors of a request, on the device of the models."""
+        assert isinstance(request.value, dict)
+        return tree.map(lambda x: x.to(self.device), request.value)
 
     def _model(self, role: str) -> LocalCritic | FrozenReference:
-        found = self.critic if role == "critic" else self.reference
-        assert found is not None
-        return found
+        """The critic or the reference model."""
+        model = self.critic if role == "critic" else self.reference
+        assert model is not None
+        return model
 
-    def _grade(self, numbers: Sequence[int], texts: Sequence[str]) -> dict[str, Any]:
+    def _grade(self, indices: Sequence[int], texts: Sequence[str]) -> dict[str, Any]:
+        """Grade responses to prompts, which are given by index."""
         assert self.judge is not None
-        prompts = [self.prompts[i] for i in numbers]
+        prompts = [self.prompts[i] for i in indices]
         samples = [(p.data_source, text, p.ground_truth, p.extra) for p, text in zip(prompts, texts, strict=True)]
-        before = self.judge.failures
+        failures_before = self.judge.failures
         grades = [astuple(grade) for grade in self.judge.grade(samples, prompts)]
-        failed = self.judge.failures - before
+        failed = self.judge.failures - failures_before
         return {"grades": grades, "failed": failed, "why": self.judge.last_failure if failed else None}
 
     def _learn(self, returns: Tensor, update: int) -> dict[str, Any]:
-        assert self.critic is not None and self._looked is not None
-        rows, mask, value = self._looked
-        self._looked = None
+        """Train the critic on the rows of the last request "values"."""
+        assert self.critic is not None and self._last_values is not None
+        rows, mask, value = self._last_values
+        self._last_values = None
         self.critic.begin(rows, mask, value, returns, update)
-        told = self.critic.end()
-        return {"sums": dict(told.sums), "epochs": told.epochs, "rate": self.critic.rate}
+        stats = self.critic.end()
+        return {"sums": dict(stats.sums), "epochs": stats.epochs, "rate": self.critic.rate}
 
-    def _settle(self, role: str, weights: Mapping[str, Tensor]) -> None:
+    def _initialize(self, role: str, weights: Mapping[str, Tensor]) -> None:
+        """Start from the actor's weights."""
         if role == "reference":
             assert self.reference is not None
             self.reference.load_state(weights)
@@ -110,96 +126,111 @@ class Services:
             self.critic.module.begin_as(weights)
 
     def close(self) -> None:
-        for part in (self.judge, self.critic):
-            if part is not None:
-                part.close()
+        """Close the graders and the critic."""
+        for component in (self.judge, self.critic):
+            if component is not None:
+                component.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------- here
+# ----------------------------------------------------------------------------------------------- in the calling process
 class RemoteGraders:
-    """``Graders`` of another process, which has the same prompts."""
+    """``Graders`` of another process that holds the same prompts."""
 
-    def __init__(self, desk: Desk, prompts: Sequence[Prompt]) -> None:
-        self.desk, self.to = desk, desk.number()
-        self.numbers = {id(prompt): i for i, prompt in enumerate(prompts)}
+    def __init__(self, client: Client, prompts: Sequence[Prompt]) -> None:
+        self.client, self.target = client, client.new_target()
+        self.indices = {id(prompt): i for i, prompt in enumerate(prompts)}
         self.failures = 0
         self.last_failure: str | None = None
 
     def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
-        """See ``Graders``; of samples the texts travel, the rest is the prompts'."""
-        numbers, texts = [self.numbers[id(p)] for p in prompts], [text for _, text, *_ in samples]
-        told = self.desk.ask("grade", self.to, prompts=numbers, texts=texts).facts
-        self.failures += told["failed"]
-        self.last_failure = told["why"] or self.last_failure
-        return [Grade(*grade) for grade in told["grades"]]
+        """See ``Graders``. Only prompt indices and response texts are sent."""
+        indices, texts = [self.indices[id(p)] for p in prompts], [text for _, text, *_ in samples]
+        reply = self.client.request("grade", self.target, prompts=indices, texts=texts).data
+        self.failures += reply["failed"]
+        self.last_failure = reply["why"] or self.last_failure
+        return [Grade(*grade) for grade in reply["grades"]]
 
     def close(self) -> None:
-        """It is its own process's to close."""
+        """Do nothing: the process that holds the graders closes them."""
 
 
-class _Model:
-    """A critic or a reference of another process."""
+class _RemoteModel:
+    """A critic or a reference model of another process."""
 
     role: str
 
-    def __init__(self, desk: Desk, device: torch.device) -> None:
-        self.desk, self.to, self.device = desk, desk.number(), device
+    def __init__(self, client: Client, device: torch.device) -> None:
+        self.client, self.target, self.device = client, client.new_target(), device
 
-    def settle(self, actor: LanguagePolicy) -> None:
-        """Send it the actor's weights to begin with."""
-        self.desk.ask("settle", self.to, frozen(actor.state_dict()), role=self.role)
+    def initialize(self, actor: LanguagePolicy) -> None:
+        """Send the actor's weights, which the model starts from."""
+        self.client.request("initialize", self.target, serialize_state(actor.state_dict()), role=self.role)
 
     def state(self) -> dict[str, Any]:
-        return thawed(self.desk.ask("state", self.to, role=self.role).value)
+        """Return the state of the model in the other process."""
+        return deserialize_state(self.client.request("state", self.target, role=self.role).value)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.desk.ask("load_state", self.to, frozen(state), role=self.role)
+        """Load a state into the model in the other process."""
+        self.client.request("load_state", self.target, serialize_state(state), role=self.role)
 
-    def held(self) -> Any:
-        """Nothing is here."""
+    def state_tensors(self) -> Any:
+        """Return no tensors: this process holds none of the model's."""
         return []
 
 
-class RemoteCritic(_Model):
-    """See ``split_learner.Critic``. It learns while the actor does."""
+class RemoteCritic(_RemoteModel):
+    """``Critic`` of another process; it is trained there while this process trains the actor."""
 
     role = "critic"
 
-    def __init__(self, desk: Desk, device: torch.device, *, own: bool) -> None:
-        """``own``: it has a model of its own, and does not begin as the actor."""
-        super().__init__(desk, device)
+    def __init__(self, client: Client, device: torch.device, *, own: bool) -> None:
+        """Connect to the critic.
+
+        Args:
+            client: Connection to its process.
+            device: Device of the returned values.
+            own: Whether the critic has its own pretrained model, and so does not start from the
+                actor's weights.
+        """
+        super().__init__(client, device)
         self.own, self.rate = own, 0.0
 
-    def settle(self, actor: LanguagePolicy) -> None:
+    def initialize(self, actor: LanguagePolicy) -> None:
+        """Send the actor's weights unless the critic has its own model."""
         if not self.own:
-            super().settle(actor)
+            super().initialize(actor)
 
     def values(self, obs: Rows, mask: Tensor) -> Tensor:
-        value = self.desk.ask("values", self.to, {**obs, "mask": mask}).value
+        """See ``Critic``."""
+        value = self.client.request("values", self.target, {**obs, "mask": mask}).value
         return as_tensor(value).to(self.device)
 
     def begin(self, obs: Rows, mask: Tensor, value: Tensor, returns: Tensor, update: int) -> None:
-        """Of the rows that ``values`` was asked about."""
-        self.desk.send("learn", self.to, {"returns": returns}, update=update)
+        """Start training on the rows of the last ``values``, which the other process has kept."""
+        self.client.send("learn", self.target, {"returns": returns}, update=update)
 
     def end(self) -> OptimizationStats:
-        told = self.desk.receive(self.to).facts
-        self.rate = told["rate"]
-        return OptimizationStats(told["sums"], math.nan, told["epochs"])
+        """Wait for the training that ``begin`` started, and return its statistics."""
+        reply = self.client.receive(self.target).data
+        self.rate = reply["rate"]
+        return OptimizationStats(reply["sums"], math.nan, reply["epochs"])
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Send the critic's part of the learner's state."""
         super().load_state({name: state[name] for name in ("critic", "critic_weights")})
 
     def close(self) -> None:
-        """It is its own process's to close."""
+        """Do nothing: the process that holds the critic closes it."""
 
 
-class RemoteReference(_Model):
-    """See ``split_learner.Reference``; without hidden states."""
+class RemoteReference(_RemoteModel):
+    """``Reference`` of another process, without hidden states."""
 
     role = "reference"
 
     def view(self, obs: Rows, mask: Tensor, action: Tensor, *, hidden: bool) -> dict[str, Tensor]:
-        assert not hidden, "rules refuse the full KL with a reference elsewhere"
-        value = self.desk.ask("view", self.to, {**obs, "mask": mask, "action": action}).value
+        """See ``Reference``."""
+        assert not hidden, "validation rejects the full KL with a reference model in another process"
+        value = self.client.request("view", self.target, {**obs, "mask": mask, "action": action}).value
         return {"log_prob": as_tensor(value).to(self.device)}

@@ -1,8 +1,9 @@
-"""What travels when a policy has learnt: named tensors as one run of bytes, checked name by name at the start.
+"""Weight synchronisation: named tensors as one buffer of bytes, and the ways to transfer it.
 
-After ``publish(v)`` every policy process holds the learner's tensors bit for bit (after the cast to its own type) and
-answers version v. Four ways: share (one process: nothing moves), ipc (memory of the sender that a process on the same
-device reads), broadcast (a collective), store (an object that others fetch).
+After ``publish(v)`` each rollout process holds the learner's tensors bit for bit (after the cast to
+its own dtypes) and has version v. There are four transports: share (one process, no transfer), ipc
+(memory of the sender that a process on the same device maps), broadcast (a collective operation),
+store (an object in Ray's object store).
 """
 
 from __future__ import annotations
@@ -21,145 +22,182 @@ from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.types import PlacementError
 
 ALIGN = 16
+"""Alignment of each tensor in the buffer, bytes."""
 BUCKET = 256 << 20
-"""Bytes that are sent together: what is on its way needs memory."""
+"""Bytes that are sent in one operation; bounds the extra memory of a transfer."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Names, types and shapes of tensors, in order; where each lies in the bytes."""
+class WeightLayout:
+    """Names, dtypes and shapes of tensors in order, which determine their offsets in a buffer.
+
+    Attributes:
+        entries: (name, dtype, shape) of each tensor.
+    """
 
     entries: tuple[tuple[str, str, tuple[int, ...]], ...]
 
     @staticmethod
-    def of(tensors: dict[str, Tensor]) -> Layout:
-        kinds = ((name, str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items())
-        return Layout(tuple(kinds))
+    def of(tensors: dict[str, Tensor]) -> WeightLayout:
+        """Return the layout of named tensors."""
+        entries = ((name, str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items())
+        return WeightLayout(tuple(entries))
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each, padded."""
-        sizes = (torch.Size(s).numel() * getattr(torch, kind).itemsize for _, kind, s in self.entries)
+        """Size of each tensor, padded to ``ALIGN``, bytes."""
+        sizes = (torch.Size(shape).numel() * getattr(torch, dtype).itemsize for _, dtype, shape in self.entries)
         return [-(-size // ALIGN) * ALIGN for size in sizes]
 
     @property
     def total(self) -> int:
+        """Size of the buffer, bytes."""
         return sum(self.sizes)
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors that bytes uint8 [total] hold, sharing their memory."""
-        found = []
-        for part, (_, kind, shape) in zip(flat.split(self.sizes), self.entries, strict=True):
-            dtype = getattr(torch, kind)
-            found.append(part[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape))
-        return found
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Return the tensors in a buffer, uint8 [total], as views of its memory."""
+        views = []
+        for chunk, (_, name, shape) in zip(buffer.split(self.sizes), self.entries, strict=True):
+            dtype = getattr(torch, name)
+            views.append(chunk[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape))
+        return views
 
-    def check(self, other: Layout, who: str) -> None:
-        """Whether ``other`` has the same names and shapes in the same order (types may differ).
+    def check(self, other: WeightLayout, process: str) -> None:
+        """Check that two layouts have the same names and shapes in order; dtypes may differ.
 
-        Raises PlacementError naming the first that differs; ``who`` has the others.
+        Args:
+            other: Layout of a rollout process; ``self`` is the actor's.
+            process: Name of that process, for the message.
+
+        Raises:
+            PlacementError: The first entry that differs.
         """
-        for mine, theirs in zip(self.entries, other.entries, strict=False):
-            if (mine[0], mine[2]) != (theirs[0], theirs[2]):
+        for ours, theirs in zip(self.entries, other.entries, strict=False):
+            if (ours[0], ours[2]) != (theirs[0], theirs[2]):
                 raise PlacementError(
-                    f"weights: {mine[0]} {list(mine[2])} of the actor is {theirs[0]} {list(theirs[2])} in {who}; "
+                    f"weights: {ours[0]} {list(ours[2])} of the actor is {theirs[0]} {list(theirs[2])} in {process}; "
                     "all processes must build the same model: same version, config and files"
                 )
         if len(self.entries) != len(other.entries):
             longer = max(self.entries, other.entries, key=len)
             extra = longer[min(len(self.entries), len(other.entries))][0]
             raise PlacementError(
-                f"weights: {extra} is only in {'the actor' if longer is self.entries else who}; all processes must "
+                f"weights: {extra} is only in {'the actor' if longer is self.entries else process}; all processes must "
                 "build the same model: same version, config and files"
             )
 
 
-def moving(policy: nn.Module, *, everything: bool = False) -> dict[str, Tensor]:
-    """What an update can change: trained parameters and buffers; ``everything``: frozen parameters, too."""
-    found = {name: p.detach() for name, p in policy.named_parameters() if everything or p.requires_grad}
-    return found | dict(policy.named_buffers())
+def weight_tensors(policy: nn.Module, *, frozen: bool = False) -> dict[str, Tensor]:
+    """Return the tensors that an update can change: trained parameters and buffers.
+
+    Args:
+        policy: The model.
+        frozen: Include parameters that are not trained.
+    """
+    parameters = {name: p.detach() for name, p in policy.named_parameters() if frozen or p.requires_grad}
+    return parameters | dict(policy.named_buffers())
 
 
-class Parcel:
-    """Tensors that are sent or received again and again."""
+class WeightBuffer:
+    """Packs named tensors into bytes and unpacks them, again and again."""
 
-    def __init__(self, tensors: dict[str, Tensor], layout: Layout | None = None, ranks: Ranks | None = None) -> None:
-        """``layout``: the receiver's, whose types are sent; None: as they are. ``ranks``: who holds parts of them."""
-        self.tensors, self.layout = list(tensors.values()), layout or Layout.of(tensors)
+    def __init__(
+        self, tensors: dict[str, Tensor], layout: WeightLayout | None = None, ranks: Ranks | None = None
+    ) -> None:
+        """Pack and unpack ``tensors``.
+
+        Args:
+            tensors: Name -> tensor, which ``unpack`` writes in place.
+            layout: Layout of the receiver, whose dtypes are sent; None: the layout of ``tensors``.
+            ranks: Processes that hold a shard of each tensor; None: this process holds all of it.
+        """
+        self.tensors, self.layout = list(tensors.values()), layout or WeightLayout.of(tensors)
         self.ranks = ranks or Ranks()
 
     @torch.no_grad()
-    def pack(self, flat: Tensor | None = None) -> Tensor:
-        """Bytes uint8 [total], made where the tensors are unless given."""
-        if flat is None:
-            where = self.tensors[0].device if self.tensors else "cpu"
-            flat = torch.zeros(self.layout.total, dtype=torch.uint8, device=where)
-        for view, x in zip(self.layout.views(flat), self.tensors, strict=True):
-            view.copy_(self.ranks.whole(x))
-        return flat
+    def pack(self, buffer: Tensor | None = None) -> Tensor:
+        """Return the bytes of the tensors, uint8 [total].
 
-    def buckets(self) -> Iterator[Parcel]:
-        """The same in parts of at most BUCKET bytes, or one tensor."""
-        start, held, names = 0, 0, [name for name, *_ in self.layout.entries]
-        for i, size in enumerate([*self.layout.sizes, BUCKET + 1]):  # the last one only ends what came before
-            if i > start and held + size > BUCKET:
+        With sharded tensors this is a collective operation; the other ranks call ``join_gather``.
+
+        Args:
+            buffer: Written and returned; None: a new one on the device of the tensors.
+        """
+        if buffer is None:
+            device = self.tensors[0].device if self.tensors else "cpu"
+            buffer = torch.zeros(self.layout.total, dtype=torch.uint8, device=device)
+        for view, x in zip(self.layout.views(buffer), self.tensors, strict=True):
+            view.copy_(self.ranks.whole(x))
+        return buffer
+
+    def buckets(self) -> Iterator[WeightBuffer]:
+        """Yield buffers of consecutive tensors, each of at most ``BUCKET`` bytes or one tensor."""
+        names = [name for name, *_ in self.layout.entries]
+        start, bucket_size = 0, 0
+        for i, size in enumerate([*self.layout.sizes, BUCKET + 1]):  # BUCKET + 1 closes the last
+            if i > start and bucket_size + size > BUCKET:
                 tensors = dict(zip(names[start:i], self.tensors[start:i], strict=True))
-                yield Parcel(tensors, Layout(self.layout.entries[start:i]), self.ranks)
-                start, held = i, 0
-            held += size
+                yield WeightBuffer(tensors, WeightLayout(self.layout.entries[start:i]), self.ranks)
+                start, bucket_size = i, 0
+            bucket_size += size
 
     @torch.no_grad()
-    def assist(self) -> None:
-        """What others have to do while one packs tensors that each holds a part of."""
+    def join_gather(self) -> None:
+        """Take part in the all-gathers of another rank's ``pack``, in the same order."""
         for x in self.tensors:
             self.ranks.whole(x)
 
     @torch.no_grad()
-    def unpack(self, flat: Tensor) -> None:
-        """Into the tensors, in place."""
-        for x, view in zip(self.tensors, self.layout.views(flat), strict=True):
+    def unpack(self, buffer: Tensor) -> None:
+        """Copy bytes, uint8 [total], into the tensors."""
+        for x, view in zip(self.tensors, self.layout.views(buffer), strict=True):
             x.copy_(view)
 
     def checksum(self) -> str:
-        """16 hex digits over all bytes."""
+        """Return the first 16 hex digits of the SHA-256 of all bytes."""
         digest = hashlib.sha256()
-        for part in self.buckets():
-            digest.update(part.pack().cpu().numpy().tobytes())
+        for bucket in self.buckets():
+            digest.update(bucket.pack().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
 
-# ------------------------------------------------------------------------------------------------------ shared memory
-class Shelf:
-    """Bytes that processes of the same user on this machine can read; nothing is left when their owner ends.
+# ------------------------------------------------------------------------------------------------------- shared memory
+class SharedWeightBuffer:
+    """Bytes that other processes of the same user on this machine can map.
 
-    On the CPU an anonymous file (Linux memfd), reached through /proc; on a GPU an allocation with a CUDA IPC handle.
+    On a GPU the buffer is an allocation with a CUDA IPC handle. On the CPU it is an anonymous file
+    (Linux memfd), which other processes open through /proc; the kernel frees it when its owner
+    ends, so that a crash leaves nothing.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
+        """Allocate ``size`` bytes."""
         self.device = device
         if device.type == "cuda":
             self.flat = torch.zeros(size, dtype=torch.uint8, device=device)
             return
         self.file = os.memfd_create("embodied_ppo_weights")
-        os.ftruncate(self.file, max(1, size))
+        os.ftruncate(self.file, max(1, size))  # mmap rejects a length of 0
         self.memory = mmap.mmap(self.file, max(1, size))
         self.flat = torch.frombuffer(self.memory, dtype=torch.uint8)[:size]
 
     def handle(self) -> Any:
-        """What another process opens it with."""
+        """Return the picklable handle for ``open_shared_buffer``."""
         if self.device.type == "cuda":
+            # The receiver's stream is not ordered after ours: all writes must have ended before it
+            # reads.
             torch.cuda.synchronize(self.device)
             return self.flat.untyped_storage()._share_cuda_()
         return os.getpid(), self.file, len(self.flat)
 
 
-def open_shelf(handle: Sequence[Any], device: torch.device) -> Tensor:
-    """Bytes uint8 [size] of another process's ``Shelf``."""
+def open_shared_buffer(handle: Sequence[Any], device: torch.device) -> Tensor:
+    """Map another process's ``SharedWeightBuffer``; return its bytes, uint8 [size]."""
     if device.type == "cuda":
         storage = torch.UntypedStorage._new_shared_cuda(*handle)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-    pid, number, size = handle
-    file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+    pid, descriptor, size = handle
+    file = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
     try:
         memory = mmap.mmap(file, max(1, size))
     finally:

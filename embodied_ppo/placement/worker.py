@@ -1,9 +1,12 @@
-"""What one process of a placement holds, and what the driver asks of it. Knows neither Ray nor the mode."""
+"""What one process of a placement holds, and the methods that the driver calls.
+
+Independent of Ray and of the mode.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,40 +18,56 @@ from embodied_ppo.config.placement import ALL, ASKS, WEIGHTS
 from embodied_ppo.core import tree, watchdog
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.types import Learner, Metrics, Trajectory
-from embodied_ppo.placement.channels import Desk, Server
-from embodied_ppo.placement.offload import Luggage
-from embodied_ppo.placement.weight_sync import Layout, Parcel, Shelf, moving, open_shelf
+from embodied_ppo.placement.channels import Client, Server
+from embodied_ppo.placement.offload import TensorOffloader
+from embodied_ppo.placement.weight_sync import (
+    SharedWeightBuffer,
+    WeightBuffer,
+    WeightLayout,
+    open_shared_buffer,
+    weight_tensors,
+)
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.system import Collector, resume
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where a process sits.
+class WorkerSpec:
+    """Roles, ranks and connections of one process.
 
-    roles   it has                       ranks    role -> (which, of how many) processes of that role
-    stages  of one rollout process       desks    role -> connections to the processes of it that this one asks
-    about   what simulators are like     learners who learns together; critics: the same of the critic
-            (``simulators.described``), for who has none
-    turns   whether its tensors leave the device, for others or to be parts, so that nothing may remember where they lie
+    Attributes:
+        roles: Roles of this process.
+        ranks: Role -> (rank, world size) among the processes of that role.
+        stages: Pipeline stages of one rollout process.
+        clients: Role -> connections to the processes of that role that this process sends requests
+            to.
+        learners: Processes that train the actor together.
+        critics: Processes that train the critic together.
+        env_description: ``remote_envs.describe_env`` of the simulators, for processes without them;
+            None: unknown.
+        tensors_move: Whether the policy's tensors are offloaded or sharded, so that their addresses
+            change. Compiled code and CUDA graphs, which contain addresses, are then not used.
     """
 
     roles: tuple[str, ...]
     ranks: Mapping[str, tuple[int, int]]
     stages: int = 1
-    desks: Mapping[str, Sequence[Desk]] = field(default_factory=dict)
+    clients: Mapping[str, Sequence[Client]] = field(default_factory=dict)
     learners: Ranks = Ranks()  # noqa: RUF009  (has no state)
     critics: Ranks = Ranks()  # noqa: RUF009
-    about: Mapping[str, Any] | None = None
-    turns: bool = False
+    env_description: Mapping[str, Any] | None = None
+    tensors_move: bool = False
 
 
-class Part:
-    """Some roles of a system. What is None another process has."""
+class Worker:
+    """The roles of one process.
+
+    The driver calls its public methods, see ``ray_worker.WorkerHandle.call``.
+    """
 
     def __init__(
         self,
-        seat: Seat,
+        spec: WorkerSpec,
         *,
         policy: nn.Module | None = None,
         rollout: Collector | None = None,
@@ -57,218 +76,318 @@ class Part:
         count: Callable[[Trajectory], int] = lambda experience: 0,
         measure: Callable[[], Any] | None = None,
         write: Callable[[Any, checkpoint.Checkpoint, Path], dict[str, str | None]] | None = None,
-        about: Mapping[str, Any] | None = None,
-        settle: Callable[[], None] = lambda: None,
-        arrived: Callable[[int], None] = lambda version: None,
-        asleep: Callable[[], None] = lambda: None,
-        held: Callable[[], Any] | None = None,
+        env_description: Mapping[str, Any] | None = None,
+        initialize: Callable[[], None] = lambda: None,
+        on_weights_updated: Callable[[int], None] = lambda version: None,
+        release_cache: Callable[[], None] = lambda: None,
+        state_tensors: Callable[[], Any] | None = None,
     ) -> None:
-        """``settle``: once, when all are built. ``arrived`` hears every version of the weights. ``asleep``: forget what
-        can be made anew, for others need the device. ``held``: tensors beside the policy's, in nested containers; None:
-        the learner's state."""
-        self.seat, self.policy, self.rollout, self.learner, self.server = seat, policy, rollout, learner, server
-        self.count, self.measure, self._write, self.about = count, measure, write, about
-        self._settle, self._arrived, self._asleep = settle, arrived, asleep
-        self._held = held or (lambda: {} if self.learner is None else self.learner.state())
+        """Hold the components of the roles. A component that is None is in another process.
+
+        Args:
+            spec: Roles, ranks and connections.
+            policy: Model that acts or is trained here.
+            rollout: Collects experience.
+            learner: Trains the policy.
+            server: Replies to the requests of other processes.
+            count: Trajectory -> environment steps or tokens that are logged for it.
+            measure: Evaluates the policy.
+            write: (result of ``measure``, checkpoint, folder) -> paths of the report's files.
+            env_description: ``remote_envs.describe_env`` of the simulators.
+            initialize: Called once when all processes are built.
+            on_weights_updated: Called with each new version of the weights.
+            release_cache: Frees memory of the device that can be rebuilt (caches), before
+                offloading.
+            state_tensors: Returns tensors besides the policy's in nested containers; None: the
+                learner's state.
+        """
+        self.spec, self.policy, self.rollout, self.learner, self.server = spec, policy, rollout, learner, server
+        self.count, self.measure, self._write, self.env_description = count, measure, write, env_description
+        self._initialize, self._on_weights_updated = initialize, on_weights_updated
+        self._release_cache = release_cache
+        self._state_tensors = state_tensors or (lambda: {} if self.learner is None else self.learner.state())
         self.version = 0
-        self.kept: dict[int, Trajectory] = {}
-        """Experience of an update that the learner of this process will ask for."""
-        self.parcel: Parcel | None = None
-        self.shelf: Shelf | None = None
-        self.opened: Tensor | None = None
-        self.luggage: Luggage | None = None
+        """Version of the weights: number of updates that they contain."""
+        self.experience: dict[int, Trajectory] = {}
+        """Update -> experience that was collected here and not yet trained on here."""
+        self.weight_buffer: WeightBuffer | None = None
+        self.exported_buffer: SharedWeightBuffer | None = None
+        self.imported_buffer: Tensor | None = None
+        self.offloader: TensorOffloader | None = None
 
     # ------------------------------------------------------------------------------------------------------- phases
-    def settle(self) -> None:
-        """All processes are built: give others what they begin with."""
-        self._settle()
-        self.hang_up(*ASKS["actor"])
+    def initialize(self) -> None:
+        """Send the initial weights to remote models; called once when all processes are built."""
+        self._initialize()
+        self.finish_requests(*ASKS["actor"])
 
-    def collect(self, horizon: int, update: int) -> tuple[Any, Metrics]:
-        """Experience and its metrics; None where it stays here."""
+    def collect(self, horizon: int, update: int) -> tuple[Trajectory | None, Metrics]:
+        """Collect experience.
+
+        Args:
+            horizon: Steps per environment, or maximum length of a response.
+            update: Index of the update that the experience is for.
+
+        Returns:
+            The trajectory as NumPy arrays, [T, N, ..], and metrics. None instead of the trajectory
+            where this process trains on it: it then stays here.
+        """
         assert self.rollout is not None
         trajectory, metrics = self.rollout.collect(horizon, update=update, version=self.version)
-        self.hang_up(*ASKS["rollout"])
-        if "actor" in self.seat.roles:
-            self.kept[update] = trajectory
+        self.finish_requests(*ASKS["rollout"])
+        if "actor" in self.spec.roles:
+            self.experience[update] = trajectory
             return None, metrics
+        # Ray's object store shares NumPy arrays between processes without copies; it pickles
+        # tensors.
         return tree.map(lambda x: x.cpu().numpy(), trajectory), metrics
 
-    def update(self, update: int, experience: Sequence[Any], piece: tuple[int, int]) -> tuple[Metrics, int]:
-        """Learn from experience, or of this process's own; ``piece`` (i, n): the i-th of n equal parts of its columns.
+    def update(self, update: int, shard: tuple[int, int], *experience: Any) -> tuple[Metrics, int]:
+        """Train on experience.
 
-        Metrics, and how much was learned from.
+        Args:
+            update: Index of the update.
+            shard: (i, n): train on the i-th of n equal parts of the columns.
+            experience: Trajectories of rollout processes as NumPy arrays; none: the experience
+                collected here.
+
+        Returns:
+            Metrics, and the environment steps or tokens that were trained on.
         """
         assert self.learner is not None
-        if update in self.kept:
-            trajectory = self.kept.pop(update)
+        if update in self.experience:
+            trajectory = self.experience.pop(update)
         else:
-            where = next(self._parameters()).device
-            parts = [tree.map(lambda x: torch.from_numpy(x).to(where, copy=True), e) for e in experience]
-            trajectory = tree.map(lambda *xs: torch.cat(xs, dim=1), parts[0], *parts[1:]) if parts[1:] else parts[0]
-            i, n = piece
+            device = next(self._parameters()).device
+            # Arrays in Ray's object store are read-only and shared, so they are copied.
+            chunks = [tree.map(lambda x: torch.from_numpy(x).to(device, copy=True), arrays) for arrays in experience]
+            trajectory = chunks[0]
+            if len(chunks) > 1:
+                trajectory = tree.map(lambda *xs: torch.cat(xs, dim=1), *chunks)
+            i, n = shard
             if n > 1:
                 trajectory = tree.map(lambda x: x.chunk(n, dim=1)[i].contiguous(), trajectory)
         lag = self.version - trajectory.version.double().mean().item()
         metrics = self.learner.update(trajectory, update=update) | {"rollout/version_lag": lag}
-        self.hang_up(*ASKS["actor"])
+        self.finish_requests(*ASKS["actor"])
         return metrics, self.count(trajectory)
 
     def serve(self, callers: int, during: str) -> None:
-        """Answer others until so many are done; ``during``: for messages about the simulator."""
+        """Reply to requests until ``callers`` processes have finished theirs.
+
+        Args:
+            callers: Number of processes that send requests in this phase.
+            during: Phase, for messages about simulators ("update 3").
+        """
         assert self.server is not None
         watchdog.describe(during=during)
         self.server.serve(callers)
 
     def evaluate(self) -> Any:
-        """Measure the policy."""
+        """Evaluate the policy; return the mode's result."""
         assert self.measure is not None
         try:
             return self.measure()
         finally:
-            self.hang_up(*ASKS["rollout"])
+            # The servers wait for this message even where the evaluation fails.
+            self.finish_requests(*ASKS["rollout"])
 
-    def write(self, result: Any, saved: str, out: str) -> dict[str, str | None]:
-        """The report of an evaluation."""
+    def write(self, result: Any, checkpoint_path: str, out: str) -> dict[str, str | None]:
+        """Write the report of an evaluation.
+
+        Args:
+            result: What ``evaluate`` returned.
+            checkpoint_path: The checkpoint that was evaluated.
+            out: Folder of the report.
+
+        Returns:
+            Kind of file -> path.
+        """
         assert self._write is not None
-        return self._write(result, checkpoint.open_checkpoint(saved), Path(out))
+        return self._write(result, checkpoint.open_checkpoint(checkpoint_path), Path(out))
 
-    def hang_up(self, *roles: str) -> None:
-        """Nothing more is asked of processes that have these roles for now."""
-        for desk in dict.fromkeys(desk for role in roles for desk in self.seat.desks.get(role, ())):
-            desk.done()
+    def finish_requests(self, *roles: str) -> None:
+        """Notify the servers of these roles that no request follows in this phase."""
+        # A server may have several of the roles, but must be notified once: it counts callers.
+        for client in dict.fromkeys(client for role in roles for client in self.spec.clients.get(role, ())):
+            client.finish()
 
-    def _parameters(self) -> Any:
+    def _parameters(self) -> Iterator[nn.Parameter]:
         assert self.policy is not None
         return self.policy.parameters()
 
     # ------------------------------------------------------------------------------------------------------ weights
-    def layout(self, *, everything: bool) -> Layout:
-        """Of what travels."""
+    def weight_layout(self, *, frozen: bool) -> WeightLayout:
+        """Return the layout of the tensors to synchronise, with or without frozen parameters."""
         assert self.policy is not None
-        return Layout.of(moving(self.policy, everything=everything))
+        return WeightLayout.of(weight_tensors(self.policy, frozen=frozen))
 
-    def agree(self, layout: Layout, who: str, *, everything: bool) -> int:
-        """Send (or receive) tensors of this layout from now on; bytes. Raises PlacementError where mine differ."""
+    def prepare_weight_sync(self, layout: WeightLayout, process: str, *, frozen: bool) -> int:
+        """Send or receive tensors of this layout from now on.
+
+        Args:
+            layout: Layout of the buffer, which is the same in all processes.
+            process: Name of the process that the layout is of, for the message.
+            frozen: Include parameters that are not trained.
+
+        Returns:
+            Size of the buffer, bytes.
+
+        Raises:
+            PlacementError: The tensors of this process have other names or shapes.
+        """
         assert self.policy is not None
-        tensors = moving(self.policy, everything=everything)
-        Layout.of(tensors).check(layout, who)
-        self.parcel, self.shelf, self.opened = Parcel(tensors, layout, self.seat.learners), None, None
+        tensors = weight_tensors(self.policy, frozen=frozen)
+        WeightLayout.of(tensors).check(layout, process)
+        self.weight_buffer = WeightBuffer(tensors, layout, self.spec.learners)
+        self.exported_buffer = self.imported_buffer = None
         return layout.total
 
-    def shared(self, version: int) -> None:
-        """The learner is in this process: only the version moves."""
-        self._gather()
-        self._now(version)
+    def share_weights(self, version: int) -> None:
+        """Set the version of the weights, which the learner of this process has updated."""
+        self._gather_to_act()
+        self._set_version(version)
 
-    def _now(self, version: int) -> None:
+    def _set_version(self, version: int) -> None:
+        """Record the new version and notify the components."""
         self.version = version
-        self._arrived(version)
+        self._on_weights_updated(version)
 
-    def _gather(self) -> None:
-        """Have all weights here for who acts with them, where learners hold a part each."""
-        if self.policy is not None and "rollout" in self.seat.roles:
-            self.seat.learners.unshard(self.policy)
+    def _gather_to_act(self) -> None:
+        """All-gather sharded parameters where this process acts: inference needs no collectives."""
+        if self.policy is not None and "rollout" in self.spec.roles:
+            self.spec.learners.unshard(self.policy)
 
-    def assist(self) -> None:
-        """Another learner sends tensors of which I hold a part."""
-        assert self.parcel is not None
-        self.parcel.assist()
+    def join_gather(self) -> None:
+        """Take part in the all-gathers of another learner that sends sharded tensors."""
+        assert self.weight_buffer is not None
+        self.weight_buffer.join_gather()
 
-    def packed(self) -> Any:
-        """The tensors' bytes, as an object for others."""
-        assert self.parcel is not None
-        return self.parcel.pack(torch.zeros(self.parcel.layout.total, dtype=torch.uint8)).numpy()
+    def pack(self) -> Any:
+        """Return the bytes of the weights as a NumPy array, uint8 [bytes]."""
+        assert self.weight_buffer is not None
+        size = self.weight_buffer.layout.total
+        return self.weight_buffer.pack(torch.zeros(size, dtype=torch.uint8)).numpy()
 
-    def unpacked(self, version: int, data: Any) -> None:
-        """What ``packed`` gave."""
-        assert self.parcel is not None
-        self.parcel.unpack(torch.from_numpy(data.copy()))
-        self._now(version)
+    def unpack(self, version: int, data: Any) -> None:
+        """Load the bytes that ``pack`` returned in another process."""
+        assert self.weight_buffer is not None
+        self.weight_buffer.unpack(torch.from_numpy(data.copy()))
+        self._set_version(version)
 
-    def shelved(self) -> Any:
-        """Put the tensors where others on this device can read them: what they open it with."""
-        assert self.parcel is not None
-        if self.shelf is None:
-            self.shelf = Shelf(self.parcel.layout.total, next(self._parameters()).device)
-        self.parcel.pack(self.shelf.flat)
-        return self.shelf.handle()
+    def export_ipc(self) -> Any:
+        """Write the weights to memory that processes on this device can map; return its handle."""
+        assert self.weight_buffer is not None
+        if self.exported_buffer is None:
+            size = self.weight_buffer.layout.total
+            self.exported_buffer = SharedWeightBuffer(size, next(self._parameters()).device)
+        self.weight_buffer.pack(self.exported_buffer.flat)
+        return self.exported_buffer.handle()
 
-    def unshelved(self, version: int, handle: Any) -> None:
-        """Read what ``shelved`` put there."""
-        assert self.parcel is not None
-        if self.opened is None:
-            self.opened = open_shelf(handle, next(self._parameters()).device)
-        self.parcel.unpack(self.opened)
-        self._now(version)
+    def import_ipc(self, version: int, handle: Any) -> None:
+        """Load the weights from the memory that ``export_ipc`` of another process has written."""
+        assert self.weight_buffer is not None
+        # The sender reuses its buffer, so one mapping serves all later versions.
+        if self.imported_buffer is None:
+            self.imported_buffer = open_shared_buffer(handle, next(self._parameters()).device)
+        self.weight_buffer.unpack(self.imported_buffer)
+        self._set_version(version)
 
     def broadcast(self, version: int, group: Any) -> None:
-        """Send to, or receive from, the first rank of a process group."""
-        assert self.parcel is not None
-        for bucket in self.parcel.buckets():
-            flat = bucket.pack()
-            group.broadcast(flat, 0).wait()
+        """Send the weights to a process group (rank 0), or receive them (other ranks)."""
+        assert self.weight_buffer is not None
+        for bucket in self.weight_buffer.buckets():
+            buffer = bucket.pack()
+            group.broadcast(buffer, 0).wait()
             if group.rank():
-                bucket.unpack(flat)
-        self._now(version)
+                bucket.unpack(buffer)
+        self._set_version(version)
 
     def checksum(self) -> tuple[int, str]:
-        """The version here, and a sum over what travelled."""
+        """Return the version of the weights, and a checksum of all tensors with frozen ones."""
         assert self.policy is not None
-        return self.version, Parcel(moving(self.policy, everything=True), ranks=self.seat.learners).checksum()
+        buffer = WeightBuffer(weight_tensors(self.policy, frozen=True), ranks=self.spec.learners)
+        return self.version, buffer.checksum()
 
-    # -------------------------------------------------------------------------------------------------- taking turns
-    def reside(self, level: int) -> int:
-        """Have on the device what ``level`` of ``residency`` needs; bytes moved. Simulators stay where they are."""
+    # --------------------------------------------------------------------------------------------------- offloading
+    def move_to(self, level: int) -> int:
+        """Move tensors so that the device holds those of a residency level; simulators stay.
+
+        Args:
+            level: ASLEEP, WEIGHTS or ALL.
+
+        Returns:
+            Number of bytes that were moved.
+        """
         if self.policy is None:
             return 0
         if level < ALL:
-            self._asleep()
-        if self.luggage is None:
-            self.luggage = Luggage(self._tensors)
-        return self.luggage.move(level)
+            self._release_cache()
+        if self.offloader is None:
+            self.offloader = TensorOffloader(self._tensors)
+        return self.offloader.move_to(level)
 
     def _tensors(self, level: int) -> list[Tensor]:
-        """The policy's, or all others that the learner holds between updates."""
+        """The policy's tensors (WEIGHTS), or gradients and other state (ALL)."""
         assert self.policy is not None
-        weights = [self.seat.learners.local(x) for x in (*self.policy.parameters(), *self.policy.buffers())]
+        learners = self.spec.learners
+        weights = [learners.local(x) for x in (*self.policy.parameters(), *self.policy.buffers())]
         if level == WEIGHTS:
             return weights
-        mine = {x.untyped_storage().data_ptr() for x in weights}
-        rest = _tensors_in(self._held())
-        rest += [p.grad for p in self.policy.parameters() if p.grad is not None]
-        rest = map(self.seat.learners.local, rest)
-        return [x for x in rest if x.ndim and x.untyped_storage().data_ptr() not in mine]
+        # The learner's state may contain the policy's own tensors; a storage must belong to one
+        # level only.
+        weight_storages = {x.untyped_storage().data_ptr() for x in weights}
+        others = _tensors_in(self._state_tensors())
+        others += [p.grad for p in self.policy.parameters() if p.grad is not None]
+        others = map(learners.local, others)
+        return [x for x in others if x.ndim and x.untyped_storage().data_ptr() not in weight_storages]
 
     # --------------------------------------------------------------------------------------------------- checkpoint
     def state(self) -> bytes:
-        """Where the rollout stands, as torch.save writes it."""
+        """Return the state of the rollout in the format of torch.save."""
         assert self.rollout is not None
         buffer = io.BytesIO()
         torch.save(self.rollout.state(), buffer)
-        self.hang_up("env")
+        self.finish_requests("env")
         return buffer.getvalue()
 
-    def save(self, folder: str, update: int, rollouts: Sequence[bytes], **rest: Any) -> str:
-        """Write a checkpoint; ``rollouts``: everyone's ``state``. Of learners that hold parts all are asked, and the
-        first one writes."""
+    def save(self, folder: str, update: int, options: Mapping[str, Any], *rollouts: bytes) -> str:
+        """Write a checkpoint. All learners that hold shards call this method, and rank 0 writes.
+
+        Args:
+            folder: Folder of the run's checkpoints.
+            update: Number of updates so far.
+            options: Further arguments of ``checkpoint.save``.
+            rollouts: ``state`` of each rollout process; read by rank 0 only.
+
+        Returns:
+            Path of the checkpoint; "" on other ranks.
+        """
         assert self.policy is not None and self.learner is not None
-        ranks = self.seat.learners
+        ranks = self.spec.learners
         learner, policy = ranks.whole_state(self.learner.state()), ranks.whole_state(self.policy.state_dict())
-        self._gather()
+        self._gather_to_act()
         if ranks.rank:
             return ""
         states = [torch.load(io.BytesIO(data), weights_only=True) for data in rollouts]
         rollout = states[0] if len(states) == 1 else {"processes": states}
         training = {"learner": learner, "rollout": rollout}
-        self.hang_up(*ASKS["actor"])
-        return str(checkpoint.save(Path(folder), update=update, policy=policy, training=training, **rest))
+        self.finish_requests(*ASKS["actor"])
+        return str(checkpoint.save(Path(folder), update=update, policy=policy, training=training, **options))
 
     def load(self, path: str, notice: Callable[[str], None]) -> None:
-        """Continue where a checkpoint was saved. Raises CheckpointError where it does not fit."""
+        """Continue from a checkpoint.
+
+        Args:
+            path: The checkpoint.
+            notice: Called with lines for the log.
+
+        Raises:
+            CheckpointError: The checkpoint does not fit this run.
+        """
         assert self.policy is not None
         source = checkpoint.open_checkpoint(path)
-        rank, world = self.seat.ranks.get("rollout", (0, 1))
+        rank, world = self.spec.ranks.get("rollout", (0, 1))
         resume(
             source,
             notice,
@@ -277,43 +396,41 @@ class Part:
             learner=self.learner,
             rank=rank,
             world=world,
-            learners=self.seat.learners,
+            learners=self.spec.learners,
         )
         self.version = source.update
-        self.hang_up("env", *ASKS["actor"])
+        self.finish_requests("env", *ASKS["actor"])
 
-    # --------------------------------------------------------------------------------------------------------- rest
+    # --------------------------------------------------------------------------------------------------- statistics
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds by phase."""
-        rollout = {} if self.rollout is None else self.rollout.cpu_s
-        learner = {} if self.learner is None else self.learner.cpu_s
-        served = {} if self.server is None else self.server.cpu_s
-        phases = dict.fromkeys([*rollout, *learner, *served], 0.0)
-        return {phase: sum(told.get(phase, 0.0) for told in (rollout, learner, served)) for phase in phases}
+        """Return the CPU seconds of this process so far, by phase of training."""
+        components = [x.cpu_s for x in (self.rollout, self.learner, self.server) if x is not None]
+        phases = dict.fromkeys([phase for seconds in components for phase in seconds], 0.0)
+        return {phase: sum(seconds.get(phase, 0.0) for seconds in components) for phase in phases}
 
     def waited_s(self) -> float:
-        """Wall time in which this process waited for others, so far."""
-        desks = dict.fromkeys(desk for several in self.seat.desks.values() for desk in several)
-        return sum(desk.line.waited_s for desk in desks) + (
-            0.0 if self.server is None else self.server.exchange.waited_s
-        )
+        """Return the wall time, in seconds so far, in which this process waited for others."""
+        clients = dict.fromkeys(client for several in self.spec.clients.values() for client in several)
+        waited_s = sum(client.connection.waited_s for client in clients)
+        return waited_s + (0.0 if self.server is None else self.server.exchange.waited_s)
 
     def close(self) -> None:
-        for part in (self.rollout, self.learner, self.server):
-            if part is not None:
-                part.close()
+        """Close all components."""
+        for component in (self.rollout, self.learner, self.server):
+            if component is not None:
+                component.close()
 
 
-def alike(module: nn.Module, ranks: Ranks) -> None:
-    """All that learn together take the first one's weights."""
+def broadcast_weights(module: nn.Module, ranks: Ranks) -> None:
+    """Copy the weights of rank 0, frozen ones included, to all ranks."""
     if ranks.world > 1:
         with torch.no_grad():
-            for x in moving(module, everything=True).values():
+            for x in weight_tensors(module, frozen=True).values():
                 x.copy_(ranks.gather(x)[0])
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor in nested dictionaries and lists."""
+    """All tensors in nested dictionaries, lists and tuples."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):

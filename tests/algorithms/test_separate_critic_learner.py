@@ -463,7 +463,7 @@ def test_the_memory_of_a_step_is_foretold(who: str) -> None:
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     known = [*model.parameters(), *model.buffers(), *tree.leaves(batch)]
     rows = torch.tensor(float(T * N))
-    with memory_estimate.Living(known) as living:
+    with memory_estimate.AllocationCounter(known) as living:
         optimizer.loss(batch, rows, rows, entropy_coef=0.1)[0].backward()
     told = memory_estimate.language_step(model, N, batch.inputs["row"].shape[0], T)
     assert told == pytest.approx(living.peak, rel=0.2)

@@ -22,8 +22,8 @@ from embodied_ppo.core import tree
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.types import Metrics
 from embodied_ppo.data.prompts import Prompt
-from embodied_ppo.placement.channels import Desk, Exchange, Server, dial
-from embodied_ppo.placement.remote_models import RemoteCritic, RemoteGraders, RemoteReference, Services
+from embodied_ppo.placement.channels import Client, Exchange, Server, connect
+from embodied_ppo.placement.remote_models import ModelService, RemoteCritic, RemoteGraders, RemoteReference
 from embodied_ppo.rewards.graders import Grade, Sample
 from embodied_ppo.rewards.worker_pool import GraderPool
 from tests.algorithms.test_learner_ranks import merged, together
@@ -95,7 +95,7 @@ def test_the_number_of_ranks_changes_no_number(case: str, world: int) -> None:
 
 # ------------------------------------------------------------------------------------------------------ other processes
 @contextmanager
-def serving(services: Services) -> Iterator[Desk]:
+def serving(services: ModelService) -> Iterator[Client]:
     """A desk at a server that answers in a thread, over a real connection."""
     exchange = Exchange("127.0.0.1", "secret", 20.0)
     server = Server(services, exchange)
@@ -111,11 +111,11 @@ def serving(services: Services) -> Iterator[Desk]:
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    desk = Desk(dial(exchange.address, "secret", "asker", peer="services", patience_s=20.0))
+    desk = Client(connect(exchange.address, "secret", "asker", peer="services", timeout_s=20.0))
     try:
         yield desk
     finally:
-        desk.done()
+        desk.finish()
         thread.join(20.0)
         server.close()
     assert not failed and not thread.is_alive()
@@ -126,7 +126,7 @@ def test_critic_and_reference_elsewhere_learn_the_same_bit_for_bit(case: str) ->
     config = CASES[case]
     here, there = disturbed(learner(config)), disturbed(learner(config))
     values, reference = critic_of(there), there.actor.reference
-    services = Services(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
+    services = ModelService(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
     with serving(services) as desk:
         there.critic = RemoteCritic(desk, CPU, own=True)
         if reference is not None:
@@ -151,12 +151,12 @@ def test_they_begin_as_the_actor() -> None:
         for p in x.policy.parameters():
             p.mul_(1.1)
     values, reference = critic_of(other), other.actor.reference
-    services = Services(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
+    services = ModelService(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
     t = experience(x.policy)
     assert isinstance(t.obs, dict)
     with serving(services) as desk:
         x.critic, x.actor.reference = RemoteCritic(desk, CPU, own=False), RemoteReference(desk, CPU)
-        x.settle()
+        x.initialize()
         view = x.actor.reference.view(t.obs, t.mask, t.action, hidden=False)["log_prob"]
         torch.testing.assert_close(view[t.mask], t.log_prob[t.mask], rtol=0, atol=1e-5)
         body = dict(x.policy.model.model.named_parameters())
@@ -178,7 +178,7 @@ def test_graders_elsewhere_say_the_same() -> None:
         (p.data_source, text, p.ground_truth, p.extra) for p, text in zip(chosen, texts, strict=True)
     ]
     here = GraderPool(fails, workers=0, timeout_s=1.0)
-    services = Services(device=CPU, judge=GraderPool(fails, workers=0, timeout_s=1.0), prompts=prompts)
+    services = ModelService(device=CPU, judge=GraderPool(fails, workers=0, timeout_s=1.0), prompts=prompts)
     with serving(services) as desk:
         there = RemoteGraders(desk, prompts)
         for _ in range(2):

@@ -26,7 +26,7 @@ from embodied_ppo.core import tree
 from embodied_ppo.core.types import ProcessLost, TrainingError
 from embodied_ppo.placement import ray_system as cluster_module
 from embodied_ppo.placement import ray_worker
-from embodied_ppo.placement.ray_worker import Process
+from embodied_ppo.placement.ray_worker import RayWorker
 from embodied_ppo.training import checkpoint
 from tests.integration.test_placements import SMALL, rows
 
@@ -121,7 +121,7 @@ def test_what_a_process_does_is_told_however_deep_in_a_library_it_waits() -> Non
     waiting = threading.Thread(target=tree.map, args=(deep, 20), name="learner")
     waiting.start()
     assert inside.wait(10)
-    told = Process("actor rank 0", 0).stacks()
+    told = RayWorker("actor rank 0", 0).stacks()
     end.set()
     waiting.join()
     told = told[told.index("thread learner:") :]
@@ -132,7 +132,7 @@ def test_who_waits_for_others_in_vain_has_lost_them() -> None:
     """As gloo says it: seen where no process had ended, and the deadline had passed."""
     cause = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.h:311] Connect timeout [none]")
     told = ray_worker._translated(
-        RayTaskError("update", str(cause), cause), ray_worker.Handle(None, "actor rank 1"), "update"
+        RayTaskError("update", str(cause), cause), ray_worker.WorkerHandle(None, "actor rank 1"), "update"
     )
     assert isinstance(told, ProcessLost) and "(cluster.step_timeout_s)" in str(told) and "Connect timeout" in str(told)
 
@@ -153,10 +153,14 @@ def test_an_error_in_one_process_is_the_error_of_the_run(tmp_path: Path) -> None
         made = system(tmp_path, stack, **{"placement": "fused"})
         first = handles(made)["env,rollout,actor rank 0"]
         experience, _ = made.collect(64, update=0)
+
+        def broken(worker: Any) -> None:
+            worker.missing()
+
         with pytest.raises(
             TrainingError, match=r"env,rollout,actor rank 0 \(pid \d+, node \w+\), broken: AttributeErr"
         ):
-            made._ask([first], "broken")
+            made._call([first], broken)
         assert made.update(experience, update=0)  # the others did not notice
 
 

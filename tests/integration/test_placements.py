@@ -21,7 +21,7 @@ from embodied_ppo.config.placement import Hardware, plan
 from embodied_ppo.config.schema import ClusterConfig
 from embodied_ppo.core.types import ConfigError, EnvError, PlacementError, ProcessLost
 from embodied_ppo.placement.ray_system import Reservation
-from embodied_ppo.placement.ray_worker import LOOPBACK, Actor, Process
+from embodied_ppo.placement.ray_worker import LOOPBACK, RayWorker, RayWorkerActor
 from embodied_ppo.training import checkpoint
 
 pytestmark = pytest.mark.usefixtures("eight_slots")
@@ -301,12 +301,12 @@ def listening(pid: int) -> set[str]:
 
 def test_on_one_machine_what_we_open_is_heard_there_alone() -> None:
     """Exchange, store and process group: all at 127.0.0.1. What Ray itself opens is there before (docs/security.md)."""
-    ones = [Actor.options(num_cpus=1).remote(f"rank {i}", 1) for i in range(2)]
+    ones = [RayWorkerActor.options(num_cpus=1).remote(f"rank {i}", 1) for i in range(2)]
     opened = [one.open.remote(LOOPBACK, "secret", 20.0, serves=False, meets=False) for one in ones]
-    pids = [told["pid"] for told in ray.get(opened)]
+    pids = [told.pid for told in ray.get(opened)]
     before = set.union(*map(listening, pids))
     told = ray.get(ones[0].open.remote(LOOPBACK, "secret", 20.0, serves=True, meets=True))
-    ray.get([one.join.remote("weights", told["store"], i, 2, 20.0) for i, one in enumerate(ones)])
+    ray.get([one.join.remote("weights", told.store, i, 2, 20.0) for i, one in enumerate(ones)])
     ours = set.union(*map(listening, pids)) - before
     assert len(ours) >= 4  # exchange, store, and one of the group in each
     assert {address.partition(":")[0] for address in ours} == {"0100007F"}
@@ -319,4 +319,4 @@ def test_a_learner_that_reaches_nobody_says_where_and_how_long_it_tried() -> Non
     address = nobody.getsockname()
     nobody.close()
     with pytest.raises(ProcessLost, match=rf"team rank 0 of 2: .* at {LOOPBACK}:{address[1]} within 0.2 s \(cluster"):
-        Process("actor rank 0", 0).join("team", address, 0, 2, 0.2)
+        RayWorker("actor rank 0", 0).join("team", address, 0, 2, 0.2)

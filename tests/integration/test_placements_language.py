@@ -18,7 +18,7 @@ from embodied_ppo.config.schema import Config
 from embodied_ppo.core.types import ConfigError, PlacementError
 from embodied_ppo.modes.base import RunRequest
 from embodied_ppo.modes.reasoning import workers as reasoning_workers
-from embodied_ppo.placement.worker import Seat
+from embodied_ppo.placement.worker import WorkerSpec
 from embodied_ppo.training import checkpoint
 from tests.integration.test_placements import Once, assert_close, rows
 
@@ -115,7 +115,7 @@ def test_what_is_to_be_compiled_is_so_in_processes_too(tmp_path: Path) -> None:
     for compile, since in (("always", 0), ("auto", None)):
         s = replace(request, config=replace(asked, compile=compile))
         made, _ = reasoning_workers.build_worker(
-            s, Seat(("rollout", "actor", "critic", "reward"), {"rollout": (0, 1)}), None
+            s, WorkerSpec(("rollout", "actor", "critic", "reward"), {"rollout": (0, 1)}), None
         )
         assert isinstance(made.learner, Learner) and isinstance(made.learner.critic, LocalCritic)
         schedules = [x.optimizer.compile_schedule for x in (made.learner, made.learner.critic)]

@@ -19,28 +19,39 @@ from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import EnvError, ProcessLost, TrainingError, VectorEnv
 from embodied_ppo.modes.embodied import components as embodied
 from embodied_ppo.placement import channels
-from embodied_ppo.placement.channels import PREFIX, Desk, Exchange, Line, Message, Server, dial, interface, pack, unpack
-from embodied_ppo.placement.remote_envs import Joined, RemoteEnv, Simulators
+from embodied_ppo.placement.channels import (
+    PREFIX,
+    Client,
+    Connection,
+    Exchange,
+    Message,
+    Server,
+    connect,
+    interface,
+    pack,
+    unpack,
+)
+from embodied_ppo.placement.remote_envs import ConcatenatedEnvs, EnvService, RemoteEnv
 from embodied_ppo.rollout.simulation import Rollout, Staged
 
 CPU = torch.device("cpu")
 
 
 @contextmanager
-def serving(make: Any, desks: int = 1) -> Iterator[list[Desk]]:
+def serving(make: Any, desks: int = 1) -> Iterator[list[Client]]:
     """Lines to a server in a thread."""
     exchange = Exchange("127.0.0.1", "secret", 20.0)
-    server = Server(Simulators(make), exchange)
+    server = Server(EnvService(make), exchange)
     thread = threading.Thread(target=server.serve, args=(desks,))
     thread.start()
     found = [
-        Desk(dial(exchange.address, "secret", f"rollout {i}", peer="env 0", patience_s=20.0)) for i in range(desks)
+        Client(connect(exchange.address, "secret", f"rollout {i}", peer="env 0", timeout_s=20.0)) for i in range(desks)
     ]
     try:
         yield found
     finally:
         for desk in found:
-            desk.done()
+            desk.finish()
         thread.join(20)
         server.close()
 
@@ -78,9 +89,9 @@ def test_a_message_arrives_as_it_was_sent(value: Any) -> None:
     assert len(data) == PREFIX.size + length + size
     payload = torch.frombuffer(bytearray(data[PREFIX.size + length :] or b"\0"), dtype=torch.uint8)
     back = unpack(data[PREFIX.size : PREFIX.size + length], payload)
-    assert (back.word, back.to, back.facts) == (m.word, m.to, m.facts) and equal(back.value, value)
+    assert (back.method, back.target, back.data) == (m.method, m.target, m.data) and equal(back.value, value)
     left, right = pair()
-    a, b = Line(left, "b", 5.0), Line(right, "a", 5.0)
+    a, b = Connection(left, "b", 5.0), Connection(right, "a", 5.0)
     sender = threading.Thread(target=lambda: [a.send(m), a.send(m)])
     sender.start()
     assert all(equal(b.receive().value, value) for _ in range(2))
@@ -89,7 +100,7 @@ def test_a_message_arrives_as_it_was_sent(value: Any) -> None:
 
 def test_a_peer_that_is_gone_or_silent_is_named() -> None:
     left, right = pair()
-    line = Line(left, "env rank 2", 0.2)
+    line = Connection(left, "env rank 2", 0.2)
     with pytest.raises(TrainingError, match=r"env rank 2: no answer for 0\.2 s \(cluster\.step_timeout_s\)"):
         line.receive()
     right.sendall(PREFIX.pack(10, 0)[:5])
@@ -100,7 +111,7 @@ def test_a_peer_that_is_gone_or_silent_is_named() -> None:
         for _ in range(3):
             line.send(Message("step"))
     with pytest.raises(TrainingError, match=r"env rank 1 at 127\.0\.0\.1:1: cannot be reached"):
-        dial(("127.0.0.1", 1), "secret", "me", peer="env rank 1", patience_s=1.0)
+        connect(("127.0.0.1", 1), "secret", "me", peer="env rank 1", timeout_s=1.0)
 
 
 def test_an_address_is_found_on_its_interface() -> None:
@@ -110,16 +121,16 @@ def test_an_address_is_found_on_its_interface() -> None:
 def test_strangers_are_hung_up_on() -> None:
     exchange = Exchange("127.0.0.1", "secret", 5.0)
     assert exchange.address[0] == "127.0.0.1"
-    wrong = dial(exchange.address, "guess", "me", peer="env", patience_s=5.0)
+    wrong = connect(exchange.address, "guess", "me", peer="env", timeout_s=5.0)
     noise = socket.create_connection(exchange.address)
     noise.sendall(PREFIX.pack(1 << 60, 1 << 60) + b"\xff" * 200)
     words = socket.create_connection(exchange.address)
     words.sendall(b"GET / HTTP/1.1\r\n")
     words.shutdown(socket.SHUT_WR)
-    right = dial(exchange.address, "secret", "rollout rank 0", peer="env", patience_s=5.0)
+    right = connect(exchange.address, "secret", "rollout rank 0", peer="env", timeout_s=5.0)
     right.send(Message("reset", 7))
     line, m = exchange.receive()
-    assert line.peer == "rollout rank 0" and (m.word, m.to) == ("reset", 7)
+    assert line.peer == "rollout rank 0" and (m.method, m.target) == ("reset", 7)
     with pytest.raises(TrainingError, match="gone"):
         wrong.receive()
     assert words.recv(1) == b""
@@ -144,8 +155,8 @@ def test_strangers_are_hung_up_on() -> None:
 def test_what_is_no_message_is_told(data: bytes) -> None:
     left, right = pair()
     right.sendall(data)
-    with pytest.raises(ProcessLost, match=r"env rank 2: (sent what is no message|announces)"):
-        Line(left, "env rank 2", 1.0).receive()
+    with pytest.raises(ProcessLost, match=r"env rank 2: (sent an invalid message|announces)"):
+        Connection(left, "env rank 2", 1.0).receive()
 
 
 def test_strangers_delay_and_displace_no_caller_with_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,11 +175,11 @@ def test_strangers_delay_and_displace_no_caller_with_the_secret(monkeypatch: pyt
 
     sender = threading.Thread(target=trickle)
     sender.start()
-    friend = dial(exchange.address, "secret", "rollout rank 0", peer="env", patience_s=5.0)
+    friend = connect(exchange.address, "secret", "rollout rank 0", peer="env", timeout_s=5.0)
     start = time.monotonic()
     for number in range(3):
         friend.send(Message("step", number))
-        assert exchange.receive()[1].to == number
+        assert exchange.receive()[1].target == number
         assert len(exchange.greetings) <= 4
     assert time.monotonic() - start < 0.3
     strangers += [socket.create_connection(exchange.address)]
@@ -179,24 +190,24 @@ def test_strangers_delay_and_displace_no_caller_with_the_secret(monkeypatch: pyt
     end.set()
     sender.join()
     friend.send(Message("step", 3))
-    assert exchange.receive()[1].to == 3
+    assert exchange.receive()[1].target == 3
     exchange.close()
 
 
 def test_a_greeting_that_arrived_while_another_caller_was_answered_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline is on the caller; the time in which this process answers others is not the caller's."""
     exchange = Exchange("127.0.0.1", "secret", 5.0)
-    first = dial(exchange.address, "secret", "rollout rank 0", peer="env", patience_s=5.0)
+    first = connect(exchange.address, "secret", "rollout rank 0", peer="env", timeout_s=5.0)
     first.send(Message("make", 0))
-    assert exchange.receive()[1].word == "make"
+    assert exchange.receive()[1].method == "make"
     connection = socket.create_connection(exchange.address)  # accepted with the next message of the first
     first.send(Message("make", 1))
     monkeypatch.setattr(channels, "GREETING_S", 0.05)
     while not exchange.greetings:
         exchange.receive()
         first.send(Message("make", 2))
-    second = channels.Line(connection, "env", 5.0)
-    second.greet("secret", "rollout rank 1")
+    second = channels.Connection(connection, "env", 5.0)
+    second.send_greeting("secret", "rollout rank 1")
     time.sleep(0.1)  # a request of the first is answered
     second.send(Message("step", 7))
     assert {exchange.receive()[0].peer for _ in range(2)} == {"rollout rank 0", "rollout rank 1"}
@@ -208,20 +219,20 @@ def test_a_further_caller_displaces_no_greeting_that_has_arrived(monkeypatch: py
     exchange = Exchange("127.0.0.1", "secret", 5.0)
     friend = socket.create_connection(exchange.address)
     exchange._accept()
-    line = channels.Line(friend, "env", 5.0)
-    line.greet("secret", "rollout rank 0")
+    line = channels.Connection(friend, "env", 5.0)
+    line.send_greeting("secret", "rollout rank 0")
     stranger = socket.create_connection(exchange.address)
     exchange._accept()
     line.send(Message("step", 7))
-    assert exchange.receive()[1].to == 7
+    assert exchange.receive()[1].target == 7
     stranger.close()
     exchange.close()
 
 
 def test_a_name_cut_within_a_letter_is_heard() -> None:
     exchange = Exchange("127.0.0.1", "secret", 5.0)
-    dial(exchange.address, "secret", "é" * 47 + "a" + "é", peer="env", patience_s=5.0).send(Message("ping"))
-    assert exchange.receive()[1].word == "ping"
+    connect(exchange.address, "secret", "é" * 47 + "a" + "é", peer="env", timeout_s=5.0).send(Message("ping"))
+    assert exchange.receive()[1].method == "ping"
     exchange.close()
 
 
@@ -260,13 +271,13 @@ def test_a_rollout_over_lines_is_the_rollout(options: dict[str, Any], servers: i
         desks = [one, two][:servers]
         n = 4 // servers
         parts = [RemoteEnv(d, seeds[i * n : i * n + n], device=CPU) for i, d in enumerate(desks)]
-        env: Any = parts[0] if servers == 1 else Joined(parts)
+        env: Any = parts[0] if servers == 1 else ConcatenatedEnvs(parts)
         (there,) = rollouts(options, [env])
         for u, (trajectory, metrics) in enumerate(expected):
             found, told = there.collect(12, update=u, version=u)
             assert all(map(torch.equal, tree.leaves(found), tree.leaves(trajectory)))
             assert told == metrics
-        with pytest.raises(EnvError, match="draw no pictures for this one"):
+        with pytest.raises(EnvError, match="render no images for this one"):
             env.render()
         if servers == 1:  # and from its state
             there.load_state(state)
@@ -294,11 +305,11 @@ def test_stages_take_turns() -> None:
 
     class Told(RemoteEnv):
         def send(self, action: Tensor) -> None:
-            order.append(f"send {self.to}")
+            order.append(f"send {self.target}")
             super().send(action)
 
         def receive(self) -> Any:
-            order.append(f"receive {self.to}")
+            order.append(f"receive {self.target}")
             return super().receive()
 
     with serving(make) as (desk,):

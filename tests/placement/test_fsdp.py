@@ -309,14 +309,14 @@ def test_what_is_foreseen_is_what_is_held(processes: Processes, folder: Path) ->
     policy, obs = policy_of("tokens", folder, {})
     learner = actor_critic_learner(policy, AlgorithmConfig(global_batch_size=T * N), num_envs=N, updates=1, seed=0)
     whole = memory_estimate.predicted(policy, learner, torch.device("cpu"), experience(policy, obs, 0))
-    some = replace(whole, **memory_estimate.in_parts(policy, processes.world))
+    some = replace(whole, **memory_estimate.sharded(policy, processes.world))
     largest = max(held for _, _, held in processes(learned, "tokens", folder, {}, {}, True))
     assert some.optimiser * 1.5 == pytest.approx(largest[1], rel=0.1)  # moments, and gradients half as large
     unit = memory_estimate.nbytes([*policy.units()[0].parameters()])
     rest = whole.gradients - memory_estimate.nbytes([p for u in policy.units() for p in u.parameters()])
     assert some.weights - whole.weights // processes.world == pytest.approx(rest + 2 * unit, rel=0.01)
     assert some.activations == whole.activations and some.experience == whole.experience
-    acting = memory_estimate.in_parts(policy, processes.world, acts=True)
+    acting = memory_estimate.sharded(policy, processes.world, acts=True)
     assert acting["weights"] == pytest.approx(whole.weights * (1 + 1 / processes.world), rel=0.01)
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from embodied_ppo.config.placement import Hardware, plan
 from embodied_ppo.placement import offload
-from embodied_ppo.placement.offload import ALL, ASLEEP, WEIGHTS, Luggage, Residency
+from embodied_ppo.placement.offload import ALL, ASLEEP, WEIGHTS, Residency, TensorOffloader
 from embodied_ppo.placement.ray_system import ClusterSystem
+from embodied_ppo.placement.worker import Worker
 from tests.integration.test_placements import assert_close, rows, train
 
 
@@ -56,26 +57,26 @@ def test_tensors_come_back_bit_for_bit_where_they_were() -> None:
             return [*net.parameters(), *net.buffers()]
         return [x for s in optimizer.state.values() for x in s.values() if x.ndim]
 
-    luggage = Luggage(tensors)
+    offloader = TensorOffloader(tensors)
     for i in range(6):
         x = torch.randn(8, 5)
         for model, opt in ((net, optimizer), (twin, other)):
             opt.zero_grad()
             model(x).square().sum().backward()
             opt.step()
-        moved = luggage.move((ASLEEP, WEIGHTS, ALL)[i % 3])
+        moved = offloader.move_to((ASLEEP, WEIGHTS, ALL)[i % 3])
         if i % 3 == 0:
             assert first.untyped_storage().nbytes() == view.untyped_storage().nbytes() == 0
             whole = moved
             assert moved == sum(x.numel() * x.element_size() for x in [*net.parameters(), *net.buffers()]) + sum(
                 x.numel() * 4 for s in optimizer.state.values() for x in s.values() if x.ndim
             )
-            assert luggage.move(ASLEEP) == 0
+            assert offloader.move_to(ASLEEP) == 0
         if i % 3 == 1:
             exp_avg = optimizer.state[net[0].weight]["exp_avg"]
             assert first.untyped_storage().nbytes() > 0 and exp_avg.untyped_storage().nbytes() == 0
-        luggage.move(ALL)
-        assert sum(len(host) for host in luggage.hosts.values()) == whole  # used again, not more each time
+        offloader.move_to(ALL)
+        assert sum(len(host) for host in offloader.host_buffers.values()) == whole  # used again, not more each time
         for a, b in zip(net.state_dict().values(), twin.state_dict().values(), strict=True):
             assert torch.equal(a, b)
         assert torch.equal(view, twin[0].weight[2:4])  # pyright: ignore[reportArgumentType]
@@ -97,15 +98,15 @@ def test_a_run_whose_processes_take_turns_learns_the_same(tmp_path: Path, monkey
     options: dict[str, Any] = {"placement": "colocated", "cluster__devices_per_node": 1}
     expected = train(tmp_path / "still")  # in one process, which learns the same
     monkeypatch.setattr(offload, "MOVES", {"cpu"})
-    ask, moved = ClusterSystem._ask, dict[str, int]()
+    ask, moved = ClusterSystem._call, dict[str, int]()
 
-    def counting(self: Any, handles: Any, method: str, *args: Any, **rest: Any) -> Any:
+    def counting(self: Any, handles: Any, method: Any, *args: Any, **rest: Any) -> Any:
         told = ask(self, handles, method, *args, **rest)
-        if method == "reside":
+        if method is Worker.move_to:
             moved[handles[0].name] = moved.get(handles[0].name, 0) + sum(told)
         return told
 
-    monkeypatch.setattr(ClusterSystem, "_ask", counting)
+    monkeypatch.setattr(ClusterSystem, "_call", counting)
     assert train(tmp_path / "moving", **options) == expected
     assert moved["env rank 0"] == 0 < moved["rollout rank 0"] < moved["actor rank 0"]
     told = (tmp_path / "moving" / "metrics.jsonl").read_text()

@@ -19,7 +19,14 @@ from embodied_ppo.core.types import ArraySpec, Box, PlacementError
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.modes.embodied import components as embodied
 from embodied_ppo.placement import weight_sync
-from embodied_ppo.placement.weight_sync import Layout, Parcel, Shelf, moving, open_shelf
+from embodied_ppo.placement.weight_sync import (
+    SharedWeightBuffer,
+    WeightBuffer,
+    WeightLayout,
+    open_shared_buffer,
+    weight_tensors,
+)
+from embodied_ppo.placement.worker import Worker
 from tests.integration.test_placements import SMALL
 
 CPU = torch.device("cpu")
@@ -44,17 +51,17 @@ def bits(x: Tensor) -> bytes:
 # ----------------------------------------------------------------------------------------------------------- the bytes
 def test_tensors_arrive_bit_for_bit() -> None:
     sent, got = named(), {name: torch.zeros_like(x) for name, x in named().items()}
-    flat = Parcel(sent).pack()
-    assert flat.dtype == torch.uint8 and len(flat) == Layout.of(sent).total
-    Parcel(got).unpack(flat)
+    flat = WeightBuffer(sent).pack()
+    assert flat.dtype == torch.uint8 and len(flat) == WeightLayout.of(sent).total
+    WeightBuffer(got).unpack(flat)
     assert all(bits(got[name]) == bits(x) for name, x in sent.items())
-    assert Parcel(got).checksum() == Parcel(sent).checksum()
+    assert WeightBuffer(got).checksum() == WeightBuffer(sent).checksum()
     got["b"][3] += 1e-9
-    assert Parcel(got).checksum() != Parcel(sent).checksum()
+    assert WeightBuffer(got).checksum() != WeightBuffer(sent).checksum()
 
 
 def test_buckets_hold_all_bytes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, got = Parcel(named()), named()
+    sent, got = WeightBuffer(named()), named()
     for size, count in ((1, 6), (64, 3), (1 << 20, 1)):
         monkeypatch.setattr(weight_sync, "BUCKET", size)
         parts = list(sent.buckets())
@@ -62,21 +69,21 @@ def test_buckets_hold_all_bytes_in_order(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(torch.cat([p.pack() for p in parts]), sent.pack())
         for x in got.values():
             x.zero_()
-        for p, into in zip(parts, Parcel(got).buckets(), strict=True):
+        for p, into in zip(parts, WeightBuffer(got).buckets(), strict=True):
             into.unpack(p.pack())
         assert all(bits(got[name]) == bits(x) for name, x in named().items())
-        assert sent.checksum() == Parcel(got).checksum()
-    assert not list(Parcel({}).buckets())
+        assert sent.checksum() == WeightBuffer(got).checksum()
+    assert not list(WeightBuffer({}).buckets())
 
 
 def test_the_receivers_types_are_sent() -> None:
     master = {"w": torch.randn(4, 4)}
     acting = {"w": torch.zeros(4, 4, dtype=torch.bfloat16)}
-    layout = Layout.of(acting)
-    Layout.of(master).check(layout, "rollout rank 0")
-    flat = Parcel(master, layout).pack()
+    layout = WeightLayout.of(acting)
+    WeightLayout.of(master).check(layout, "rollout rank 0")
+    flat = WeightBuffer(master, layout).pack()
     assert len(flat) == 32
-    Parcel(acting).unpack(flat)
+    WeightBuffer(acting).unpack(flat)
     assert torch.equal(acting["w"], master["w"].bfloat16())
 
 
@@ -94,25 +101,25 @@ def test_the_receivers_types_are_sent() -> None:
 )
 def test_the_first_tensor_that_differs_is_named(other: dict[str, Tensor], text: str) -> None:
     with pytest.raises(PlacementError, match=text):
-        Layout.of(named()).check(Layout.of(other), "rollout rank 1")
+        WeightLayout.of(named()).check(WeightLayout.of(other), "rollout rank 1")
 
 
 def test_only_what_an_update_changes_travels() -> None:
     policy = ActorCritic(ArraySpec((5,)), Box((-1.0,), (1.0,)), toys.config().model)
     assert isinstance(policy, nn.Module)
-    everything = moving(policy, everything=True)
+    everything = weight_tensors(policy, frozen=True)
     for name, p in policy.named_parameters():
         p.requires_grad_("actor" in name or "policy" in name)
-    part = moving(policy)
+    part = weight_tensors(policy)
     assert set(part) < set(everything) and {name for name, _ in policy.named_buffers()} <= set(part)
-    assert Layout.of(part).total < Layout.of(everything).total
+    assert WeightLayout.of(part).total < WeightLayout.of(everything).total
 
 
 READ = """
 import sys, torch
 sys.path[:0] = sys.argv[4:]
-from embodied_ppo.placement.weight_sync import open_shelf
-flat = open_shelf((int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])), torch.device("cpu"))
+from embodied_ppo.placement.weight_sync import open_shared_buffer
+flat = open_shared_buffer((int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])), torch.device("cpu"))
 print(int(flat.sum())); sys.stdout.flush(); sys.stdin.readline()
 print(int(flat.sum()))
 """
@@ -120,7 +127,7 @@ print(int(flat.sum()))
 
 def test_a_shelf_is_read_by_another_process_and_leaves_nothing() -> None:
     before = set(os.listdir("/dev/shm"))
-    shelf = Shelf(1000, CPU)
+    shelf = SharedWeightBuffer(1000, CPU)
     shelf.flat.fill_(3)
     pid, number, size = shelf.handle()
     words = [sys.executable, "-c", READ, *map(str, (pid, number, size)), *sys.path]
@@ -132,7 +139,7 @@ def test_a_shelf_is_read_by_another_process_and_leaves_nothing() -> None:
     reader.stdin.flush()
     assert reader.stdout.readline() == "5000\n"
     reader.communicate()
-    assert int(open_shelf(shelf.handle(), CPU)[0]) == 5
+    assert int(open_shared_buffer(shelf.handle(), CPU)[0]) == 5
     assert set(os.listdir("/dev/shm")) == before
 
 
@@ -153,22 +160,22 @@ def test_after_publish_every_process_holds_the_learners_tensors(way: str, tmp_pa
         made = toys.placed(c, tmp_path, stack)
         assert made.paths == [way] * 2
         everyone = list(dict.fromkeys([*made.learners, *made.actors]))
-        assert {version for version, _ in made._ask(everyone, "checksum")} == {0}
-        seen = {made._ask(everyone, "checksum")[0][1]}
+        assert {version for version, _ in made._call(everyone, Worker.checksum)} == {0}
+        seen = {made._call(everyone, Worker.checksum)[0][1]}
         for update in range(2):
             experience, _ = made.collect(16, update=update)
             made.update(experience, update=update)
             if way != "share":  # not before it is published
-                told = made._ask(everyone, "checksum")
+                told = made._call(everyone, Worker.checksum)
                 assert told[0] != told[-1] and told[-1][0] == update
             made.publish(update + 1)
-            told = made._ask(everyone, "checksum")
+            told = made._call(everyone, Worker.checksum)
             assert set(told) == {(update + 1, told[0][1])}
             seen.add(told[0][1])
         assert len(seen) == 3  # each update changed them
         policy = embodied.make_policy(c, embodied.make_env([0], config=c.env, device=CPU))
         assert isinstance(policy, nn.Module)
-        total = Layout.of(moving(policy)).total
+        total = WeightLayout.of(weight_tensors(policy)).total
         assert made.moved_bytes == (0 if way == "share" else 2 * total)
         if way == "store":  # weights that did not arrive are noticed, if one asks for it
             made.options = replace(made.options, check_weights=True)

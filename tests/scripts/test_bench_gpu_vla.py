@@ -23,7 +23,7 @@ from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ArraySpec, Batch, Box, Decision, Trajectory
 from embodied_ppo.models.vla.pi0 import PI0
-from embodied_ppo.placement.memory_estimate import Living, imagined, predicted
+from embodied_ppo.placement.memory_estimate import AllocationCounter, fake_tensors, predicted
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -97,9 +97,9 @@ def test_what_lives_by_hand(fake: bool) -> None:
     """x [4, 8] @ W [8, 16], relu, @ V [16, 2], sum; float32. Made: 4·16·4 = 256 B, relu's 256 B, of which the first is
     dropped once relu is done; 4·2·4 = 32 B and a sum of 4 B."""
     layers = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 2, bias=False))
-    with imagined(layers) if fake else nullcontext(list(layers.parameters())) as known:
+    with fake_tensors(layers) if fake else nullcontext(list(layers.parameters())) as known:
         x = torch.zeros(4, 8)
-        with Living([*known, x]) as living:
+        with AllocationCounter([*known, x]) as living:
             h = layers[0](x)
             assert (living.now, living.peak) == (256, 256)
             h = layers[1](h)
@@ -131,7 +131,7 @@ def test_prediction_is_what_a_micro_batch_takes(part: str) -> None:
     hooks = [p.register_post_accumulate_grad_hook(forget) for p in policy.parameters() if p.requires_grad]
     b = batch(policy, t)
     whole = losses.denominator(b.mask)
-    with Living([*policy.parameters(), *policy.buffers(), *tree.leaves(b)]) as living:
+    with AllocationCounter([*policy.parameters(), *policy.buffers(), *tree.leaves(b)]) as living:
         loss, _ = learner.optimizer.loss(b, whole, whole, entropy_coef=0.0)
         loss.backward()
         del loss

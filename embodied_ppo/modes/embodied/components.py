@@ -35,7 +35,7 @@ from embodied_ppo.models.vla.gaussian import GaussianVLA
 from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
 from embodied_ppo.modes.base import Evaluator, RunRequest, TaskFiles
-from embodied_ppo.placement.remote_envs import Described
+from embodied_ppo.placement.remote_envs import EnvDescription
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.logging import numbers
@@ -129,7 +129,7 @@ Written: TypeAlias = "dict[str, str | None]"
 
 
 # ----------------------------------------------------------------------------------------------- policy and compilation
-def make_policy(config: Config, env: VectorEnv | Described) -> AnyPolicy:
+def make_policy(config: Config, env: VectorEnv | EnvDescription) -> AnyPolicy:
     """Return the policy of ``config.model`` for the spaces of ``env``, with weights from ``config.seed``.
 
     Raises:

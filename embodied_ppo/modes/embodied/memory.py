@@ -17,7 +17,7 @@ from embodied_ppo.modes.base import MemoryNeeds
 from embodied_ppo.modes.embodied import components
 from embodied_ppo.modes.embodied.components import share_of
 from embodied_ppo.placement import memory_estimate
-from embodied_ppo.placement.remote_envs import Described, described
+from embodied_ppo.placement.remote_envs import EnvDescription, describe_env
 
 
 class EmbodiedMemoryEstimator:
@@ -32,7 +32,7 @@ class EmbodiedMemoryEstimator:
         self.config, self.cpu = config, torch.device("cpu")
         env = components.make_env(env_seeds(0, 0, 1), config=config.env, device=self.cpu)
         try:
-            self.spaces = Described(described(env), self.cpu)
+            self.spaces = EnvDescription(describe_env(env), self.cpu)
         finally:
             env.close()
         self.policy = components.make_policy(config, self.spaces)
@@ -46,7 +46,7 @@ class EmbodiedMemoryEstimator:
         update = self._updating(learners, micro)
         if self.config.cluster.shard if shard is None else shard:
             acts = placed.fused("rollout", "actor")
-            update = replace(update, **memory_estimate.in_parts(self.policy, learners, acts=acts))
+            update = replace(update, **memory_estimate.sharded(self.policy, learners, acts=acts))
         weights = memory_estimate.nbytes([*self.policy.parameters(), *self.policy.buffers()])
         experience = memory_estimate.nbytes(trajectory) * placed.stages
         needs: MemoryNeeds = {}

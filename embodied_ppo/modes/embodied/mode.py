@@ -30,7 +30,7 @@ from embodied_ppo.modes.embodied.profile import profile
 from embodied_ppo.modes.embodied.workers import build_worker
 from embodied_ppo.placement import cost_model
 from embodied_ppo.placement.channels import Exchange
-from embodied_ppo.placement.worker import Part, Seat
+from embodied_ppo.placement.worker import Worker, WorkerSpec
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.local_system import LocalSystem
 
@@ -137,9 +137,9 @@ class EmbodiedMode(Mode):
         return RunComponents(system, self.title(config), writer, facts)
 
     def build_worker(
-        self, request: RunRequest, seat: Seat, exchange: Exchange | None
-    ) -> tuple[Part, Mapping[str, Any]]:
-        return build_worker(request, seat, exchange)
+        self, request: RunRequest, spec: WorkerSpec, exchange: Exchange | None
+    ) -> tuple[Worker, Mapping[str, Any]]:
+        return build_worker(request, spec, exchange)
 
     # ------------------------------------------------------------------------------------------------ checkpoints
     def evaluator(

@@ -30,7 +30,7 @@ from embodied_ppo.modes.profile import (
 )
 from embodied_ppo.placement import cost_model, memory_estimate
 from embodied_ppo.placement.remote_envs import FIELDS
-from embodied_ppo.placement.weight_sync import moving
+from embodied_ppo.placement.weight_sync import weight_tensors
 
 Timings = dict[tuple[str, bool], list[Timing]]
 """(part of the work, whether compiled) -> timings by number of environments."""
@@ -187,6 +187,6 @@ class _Probe:
         return {
             "step_bytes": memory_estimate.nbytes([*self.messages()]) / self.n,
             "experience_bytes": memory_estimate.nbytes(self.trajectory) * self.divisor,
-            "weights_bytes": memory_estimate.nbytes(moving(policy)),
+            "weights_bytes": memory_estimate.nbytes(weight_tensors(policy)),
             "gradient_bytes": trainable_bytes(policy),
         }

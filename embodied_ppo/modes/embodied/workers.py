@@ -18,37 +18,37 @@ from embodied_ppo.modes.base import TURNS, RunRequest
 from embodied_ppo.modes.embodied import components
 from embodied_ppo.modes.workers import shard_notice
 from embodied_ppo.placement.channels import Exchange, Server
-from embodied_ppo.placement.remote_envs import Described, Joined, RemoteEnv, Simulators, described
-from embodied_ppo.placement.worker import Part, Seat, alike
+from embodied_ppo.placement.remote_envs import ConcatenatedEnvs, EnvDescription, EnvService, RemoteEnv, describe_env
+from embodied_ppo.placement.worker import Worker, WorkerSpec, broadcast_weights
 from embodied_ppo.rollout.simulation import Staged
 from embodied_ppo.training import checkpoint
 
 
-def build_worker(request: RunRequest, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping[str, Any]]:
+def build_worker(request: RunRequest, spec: WorkerSpec, exchange: Exchange | None) -> tuple[Worker, Mapping[str, Any]]:
     """Build the roles of one process; see ``Mode.build_worker``.
 
     Args:
         exchange: Receives the requests of rollouts where the simulators are here and the rollouts are not.
     """
-    config, roles, learners = request.config, seat.roles, seat.learners
+    config, roles, learners = request.config, spec.roles, spec.learners
     server = None
     if exchange is not None:
-        server = Server(Simulators(lambda kind, seeds: _local_simulators(request, seeds, kind)), exchange)
+        server = Server(EnvService(lambda kind, seeds: _local_simulators(request, seeds, kind)), exchange)
     if roles == ("env",):
-        return Part(seat, server=server), {}
-    rank, world = seat.ranks.get("rollout", (0, 1))
-    envs, stages = list[VectorEnv](), world * seat.stages
+        return Worker(spec, server=server), {}
+    rank, world = spec.ranks.get("rollout", (0, 1))
+    envs, stages = list[VectorEnv](), world * spec.stages
     if "rollout" in roles:
         seeds = env_seeds(config.seed, 0, config.env.num_envs, config.algorithm.group_size)
         n = config.env.num_envs // stages
-        for stage in range(rank * seat.stages, (rank + 1) * seat.stages):
-            envs.append(_simulators(request, seat, seeds[stage * n : stage * n + n], "train"))
-    spaces = described(envs[0]) if envs else seat.about or _describe_simulators(request)
+        for stage in range(rank * spec.stages, (rank + 1) * spec.stages):
+            envs.append(_simulators(request, spec, seeds[stage * n : stage * n + n], "train"))
+    spaces = describe_env(envs[0]) if envs else spec.env_description or _describe_simulators(request)
     # A sharded model need not fit on the device as a whole, so it is built in host memory.
     on_host = learners.sharded and not config.cloning.steps
     device = torch.device("cpu") if on_host else request.device
-    policy = components.make_policy(config, envs[0] if envs else Described(spaces, device))
-    if seat.turns:
+    policy = components.make_policy(config, envs[0] if envs else EnvDescription(spaces, device))
+    if spec.tensors_move:
         compiled_since, reason = None, TURNS
     else:
         compiled_since, reason = components.compile_from(config, request.device, request.notice, parts=stages)
@@ -65,7 +65,7 @@ def build_worker(request: RunRequest, seat: Seat, exchange: Exchange | None) -> 
     if "actor" in roles:
         if not learners.rank:
             facts = components.clone(request, policy)
-        alike(policy, learners)  # the clone exists in the first learner only
+        broadcast_weights(policy, learners)  # the clone exists in the first learner only
         world = learners.world
         if compiled_since is not None and world > 1:
             request.notice(f"compile: minibatches are not compiled, {world} processes learn together")
@@ -78,23 +78,23 @@ def build_worker(request: RunRequest, seat: Seat, exchange: Exchange | None) -> 
             env,
             policy,
             compile_schedule(),
-            stage=rank * seat.stages + i,
+            stage=rank * spec.stages + i,
             stages=stages,
         )
         for i, env in enumerate(envs)
     ]
-    return Part(
-        seat,
+    return Worker(
+        spec,
         policy=policy,
         rollout=None if not rollouts else rollouts[0] if len(rollouts) == 1 else Staged(rollouts),
         learner=learner,
         server=server,
         count=lambda experience: steps_per_update(config) // learners.world,
         measure=lambda: components.measure(
-            config.evaluation, policy, lambda seeds: _simulators(request, seat, seeds, "evaluate")
+            config.evaluation, policy, lambda seeds: _simulators(request, spec, seeds, "evaluate")
         ),
         write=_sharded_writer(request, spaces) if learners.sharded else components.writer(request, policy),
-        about=spaces,
+        env_description=spaces,
     ), facts
 
 
@@ -104,7 +104,7 @@ def _sharded_writer(
     """Return ``components.writer`` with the checkpoint's weights, since no process has all of them."""
 
     def write(result: EvaluationResult, source: checkpoint.Checkpoint, out: Path) -> components.Written:
-        policy = components.make_policy(request.config, Described(spaces, torch.device("cpu")))
+        policy = components.make_policy(request.config, EnvDescription(spaces, torch.device("cpu")))
         checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
         return components.writer(request, policy)(result, source, out)
 
@@ -123,19 +123,19 @@ def _describe_simulators(request: RunRequest) -> dict[str, Any]:
     """Return the spaces of the simulators; one is made and closed for it."""
     env = _local_simulators(request, env_seeds(0, 0, 1), "train")
     try:
-        return described(env)
+        return describe_env(env)
     finally:
         env.close()
 
 
-def _simulators(request: RunRequest, seat: Seat, seeds: list[int], kind: str) -> VectorEnv:
+def _simulators(request: RunRequest, spec: WorkerSpec, seeds: list[int], kind: str) -> VectorEnv:
     """Return simulators of this process, or of others: of all to train, of the first to evaluate."""
-    desks = seat.desks.get("env", ())
-    if not desks:
+    clients = spec.clients.get("env", ())
+    if not clients:
         return _local_simulators(request, seeds, kind)
-    desks = desks if kind == "train" else desks[:1]
-    n = len(seeds) // len(desks)
+    clients = clients if kind == "train" else clients[:1]
+    n = len(seeds) // len(clients)
     parts = [
-        RemoteEnv(desk, seeds[i * n : i * n + n], kind=kind, device=request.device) for i, desk in enumerate(desks)
+        RemoteEnv(desk, seeds[i * n : i * n + n], kind=kind, device=request.device) for i, desk in enumerate(clients)
     ]
-    return parts[0] if len(parts) == 1 else Joined(parts)
+    return parts[0] if len(parts) == 1 else ConcatenatedEnvs(parts)

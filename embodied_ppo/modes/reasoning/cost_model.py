@@ -73,12 +73,12 @@ class Measured(Machine):
     gradient_bytes: float
     critic_gradient_bytes: float
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """See ``Machine``."""
         named = {"generating": self.generate, "grading": self.grade, "the reference": self.view, "values": self.values}
         named |= {"the actor's update": self.learn, "the critic's": self.teach}
         each = [f"{name} {cost.wall(self.responses):.3g} s" for name, cost in named.items() if cost is not None]
-        return f"of {self.responses} responses {', '.join(each)}; {super().told()}"
+        return f"of {self.responses} responses {', '.join(each)}; {super().summary()}"
 
 
 def predicted(p: Plan | None, m: Measured, needs: Mapping[str, Need]) -> Prediction:

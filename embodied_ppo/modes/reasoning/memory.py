@@ -58,7 +58,7 @@ class ReasoningMemoryEstimator:
                 step = self._step(role, model, learners, micro or self.micro_batch_size or sequences)
                 need["activations"] = max(need["activations"], step)
             if "reference" in group.roles:
-                sharded = memory_estimate.in_parts(policy, learners)["weights"] if shard else None
+                sharded = memory_estimate.sharded(policy, learners)["weights"] if shard else None
                 need["weights"] += full_weights if sharded is None else sharded
             if learns or rolls_out:
                 row = 8 * longest + memory_estimate.TOKEN * a.response_length
@@ -69,7 +69,7 @@ class ReasoningMemoryEstimator:
     def _held(self, role: str, model: Any, learners: int, shard: bool, rolls_out: bool) -> dict[str, int]:
         """Return the bytes of a trained model and its optimiser, without the actor's weights if not sharded."""
         if shard:
-            return memory_estimate.in_parts(model, learners, acts=role == "actor" and rolls_out)
+            return memory_estimate.sharded(model, learners, acts=role == "actor" and rolls_out)
         size = memory_estimate.nbytes([p for p in model.parameters() if p.requires_grad])
         held = {"gradients": size, "optimiser": 2 * size}
         if role == "critic":

@@ -29,7 +29,7 @@ from embodied_ppo.modes.reasoning.profile import profile
 from embodied_ppo.modes.reasoning.workers import build_worker
 from embodied_ppo.placement.channels import Exchange
 from embodied_ppo.placement.cost_model import Choice
-from embodied_ppo.placement.worker import Part, Seat
+from embodied_ppo.placement.worker import Worker, WorkerSpec
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.local_system import LocalSystem
 
@@ -149,9 +149,9 @@ class ReasoningMode(Mode):
         return RunComponents(system, title, components.writer(request))
 
     def build_worker(
-        self, request: RunRequest, seat: Seat, exchange: Exchange | None
-    ) -> tuple[Part, Mapping[str, Any]]:
-        return build_worker(request, seat, exchange)
+        self, request: RunRequest, spec: WorkerSpec, exchange: Exchange | None
+    ) -> tuple[Worker, Mapping[str, Any]]:
+        return build_worker(request, spec, exchange)
 
     # ------------------------------------------------------------------------------------------------ checkpoints
     def evaluator(

@@ -32,7 +32,7 @@ from embodied_ppo.modes.profile import (
 from embodied_ppo.modes.reasoning import components
 from embodied_ppo.modes.reasoning.cost_model import Measured
 from embodied_ppo.placement import memory_estimate
-from embodied_ppo.placement.weight_sync import moving
+from embodied_ppo.placement.weight_sync import weight_tensors
 
 
 def profile(request: RunRequest, update: int, plans: Sequence[placement.Plan | None]) -> Measured:
@@ -76,7 +76,7 @@ def profile(request: RunRequest, update: int, plans: Sequence[placement.Plan | N
             concurrent=config.critic.concurrent,
             gradient_bytes=trainable_bytes(policy),
             critic_gradient_bytes=0 if critic is None else trainable_bytes(critic),
-            weights_bytes=memory_estimate.nbytes(moving(policy)),
+            weights_bytes=memory_estimate.nbytes(weight_tensors(policy)),
             experience_bytes=probe.experience_bytes,
             copy_byte_s=time_copy(request.device),
             cores=parallel_cores(),
@@ -177,7 +177,7 @@ class _FreeModels:
     def __init__(self, log_prob: Tensor) -> None:
         self.log_prob = log_prob
 
-    def settle(self, actor: LanguagePolicy) -> None: ...
+    def initialize(self, actor: LanguagePolicy) -> None: ...
 
     def values(self, obs: Rows, mask: Tensor) -> Tensor:
         return torch.zeros_like(self.log_prob)
@@ -195,7 +195,7 @@ class _FreeModels:
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
-    def held(self) -> Any:
+    def state_tensors(self) -> Any:
         return []
 
     def close(self) -> None: ...

@@ -21,25 +21,25 @@ from embodied_ppo.modes.base import RunRequest
 from embodied_ppo.modes.reasoning import components
 from embodied_ppo.modes.workers import shard_notice
 from embodied_ppo.placement.channels import Exchange, Server
-from embodied_ppo.placement.remote_models import RemoteCritic, RemoteGraders, RemoteReference, Services
-from embodied_ppo.placement.worker import Part, Seat, alike
+from embodied_ppo.placement.remote_models import ModelService, RemoteCritic, RemoteGraders, RemoteReference
+from embodied_ppo.placement.worker import Worker, WorkerSpec, broadcast_weights
 from embodied_ppo.rewards.graders import Graders
 
 
-def build_worker(request: RunRequest, seat: Seat, exchange: Exchange | None) -> tuple[Part, Mapping[str, Any]]:
+def build_worker(request: RunRequest, spec: WorkerSpec, exchange: Exchange | None) -> tuple[Worker, Mapping[str, Any]]:
     """Build the roles of one process; see ``Mode.build_worker``.
 
     Args:
         exchange: Receives the requests of processes that lack a role that is here.
     """
-    config, roles = request.config, seat.roles
+    config, roles = request.config, spec.roles
     stack = ExitStack()
     # A sharded model need not fit on the device as a whole, so it is built in host memory.
-    on_host = seat.learners.sharded and "rollout" not in roles and not config.warm_start.steps
+    on_host = spec.learners.sharded and "rollout" not in roles and not config.warm_start.steps
     device = torch.device("cpu") if on_host else request.device
     m = components.read_inputs(replace(request, device=device))
     graders: Graders | None = None
-    first_learner = "actor" in roles and not seat.learners.rank
+    first_learner = "actor" in roles and not spec.learners.rank
     if "reward" in roles:
         rule = components.make_graders(config, m.prompts, stack)
         if config.reward.model.pairs or first_learner:
@@ -48,8 +48,8 @@ def build_worker(request: RunRequest, seat: Seat, exchange: Exchange | None) -> 
     elif first_learner:
         components.warm_start_actor(request, m.policy, m.tokenizer)
     if "actor" in roles:
-        alike(m.policy, seat.learners)
-    critic, values = _critic(replace(request, device=device), seat, m)
+        broadcast_weights(m.policy, spec.learners)
+    critic, values = _critic(replace(request, device=device), spec, m)
     reference: FrozenReference | None = None
     if "reference" in roles and "actor" not in roles:
         a, frozen = config.algorithm, m.policy
@@ -58,7 +58,7 @@ def build_worker(request: RunRequest, seat: Seat, exchange: Exchange | None) -> 
         reference = FrozenReference(frozen, tokens=a.micro_batch_tokens, columns=log_prob_rows(a))
     server = None
     if exchange is not None:
-        services = Services(
+        services = ModelService(
             device=request.device,
             judge=graders,
             prompts=m.prompts,
@@ -69,25 +69,25 @@ def build_worker(request: RunRequest, seat: Seat, exchange: Exchange | None) -> 
     rollout = engine = learner = None
     if "rollout" in roles:
         engine = components.make_engine(m)
-        desks = seat.desks.get("reward", ())
-        scores = graders if graders is not None else RemoteGraders(desks[0], m.prompts)
-        rollout = components.make_rollout(request, m, engine, scores, *seat.ranks["rollout"])
+        clients = spec.clients.get("reward", ())
+        scores = graders if graders is not None else RemoteGraders(clients[0], m.prompts)
+        rollout = components.make_rollout(request, m, engine, scores, *spec.ranks["rollout"])
     if "actor" in roles:
         learner = components.make_learner(
             request,
             m.policy,
             critic,
             components.compile_from(config),
-            ranks=seat.learners,
-            reference=_remote_reference(request, seat),
+            ranks=spec.learners,
+            reference=_remote_reference(request, spec),
         )
-        if seat.learners.sharded and not seat.learners.rank:
-            request.notice(shard_notice(m.policy, seat.learners))
+        if spec.learners.sharded and not spec.learners.rank:
+            request.notice(shard_notice(m.policy, spec.learners))
     other_models: list[nn.Module] = [] if values is None else [values.module]
     other_models += [] if reference is None else [reference.policy]
     acts_or_learns = rollout is not None or learner is not None
-    worker = Part(
-        seat,
+    worker = Worker(
+        spec,
         policy=m.policy if acts_or_learns else nn.ModuleList(other_models),
         rollout=rollout,
         learner=learner,
@@ -95,29 +95,29 @@ def build_worker(request: RunRequest, seat: Seat, exchange: Exchange | None) -> 
         count=components.response_tokens,
         measure=None if rollout is None else components.held_out_evaluation(m, rollout),
         write=components.writer(request),
-        settle=(lambda: None) if learner is None else learner.settle,
-        arrived=(lambda version: None) if engine is None else engine.update_weights,
-        asleep=(lambda: None) if engine is None else engine.sleep,
-        held=lambda: [x.held() for x in (learner or values, reference) if x is not None],
+        initialize=(lambda: None) if learner is None else learner.initialize,
+        on_weights_updated=(lambda version: None) if engine is None else engine.update_weights,
+        release_cache=(lambda: None) if engine is None else engine.sleep,
+        state_tensors=lambda: [x.state_tensors() for x in (learner or values, reference) if x is not None],
     )
     return worker, {}
 
 
-def _critic(request: RunRequest, seat: Seat, m: components.Inputs) -> tuple[Critic | None, LocalCritic | None]:
+def _critic(request: RunRequest, spec: WorkerSpec, m: components.Inputs) -> tuple[Critic | None, LocalCritic | None]:
     """Return the critic that the actor of this process calls, and the one that is in this process."""
     config, device = request.config, request.device
-    if "critic" in seat.roles:
+    if "critic" in spec.roles:
         critic = components.make_critic(config, m.policy, device)
         assert critic is not None
         since = components.compile_from(config)
-        values = components.make_critic_learner(request, critic, since, ranks=seat.critics)
+        values = components.make_critic_learner(request, critic, since, ranks=spec.critics)
         return values, values
-    desks = seat.desks.get("critic", ())
+    clients = spec.clients.get("critic", ())
     own = config.critic.model.path is not None or bool(config.critic.model.architecture)
-    return (RemoteCritic(desks[0], device, own=own) if desks else None), None
+    return (RemoteCritic(clients[0], device, own=own) if clients else None), None
 
 
-def _remote_reference(request: RunRequest, seat: Seat) -> Reference | None:
+def _remote_reference(request: RunRequest, spec: WorkerSpec) -> Reference | None:
     """Return the reference of another process; None: the learner copies the actor."""
-    desks = seat.desks.get("reference", ())
-    return RemoteReference(desks[0], request.device) if desks else None
+    clients = spec.clients.get("reference", ())
+    return RemoteReference(clients[0], request.device) if clients else None
