@@ -1,4 +1,4 @@
-"""Text -> typed configs: what YAML files and overrides say, composed by Hydra, which is imported nowhere else."""
+"""YAML files and overrides -> typed configs, composed by Hydra, which no other module imports."""
 
 from __future__ import annotations
 
@@ -33,21 +33,30 @@ if TYPE_CHECKING:  # hydra and torch are imported inside the functions: --help a
 
 PROGRAM = "embodied-ppo"
 FLAGS = "command line"
-"""Who set an option that was given as an argument."""
+"""Label of the layer of options that were given as arguments."""
 PRIMARY = ("train", "demos", "clone", "evaluate", "export")
 """Commands with a primary config of their name; the others read train's."""
 RunJob: TypeAlias = "Callable[[Loaded, argparse.Namespace, dict[str, Any]], object]"
-"""Trains in one job of a sweep, and prints its number, overrides and differing options with the results."""
+"""Function that runs one job of a sweep and prints its number, overrides and differing options with the results."""
 SWEEPS = "runs/sweeps/"
-"""Where the folders of sweeps are; a sweep whose jobs have the same name is in SWEEPS/NAME."""
+"""Folder of the sweeps; a sweep whose jobs have the same name is in SWEEPS/NAME."""
 LONGEST = 120
-"""Characters of the name of a job's folder."""
+"""Maximum length of the name of a job's folder, characters."""
 
 
 def prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = True, partial: bool = False) -> Loaded:
-    """Compose, type and check; with ``partial`` options may be ``???``, and then nothing is compared.
+    """Compose, type and check the options of a command.
 
-    Raises ConfigError, PlacementError or CheckpointError.
+    Args:
+        args: Arguments of the command line.
+        lines: Overrides, ``option=value``.
+        check: Compare the options with each other.
+        partial: Accept options that are ``???``; the options are then not compared.
+
+    Raises:
+        ConfigError: An option is refused.
+        PlacementError: The placement is refused.
+        CheckpointError: The run to resume cannot be read.
     """
     from embodied_ppo.config import loader as strict
     from embodied_ppo.config import validation
@@ -69,11 +78,11 @@ def prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = Tru
                     f"leave it out, or write it when PPO goes on: train resume=RUN run_dir=NEW {path}=.."
                 )
         return loaded  # build.clone compares the rest
-    asked = config
-    if args.command == "fit":  # whose memory that is does not depend on the recipe's placement
-        asked = replace(config, cluster=replace(config.cluster, device_memory_gb=0.0))
-    check_it = validation.check_tuning if args.command == "tune" else validation.check
-    check_it(asked, explicit=loaded.deliberate({FLAGS}))
+    checked = config
+    if args.command == "fit":  # which memory this is does not depend on the recipe's placement
+        checked = replace(config, cluster=replace(config.cluster, device_memory_gb=0.0))
+    compare = validation.check_tuning if args.command == "tune" else validation.check
+    compare(checked, explicit=loaded.deliberate({FLAGS}))
     if isinstance(config, Config) and config.updates is not None:
         if origin.get("env_steps") == FLAGS and origin["updates"] != FLAGS:
             raise ConfigError(
@@ -84,7 +93,7 @@ def prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = Tru
 
 
 def _demos_layers(lines: Sequence[str], layers: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """What demos reads of the layers: of files the section env, of the command line everything. Raises ConfigError."""
+    """Return the part of the layers that demos reads: of files section env, of the command line everything."""
     from embodied_ppo.config import loader as strict
     from embodied_ppo.config.readers import mode_of
     from embodied_ppo.config.schema import Config, DemosConfig
@@ -99,9 +108,9 @@ def _demos_layers(lines: Sequence[str], layers: Sequence[tuple[str, Any]]) -> li
     written = [
         f"{key} = .." for key in ("algorithm", "model", "placement") if any(x.startswith(f"{key}=") for x in lines)
     ]
-    for who, node in layers:
-        if who == FLAGS:
-            known = strict.read(Config, [_known(who, node)])
+    for label, node in layers:
+        if label == FLAGS:
+            known = strict.read(Config, [_known(label, node)])
             written += [
                 f"{path} = {show(attrgetter(path)(known.config))}" for path in known.origin if path not in reads
             ]
@@ -110,24 +119,24 @@ def _demos_layers(lines: Sequence[str], layers: Sequence[tuple[str, Any]]) -> li
             f"{written[0]} ({FLAGS}) is set but not read by demos; leave it out. Read are {', '.join(reads)}"
         )
     own = {path.partition(".")[0] for path in ours}
-    return [(who, node if who == FLAGS else {k: v for k, v in node.items() if k in own}) for who, node in layers]
+    return [(label, node if label == FLAGS else {k: v for k, v in node.items() if k in own}) for label, node in layers]
 
 
 DEMOS_ENV = ("id", "kwargs", "cameras", "image_size", "randomize", "num_threads")
 """Options of the section env that demos reads."""
 
 
-def _known(who: str, node: Any) -> tuple[str, Any]:
-    """The part of a layer that train would know."""
+def _known(label: str, node: Any) -> tuple[str, Any]:
+    """Return the part of a layer that consists of options of train."""
     from embodied_ppo.config import loader as strict
     from embodied_ppo.config.schema import Config
 
     tops = {path.partition(".")[0] for path in strict.describe(Config)}
-    return who, {k: v for k, v in node.items() if k in tops}
+    return label, {k: v for k, v in node.items() if k in tops}
 
 
 def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, Any]) -> list[tuple[str, Any]]:
-    """(who, mapping) from weak to strong: files in the order of the defaults list, groups chosen by flag, flags."""
+    """Return (label, mapping) from weak to strong: files in the order of the defaults list, chosen groups, flags."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.defaults_list import create_defaults_list
     from hydra.errors import HydraException
@@ -260,7 +269,7 @@ def _without_interpolations(node: Any) -> Any:
 
 
 def _hydra_says(error: Exception) -> str:
-    """Hydra's message without its pointers to Hydra."""
+    """Return Hydra's message without references to Hydra's documentation."""
     text = one_line(error)
     for tail in (" Config search path:", " See https://", " full_key:"):
         text = text.partition(tail)[0]
@@ -271,7 +280,7 @@ def _hydra_says(error: Exception) -> str:
 
 
 def _pick(node: Any, resolved: Any) -> Any:
-    """``node`` with its interpolations replaced by what they resolved to."""
+    """Return ``node`` with its interpolations replaced by their values."""
     if isinstance(node, dict):
         inner = resolved if isinstance(resolved, dict) else {}
         return {str(k): _pick(v, inner.get(k)) for k, v in node.items()}
@@ -279,7 +288,7 @@ def _pick(node: Any, resolved: Any) -> Any:
 
 
 def _flags(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> Any:
-    """The command line's values as one layer."""
+    """Return the values of the command line as one layer."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -296,23 +305,23 @@ def _flags(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> Any:
 
 
 def _delete(overrides: Sequence[Override], loader: ConfigLoaderImpl, layers: Sequence[tuple[str, Any]]) -> None:
-    """``~option``: as if no file had set it."""
+    """Apply ``~option``: remove the option from all layers."""
     from omegaconf import OmegaConf
 
     for o in overrides:
         if not o.is_delete() or loader.repository.group_exists(o.key_or_group):
             continue
         parent, _, leaf = o.key_or_group.rpartition(".")
-        homes = [OmegaConf.select(node, parent) if parent else node for _, node in layers]
-        owners = [home for home in homes if OmegaConf.is_dict(home) and leaf in home]
+        parents = [OmegaConf.select(node, parent) if parent else node for _, node in layers]
+        owners = [node for node in parents if OmegaConf.is_dict(node) and leaf in node]
         if not owners:
             raise ConfigError(f"{o.input_line}: no file sets {o.key_or_group}, nothing to take away; leave it out")
-        for home in owners:
-            del home[leaf]
+        for owner in owners:
+            del owner[leaf]
 
 
 def _stored(resume: str) -> tuple[str, dict[str, Any]]:
-    """config.yaml of the run that ``resume`` (a run or a checkpoint of it) names."""
+    """Return path and content of config.yaml of the run that ``resume`` (a run or its checkpoint) names."""
     import yaml
 
     from embodied_ppo.config import loader as strict
@@ -331,12 +340,12 @@ def _stored(resume: str) -> tuple[str, dict[str, Any]]:
         raise CheckpointError(f"resume = {resume}: {file} is damaged ({one_line(e)}); name another checkpoint") from e
     if not isinstance(content, dict):
         raise CheckpointError(f"resume = {resume}: {file} is damaged (no options in it); name another checkpoint")
-    # where the run lay when it was written is not where it lies now; resume says that
+    # The run may have been moved since: resume has its directory.
     return str(file), {k: v for k, v in content.items() if k not in ("resume", "run_dir")}
 
 
 def _config_of(folder: Path) -> Path | None:
-    """config.yaml of a run, by its directory or a checkpoint's."""
+    """Return config.yaml of a run, given its directory or that of a checkpoint."""
     files = (folder / "config.yaml", folder.resolve().parent.parent / "config.yaml")
     return next((file for file in files if file.is_file()), None)
 
@@ -349,7 +358,7 @@ def config_dir(args: argparse.Namespace) -> str | None:
 
 
 def loader_of(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
-    """Hydra's loader over the shipped configs and --config-dir (which comes first), and the primary config's name."""
+    """Return Hydra's loader over --config-dir and the shipped configs, and the name of the primary config."""
     from hydra import version
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.utils import create_config_search_path
@@ -361,10 +370,10 @@ def loader_of(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
     from embodied_ppo.config import loader as strict
     from embodied_ppo.config.schema import Config
 
-    defaults = OmegaConf.create(strict.dump(Config()))  # what a sweep's interpolations may name
+    defaults = OmegaConf.create(strict.dump(Config()))  # for interpolations of a sweep
 
     class Loader(ConfigLoaderImpl):
-        """Values are set whether or not a YAML names them: ``strict`` says what exists, not the files."""
+        """Accept options that no YAML file has: ``strict`` decides which options exist."""
 
         def load_configuration(self, config_name: str | None, overrides: list[str], *rest: Any, **more: Any) -> Any:
             return super().load_configuration(config_name, _forced(overrides, self), *rest, **more)
@@ -388,7 +397,7 @@ def loader_of(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
 
 
 def parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
-    """Overrides of one run; refuses what a sweep would need, and options of groups that do not exist."""
+    """Return the overrides of one run. Refuses several values of an option, and unknown members of a group."""
     overrides = []
     for line in lines:
         override = _parse_line(line, loader)
@@ -440,7 +449,7 @@ def _is_group(override: Override, loader: ConfigLoaderImpl) -> bool:
 
 
 def quoted(line: str) -> str:
-    """A dictionary with quoted keys, as YAML and JSON have them and Hydra's grammar has not, as text."""
+    """Quote a dictionary with quoted keys, which YAML and JSON allow and Hydra's grammar does not."""
     key, equals, value = line.partition("=")
     if not (equals and value.startswith("{") and '"' in value):
         return line
@@ -449,7 +458,7 @@ def quoted(line: str) -> str:
 
 
 def _forced(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[str]:
-    """``a=1`` as ``++a=1``, ``group=null`` as ``~group``; deletions and hydra's own options as they are."""
+    """Write ``a=1`` as ``++a=1`` and ``group=null`` as ``~group``; keep deletions and Hydra's own options."""
 
     def force(line: str, override: Override) -> str:
         if loader.repository.group_exists(override.key_or_group):
@@ -462,7 +471,7 @@ def _forced(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------------------- sweeps
 def multirun(args: argparse.Namespace, run: RunJob) -> None:
-    """Hydra's own sweeper and launcher; with the basic sweeper every job is checked before the first starts."""
+    """Run a sweep with Hydra's sweeper and launcher. The basic sweeper checks every job before the first starts."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra._internal.hydra import Hydra
     from hydra.core.global_hydra import GlobalHydra
@@ -498,7 +507,7 @@ def multirun(args: argparse.Namespace, run: RunJob) -> None:
 
 
 def _plain(node: Any) -> Any:
-    """Lists and dictionaries of hydra's, with ``${..}`` as written: each job resolves its own."""
+    """Return Hydra's containers as lists and dictionaries, with ``${..}`` unresolved: each job resolves its own."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
@@ -543,7 +552,7 @@ def _job(_: Any, *, args: argparse.Namespace, run: RunJob, fixed: Collection[str
     extra = {"job": job.job.num, "overrides": overrides, "options": options}
     try:
         run(loaded, args, extra)
-    except Exception as error:  # any: says which job of the sweep it was, which hydra does not; raised on
+    except Exception as error:  # any error: name the job, which Hydra does not do
         print(f"job {extra['job']} ({extra['overrides']}) failed: {error}", file=sys.stderr)
         raise
 
@@ -569,7 +578,7 @@ PACKAGE = "embodied_ppo.configs"
 
 
 def shipped() -> Path:
-    """Folder of the configurations that ship. Raises UsageError where the package is not installed."""
+    """Return the folder of the shipped configurations. Raises UsageError where the package is not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise UsageError(f"{PACKAGE} is not installed; in a checkout run: pip install -e .")

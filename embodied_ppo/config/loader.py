@@ -1,7 +1,8 @@
-"""Dictionaries become frozen dataclasses here, strictly: one line per refusal, with path, value, limit and cure.
+"""Dictionaries -> frozen dataclasses, strictly: one line per refusal, with path, value, limit and cure.
 
-``read`` merges layers (file, file, command line) into a typed config and says who set what; ``load`` does that for one
-mapping and lets ``rules`` compare the options; ``dump`` is the way back; ``describe`` is the documentation.
+``read`` merges layers (file, file, command line) into a typed config and records which layer set each option; ``load``
+does that for one mapping and compares the options (``validation``); ``dump`` is the inverse; ``describe`` returns the
+documentation of the options.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from embodied_ppo.core.errors import ConfigError, PlacementError, listed, neares
 C = TypeVar("C")
 Path = tuple[str, ...]
 SHIPPED, STORED = "configs/", "the run's config.yaml"
-"""How the labels of layers begin that are not the user's."""
+"""Prefixes of the labels of layers that the user did not write."""
 DUAL_CLIP = "algorithm.dual_clip_loss"
-"""ROLL's switch: true means clip_ratio_c = 1 + 2 x clip_ratio_high, false means null."""
+"""Option of ROLL: true sets clip_ratio_c = 1 + 2 x clip_ratio_high, false sets it to null."""
 
 
 class _DualClip:
-    """Stands for 1 + 2 x clip_ratio_high until that is known."""
+    """Placeholder for 1 + 2 x clip_ratio_high until all layers are merged."""
 
     def __repr__(self) -> str:
         return "1 + 2 x clip_ratio_high"
@@ -48,7 +49,7 @@ _DUAL_CLIP = _DualClip()
 
 @dataclass(frozen=True)
 class Option:
-    """One option as people read it."""
+    """Documentation of one option."""
 
     path: str
     meaning: str
@@ -56,7 +57,7 @@ class Option:
     limit: str
     default: Any
     hint: Any
-    """The field's annotation, resolved."""
+    """The resolved annotation of the field."""
 
     @property
     def allowed(self) -> str:
@@ -65,21 +66,25 @@ class Option:
 
 @dataclass(frozen=True)
 class Loaded(Generic[C]):
-    """A config and where it came from."""
+    """A config and the origin of its options."""
 
     config: C
     origin: dict[str, str]
-    """Canonical path of every option that was set -> the layer that set it."""
+    """Canonical path of every option that was set -> label of the layer that set it."""
     aliases: tuple[tuple[str, str], ...]
-    """(as written, as read), each once."""
+    """Pairs (name as written, canonical name), each once."""
     missing: frozenset[str] = frozenset()
-    """Options that are ``???`` still; the config has their defaults."""
+    """Options that are still ``???``; the config has their defaults."""
 
     def deliberate(self, always: Collection[str] = ()) -> frozenset[str]:
-        """Options set to something other than their default, or set at all by a layer named in ``always``.
+        """Return the options that must be read, because the user set them on purpose.
 
-        What a file that ships or a stored run sets is a mistake only where the other mode would read it: after
-        adv_type=grpo an experiment's critic.lr may go unread.
+        These are options that differ from their default, and all options of the layers in ``always``. An option of a
+        shipped file or a stored run counts only where it belongs to the other mode: with adv_type=grpo on the command
+        line an experiment's critic.lr may remain unread.
+
+        Args:
+            always: Labels of layers whose options count in any case.
         """
         options = describe(type(self.config))
         mode = getattr(self.config, "mode", None)
@@ -94,7 +99,7 @@ class Loaded(Generic[C]):
 
 
 class _Values(yaml.SafeLoader):
-    """Of values that can be written again."""
+    """Loader that refuses values which cannot be printed."""
 
     def construct_yaml_int(self, node: Any) -> int:
         value = super().construct_yaml_int(node)
@@ -106,7 +111,7 @@ _Values.add_constructor("tag:yaml.org,2002:int", _Values.construct_yaml_int)
 
 
 class _Plain(_Values):
-    """Without aliases (``*name``): a few lines of them can stand for more values than memory holds, or for ever."""
+    """Loader that refuses aliases (``*name``), which can expand to more values than memory holds, or without end."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -115,7 +120,7 @@ class _Plain(_Values):
 
 
 def plain_yaml(text: str, *, aliases: bool = False) -> Any:
-    """What YAML says, of plain values. Raises YAMLError, and nothing else, for whatever is wrong with it."""
+    """Return the plain values of a YAML text. Raises YAMLError, and no other exception, for any fault."""
     try:
         return yaml.load(text, _Values if aliases else _Plain)
     except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError) as error:
@@ -124,7 +129,17 @@ def plain_yaml(text: str, *, aliases: bool = False) -> Any:
 
 # ------------------------------------------------------------------------------------------------------------- reading
 def load(cls: type[C], mapping: Mapping[str, Any], *, source: str | None = None) -> C:
-    """One mapping -> ``cls``, checked. Raises ConfigError (PlacementError for a placement)."""
+    """Return a checked config from one mapping.
+
+    Args:
+        cls: Dataclass of the config.
+        mapping: Nested options; missing ones keep their defaults.
+        source: Label of the mapping in messages.
+
+    Raises:
+        ConfigError: An option is unknown, out of bounds, not read, or conflicts with others.
+        PlacementError: The same, of a placement.
+    """
     loaded = read(cls, [(source or "", mapping)])
     if isinstance(loaded.config, (Config, EvaluateConfig, ExportConfig)):
         check(loaded.config, explicit=loaded.deliberate())
@@ -132,9 +147,16 @@ def load(cls: type[C], mapping: Mapping[str, Any], *, source: str | None = None)
 
 
 def read(cls: type[C], layers: Sequence[tuple[str, Mapping[str, Any]]], *, partial: bool = False) -> Loaded[C]:
-    """Merge (label, mapping) layers, the last wins; types and limits are checked, options are not yet compared.
+    """Merge layers, the last wins. Types and bounds are checked, the options are not yet compared.
 
-    partial  options may be ``???``, for their user to say; else that is refused
+    Args:
+        cls: Dataclass of the config.
+        layers: Pairs (label, mapping), from weak to strong.
+        partial: Accept options that are ``???``, whose value the user has yet to give.
+
+    Raises:
+        ConfigError: An option is unknown or out of bounds.
+        PlacementError: The same, of a placement.
     """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -164,7 +186,7 @@ def read(cls: type[C], layers: Sequence[tuple[str, Mapping[str, Any]]], *, parti
 
 
 def _leaves(cls: type, mapping: Any, label: str) -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of everything written; goes no deeper than an option."""
+    """Yield dotted path and value of every option in a mapping."""
 
     def walk(node: Any, path: Path) -> Iterator[tuple[str, Any]]:
         dotted = ".".join(path)
@@ -187,7 +209,7 @@ def _leaves(cls: type, mapping: Any, label: str) -> Iterator[tuple[str, Any]]:
 
 
 def _canonical(cls: type, raw: str, value: Any, label: str, aliases: dict[str, str]) -> tuple[tuple[str, ...], Any]:
-    """Canonical paths that ``raw`` stands for, and the value in canonical words. Notes aliases; refuses the unknown."""
+    """Return the canonical paths of ``raw`` and the canonical value; add to ``aliases``. Refuses unknown names."""
     if raw in describe(cls):
         targets: tuple[str, ...] = (raw,)
     elif raw in alias_paths(cls):
@@ -209,14 +231,14 @@ def _canonical(cls: type, raw: str, value: Any, label: str, aliases: dict[str, s
 
 
 def _dual_clip(values: dict[str, Any], origin: dict[str, str]) -> float:
-    """1 + 2 x clip_ratio_high."""
+    """Return 1 + 2 x clip_ratio_high of the merged values."""
     path = "algorithm.clip_ratio_high"
     option = describe(Config)[path]
     return 1.0 + 2.0 * _coerce(option.hint, values.get(path, option.default), path, origin.get(path, ""))
 
 
 def _build(cls: type[C], prefix: Path, values: Mapping[str, Any], origin: Mapping[str, str]) -> C:
-    """The dataclass from canonical values; what is not there keeps its default."""
+    """Return the dataclass from canonical values; missing options keep their defaults."""
     arguments: dict[str, Any] = {}
     for name, hint in _hints(cls).items():
         path = ".".join((*prefix, name))
@@ -228,7 +250,7 @@ def _build(cls: type[C], prefix: Path, values: Mapping[str, Any], origin: Mappin
 
 
 def _read_env(mapping: Mapping[str, Any], label: str, aliases: dict[str, str]) -> dict[str, Any]:
-    """Some options of the section env, typed, for ``evaluate``."""
+    """Return the options of section env that ``evaluate`` changes, typed."""
     part = read(Config, [(label, {"env": mapping})])
     if "env.num_envs" in part.origin:
         raise ConfigError(f"env.num_envs = {show(part.config.env.num_envs)}{_at(label)} is not read here; set num_envs")
@@ -238,7 +260,7 @@ def _read_env(mapping: Mapping[str, Any], label: str, aliases: dict[str, str]) -
 
 # --------------------------------------------------------------------------------------------------------------- types
 def _coerce(hint: Any, value: Any, path: str, label: str) -> Any:
-    """``value`` as ``hint`` wants it, or one line saying why not."""
+    """Return ``value`` converted to the type ``hint``. Raises ConfigError where it does not fit."""
     if isinstance(value, str) and value == "???":
         raise _wrong(hint, value, path, label, "has no value yet")
     kind, arguments = get_origin(hint), get_args(hint)
@@ -283,7 +305,7 @@ def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> A
 
 
 def _number(value: Any) -> float | None:
-    """A finite float from a number, or from text YAML 1.1 does not take for one (3e-4)."""
+    """Return a finite float from a number, or from text that YAML 1.1 does not parse as one (3e-4)."""
     if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value.strip()):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -306,7 +328,7 @@ def _wrong(hint: Any, value: Any, path: str, label: str, verb: str = "") -> Conf
 
 
 def _cure(hint: Any, value: Any, path: str, allowed: str) -> str:
-    """What to write instead."""
+    """Return what to write instead."""
     if allowed:
         return f"give it {allowed}"
     plain = _members_of_union(hint)
@@ -335,7 +357,7 @@ def _members_of_union(hint: Any) -> list[Any]:
 
 
 def _allowed(hint: Any) -> str:
-    """``a number >= 0 and <= 1, or null``."""
+    """Return the allowed values as text: ``a number >= 0 and <= 1, or null``."""
     kind, arguments = get_origin(hint), get_args(hint)
     if kind in (Union, types.UnionType):
         return f"{_allowed(_members_of_union(hint)[0])}, or null"
@@ -352,22 +374,22 @@ def _allowed(hint: Any) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- suggestion
 def _suggest(cls: type, raw: str) -> str:
-    """Nearest valid name (same section, then the same name elsewhere, then anything alike) and what it allows."""
+    """Return the nearest valid name and its allowed values: the same name in another section, else a similar name."""
     options = describe(cls)
     known = {**{p: (p,) for p in options}, **alias_paths(cls)}
     section, _, leaf = raw.rpartition(".")
     if cls is Config and leaf in CURES:
         return CURES[leaf]
-    homes = [p for p in known if p.rpartition(".")[2] == leaf]
-    if homes:
-        where = " or ".join(f"{p}{_reads(p, known)}" for p in homes[:2])
-        return f"{leaf} belongs to {where}" + _may(options, known[homes[0]])
-    mates = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == section}
-    everyone = {p.rpartition(".")[2]: p for p in known}
-    whole = {} if section in sections(cls) else known  # a known section would make its shortest name look alike
-    for names, text, cutoff in ((mates, leaf, None), (whole, raw, 0.75), (everyone, leaf, 0.75)):
+    same_name = [p for p in known if p.rpartition(".")[2] == leaf]
+    if same_name:
+        where = " or ".join(f"{p}{_reads(p, known)}" for p in same_name[:2])
+        return f"{leaf} belongs to {where}" + _may(options, known[same_name[0]])
+    siblings = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == section}
+    all_names = {p.rpartition(".")[2]: p for p in known}
+    candidates = {} if section in sections(cls) else known  # a known section would make its shortest name look alike
+    for names, text, cutoff in ((siblings, leaf, None), (candidates, raw, 0.75), (all_names, leaf, 0.75)):
         if near := nearest(text, names, cutoff=cutoff):
-            path = near if names is whole else str(names[near])
+            path = near if names is candidates else str(names[near])
             return f"did you mean {path}{_reads(path, known)}?" + _may(options, known[path])
     home = section if section in sections(cls) else ""
     return f"{home or 'the top level'} has: {listed(_members(cls, home))}"
@@ -382,7 +404,7 @@ def _may(options: Mapping[str, Option], targets: Sequence[str]) -> str:
 
 
 def _members(cls: type, section: str) -> list[str]:
-    """Names directly under a section."""
+    """Return the names directly under a section."""
     names = (
         p[len(section) + 1 if section else 0 :] for p in describe(cls) if not section or p.startswith(section + ".")
     )
@@ -398,7 +420,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 @cache
 def describe(cls: type, prefix: str = "") -> dict[str, Option]:
-    """Path -> Option for every option, in the order of the source; the meaning is the string under the field."""
+    """Return path -> Option in the order of the source; the meaning is the string under the field."""
     meanings = _meanings(cls)
     result: dict[str, Option] = {}
     for f in fields(cls):
@@ -417,40 +439,41 @@ def describe(cls: type, prefix: str = "") -> dict[str, Option]:
 
 
 def _meanings(cls: type) -> dict[str, str]:
+    """Return the string under each field, which exists in the source only."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for node, after in zip(body.body, body.body[1:], strict=False):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr):
             if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-                found[node.target.id] = after.value.value
-    return found
+                meanings[node.target.id] = after.value.value
+    return meanings
 
 
 @cache
 def sections(cls: type) -> frozenset[str]:
-    """Paths that hold options: env, algorithm, algorithm.kl_ctrl, ..."""
+    """Return the paths that contain options: env, algorithm, algorithm.kl_ctrl, ..."""
     parents = (p.split(".")[:-1] for p in describe(cls))
     return frozenset(".".join(parts[: i + 1]) for parts in parents for i in range(len(parts)))
 
 
 @cache
 def alias_paths(cls: type) -> dict[str, tuple[str, ...]]:
-    """Every alias of ``cls`` as a full path -> the canonical paths it sets."""
+    """Return every alias of ``cls`` as a full path -> the canonical paths that it sets."""
     options = describe(cls)
-    found: dict[str, tuple[str, ...]] = {}
+    paths: dict[str, tuple[str, ...]] = {}
     for section, table in ALIASES.items():
         dot = f"{section}." if section else ""
         for alias, names in table.items():
             if all(dot + name in options for name in names):
-                found[dot + alias] = tuple(dot + name for name in names)
+                paths[dot + alias] = tuple(dot + name for name in names)
     if cls is Config:
-        found[DUAL_CLIP] = ("algorithm.clip_ratio_c",)
-    return found
+        paths[DUAL_CLIP] = ("algorithm.clip_ratio_c",)
+    return paths
 
 
 def relevant(config: Config) -> dict[str, Any]:
-    """``dump`` without the options that only the other mode reads."""
+    """Return ``dump`` without the options that only the other mode reads."""
 
     def walk(node: dict[str, Any], prefix: str) -> dict[str, Any]:
         kept = {name: value for name, value in node.items() if mode_of(prefix + name) in (None, config.mode)}
@@ -461,16 +484,16 @@ def relevant(config: Config) -> dict[str, Any]:
 
 
 def dump(config: Any) -> dict[str, Any]:
-    """The config as plain dictionaries, lists, numbers and text; ``load(type(config), dump(config)) == config``."""
+    """Return the config as dictionaries, lists, numbers and text; ``load(type(config), dump(config)) == config``."""
     return _plain(asdict(config))
 
 
 def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options as one dictionary of dotted paths."""
-    found: dict[str, Any] = {}
+    """Return nested options as one dictionary of dotted paths."""
+    options: dict[str, Any] = {}
     for name, value in plain.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {prefix + name: value}
-    return found
+        options |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {prefix + name: value}
+    return options
 
 
 def _plain(value: Any) -> Any:

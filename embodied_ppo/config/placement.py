@@ -1,4 +1,4 @@
-"""Which process runs which roles on which devices: text -> a checked ``Plan``, before anything is started.
+"""Placement syntax: text -> a checked ``Plan`` of processes, roles and devices, before any process is started.
 
 Roles joined by a comma share a process; entries with common devices take turns; the rest run at once.
 """
@@ -15,7 +15,7 @@ ROLES: dict[str, tuple[str, ...]] = {
     "embodied": ("env", "rollout", "actor"),
     "reasoning": ("rollout", "actor", "critic", "reference", "reward"),
 }
-"""Mode -> its roles. In embodied mode the critic is a head of the actor, and the reference a copy beside it."""
+"""Mode -> its roles. In embodied mode the critic is a head of the actor, and the actor holds the reference."""
 
 PRESETS: dict[str, dict[str, str]] = {
     "fused": {"env,rollout,actor,critic,reference,reward": "all"},
@@ -24,19 +24,20 @@ PRESETS: dict[str, dict[str, str]] = {
     "hybrid": {"env": "first half", "rollout,actor": "second half"},
     "pipelined": {"env": "first half", "rollout": "second half", "actor": "all"},
 }
-"""What ``placement=NAME`` stands for. Roles that a run does not have are left out. ``local``: this process, no Ray."""
+"""Meaning of ``placement=NAME``. Roles that a run does not have are left out. ``local`` runs in this process,
+without Ray."""
 
 PATH = "cluster.component_placement"
 MOST = 1024
-"""Processes on one device: more is a slip of the pen."""
+"""Maximum number of processes on one device; more is taken for a typing error."""
 MOST_DEVICES = 16384
-"""Of all machines, likewise."""
+"""Maximum number of devices of all machines."""
 
 ASKS: dict[str, tuple[str, ...]] = {"rollout": ("env", "reward"), "actor": ("critic", "reference")}
-"""Who asks whom; in one process that is a call, else a message."""
+"""Role -> the roles that it sends requests to: a call within a process, a message between processes."""
 
 ASLEEP, WEIGHTS, ALL = 0, 1, 2
-"""What of a process is on its device: nothing; its weights; also optimiser and gradients."""
+"""State of a process on its device: nothing; the weights; also optimiser and gradients."""
 
 PHASES: dict[str, dict[str, int]] = {
     "collect": {"env": ALL, "rollout": ALL, "reward": ALL},
@@ -45,15 +46,18 @@ PHASES: dict[str, dict[str, int]] = {
     "evaluate": {"env": ALL, "rollout": ALL, "reward": ALL},
     "save": {"actor": ALL, "critic": ALL, "reference": ALL, "rollout": WEIGHTS, "env": ALL},
 }
-"""Phase -> what each role needs on its device; the others may sleep."""
+"""Phase -> the state that each role needs on its device. The other roles may be offloaded."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Devices, numbered 0 .. D-1 from node to node.
+    """Devices, numbered 0 .. D-1 across the nodes.
 
-    per_node  devices of each node            kind      "cuda", or "cpu": slots for a process
-    labels    name -> the nodes that bear it  memory    bytes of one device; None: not known
+    Attributes:
+        per_node: Number of devices of each node.
+        kind: "cuda", or "cpu", where a device is a slot for a process.
+        labels: Label -> the nodes that have it.
+        memory: Bytes of one device; None: unknown.
     """
 
     per_node: tuple[int, ...] = (1,)
@@ -66,7 +70,7 @@ class Hardware:
         return sum(self.per_node)
 
     def node(self, device: int) -> int:
-        """Where a device is."""
+        """Return the node of a device."""
         for number, count in enumerate(self.per_node):
             if device < count:
                 return number
@@ -74,17 +78,20 @@ class Hardware:
         raise AssertionError(device)
 
     def on(self, label: str | None) -> tuple[int, ...]:
-        """Devices of the nodes that bear a label; None: of all."""
+        """Return the devices of the nodes with a label; None: of all nodes."""
         chosen = range(len(self.per_node)) if label is None else self.labels[label]
         return tuple(d for d in range(self.total) if self.node(d) in chosen)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that are alike.
+    """Processes with the same roles.
 
-    roles    in each of them                         devices    numbers, ascending
-    ranks    per process, the devices it has         node       label they were asked for by, else None
+    Attributes:
+        roles: Roles of each process.
+        devices: Numbers of the devices, ascending.
+        ranks: Devices of each process.
+        node: Label by which the nodes were selected; None: all nodes.
     """
 
     roles: tuple[str, ...]
@@ -112,30 +119,30 @@ class Plan:
     weights: str = "auto"
 
     def has(self, role: str) -> bool:
-        """Whether the run has ``role``."""
+        """Return whether the run has ``role``."""
         return any(role in g.roles for g in self.groups)
 
     def group(self, role: str) -> Group:
-        """Whose processes have ``role``."""
+        """Return the group whose processes have ``role``."""
         return next(g for g in self.groups if role in g.roles)
 
     def apart(self, asker: str) -> list[str]:
-        """The roles that ``asker`` asks in other processes."""
+        """Return the roles in other processes that ``asker`` sends requests to."""
         return [role for role in ASKS.get(asker, ()) if self.has(role) and not self.fused(asker, role)]
 
     def processes(self, role: str) -> int:
         return self.group(role).processes
 
     def fused(self, one: str, other: str) -> bool:
-        """Whether two roles are in the same processes."""
+        """Return whether two roles are in the same processes."""
         return self.group(one) is self.group(other)
 
     def sharing(self, group: Group) -> tuple[Group, ...]:
-        """The other groups that ``group`` takes turns with."""
+        """Return the other groups that take turns with ``group`` on common devices."""
         return tuple(g for g in self.groups if g is not group and set(g.devices) & set(group.devices))
 
     def weights_path(self, rank: int) -> str:
-        """How the actor's weights reach rollout process ``rank``: share, ipc, broadcast or store."""
+        """Return the transport of the actor's weights to rollout process ``rank``: share, ipc, broadcast or store."""
         if self.fused("rollout", "actor"):
             return "share"
         if self.weights != "auto" or self.max_lag:
@@ -144,14 +151,16 @@ class Plan:
         return "ipc" if device in self.group("actor").devices else "broadcast"
 
     def near(self, rank: int) -> int | None:
-        """Which actor process shares memory with rollout process ``rank``: on its device, else on its machine."""
+        """Return the actor process on the device of rollout process ``rank``, else on its machine; None: neither."""
         device, ranks = self.group("rollout").ranks[rank][0], self.group("actor").ranks
-        found = [i for i, has in enumerate(ranks) if device in has]
-        found += [i for i, has in enumerate(ranks) if self.hardware.node(has[0]) == self.hardware.node(device)]
-        return found[0] if found else None
+        neighbours = [i for i, devices in enumerate(ranks) if device in devices]
+        neighbours += [
+            i for i, devices in enumerate(ranks) if self.hardware.node(devices[0]) == self.hardware.node(device)
+        ]
+        return neighbours[0] if neighbours else None
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A table, device x group: which rank of a group is where; the first row are headings."""
+        """Return a table of the ranks of each group (columns) on each device (rows); the first row is the header."""
         h = self.hardware
         table = [("device", "node", *(g.name for g in self.groups))]
         for device in range(h.total):
@@ -165,21 +174,30 @@ class Plan:
 
 # ------------------------------------------------------------------------------------------------------------- grammar
 def ranges(value: Any, available: Sequence[int], label: str, what: str = "device") -> tuple[int, ...]:
-    """``all``, ``2``, ``0-3``, ``first half``, ``second half`` or a list of these -> positions in ``available``,
-    ascending.
+    """Parse ``all``, ``2``, ``0-3``, ``first half``, ``second half`` or a list of these.
 
-    Raises PlacementError; ``label`` begins the message, ``what`` is numbered.
+    Args:
+        value: The text, number or list.
+        available: Devices or nodes that the numbers index.
+        label: Beginning of error messages.
+        what: What is numbered, for error messages.
+
+    Returns:
+        The selected entries of ``available``, ascending.
+
+    Raises:
+        PlacementError: The value is no range, or exceeds what is available.
     """
     parts = list(value) if isinstance(value, (list, tuple)) else [value]
-    count, found = len(available), list[int]()
+    count, positions = len(available), list[int]()
     if not parts:
         raise PlacementError(f"{label}: names no {what}; write all, a number or a range as 0-3")
     for part in parts:
-        found += _range(part, count, label, what)
-    twice = sorted({d for d in found if found.count(d) > 1})
+        positions += _range(part, count, label, what)
+    twice = sorted({d for d in positions if positions.count(d) > 1})
     if twice:
         raise PlacementError(f"{label}: {what} {twice[0]} is listed twice; list it once")
-    return tuple(sorted(available[d] for d in found))
+    return tuple(sorted(available[d] for d in positions))
 
 
 def _range(part: Any, count: int, label: str, what: str) -> range:
@@ -217,7 +235,7 @@ def _roles(entry: str) -> tuple[str, ...]:
 
 
 def check_roles(placement: Mapping[str, Any], mode: str, *, without: Sequence[str] = ()) -> None:
-    """Whether every role that the run has is named once. Raises PlacementError."""
+    """Check that each role of the run is placed once. Raises PlacementError."""
     placed, whole = list[str](), f"{PATH} = {show(placement)}"
     for entry, value in placement.items():
         label = f"{PATH} = {{{entry}: {show(value)}}}"
@@ -261,7 +279,7 @@ def _group(entry: str, value: Any, hardware: Hardware) -> Group:
 
 
 def _ranks(where: tuple[int, ...], processes: Any, hardware: Hardware, label: str) -> tuple[tuple[int, ...], ...]:
-    """Devices of each process: one each, or several processes on a device, or several devices for a process."""
+    """Return the devices of each process: one, or several processes per device, or several devices per process."""
     count = len(where)
     if processes is None:
         return tuple((d,) for d in where)
@@ -280,13 +298,13 @@ def _ranks(where: tuple[int, ...], processes: Any, hardware: Hardware, label: st
     if processes >= count:
         return tuple((where[i * count // processes],) for i in range(processes))
     each = count // processes
-    found = tuple(where[i : i + each] for i in range(0, count, each))
-    for has in found:
-        if len({hardware.node(d) for d in has}) > 1:
+    ranks = tuple(where[i : i + each] for i in range(0, count, each))
+    for devices in ranks:
+        if len({hardware.node(d) for d in devices}) > 1:
             raise PlacementError(
-                f"{label}: a process would have devices {show(list(has))} of two nodes; write processes: {count}"
+                f"{label}: a process would have devices {show(list(devices))} of two nodes; write processes: {count}"
             )
-    return found
+    return ranks
 
 
 # --------------------------------------------------------------------------------------------------------------- plans
@@ -300,23 +318,33 @@ def plan(
     max_lag: int = 0,
     weights: str = "auto",
 ) -> Plan:
-    """A checked plan of ``cluster.component_placement``, or of a preset's name.
+    """Return the checked plan of a placement.
 
-    ``without``: roles that this run does not have. Raises PlacementError.
+    Args:
+        placement: ``cluster.component_placement``, or the name of a preset.
+        hardware: The devices.
+        mode: Mode of the run.
+        without: Roles of the mode that this run does not have.
+        stages: ``cluster.stages``.
+        max_lag: ``cluster.max_lag``.
+        weights: ``cluster.weights``.
+
+    Raises:
+        PlacementError: The placement is malformed, or does not fit the hardware or the options.
     """
     if isinstance(placement, str):
         groups = _preset(placement, hardware, mode, [role for role in ROLES[mode] if role not in without])
     else:
         check_roles(placement, mode, without=without)
         groups = tuple(_group(entry, value, hardware) for entry, value in placement.items())
-    made = Plan(groups, hardware, stages, max_lag, weights)
-    _check_lag(made)
-    _check_weights(made)
-    return made
+    p = Plan(groups, hardware, stages, max_lag, weights)
+    _check_lag(p)
+    _check_weights(p)
+    return p
 
 
 def _preset(name: str, hardware: Hardware, mode: str, wanted: Sequence[str]) -> tuple[Group, ...]:
-    found = []
+    groups = list[Group]()
     if "env" not in ROLES[mode] and PRESETS[name].get("env") == "first half":
         raise PlacementError(
             f"placement = {name}: sets the simulators apart, and mode=reasoning has none; use fused, colocated or "
@@ -331,8 +359,8 @@ def _preset(name: str, hardware: Hardware, mode: str, wanted: Sequence[str]) -> 
                 f"placement = {name}: needs 2 devices, and there is 1; use fused or colocated, or say what there is "
                 "in cluster.devices_per_node"
             )
-        found.append(_group(",".join(roles), devices, hardware))
-    return tuple(found)
+        groups.append(_group(",".join(roles), devices, hardware))
+    return tuple(groups)
 
 
 def _check_lag(p: Plan) -> None:
@@ -361,7 +389,7 @@ def _check_weights(p: Plan) -> None:
 
 
 def check_numbers(p: Plan, *, num_envs: int, group_size: int, global_batch_size: int) -> None:
-    """Whether environments and samples can be dealt out evenly (embodied mode). Raises PlacementError."""
+    """Check that environments and samples divide evenly over the processes (embodied). Raises PlacementError."""
     counts = {role: p.processes(role) for role in ROLES["embodied"]}
     for one, other in (("env", "rollout"), ("rollout", "actor")):
         a, b = counts[one], counts[other]
@@ -387,9 +415,16 @@ def check_numbers(p: Plan, *, num_envs: int, group_size: int, global_batch_size:
 
 
 def check_sequences(p: Plan, *, prompts: int, group_size: int, batches: Mapping[str, int]) -> None:
-    """Whether prompts and responses can be dealt out evenly (reasoning mode). Raises PlacementError.
+    """Check that prompts and responses divide evenly over the processes (reasoning mode).
 
-    ``prompts`` of an update, ``group_size`` responses to each; ``batches``: option -> responses of an optimiser step.
+    Args:
+        p: The plan.
+        prompts: Prompts of an update.
+        group_size: Responses to each prompt.
+        batches: Option -> responses of one of its optimiser steps.
+
+    Raises:
+        PlacementError: They do not divide.
     """
     actors, acts = p.processes("actor"), p.processes("rollout")
     if acts % actors and actors % acts:
@@ -426,29 +461,34 @@ def check_sequences(p: Plan, *, prompts: int, group_size: int, batches: Mapping[
 
 
 def _divisor(of: int, near: int) -> int:
-    """The divisor or multiple of ``of`` that is nearest to ``near``."""
+    """Return the divisor or multiple of ``of`` that is nearest to ``near``."""
     return min((n for n in range(1, 2 * max(of, near) + 1) if n % of == 0 or of % n == 0), key=lambda n: abs(n - near))
 
 
 def lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table as text."""
+    """Return a table as aligned lines of text."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
 Need = Mapping[str, int]
-"""What for (weights, gradients, optimiser, experience, activations) -> bytes at the peak, of one process."""
+"""Purpose (weights, gradients, optimiser, experience, activations) -> peak memory of one process, bytes."""
 CONTEXT = 500_000_000
-"""Of a GPU's memory, for each process on it (judged, not measured)."""
+"""Memory of the CUDA context of one process, bytes (estimated, not measured)."""
 ROOM = 0.92
-"""Of a device's memory that can be planned with: the rest is the driver's, the allocator's and other programs'."""
+"""Fraction of a device's memory to plan with; the driver, the allocator and other programs use the remainder."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Bytes on a device (on a CPU: a machine) in the phase that needs most; ``parts``: group's name -> of each of its
-    processes there."""
+    """Memory of a device (on the CPU: of a machine) in the phase that needs most.
+
+    Attributes:
+        where: The device or node.
+        phase: The phase.
+        parts: Name of a group -> bytes of each of its processes there.
+    """
 
     where: str
     phase: str
@@ -460,10 +500,14 @@ class Load:
 
 
 def loads(p: Plan, needs: Mapping[str, Need]) -> list[Load]:
-    """Of every device that is used; ``needs`` by the group's name.
+    """Return the load of every device that is used.
 
-    On a CPU all processes of a machine share its memory and nobody sleeps. On a GPU, groups that take turns need what
-    the phase asks of them, and each process keeps a context.
+    On the CPU all processes of a machine share its memory, and none is offloaded. On a GPU, groups that take turns need
+    what the phase requires, and each process keeps a CUDA context.
+
+    Args:
+        p: The plan.
+        needs: Name of a group -> need of one of its processes.
     """
     gpu = p.hardware.kind == "cuda"
     most: dict[str, Load] = {}
@@ -492,41 +536,47 @@ def check_memory(
     *,
     least: bool = False,
 ) -> None:
-    """Whether everything fits in every phase; as ``loads``. Raises PlacementError with the arithmetic.
+    """Check that everything fits into memory in every phase.
 
-    ``sharded``: needs with cluster.shard, where it is not on and could be. ``least``: micro-batches are as small as
-    they can be.
+    Args:
+        p: The plan.
+        needs: As for ``loads``.
+        sharded: Returns the needs with cluster.shard, where it is off and could be on.
+        least: Micro-batches cannot be smaller.
+
+    Raises:
+        PlacementError: A device is too small; the message has the sum.
     """
-    found = _too_much(p, needs, least)
-    if found is None:
+    excess = _too_much(p, needs, least)
+    if excess is None:
         return
-    told, cure = found
+    message, cure = excess
     if sharded is not None and _too_much(p, sharded(), least) is None:
         cure = f"write cluster.shard=true: {p.processes('actor')} processes of actor then hold a part of the model each"
-    raise PlacementError(f"{told}; {cure}")
+    raise PlacementError(f"{message}; {cure}")
 
 
 def _too_much(p: Plan, needs: Mapping[str, Need], least: bool) -> tuple[str, str] | None:
-    """The first device that does not suffice, with the arithmetic, and a cure; None: all fits."""
+    """Return the message about the first device that is too small, and a cure; None: everything fits."""
     limit = p.hardware.memory
     if limit is None:
         return None
     for load in loads(p, needs):
         if load.total > ROOM * limit:
             largest = max(load.parts, key=lambda name: sum(load.parts[name]))
-            told = ", ".join(f"{what} {amount(size)}" for what, size in needs[largest].items() if size)
+            purposes = ", ".join(f"{what} {amount(size)}" for what, size in needs[largest].items() if size)
             parts = " + ".join(f"{len(sizes)} x {amount(sizes[0])} ({name})" for name, sizes in load.parts.items())
             context = f", {amount(CONTEXT)} of each for CUDA itself" if p.hardware.kind == "cuda" else ""
             return (
                 f"placement: {load.where} needs {parts} = {amount(load.total)} to {load.phase}, more than {ROOM:.0%} "
-                f"of its {amount(limit)}; one process of {largest}: {told}{context}",
+                f"of its {amount(limit)}; one process of {largest}: {purposes}{context}",
                 _memory_cure(p, needs[largest], least),
             )
     return None
 
 
 def amount(size: int) -> str:
-    """Bytes for people."""
+    """Return bytes as text in GB or MB."""
     return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
 
 
@@ -542,7 +592,7 @@ def _memory_cure(p: Plan, need: Need, least: bool) -> str:
 
 
 def memory_rows(p: Plan, needs: Mapping[str, Need]) -> list[tuple[str, ...]]:
-    """A table, what for x group, of one process; the first row are headings."""
+    """Return a table of the memory of one process: purposes (rows) x groups (columns); the first row is the header."""
     kinds = list(dict.fromkeys(what for need in needs.values() for what in need))
     table = [("one process needs", *(g.name for g in p.groups))]
     for what in kinds:
