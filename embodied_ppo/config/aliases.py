@@ -92,10 +92,12 @@ _MINIBATCHES = (
     "it counts minibatches, and here their size is given: write algorithm.global_batch_size = algorithm.horizon x "
     "env.num_envs / that number"
 )
-_VALUE_CLIP = "the clip range of the value is a number of its own: write algorithm.value_clip=0.2, or null for none"
+_VALUE_CLIP = "the clip range of the value is a separate number: write algorithm.value_clip=0.2, or null for none"
 _OBSERVATIONS = "write model.normalize_obs=true or false; what is normalised is clipped at model.obs_clip"
 _HIDDEN = "policy and value have layers of the same widths: write model.hidden=[256,256] model.shared_backbone=false"
-_TRACKER = "a run writes TensorBoard files and metrics.jsonl into its directory and reports to nobody; leave it out"
+_TRACKER = (
+    "a run writes TensorBoard files and metrics.jsonl into its directory and uses no tracking service; leave it out"
+)
 # Names of CleanRL and rsl_rl whose meaning is not that of one option here, in whatever section: name -> what to write.
 CURES: dict[str, str] = {
     "num_minibatches": _MINIBATCHES,
@@ -119,5 +121,5 @@ CURES: dict[str, str] = {
     "wandb_project_name": _TRACKER,
     "wandb_project": _TRACKER,
     "wandb_entity": _TRACKER,
-    "capture_video": "evaluations are filmed: write evaluation.video_episodes=2, or 0 for none",
+    "capture_video": "videos are recorded during evaluations: write evaluation.video_episodes=2, or 0 for none",
 }

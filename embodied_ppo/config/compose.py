@@ -315,7 +315,7 @@ def _delete(overrides: Sequence[Override], loader: ConfigLoaderImpl, layers: Seq
         parents = [OmegaConf.select(node, parent) if parent else node for _, node in layers]
         owners = [node for node in parents if OmegaConf.is_dict(node) and leaf in node]
         if not owners:
-            raise ConfigError(f"{o.input_line}: no file sets {o.key_or_group}, nothing to take away; leave it out")
+            raise ConfigError(f"{o.input_line}: no file sets {o.key_or_group}, so it cannot be removed; leave it out")
         for owner in owners:
             del owner[leaf]
 

@@ -322,7 +322,7 @@ def _wrong(hint: Any, value: Any, path: str, label: str, verb: str = "") -> Conf
     line = f"{path} = {show(value)}{_at(label)} {verb or 'must be ' + allowed}"
     if path == "placement":
         return PlacementError(f"{line}; {_cure(hint, value, path, allowed if verb else '')}")
-    if verb:  # "???" is how a recipe says that only its user knows
+    if verb:  # "???" marks an option whose value the user of a recipe must give
         return ConfigError(f"{line}; give it {allowed}: {path}=..")
     return ConfigError(f"{line}; {_cure(hint, value, path, '')}")
 

@@ -109,13 +109,13 @@ def check_tuning(config: Config, explicit: Collection[str] = ()) -> None:
     rules_of(config.mode).check_tuning(config)
     if config.resume is not None:
         raise ConfigError(
-            f"resume = {config.resume}: is not read by tune, which continues nothing; leave it out, and write "
-            "it to train with what tune has found"
+            f"resume = {config.resume}: is not read by tune, which does not continue a run; leave it out, and write "
+            "it to train with the placement that tune recommends"
         )
     if config.cluster.shard:
         raise PlacementError(
-            "cluster.shard = true: tune does not know what it costs to gather a model's parts; leave it out, and write "
-            "it to train with what tune has found"
+            "cluster.shard = true: tune cannot predict the cost of gathering a sharded model; leave it out, and write "
+            "it to train with the placement that tune recommends"
         )
     default = ClusterConfig()
     searched = (
@@ -125,7 +125,7 @@ def check_tuning(config: Config, explicit: Collection[str] = ()) -> None:
     )
     for path, value, unset in searched:
         if value != unset:
-            raise PlacementError(f"{path} = {show(value)}: is what tune looks for; leave it out, or try it with train")
+            raise PlacementError(f"{path} = {show(value)}: is searched by tune; leave it out, or try it with train")
     check(replace(config, cluster=default), explicit)
     _check_lag(config.cluster)
 

@@ -47,7 +47,7 @@ class ReasoningRules(ModeRules):
         if config.compile == "always":
             raise ConfigError(
                 "compile = always: tune times language models without the compiler; leave it out, and write it to "
-                "train with what tune has found"
+                "train with the placement that tune recommends"
             )
         if config.rollout.engine != "builtin":
             raise ConfigError(

@@ -1,0 +1,58 @@
+"""Mode and conditions of options as the fields of the schema declare them, by example."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from embodied_ppo.config.readers import mode_of, readers, unread
+from embodied_ppo.config.schema import Config, EvaluateConfig
+
+
+@pytest.mark.parametrize(
+    ("path", "mode"),
+    [
+        ("env", "embodied"),
+        ("env.id", "embodied"),  # from its section
+        ("algorithm.horizon", "embodied"),
+        ("algorithm.response_length", "reasoning"),
+        ("critic.model.path", "reasoning"),  # from the section of its section
+        ("algorithm.gamma", None),
+        ("no.such.option", None),
+    ],
+)
+def test_the_mode_that_reads_an_option(path: str, mode: str | None) -> None:
+    assert mode_of(path) == mode
+
+
+def test_a_command_may_declare_the_same_option_differently() -> None:
+    assert mode_of("allow_changed_task") is None
+    assert mode_of("allow_changed_task", EvaluateConfig) == "embodied"
+
+
+@pytest.mark.parametrize(
+    ("path", "conditions"),
+    [
+        ("critic.lr", ["algorithm.adv_type=gae"]),  # of the section
+        ("critic.model.architecture", ["algorithm.adv_type=gae"]),
+        ("critic.lr_end", ["critic.lr_schedule=linear or cosine"]),  # its own replaces that of the section
+        ("actor.model.architecture", ["actor.model.path=null"]),  # of this use of a shared section
+        ("actor.model.path", []),
+        ("critic", []),  # a section is no option
+    ],
+)
+def test_the_conditions_of_an_option(path: str, conditions: list[str]) -> None:
+    assert [condition.text for condition in readers()[path].conditions] == conditions
+
+
+def test_a_condition_of_one_mode_does_not_apply_to_the_other() -> None:
+    default = Config()
+    grpo = replace(default, algorithm=replace(default.algorithm, adv_type="grpo"))
+    assert "algorithm.value_clip" not in dict(unread(grpo, "embodied"))
+    assert dict(unread(grpo, "reasoning"))["algorithm.value_clip"] == "algorithm.adv_type=gae"
+
+
+def test_options_of_evaluate_have_conditions_too() -> None:
+    assert dict(unread(EvaluateConfig(video=False)))["video_size"] == "video=true"
+    assert "video_size" not in dict(unread(EvaluateConfig()))
