@@ -1,4 +1,4 @@
-"""A task for the user's own robot: from an MJCF to a Task, a config and a test, all written to be changed."""
+"""`embodied-ppo new-task`: generate a task, a config and a test for a robot from its MJCF."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ from embodied_ppo.commands import output
 from embodied_ppo.core.errors import EnvError
 
 CONTROL_STEP_S, EPISODE_S, LEASH = 0.02, 5.0, 1.0
-"""What a new task begins with: 50 decisions a second, five seconds; joints that fall end it 1 rad or m from home."""
+"""Defaults of a new task: duration of a decision, length of an episode, and the distance from home
+(rad or m) at which a falling joint ends the episode."""
 
 FALLING = 0.1
-"""A passive hinge falls where gravity's lever arm exceeds this part of the radius of gyration, a slide where gravity's
-share along it does: a pole falls, a wheel does not."""
+"""A passive joint falls (a pole does, a wheel does not) if gravity's lever arm exceeds this fraction
+of the radius of gyration (hinge), or its component along the axis this fraction (slide)."""
 
 DISTANCES = {
     int(mujoco.mjtSensor.mjSENS_RANGEFINDER),
     int(mujoco.mjtSensor.mjSENS_GEOMDIST),
     int(mujoco.mjtSensor.mjSENS_GEOMNORMAL),
 }
-"""Sensors that measure from the robot to its surroundings, also to those that are fixed in the world."""
+"""Sensors of the distance to other objects, which may be fixed in the world."""
 
 TIMESTEPS = 1e-5, 1.0
-"""Of physics, s: from 2000 steps in a decision to a step in each."""
+"""Smallest and largest timestep of the physics, s."""
 
 TEMPLATES = {
     "{name}.py": "new_task.py.j2",
     "configs/experiment/{name}.yaml": "new_task.yaml.j2",
     "test_{name}.py": "new_task_test.py.j2",
 }
-"""File in the new folder -> its template."""
+"""File in the new folder -> template."""
 
 FREE, BALL = int(mujoco.mjtJoint.mjJNT_FREE), int(mujoco.mjtJoint.mjJNT_BALL)
-"""Kinds of joint as MjModel numbers them; the others, slides and hinges, have one coordinate."""
+"""Types of joints in MjModel; the other types, slide and hinge, have one coordinate."""
 
 IMPORTED = ("Path", "State", "Task", "Tensor")
-"""Names that the written task imports: its class needs another."""
+"""Names that the generated module imports; its class must have another name."""
 
 
 @dataclass(frozen=True)
 class NewTask:
-    """What was written: the files, what was assumed about the model (sentences), what to run next (shell lines)."""
+    """Generated files, assumptions about the model (sentences), and commands to run next."""
 
     files: tuple[Path, ...]
     assumed: tuple[str, ...]
@@ -90,22 +91,26 @@ def run(args: argparse.Namespace) -> None:
 
 # ---------------------------------------------------------------------------------------- the files
 def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
-    """Write task ``name`` for the robot in ``mjcf`` into folder ``out`` (default ./NAME); the MJCF stays where it is.
+    """Generate the files of a task.
 
-    Raises EnvError for a name that cannot be one, for files that are there already, and for a model that MuJoCo refuses
-    or that there is nothing to learn for.
+    Args:
+        name: Name of the module, such as my_robot.
+        mjcf: The robot's MuJoCo XML, which is not copied.
+        out: Folder to write to; None selects ./NAME.
+
+    Raises:
+        EnvError: The name is invalid, a file exists, MuJoCo refuses the model, or the model has
+            nothing to learn.
     """
     kind = _class_name(name)
     folder = Path(name) if out is None else out
     if folder.exists() and not folder.is_dir():
         raise EnvError(f"--out {folder}: is a file; name a folder")
     files = {folder / file.format(name=name): template for file, template in TEMPLATES.items()}
-    if there := [file for file in files if file.exists()]:
-        raise EnvError(
-            f"{there[0]} is there already and stays as it is; give another NAME, or another folder: --out DIR"
-        )
+    if existing := [file for file in files if file.exists()]:
+        raise EnvError(f"{existing[0]} exists and is not overwritten; choose another NAME or another --out DIR")
     model = load(mjcf)
-    found = _describe(model, mjcf)
+    description = _describe(model, mjcf)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("embodied_ppo.commands", "templates"),
         undefined=jinja2.StrictUndefined,
@@ -117,7 +122,7 @@ def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
     environment.filters["quoted"] = lambda text: _literal(text)[1:-1]
     path = Path(os.path.relpath(mjcf.resolve(), folder.resolve())).as_posix()
     texts = {
-        file: environment.get_template(template).render(name=name, kind=kind, mjcf=path, **found)
+        file: environment.get_template(template).render(name=name, kind=kind, mjcf=path, **description)
         for file, template in files.items()
     }
     try:
@@ -126,43 +131,50 @@ def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
             file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise EnvError(f"--out {folder}: cannot be written ({error.strerror}); name another folder") from error
-    home = Path(sys.executable).parent
-    where = "" if shutil.which("embodied-ppo") == str(home / "embodied-ppo") else f"{home}/"
+    programs = Path(sys.executable).parent
+    on_path = shutil.which("embodied-ppo") == str(programs / "embodied-ppo")
+    prefix = "" if on_path else f"{programs}/"
     commands = (
-        f"cd {shlex.quote(str(folder))} && {where}python test_{name}.py",
-        f"{where}embodied-ppo train --config-dir configs experiment={name} run_dir=runs/first",
-        f"{where}embodied-ppo evaluate checkpoint=runs/first",
+        f"cd {shlex.quote(str(folder))} && {prefix}python test_{name}.py",
+        f"{prefix}embodied-ppo train --config-dir configs experiment={name} run_dir=runs/first",
+        f"{prefix}embodied-ppo evaluate checkpoint=runs/first",
     )
-    return NewTask(tuple(files), tuple(found["assumed"]), commands)
+    return NewTask(tuple(files), tuple(description["assumed"]), commands)
 
 
 def load(mjcf: Path) -> mujoco.MjModel:
-    """The model; raises EnvError with MuJoCo's reason (file, line, element), or the cure for what makes no task."""
+    """Load a model and check that a task can be generated for it.
+
+    Raises:
+        EnvError: With MuJoCo's reason (file, line, element), or with the cure.
+    """
     if not mjcf.is_file():
         raise EnvError(f"--mjcf {mjcf}: no such file")
     try:
         model = mujoco.MjSpec.from_file(str(mjcf)).compile()
     except (ValueError, OSError, mujoco.FatalError) as error:
-        place = f" (meshes and textures are looked for from {mjcf.resolve().parent})" if "file" in str(error) else ""
+        place = f" (meshes and textures are searched from {mjcf.resolve().parent})" if "file" in str(error) else ""
         raise EnvError(f"--mjcf {mjcf}: MuJoCo refuses it: {error}{place}") from error
     where = f"--mjcf {mjcf}:"
     if not TIMESTEPS[0] <= model.opt.timestep <= TIMESTEPS[1]:
         raise EnvError(
-            f"{where} its timestep is {model.opt.timestep:g} s, not from {TIMESTEPS[0]:g} to {TIMESTEPS[1]:g}; write "
+            f"{where} its timestep is {model.opt.timestep:g} s, not from {TIMESTEPS[0]:g} to "
+            f"{TIMESTEPS[1]:g}; write "
             '<option timestep="0.002"/>'
         )
     if not np.isfinite(model.key_qpos).all():
-        raise EnvError(f"{where} a keyframe's qpos holds {model.key_qpos[~np.isfinite(model.key_qpos)][0]}; mend it")
+        raise EnvError(f"{where} a keyframe's qpos holds {model.key_qpos[~np.isfinite(model.key_qpos)][0]}; correct it")
     if not model.njnt:
-        raise EnvError(f"{where} nothing in it can move; give its bodies joints: <joint name=.. type=hinge axis=../>")
+        raise EnvError(f"{where} nothing in it can move; add joints to its bodies: <joint name=.. type=hinge axis=../>")
     if not model.nu:
         cure = '<actuator><motor name=".." joint=".." ctrlrange="-1 1"/></actuator>'
         if "<robot" in mjcf.read_text(encoding="utf-8", errors="replace"):
             save = f"s = mujoco.MjSpec.from_file({str(mjcf)!r}); s.compile(); open('robot.xml', 'w').write(s.to_xml())"
             raise EnvError(
-                f"{where} is a URDF, which MuJoCo reads without actuators, and its base stands fixed in the world; "
-                f'save it as MJCF: python -c "import mujoco; {save}", then add to that file {cure}, and a floor and a '
-                "free joint if it is to move about"
+                f"{where} is a URDF, which MuJoCo reads without actuators and with a fixed base; "
+                f'save it as MJCF: python -c "import mujoco; {save}", '
+                f"then add to that file {cure}, "
+                "and a floor and a free joint if the robot is mobile"
             )
         raise EnvError(f"{where} it has no actuators, so there is nothing to learn; add some: {cure}")
     for j in range(model.njnt):
@@ -170,42 +182,48 @@ def load(mjcf: Path) -> mujoco.MjModel:
         body = model.body(model.jnt_bodyid[j])
         if not (body.name if free else model.joint(j).name):
             what = f"the free body {body.id}" if free else f"joint {j} (of body {body.name or body.id})"
-            raise EnvError(f"{where} {what} has no name, by which the task finds it; write name=..")
+            raise EnvError(f"{where} {what} has no name, which the task needs; write name=..")
     still = model.body_weldid[model.geom_bodyid] == 0
     solid = (model.geom_contype | model.geom_conaffinity) != 0
-    held = bool((still & solid).any()) or model.npair or model.neq or not model.opt.gravity.any()
+    supported = bool((still & solid).any()) or model.npair or model.neq or not model.opt.gravity.any()
     driven = _driven(model)
     for body, dof in _free(model):
-        if not held and driven.isdisjoint(range(dof, dof + 6)):
+        if not supported and driven.isdisjoint(range(dof, dof + 6)):
             raise EnvError(
-                f"{where} body {model.body(body).name} floats freely and there is nothing to stand on, so it falls for "
-                'ever; add a floor to the worldbody: <geom type="plane" size="5 5 .1"/>, or take its free joint away'
+                f"{where} body {model.body(body).name} floats freely above nothing, so it falls "
+                'forever; add a floor to the worldbody: <geom type="plane" size="5 5 .1"/>, '
+                "or remove its free joint"
             )
     return model
 
 
 def _class_name(name: str) -> str:
-    """my_robot -> MyRobot. Raises EnvError for what cannot name a module and a class of its own."""
+    """Convert my_robot to MyRobot. Raises EnvError if the name cannot be a new module and class."""
     kind = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) or keyword.iskeyword(name):
-        raise EnvError(f"NAME {name!r} names a Python module: letters, digits and _, a letter first; as my_robot")
+        raise EnvError(
+            f"NAME {name!r} must be the name of a Python module: letters, digits and _, "
+            "a letter first, such as my_robot"
+        )
     if keyword.iskeyword(kind) or kind in IMPORTED:
         raise EnvError(f"NAME {name!r}: its class would be called {kind}, which is taken; write {name}_robot")
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.origin is not None:
-        raise EnvError(f"NAME {name!r} is a Python module already ({spec.origin}); choose another, as {name}_task")
+        raise EnvError(
+            f"NAME {name!r} is a Python module already ({spec.origin}); choose another name, such as {name}_task"
+        )
     return kind
 
 
-# ---------------------------------------------------------------------------------------- the model
+# ---------------------------------------------------------------------------------------- model
 def _free(model: mujoco.MjModel) -> list[tuple[int, int]]:
-    """(body, first degree of freedom) of everything that floats."""
+    """Return (body, first degree of freedom) of every free body."""
     free = np.flatnonzero(model.jnt_type == FREE)
     return [(int(model.jnt_bodyid[j]), int(model.jnt_dofadr[j])) for j in free]
 
 
 def _driven(model: mujoco.MjModel) -> set[int]:
-    """Degrees of freedom on which an actuator acts, through whatever transmission."""
+    """Return the degrees of freedom on which an actuator acts through its transmission."""
     data = mujoco.MjData(model)
     mujoco.mj_forward(model, data)
     rows = zip(data.moment_rowadr, data.moment_rownnz, strict=True)
@@ -213,7 +231,7 @@ def _driven(model: mujoco.MjModel) -> set[int]:
 
 
 def _falls(model: mujoco.MjModel, joint: int, pose: np.ndarray) -> bool:
-    """Whether gravity moves a hinge or slide near ``pose`` [nq]: a pole falls, a wheel does not."""
+    """Return whether gravity moves a hinge or slide near ``pose`` [nq]."""
     data = mujoco.MjData(model)
     dof, mass = int(model.jnt_dofadr[joint]), float(model.body_subtreemass[model.jnt_bodyid[joint]])
     weight = mass * float(np.linalg.norm(model.opt.gravity))
@@ -224,12 +242,12 @@ def _falls(model: mujoco.MjModel, joint: int, pose: np.ndarray) -> bool:
         data.qpos[:] = pose
         data.qpos[model.jnt_qposadr[joint]] += offset
         mujoco.mj_forward(model, data)
-        forces.append(abs(float(data.qfrc_bias[dof])))  # at rest: of gravity alone, N or N m
+        forces.append(abs(float(data.qfrc_bias[dof])))  # at rest: gravity only, N or N m
     return max(forces) > FALLING * weight * size
 
 
 def _global_sensors(model: mujoco.MjModel, pose: np.ndarray) -> list[int]:
-    """Sensors that report positions in the world: they change when all that floats is shifted along x and y."""
+    """Return sensors of positions in the world: they change if free bodies shift in x and y."""
     data = mujoco.MjData(model)
     readings = []
     for shift in ((0.0, 0.0), (0.37, -0.53)):
@@ -243,9 +261,9 @@ def _global_sensors(model: mujoco.MjModel, pose: np.ndarray) -> list[int]:
 
     def is_global(i: int) -> bool:
         kind = int(model.sensor_type[i])
-        if kind == int(mujoco.mjtSensor.mjSENS_CONTACT):  # there may be no contact at home
+        if kind == int(mujoco.mjtSensor.mjSENS_CONTACT):  # the home pose may have no contact
             return bool(int(model.sensor_intprm[i, 0]) >> int(mujoco.mjtConDataField.mjCONDATA_POS) & 1)
-        # velocities and forces change only with the ground: these are no positions
+        # velocities and forces are not positions; they change only with the ground
         of_position = model.sensor_needstage[i] == int(mujoco.mjtStage.mjSTAGE_POS) and kind not in DISTANCES
         first = model.sensor_adr[i]
         return of_position and bool(changed[first : first + model.sensor_dim[i]].any())
@@ -254,7 +272,7 @@ def _global_sensors(model: mujoco.MjModel, pose: np.ndarray) -> list[int]:
 
 
 def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
-    """What the templates say about the model, and the sentences ``assumed``."""
+    """Return the values of the templates' variables, and the sentences ``assumed``."""
     assumed: list[str] = []
     driven = _driven(model)
     roots = {int(model.body_rootid[model.dof_bodyid[i]]) for i in driven}
@@ -270,14 +288,14 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
         key, pose = names[at] or at, model.key_qpos[at]
         assumed.append(f"the home pose is keyframe {key!r}")
     else:
-        assumed.append("the home pose is the one the MJCF draws (there is no keyframe)")
+        assumed.append("the home pose is qpos0 of the MJCF (there is no keyframe)")
     moved = {}
     for j in single if key is None else []:
         low, high = model.jnt_range[j]
         if model.jnt_limited[j] and not low <= pose[model.jnt_qposadr[j]] <= high:
             moved[model.joint(j).name] = round(float(low + high) / 2, 4)
     if moved:
-        assumed.append(f"at home {', '.join(moved)} stand in the middle of their range, for 0 lies outside of it")
+        assumed.append(f"at home {', '.join(moved)} are in the middle of their range, because 0 is outside of it")
 
     floating = [body for body, _ in _free(model)]
     robots = [body for body in floating if int(model.body_rootid[body]) in roots]
@@ -285,9 +303,7 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
     falls = False
     if robots:
         falls = bool(pose[model.jnt_qposadr[model.body_jntadr[robots[0]]] + 2] > 0)
-        end = (
-            "an episode ends when it is under half its height at home" if falls else "its height at home is not above 0"
-        )
+        end = "an episode ends below half its height at home" if falls else "its height at home is not above 0"
         assumed.append(f"{base} is the robot's floating base: its x and y are not observed; {end}")
     objects = [model.body(body).name for body in floating if body not in robots[:1]]
     if objects := [*objects, *(model.joint(j).name for j in single if j not in joints)]:
@@ -298,16 +314,17 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
     unlimited = [i for i in range(model.nu) if not model.actuator_ctrllimited[i]]
     for i in unlimited:
         assumed.append(f"{actuators[i]} has no ctrlrange: its action is {bounds[i][2]}, {list(bounds[i][:2])}")
-    loose = [j for j in joints if not model.jnt_limited[j]]
-    falling = [j for j in loose if int(model.jnt_dofadr[j]) not in driven and _falls(model, j, pose)]
+    unlimited_joints = [j for j in joints if not model.jnt_limited[j]]
+    falling = [j for j in unlimited_joints if int(model.jnt_dofadr[j]) not in driven and _falls(model, j, pose)]
     leash = {model.joint(j).name: LEASH for j in falling}
     if leash:
         assumed.append(
-            f"{', '.join(leash)}: no range and no actuator, and gravity moves it, so an episode ends {LEASH:g} "
+            f"{', '.join(leash)}: no range and no actuator, and gravity moves it, so an episode "
+            f"ends {LEASH:g} "
             "(rad, m) from home"
         )
-    if turning := [model.joint(j).name for j in loose if model.joint(j).name not in leash]:
-        assumed.append(f"{', '.join(turning)}: no range, so nothing ends an episode there")
+    if turning := [model.joint(j).name for j in unlimited_joints if model.joint(j).name not in leash]:
+        assumed.append(f"{', '.join(turning)}: no range, so it never ends an episode")
     hidden = _global_sensors(model, pose) if base else []
     sensed = [
         n
@@ -320,7 +337,8 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
     elif hidden:
         names = ", ".join(model.sensor(i).name or f"sensor {i}" for i in hidden)
         assumed.append(
-            f"{model.nsensor - len(hidden)} of {model.nsensor} sensors are observed ({len(sensed)} numbers); not "
+            f"{model.nsensor - len(hidden)} of {model.nsensor} sensors are observed "
+            f"({len(sensed)} numbers); not "
             f"{names}: positions in the world"
         )
     timestep = float(model.opt.timestep)
@@ -352,7 +370,7 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
 
 
 def _bounds(model: mujoco.MjModel, i: int) -> tuple[float, float, str]:
-    """Lowest and highest control of actuator i, and where they come from."""
+    """Return the lowest and highest control of actuator i, and how they were determined."""
     if model.actuator_ctrllimited[i]:
         low, high = model.actuator_ctrlrange[i]
         return float(low), float(high), "its ctrlrange"
@@ -369,7 +387,7 @@ def _bounds(model: mujoco.MjModel, i: int) -> tuple[float, float, str]:
 
 
 def _literal(value: Any) -> str:
-    """A value as Python source in double quotes."""
+    """Format a value as Python source with double quotes."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The page on which runs are watched: a server on this machine that reads run directories and writes nothing."""
+"""`embodied-ppo watch`: serve a local page that shows runs. The server writes no files."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from embodied_ppo.training import health
 
 HOST = "127.0.0.1"
 ROWS = "metrics.jsonl"
-"""What makes a directory a run."""
+"""A directory with this file is a run."""
 
 DEPTH = 4
-"""Folders below a given one in which runs are looked for."""
+"""Depth of the search for runs below a given folder."""
 
 CHUNK = 4 << 20
-"""Bytes of metrics.jsonl in one answer; a longer line is skipped."""
+"""Bytes of metrics.jsonl in one response; a longer line is skipped."""
 
 SMALL = 1 << 18
-"""Largest config.yaml and summary.json that are read, bytes; both have a few thousand."""
+"""Largest size in bytes of a config.yaml or summary.json that is read; usual are a few thousand."""
 
 NOTE = 600
-"""Characters of a message from log.txt that are shown."""
+"""Characters shown of a message from log.txt."""
 
 MARK = 1024
-"""Bytes before a position that tell whether a file is still the one that was read."""
+"""Bytes before a position whose digest identifies the file that was read."""
 
 TAIL = 1 << 18
-"""Bytes at the end of metrics.jsonl and log.txt that tell how a run stands."""
+"""Bytes at the end of metrics.jsonl and log.txt from which the state of a run is derived."""
 
 SILENT_S = 60.0
-"""A run that wrote nothing for so long, and for three updates, is called silent."""
+"""A run that has written nothing for this long, and for three updates, is silent; seconds."""
 
 OWN = ("run_dir", "resume")
 """Options that differ between any two runs."""
@@ -63,46 +63,48 @@ SHOWN = re.compile(r"(videos|reports/[^/.][^/\0]*)/[^/.][^/\0]*\.(html|json|mp4)
 """Files of a run that the page may show."""
 
 REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:; sandbox"
-"""A report is one file without scripts (report.py)."""
+"""Content-Security-Policy of a report, which is one file without scripts."""
 
 
-# ----------------------------------------------------------------------------------------- the runs
+# ----------------------------------------------------------------------------------------- runs
 def find(roots: Sequence[Path]) -> dict[str, Path]:
-    """Absolute path -> directory of every run that ``roots`` are or hold."""
-    found: dict[str, Path] = {}
+    """Return absolute path -> directory of every run that ``roots`` are or contain."""
+    runs: dict[str, Path] = {}
     for root in roots:
         for folder, inner, files in os.walk(root):
             here = Path(folder)
             deep = len(here.relative_to(root).parts) >= DEPTH
             if ROWS in files:
-                found[os.fsencode(here.absolute()).decode(errors="replace")] = here  # as a browser can ask for it
+                # a browser cannot send bytes that are not UTF-8
+                runs[os.fsencode(here.absolute()).decode(errors="replace")] = here
             inner[:] = () if ROWS in files or deep else sorted(n for n in inner if not n.startswith("."))
-    return found
+    return runs
 
 
 def labels(runs: Sequence[str]) -> dict[str, str]:
-    """What to call each run: its path, without what all have in common."""
+    """Return a label for each run: its path without the parent folders that all share."""
     common = os.path.commonpath([str(Path(run).parent.parent) for run in runs]) if runs else ""
     return {run: os.path.relpath(run, common) for run in runs}
 
 
 def status(run: Path) -> dict[str, Any]:
-    """How a run stands.
+    """Return the state of a run.
 
-    state    running, silent, finished, interrupted, failed or unreadable; ``note`` says more
-    update   of the newest row, of ``updates``; None: not told
-    age_s    seconds since it wrote
-    health   verdicts of health.judge
-    video, report   newest film and report, as /file takes them
-    rows, config    when metrics.jsonl and config.yaml changed
+    Returns:
+        state: running, silent, finished, interrupted, failed or unreadable; ``note`` has details.
+        update: Number of the newest row, of ``updates``; None if unknown.
+        age_s: Seconds since the run wrote a file.
+        health: Verdicts of ``health.judge``.
+        video, report: Newest video and report, as arguments of /file.
+        rows, config: Time of change and size of metrics.jsonl and config.yaml.
     """
     try:
         stamps = {name: _changed(run / name) for name in (ROWS, "log.txt", "summary.json", "config.yaml")}
-        told = dict(_told(run, tuple(stamps.values())))
+        state = dict(_state(run, tuple(stamps.values())))
         age = time.time() - max(changed for changed, _ in stamps.values()) / 1e9
-        if told["state"] == "running" and age > max(SILENT_S, 3 * told["update_s"]):
-            told["state"] = "silent"
-        return told | {
+        if state["state"] == "running" and age > max(SILENT_S, 3 * state["update_s"]):
+            state["state"] = "silent"
+        return state | {
             "age_s": age,
             "video": _newest(run, "videos/*.mp4"),
             "report": _newest(run, "reports/*/report.html"),
@@ -115,12 +117,12 @@ def status(run: Path) -> dict[str, Any]:
         KeyError,
         TypeError,
         RecursionError,
-    ) as error:  # gone, or damaged: the page says so
+    ) as error:  # deleted or damaged
         return {"state": "unreadable", "note": one_line(error, kind=True), "health": []}
 
 
 def _changed(file: Path) -> tuple[int, int]:
-    """Return (time of the last change in ns, size in bytes) of a file or link; zeros without one."""
+    """Return (time of change in ns, size in bytes) of a file or link; zeros without one."""
     try:
         status = file.lstat()
     except FileNotFoundError:
@@ -132,7 +134,7 @@ def _size(file: Path) -> int | None:
     """Return the size of a file in bytes, None without one.
 
     Raises:
-        OSError: for a link, which could lead out of the run, and for a pipe or a device, which have no end.
+        OSError: For a link, which could lead out of the run, and for a pipe or device.
     """
     try:
         status = file.lstat()
@@ -141,21 +143,26 @@ def _size(file: Path) -> int | None:
     if stat.S_ISLNK(status.st_mode):
         raise OSError(errno.EINVAL, "is a link, which is not followed", str(file))
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "is no file", str(file))
+        raise OSError(errno.EINVAL, "is not a regular file", str(file))
     return status.st_size
 
 
 def _open(file: Path) -> BinaryIO:
-    """Open what ``_size`` accepts, also where the file is replaced by a link or a pipe in between."""
+    """Open a file; refuse a link or a pipe even if it replaces the file after ``_size``."""
     f = os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
         f.close()
-        raise OSError(errno.EINVAL, "is no file", str(file))
+        raise OSError(errno.EINVAL, "is not a regular file", str(file))
     return f
 
 
 def _text(file: Path) -> str | None:
-    """The text of a small file, None without one. Raises OSError, and ValueError for more than SMALL bytes."""
+    """Return the text of a small file, None without one.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It has more than SMALL bytes.
+    """
     size = _size(file)
     if size is None:
         return None
@@ -167,8 +174,8 @@ def _text(file: Path) -> str | None:
 
 
 @lru_cache(maxsize=1000)
-def _told(run: Path, stamps: tuple[tuple[int, int], ...]) -> Mapping[str, Any]:
-    """What the files of a run tell; ``stamps``: read again when one has changed."""
+def _state(run: Path, stamps: tuple[tuple[int, int], ...]) -> Mapping[str, Any]:
+    """Derive the state of a run from its files; cached until one of ``stamps`` changes."""
     rows = _rows(_tail(run / ROWS))[0]
     update = max((int(row["update"]) for row in rows if row.get("update") is not None), default=None)
     stamped = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)$", re.M)
@@ -196,12 +203,12 @@ def _told(run: Path, stamps: tuple[tuple[int, int], ...]) -> Mapping[str, Any]:
 
 
 def _phases(row: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of the phases of a row; time/swap_s is part of the others (docs/metrics.md)."""
+    """Return the seconds of the phases of a row; time/swap_s is part of the others."""
     return {tag: x for tag, x in row.items() if tag.startswith("time/") and tag != "time/swap_s" and x is not None}
 
 
 def _tail(file: Path) -> bytes:
-    """The last whole lines of a file, about TAIL bytes; empty without one."""
+    """Return the last complete lines of a file, about TAIL bytes; empty without a file."""
     size = _size(file)
     if not size:
         return b""
@@ -213,29 +220,42 @@ def _tail(file: Path) -> bytes:
 
 
 def _newest(run: Path, pattern: str) -> dict[str, Any] | None:
-    """Name and time of change of the newest file."""
-    found = max(
+    """Return name and time of change of the newest file that matches a pattern."""
+    newest = max(
         ((file.stat().st_mtime_ns, file) for file in run.glob(pattern) if file.is_file()),
         default=None,
     )
-    return None if found is None else {"name": found[1].relative_to(run).as_posix(), "changed": found[0]}
+    if newest is None:
+        return None
+    changed, newest_file = newest
+    return {"name": newest_file.relative_to(run).as_posix(), "changed": changed}
 
 
 def read_on(file: Path, start: int, mark: str) -> dict[str, Any]:
-    """The rows of a growing metrics.jsonl from byte ``start`` on, where an earlier answer ended.
+    """Read the rows of a growing metrics.jsonl.
 
-    mark     that answer's ``mark``: a digest of the bytes before ``start``. Where they are others now, or gone, because
-             a resumed run dropped rows or began anew, reading begins anew as well: ``from`` is 0
-    returns  {from, next, mark, rows, broken, more}: bytes [from, next) were read, whole lines: a last line without its
-             end waits. A line of more than CHUNK bytes is skipped, CHUNK bytes at a time. ``broken``: lines that are
-             no JSON, or skipped. ``more``: there is more to read at once
+    A line of more than CHUNK bytes is skipped, CHUNK bytes at a time.
+
+    Args:
+        file: The metrics.jsonl of a run.
+        start: First byte, the ``next`` of the previous response.
+        mark: The ``mark`` of the previous response, a digest of the bytes before ``start``. If
+            they have changed because a resumed run dropped rows or the run started again, reading
+            restarts at 0.
+
+    Returns:
+        from, next: The bytes [from, next) were read; they end with a complete line.
+        mark: Digest of the bytes before ``next``.
+        rows: The rows.
+        broken: Number of lines that are not JSON, or skipped.
+        more: Whether more can be read immediately.
     """
     _size(file)
     with _open(file) as f:
         if start and _mark(f, start) != mark:
             start = 0
         f.seek(max(0, start - 1))
-        skipping = start > 0 and f.read(1) != b"\n"  # an earlier answer ended within a long line
+        skipping = start > 0 and f.read(1) != b"\n"  # the previous response ended inside a long line
         block = f.read(CHUNK)
         more = len(block) == CHUNK
         if more and b"\n" not in block:
@@ -256,14 +276,14 @@ def read_on(file: Path, start: int, mark: str) -> dict[str, Any]:
 
 
 def _mark(f: BinaryIO, end: int) -> str:
-    """Digest of the bytes before ``end``; another one where the file is shorter."""
+    """Return a digest of the bytes before ``end``; it differs if the file is shorter."""
     start = max(0, end - MARK)
     f.seek(start)
     return hashlib.sha256(f.read(end - start)).hexdigest()[:16]
 
 
 def _rows(block: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Rows of numbers (null: not finite), and how many lines are no rows."""
+    """Return the rows (null: not finite), and the number of lines that are not rows."""
     rows, broken = [], 0
     for line in block.split(b"\n"):
         if not line:
@@ -280,13 +300,15 @@ def _rows(block: bytes) -> tuple[list[dict[str, Any]], int]:
 
 
 def _finite(x: float | None) -> float | None:
-    return x if x is None or abs(x) <= sys.float_info.max else None  # JSON has 1e999 and integers without end, too
+    """Return None for a number that is not finite; JSON allows 1e999 and integers of any size."""
+    return x if x is None or abs(x) <= sys.float_info.max else None
 
 
 def differences(runs: Sequence[Path]) -> list[dict[str, Any]]:
-    """Every option that is not the same in all runs, and its values in their order; null: not read there.
+    """Return every option that differs between runs, with its values in the order of the runs.
 
-    A config.yaml that is none has a row of its own, and says nothing about other options.
+    A value is null if the run does not read the option. A config.yaml that is not YAML gets one row
+    and is left out of the comparison.
     """
     options: list[dict[str, str]] = []
     broken: dict[int, str] = {}
@@ -296,42 +318,48 @@ def differences(runs: Sequence[Path]) -> list[dict[str, Any]]:
         except ValueError as error:
             options.append({})
             broken[n] = str(error)
-    sound = [found for n, found in enumerate(options) if n not in broken]
-    names = dict.fromkeys(name for found in options for name in found)
+    valid = [values for n, values in enumerate(options) if n not in broken]
+    names = dict.fromkeys(name for values in options for name in values)
     rows = [
-        {"option": name, "values": [found.get(name) for found in options]}
+        {"option": name, "values": [values.get(name) for values in options]}
         for name in names
-        if name not in OWN and len({found.get(name) for found in sound}) > 1
+        if name not in OWN and len({values.get(name) for values in valid}) > 1
     ]
     return rows + ([{"option": "config.yaml", "values": [broken.get(n) for n in range(len(runs))]}] if broken else [])
 
 
 def _options(file: Path) -> dict[str, str]:
-    """Dotted path -> value, as the command line would take it; empty without a file. Raises ValueError."""
+    """Return dotted path -> value in the syntax of the command line; empty without a file.
+
+    Raises:
+        ValueError: The file cannot be read, or is not YAML.
+    """
     try:
         text = _text(file)
         content = None if text is None else loader.plain_yaml(text)
     except OSError as error:
         raise ValueError(str(error.strerror)) from error
     except yaml.YAMLError as error:
-        raise ValueError(f"is no YAML ({one_line(error)})") from error
+        raise ValueError(f"is not YAML ({one_line(error)})") from error
     return {name: show(value) for name, value in loader.flat(content if isinstance(content, dict) else {}).items()}
 
 
-# --------------------------------------------------------------------------------------- the server
+# --------------------------------------------------------------------------------------- server
 class Server(ThreadingHTTPServer):
-    """Serves the page of the runs that ``roots`` are or hold, new ones included. Only this machine reaches it."""
+    """Serve the page of the runs below ``roots``, including new runs, to this machine only."""
 
     daemon_threads = True
 
     def __init__(self, roots: Sequence[Path], port: int = 0) -> None:
-        """``port`` 0: a free one. Raises OSError."""
+        """Bind the port; 0 selects a free one. Raises OSError."""
         self.roots = tuple(roots)
         self.page = (Path(__file__).parent / "templates" / "watch.html").read_bytes()
         sources = {kind: _digests(self.page, kind) for kind in (b"script", b"style")}
         self.policy = (
-            f"default-src 'none'; script-src {sources[b'script']}; style-src {sources[b'style']}; connect-src 'self'; "
-            "media-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+            f"default-src 'none'; script-src {sources[b'script']}; "
+            f"style-src {sources[b'style']}; connect-src 'self'; "
+            "media-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+            "frame-ancestors 'none'"
         )
         super().__init__((HOST, port), Handler)
 
@@ -341,13 +369,13 @@ class Server(ThreadingHTTPServer):
 
 
 def _digests(page: bytes, kind: bytes) -> str:
-    """What Content-Security-Policy calls the page's own scripts or styles."""
-    found = re.findall(rb"<%b>(.*?)</%b>" % (kind, kind), page, re.S)
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in found)
+    """Return the digests of the page's scripts or styles for its Content-Security-Policy."""
+    texts = re.findall(rb"<%b>(.*?)</%b>" % (kind, kind), page, re.S)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in texts)
 
 
 class Refused(Exception):
-    """An answer other than 200."""
+    """A response with a status other than 200."""
 
     def __init__(self, status: HTTPStatus, text: str) -> None:
         super().__init__(text)
@@ -355,19 +383,19 @@ class Refused(Exception):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """/ the page, /runs, /data?run&from&mark, /diff?run&run.., /file?run&name."""
+    """Handle requests: /, /runs, /data?run&from&mark, /diff?run&run.., /file?run&name."""
 
     protocol_version = "HTTP/1.1"
-    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]  (who made this one)
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
         try:
             self._answer()
         except Refused as refused:
             self._send(refused.status, str(refused).encode(errors="replace"), "text/plain; charset=utf-8")
-        except ConnectionError:  # the browser has left, or wants another part of the film
+        except ConnectionError:  # the browser has closed the connection, or seeks in a video
             self.close_connection = True
-        except (OSError, ValueError) as error:  # a file is gone or damaged: the page says which
+        except (OSError, ValueError) as error:  # a file is deleted or damaged
             self._send(
                 HTTPStatus.INTERNAL_SERVER_ERROR,
                 one_line(error).encode(errors="replace"),
@@ -379,46 +407,46 @@ class Handler(BaseHTTPRequestHandler):
         if host not in (
             HOST,
             "localhost",
-        ):  # a name of somebody else's that leads here (DNS rebinding)
+        ):  # another host name that resolves to this machine (DNS rebinding)
             raise Refused(HTTPStatus.FORBIDDEN, f"this page is {self.server.address}")
         url = urlsplit(self.path)
-        asked = parse_qs(url.query)
+        query = parse_qs(url.query)
         match url.path:
             case "/":
                 self._send(HTTPStatus.OK, self.server.page, TYPES[".html"], policy=self.server.policy)
             case "/runs":
-                found = find(self.server.roots)
-                names = labels(list(found))
-                rows = [{"run": run, "label": names[run], **status(path)} for run, path in found.items()]
+                runs = find(self.server.roots)
+                names = labels(list(runs))
+                rows = [{"run": run, "label": names[run], **status(path)} for run, path in runs.items()]
                 self._json({"runs": rows, "ranges": [asdict(r) for r in health.RANGES]})
             case "/data":
-                (run,) = self._runs(asked, 1)
-                start, mark = asked.get("from", ["0"])[0], asked.get("mark", [""])[0]
+                (run,) = self._runs(query, 1)
+                start, mark = query.get("from", ["0"])[0], query.get("mark", [""])[0]
                 if not re.fullmatch(r"[0-9]{1,18}", start):
-                    raise Refused(HTTPStatus.BAD_REQUEST, f"from={start[:30]}: is no number of bytes")
+                    raise Refused(HTTPStatus.BAD_REQUEST, f"from={start[:30]}: is not a number of bytes")
                 self._json(read_on(run / ROWS, int(start), mark))
             case "/diff":
-                self._json(differences(self._runs(asked)))
+                self._json(differences(self._runs(query)))
             case "/file":
-                (run,) = self._runs(asked, 1)
-                self._file(run, asked.get("name", [""])[0])
+                (run,) = self._runs(query, 1)
+                self._file(run, query.get("name", [""])[0])
             case _:
                 raise Refused(HTTPStatus.NOT_FOUND, f"{url.path}: no such page")
 
-    def _runs(self, asked: Mapping[str, list[str]], count: int | None = None) -> list[Path]:
-        """The runs that were asked for, of those that are watched."""
-        found, wanted = find(self.server.roots), asked.get("run", [])
-        if unknown := [run for run in wanted if run not in found]:
+    def _runs(self, query: Mapping[str, list[str]], count: int | None = None) -> list[Path]:
+        """Return the directories of the requested runs; ``count`` is their required number."""
+        runs, names = find(self.server.roots), query.get("run", [])
+        if unknown := [name for name in names if name not in runs]:
             raise Refused(HTTPStatus.NOT_FOUND, f"run={unknown[0]}: is not watched here")
-        if count is not None and len(wanted) != count:
-            raise Refused(HTTPStatus.BAD_REQUEST, f"run is given {len(wanted)} times; give {count}")
-        return [found[run] for run in wanted]
+        if count is not None and len(names) != count:
+            raise Refused(HTTPStatus.BAD_REQUEST, f"run is given {len(names)} times; give {count}")
+        return [runs[name] for name in names]
 
     def _file(self, run: Path, name: str) -> None:
-        """A film or a report of a run, or the part of it that the browser asks for."""
-        file = (run / name).resolve() if SHOWN.fullmatch(name) else None  # links are followed, but not out of the run
+        """Send a video or a report of a run, or the requested range of it."""
+        file = (run / name).resolve() if SHOWN.fullmatch(name) else None  # links may not lead out of the run
         if file is None or not file.is_relative_to(run.resolve()) or not file.is_file():
-            raise Refused(HTTPStatus.NOT_FOUND, f"name={name}: is no film or report of the run")
+            raise Refused(HTTPStatus.NOT_FOUND, f"name={name}: is not a video or report of the run")
         with _open(file) as f:
             size = os.fstat(f.fileno()).st_size
             part = _part(self.headers.get("Range", ""), size)
@@ -430,7 +458,7 @@ class Handler(BaseHTTPRequestHandler):
             self._head(status, len(part), TYPES[file.suffix], policy=REPORT_POLICY, headers=headers)
             try:
                 sent = self.connection.sendfile(f, part.start, len(part)) if part else 0
-            except OSError:  # the answer has begun: it cannot become another one
+            except OSError:  # the headers have been sent, so the status cannot change
                 sent = -1
             if sent != len(part):
                 self.close_connection = True
@@ -443,7 +471,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _head(self, status: HTTPStatus, size: int, kind: str, *, policy: str, headers: Any = None) -> None:
-        """Send the headers of an answer of ``size`` bytes."""
+        """Send the headers of a response of ``size`` bytes."""
         self.send_response(status)
         always = {
             "Content-Type": kind,
@@ -459,41 +487,41 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are no news."""
+        """Do not log requests."""
 
 
-def _part(asked: str, size: int) -> range | None:
-    """The bytes that a header ``Range`` asks for (RFC 9110, section 14). None: without one, or for several parts."""
-    found = re.fullmatch(r"bytes=(\d*)-(\d*)", asked.strip())
-    if not found or not (found[1] or found[2]):
+def _part(header: str, size: int) -> range | None:
+    """Parse a Range header (RFC 9110, section 14); None without one, or for several ranges."""
+    match = re.fullmatch(r"bytes=(\d*)-(\d*)", header.strip())
+    if not match or not (match[1] or match[2]):
         return None
-    first, last = found.groups()
+    first, last = match.groups()
     if first:
         part = range(int(first), min(int(last) + 1, size) if last else size)
     else:
         part = range(max(0, size - int(last)), size)
     if not part:
-        raise Refused(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, f"{asked}: the file has {size} bytes")
+        raise Refused(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, f"{header}: the file has {size} bytes")
     return part
 
 
 # -------------------------------------------------------------------------------------- the command
 def listen(paths: Sequence[str], *, port: int = 0) -> Server:
-    """The server of the page of these runs, or folders of runs, listening. Raises UsageError."""
+    """Return a listening server for runs or folders of runs. Raises UsageError."""
     for path in paths:
         if not Path(path).is_dir():
             raise UsageError(f"{path}: no such directory; name a run, or a folder of runs (runs by default)")
         if not find([Path(path)]):
             raise UsageError(
-                f"{path}: is no run and holds none ({ROWS} is missing); name a run directory, or a folder of runs"
+                f"{path}: is not a run and contains none ({ROWS} is missing); name a run directory, or a folder of runs"
             )
     if not 0 <= port <= 65535:
-        raise UsageError(f"--port {port}: is not from 0 to 65535; leave it out for a free one")
+        raise UsageError(f"--port {port}: is not from 0 to 65535; leave it out for a free port")
     try:
         return Server([Path(path) for path in paths], port)
     except OSError as error:
-        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
-        raise UsageError(f"--port {port}: {why}; name another, or leave it out for a free one") from error
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
+        raise UsageError(f"--port {port}: {why}; name another port, or leave it out for a free one") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

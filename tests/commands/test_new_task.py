@@ -97,12 +97,12 @@ def test_a_walker_with_meshes_passes_its_test_and_says_what_was_assumed(capsys: 
     ]
     said = "; ".join(told["assumed"])
     for part in (
-        "at home front stand in the middle of their range",
+        "at home front are in the middle of their range",
         "trunk is the robot's floating base",
         "cube: objects, observed",
         "front has no ctrlrange: its action is the range of its joint front, [0.1745, 1.0472]",
         "actuator 1 has no ctrlrange: its action is from -1 to 1",
-        "back: no range, so nothing ends an episode there",
+        "back: no range, so it never ends an episode",
         "all 2 sensors are observed (4 numbers)",
         "a decision every 0.02 s (5 x 0.004 s), episodes of 250 decisions",
     ):
@@ -189,7 +189,7 @@ def test_wheels_and_objects_may_turn() -> None:
     Path("finger.xml").write_text(FINGER)
     said = "; ".join(new_task.write("my_finger", Path("finger.xml"), Path(".")).assumed)
     assert "spinner, drawer: objects, observed, not part of the reward" in said and "so an episode ends" not in said
-    assert "upper, wheel: no range, so nothing ends an episode there" in said
+    assert "upper, wheel: no range, so it never ends an episode" in said
     sys.path.append(".")
     env = embodied_envs.make("my_finger:MyFinger", num_envs=1, seeds=[0])
     task, s = env.task, {k: x.clone() for k, x in env.s.items()}
@@ -221,12 +221,16 @@ URDF = """<robot name="arm"><link name="base"/><link name="arm"><inertial><mass 
 <limit lower="-1" upper="1" effort="10" velocity="3"/></joint></robot>"""
 REFUSED = [
     ("robot.xml", "<mujoco><worldbody></mujoco>", "robot.xml: MuJoCo refuses it: XML parse error"),
-    ("robot.xml", WALKER, r"MuJoCo refuses it: .*shell.obj.* \(meshes and textures are looked for from .*here\)"),
+    ("robot.xml", WALKER, r"MuJoCo refuses it: .*shell.obj.* \(meshes and textures are searched from .*here\)"),
     ("robot.xml", "<mujoco/>", "nothing in it can move"),
     ("robot.xml", f"<mujoco><worldbody>{ARM}</worldbody></mujoco>", "it has no actuators, .*<motor name="),
-    ("robot.xml", BALL.format("", ARM, MOTOR), "body ball floats freely and there is nothing to stand on"),
+    ("robot.xml", BALL.format("", ARM, MOTOR), "body ball floats freely above nothing"),
     ("robot.xml", BALL.format("", ARM, MOTOR).replace(' name="ball"', ""), "the free body 1 has no name"),
-    ("robot.urdf", URDF, "robot.urdf: is a URDF, which MuJoCo reads without actuators, .* save it as MJCF: python -c"),
+    (
+        "robot.urdf",
+        URDF,
+        "robot.urdf: is a URDF, which MuJoCo reads without actuators and .* save it as MJCF: python -c",
+    ),
     (
         "robot.xml",
         f'<mujoco><worldbody><body name="b"><joint/><geom size=".1"/>{ARM}</body></worldbody>{MOTOR}</mujoco>',
@@ -307,7 +311,7 @@ def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(command) == 0
     Path("my_robot/my_robot.py").write_text("mine")
     assert main.main(command) == 2
-    assert "my_robot/my_robot.py is there already and stays as it is" in capsys.readouterr().err
+    assert "my_robot/my_robot.py exists and is not overwritten" in capsys.readouterr().err
     assert Path("my_robot/my_robot.py").read_text() == "mine"
     Path("file").touch()
     for out, said in (("file", "is a file; name a folder"), ("file/x", "cannot be written (Not a directory); name")):

@@ -301,7 +301,7 @@ def test_options_that_differ(tmp_path: Path) -> None:
         {"option": "algorithm.n", "values": [None, "null"]},
     ]
     make_run(tmp_path / "c", env={"id": "Y", "kwargs": {}}).close()
-    for damage, words in ((b"a: [", "is no YAML"), (b"\xff", "utf-8")):  # of the third: the others are still compared
+    for damage, words in ((b"a: [", "is not YAML"), (b"\xff", "utf-8")):  # of the third: the others are still compared
         (tmp_path / "c" / "config.yaml").write_bytes(damage)
         first, second, third = watch.differences([tmp_path / name for name in "abc"])
         assert first == {"option": "algorithm.lr", "values": ["0.1", "0.2", None]}
@@ -383,7 +383,7 @@ def test_files_outside_the_films_and_reports_of_a_run_are_refused(tmp_path: Path
     (run / "summary.json").write_text("{}")
     for name in names:
         status, _, body = get(server, "/file", {"run": run, "name": name})
-        assert status == 404 and body.endswith(b"is no film or report of the run"), name
+        assert status == 404 and body.endswith(b"is not a video or report of the run"), name
     for other in (tmp_path, "/", tmp_path / "runs", f"{run}/../a", "a"):
         for path in ("/file", "/data", "/diff"):
             assert get(server, path, {"run": other, "name": "secret.html"})[0] == 404
@@ -460,7 +460,7 @@ def test_bad_questions_get_a_line(tmp_path: Path, serve: Any) -> None:
     assert status == 500 and b"metrics.jsonl" in body
     (tmp_path / "a" / "config.yaml").write_text("a: [")
     status, _, body = get(server, "/diff", {"run": run})
-    assert status == 200 and b"config.yaml" in body and b"is no YAML" in body and b"\n" not in body
+    assert status == 200 and b"config.yaml" in body and b"is not YAML" in body and b"\n" not in body
 
 
 # --------------------------------------------------------------------------------------------------------- the command
@@ -470,8 +470,11 @@ def test_bad_input_is_one_line_with_the_cure(tmp_path: Path, serve: Any, capsys:
     (tmp_path / "none").mkdir()
     for words, line in (
         ([tmp_path / "x"], f"{tmp_path}/x: no such directory; name a run, or a folder of runs"),
-        ([tmp_path / "none"], f"{tmp_path}/none: is no run and holds none (metrics.jsonl is missing); name a run"),
-        ([tmp_path, "--port", port], f"--port {port}: is in use; name another, or leave it out"),
+        (
+            [tmp_path / "none"],
+            f"{tmp_path}/none: is not a run and contains none (metrics.jsonl is missing); name a run",
+        ),
+        ([tmp_path, "--port", port], f"--port {port}: is in use; name another port, or leave it out"),
         ([tmp_path, "--port", 70000], "--port 70000: is not from 0 to 65535; leave it out for a free one"),
         ([tmp_path, "--port", "x"], "argument --port: invalid int value: 'x'; see embodied-ppo watch --help"),
         ([tmp_path, "--prot", 1], "unrecognized arguments: --prot 1; did you mean --port?"),
