@@ -43,7 +43,7 @@ def demonstrations(episodes: int = 40, length: int = 6) -> Demonstrations:
 
 def test_a_clone_acts_as_demonstrated_and_says_how_well() -> None:
     policy, demos = make(), demonstrations()
-    table, before = policy.trunk.table, behavior_cloning._measured(policy, demos, torch.arange(240))
+    table, before = policy.trunk.table, behavior_cloning._held_out_loss(policy, demos, torch.arange(240))
     said: list[str] = []
     told = behavior_cloning.clone(policy, demos, STEPS, seed=0, notice=said.append)
     assert told.steps == 150 and told.loss < 0.3 and told.held_out_loss < 0.5 < before and told.cpu_s > 0
