@@ -35,7 +35,7 @@ def config_errors(before: str, after: str = "", *, kind: bool = False) -> Iterat
         raise ConfigError(f"{before}{one_line(error, kind=kind)}{after}") from error
 
 
-def copy_permissions(folder: str | Path) -> None:
+def share(folder: str | Path) -> None:
     """Give safetensors files the permissions of config.json beside them.
 
     safetensors writes files that only their owner may read.

@@ -34,7 +34,7 @@ from embodied_ppo.core.collectives import layers
 from embodied_ppo.core.types import ActionSpec, ConfigError, Obs, ObsSpec
 from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import Encoder, channels_last, is_image
-from embodied_ppo.models.checkpoint_files import copy_permissions, read_json
+from embodied_ppo.models.checkpoint_files import read_json, share
 from embodied_ppo.models.vla import openvla_files
 from embodied_ppo.models.vla.action_tokens import Tokens
 from embodied_ppo.models.vla.hf_vlm import Prompts, VisionLanguage
@@ -470,7 +470,7 @@ def export(policy: CheckpointVLA, source: str | Path, out: str | Path) -> None:
         if file.is_file() and "safetensors" not in file.name:
             shutil.copyfile(file, folder / file.name)
     policy.body.write(folder)
-    copy_permissions(folder)
+    share(folder)
 
 
 def _kind(folder: str) -> str:
