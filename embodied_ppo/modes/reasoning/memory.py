@@ -13,7 +13,7 @@ from embodied_ppo.modes.base import MemoryNeeds
 from embodied_ppo.modes.reasoning import components
 from embodied_ppo.placement import memory_estimate
 
-PURPOSES = ("weights", "gradients", "optimiser", "experience", "cache", "activations")
+PURPOSES: tuple[str, ...] = ("weights", "gradients", "optimiser", "experience", "cache", "activations")
 """What the memory of a process is for."""
 
 
@@ -42,7 +42,7 @@ class ReasoningMemoryEstimator:
         full_weights = memory_estimate.nbytes([*policy.parameters(), *policy.buffers()])
         needs: MemoryNeeds = {}
         for group in placed.groups:
-            need = dict.fromkeys(PURPOSES, 0)
+            need: dict[str, int] = dict.fromkeys(PURPOSES, 0)
             rolls_out, learns = "rollout" in group.roles, "actor" in group.roles
             if (rolls_out or learns) and not (shard and learns):
                 need["weights"] += full_weights
