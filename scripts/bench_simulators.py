@@ -57,7 +57,7 @@ def measure(task: str, how: str, envs: int, seconds: float) -> dict[str, float]:
         kind = tasks.find(task)
         assert kind is not None
         made = kind()
-        model = make.compiled(made, task)
+        model = make.compile_model(made, task)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         datas = [mujoco.MjData(model) for _ in range(envs)]
         start = embodied_envs.make(task, num_envs=envs, seeds=list(range(envs)), simulator="mujoco", num_threads=1)

@@ -35,7 +35,7 @@ def episode(run: str, seed: int, kwargs: dict[str, Any], size: int) -> tuple[str
         policy = embodied.make_policy(replace(trained, env=config), env)
         checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
         obs = env.reset()
-        evaluation.tell(policy, env.instructions)
+        evaluation.set_instructions(policy, env.instructions)
         said, pictures = env.instructions[int(obs["instruction"][0])], []
         while True:
             pictures.append(env.render())

@@ -12,6 +12,7 @@ import torch
 
 from embodied_envs import task_files, tasks
 from embodied_envs.adapters import envpool_env, gymnasium_env, libero_env, mjlab_env, spaces, torch_env
+from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.checks import check_env
 from embodied_ppo.core.types import EnvError, VectorEnv
 
@@ -19,11 +20,11 @@ __all__ = ["SIMULATORS", "check_env", "make", "nearest", "recorder", "task_files
 
 SIMULATORS = ("auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero")
 FAMILIES = {"our tasks": ("mujoco", "warp"), "envpool": ("envpool",), "gymnasium": ("gymnasium",)}
-"""Who has task ids -> the simulators that step them."""
+"""Source of task ids -> the simulators that run them."""
 
 
 def recorder() -> ModuleType:
-    """``embodied_envs.tasks.expert_recorder``: Tabletop's expert, and what its demonstrations hold."""
+    """Return ``embodied_envs.tasks.expert_recorder``: Tabletop's expert and the format of its demonstrations."""
     return importlib.import_module("embodied_envs.tasks.expert_recorder")
 
 
@@ -48,30 +49,38 @@ def make(
     kwargs: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
 ) -> VectorEnv:
-    """``num_envs`` environments of task ``id``, stepped together.
+    """Create ``num_envs`` environments of task ``id`` that are stepped together.
 
-    id                 a task of ours (tasks.OWN), EnvPool's or Gymnasium's name of one; "package.module:Class" for a
-                       Task of your own, "package.module:Name-v0" for what that module registers with Gymnasium,
-                       "package.module:function" for simulator torch
-    seeds              one per environment, each in [0, 2**31)
-    simulator          "mujoco": our engine on CPU threads; "warp": ours for a GPU; "envpool"; "gymnasium"; "torch": a
-                       function that makes a batched environment of tensors; "mjlab"; "libero"; "auto": who knows the
-                       id, ours first (by ``device``), EnvPool before Gymnasium
-    num_threads        threads of EnvPool or of our engine; None: the cores this process may use
-    max_episode_steps  the clock, in primitive steps; None: the task's own
-    action_mapping     "rescale" | "clip" | "none", see ``actions.mapper``; for continuous actions
-    success_key        the info entry that says success; None: "success", else "is_success", where the task has one
-    obs_keys           names of the observations to use, where they are a dictionary; None: all, which is refused where
-                       a name says that it is privileged (``spaces.PRIVILEGED``)
-    action_chunk       primitive steps of one action (``ChunkedActions``)
-    cameras            of the model, for the policy to see: observations are {"state": .., camera: uint8 [3, H, W]}
-    image_size         (H, W) of what they show
-    randomize          domain randomisation (``randomization.RANGES``) by the task's ranges, and ``ranges`` over them
-    render             make ``render()`` work, at ``render_size`` = (height, width) pixels
-    kwargs             handed to the task's, or the simulator's own, make
-    device             where observations arrive and actions are expected
+    Args:
+        id: Name of one of our tasks (tasks.OWN), of EnvPool's or of Gymnasium's; "package.module:Class" for your own
+            Task, "package.module:Name-v0" for a task that this module registers with Gymnasium,
+            "package.module:function" for simulator torch.
+        num_envs: Number of environments, N.
+        seeds: One seed per environment, each in [0, 2**31).
+        simulator: "mujoco" (our engine on CPU threads), "warp" (our engine on a GPU), "envpool", "gymnasium", "torch"
+            (a function that creates a batched environment of tensors), "mjlab" or "libero"; "auto" selects the first
+            that has the id: our tasks (engine by ``device``), then EnvPool before Gymnasium.
+        num_threads: Threads of EnvPool or of our engine; None: the cores this process may use.
+        max_episode_steps: Time limit in primitive steps; None: the task's default.
+        action_mapping: "rescale", "clip" or "none" for continuous actions, see ``actions.mapper``.
+        success_key: Entry of the info that means success; None: "success" or "is_success", if the task has one.
+        obs_keys: Entries of a dictionary of observations to use; None: all, which is an error if one of them is
+            privileged (``spaces.PRIVILEGED``).
+        action_chunk: Primitive steps of one action (``ChunkedActions``).
+        cameras: Cameras of the model; observations are then {"state": .., camera: uint8 [3, H, W]}.
+        image_size: (H, W) of the cameras' images.
+        randomize: Randomise the domain (``domain_randomization.RANGES``) within the task's ranges.
+        ranges: Ranges that override those of the task.
+        render: Whether ``render()`` is available.
+        render_size: (height, width) of its images in pixels.
+        kwargs: Passed to the task or to the simulator.
+        device: Where observations arrive and actions are expected.
 
-    Raises EnvError if the id is unknown, an argument is refused or the spaces are not supported.
+    Returns:
+        The environments, see ``VectorEnv``.
+
+    Raises:
+        EnvError: The id is unknown, an argument is invalid or a space is not supported.
     """
     if simulator not in SIMULATORS:
         raise EnvError(f"simulator={simulator!r} is unknown; choose one of {', '.join(SIMULATORS)}")
@@ -88,65 +97,77 @@ def make(
     spaces.check_seeds(id, seeds, num_envs)
     if ranges and not randomize:
         raise EnvError(f"env.id={id}: ranges={dict(ranges)} have no effect without randomize=true")
-    options: dict[str, Any] = {
-        "num_envs": num_envs,
-        "seeds": seeds,
-        "num_threads": num_threads,
-        "max_episode_steps": max_episode_steps,
-        "action_mapping": action_mapping,
-        "obs_keys": obs_keys,
-        "render": render,
-        "render_size": render_size,
-        "kwargs": kwargs,
-        "device": device,
-    }
-    env = _made(id, simulator, options, success_key, cameras, image_size, randomize, ranges)
+    options = AdapterOptions(
+        num_envs=num_envs,
+        seeds=seeds,
+        num_threads=num_threads,
+        max_episode_steps=max_episode_steps,
+        action_mapping=action_mapping,
+        success_key=success_key,
+        obs_keys=obs_keys,
+        render=render,
+        render_size=render_size,
+        kwargs=kwargs,
+        device=device,
+    )
+    env = _make_env(id, simulator, options, cameras, image_size, randomize, ranges)
     if action_chunk == 1:
         return env
+    # Imports MuJoCo, which takes half a second to load.
     return importlib.import_module("embodied_envs.adapters.action_chunking").ChunkedActions(env, action_chunk)
 
 
-def _made(
+def _make_env(
     id: str,
     simulator: str,
-    options: dict[str, Any],
-    success_key: str | None,
+    options: AdapterOptions,
     cameras: Sequence[str],
     image_size: tuple[int, int],
     randomize: bool,
     ranges: Mapping[str, Sequence[float]] | None,
 ) -> VectorEnv:
-    """By the first family that knows the id."""
+    """Create the environments with the first simulator that has the task."""
     if simulator in ("auto", "mujoco", "warp") and tasks.find(id) is not None:
-        if success_key is not None:
+        if options.success_key is not None:
             raise EnvError(
-                f"env.id={id}: success_key={success_key!r} is for EnvPool and Gymnasium; the task itself says"
+                f"env.id={id}: success_key={options.success_key!r} is for EnvPool and Gymnasium; leave it out, "
+                "because the task defines success"
             )
-        of_device = "warp" if torch.device(options["device"]).type == "cuda" else "mujoco"
-        options |= {"cameras": tuple(cameras), "image_size": image_size, "randomize": randomize, "ranges": ranges}
-        mujoco_make = importlib.import_module("embodied_envs.physics.make")  # MuJoCo takes half a second to load
-        return mujoco_make.make(id, engine=of_device if simulator == "auto" else simulator, **options)
-    of_libero = simulator == "libero" or (simulator == "auto" and libero_env.knows(id))
-    for name, value in (("cameras", () if of_libero else cameras), ("randomize", randomize)):
+        engine = simulator
+        if simulator == "auto":
+            engine = "warp" if torch.device(options.device).type == "cuda" else "mujoco"
+        make_module = importlib.import_module("embodied_envs.physics.make")  # MuJoCo takes half a second to load
+        return make_module.make(
+            id,
+            options,
+            engine=engine,
+            cameras=tuple(cameras),
+            image_size=image_size,
+            randomize=randomize,
+            ranges=ranges,
+        )
+    is_libero = simulator == "libero" or (simulator == "auto" and libero_env.has_task(id))
+    for name, value in (("cameras", () if is_libero else cameras), ("randomize", randomize)):
         if value:
             raise EnvError(f"env.id={id}: {name}={value} is for tasks of ours: {', '.join(tasks.OWN)}")
-    options["success_key"] = success_key
-    if of_libero:
-        return libero_env.LiberoEnv(id, cameras=tuple(cameras), image_size=image_size, **options)
-    if simulator == "mjlab" or (simulator == "auto" and mjlab_env.knows(id)):
-        return mjlab_env.MjlabEnv(id, **options)
-    if simulator in ("auto", "envpool") and ":" not in id and envpool_env.knows(id):
-        return envpool_env.EnvPoolEnv(id, **options)
-    if simulator in ("auto", "gymnasium") and gymnasium_env.knows(id):
-        return gymnasium_env.GymnasiumEnv(id, **options)
+    if is_libero:
+        return libero_env.LiberoEnv(id, options, cameras=tuple(cameras), image_size=image_size)
+    if simulator == "mjlab" or (simulator == "auto" and mjlab_env.has_task(id)):
+        return mjlab_env.MjlabEnv(id, options)
+    if simulator in ("auto", "envpool") and ":" not in id and envpool_env.has_task(id):
+        return envpool_env.EnvPoolEnv(id, options)
+    if simulator in ("auto", "gymnasium") and gymnasium_env.has_task(id):
+        return gymnasium_env.GymnasiumEnv(id, options)
     if simulator == "torch" or (simulator == "auto" and torch_env.factory(id) is not None):
-        return torch_env.TorchVectorEnv(id, **options)
-    families = {name: near for name, near in nearest(id).items() if simulator == "auto" or simulator in FAMILIES[name]}
-    hints = "; ".join(f"nearest in {name}: {', '.join(near) or 'none'}" for name, near in families.items())
+        return torch_env.TorchVectorEnv(id, options)
+    families = {
+        name: similar for name, similar in nearest(id).items() if simulator == "auto" or simulator in FAMILIES[name]
+    }
+    hints = "; ".join(f"nearest in {name}: {', '.join(ids) or 'none'}" for name, ids in families.items())
     raise EnvError(f"env.id={id} is unknown to {' and '.join(families)}; {hints}{tasks.hint(id)}")
 
 
 def nearest(id: str, n: int = 3) -> dict[str, list[str]]:
-    """Family of tasks -> its ``n`` ids most like ``id``, best first."""
-    known = {"our tasks": list(tasks.OWN), "envpool": envpool_env.ids(), "gymnasium": gymnasium_env.ids()}
-    return {name: difflib.get_close_matches(id, ids, n=n, cutoff=0.6) for name, ids in known.items()}
+    """Return for each family of tasks the ``n`` ids most similar to ``id``, best first."""
+    families = {"our tasks": list(tasks.OWN), "envpool": envpool_env.ids(), "gymnasium": gymnasium_env.ids()}
+    return {name: difflib.get_close_matches(id, ids, n=n, cutoff=0.6) for name, ids in families.items()}

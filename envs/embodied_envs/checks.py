@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied_envs.adapters.user_code import blamed
+from embodied_envs.adapters.user_code import wrap_errors
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ArraySpec, Box, Discrete, EnvError, Obs, ObsSpec, Step, VectorEnv
 
@@ -464,11 +464,11 @@ def _check_state(env: VectorEnv, actions: list[Tensor]) -> bool:
 def _check_close(env: VectorEnv, action: Tensor) -> None:
     env.close()
     try:
-        with blamed(""):
+        with wrap_errors(""):
             env.close()
     except EnvError as error:
         raise EnvError(f"env.id={env.id}: a second close() raises {error}; closing twice must do nothing") from error
-    with blamed(f"env.id={env.id}: step() after close() raises ", "; raise EnvError instead"):
+    with wrap_errors(f"env.id={env.id}: step() after close() raises ", "; raise EnvError instead"):
         try:
             env.step(action)
         except EnvError:

@@ -13,6 +13,7 @@ from torch import nn
 
 import embodied_envs
 from embodied_envs.adapters import envpool_env
+from embodied_envs.adapters.base import AdapterOptions
 from embodied_ppo.core.types import Decision, EnvError, Step
 from embodied_ppo.evaluation import episodes as ev
 from embodied_ppo.models import distributions as dist
@@ -187,7 +188,7 @@ def test_a_reward_that_is_not_finite_is_an_error() -> None:
             return step
 
     with pytest.raises(EnvError, match=r"reward nan at step 0 of the episode with seed 1073741825"):
-        measure(cartpole(), lambda seeds: Broken("CartPole-v1", num_envs=len(seeds), seeds=seeds))
+        measure(cartpole(), lambda seeds: Broken("CartPole-v1", AdapterOptions(num_envs=len(seeds), seeds=seeds)))
 
 
 def test_seeds_are_above_trainings_and_within_31_bits() -> None:

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from embodied_envs.adapters import libero_env
-from embodied_envs.adapters.libero_env import CLOCKS, LiberoEnv
+from embodied_envs.adapters.base import AdapterOptions
+from embodied_envs.adapters.libero_env import TIME_LIMITS, LiberoEnv
 from embodied_envs.checks import check_env
 from embodied_ppo.core.types import ArraySpec, Box, EnvError
 
@@ -31,7 +32,9 @@ def empty(tmp_path: Path) -> str:
 
 def make(suite: str, assets: str, n: int = 1, **options: Any) -> LiberoEnv:
     kwargs = {"assets": assets, **options.pop("kwargs", {})}
-    return LiberoEnv(f"libero/{suite}", num_envs=n, seeds=list(range(n)), kwargs=kwargs, **options)
+    cameras = {name: options.pop(name) for name in ("cameras", "image_size") if name in options}
+    adapter_options = AdapterOptions(num_envs=n, seeds=list(range(n)), kwargs=kwargs, **options)
+    return LiberoEnv(f"libero/{suite}", adapter_options, **cameras)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_tasks_and_their_instructions(suite: str, count: int, task: int, instruc
     env = make(suite, empty, kwargs={"processes": False})
     assert len(env.task_names) == len(env.instructions) == count
     assert env.instructions[task] == instruction
-    assert env.max_episode_steps == CLOCKS[suite]
+    assert env.max_episode_steps == TIME_LIMITS[suite]
     assert env.action_spec == Box((-1.0,) * 7, (1.0,) * 7)
     image = ArraySpec((3, 128, 128), torch.uint8)
     assert env.obs_spec == {"state": ArraySpec((8,)), "agentview": image, "robot0_eye_in_hand": image}
@@ -74,8 +77,10 @@ def test_missing_meshes_are_named_with_the_command_that_downloads_them(tmp_path:
 def test_importing_asks_nothing_and_touches_no_home(empty: str, tmp_path: Path) -> None:
     """LIBERO asks on stdin where its data sets shall lie, unless ~/.libero/config.yaml says so."""
     code = (
+        "from embodied_envs.adapters.base import AdapterOptions\n"
         "from embodied_envs.adapters.libero_env import LiberoEnv\n"
-        f"env = LiberoEnv('libero/libero_goal', num_envs=1, seeds=[0], kwargs={{'assets': {empty!r}}})\n"
+        f"options = AdapterOptions(num_envs=1, seeds=[0], kwargs={{'assets': {empty!r}}})\n"
+        "env = LiberoEnv('libero/libero_goal', options)\n"
         "print(env.instructions[7])"
     )
     home = tmp_path / "home"

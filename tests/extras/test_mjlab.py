@@ -9,6 +9,7 @@ import torch
 import toys
 
 from embodied_envs.adapters import mjlab_env
+from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.adapters.mjlab_env import MjlabEnv
 from embodied_envs.checks import check_env
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
@@ -20,7 +21,7 @@ BALANCE = "Mjlab-Cartpole-Balance"
 
 
 def make(id: str = BALANCE, n: int = 4, seeds: list[int] | None = None, **options: Any) -> MjlabEnv:
-    return MjlabEnv(id, num_envs=n, seeds=seeds or list(range(n)), **options)
+    return MjlabEnv(id, AdapterOptions(num_envs=n, seeds=seeds or list(range(n)), **options))
 
 
 def test_cartpole_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from embodied_envs.adapters import libero_env, mjlab_env
+from embodied_envs.adapters.base import AdapterOptions
 from embodied_ppo.core.types import EnvError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,18 +36,18 @@ ROOT = Path(__file__).resolve().parents[2]
         (
             libero_env.LiberoEnv,
             "libero/libero_long",
-            r"is no suite of LIBERO; choose one of libero/libero_spatial, libero",
+            r"is not a suite of LIBERO; choose one of libero/libero_spatial, libero",
         ),
     ],
 )
 def test_what_is_missing_is_named_with_the_command_that_installs_it(make: type, id: str, message: str) -> None:
     with pytest.raises(EnvError, match=message):
-        make(id, num_envs=1, seeds=[0])
+        make(id, AdapterOptions(num_envs=1, seeds=[0]))
 
 
 def test_ids_are_told_by_their_names_alone() -> None:
-    assert mjlab_env.knows("Mjlab-Velocity-Flat-Unitree-Go1") and not mjlab_env.knows("Ant-v5")
-    assert libero_env.knows("libero/libero_90") and not libero_env.knows("libero_90")
+    assert mjlab_env.has_task("Mjlab-Velocity-Flat-Unitree-Go1") and not mjlab_env.has_task("Ant-v5")
+    assert libero_env.has_task("libero/libero_90") and not libero_env.has_task("libero_90")
     assert mjlab_env.ids() == []
     code = "import sys, embodied_envs.adapters.mjlab_env, embodied_envs.adapters.libero_env\n"
     code += "print('mujoco' in sys.modules)"

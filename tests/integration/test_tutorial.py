@@ -90,7 +90,7 @@ def findings() -> set[str]:
             found.add(f"{pattern(call.args[1])}, .. differs ..")
         elif name in ("EnvError", "notes.append", "out.append"):
             found.add(pattern(call.args[0]))
-        elif name == "blamed":
+        elif name == "wrap_errors":
             found.add(f"{pattern(call.args[0])}..")
     return found - {"..", ".., .. differs ..", ""}  # put together from parts that are counted themselves
 

@@ -52,7 +52,7 @@ class ChunkedActions:
         alive = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
         executed: list[Tensor] = []
         for i, one in enumerate(action.view(self.num_envs, self.chunk, -1).unbind(1)):
-            self._look(i == self.chunk - 1)
+            self._enable_cameras(i == self.chunk - 1)
             step = self.env.step(one)
             executed.append(alive)
             steps.append(step)
@@ -117,9 +117,9 @@ class ChunkedActions:
         """See ``VectorEnv``."""
         self.env.close()
 
-    def _look(self, last: bool) -> None:
+    def _enable_cameras(self, enabled: bool) -> None:
         if isinstance(self.env, MujocoEnv):
-            self.env.sees = last
+            self.env.cameras_enabled = enabled
 
 
 def _where(where: Tensor, yes: Obs, no: Obs) -> Obs:

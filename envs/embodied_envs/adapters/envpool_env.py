@@ -7,7 +7,7 @@ import difflib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,104 +16,96 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters import spaces
+from embodied_envs.adapters.base import SUCCESS_KEYS, Adapter, AdapterOptions
 from embodied_ppo.core.types import EnvError, Obs, Step
 
-_OURS = ("num_envs", "batch_size", "seed", "env_seed", "num_threads", "max_episode_steps", "render_mode")
-"""Arguments of envpool.make that have an option of their own, or that the adapter depends on."""
+_RESERVED = ("num_envs", "batch_size", "seed", "env_seed", "num_threads", "max_episode_steps", "render_mode")
+"""Arguments of envpool.make that have their own option, or that the adapter depends on."""
 
-_HEAVY = ("envpool.mujoco.playground", "envpool.mujoco.myosuite", "envpool.mujoco.dmc", "envpool.mujoco.robotics",
-          "envpool.mujoco.metaworld")  # fmt: skip
-"""Families whose every environment holds its own copy of the robot's meshes: 8 to 170 MB (others: 1 MB)."""
+_LARGE_MODELS = (
+    "envpool.mujoco.playground",
+    "envpool.mujoco.myosuite",
+    "envpool.mujoco.dmc",
+    "envpool.mujoco.robotics",
+    "envpool.mujoco.metaworld",
+)
+"""Families whose environments each hold a copy of the robot's meshes: 8 to 170 MB (others: 1 MB)."""
 
-_OWN_CLOCK = ("envpool.highway", "envpool.jumanji")
-"""Families that ignore max_episode_steps; so do tasks that come without a limit (CliffWalking, Blackjack, 2048)."""
+_FIXED_TIME_LIMIT = ("envpool.highway", "envpool.jumanji")
+"""Families that ignore max_episode_steps; so do tasks without a limit (CliffWalking, Blackjack, 2048)."""
 
 _SMALL_POOL = 16
-"""Up to so many environments nobody asks whether they fit: at most 3 GB."""
+"""Number of environments up to which free memory is not checked: they take at most 3 GB."""
 
 _NO_LIMIT = 2**31 - 1
-"""EnvPool's word for a task without a clock."""
+"""EnvPool's value of max_episode_steps for a task without a time limit."""
 
-_egl: str | None = None
-"""Why MuJoCo pictures cannot be drawn in this process; "" if they can, None before EnvPool was loaded."""
+_egl_error: str | None = None
+"""Why this process cannot render MuJoCo images; "" if it can, None before EnvPool was loaded."""
 
 
 def load() -> Any:
-    """The ``envpool`` module, imported at the first call (1 to 3 s); raises ImportError where it is not installed.
+    """Return the ``envpool`` module, which the first call imports (1 to 3 s).
 
-    EnvPool's MuJoCo renderer needs libEGL's symbols to be global *before* EnvPool is loaded; without them it ends the
-    whole process at the first picture. So they are loaded here even if nobody asks for pictures yet.
+    EnvPool's MuJoCo renderer needs the symbols of libEGL to be global *before* EnvPool is loaded. Without them it ends
+    the process at the first image. Therefore libEGL is loaded here, also where no image is rendered.
+
+    Raises:
+        ImportError: EnvPool is not installed.
     """
-    global _egl
-    if _egl is None:
+    global _egl_error
+    if _egl_error is None:
         if "envpool" in sys.modules:
-            _egl = "envpool was imported before embodied_envs loaded it; let embodied_envs.make be the first"
+            _egl_error = (
+                "envpool was imported before embodied_envs loaded it; call embodied_envs.make before importing envpool"
+            )
         else:
             try:
                 ctypes.CDLL("libEGL.so.1", mode=ctypes.RTLD_GLOBAL)
-                _egl = ""
+                _egl_error = ""
             except OSError:
-                _egl = "libEGL.so.1 is missing; apt-get install libegl1 libegl-mesa0"
+                _egl_error = "libEGL.so.1 is missing; apt-get install libegl1 libegl-mesa0"
     import envpool
 
     return envpool
 
 
 def ids() -> list[str]:
-    """Every task of EnvPool, aliases included; empty where EnvPool is not installed."""
+    """Return all task ids of EnvPool, aliases included; empty if EnvPool is not installed."""
     try:
         return load().list_all_envs()
     except ImportError:
         return []
 
 
-def knows(id: str) -> bool:
-    """Whether EnvPool is installed and has this task."""
+def has_task(id: str) -> bool:
+    """Return whether EnvPool is installed and has this task."""
     return id in ids()
 
 
-class EnvPoolEnv:
-    """``num_envs`` copies of an EnvPool task, stepped by EnvPool's own threads. See ``VectorEnv`` for the contract.
+class EnvPoolEnv(Adapter):
+    """``num_envs`` copies of an EnvPool task, stepped by EnvPool's threads. Implements ``VectorEnv``.
 
     EnvPool resets an ended episode on the step *after* it: the row that ends carries the true final observation (so
     ``final_obs`` is None), and the next row is a dummy (mask False, reward 0, action ignored).
-    The simulators are built by the first ``reset`` and not before: ``restart`` costs nothing by itself.
-    Where the task ends in the very step in which the clock does, EnvPool says truncated.
+    The first ``reset`` builds the simulators, so ``restart`` itself costs nothing.
+    If the task and the time limit end an episode in the same step, EnvPool reports it as truncated.
     """
 
-    def __init__(
-        self,
-        id: str,
-        *,
-        num_envs: int,
-        seeds: list[int],
-        num_threads: int | None = None,
-        max_episode_steps: int | None = None,
-        action_mapping: str = "rescale",
-        success_key: str | None = None,
-        obs_keys: Sequence[str] | None = None,
-        render: bool = False,
-        render_size: tuple[int, int] = (240, 320),
-        kwargs: Mapping[str, Any] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, id: str, options: AdapterOptions) -> None:
+        super().__init__(id, options)
+        num_envs = self.num_envs
         self._envpool = load()
-        self.id = id
-        self.num_envs = num_envs
-        self.device = torch.device(device)
-        self._seeds = list(seeds)
-        self._render = render
         self._pool: Any = None
-        self._closed = False
 
-        arguments = dict(kwargs or {})
-        if taken := sorted(set(arguments) & set(_OURS)):
-            raise EnvError(f"env.id={id}: kwargs {', '.join(taken)} are set by the adapter; use the option of its own")
-        arguments["num_threads"] = min(num_envs, _cores()) if num_threads is None else num_threads
-        if max_episode_steps is not None:
-            arguments["max_episode_steps"] = max_episode_steps
-        if render:
-            height, width = render_size
+        arguments = dict(options.kwargs or {})
+        if reserved := sorted(set(arguments) & set(_RESERVED)):
+            raise EnvError(f"env.id={id}: kwargs {', '.join(reserved)} are set by the adapter; use their own option")
+        arguments["num_threads"] = min(num_envs, _cores()) if options.num_threads is None else options.num_threads
+        if options.max_episode_steps is not None:
+            arguments["max_episode_steps"] = options.max_episode_steps
+        if self._render_size is not None:
+            height, width = self._render_size
             arguments |= {"render_mode": "rgb_array", "render_height": height, "render_width": width}
         self._arguments = arguments
 
@@ -125,43 +117,43 @@ class EnvPoolEnv:
                 "supported; choose another id"
             )
         family: str = self._envpool.registration.registry.specs[id][0]
-        self.max_episode_steps = self._clock(family, config["max_episode_steps"], max_episode_steps)
+        self.max_episode_steps = self._time_limit(family, config["max_episode_steps"], options.max_episode_steps)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Gymnasium's remark that EnvPool's bounds are rounded to float32.
+            warnings.simplefilter("ignore")  # Gymnasium warns that EnvPool's bounds are rounded to float32.
             observation_space, action_space = spec.gymnasium_observation_space, spec.gymnasium_action_space
-        self.obs_spec, leaves = spaces.observations(observation_space, id=id, device=self.device, keys=obs_keys)
-        self.action_spec, self._action = spaces.actions(action_space, id=id, mapping=action_mapping, device=self.device)
+        self.obs_spec, leaves = spaces.observations(observation_space, id=id, device=self.device, keys=options.obs_keys)
+        self.action_spec, self._to_simulator = spaces.actions(
+            action_space, id=id, mapping=options.action_mapping, device=self.device
+        )
         self._action_shape = spaces.action_shape(self.action_spec, num_envs)
-        self._wire(spec, leaves, success_key)
+        self._index_arrays(spec, leaves, options.success_key)
 
-        if _egl and family.startswith("envpool.mujoco") and (render or arguments.get("from_pixels")):
-            raise EnvError(f"env.id={id}: no pictures, {_egl}")
-        if family in _HEAVY and num_envs > _SMALL_POOL:
+        renders = options.render or arguments.get("from_pixels")
+        if _egl_error and family.startswith("envpool.mujoco") and renders:
+            raise EnvError(f"env.id={id}: no pictures, {_egl_error}")
+        if family in _LARGE_MODELS and num_envs > _SMALL_POOL:
             self._check_memory()
 
     def reset(self) -> Obs:
-        """Start every environment anew, [N, ..]; the first call builds the simulators."""
+        """Start new episodes in all environments. The first call builds the simulators."""
         self._check_open()
-        if self._pool is None:
+        if self._seeds_are_new or self._pool is None:
             self._pool = self._make(self.num_envs)
+            self._seeds_are_new = False
         self._pool.async_reset()
-        return self._obs(self._pool._recv())
+        return self._read_obs(self._pool._recv())
 
     def step(self, action: Tensor) -> Step:
-        """Act in every environment: float32 [N, A] or int64 [N]."""
-        if self._pool is None:
-            self._check_open()
-            raise EnvError(f"env.id={self.id}: step() before reset(); call reset() first")
-        if action.shape != self._action_shape:
-            raise spaces.wrong_actions(self.id, action, self._action_shape)
-        actions = self._action(action).astype(self._action_dtype)
-        self._pool._send([actions if mine else self._env_ids for mine in self._sent])
+        """Advance all environments by one step; ``action`` is float32 [N, A] or int64 [N]."""
+        self._check_step(action)
+        actions = self._to_simulator(action).astype(self._action_dtype)
+        self._pool._send([actions if is_action else self._env_ids for is_action in self._is_action])
         state = self._pool._recv()
-        acted = state[self._elapsed] != 0
+        acted = state[self._elapsed] != 0  # [N]; False in the dummy rows
         reward, truncated = state[self._reward], state[self._trunc]
-        reward *= acted  # Some families (dm_control) repeat the last reward on the row that only resets.
+        reward *= acted  # some families (dm_control) repeat the last reward on the dummy row
         step = Step(
-            obs=self._obs(state),
+            obs=self._read_obs(state),
             reward=torch.from_numpy(reward),
             terminated=torch.from_numpy(state[self._done] & ~truncated),
             truncated=torch.from_numpy(truncated),
@@ -171,36 +163,24 @@ class EnvPoolEnv:
         return step if self.device.type == "cpu" else _to(step, self.device)
 
     def reset_where(self, where: Tensor) -> Obs:
-        """Begin a new episode where bool [N]; rows of the other environments hold nothing."""
+        """Start new episodes where bool [N] is True; the other rows of the result are zeros."""
         env_ids = where.nonzero().flatten()
         self._pool._reset(env_ids.cpu().numpy().astype(np.int32))
-        rows = self._obs(self._pool._recv())  # of these environments only, in their order
+        rows = self._read_obs(self._pool._recv())  # rows of these environments only, in their order
 
-        def spread(x: Tensor) -> Tensor:
+        def scatter(x: Tensor) -> Tensor:
             return x.new_zeros((self.num_envs, *x.shape[1:])).index_copy_(0, env_ids, x)
 
-        return {name: spread(x) for name, x in rows.items()} if isinstance(rows, dict) else spread(rows)
+        return {name: scatter(x) for name, x in rows.items()} if isinstance(rows, dict) else scatter(rows)
 
     def restart(self, seeds: list[int]) -> None:
-        """Begin again as if newly made with these seeds; ``reset`` must follow (and builds the simulators again)."""
-        self._check_open()
-        spaces.check_seeds(self.id, seeds, self.num_envs)
+        """Free the simulators; the ``reset`` that must follow builds them again with these seeds."""
+        super().restart(seeds)
         self._pool = None
-        self._seeds = list(seeds)
-
-    def state(self) -> None:
-        """None: EnvPool cannot save a simulator's state."""
-        return None
-
-    def load_state(self, state: Mapping[str, Any]) -> Obs:
-        """Always raises EnvError, see ``state``."""
-        raise EnvError(f"env.id={self.id}: EnvPool cannot load a simulator's state; use restart(seeds) instead")
 
     def render(self) -> Tensor:
-        """uint8 [H, W, 3] picture of environment 0. MuJoCo tasks without a GPU: 5 to 30 pictures a second."""
-        self._check_open()
-        if not self._render:
-            raise EnvError(f"env.id={self.id}: made without pictures; make it with render=True")
+        """Return an image of environment 0, uint8 [H, W, 3]. MuJoCo without a GPU: 5 to 30 images a second."""
+        self._check_render()
         if self._pool is None:
             raise EnvError(f"env.id={self.id}: render() before reset(); call reset() first")
         try:
@@ -209,75 +189,76 @@ class EnvPoolEnv:
             raise EnvError(f"env.id={self.id}: EnvPool has no picture of it ({error}); use render=False") from error
 
     def close(self) -> None:
-        """Free the simulators and their threads; may be called twice."""
+        """Free the simulators and their threads. A second call has no effect."""
         self._pool = None
         self._closed = True
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EnvError(f"env.id={self.id}: it was closed; make a new one")
-
     def _spec(self) -> Any:
-        """EnvPool's description of the task: nothing is simulated yet, so a wrong argument costs nothing."""
+        """Return EnvPool's description of the task; it rejects wrong arguments before anything is simulated."""
         try:
             return self._envpool.make_spec(self.id, num_envs=self.num_envs, seed=self._seeds, **self._arguments)
         except (TypeError, ValueError, AssertionError, RuntimeError, ImportError) as error:
             cause = str(error).splitlines()[0]
             if "unexpected keyword argument" in cause:
-                wrong = cause.split("'")[-2]
-                known = self._envpool.make_spec(self.id).config._asdict()
-                near = difflib.get_close_matches(wrong, known, n=3, cutoff=0.4)
+                option = cause.split("'")[-2]
+                option_names = self._envpool.make_spec(self.id).config._asdict()
+                nearest = difflib.get_close_matches(option, option_names, n=3, cutoff=0.4)
                 raise EnvError(
-                    f"env.id={self.id}: EnvPool has no option {wrong!r}"
-                    + (f"; nearest: {', '.join(near)}" * bool(near))
+                    f"env.id={self.id}: EnvPool has no option {option!r}"
+                    + (f"; nearest: {', '.join(nearest)}" * bool(nearest))
                 ) from error
-            raise EnvError(f"env.id={self.id}: EnvPool refuses it with {self._arguments}: {cause}") from error
+            raise EnvError(f"env.id={self.id}: EnvPool rejects {self._arguments}: {cause}") from error
 
-    def _wire(self, spec: Any, leaves: dict[str, spaces.Leaf], success_key: str | None) -> None:
-        """Where in EnvPool's flat list of arrays everything is.
+    def _index_arrays(self, spec: Any, leaves: dict[str, spaces.Leaf], success_key: str | None) -> None:
+        """Store the positions of observations, rewards and flags in EnvPool's flat list of arrays.
 
-        ``pool.step`` wraps ``_send`` and ``_recv`` in dictionaries; after a simulator has emptied the caches that costs
-        100 us a step, 4 % of 64 HalfCheetahs. ``envs/adapters/test_adapters.py`` compares both bit for bit.
+        ``pool.step`` wraps ``_send`` and ``_recv`` in dictionaries. With cold CPU caches after a simulator step this
+        takes 100 us, 4 % of a step of 64 HalfCheetahs. ``tests/envs/adapters/test_adapters.py`` compares both paths
+        bit for bit.
         """
-        at = {key: i for i, key in enumerate(spec.state_array_spec)}
+        position = {key: i for i, key in enumerate(spec.state_array_spec)}
         self._elapsed, self._reward, self._done, self._trunc = (
-            at[key] for key in ("elapsed_step", "reward", "done", "trunc")
+            position[key] for key in ("elapsed_step", "reward", "done", "trunc")
         )
-        arrays = {key.replace(":", "/").replace(".", "/"): i for key, i in at.items() if key.startswith("obs")}
+        obs_position = {
+            key.replace(":", "/").replace(".", "/"): i for key, i in position.items() if key.startswith("obs")
+        }
         if "" in leaves:
-            (i,), leaf = arrays.values(), leaves[""]
-            self._obs: Callable[[Any], Obs] = lambda state: leaf(state[i])
+            (i,), leaf = obs_position.values(), leaves[""]
+            self._read_obs: Callable[[Any], Obs] = lambda state: leaf(state[i])
         else:
-            places = [(name, arrays[f"obs/{name}"], leaf) for name, leaf in leaves.items()]
-            self._obs = lambda state: {name: leaf(state[i]) for name, i, leaf in places}
+            entries = [(name, obs_position[f"obs/{name}"], leaf) for name, leaf in leaves.items()]
+            self._read_obs = lambda state: {name: leaf(state[i]) for name, i, leaf in entries}
 
-        sent = spec.action_array_spec
-        self._sent = [key not in ("env_id", "players.env_id") for key in sent]
-        self._action_dtype = sent[next(key for key, mine in zip(sent, self._sent, strict=True) if mine)].dtype
+        inputs = spec.action_array_spec
+        self._is_action = [key not in ("env_id", "players.env_id") for key in inputs]
+        action_key = next(key for key, is_action in zip(inputs, self._is_action, strict=True) if is_action)
+        self._action_dtype = inputs[action_key].dtype
         self._env_ids = np.arange(self.num_envs, dtype=np.int32)
 
-        info = {key.removeprefix("info:"): i for key, i in at.items() if key.startswith("info:")}
+        info = {key.removeprefix("info:"): i for key, i in position.items() if key.startswith("info:")}
         if success_key is not None and success_key not in info:
-            known = ", ".join(sorted(info))
-            raise EnvError(f"env.id={self.id}: success_key={success_key!r} is not in its info; it has {known}")
-        name = success_key or next((key for key in ("success", "is_success") if key in info), None)
+            names = ", ".join(sorted(info))
+            raise EnvError(f"env.id={self.id}: success_key={success_key!r} is not in its info; it has {names}")
+        name = success_key or next((key for key in SUCCESS_KEYS if key in info), None)
         self._success = None if name is None else info[name]
 
-    def _clock(self, family: str, limit: int, asked: int | None) -> int | None:
-        """Steps after which EnvPool truncates, or None; raises EnvError where it would ignore what was asked for."""
-        if asked is None:
+    def _time_limit(self, family: str, limit: int, requested: int | None) -> int | None:
+        """Return the steps after which EnvPool truncates; raise EnvError if it would ignore the requested limit."""
+        if requested is None:
             return limit if limit < _NO_LIMIT else None
-        own = self._envpool.make_spec(self.id).config.max_episode_steps
-        if family in _OWN_CLOCK or own >= _NO_LIMIT:
-            clock = f"its clock is fixed at {own} steps" if own < _NO_LIMIT else "it has no clock"
+        default = self._envpool.make_spec(self.id).config.max_episode_steps
+        if family in _FIXED_TIME_LIMIT or default >= _NO_LIMIT:
+            reason = f"its limit is fixed at {default} steps" if default < _NO_LIMIT else "it has no time limit"
             raise EnvError(
-                f"env.id={self.id}: max_episode_steps={asked} has no effect in EnvPool ({clock}); leave it out"
+                f"env.id={self.id}: max_episode_steps={requested} has no effect in EnvPool ({reason}); leave it out"
             )
         return limit
 
     def _make(self, num_envs: int) -> Any:
+        """Build the simulators of ``num_envs`` environments."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # As above: EnvPool asks for the space once and keeps it.
+            warnings.simplefilter("ignore")  # the same warning; the pool caches its space
             pool = self._envpool.make_gymnasium(
                 self.id, num_envs=num_envs, seed=self._seeds[:num_envs], **self._arguments
             )
@@ -287,18 +268,19 @@ class EnvPoolEnv:
     def _check_memory(self) -> None:
         """Raise EnvError if the simulators do not fit into free memory, warn if they take more than 2 GB.
 
-        One environment's share is measured on three of them (0.1 to 1.5 s).
+        The memory of one environment is measured on three of them (0.1 to 1.5 s).
         """
         if not Path("/proc/self/statm").exists():
             return
-        first = self._make(1)  # What all of them share is loaded with the first.
+        first = self._make(1)  # loads what all environments share
         first.reset()
-        _return_freed_memory()  # where memory is what is resident, the next two would take it without growing that
-        before = _allocated_gb()
-        two = self._make(2)
-        two.reset()
-        each_gb = max((_allocated_gb() - before) / 2, 0.001)
-        del first, two
+        # Where only resident memory can be measured, reuse of freed memory would hide the growth.
+        _return_freed_memory()
+        before_gb = _allocated_gb()
+        pair = self._make(2)
+        pair.reset()
+        each_gb = max((_allocated_gb() - before_gb) / 2, 0.001)
+        del first, pair
         needed_gb, free_gb = each_gb * self.num_envs, free_memory_gb()
         if needed_gb > free_gb:
             raise EnvError(
@@ -314,7 +296,7 @@ class EnvPoolEnv:
 
 
 def _to(step: Step, device: torch.device) -> Step:
-    """A step whose flags and rewards are moved to ``device``; observations already are there."""
+    """Move flags and rewards to ``device``; observations are there already."""
     return Step(
         obs=step.obs,
         reward=step.reward.to(device, non_blocking=True),
@@ -326,20 +308,21 @@ def _to(step: Step, device: torch.device) -> Step:
 
 
 def _cores() -> int:
-    """Cores this process may use (EnvPool's own default counts the whole machine's)."""
+    """Return the number of cores this process may use; EnvPool's default counts all cores of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Mallinfo2(ctypes.Structure):
-    """What glibc knows about the memory it hands out, bytes but for the counts (man 3 mallinfo)."""
+    """Statistics of glibc's allocator in bytes, except for the counts (man 3 mallinfo)."""
 
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def _allocated_gb() -> float:
-    """Memory that this process has asked for and not freed; where the C library cannot say (glibc can since 2.33), what
-    is resident: that also grows by what simulators free again while they are made.
+    """Return the memory this process has allocated and not freed.
+
+    Without ``mallinfo2`` (glibc before 2.33) this is resident memory, which also grows by temporary allocations.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):
@@ -350,14 +333,14 @@ def _allocated_gb() -> float:
 
 
 def _return_freed_memory() -> None:
-    """To the machine, where the C library is one that can (glibc)."""
+    """Return freed memory to the operating system if the C library supports it (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def free_memory_gb() -> float:
-    """What this process may still take: the machine's free memory, or what its container (cgroup v2) has left."""
+    """Return the memory this process may still allocate: of the machine, or of its container (cgroup v2)."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")

@@ -7,6 +7,7 @@ import functools
 import importlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,20 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.adapters.torch_env import TorchVectorEnv
-from embodied_envs.adapters.user_code import blamed, imported
+from embodied_envs.adapters.user_code import import_user_module, wrap_errors
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import EnvError
 
 
-def knows(id: str) -> bool:
-    """Whether the id is one of mjlab's, by its name alone: importing mjlab takes seconds."""
+def has_task(id: str) -> bool:
+    """Return whether the id has mjlab's prefix; importing mjlab to look it up would take seconds."""
     return id.startswith("Mjlab-")
 
 
 def ids() -> list[str]:
-    """Every task of mjlab; none where it is not installed."""
+    """Return the ids of all tasks of mjlab; empty if it is not installed."""
     try:
         return _registry("").list_tasks()
     except EnvError:
@@ -36,42 +38,41 @@ def ids() -> list[str]:
 class MjlabEnv(TorchVectorEnv):
     """``num_envs`` worlds of a task registered with mjlab, which "package.module:Name" imports first.
 
-    kwargs taken here, besides ``observe`` (None: the group "actor"), see ``TorchVectorEnv``:
-      play    the task's configuration for playing: usually no clock and no noise
+    Entries of ``kwargs`` besides those of ``TorchVectorEnv`` (where ``observe`` = None selects the group "actor"):
+      play    the task's configuration for playing: usually no time limit and no noise
       config  {"sim.njmax": 300, ..}: fields of the task's configuration to set
 
-    Episodes end with their true last observation: mjlab leaves resets to this adapter (its auto_reset is off).
-    success_key names one of the task's termination terms; None: the term "success" if there is one, or that a command
-    (lifting, say) is fulfilled. Random numbers are the process's global ones, seeded by ``restart`` with the first of
-    the seeds.
+    Episodes end with their true last observation, because this adapter does the resets (mjlab's auto_reset is off).
+    success_key names one of the task's termination terms; None: the term "success" if there is one, else the success
+    of a command (for example lifting). Random numbers come from the process's global generators, which ``restart``
+    seeds with the first of the seeds.
     """
 
-    def __init__(
-        self, id: str, *, num_envs: int, seeds: list[int], kwargs: Mapping[str, Any] | None = None, **rest: Any
-    ):
-        options = {"partial_reset": True, **(kwargs or {})}
-        super().__init__(id, num_envs=num_envs, seeds=seeds, kwargs=options, make=functools.partial(_Tasks, id), **rest)
+    def __init__(self, id: str, options: AdapterOptions) -> None:
+        kwargs = {"partial_reset": True, **(options.kwargs or {})}
+        super().__init__(id, replace(options, kwargs=kwargs), make=functools.partial(_MjlabTask, id))
 
 
 def _registry(id: str) -> Any:
-    """mjlab's registry, filled; raises EnvError where mjlab is not installed or the module before the colon fails."""
+    """Return mjlab's registry; raise EnvError if mjlab is not installed or the module before the colon fails."""
     cure = (
         "It needs mujoco 3.11 and an environment of its own: pip install -c scripts/constraints-mjlab.txt -e "
         "'.[mjlab]', then pip uninstall torchvision, whose wheel does not match torch (make test-mjlab does both in "
         ".venv-mjlab)"
     )
-    with blamed(f"env.id={id}: mjlab cannot be imported (", f"). {cure}"):
+    with wrap_errors(f"env.id={id}: mjlab cannot be imported (", f"). {cure}"):
         importlib.import_module("mjlab.tasks")
-        importlib.import_module("warp").config.log_level = 30  # Warnings; else a line for every kernel that is loaded.
+        # Warnings only: Warp prints a line for every kernel that it loads.
+        importlib.import_module("warp").config.log_level = 30
         registry = importlib.import_module("mjlab.tasks.registry")
     module = id.rpartition(":")[0]
     if module:
-        imported(id, module)
+        import_user_module(id, module)
     return registry
 
 
-class _Tasks:
-    """A task of mjlab in the shape that ``TorchVectorEnv`` takes: Gymnasium's spaces, final_obs, env_idx, success."""
+class _MjlabTask:
+    """A task of mjlab with the interface of ``TorchVectorEnv``: Gymnasium's spaces, final_obs, env_idx, success."""
 
     def __init__(
         self,
@@ -94,20 +95,21 @@ class _Tasks:
         for path, value in (config or {}).items():
             _set(id, cfg, path, value)
         if max_episode_steps is not None:
-            # The number of steps is rounded up: half a step less is safe from rounding errors.
+            # mjlab rounds the number of steps up; half a step less avoids rounding errors.
             cfg.episode_length_s = (max_episode_steps - 0.5) * cfg.sim.mujoco.timestep * cfg.decimation
         with _without_prints():
             env = importlib.import_module("mjlab.envs").ManagerBasedRlEnv(cfg, device=device, render_mode=render_mode)
         self.env, self.cfg = env, cfg
         self.num_envs: int = env.num_envs
         self.device = torch.device(env.device)
-        clock = any(term.time_out for term in cfg.terminations.values() if term is not None)
-        self.max_episode_steps = env.max_episode_length if clock and env.max_episode_length < 10**8 else None
+        has_limit = any(term.time_out for term in cfg.terminations.values() if term is not None)
+        limit = env.max_episode_length
+        self.max_episode_steps = limit if has_limit and limit < 10**8 else None
         self.single_observation_space = _space(env.single_observation_space)
         self.single_action_space = _space(env.single_action_space)
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin everywhere, or for options["env_idx"] alone."""
+        """Start new episodes in all environments, or in those of options["env_idx"] only."""
         if isinstance(seed, list):
             raise TypeError("mjlab takes one seed")
         with _without_prints():
@@ -115,48 +117,50 @@ class _Tasks:
         return obs, {}
 
     def step(self, action: Tensor) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """One control step; where it ends an episode, a reset and info["final_obs"]."""
+        """Advance by one control step; reset ended episodes and return their info["final_obs"]."""
         obs, reward, terminated, truncated, _ = self.env.step(action)
         info = self._success()
         ended = terminated | truncated
-        index = ended.nonzero().flatten()  # Waits for the device, as mjlab itself does.
+        index = ended.nonzero().flatten()  # synchronises with the device, as mjlab itself does
         if len(index) == 0:
             return obs, reward, terminated, truncated, info
         info = {name: x.clone() for name, x in info.items()}
-        flags = terminated.clone(), truncated.clone()
+        flags = terminated.clone(), truncated.clone()  # the reset clears mjlab's own
         last = tree.map(torch.clone, obs)
-        fresh, _ = self.env.reset(env_ids=index)
+        first, _ = self.env.reset(env_ids=index)
 
         def choose(new: Tensor, old: Tensor) -> Tensor:
             return torch.where(ended.view(-1, *[1] * (old.dim() - 1)), new, old)
 
-        return tree.map(choose, fresh, last), reward, *flags, info | {"final_obs": last}
+        return tree.map(choose, first, last), reward, *flags, info | {"final_obs": last}
 
     def _success(self) -> dict[str, Tensor]:
-        """bool [N] by name: the termination terms, and "success" if the task says it in a term or a command."""
+        """Return bool [N] by name: the termination terms, and "success" if a term or a command defines it."""
         terms = self.env.termination_manager
         info = {name: terms.get_term(name) for name in terms.active_terms}
         commands = self.env.command_manager
         for name in commands.active_terms if "success" not in info else ():
-            told = getattr(commands.get_term(name), "compute_success", None)
-            if told is not None:
-                info["success"] = told()
+            compute_success = getattr(commands.get_term(name), "compute_success", None)
+            if compute_success is not None:
+                info["success"] = compute_success()
         return info
 
     def render(self) -> np.ndarray | None:
+        """Return an image of environment 0."""
         return self.env.render()
 
     def close(self) -> None:
+        """Free the simulation."""
         self.env.close()
 
 
 def _set(id: str, cfg: Any, path: str, value: Any) -> None:
-    """``cfg.a.b = value`` for "a.b", or ``cfg.a["b"]``; raises EnvError for a name that is not there."""
+    """Set ``cfg.a.b = value`` for "a.b", or ``cfg.a["b"]``; raise EnvError if a name does not exist."""
     *parents, last = path.split(".")
     node = cfg
     for name in [*parents, last]:
-        there = name in node if isinstance(node, dict) else hasattr(node, name)
-        if not there:
+        exists = name in node if isinstance(node, dict) else hasattr(node, name)
+        if not exists:
             raise EnvError(f"env.id={id}: kwargs config {path!r}: there is no {name!r}")
         if name is last:
             break
@@ -168,7 +172,7 @@ def _set(id: str, cfg: Any, path: str, value: Any) -> None:
 
 
 def _space(space: Any) -> spaces.Space:
-    """mjlab's own Box and Dict as Gymnasium's."""
+    """Convert mjlab's Box and Dict to Gymnasium's."""
     if hasattr(space, "spaces"):
         return spaces.Dict({name: _space(x) for name, x in space.spaces.items()})
     low, high = (np.broadcast_to(np.asarray(x, np.float32), space.shape) for x in (space.low, space.high))
@@ -177,6 +181,6 @@ def _space(space: Any) -> spaces.Space:
 
 @contextlib.contextmanager
 def _without_prints() -> Iterator[None]:
-    """mjlab prints a table of every manager."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    """Discard stdout, because mjlab prints a table of every manager."""
+    with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
         yield

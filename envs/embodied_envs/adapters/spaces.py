@@ -1,9 +1,9 @@
-"""From Gymnasium's spaces and numpy arrays to our specs and tensors: the part that every numpy simulator shares."""
+"""Conversion of Gymnasium's spaces and numpy arrays to our specs and tensors, shared by all simulators of numpy."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,10 @@ from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, Discrete, EnvErr
 
 Leaf = Callable[[Any], Tensor]
 PRIVILEGED = re.compile(r"(^|[_/.])(privileged|priv|critic)([_/.]|$)", re.IGNORECASE)
-"""Names of observations that only a simulator has (Playground: privileged_state, Isaac Lab: critic)."""
+"""Names of observations that exist only in simulation (Playground: privileged_state, Isaac Lab: critic)."""
 
 
-def selected(names: Sequence[str], keys: Sequence[str] | None, *, id: str) -> list[str]:
+def select_observations(names: Sequence[str], keys: Sequence[str] | None, *, id: str) -> list[str]:
     """Return the observations that ``env.obs_keys`` selects, in the simulator's order.
 
     Args:
@@ -29,13 +29,13 @@ def selected(names: Sequence[str], keys: Sequence[str] | None, *, id: str) -> li
         id: ``env.id``, for messages.
 
     Raises:
-        EnvError: A key is not there, or ``keys`` is None and a name says that it is privileged.
+        EnvError: A key does not exist, or ``keys`` is None and a name matches ``PRIVILEGED``.
     """
-    tops = list(dict.fromkeys(name.partition("/")[0] for name in names))
+    groups = list(dict.fromkeys(name.partition("/")[0] for name in names))
     if keys is None:
         privileged = [name for name in names if PRIVILEGED.search(name)]
         if privileged:
-            public = [name for name in tops if not any(x.partition("/")[0] == name for x in privileged)]
+            public = [name for name in groups if not any(x.partition("/")[0] == name for x in privileged)]
             cure = (
                 f"env.obs_keys=[{','.join(public)}]" if 0 < len(",".join(public)) <= 100 else "env.obs_keys=[NAME,..]"
             )
@@ -45,48 +45,61 @@ def selected(names: Sequence[str], keys: Sequence[str] | None, *, id: str) -> li
             )
         return list(names)
     if not names:
-        raise EnvError(f"env.id={id}: env.obs_keys={_listed(keys)}: its observation is one array; leave obs_keys out")
+        raise EnvError(
+            f"env.id={id}: env.obs_keys={_format_names(keys)}: its observation is one array; leave obs_keys out"
+        )
     if not keys:
-        raise EnvError(f"env.id={id}: env.obs_keys=[] selects nothing; write null for all, or some of {_listed(tops)}")
+        raise EnvError(
+            f"env.id={id}: env.obs_keys=[] selects nothing; write null for all, or some of {_format_names(groups)}"
+        )
     for key in keys:
         if not any(name == key or name.startswith(f"{key}/") for name in names):
             raise EnvError(
-                f"env.id={id}: env.obs_keys: {key!r} is not in its observation; {choose(key, tops, 'it has ')}"
+                f"env.id={id}: env.obs_keys: {key!r} is not in its observation; {choose(key, groups, 'it has ')}"
             )
     return [name for name in names if any(name == key or name.startswith(f"{key}/") for key in keys)]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     return f"[{','.join(names)}]"
 
 
 def observations(
     space: Any, *, id: str, device: torch.device, keys: Sequence[str] | None = None
 ) -> tuple[ObsSpec, dict[str, Leaf]]:
-    """Spec of one observation, and by name what makes tensors on ``device`` of its arrays (numpy, leading N).
+    """Return the spec of one observation, and conversions of its arrays to tensors.
 
-    float32      as it is, without a copy              float64, integers, bool, MultiBinary   float32
+    float32      unchanged, without a copy             float64, integers, bool, MultiBinary   float32
     uint8        2 or more dimensions: stays uint8     uint8 with 0 or 1 dimension            float32
     Discrete(n)  one-hot float32 [n]                   numbers, shape ()                      float32 [1]
     dictionary   dict[str, Tensor]; nested ones get flat names: {"a": {"b": x}} is {"a/b": x}
 
-    One array has the name "". Of a dictionary, ``keys`` selects (see ``selected``).
-    Raises EnvError for Text, Sequence, Graph and other spaces without a fixed shape, and as ``selected``.
+    Args:
+        space: Gymnasium's space of one observation, or a dictionary of spaces.
+        id: ``env.id``, for messages.
+        device: Where the tensors are created.
+        keys: Entries of a dictionary to use, see ``select_observations``.
+
+    Returns:
+        The spec, and for each name (one array has the name "") a function from numpy [N, ..] to a tensor [N, ..].
+
+    Raises:
+        EnvError: A space has no fixed shape (Text, Sequence, Graph), or ``keys`` is wrong.
     """
     if not isinstance(space, Mapping | spaces.Dict):
-        selected((), keys, id=id)
+        select_observations((), keys, id=id)
         spec, leaf = _leaf(space, id=id, device=device)
         return spec, {"": leaf}
     flat = _flatten(space)
     if not flat:
         raise EnvError(f"env.id={id}: its observation dictionary is empty; wrap the environment to observe something")
-    chosen = selected(list(flat), keys, id=id)
-    pairs = {n: _leaf(flat[n], id=f"{id}, observation {n!r}", device=device) for n in chosen}
+    names = select_observations(list(flat), keys, id=id)
+    pairs = {n: _leaf(flat[n], id=f"{id}, observation {n!r}", device=device) for n in names}
     return {name: spec for name, (spec, _) in pairs.items()}, {name: leaf for name, (_, leaf) in pairs.items()}
 
 
 def reader(leaves: dict[str, Leaf]) -> Callable[[Any], Obs]:
-    """A function from Gymnasium's batch of observations (an array, or nested dictionaries of them) to tensors."""
+    """Return a function from Gymnasium's batch (an array, or nested dictionaries of arrays) to tensors."""
     if "" in leaves:
         return leaves[""]
     paths = [(name, tuple(name.split("/")), leaf) for name, leaf in leaves.items()]
@@ -96,12 +109,19 @@ def reader(leaves: dict[str, Leaf]) -> Callable[[Any], Obs]:
 def actions(
     space: Any, *, id: str, mapping: str, device: torch.device
 ) -> tuple[ActionSpec, Callable[[Tensor], np.ndarray]]:
-    """Spec of one action, and a function from the policy's batch (on ``device``) to the simulator's numpy batch.
+    """Return the spec of one action, and a function from the policy's batch to the simulator's numpy batch.
 
-    Box       float32 [N, A] through ``mapping`` (see actions.mapper), then the simulator's shape [N, *shape]
+    Box       float32 [N, A] through ``mapping`` (see actions.mapper), then reshaped to [N, *shape]
     Discrete  int64 [N], plus the space's ``start``
 
-    Raises EnvError for every other space.
+    Args:
+        space: Gymnasium's space of one action.
+        id: ``env.id``, for messages.
+        mapping: ``env.action_mapping``.
+        device: Device of the policy's actions.
+
+    Raises:
+        EnvError: The space is neither a Box of floats nor a Discrete.
     """
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
@@ -115,7 +135,7 @@ def actions(
         )
     if not np.issubdtype(space.dtype, np.floating):
         raise EnvError(
-            f"env.id={id}: its actions are a Box of {space.dtype} (whole numbers), and only a Box of floats or a "
+            f"env.id={id}: its actions are a Box of {space.dtype} (integers), and only a Box of floats or a "
             "Discrete is supported; wrap the environment so that it takes one choice"
         )
     low, high = (np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (space.low, space.high))
@@ -131,22 +151,31 @@ def check_seeds(id: str, seeds: list[int], num_envs: int) -> None:
     """Raise EnvError unless there is one seed in [0, 2**31) for each of ``num_envs`` environments."""
     if len(seeds) != num_envs:
         raise EnvError(f"env.id={id}: {len(seeds)} seeds for {num_envs} environments; give one each")
-    if wrong := [seed for seed in seeds if not 0 <= seed < 2**31]:
-        raise EnvError(f"env.id={id}: seed {wrong[0]} is outside [0, 2**31); simulators keep seeds in 32 bits")
+    if invalid := [seed for seed in seeds if not 0 <= seed < 2**31]:
+        raise EnvError(f"env.id={id}: seed {invalid[0]} is outside [0, 2**31); simulators store seeds in 32 bits")
 
 
 def action_shape(spec: ActionSpec, num_envs: int) -> torch.Size:
-    """Of one step's actions: [N, A] or [N]."""
+    """Return the shape of one step's actions: [N, A] or [N]."""
     return torch.Size([num_envs] if isinstance(spec, Discrete) else [num_envs, spec.size])
 
 
-def wrong_actions(id: str, action: Tensor, shape: torch.Size) -> EnvError:
-    """What to raise for actions of another shape (C++ would read past their end)."""
+def action_shape_error(id: str, action: Tensor, shape: torch.Size) -> EnvError:
+    """Return the error for actions of another shape. Unchecked, simulators in C++ would read past their end."""
     return EnvError(f"env.id={id}: actions of shape {list(action.shape)}; it takes {list(shape)}, environments first")
 
 
-def picture(frame: np.ndarray, size: tuple[int, int]) -> Tensor:
-    """uint8 [h, w, 3] of any size -> uint8 [H, W, 3] of ``size`` = (H, W), averaging over areas."""
+def success_key_error(id: str, key: str | None, info_keys: Iterable[str]) -> EnvError:
+    """Return the error for a success key that is not in the info of a step that ends an episode."""
+    names = ", ".join(sorted(name for name in info_keys if not name.startswith(("_", "final_"))))
+    return EnvError(
+        f"env.id={id}: success_key={key!r} is not in the info of a step that ends an episode; "
+        f"it has {names or 'nothing'}"
+    )
+
+
+def resize_image(frame: np.ndarray, size: tuple[int, int]) -> Tensor:
+    """Resize uint8 [h, w, 3] to uint8 [H, W, 3] of ``size`` = (H, W) by averaging over areas."""
     image = torch.from_numpy(np.ascontiguousarray(frame))
     if tuple(image.shape[:2]) == tuple(size):
         return image
@@ -155,7 +184,7 @@ def picture(frame: np.ndarray, size: tuple[int, int]) -> Tensor:
 
 
 def _leaf(space: Any, *, id: str, device: torch.device) -> tuple[ArraySpec, Leaf]:
-    """Spec and conversion of one array."""
+    """Return spec and conversion of one array."""
     if isinstance(space, spaces.Discrete):
         spec, convert = ArraySpec((int(space.n),)), _one_hot(int(space.n), int(space.start))
     elif isinstance(space, spaces.Box | spaces.MultiBinary | spaces.MultiDiscrete):
@@ -166,7 +195,7 @@ def _leaf(space: Any, *, id: str, device: torch.device) -> tuple[ArraySpec, Leaf
     else:
         raise EnvError(
             f"env.id={id}: observation space {_short(space)} is not supported (Box, Discrete, MultiBinary, "
-            "MultiDiscrete and dictionaries of them are); wrap the environment so that it answers fixed-shape arrays"
+            "MultiDiscrete and dictionaries of them are); wrap the environment so that it returns fixed-shape arrays"
         )
     if device.type == "cpu":
         return spec, convert
@@ -174,12 +203,12 @@ def _leaf(space: Any, *, id: str, device: torch.device) -> tuple[ArraySpec, Leaf
 
 
 def _same(x: np.ndarray) -> Tensor:
-    """Without a copy: simulators hand out an array of their own every step (``checks.check_env`` looks)."""
+    """Share memory: simulators return a new array every step (``checks.check_env`` verifies it)."""
     return torch.from_numpy(x)
 
 
 def _to_float(x: np.ndarray) -> Tensor:
-    """numpy converts: after the simulator has emptied the caches, torch's dispatch costs half as much again."""
+    """Convert with numpy: with cold CPU caches after a simulator step, torch takes 50 % longer."""
     return torch.from_numpy(x.astype(np.float32))
 
 
@@ -189,7 +218,7 @@ def _numbers(x: np.ndarray) -> Tensor:
 
 
 def _one_hot(n: int, start: int) -> Leaf:
-    """Whole numbers [N] from ``start`` on -> float32 [N, n]."""
+    """Return a conversion of integers [N] >= ``start`` to float32 [N, n]."""
 
     def convert(x: np.ndarray) -> Tensor:
         index = torch.from_numpy(x.astype(np.int64).reshape(-1, 1) - start)
@@ -216,7 +245,7 @@ def _at(obs: Any, path: tuple[str, ...]) -> Any:
 
 
 def _bound(x: float) -> float:
-    """A bound as Python's float; what only float32 or float64's largest number bounds is unbounded."""
+    """Return a bound as float; the largest number of float32 or float64 stands for infinity."""
     return float(np.sign(x) * np.inf) if abs(x) >= 3.4e38 else float(x)
 
 

@@ -1,4 +1,4 @@
-"""Code that is not ours: the user's own, and packages of which only some versions fit."""
+"""User code boundary: exceptions of the user's modules and of optional packages become ``EnvError``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,30 @@ from embodied_ppo.core.types import EnvError
 
 
 @contextlib.contextmanager
-def blamed(before: str, after: str = "") -> Iterator[None]:
-    """What is raised inside becomes the EnvError ``before``, its kind and text, ``after``; EnvErrors pass."""
+def wrap_errors(prefix: str, suffix: str = "") -> Iterator[None]:
+    """Re-raise any exception of the block as an EnvError, with its class and text between the affixes.
+
+    Args:
+        prefix: Text before the class and the text of the exception.
+        suffix: Text after them.
+
+    Raises:
+        EnvError: The block raised an exception. An EnvError of the block passes unchanged.
+    """
     try:
         yield
     except EnvError:
         raise
-    except Exception as error:  # code that is not ours runs inside, which may raise anything
-        raise EnvError(f"{before}{type(error).__name__}: {error}{after}") from error
+    except Exception as error:  # user code may raise any class
+        raise EnvError(f"{prefix}{type(error).__name__}: {error}{suffix}") from error
 
 
-def imported(id: str, module: str) -> ModuleType:
-    """The user's module before the colon of env.id. Raises EnvError if it cannot be imported."""
-    with blamed(f"env.id={id}: cannot import {module!r} (", "); mend or install it, or put its folder on PYTHONPATH"):
+def import_user_module(id: str, module: str) -> ModuleType:
+    """Import the user's module that ``env.id`` names before the colon.
+
+    Raises:
+        EnvError: The import failed.
+    """
+    cure = "fix or install it, or put its folder on PYTHONPATH"
+    with wrap_errors(f"env.id={id}: cannot import {module!r} (", f"); {cure}"):
         return importlib.import_module(module)

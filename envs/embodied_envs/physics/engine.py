@@ -17,41 +17,50 @@ class Physics(Protocol):
     device: torch.device
     dtype: torch.dtype
     fields: dict[str, Tensor]
-    """MjData and MjModel fields, [N, ..], live: the same tensors for ever."""
+    """MjData and MjModel fields, [N, ..]. The engine updates these tensors in place and never replaces them."""
     waits: bool
-    """Whether the host may look at results for nothing: False where that would stop a GPU."""
+    """Whether the host may read values at no cost; False on a GPU, where it would cause a synchronisation."""
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
-        """Set ctrl [N, nu] and advance."""
+        """Set ctrl [N, nu] and advance by ``substeps`` physics steps."""
         ...
 
     def reset(self, where: Tensor, values: Mapping[str, Tensor], u: Tensor) -> None:
-        """Where bool [N]: the model's defaults with ``values`` (names of START) [N, ..] over them, then all derived
-        fields; the model itself is drawn anew from ``u`` [N, draws] where it is randomised."""
+        """Reset the worlds where bool [N] is True and compute all derived fields.
+
+        Args:
+            where: bool [N].
+            values: Fields of INITIAL_FIELDS, [N, ..]; the others take the model's defaults.
+            u: [N, draws], random numbers in [0, 1) from which a randomised model is drawn.
+        """
         ...
 
     draws: int
-    """Random numbers that randomising the model takes for each world; 0: it is the same everywhere."""
+    """Random numbers per world that randomising the model takes; 0: all worlds have the same model."""
 
     def images(self, where: Tensor) -> dict[str, Tensor]:
-        """Camera -> uint8 [N, 3, H, W] of the present, arbitrary where bool [N] is False; {} without cameras."""
+        """Return camera -> uint8 [N, 3, H, W], arbitrary where bool [N] is False; {} without cameras."""
         ...
 
     def picture(self) -> Tensor:
-        """uint8 [H, W, 3] of world 0, for films."""
+        """Return an image of world 0, uint8 [H, W, 3], for videos."""
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """What the next step depends on."""
+        """Return everything that the next step depends on."""
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from there, derived fields included."""
+        """Continue from ``state()``, derived fields included."""
         ...
 
     def captured(self, step: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """``step``, or a faster program of the same results. It changes tensors that live for ever in place, and
-        nothing else; where ``waits`` is False it never looks at a value."""
+        """Return ``step``, or a faster program with the same results (a CUDA graph).
+
+        ``step`` may only change persistent tensors in place; if ``waits`` is False it must not read values on the host.
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the simulation."""
+        ...

@@ -1,4 +1,4 @@
-"""A ``MujocoEnv`` from a task and options: compile the model, choose the engine, turn MuJoCo's errors into ours."""
+"""Construction of a ``MujocoEnv``: compile the model, select the engine, turn MuJoCo's errors into ``EnvError``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import mujoco
 import torch
 
 from embodied_envs import tasks
-from embodied_envs.adapters.user_code import blamed
+from embodied_envs.adapters.base import AdapterOptions
+from embodied_envs.adapters.user_code import wrap_errors
 from embodied_envs.physics.cameras import Cameras
 from embodied_envs.physics.domain_randomization import Randomization
 from embodied_envs.physics.engine import Physics
@@ -24,25 +25,30 @@ from embodied_envs.tasks.task import Stage
 from embodied_ppo.core.types import EnvError
 
 
-def compiled(task: Task, id: str) -> mujoco.MjModel:
-    """The task's model; raises EnvError with MuJoCo's reason (file, line, element) where it does not compile."""
+def compile_model(task: Task, id: str) -> mujoco.MjModel:
+    """Compile the task's model.
+
+    Raises:
+        EnvError: The model does not compile; the message has MuJoCo's reason (file, line, element).
+    """
     where = f"env.id={id}: {type(task).__name__}"
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*settotalmass")  # in files of Gymnasium's
+            warnings.filterwarnings("ignore", message=".*settotalmass")  # in Gymnasium's model files
             spec = task.spec()
             if isinstance(spec, mujoco.MjSpec):
                 return spec.compile()
     except (ValueError, OSError, mujoco.FatalError) as error:
-        said = str(error).strip()
-        place = f" (files are looked for from {Path.cwd()})" if "opening file" in said or "No such file" in said else ""
-        raise EnvError(f"env.id={id}: MuJoCo refuses its model: {said}{place}") from error
+        reason = str(error).strip()
+        is_missing_file = "opening file" in reason or "No such file" in reason
+        folder = f" (files are looked for from {Path.cwd()})" if is_missing_file else ""
+        raise EnvError(f"env.id={id}: MuJoCo refuses its model: {reason}{folder}") from error
     raise EnvError(f"{where}.spec() is {type(spec).__name__}; it must be a mujoco.MjSpec")
 
 
 def bind(task: Task, model: mujoco.MjModel, id: str, device: torch.device, dtype: torch.dtype) -> None:
-    """``task.bind``; raises EnvError for a name that the model lacks."""
-    with blamed(f"env.id={id}: {type(task).__name__}.bind: "):
+    """Call ``task.bind``; raise EnvError if the model lacks a name that it reads."""
+    with wrap_errors(f"env.id={id}: {type(task).__name__}.bind: "):
         try:
             task.bind(model, device, dtype)
         except KeyError as error:
@@ -50,9 +56,10 @@ def bind(task: Task, model: mujoco.MjModel, id: str, device: torch.device, dtype
 
 
 def _check(task: Task, id: str) -> None:
-    """The attributes of a task. Raises EnvError."""
-    where, least = f"env.id={id}: {type(task).__name__}", {"decimation": 1, "max_episode_steps": 1}
-    for name, low in (least | {"reset_noise": 0, "step_noise": 0}).items():
+    """Raise EnvError if an attribute of the task is invalid."""
+    where = f"env.id={id}: {type(task).__name__}"
+    minimum = {"decimation": 1, "max_episode_steps": 1, "reset_noise": 0, "step_noise": 0}
+    for name, low in minimum.items():
         value = getattr(task, name)
         if not isinstance(value, int) or value < low:
             raise EnvError(f"{where}.{name}={value!r} must be a whole number, at least {low}")
@@ -63,8 +70,8 @@ def _check(task: Task, id: str) -> None:
             raise EnvError(f"{where}.{name}={getattr(task, name)!r} must be a tuple of names: ({name!r},)")
 
 
-def whole(id: str, name: str, value: Any) -> int:
-    """A number of at least 1, else EnvError."""
+def _positive_int(id: str, name: str, value: Any) -> int:
+    """Return ``value``; raise EnvError unless it is an integer of at least 1."""
     if not isinstance(value, int) or value < 1:
         raise EnvError(f"env.id={id}: env.kwargs.{name}={value!r} must be a whole number, at least 1")
     return value
@@ -72,46 +79,55 @@ def whole(id: str, name: str, value: Any) -> int:
 
 def make(
     id: str,
+    options: AdapterOptions,
     *,
     engine: str,
-    num_envs: int,
-    seeds: list[int],
-    num_threads: int | None = None,
-    max_episode_steps: int | None = None,
-    action_mapping: str = "rescale",
-    obs_keys: Sequence[str] | None = None,
     cameras: tuple[str, ...] = (),
     image_size: tuple[int, int] = (64, 64),
     randomize: bool = False,
-    ranges: Mapping[str, tuple[float, float]] | None = None,
-    render: bool = False,
-    render_size: tuple[int, int] = (240, 320),
-    kwargs: Mapping[str, Any] | None = None,
-    device: torch.device | str = "cpu",
+    ranges: Mapping[str, Sequence[float]] | None = None,
 ) -> MujocoEnv:
-    """``engine``: "mujoco" (CPU threads) or "warp" (GPU worlds; also on "cpu"). See ``embodied_envs.make``."""
-    kind = tasks.find(id)
-    if kind is None:
+    """Create worlds of one of our tasks. ``embodied_envs.make`` documents the options.
+
+    Args:
+        id: ``env.id``.
+        options: Options of all simulators; ``success_key`` is not read.
+        engine: "mujoco" (CPU threads) or "warp" (GPU worlds; also on device "cpu").
+        cameras: See ``embodied_envs.make``, as for the following.
+        image_size: (H, W).
+        randomize: Whether to randomise the domain.
+        ranges: Ranges that override the task's.
+
+    Raises:
+        EnvError: An option or the task is invalid, or the engine is not installed.
+    """
+    task_class = tasks.find(id)
+    if task_class is None:
         raise EnvError(f"env.id={id}: no task of ours; choose one of {', '.join(tasks.OWN)}, or package.module:Class")
-    kwargs = dict(kwargs or {})
-    wanted = {name: kwargs.pop(name, None) for name in ("nconmax", "njmax")}
-    room: dict[str, Any] = {name: whole(id, name, value) for name, value in wanted.items() if value is not None}
-    if room and engine != "warp":
-        name = next(iter(room))
+    kwargs = dict(options.kwargs or {})
+    sizes = {name: kwargs.pop(name, None) for name in ("nconmax", "njmax")}
+    warp_sizes: dict[str, Any] = {
+        name: _positive_int(id, name, value) for name, value in sizes.items() if value is not None
+    }
+    if warp_sizes and engine != "warp":
+        name = next(iter(warp_sizes))
         raise EnvError(f"env.id={id}: env.kwargs.{name} is read by simulator=warp only; leave it out, or write null")
-    task = tasks.make(id, kind, kwargs)
+    task = tasks.make(id, task_class, kwargs)
     _check(task, id)
-    model = compiled(task, id)
-    own = (dict(task.ranges) | dict(ranges or {})) if randomize else {}
-    if randomize and not own:
+    model = compile_model(task, id)
+    all_ranges: dict[str, Any] = (dict(task.ranges) | dict(ranges or {})) if randomize else {}
+    if randomize and not all_ranges:
         raise EnvError(
             f"env.id={id}: env.randomize=true, but the task has no ranges of its own; name some: "
             "env.ranges.mass=[0.8,1.2]"
         )
-    size, film = image_size, render_size if render else None
-    pictures = Cameras(model, cameras, size=size, picture_size=film)
-    shared: dict[str, Any] = {"fields": task.fields, "stage": task.stage, "cameras": pictures}
-    shared["randomization"] = Randomization(model, own)
+    render_size = options.render_size if options.render else None
+    shared: dict[str, Any] = {
+        "fields": task.fields,
+        "stage": task.stage,
+        "cameras": Cameras(model, cameras, size=image_size, picture_size=render_size),
+        "randomization": Randomization(model, all_ranges),
+    }
     make_physics: Callable[..., Physics]
     if engine == "warp":
         try:
@@ -119,11 +135,12 @@ def make(
         except ImportError as error:
             cure = "pip install 'embodied-ppo[warp]', or use simulator=mujoco"
             raise EnvError(f"env.id={id}: simulation on a GPU needs mujoco_warp ({error}): {cure}") from error
-        make_physics = partial(WarpPhysics, device=device, **shared, **room)
+        make_physics = partial(WarpPhysics, device=options.device, **shared, **warp_sizes)
     else:
-        make_physics = partial(BatchPhysics, num_threads=num_threads or len(os.sched_getaffinity(0)), **shared)
+        num_threads = options.num_threads or len(os.sched_getaffinity(0))
+        make_physics = partial(BatchPhysics, num_threads=num_threads, **shared)
     try:
-        physics = make_physics(model, num_envs)
+        physics = make_physics(model, options.num_envs)
     except EnvError as error:
         raise EnvError(f"env.id={id}: {error}") from error
     bind(task, model, id, physics.device, physics.dtype)
@@ -131,9 +148,9 @@ def make(
         task,
         physics,
         id=id,
-        seeds=seeds,
-        device=device,
-        max_episode_steps=max_episode_steps,
-        action_mapping=action_mapping,
-        obs_keys=None if obs_keys is None else (*obs_keys, *cameras),
+        seeds=list(options.seeds),
+        device=options.device,
+        max_episode_steps=options.max_episode_steps,
+        action_mapping=options.action_mapping,
+        obs_keys=None if options.obs_keys is None else (*options.obs_keys, *cameras),
     )

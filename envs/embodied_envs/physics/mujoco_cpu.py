@@ -42,7 +42,7 @@ class BatchPhysics:
         cameras: Cameras,
         randomization: Randomization,
     ) -> None:
-        """``fields``: MjData and MjModel fields to show besides those of START. Raises EnvError for one unknown."""
+        """``fields``: MjData and MjModel fields to show besides INITIAL_FIELDS. Raises EnvError for one unknown."""
         model.opt.disableflags |= int(mujoco.mjtDisableBit.mjDSBL_AUTORESET)  # what blows up is ours to see and reset
         mujoco.set_mju_user_warning(_warn)
         self.model, self.cameras, self.randomization = model, cameras, randomization

@@ -65,7 +65,7 @@ class WarpPhysics:
         nconmax: int | None = None,
         njmax: int | None = None,
     ) -> None:
-        """``fields``: MjData and MjModel fields to show besides those of START.
+        """``fields``: MjData and MjModel fields to show besides INITIAL_FIELDS.
 
         ``nconmax``: contacts per world, on average over the worlds; ``njmax``: rows of the constraint Jacobian per
         world (4 for a contact with pyramidal friction, 1 for a joint at its limit). None: what the shapes of the model

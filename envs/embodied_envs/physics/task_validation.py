@@ -1,4 +1,4 @@
-"""Each function of a task is called once before the first episode, so that a mistake in it is told by name."""
+"""Task validation: call each function of a task once before the first episode, to report mistakes by name."""
 
 from __future__ import annotations
 
@@ -10,39 +10,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied_envs.adapters.user_code import blamed
+from embodied_envs.adapters.user_code import wrap_errors
 from embodied_envs.physics.engine import Physics
 from embodied_envs.tasks.task import Task
 from embodied_ppo.core.types import EnvError
 
-START = ("qpos", "qvel", "act", "ctrl", "mocap_pos", "mocap_quat")
-"""What ``Task.reset`` may set in the simulator; its other entries are variables of the task."""
+INITIAL_FIELDS = ("qpos", "qvel", "act", "ctrl", "mocap_pos", "mocap_quat")
+"""Simulator fields that ``Task.reset`` may return; its other entries are variables of the task."""
 
 
-class Rehearsal:
-    """A task's functions on its first state, with a look at what they answer. Raises EnvError."""
+class TaskValidator:
+    """Calls a task's functions on its first state and checks types, shapes and dtypes of their results.
+
+    Every method raises EnvError with the name of the function and the cure.
+    """
 
     def __init__(self, id: str, task: Task, physics: Physics, num_envs: int) -> None:
-        """``physics`` shows the task's fields."""
+        """Validate ``task`` on ``num_envs`` worlds of ``physics``, which has the task's fields."""
         self.task, self.physics, self.n = task, physics, num_envs
         self.where = f"env.id={id}: {type(task).__name__}"
-        self.known = set(physics.fields)
+        self.state_names = set(physics.fields)
 
     @contextlib.contextmanager
     def _calling(self, function: str) -> Iterator[None]:
-        """Whatever the user's function raises is told with its name."""
-        with blamed(f"{self.where}.{function}: "):
+        """Add the function's name to every exception of user code."""
+        with wrap_errors(f"{self.where}.{function}: "):
             try:
                 yield
             except KeyError as error:
                 name = error.args[0] if error.args else "?"
                 cure = "list a field of MuJoCo in the attribute fields, let reset() return a variable of the task"
-                if function == "reward" and name in self.known:
+                if function == "reward" and name in self.state_names:
                     cure = "list it in the attribute before"
                 raise EnvError(f"{self.where}.{function} reads {name!r}, which is not there: {cure}") from error
 
     def _tensor(self, what: str, x: Any, shape: tuple[int, ...], kind: str = "real") -> None:
-        """``kind``: real, bool, int64 or any."""
+        """Raise EnvError unless ``x`` is a tensor of ``shape`` and of dtype ``kind``: real, bool, int64 or any."""
         if not isinstance(x, Tensor):
             raise EnvError(f"{self.where}.{what} is {type(x).__name__}; it must be a tensor {list(shape)}")
         if tuple(x.shape) != shape:
@@ -52,7 +55,7 @@ class Rehearsal:
             raise EnvError(f"{self.where}.{what} is {x.dtype}; it must be {kind}")
 
     def start(self, reset: Callable[[], Any]) -> dict[str, Tensor]:
-        """What ``reset`` answers."""
+        """Return the validated result of ``reset``."""
         with self._calling("reset"):
             start = reset()
         if not isinstance(start, Mapping):
@@ -60,7 +63,7 @@ class Rehearsal:
         fields = self.physics.fields
         for name, x in start.items():
             what = f"reset()[{name!r}]"
-            if name in START:
+            if name in INITIAL_FIELDS:
                 self._tensor(what, x, tuple(fields[name].shape))
                 if x.dtype != self.physics.dtype:
                     raise EnvError(
@@ -69,26 +72,28 @@ class Rehearsal:
                 continue
             if name in fields:
                 raise EnvError(f"{self.where}: its variable {name!r} has the name of a MuJoCo field; name it otherwise")
-            if near := difflib.get_close_matches(name, START, n=1, cutoff=0.8):
-                raise EnvError(f"{self.where}.{what} is a variable of the task; rename it, or did you mean {near[0]}?")
-            self._tensor(what, x, (self.n, *getattr(x, "shape", (0,))[1:]), "any")
-        for name, several in (("kind", self.task.names), ("instruction", self.task.instructions)):
-            listed = "names" if name == "kind" else "instructions"
-            if (name in start) != bool(several):
+            if similar := difflib.get_close_matches(name, INITIAL_FIELDS, n=1, cutoff=0.8):
                 raise EnvError(
-                    f"{self.where}: reset()[{name!r}] and the attribute {listed} go together; one is missing"
+                    f"{self.where}.{what} is a variable of the task; rename it, or did you mean {similar[0]}?"
                 )
-            if several:
+            self._tensor(what, x, (self.n, *getattr(x, "shape", (0,))[1:]), "any")
+        for name, attribute in (("kind", "names"), ("instruction", "instructions")):
+            entries: tuple[str, ...] = getattr(self.task, attribute)
+            if (name in start) != bool(entries):
+                raise EnvError(
+                    f"{self.where}: reset()[{name!r}] and the attribute {attribute} go together; one is missing"
+                )
+            if entries:
                 self._tensor(f"reset()[{name!r}]", x := start[name], (self.n,), "int64")
-                if int(x.min()) < 0 or int(x.max()) >= len(several):
+                if int(x.min()) < 0 or int(x.max()) >= len(entries):
                     raise EnvError(
-                        f"{self.where}.reset()[{name!r}] runs from {int(x.min())} to {int(x.max())}; {listed} has "
-                        f"{len(several)} entries, 0 to {len(several) - 1}"
+                        f"{self.where}.reset()[{name!r}] runs from {int(x.min())} to {int(x.max())}; {attribute} has "
+                        f"{len(entries)} entries, 0 to {len(entries) - 1}"
                     )
         return dict(start)
 
     def before(self, s: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the reward wants from before the step."""
+        """Return copies of the state entries that ``reward`` reads from before the step."""
         if unknown := [k for k in self.task.before if k not in s]:
             raise EnvError(
                 f"{self.where}.before names {unknown[0]!r}, which is neither in the attribute fields nor a variable "
@@ -97,13 +102,13 @@ class Rehearsal:
         return {k: s[k].clone() for k in self.task.before}
 
     def step(self, before: Mapping[str, Tensor], s: dict[str, Tensor], action: Tensor) -> None:
-        """Everything else, on the state that episodes begin with; nothing is changed."""
+        """Validate all other functions on the first state ``s``, and that they do not modify it."""
         task, n = self.task, self.n
-        self.known |= set(s)
+        self.state_names |= set(s)
         if not self.physics.model.nu:
             raise EnvError(f"{self.where}: its model has no actuators; there is nothing to learn")
         action = action.to(self.physics.dtype)
-        untouched = {k: x.clone() for k, x in s.items()}
+        original = {k: x.clone() for k, x in s.items()}
         with self._calling("control"):
             self._tensor("control()", task.control(s, action), (n, self.physics.model.nu))
         with self._calling("reward"):
@@ -125,12 +130,12 @@ class Rehearsal:
             for name, x in parts.items():
                 what = f"observe(){f'[{name!r}]' if name else ''}"
                 shape: tuple[int, ...] = tuple(getattr(x, "shape", ()))
-                if name == "instruction":  # which of the task's sentences
+                if name == "instruction":  # index into the task's sentences
                     self._tensor(what, x, (n,), "int64")
                     continue
                 if len(shape) < 2:
                     raise EnvError(f"{self.where}.{what} has shape {list(shape)}; it must be [{n}, D]")
                 self._tensor(what, x, (n, *shape[1:]), "any")
-        for name, x in untouched.items():
+        for name, x in original.items():
             if not torch.equal(x.nan_to_num(), s[name].nan_to_num()):
                 raise EnvError(f"{self.where}: a function writes into s[{name!r}]; let it compute a new tensor")

@@ -8,7 +8,7 @@ import inspect
 import sys
 from typing import Any
 
-from embodied_envs.adapters.user_code import blamed, imported
+from embodied_envs.adapters.user_code import import_user_module, wrap_errors
 from embodied_envs.tasks.task import State, Task
 from embodied_ppo.core.errors import choose
 from embodied_ppo.core.types import EnvError
@@ -39,12 +39,12 @@ def find(id: str) -> type[Task] | None:
     module, _, name = id.rpartition(":")
     if not module:
         return None
-    found = getattr(imported(id, module), name, None)
-    if not isinstance(found, type):
+    value = getattr(import_user_module(id, module), name, None)
+    if not isinstance(value, type):
         return None
-    if issubclass(found, Task):
-        return found
-    if hasattr(found, "observe") and hasattr(found, "spec"):
+    if issubclass(value, Task):
+        return value
+    if hasattr(value, "observe") and hasattr(value, "spec"):
         raise EnvError(f"env.id={id}: {name} is written like a task but is no subclass of embodied_envs.tasks.Task")
     return None
 
@@ -77,5 +77,5 @@ def make(id: str, kind: type[Task], kwargs: dict[str, Any]) -> Task:
     if not takes_any and (unknown := [name for name in kwargs if name not in parameters]):
         said = choose(unknown[0], list(parameters), "there are ") if parameters else "the task takes none"
         raise EnvError(f"env.id={id}: env.kwargs.{unknown[0]} is unknown; {said}")
-    with blamed(f"env.id={id}: env.kwargs={kwargs}: "):
+    with wrap_errors(f"env.id={id}: env.kwargs={kwargs}: "):
         return kind(**kwargs)

@@ -12,6 +12,7 @@ import toys
 from torch import Tensor
 
 from embodied_envs.adapters import torch_env
+from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.adapters.torch_env import TorchVectorEnv
 from embodied_envs.checks import check_env
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
@@ -21,7 +22,8 @@ from embodied_ppo.rollout.simulation import Rollout
 
 
 def make(name: str, n: int = 3, seeds: list[int] | None = None, **options: Any) -> TorchVectorEnv:
-    return TorchVectorEnv(f"torch_tasks:{name}", num_envs=n, seeds=seeds or list(range(n)), **options)
+    adapter_options = AdapterOptions(num_envs=n, seeds=seeds or list(range(n)), **options)
+    return TorchVectorEnv(f"torch_tasks:{name}", adapter_options)
 
 
 def push(n: int = 3) -> Tensor:
@@ -202,7 +204,7 @@ def test_a_success_key_that_is_nowhere_is_refused() -> None:
 @pytest.mark.parametrize(
     ("id", "options", "message"),
     [
-        ("torch_tasks:nobody", {}, "names no function; simulator=torch wants"),
+        ("torch_tasks:nobody", {}, "names no function; simulator=torch needs"),
         ("Ant-v5", {}, "names no function"),
         ("no_such_module:make", {}, "cannot import 'no_such_module'"),
         ("torch_tasks:cart", {"kwargs": {"far": 3}}, "its function fails with .*'far': 3.*TypeError"),
@@ -212,26 +214,26 @@ def test_a_success_key_that_is_nowhere_is_refused() -> None:
             {},
             "its Config lacks single_observation_space, single_action_space, reset, step, close",
         ),
-        ("torch_tasks:cart", {"num_threads": 2}, "num_threads=2 is EnvPool's"),
+        ("torch_tasks:cart", {"num_threads": 2}, "num_threads=2 is an option of EnvPool"),
         ("torch_tasks:cart", {"kwargs": {"final_observation": "none"}}, "choose one of info, previous"),
         ("torch_tasks:maniskill", {"kwargs": {"observe": "state"}}, "observe='state' is not in.*it has agent, extra"),
         ("torch_tasks:cart", {"kwargs": {"observe": "state"}}, "it has no entries"),
         ("torch_tasks:cart", {"action_mapping": "tanh"}, "choose one of rescale, clip, none"),
         ("torch_tasks:next_step", {}, "autoreset_mode=AutoresetMode.NEXT_STEP; only AutoresetMode.SAME_STEP"),
-        ("torch_tasks:one", {}, "asked for 2 environments, its vector has 1"),
+        ("torch_tasks:one", {}, "num_envs=2, but its vector has 1"),
     ],
 )
 def test_refusals(id: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(EnvError, match=message):
-        TorchVectorEnv(id, num_envs=2, seeds=[0, 1], **options)
+        TorchVectorEnv(id, AdapterOptions(num_envs=2, seeds=[0, 1], **options))
 
 
 def test_observations_that_are_no_tensors_or_of_another_shape_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_tasks.Cart, "reset", lambda self, **_: (self.state.numpy(), {}))
-    with pytest.raises(EnvError, match=r"is a ndarray, no torch.Tensor; use simulator=gymnasium"):
+    with pytest.raises(EnvError, match=r"is a ndarray, not a torch.Tensor; use simulator=gymnasium"):
         make("cart").reset()
     monkeypatch.setattr(torch_tasks.Cart, "reset", lambda self, **_: (self.state[:, :1], {}))
-    with pytest.raises(EnvError, match=r"has shape \[3, 1\], its single_observation_space says \[2\]"):
+    with pytest.raises(EnvError, match=r"has shape \[3, 1\], its single_observation_space has \[2\]"):
         make("cart").reset()
 
 
