@@ -474,7 +474,7 @@ def demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
                     config,
                     bar.say,
                     lambda done, total: bar.advance("recording", done, total),
-                    interrupts.whole,
+                    interrupts.uninterrupted,
                     done=bar.say,
                 )
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Measure a policy: whole episodes from seeds that training never sees, and honest intervals around the means."""
+"""Evaluation of a policy in simulation: complete episodes from held-out seeds, means and confidence intervals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from embodied_ppo.core.random import TRAINING_SEEDS, sampling_key
 from embodied_ppo.core.types import EnvError, Mean, Metrics, Obs, Policy, VectorEnv
 
 EVAL_SEED_BASE = TRAINING_SEEDS
-"""Evaluation seeds lie in [this, 2**31); training's lie below."""
+"""Simulator seeds of evaluations are in [EVAL_SEED_BASE, 2**31); those of training are smaller."""
 
 EPISODES_PER_SEED = 1 << 16
 """Simulator seeds that belong to one value of evaluation.seed: two values never share an episode."""
@@ -27,11 +27,11 @@ LARGEST_SEED = (2**31 - EVAL_SEED_BASE) // EPISODES_PER_SEED - 1
 """Largest value of evaluation.seed; simulators take seeds of 31 bits."""
 
 GROUP = 16
-"""Rows of one policy call. A matrix product's last bits depend on the number of rows, and a sampled action on the row's
-place; so episode i always sits in place i % GROUP of a call of GROUP rows, and num_envs changes no number."""
+"""Rows of one policy call. The last bits of a matrix product depend on the number of rows, and a sampled action on the
+row's index. Therefore episode i is always row i % GROUP of a call with GROUP rows, and num_envs changes no result."""
 
 ENDLESS = 20_000
-"""Steps after which an episode of a task without max_episode_steps is given up."""
+"""Maximum steps of an episode of a task without max_episode_steps; more is an error."""
 
 Z95 = 1.959964
 """97.5% quantile of the normal distribution."""
@@ -40,13 +40,13 @@ Z95 = 1.959964
 # ------------------------------------------------------------------------------------------------------------- result
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One measured episode.
+    """One evaluated episode.
 
     index          0 .. episodes-1                     seed     of the simulator
-    initial_state  sha256 of the first observation     ended    by the task, or by the clock
-    return_        sum of rewards, undiscounted        length   steps
-    success        reported at any step; None if the task does not say
-    kind           which of the simulator's ``task_names``; None if it has one kind of episode
+    initial_state  sha256 of the first observation     ended    by the task, or by the time limit
+    return_        undiscounted sum of rewards         length   primitive steps
+    success        whether any step reported success; None if the task does not report it
+    kind           entry of the simulator's ``task_names``; None if it has one kind of episode
     """
 
     index: int
@@ -68,35 +68,37 @@ class EvaluationResult:
     deterministic: bool
     episodes: tuple[Episode, ...]
     temperature: float | None = None
-    """Of sampled actions; None: the policy's own."""
+    """Temperature of sampled actions; None: the policy's default."""
 
     @property
     def returns(self) -> list[float]:
+        """Return of each episode."""
         return [e.return_ for e in self.episodes]
 
     @property
     def lengths(self) -> list[float]:
+        """Length of each episode, in primitive steps."""
         return [float(e.length) for e in self.episodes]
 
     @property
     def successes(self) -> list[bool] | None:
-        """Per episode; None if the task does not say."""
-        known = [e.success for e in self.episodes if e.success is not None]
-        return known if len(known) == len(self.episodes) else None
+        """Success of each episode; None if the task does not report it."""
+        successes = [e.success for e in self.episodes if e.success is not None]
+        return successes if len(successes) == len(self.episodes) else None
 
     @property
     def distinct_initial_states(self) -> int:
-        """How many different situations were really measured."""
+        """Number of different initial states, by the hash of the first observation."""
         return len({e.initial_state for e in self.episodes})
 
     def by_kind(self) -> list[EvaluationResult]:
-        """One result for each kind of episode, by name; itself where there is one."""
+        """Return one result for each kind of episode, sorted by name; [self] if there is only one kind."""
         kinds = sorted({e.kind for e in self.episodes if e.kind is not None})
         parts = {k: tuple(e for e in self.episodes if e.kind == k) for k in kinds}
         return [replace(self, task=f"{self.task}/{k}", episodes=part) for k, part in parts.items()] or [self]
 
     def metrics(self) -> Metrics:
-        """eval/return, eval/length and, where the task says, eval/success, and eval/success/<kind> of each kind."""
+        """Return eval/return, eval/length and, if the task reports success, eval/success and eval/success/<kind>."""
         metrics: Metrics = {"eval/return": Mean.of(self.returns), "eval/length": Mean.of(self.lengths)}
         if self.successes is not None:
             metrics["eval/success"] = Mean.of(map(float, self.successes))
@@ -105,11 +107,11 @@ class EvaluationResult:
         return metrics
 
     def intervals(self) -> dict[str, list[float]]:
-        """95 % intervals [low, high] of ``metrics``: Student's t of a mean, Wilson's of a success rate."""
-        found = {"eval/return": mean_interval(self.returns), "eval/length": mean_interval(self.lengths)}
+        """Return 95 % confidence intervals [low, high]: Student's t for means, Wilson's for the success rate."""
+        intervals = {"eval/return": mean_interval(self.returns), "eval/length": mean_interval(self.lengths)}
         if self.successes is not None:
-            found["eval/success"] = wilson_interval(sum(self.successes), len(self.successes))
-        return {tag: list(ends) for tag, ends in found.items() if ends is not None}
+            intervals["eval/success"] = wilson_interval(sum(self.successes), len(self.successes))
+        return {tag: list(interval) for tag, interval in intervals.items() if interval is not None}
 
 
 # -------------------------------------------------------------------------------------------------------- measurement
@@ -147,23 +149,28 @@ def evaluate(
     temperature: float | None = None,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> EvaluationResult:
-    """Measure ``episodes`` episodes of ``policy``; the same policy and seed give the same result bit for bit.
+    """Evaluate ``policy`` in ``episodes`` episodes. The same policy and seed give the same result bit for bit.
 
-    Episode i is the first episode of an environment made with seed ``evaluation_seeds(seed, ..)[i]``, so neither
-    ``num_envs`` nor ``episodes`` changes what episode i is. The environments come in blocks of ``num_envs``; a block
-    lasts until each has finished its first episode, and what an environment does after that is ignored. The normaliser
-    is not updated.
+    Episode i is the first episode of an environment with seed ``evaluation_seeds(seed, ..)[i]``, so it depends neither
+    on ``num_envs`` nor on ``episodes``. The environments run in blocks of ``num_envs``. A block runs until each of its
+    environments has finished its first episode; later episodes are ignored. The observation normaliser is not updated.
 
-    make_env       seeds -> that many environments; they are closed here
-    deterministic  act with the distribution's mode; False: sample, keyed by (seed, i // GROUP, step)
-    temperature    of sampled actions, for policies that have one; None: as it is
-    on_episode     called as each episode ends
+    Args:
+        policy: The policy; it is in evaluation mode during the call.
+        make_env: Creates environments from seeds; they are closed here.
+        episodes: Number of episodes.
+        num_envs: Environments in one block.
+        seed: Seed of the evaluation.
+        deterministic: Act with the distribution's mode; False: sample, keyed by (seed, i // GROUP, step).
+        temperature: Temperature of sampled actions, for policies that have one; None: the policy's.
+        on_episode: Called when an episode ends.
 
-    Raises EnvError if an episode does not end or its reward is not finite.
+    Raises:
+        EnvError: An episode does not end, or a reward is not finite.
     """
     seeds = evaluation_seeds(seed, episodes)
     env: VectorEnv | None = None
-    measured: list[Episode] = []
+    results: list[Episode] = []
     watchdog.describe(during="evaluation")
     with evaluation_mode(policy, temperature):
         try:
@@ -175,16 +182,16 @@ def evaluate(
                     if env is not None:
                         env.close()
                     env = make_env(block)
-                    tell(policy, getattr(env, "instructions", ()))
-                measured += _block(env, policy, block, first, seed, deterministic, on_episode)
+                    set_instructions(policy, getattr(env, "instructions", ()))
+                results += _run_block(env, policy, block, first, seed, deterministic, on_episode)
         finally:
             if env is not None:
                 env.close()
     assert env is not None, "episodes and num_envs are at least 1"
-    return EvaluationResult(env.id, seed, deterministic, tuple(measured), temperature)
+    return EvaluationResult(env.id, seed, deterministic, tuple(results), temperature)
 
 
-def _block(
+def _run_block(
     env: VectorEnv,
     policy: Policy,
     seeds: list[int],
@@ -193,16 +200,16 @@ def _block(
     deterministic: bool,
     on_episode: Callable[[Episode], None] | None,
 ) -> list[Episode]:
-    """The first episode of each of N environments: episodes ``first`` .. ``first + N - 1``."""
+    """Run the first episode of each of N environments: episodes ``first`` .. ``first + N - 1``."""
     n = len(seeds)
     with watchdog.resetting:
         obs = env.reset()
     states = [fingerprint(tree.index(obs, i)) for i in range(n)]
     finished: dict[int, Episode] = {}
-    running = torch.ones(n, dtype=torch.bool)  # [N] first episode still under way
-    total = torch.zeros(n, dtype=torch.float64)  # [N] return so far
+    running = torch.ones(n, dtype=torch.bool)  # [N] whether the first episode is running
+    total = torch.zeros(n, dtype=torch.float64)  # [N] sum of rewards
     length = torch.zeros(n, dtype=torch.int64)  # [N]
-    won = torch.zeros(n, dtype=torch.bool)  # [N]
+    success = torch.zeros(n, dtype=torch.bool)  # [N]
     limit = env.max_episode_steps or ENDLESS
     names: tuple[str, ...] = getattr(env, "task_names", ())
     for t in range(limit):
@@ -211,16 +218,16 @@ def _block(
             step = env.step(action)
         obs = step.obs
         counted = running & step.mask.cpu()
-        lasted = counted if step.executed is None else counted * step.executed.cpu().sum(1)  # primitive steps
-        gained = step.reward.double() if step.executed is None else step.reward.double().sum(1)
-        reward = gained.cpu().where(counted, torch.zeros((), dtype=torch.float64))
+        primitive_steps = counted if step.executed is None else counted * step.executed.cpu().sum(1)
+        step_reward = step.reward.double() if step.executed is None else step.reward.double().sum(1)
+        reward = step_reward.cpu().where(counted, torch.zeros((), dtype=torch.float64))
         if not bool(reward.isfinite().all()):
             i = int((~reward.isfinite()).nonzero()[0])
             raise EnvError(f"env.id={env.id}: reward {reward[i]:g} at step {t} of the episode with seed {seeds[i]}")
         total += reward
-        length += lasted
+        length += primitive_steps
         if step.success is not None:
-            won |= step.success.cpu() & counted
+            success |= step.success.cpu() & counted
         terminated = step.terminated.cpu()
         ended = (terminated | step.truncated.cpu()) & counted
         for i in ended.nonzero().flatten().tolist():
@@ -230,7 +237,7 @@ def _block(
                 initial_state=states[i],
                 return_=float(total[i]),
                 length=int(length[i]),
-                success=None if step.success is None else bool(won[i]),
+                success=None if step.success is None else bool(success[i]),
                 ended="terminated" if bool(terminated[i]) else "truncated",
                 kind=None if step.task is None else names[int(step.task[i])],
             )
@@ -249,20 +256,20 @@ def _block(
 def act(
     policy: Policy, obs: Obs, *, first: int, t: int, seed: int, deterministic: bool, device: torch.device
 ) -> Tensor:
-    """Actions [N, ..] on ``device`` for observations [N, ..] of episodes first .. first+N-1 at step t.
+    """Return actions [N, ..] on ``device`` for observations [N, ..] of episodes first .. first+N-1 at step t.
 
-    The policy is called with GROUP rows, on its own device; places of episodes that are not in this block repeat a
-    neighbour's observation, and their actions are dropped.
+    The policy is called with GROUP rows on its own device. Rows of episodes outside this block repeat the observation
+    of the nearest row, and their actions are dropped.
     """
     n = next(tree.leaves(obs)).shape[0]
-    where = policy_device(policy)
-    generator = Generator(device=where)
+    own_device = policy_device(policy)
+    generator = Generator(device=own_device)
     actions: list[Tensor] = []
     for group in range(first // GROUP, (first + n - 1) // GROUP + 1):
         start = group * GROUP
-        low, high = max(first, start), min(first + n, start + GROUP)  # the group's episodes that are here
+        low, high = max(first, start), min(first + n, start + GROUP)  # the group's episodes in this block
         rows = torch.arange(start, start + GROUP).clamp(low, high - 1) - first
-        inputs = tree.map(lambda x, rows=rows: x[rows.to(x.device)].to(where), obs)
+        inputs = tree.map(lambda x, rows=rows: x[rows.to(x.device)].to(own_device), obs)
         noise = None
         if not deterministic:
             noise = policy.noise(GROUP, generator.manual_seed(sampling_key(seed, "evaluate", group, t)))
@@ -273,8 +280,8 @@ def act(
 
 @contextmanager
 def evaluation_mode(policy: Policy, temperature: float | None = None) -> Iterator[None]:
-    """``eval()`` and, where given, another ``temperature`` inside; afterwards all is as it was, sentences too."""
-    own, told = getattr(policy, "temperature", None), getattr(policy, "sentences", ())
+    """Set ``eval()`` and, if given, ``temperature``; restore them and the sentences at the end."""
+    before, sentences = getattr(policy, "temperature", None), getattr(policy, "sentences", ())
     if temperature is not None:
         setattr(policy, "temperature", temperature)  # noqa: B010, not every policy has one
     modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
@@ -285,27 +292,27 @@ def evaluation_mode(policy: Policy, temperature: float | None = None) -> Iterato
         yield
     finally:
         if temperature is not None:
-            setattr(policy, "temperature", own)  # noqa: B010
-        tell(policy, told)
+            setattr(policy, "temperature", before)  # noqa: B010
+        set_instructions(policy, sentences)
         for m, flag in zip(modules, training, strict=True):
             m.training = flag
 
 
-def tell(policy: Policy, sentences: Sequence[str]) -> None:
-    """What observations count from now on, where a policy is told sentences."""
+def set_instructions(policy: Policy, sentences: Sequence[str]) -> None:
+    """Set the sentences that the observation "instruction" indexes, if the policy reads sentences."""
     if sentences and tuple(sentences) != getattr(policy, "sentences", None) and hasattr(policy, "tell"):
-        with torch.inference_mode(False):  # training goes on with these
+        with torch.inference_mode(False):  # training uses these tensors later
             policy.tell(sentences)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def policy_device(policy: Policy) -> torch.device:
-    """Where the policy's first parameter lives; the CPU without one."""
+    """Return the device of the policy's first parameter; the CPU if it has none."""
     parameters = policy.parameters() if isinstance(policy, nn.Module) else iter(())
     return next((p.device for p in parameters), torch.device("cpu"))
 
 
 def fingerprint(obs: Obs) -> str:
-    """sha256 (hex) of one observation's bytes; a dictionary's in order of its keys."""
+    """Return the sha256 (hex) of one observation's bytes; of a dictionary in the order of its keys."""
     digest = hashlib.sha256()
     for _, x in sorted(obs.items()) if isinstance(obs, dict) else [("", obs)]:
         digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -314,11 +321,11 @@ def fingerprint(obs: Obs) -> str:
 
 # --------------------------------------------------------------------------------------------------------- statistics
 def wilson_interval(successes: int, n: int, z: float = Z95) -> tuple[float, float]:
-    """Wilson's score interval of a proportion p = successes / n (Wilson 1927); [0, 1] with nothing counted.
+    """Return Wilson's score interval of a proportion p = successes / n (Wilson 1927); [0, 1] if n = 0.
 
         (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)
 
-    Unlike p ± z √(p(1-p)/n) it keeps a width at 0 and n successes and never leaves [0, 1].
+    Unlike p ± z √(p(1-p)/n), it has a positive width at 0 and n successes and stays within [0, 1].
     """
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes of {n}")
@@ -332,7 +339,7 @@ def wilson_interval(successes: int, n: int, z: float = Z95) -> tuple[float, floa
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Student's t-interval of the mean, mean ± t(n-1) s/√n; None with fewer than two values."""
+    """Return Student's t-interval of the mean, mean ± t(n-1) s/√n; None for fewer than two values."""
     n = len(values)
     if n < 2:
         return None
@@ -342,7 +349,7 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[fl
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Sample standard deviation (n-1 in the denominator); 0 for a single value."""
+    """Return the sample standard deviation (n-1 in the denominator); 0 for a single value."""
     n = len(values)
     if n < 2:
         return 0.0
@@ -351,11 +358,12 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def median(values: Sequence[float]) -> float:
+    """Return the median."""
     return float(statistics.median(values))
 
 
 def t_quantile(p: float, freedom: int) -> float:
-    """Quantile of Student's t for 0.5 <= p < 1, by bisection of the exact distribution for integer degrees of freedom.
+    """Return the quantile of Student's t for 0.5 <= p < 1, by bisection of the exact distribution (integer ν).
 
     With θ = atan(t/√ν), P(|T| <= t) is (Abramowitz and Stegun 26.7.3, 26.7.4)
         ν odd   2/π (θ + sin θ (cos θ + 2/3 cos³ θ + 2·4/(3·5) cos⁵ θ + .. up to cos^(ν-2) θ)),   ν = 1: 2θ/π
@@ -375,7 +383,7 @@ def _t_two_sided(theta: float, freedom: int) -> float:
     sin, cos = math.sin(theta), math.cos(theta)
     odd = freedom % 2
     term, terms = (cos if odd else 1.0), 0.0
-    for k in range(2 + odd, freedom + 1, 2):  # the next power's factor is (k-1)/k
+    for k in range(2 + odd, freedom + 1, 2):  # the factor of the next term is (k-1)/k cos²
         terms += term
         term *= cos * cos * (k - 1) / k
         if term < 1e-18:

@@ -19,7 +19,7 @@ from embodied_ppo.core import tree
 from embodied_ppo.core.random import TRAINING_SEEDS
 from embodied_ppo.evaluation import episodes as evaluate
 from embodied_ppo.evaluation.episodes import Episode, EvaluationResult
-from embodied_ppo.evaluation.video import Film
+from embodied_ppo.evaluation.video import Video
 
 FORMAT = 1
 """Version of report.json; it changes when a field changes its meaning."""
@@ -124,7 +124,7 @@ def write(
     samples: Sequence[Mapping[str, Any]] = (),
     extra: Mapping[str, float] = MappingProxyType({}),
     curves: Iterable[Mapping[str, Any]] = (),
-    film: Film | None = None,
+    video: Video | None = None,
 ) -> Report:
     """Write ``out``/report.json and ``out``/report.html, each to a temporary name first.
 
@@ -132,10 +132,10 @@ def write(
     steps     of training so far, counted in ``unit``
     config    the resolved configuration, as JSON can hold it
     task      of a user's task: "hash" of its files as executed, "hash_in_training", and "files", sha256 by name
-    samples   responses to read, as exam.ExamResult.samples gives them
+    samples   responses to read, as prompts.PromptEvaluationResult.samples gives them
     extra     further numbers (pass@4, ..) by their names
     curves    the rows of the run's metrics.jsonl
-    film      embedded in the page; without its file the page says why there is none
+    video     embedded in the page, or the reason why there is none
 
     report.json holds no time, duration or curve: the same checkpoint and seed give the same bytes.
     """
@@ -155,7 +155,7 @@ def write(
         extra=extra,
     )
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
-    page = _page(json.loads(text), unit=unit, charts=learning_curves(curves, unit=unit), film=film)
+    page = _page(json.loads(text), unit=unit, charts=learning_curves(curves, unit=unit), video=video)
     return Report(_replace(out / "report.json", text + "\n"), _replace(out / "report.html", page), content)
 
 
@@ -309,7 +309,7 @@ def _spread(values: list[float], independent: list[float]) -> dict[str, Any]:
     }
 
 
-def _page(content: dict[str, Any], *, unit: Unit, charts: list[Chart], film: Film | None) -> str:
+def _page(content: dict[str, Any], *, unit: Unit, charts: list[Chart], video: Video | None) -> str:
     """The page: no script, nothing loaded from anywhere."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("embodied_ppo", "templates"),
@@ -323,10 +323,10 @@ def _page(content: dict[str, Any], *, unit: Unit, charts: list[Chart], film: Fil
         task: histogram([e["return"] for e in content["episodes"] if e["task"] == task], unit)
         for task in content["tasks"]
     }
-    video = poster = None
-    if film is not None and film.path is not None:
-        video = base64.b64encode(film.path.read_bytes()).decode()
-        poster = base64.b64encode(film.poster).decode()
+    video_data = poster = None
+    if video is not None and video.path is not None:
+        video_data = base64.b64encode(video.path.read_bytes()).decode()
+        poster = base64.b64encode(video.poster).decode()
     return environment.get_template("report.html.j2").render(
         report=content,
         words=WORDS[unit],
@@ -336,8 +336,8 @@ def _page(content: dict[str, Any], *, unit: Unit, charts: list[Chart], film: Fil
         samples=content.get("samples", ()),
         histograms=returns,
         charts=charts,
-        film=film,
         video=video,
+        video_data=video_data,
         poster=poster,
         config=json.dumps(content["config"], indent=2, ensure_ascii=False),
         episodes_shown=EPISODES_SHOWN,

@@ -37,7 +37,7 @@ from embodied_ppo.placement.ray_worker import (
     wait,
 )
 from embodied_ppo.placement.worker import Worker, WorkerSpec
-from embodied_ppo.rollout.simulation import added
+from embodied_ppo.rollout.simulation import add_metrics
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.loop import TRAINING
 from embodied_ppo.training.system import Records, RunSystem
@@ -573,7 +573,7 @@ class ClusterSystem(RunSystem):
             self._collecting += [*calls, *serving]
             return RemoteExperience(data, calls, serving), {}
         replies = self._wait([*calls, *serving], "collect")[: len(calls)]
-        return RemoteExperience(data), added([reply.result for reply in replies])
+        return RemoteExperience(data), add_metrics([reply.result for reply in replies])
 
     def update(self, experience: RemoteExperience, *, update: int) -> Metrics:
         """Train on experience, and return the metrics of all processes together."""
@@ -586,7 +586,7 @@ class ClusterSystem(RunSystem):
         if experience.collecting:
             calls = [*experience.collecting, *experience.serving]
             replies = self._wait(calls, "collect")[: len(experience.collecting)]
-            metrics = added([reply.result for reply in replies])
+            metrics = add_metrics([reply.result for reply in replies])
             done = {call.ref for call in calls}
             self._collecting = [call for call in self._collecting if call.ref not in done]
         self._move_to_phase("update")

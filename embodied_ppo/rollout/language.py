@@ -1,4 +1,4 @@
-"""Collect experience of a language model: prompts, responses, grades, as the trajectory that robots have, too."""
+"""Collection of trajectories of a language model: sample prompts, generate responses, grade them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from embodied_ppo.rollout.generation.sampling import Sampling
 
 
 def reader(decode: Callable[[list[int]], str], stop: Sequence[str]) -> Callable[[list[int]], str]:
-    """Tokens of a response to its text as people read it, up to what stopped it."""
+    """Return a function from a response's tokens to its text before the first stop string."""
 
     def text(tokens: list[int]) -> str:
-        whole = decode(tokens)
-        ends = [at for one in stop if (at := whole.find(one)) >= 0]
-        return whole[: min(ends)] if ends else whole
+        full_text = decode(tokens)
+        ends = [i for string in stop if (i := full_text.find(string)) >= 0]
+        return full_text[: min(ends)] if ends else full_text
 
     return text
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """What becomes of a response that max_tokens cut.
+    """Treatment of responses that max_tokens truncated.
 
-    how               terminal: it is graded as it is; drop: it is graded for the metrics, and no part of the loss
-    missing_eos       taken off its score
-    overlong_buffer   tokens before max_tokens over which a penalty rises linearly from 0 to ``overlong_penalty``, cut
-                      or not (Yu et al. 2025, DAPO, eq. 13); 0: none
+    how               terminal: graded as they are; drop: graded for the metrics and excluded from the loss
+    missing_eos       penalty subtracted from their score
+    overlong_buffer   tokens before max_tokens over which a penalty rises linearly from 0 to ``overlong_penalty``, also
+                      for responses that stopped (Yu et al. 2025, DAPO, eq. 13); 0: no penalty
     """
 
     how: Literal["terminal", "drop"] = "terminal"
@@ -45,16 +45,16 @@ class Truncation:
     overlong_penalty: float = 1.0
 
     def penalty(self, length: Tensor, stopped: Tensor, max_tokens: int) -> Tensor:
-        """What is taken off the scores, float32 [N]; length int64 [N], stopped bool [N]."""
-        cost = self.missing_eos * (~stopped).float()
+        """Return the penalty to subtract from the scores, float32 [N], from length int64 [N] and stopped bool [N]."""
+        penalty = self.missing_eos * (~stopped).float()
         if self.overlong_buffer:
-            beyond = (length - (max_tokens - self.overlong_buffer)).clamp(min=0)
-            cost = cost + self.overlong_penalty * beyond / self.overlong_buffer
-        return cost
+            excess = (length - (max_tokens - self.overlong_buffer)).clamp(min=0)
+            penalty = penalty + self.overlong_penalty * excess / self.overlong_buffer
+        return penalty
 
 
 class ReasoningRollout:
-    """``batch`` prompts an update, ``group_size`` responses to each."""
+    """Collects ``group_size`` responses to each of ``batch`` prompts per update."""
 
     one_state = True
 
@@ -76,8 +76,27 @@ class ReasoningRollout:
         world: int = 1,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``decode``: token ids to text, without special tokens. ``rank`` of ``world`` processes, which share ``batch``
-        evenly. Raises ConfigError for sampling that PPO cannot learn from."""
+        """Create a rollout.
+
+        Args:
+            prompts: Training prompts.
+            generator: Decoding engine with the policy's weights.
+            graders: Graders by data source.
+            decode: Function from token ids to text, without special tokens.
+            batch: Prompts per update, over all processes.
+            sampling: Sampling parameters.
+            pad_id: Token id of padding.
+            seed: Seed of the run.
+            group_size: Responses to each prompt.
+            shuffle: Whether to shuffle the prompts in every epoch.
+            truncation: Treatment of truncated responses.
+            rank: Index of this process, which takes an equal part of ``batch``.
+            world: Number of rollout processes.
+            notice: Function that shows a message to the user.
+
+        Raises:
+            ConfigError: ``sampling`` draws from another distribution than the trained one.
+        """
         if not sampling.plain:
             raise ConfigError(
                 "rollout: top_k, top_p, min_p, repetition_penalty and temperature=0 sample from another distribution "
@@ -92,63 +111,78 @@ class ReasoningRollout:
         self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
         self.cpu_s = {"generate": 0.0, "grade": 0.0}
         self.grade_s = 0.0
-        """Wall time of reading and grading responses, of which ``cpu_s`` is this process's."""
-        self._told = self._equal = False
+        """Wall time of decoding text and grading; ``cpu_s`` has the CPU time of this process for it."""
+        self._failure_noticed = self._equal_scores_noticed = False
 
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
-        """``horizon`` is max_tokens (T). N = batch / world · group_size columns; groups are neighbours.
+        """Generate and grade one batch of responses.
 
-        Values are left 0: the critic fills them in. The score lies on the last token, where the episode ends.
+        Args:
+            horizon: T, which must be ``sampling.max_tokens``.
+            update: Index of the update, from which random numbers are derived.
+            version: Version of the policy's weights.
+
+        Returns:
+            Trajectory [T, N] with N = batch / world * group_size (the responses of a group are adjacent), and metrics.
+            Values are 0, because the critic computes them later. The score is the reward of the last token, which
+            ends the episode.
+
+        Raises:
+            TrainingError: No response could be graded.
         """
         assert horizon == self.sampling.max_tokens
         rows = self.sampler.next()
-        mine = rows[self.rank * len(rows) // self.world : (self.rank + 1) * len(rows) // self.world]
-        chosen = [self.prompts[i] for i in mine for _ in range(self.group_size)]
+        own_rows = rows[self.rank * len(rows) // self.world : (self.rank + 1) * len(rows) // self.world]
+        prompts = [self.prompts[i] for i in own_rows for _ in range(self.group_size)]
         start = time.process_time()
-        key, first = sampling_key(self.seed, update, "generate"), self.rank * len(chosen)
-        samples = torch.arange(first, first + len(chosen))  # the same noise, whoever generates
-        made = self.generator.generate([p.ids for p in chosen], self.sampling, seed=key, samples=samples)
+        key, first = sampling_key(self.seed, update, "generate"), self.rank * len(prompts)
+        # Numbered over all processes, so that the noise of a response does not depend on their number.
+        samples = torch.arange(first, first + len(prompts))
+        generation = self.generator.generate([p.ids for p in prompts], self.sampling, seed=key, samples=samples)
         generated, wall = time.process_time(), time.perf_counter()
-        texts = [
-            self.text(row[:n]) for row, n in zip(made.token.tolist(), made.length.tolist(), strict=True)
-        ]  # without what ended them
+        tokens, lengths = generation.token.tolist(), generation.length.tolist()
+        texts = [self.text(row[:n]) for row, n in zip(tokens, lengths, strict=True)]
         failures = self.graders.failures
-        samples = [(p.data_source, text, p.ground_truth, p.extra) for p, text in zip(chosen, texts, strict=True)]
-        grades = self.graders.grade(samples, chosen)
+        responses = [(p.data_source, text, p.ground_truth, p.extra) for p, text in zip(prompts, texts, strict=True)]
+        grades = self.graders.grade(responses, prompts)
         self.cpu_s["generate"] += generated - start
         self.cpu_s["grade"] += time.process_time() - generated
         self.grade_s += time.perf_counter() - wall
-        if self.graders.failures > failures and not self._told:  # once: rollout/grader_failures counts them
-            self._told = True
+        if self.graders.failures > failures and not self._failure_noticed:  # rollout/grader_failures counts all
+            self._failure_noticed = True
             self.notice(f"reward: a response could not be graded: {self.graders.last_failure}")
         if all(g.failed for g in grades):
             raise TrainingError(f"reward: none of {len(grades)} responses could be graded: {self.graders.last_failure}")
-        scores = torch.tensor([g.score for g in grades], device=made.token.device)
-        if bool((scores == scores[0]).all()) and not self._equal:
-            self._equal = True
+        scores = torch.tensor([g.score for g in grades], device=generation.token.device)
+        if bool((scores == scores[0]).all()) and not self._equal_scores_noticed:
+            self._equal_scores_noticed = True
             self.notice(f"reward: all {len(grades)} responses of an update scored {scores[0]:g}; that teaches nothing")
-        return self._trajectory(chosen, made, scores, version), self._metrics(chosen, made, grades, scores)
+        metrics = self._metrics(prompts, generation, grades, scores)
+        return self._trajectory(prompts, generation, scores, version), metrics
 
-    def _trajectory(self, chosen: Sequence[Prompt], made: Generation, scores: Tensor, version: int) -> Trajectory:
-        where, t = made.token.device, self.sampling.max_tokens
-        n = len(chosen)
-        starts = torch.tensor([len(p.ids) for p in chosen], device=where)
-        # Prompt and response without a gap; the last token is never an input.
-        row = torch.full((n, self.width + 1), self.pad_id, dtype=torch.int64, device=where)
-        for i, prompt in enumerate(chosen):
-            row[i, : len(prompt.ids)] = torch.tensor(prompt.ids, device=where)
-        steps = torch.arange(t, device=where)
-        row.scatter_(1, starts.unsqueeze(1) + steps, made.token)
-        last = steps == made.length.unsqueeze(1) - 1
-        mask = steps < made.length.unsqueeze(1)
+    def _trajectory(
+        self, prompts: Sequence[Prompt], generation: Generation, scores: Tensor, version: int
+    ) -> Trajectory:
+        """Return the graded responses as a trajectory [T, N]."""
+        device, t = generation.token.device, self.sampling.max_tokens
+        n = len(prompts)
+        starts = torch.tensor([len(p.ids) for p in prompts], device=device)  # [N] prompt lengths
+        # A row is the prompt and the response without a gap; the last token is never an input.
+        row = torch.full((n, self.width + 1), self.pad_id, dtype=torch.int64, device=device)
+        for i, prompt in enumerate(prompts):
+            row[i, : len(prompt.ids)] = torch.tensor(prompt.ids, device=device)
+        steps = torch.arange(t, device=device)
+        row.scatter_(1, starts.unsqueeze(1) + steps, generation.token)
+        last = steps == generation.length.unsqueeze(1) - 1  # [N, T]
+        mask = steps < generation.length.unsqueeze(1)  # [N, T]
         if self.truncation.how == "drop":
-            mask = mask & made.stopped.unsqueeze(1)
-        score = scores - self.truncation.penalty(made.length, made.stopped, t)
-        zero = torch.zeros(t, n, device=where)
+            mask = mask & generation.stopped.unsqueeze(1)
+        score = scores - self.truncation.penalty(generation.length, generation.stopped, t)
+        zero = torch.zeros(t, n, device=device)
         return Trajectory(
             obs={"row": row[:, : self.width].T.contiguous(), "place": (starts.unsqueeze(1) - 1 + steps).T.contiguous()},
-            action=made.token.T.contiguous(),
-            log_prob=made.log_prob.T.contiguous(),
+            action=generation.token.T.contiguous(),
+            log_prob=generation.log_prob.T.contiguous(),
             value=zero,
             replay={},
             next_value=zero,
@@ -156,18 +190,25 @@ class ReasoningRollout:
             terminated=last.T.contiguous(),
             truncated=torch.zeros_like(last.T),
             mask=mask.T.contiguous(),
-            version=torch.full((t, n), version, device=where),
+            version=torch.full((t, n), version, device=device),
         )
 
-    def _metrics(self, chosen: Sequence[Prompt], made: Generation, grades: Sequence[Grade], scores: Tensor) -> Metrics:
-        n = float(len(chosen))
+    def _metrics(
+        self,
+        prompts: Sequence[Prompt],
+        generation: Generation,
+        grades: Sequence[Grade],
+        scores: Tensor,
+    ) -> Metrics:
+        """Return rollout/* of one batch."""
+        n = float(len(prompts))
         metrics: Metrics = {
             "rollout/return": Mean(float(scores.sum()), n),
-            "rollout/length": Mean(float(made.length.sum()), n),
-            "rollout/truncated": Mean(float((~made.stopped).sum()), n),
-            "rollout/prompt_length": Mean.of(len(p.ids) for p in chosen),
+            "rollout/length": Mean(float(generation.length.sum()), n),
+            "rollout/truncated": Mean(float((~generation.stopped).sum()), n),
+            "rollout/prompt_length": Mean.of(len(p.ids) for p in prompts),
             "rollout/grader_failures": float(sum(g.failed for g in grades)),
-            "rollout/epoch": Mean(self.sampler.epoch, 1.0),  # the same in all processes
+            "rollout/epoch": Mean(self.sampler.epoch, 1.0),  # a mean: equal in all processes, so not to be added
         }
         for tag, values in (
             ("rollout/success", [g.correct for g in grades if g.correct is not None]),
@@ -178,13 +219,13 @@ class ReasoningRollout:
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """Where in the data it stands; everything else follows from seed and update."""
+        """Return the position in the data; all other state is derived from seed and update."""
         return {"sampler": self.sampler.state()}
 
     def load_state(self, state: Mapping[str, Any], notice: Callable[[str], None] = lambda text: None) -> None:
-        """Continue from ``state()``. Raises ConfigError for other data."""
+        """Continue from ``state()``; raise ConfigError if it belongs to other data."""
         self.sampler.load_state(state["sampler"])
 
     def close(self) -> None:
-        """End the graders."""
+        """Stop the graders' processes."""
         self.graders.close()

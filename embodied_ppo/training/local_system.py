@@ -1,4 +1,4 @@
-"""LocalSystem: experience, policy and learner in this one process."""
+"""``System`` in one process: rollout, policy and learner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embodied_ppo.training.system import Collector, Records, Result, RunSystem, 
 
 
 class LocalSystem(RunSystem):
-    """Without copies: acting and learning share one set of weights."""
+    """Rollout and learner in this process; they share one set of weights."""
 
     def __init__(
         self,
@@ -27,8 +27,17 @@ class LocalSystem(RunSystem):
         measure: Callable[[], Result],
         publish: Callable[[int], None] = lambda version: None,
     ) -> None:
-        """``count``: how much experience a trajectory is, in ``records.unit``. ``measure`` evaluates. ``publish`` hears
-        every new version."""
+        """Create a system.
+
+        Args:
+            records: What is written about the run.
+            policy: The policy, a module.
+            rollout: Collects experience with it.
+            learner: Trains it.
+            count: Returns the amount of experience of a trajectory, in ``records.unit``.
+            measure: Evaluates the policy.
+            publish: Called with every new version of the weights.
+        """
         super().__init__(records)
         assert isinstance(policy, nn.Module)
         self.module, self.rollout, self.learner = policy, rollout, learner

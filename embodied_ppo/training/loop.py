@@ -1,4 +1,4 @@
-"""train(): the one loop, the same for every mode and every placement."""
+"""The training loop of all modes and placements: collect, update, publish."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from embodied_ppo.core.types import Metrics, PendingRow, System
 from embodied_ppo.training.logging import Log, Timer, peak_rss_mb
 
 TRAINING = ("collect", "update", "publish")
-"""The timer's phases that are training; evaluating and saving are not."""
+"""Phases of the timer that count as training; evaluating and saving do not."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When things are due. Updates count from 0."""
+    """Lengths and intervals of a run, in updates.
+
+    updates     updates of the whole run        horizon     steps (or tokens) of one rollout
+    save_every  0: only at the end              eval_every  0: only at the end
+    max_lag     rollouts that may wait between acting and learning; 0: strictly on-policy
+    """
 
     updates: int
     horizon: int
@@ -27,7 +32,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the loop ended: updates done, and whether it was asked to stop before the last."""
+    """Result of the loop: completed updates, whether it was interrupted, and the metrics of the last update."""
 
     updates: int
     interrupted: bool
@@ -44,11 +49,20 @@ def train(
     timer: Timer | None = None,
     after_first: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """collect -> update -> publish until ``schedule.updates``; evaluate, save and log when due, and after the last.
+    """Train until ``schedule.updates``; evaluate, save and log when due, and after the last update.
 
-    ``max_lag`` rollouts wait between acting and learning (0: strictly on-policy). ``should_stop`` is asked between
-    updates; what was learned until then is saved. ``after_first`` is called after the first update: it built the
-    simulators and loaded compiled code, so measurements of speed begin there.
+    Args:
+        system: The parts that collect, learn and save.
+        log: Where metrics are written.
+        schedule: Lengths and intervals.
+        first_update: Updates that a resumed run has completed before.
+        should_stop: Called between updates; if it returns True, the loop saves and ends.
+        timer: Timer of the phases.
+        after_first: Called after the first update, which builds the simulators and loads compiled code. Measurements
+            of speed start there.
+
+    Returns:
+        Completed updates and the last metrics.
     """
     timer = timer or Timer()
     pending: deque[tuple[Any, Metrics]] = deque()
@@ -71,7 +85,7 @@ def train(
         last = done == schedule.updates
         row = PendingRow(metrics, last or bool(schedule.eval_every and done % schedule.eval_every == 0))
         if row.evaluation_due or (schedule.save_every and done % schedule.save_every == 0):
-            with timer("save"):  # before the evaluation: should that fail, nothing is lost
+            with timer("save"):  # before the evaluation, so that its failure does not lose the update
                 system.save(done, row)
             saved = done
         metrics = evaluate_and_log(system, log, timer, row, update=done)
@@ -83,9 +97,9 @@ def train(
 
 
 def evaluate_and_log(system: System, log: Log, timer: Timer, row: PendingRow, *, update: int) -> Metrics:
-    """Complete an update: evaluate where that is due, then log. Return the metrics of the whole row.
+    """Complete an update: evaluate if due, then log. Return all metrics of the row.
 
-    A resumed run calls this first if its checkpoint was saved and the row was not logged.
+    A resumed run calls this first if its checkpoint was saved and the row was not logged before the interruption.
     """
     metrics = row.metrics
     if row.evaluation_due:

@@ -1,4 +1,4 @@
-"""Whoever waits at the terminal: signals that ask a command to stop, and progress of what takes long."""
+"""Interaction with the terminal: signals that stop a command, and progress bars."""
 
 from __future__ import annotations
 
@@ -14,80 +14,88 @@ from embodied_ppo.training.logging import LINE_EVERY_S, Timer
 
 
 def _signals() -> list[signal.Signals]:
-    """Those that end a run: Ctrl-C, SIGTERM and, unless nohup has it ignored, a terminal that is closed."""
-    known = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    return [s for s in known if s is not signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]
+    """Return the signals that end a run: SIGINT, SIGTERM and, unless nohup ignores it, SIGHUP."""
+    candidates = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    return [s for s in candidates if s is not signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]
 
 
 @contextmanager
 def stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
-    """``_signals`` ask to stop after the update under way; a second one, one while evaluating, or while
-    waiting for the compiler, at once."""
-    asked: list[int] = []
+    """Let a signal stop the run after the current update.
 
-    def ask(number: int, frame: Any) -> None:
+    A second signal, or one during an evaluation or while waiting for the compiler, raises KeyboardInterrupt at once.
+
+    Yields:
+        A function that returns whether a signal has arrived.
+    """
+    received: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
         if watchdog.is_repetition():
             return
-        if asked or timer.phase == "evaluate" or compile.CompileSchedule.waiting:
+        if received or timer.phase == "evaluate" or compile.CompileSchedule.waiting:
             raise KeyboardInterrupt
-        asked.append(number)
+        received.append(number)
 
     try:
-        before = {s: signal.signal(s, ask) for s in _signals()}
+        before = {s: signal.signal(s, handle) for s in _signals()}
     except ValueError:  # not in the main thread: the caller keeps its signals
         before = {}
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(received)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 class Interrupts:
-    """``_signals`` raise KeyboardInterrupt: at once, or where ``whole()`` ends; a second one at once."""
+    """Context in which signals raise KeyboardInterrupt, at once or at the end of an ``uninterrupted`` block.
+
+    A second signal raises it at once in both cases.
+    """
 
     def __init__(self) -> None:
         self._before: dict[Any, Any] = {}
-        self._busy = self._asked = False
+        self._deferring = self._received = False
 
     def __enter__(self) -> Interrupts:
         with suppress(ValueError):  # not in the main thread: the caller keeps its signals
-            self._before = {s: signal.signal(s, self._ask) for s in _signals()}
+            self._before = {s: signal.signal(s, self._handle) for s in _signals()}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _ask(self, number: int, frame: Any) -> None:
+    def _handle(self, number: int, frame: Any) -> None:
         if watchdog.is_repetition():
             return
-        if not self._busy or self._asked:
+        if not self._deferring or self._received:
             raise KeyboardInterrupt
-        self._asked = True
+        self._received = True
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """What is not to be cut in two."""
-        self._busy = True
+    def uninterrupted(self) -> Iterator[None]:
+        """Defer the first signal until the end of the block."""
+        self._deferring = True
         try:
             yield
         finally:
-            self._busy = False
-        if self._asked:
+            self._deferring = False
+        if self._received:
             raise KeyboardInterrupt
 
 
 class Progress:
-    """Of what takes long beside training: a bar on a terminal, else a line every LINE_EVERY_S; on stderr."""
+    """Progress of long tasks other than training, on stderr: a bar on a terminal, else a line every LINE_EVERY_S."""
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
         self._bar: Any = None
-        self._what, self._first, self._begun, self._told = "", 0, 0.0, 0.0
+        self._task, self._first, self._start, self._last_line = "", 0, 0.0, 0.0
 
     def say(self, line: str) -> None:
-        """A line, above the bar."""
+        """Print a line, above the bar if there is one."""
         if self.quiet:
             return
         if self._bar is not None:
@@ -95,22 +103,22 @@ class Progress:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def advance(self, what: str, done: int, total: int) -> None:
-        """``done`` of ``total``."""
+    def advance(self, task: str, completed: int, total: int) -> None:
+        """Show that ``completed`` of ``total`` units of ``task`` are done; a new name starts a new task."""
         if self.quiet:
             return
         now = time.perf_counter()
-        if what != self._what:
-            self._what, self._first, self._begun, self._told = what, done, now, now
+        if task != self._task:
+            self._task, self._first, self._start, self._last_line = task, completed, now, now
             if sys.stderr.isatty():
                 self._bar = self._bar or _bar()
-                self._bar.add_task(what, total=total)
+                self._bar.add_task(task, total=total)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[-1], completed=done)
-        elif now - self._told >= LINE_EVERY_S:
-            self._told = now
-            left = (now - self._begun) / max(1, done - self._first) * (total - done)
-            print(f"{what} {done}/{total}  {left:.0f} s left", file=sys.stderr, flush=True)
+            self._bar.update(self._bar.task_ids[-1], completed=completed)
+        elif now - self._last_line >= LINE_EVERY_S:
+            self._last_line = now
+            remaining_s = (now - self._start) / max(1, completed - self._first) * (total - completed)
+            print(f"{task} {completed}/{total}  {remaining_s:.0f} s left", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Progress:
         return self
@@ -122,6 +130,7 @@ class Progress:
 
 
 def _bar() -> Any:
+    """Start a progress bar of rich."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

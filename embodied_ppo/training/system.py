@@ -1,4 +1,4 @@
-"""What a run's system does wherever its parts are: score checkpoints, save them, and continue from one."""
+"""Base class of the systems of a run: evaluate, save and load checkpoints, independent of the placement."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from embodied_ppo.training.logging import finite, numbers
 
 
 class Result(Protocol):
-    """What an evaluation answers."""
+    """Result of an evaluation."""
 
     def metrics(self) -> Metrics: ...
 
 
 class Collector(Protocol):
-    """What makes experience: ``rollout.Rollout``, ``rollout.Staged`` or ``reasoning.ReasoningRollout``."""
+    """Interface of ``simulation.Rollout``, ``simulation.Staged`` and ``language.ReasoningRollout``."""
 
     @property
     def one_state(self) -> bool:
-        """Whether it is in the same state in every process."""
+        """Whether all processes have the same state."""
         ...
 
     @property
@@ -46,9 +46,9 @@ class Collector(Protocol):
 class Records:
     """What is written about a run.
 
-    unit         that experience is counted in     score      tag of an evaluation that says which checkpoint is best
-    checkpoints  their folder                      keep_last  of them besides the best
-    config_text  config.yaml                       info       versions, hash .. for every checkpoint
+    unit         unit of experience                score      tag of an evaluation that selects the best checkpoint
+    checkpoints  folder of the checkpoints         keep_last  number of checkpoints to keep besides the best
+    config_text  content of config.yaml            info       entries of every manifest: versions, hash, ..
     """
 
     unit: Literal["env_steps", "tokens"]
@@ -60,23 +60,24 @@ class Records:
 
 
 class RunSystem(ABC):
-    """``types.System`` as a run needs it."""
+    """``core.types.System`` with evaluation results and checkpoints."""
 
     def __init__(self, records: Records) -> None:
         self.records = records
         self.version = self.steps = 0
         self.result: Any = None
-        """The newest evaluation's ``Result``."""
+        """``Result`` of the last evaluation."""
         self.saved: Path | None = None
-        """The newest checkpoint of this run, after ``saved_update`` updates."""
+        """The last checkpoint of this run, saved after ``saved_update`` updates."""
         self.saved_update = -1
         self.pending_row: PendingRow | None = None
-        """Of the checkpoint of this run that was loaded: its row, which may not have been logged."""
+        """Row of metrics of the loaded checkpoint of this run, which may not have been logged."""
         self.measured: Callable[[Any], None] = lambda result: None
-        """Hears every evaluation."""
+        """Called with the result of every evaluation."""
 
     @property
     def unit(self) -> Literal["env_steps", "tokens"]:
+        """Unit of ``steps``."""
         return self.records.unit
 
     @abstractmethod
@@ -93,7 +94,7 @@ class RunSystem(ABC):
 
     @abstractmethod
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds of training by phase; "process": of all processes besides this one."""
+        """Return CPU seconds of training by phase; "process" is the sum over all other processes."""
 
     @abstractmethod
     def _measure(self) -> Result:
@@ -101,13 +102,14 @@ class RunSystem(ABC):
 
     @abstractmethod
     def _save(self, update: int, rest: Mapping[str, Any]) -> Path:
-        """``checkpoint.save`` of all parts; ``rest``: its arguments that are no state."""
+        """Call ``checkpoint.save`` with the state of all parts; ``rest`` holds its other arguments."""
 
     @abstractmethod
     def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
-        """Have all parts continue from there (``resume``)."""
+        """Load the state of all parts with ``resume``."""
 
     def evaluate(self, update: int) -> Metrics:
+        """Evaluate the policy, and write the score into the checkpoint of this update if there is one."""
         self.result = self._measure()
         metrics: Metrics = self.result.metrics()
         if self.saved is not None and self.saved_update == update:
@@ -116,6 +118,7 @@ class RunSystem(ABC):
         return metrics
 
     def save(self, update: int, row: PendingRow | None = None) -> Path:
+        """Save a checkpoint with ``row``, the metrics of the update that are not logged yet; return its folder."""
         r = self.records
         info = {**r.info, r.unit: self.steps}
         if row is not None:
@@ -125,16 +128,21 @@ class RunSystem(ABC):
         return self.saved
 
     def load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
-        """Continue where ``source`` was saved, bit for bit. Raises CheckpointError where it does not fit."""
+        """Continue bit for bit from where ``source`` was saved.
+
+        Raises:
+            CheckpointError: ``source`` does not fit this run.
+        """
         try:
             self.steps = int(source.manifest[self.unit])
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(
-                f"{source.path / checkpoint.MANIFEST}: does not tell {self.unit}; use another checkpoint"
+                f"{source.path / checkpoint.MANIFEST}: has no {self.unit}; use another checkpoint"
             ) from error
         self._load(source, notice)
         self.publish(source.update)
-        if source.path.parent == self.records.checkpoints.resolve():  # of another run: its scores are not ours to write
+        # The checkpoint of another run is not modified: its scores belong to that run.
+        if source.path.parent == self.records.checkpoints.resolve():
             self.saved, self.saved_update = source.path, source.update
             self.pending_row = source.pending_row()
 
@@ -150,10 +158,20 @@ def resume(
     world: int = 1,
     learners: Ranks | None = None,
 ) -> None:
-    """Have the parts of one process continue from a checkpoint; ``rank`` of ``world`` rollout processes; ``learners``:
-    who learns with it.
+    """Load a checkpoint into the parts of one process.
 
-    Where another number of processes simulated, episodes begin anew and ``notice`` hears it. Raises CheckpointError.
+    Args:
+        source: The checkpoint.
+        notice: Called if new episodes start, because another number of processes simulated before.
+        policy: Module that gets the weights, or this process's shards of them.
+        rollout: Rollout of this process, if it has one.
+        learner: Learner of this process, if it has one.
+        rank: Index among the rollout processes.
+        world: Number of rollout processes.
+        learners: Processes that train together with this one.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit this run.
     """
     weights = (learners or Ranks()).parts(policy, source.policy())
     checkpoint.load_weights(policy, weights, source.path / checkpoint.POLICY)

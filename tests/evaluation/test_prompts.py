@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from embodied_ppo.core.types import ConfigError
-from embodied_ppo.evaluation.prompts import examine, majority, pass_at_k, standard_error
+from embodied_ppo.evaluation.prompts import evaluate_prompts, majority, pass_at_k, standard_error
 from embodied_ppo.rewards.graders import Grade
 from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.training.logging import numbers
@@ -43,7 +43,7 @@ def test_what_an_exam_says() -> None:
     """Four answers to each of two prompts, by hand: 3 of 4 and 1 of 4 right."""
     grades = [right("a"), right("a"), wrong("b"), right("a"), wrong("c"), wrong("c"), right("d"), wrong(None)]
     generator = Scripted(ANSWERS, 4)
-    result = examine(PROMPTS[:2], generator, Fixed(grades), decode, Sampling(4, temperature=0.7), n=4)
+    result = evaluate_prompts(PROMPTS[:2], generator, Fixed(grades), decode, Sampling(4, temperature=0.7), n=4)
     found = numbers(result.metrics())
     assert found["eval/accuracy"] == pytest.approx(0.5)
     assert found["eval/accuracy_error"] == pytest.approx(math.sqrt(0.25**2 * 2) / 2)
@@ -58,7 +58,7 @@ def test_what_an_exam_says() -> None:
 
 
 def test_sources_are_told_apart() -> None:
-    result = examine(PROMPTS[:3:2], Scripted(ANSWERS, 4), Fixed([right("a"), wrong("b")]), decode, Sampling(4))
+    result = evaluate_prompts(PROMPTS[:3:2], Scripted(ANSWERS, 4), Fixed([right("a"), wrong("b")]), decode, Sampling(4))
     found = numbers(result.metrics())
     assert found["eval/accuracy/source 0"] == 1 and found["eval/accuracy/source 1"] == 0
     assert "eval/maj@1" not in found and "eval/pass@1" not in found
@@ -66,7 +66,7 @@ def test_sources_are_told_apart() -> None:
 
 def test_results_are_those_of_robots() -> None:
     grades = [wrong("a"), right("b"), right("c"), right("d"), wrong(None), wrong("e")]
-    result = examine(PROMPTS[:3], Scripted(ANSWERS, 4), Fixed(grades), decode, Sampling(4), n=2, seed=5)
+    result = evaluate_prompts(PROMPTS[:3], Scripted(ANSWERS, 4), Fixed(grades), decode, Sampling(4), n=2, seed=5)
     first, second = result.results()  # prompts 0 and 1, prompt 2
     assert (first.task, second.task) == ("source 0", "source 1") and not first.deterministic and first.seed == 5
     assert [e.index for e in first.episodes] == [0, 1, 2, 3] and first.returns == [0.25, 1, 1, 1]
@@ -76,7 +76,9 @@ def test_results_are_those_of_robots() -> None:
     assert first.distinct_initial_states == 2 and second.distinct_initial_states == 1
     assert first.episodes[0].initial_state == hashlib.sha256(b"pp").hexdigest() and first.episodes[0].kind is None
     assert {e.seed for e in first.episodes} == {5}
-    greedy = examine(PROMPTS[:1], Scripted(ANSWERS, 4), Fixed([right("a")]), decode, Sampling(4, temperature=0.0))
+    greedy = evaluate_prompts(
+        PROMPTS[:1], Scripted(ANSWERS, 4), Fixed([right("a")]), decode, Sampling(4, temperature=0.0)
+    )
     assert greedy.results()[0].deterministic
 
 
@@ -84,7 +86,7 @@ def test_samples_to_read() -> None:
     """Of 12 answers the right ones are 1, 4, 7 and 10."""
     prompts = [PROMPTS[i % 4] for i in range(12)]
     grades = [right(str(i)) if i % 3 == 1 else wrong(None) for i in range(12)]
-    result = examine(prompts, Scripted(ANSWERS, 4), Fixed(grades), decode, Sampling(4))
+    result = evaluate_prompts(prompts, Scripted(ANSWERS, 4), Fixed(grades), decode, Sampling(4))
     assert result.samples(1)[0] == {
         **{"prompt": "pp", "response": "FG", "ground_truth": "", "answer": None, "score": 0.25, "right": False},
         **{"length": 3, "stopped": True, "data_source": "source 0"},
@@ -92,7 +94,9 @@ def test_samples_to_read() -> None:
     assert [s["answer"] for s in result.samples(6)] == [None, "1", None, "4", "7", None]
     assert [s["right"] for s in result.samples(10)].count(True) == 4, "as many as there are"
     assert len(result.samples()) == 12 and result.samples(0) == []
-    all_right = examine(PROMPTS, Scripted(ANSWERS, 4), Fixed([right(str(i)) for i in range(4)]), decode, Sampling(4))
+    all_right = evaluate_prompts(
+        PROMPTS, Scripted(ANSWERS, 4), Fixed([right(str(i)) for i in range(4)]), decode, Sampling(4)
+    )
     assert [s["answer"] for s in all_right.samples(2)] == ["0", "2"]
 
 

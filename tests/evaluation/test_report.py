@@ -24,7 +24,7 @@ from embodied_ppo.data.prompts import Prompt
 from embodied_ppo.evaluation import episodes as evaluation
 from embodied_ppo.evaluation import report, video
 from embodied_ppo.evaluation.episodes import EVAL_SEED_BASE, Episode, EvaluationResult
-from embodied_ppo.evaluation.prompts import Answer, ExamResult
+from embodied_ppo.evaluation.prompts import Answer, PromptEvaluationResult
 from embodied_ppo.rewards.graders import Grade
 from embodied_ppo.rollout.generation.sampling import Sampling
 from tests.evaluation.test_video import Lean, make_cartpole
@@ -231,10 +231,10 @@ def text_of(page: Path) -> str:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with everything on it: success, curves and a film."""
     folder = tmp_path_factory.mktemp("page")
-    made = video.film(Lean(), partial(make_cartpole, render=True), path=folder / "film.mp4", seed=0, steps=20)
+    made = video.record_video(Lean(), partial(make_cartpole, render=True), path=folder / "film.mp4", seed=0, steps=20)
     assert made.path, made.reason
     results = [result("CartPole-v1", [float(50 + 7 * (i % 9)) for i in range(40)], [i % 4 > 0 for i in range(40)])]
-    return report.write(folder, results, **PROVENANCE, curves=curve(), film=made).html
+    return report.write(folder, results, **PROVENANCE, curves=curve(), video=made).html
 
 
 def test_the_page_says_what_the_file_says(page: Path) -> None:
@@ -258,8 +258,8 @@ def test_the_page_is_self_contained_and_escaped(page: Path) -> None:
 
 
 def test_pages_with_less_on_them(tmp_path: Path) -> None:
-    none = video.Film(None, reason="<no> libEGL")
-    text = text_of(report.write(tmp_path, [result("A-v1", [1.0])], **PROVENANCE, film=none).html)
+    none = video.Video(None, reason="<no> libEGL")
+    text = text_of(report.write(tmp_path, [result("A-v1", [1.0])], **PROVENANCE, video=none).html)
     assert "No video: <no> libEGL" in text and "one episode has no interval" in text and "Training" not in text
     two = [result("A-v1", [1.0, 2.0], [True, False]), result("B-v1", [5.0], [True])]
     text = text_of(report.write(tmp_path, two, **PROVENANCE).html)
@@ -314,7 +314,7 @@ EVIL = "<script>document.title = 'owned'</script> <b>72</b> & co\n\n    indented
 LONG = "The shelf holds 48 jars. " * 60 + "So:\n" + "9" * 400 + "\n#### 12"
 
 
-def exam(temperature: float = 1.0) -> ExamResult:
+def exam(temperature: float = 1.0) -> PromptEvaluationResult:
     """Four responses to each of six prompts of two sources; right: 4, 2 and 0 of 4 in turns."""
     question = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
     texts = [
@@ -329,7 +329,7 @@ def exam(temperature: float = 1.0) -> ExamResult:
             text = EVIL if j == 0 else LONG if j == 3 else f"12*6 = {70 + i + j}\n#### {70 + i + j}"
             grade = Grade(float(right), answer=str(70 + i) if right else None, correct=right, format_ok=True)
             answers.append(Answer(i, text, 40 + 10 * j, j != 3, grade))
-    return ExamResult(prompts, answers, 4, Sampling(70, temperature=temperature), seed=3)
+    return PromptEvaluationResult(prompts, answers, 4, Sampling(70, temperature=temperature), seed=3)
 
 
 def tokens_curve() -> list[dict[str, Any]]:

@@ -95,7 +95,7 @@ def decode(path: Path) -> tuple[dict[str, Any], np.ndarray]:
 def test_a_film_of_the_evaluated_episodes(tmp_path: Path) -> None:
     measured = evaluation.evaluate(Idle(), make_pendulum, episodes=2, num_envs=2, seed=4)
     make = partial(with_clock, make=partial(make_pendulum, render=True, render_size=(64, 65)), step_s=0.04)
-    made = video.film(Idle(), make, path=tmp_path / "a" / "film.mp4", seed=4, stride=1)
+    made = video.record_video(Idle(), make, path=tmp_path / "a" / "film.mp4", seed=4, stride=1)
     assert made.path == tmp_path / "a" / "film.mp4", made.reason
     facts, frames = decode(made.path)
     assert facts["codec"] == "h264" and facts["pix_fmt"].startswith("yuv420p")
@@ -115,10 +115,10 @@ def shoot(folder: Path, step_s: float | None = None, **options: Any) -> dict[str
     if step_s is not None:
         make = partial(with_clock, make=make, step_s=step_s)
     defaults: dict[str, Any] = {"episodes": 1, "steps": 30, "stride": None, "budget_s": 10.0}
-    video._shoot(
+    video._render(
         video._Request(Lean(), make, str(folder), seed=0, deterministic=True, temperature=None, **(defaults | options))
     )
-    return json.loads((folder / "film.json").read_text())
+    return json.loads((folder / "video.json").read_text())
 
 
 def test_the_stride_keeps_to_30_pictures_per_second_and_to_the_budget(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_equal_films_are_equal_files(tmp_path: Path) -> None:
     [
         ("killed", r"ERROR: the driver is angry \(exit status 1\)"),
         ("raises", r"RuntimeError: no screen"),
-        ("slow", r"not finished after 1 s; film fewer or shorter episodes"),
+        ("slow", r"not finished after 1 s; record fewer or shorter episodes"),
         ("opengl", r"ERROR: an OpenGL platform library has not been loaded .* \(exit status 1\)"),
     ],
 )
@@ -172,14 +172,14 @@ def test_no_film_is_a_warning_with_its_reason(
 ) -> None:
     make: Callable[[list[int]], Any] = partial(make_nothing, how=how)
     with caplog.at_level(logging.WARNING):
-        made = video.film(Lean(), make, path=tmp_path / "f.mp4", seed=0, deadline_s=1 if how == "slow" else 60)
+        made = video.record_video(Lean(), make, path=tmp_path / "f.mp4", seed=0, deadline_s=1 if how == "slow" else 60)
     assert made.path is None and re.fullmatch(reason, made.reason)
     assert [r.getMessage() for r in caplog.records] == [f"no video: {made.reason}"]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_go_to_another_process_says_so(tmp_path: Path) -> None:
-    made = video.film(Lean(), lambda seeds: make_cartpole(seeds, render=True), path=tmp_path / "f.mp4", seed=0)
+    made = video.record_video(Lean(), lambda seeds: make_cartpole(seeds, render=True), path=tmp_path / "f.mp4", seed=0)
     assert made.path is None and made.reason.startswith("policy or make_env cannot go to another process: ")
 
 

@@ -33,7 +33,7 @@ from embodied_ppo.commands import main
 from embodied_ppo.config import batch_sizes, loader, validation
 from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig, ExportConfig
 from embodied_ppo.core.errors import CheckpointError, ConfigError, EnvError, PlacementError
-from embodied_ppo.evaluation import video as film
+from embodied_ppo.evaluation import video as video_module
 from embodied_ppo.imitation import expert_demos
 from embodied_ppo.modes import base as modes
 from embodied_ppo.modes.embodied import components as embodied
@@ -123,14 +123,14 @@ def rows(value: int) -> int:
 
 @contextmanager
 def filmed(arguments: list[Any]) -> Iterator[None]:
-    """Record the arguments of ``film.film`` in ``arguments``; test_film has the videos themselves, which take 4 s."""
+    """Record the arguments of ``record_video`` in ``arguments``; rendering videos takes 4 s."""
 
-    def record(*args: Any, episodes: int, steps: int, **more: Any) -> film.Film:
+    def record(*args: Any, episodes: int, steps: int, **more: Any) -> video_module.Video:
         arguments.append((episodes, steps, args[1].keywords["size"]))
-        return film.Film(path=None, reason="not filmed")
+        return video_module.Video(path=None, reason="not filmed")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(film, "film", record)
+        patch.setattr(video_module, "record_video", record)
         yield
 
 

@@ -13,7 +13,7 @@ from embodied_ppo.algorithms.separate_critic_learner import LocalCritic, separat
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core.types import ConfigError
 from embodied_ppo.data.prompts import Prompt
-from embodied_ppo.evaluation.prompts import examine
+from embodied_ppo.evaluation.prompts import evaluate_prompts
 from embodied_ppo.models import causal_lm
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
 from embodied_ppo.rewards.graders import Grade
@@ -175,9 +175,9 @@ def test_a_language_model_learns(adv_type: Any) -> None:
     x = ReasoningRollout(
         prompts, engine, pool, decode, batch=256 // group, sampling=sampling, pad_id=0, seed=0, group_size=group
     )
-    before = examine(prompts, engine, pool, x.text, Sampling(3, temperature=0.0, stop_ids=(END,)))
+    before = evaluate_prompts(prompts, engine, pool, x.text, Sampling(3, temperature=0.0, stop_ids=(END,)))
     for update in range(40):
         learner.update(x.collect(3, update=update, version=update)[0], update=update)
-    after = examine(prompts, engine, pool, x.text, Sampling(3, temperature=0.0, stop_ids=(END,)))
+    after = evaluate_prompts(prompts, engine, pool, x.text, Sampling(3, temperature=0.0, stop_ids=(END,)))
     x.close()
     assert numbers(before.metrics())["eval/accuracy"] < 0.2 and numbers(after.metrics())["eval/accuracy"] > 0.95

@@ -531,7 +531,7 @@ def write_report(
     """
     recorded = None
     if video_episodes:
-        recorded = video.film(
+        recorded = video.record_video(
             policy,
             functools.partial(
                 make_env, config=config.env, device=torch.device("cpu"), render=True, size=video_size, task=task
@@ -561,7 +561,7 @@ def write_report(
             "files": {} if task is None else {file.name: file.digest for file in task.files},
         },
         curves=report.rows(run_dir),
-        film=recorded,
+        video=recorded,
     )
     path = None if recorded is None or recorded.path is None else str(run_dir / "videos" / recorded.path.name)
     return {"report": str(written.html), "report_json": str(written.json), "video": path}

@@ -24,9 +24,8 @@ from embodied_ppo.core.random import sampling_key
 from embodied_ppo.core.types import Advance, CheckpointError, ConfigError, Trajectory
 from embodied_ppo.data import synthetic_tasks
 from embodied_ppo.data.prompts import Prompt, files_of, load_prompts, load_tokenizer, task_prompts
-from embodied_ppo.evaluation import prompts as prompt_evaluation
 from embodied_ppo.evaluation import report
-from embodied_ppo.evaluation.prompts import ExamResult
+from embodied_ppo.evaluation.prompts import PromptEvaluationResult, evaluate_prompts
 from embodied_ppo.imitation.supervised_finetuning import warm_start
 from embodied_ppo.models import causal_lm
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
@@ -318,7 +317,7 @@ def evaluation_sampling(e: EvaluationConfig | EvaluateConfig, config: Config, st
 
 
 def write_report(
-    config: Config, result: ExamResult, *, source: checkpoint.Checkpoint, run_dir: Path, out: Path
+    config: Config, result: PromptEvaluationResult, *, source: checkpoint.Checkpoint, run_dir: Path, out: Path
 ) -> dict[str, str | None]:
     """Write report.json and report.html of a prompt evaluation; return their paths."""
     shown = {"eval/return", "eval/length", "eval/truncated"}
@@ -461,11 +460,11 @@ def make_rollout(
     )
 
 
-def held_out_evaluation(m: Inputs, rollout: ReasoningRollout) -> Callable[[], ExamResult]:
+def held_out_evaluation(m: Inputs, rollout: ReasoningRollout) -> Callable[[], PromptEvaluationResult]:
     """Return the function that evaluates the policy of ``rollout`` on held-out prompts."""
     e = m.config.evaluation
     return functools.partial(
-        prompt_evaluation.examine,
+        evaluate_prompts,
         m.held_out[: e.episodes],
         rollout.generator,
         rollout.graders,
@@ -547,7 +546,7 @@ def make_learner(
 
 def writer(
     request: RunRequest,
-) -> Callable[[ExamResult, checkpoint.Checkpoint, Path], dict[str, str | None]]:
+) -> Callable[[PromptEvaluationResult, checkpoint.Checkpoint, Path], dict[str, str | None]]:
     """Return the function that writes the report of a prompt evaluation."""
     return lambda result, source, out: write_report(
         request.config, result, source=source, run_dir=request.run_dir, out=out
@@ -636,9 +635,9 @@ def evaluator(
             rule = make_graders(trained, prompts, stack)
             graders = with_format(trained, make_reward(trained, rule, None, device, say))
             tell = functools.partial(advance, "responses")
-            engine = Engine(policy, slots=slots(trained), pad_id=padding, decode=text, tell=tell)
+            engine = Engine(policy, slots=slots(trained), pad_id=padding, decode=text, progress=tell)
             chosen = prompts[: config.episodes]
-            result = prompt_evaluation.examine(
+            result = evaluate_prompts(
                 chosen, engine, graders, reader(text, sampling.stop), sampling, n=config.n, seed=config.seed
             )
         written = write_report(trained, result, source=source, run_dir=run_dir, out=out)

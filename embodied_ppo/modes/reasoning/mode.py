@@ -14,7 +14,7 @@ from embodied_ppo.config import placement, validation
 from embodied_ppo.config.batch_sizes import batches
 from embodied_ppo.config.schema import Config, EvaluateConfig
 from embodied_ppo.core.types import PlacementError
-from embodied_ppo.evaluation.prompts import ExamResult
+from embodied_ppo.evaluation.prompts import PromptEvaluationResult
 from embodied_ppo.modes.base import (
     CostModel,
     Evaluator,
@@ -117,7 +117,7 @@ class ReasoningMode(Mode):
     def horizon(self, config: Config) -> int:
         return config.algorithm.response_length
 
-    def samples(self, result: ExamResult) -> list[dict[str, Any]]:
+    def samples(self, result: PromptEvaluationResult) -> list[dict[str, Any]]:
         return result.samples()
 
     def check_files(self, config: Config) -> None:

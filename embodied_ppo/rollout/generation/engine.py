@@ -1,9 +1,9 @@
-"""Generate responses: a decode loop with a key-value cache, in which finished rows make room for waiting prompts.
+"""Decode engine with a key-value cache and continuous batching.
 
-S slots are decoded together; every slot holds one response. Rows that end leave at once: waiting prompts take their
-place, and when none waits the rest moves together, so no step computes what nobody reads. (With lengths as they are in
-practice this gives 2.5 times the tokens of a loop that waits for its longest row.) On a GPU tokens come in rounds of
-``graphs.ROUND`` steps, each a CUDA graph, with a look at who is over in between.
+S slots are decoded together; each holds one response. A finished response frees its slot at once: a waiting prompt
+takes it, and if no prompt waits, the active slots are compacted, so that no step computes unused rows. With typical
+response lengths this gives 2.5 times the throughput of a loop that waits for its longest row. On a GPU, tokens are
+decoded in rounds of ``cuda_graphs.ROUND`` steps, each a CUDA graph; finished responses are detected between rounds.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from embodied_ppo.rollout.generation.cuda_graphs import StaticDecode
 from embodied_ppo.rollout.generation.sampling import Sampling, choose
 
 REFILL = 0.25
-"""Share of the slots that is free before prompts are taken in: they are read together, which is cheaper."""
-READ_TOKENS = defaultdict(lambda: 1 << 15, cpu=1024)
-"""Tokens of prompts in one pass, by kind of device: on a CPU as many as its cache holds (a quarter faster than all of
-256 prompts at once), elsewhere as many as memory for one pass allows."""
+"""Share of free slots at which prompts are prefilled; a joint prefill is cheaper than single ones."""
+PREFILL_TOKENS = defaultdict(lambda: 1 << 15, cpu=1024)
+"""Prompt tokens in one prefill pass, by device type: on a CPU what fits its caches (25 % faster than 256 prompts at
+once), elsewhere a limit of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Generation:
     """Responses to N prompts, in their order.
 
     token     int64 [N, T]    padded with ``Engine.pad_id`` on the right
-    length    int64 [N]       tokens, the one that ended it included
-    stopped   bool [N]        ended by a stop token or text; else cut at max_tokens
+    length    int64 [N]       number of tokens, including the stop token
+    stopped   bool [N]        whether a stop token or text ended it; else it was truncated at max_tokens
     log_prob  float32 [N, T]  of each token, at the sampling temperature; 0 where padded
     """
 
@@ -47,31 +47,40 @@ class Generation:
 
 
 class Generator(Protocol):
-    """What answers prompts; the built-in ``Engine``, or another behind the same words."""
+    """Interface of decode engines: the built-in ``Engine`` and vLLM."""
 
     version: int
-    """Of the policy's weights."""
+    """Version of the policy's weights."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seed: int, samples: Tensor | None = None
     ) -> Generation:
-        """One response for each of N prompts. ``samples`` int64 [N] (None: 0, 1, ..): row n's randomness is a function
-        of (seed, samples[n]), whatever the other rows are."""
+        """Generate one response to each of N prompts.
+
+        Args:
+            prompts: Token ids of each prompt.
+            sampling: Sampling parameters.
+            seed: Seed of sampling.
+            samples: int64 [N], None: 0, 1, ... The random numbers of row n depend on (seed, samples[n]) only, not on
+                the other rows.
+        """
         ...
 
     def update_weights(self, version: int) -> None:
-        """The policy's weights are now those of ``version``; what was kept of older ones is forgotten."""
+        """Declare that the policy's weights are those of ``version``, and drop everything computed from older ones."""
         ...
 
     def sleep(self) -> None:
-        """Give back memory until ``wake``."""
+        """Free memory until ``wake``."""
         ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Allocate what ``sleep`` freed."""
+        ...
 
 
 class _Cache:
-    """Keys and values of every layer, [S, groups, width, d]; row b's tokens lie at 0 .. length[b]-1."""
+    """Keys and values of every layer, [S, groups, width, d]; row b's tokens are at 0 .. length[b]-1."""
 
     def __init__(self, policy: LanguagePolicy, slots: int, width: int) -> None:
         self.slots, self.width = slots, width
@@ -82,13 +91,13 @@ class _Cache:
         self.values = [torch.zeros_like(k) for k in self.keys]
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Rows ``source`` to rows ``target``, both int64 [M]; the source stays."""
+        """Copy rows ``source`` to rows ``target``, both int64 [M]."""
         for x in (*self.keys, *self.values):
             x[target] = x[source]
 
 
 class Engine:
-    """See ``Generator``. Shares the policy's weights."""
+    """Built-in ``Generator``. It shares the policy's weights."""
 
     def __init__(
         self,
@@ -98,13 +107,20 @@ class Engine:
         pad_id: int,
         decode: Callable[[list[int]], str] | None = None,
         static: bool | None = None,
-        tell: Callable[[int, int], None] = lambda done, total: None,
+        progress: Callable[[int, int], None] = lambda completed, total: None,
     ) -> None:
-        """``slots``: rows decoded together (S). ``decode``: token ids to text, for stop texts. ``static``: whether
-        steps have fixed shapes, which CUDA graphs need; None: on a GPU. The tokens are the same. ``tell`` hears after
-        each step how many responses are done, and of how many."""
+        """Create an engine.
+
+        Args:
+            policy: The language model.
+            slots: Rows decoded together, S.
+            pad_id: Token id of padding.
+            decode: Function from token ids to text, for stop texts.
+            static: Whether steps have fixed shapes, which CUDA graphs need; None: on a GPU. The tokens are the same.
+            progress: Callback (completed, total) after each step, in responses.
+        """
         self.policy, self.slots, self.pad_id, self.decode = policy, slots, pad_id, decode
-        self.static, self.tell = static, tell
+        self.static, self.progress = static, progress
         self.version = 0
         self._cache: _Cache | None = None
         self._rounds: StaticDecode | None = None
@@ -114,72 +130,74 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seed: int, samples: Tensor | None = None
     ) -> Generation:
-        """See ``Generator``. Equal prompts that follow each other are read once."""
+        """See ``Generator``. Adjacent equal prompts are prefilled once."""
         assert prompts and all(len(p) > 0 for p in prompts)
-        where = self.policy.model.lm_head.weight.device
+        device = self.policy.model.lm_head.weight.device
         n, longest = len(prompts), max(map(len, prompts))
         samples = torch.arange(n) if samples is None else samples
         seeds = torch.full((n,), seed, dtype=torch.int64)
-        u = random.uniform(seeds, 0, samples.cpu(), sampling.max_tokens).to(where)  # [N, T]
+        u = random.uniform(seeds, 0, samples.cpu(), sampling.max_tokens).to(device)  # [N, T]
         slots = min(self.slots, n)
-        cache = self._room(slots, longest + sampling.max_tokens)
+        cache = self._allocate(slots, longest + sampling.max_tokens)
         state = _State(n, slots, sampling, self.pad_id, u, self.policy.model.lm_head.weight.shape[0], self._rounds)
         with precision(self.policy.model.lm_head.weight, self.policy.compute):
-            self._fill(cache, state, prompts)
+            self._decode_all(cache, state, prompts)
         t = sampling.max_tokens
         return Generation(state.token[:, :t], state.length, state.stopped, state.log_prob[:, :t])
 
     def update_weights(self, version: int) -> None:
-        """Nothing to copy: the weights are the learner's own, changed in place; graphs read them there."""
+        """Store the version. The weights are shared with the learner, which changes them in place."""
         self.version = version
 
     def sleep(self) -> None:
-        """Forget the cache, and the graphs that write there."""
+        """Free the cache, and the CUDA graphs that hold its addresses."""
         self._cache = self._rounds = None
 
     def wake(self) -> None:
-        """The next ``generate`` makes a new cache."""
+        """Do nothing, because the next ``generate`` allocates the cache."""
 
     # ---------------------------------------------------------------------------------------------------------- passes
-    def _fill(self, cache: _Cache, state: _State, prompts: Sequence[Sequence[int]]) -> None:
-        """Every response from its first token to its last."""
+    def _decode_all(self, cache: _Cache, state: _State, prompts: Sequence[Sequence[int]]) -> None:
+        """Generate all responses."""
         slots, waiting = len(state.row), list(range(len(prompts) - 1, -1, -1))
         while waiting or state.active:
             free = slots - state.active
             if waiting and (free >= max(1, int(REFILL * slots)) or not state.active or free >= len(waiting)):
                 rows = [waiting.pop() for _ in range(min(free, len(waiting)))]
-                logits = self._read(cache, state, [prompts[r] for r in rows])
+                logits = self._prefill(cache, state, [prompts[r] for r in rows])
                 state.begin(rows, [prompts[r] for r in rows])
-                first = slice(state.active - len(rows), state.active)
-                state.take(first, logits, self.decode)
+                new_slots = slice(state.active - len(rows), state.active)
+                state.append_sampled(new_slots, logits, self.decode)
             elif self._rounds is not None:
                 self._round(self._rounds, state)
             else:
-                everyone = slice(0, state.active)
-                state.take(everyone, self._step(cache, state), self.decode)
-            state.leave(cache)
-            self.tell(len(prompts) - len(waiting) - state.active, len(prompts))
+                active_slots = slice(0, state.active)
+                state.append_sampled(active_slots, self._step(cache, state), self.decode)
+            state.release_finished(cache)
+            self.progress(len(prompts) - len(waiting) - state.active, len(prompts))
 
-    def _room(self, slots: int, width: int) -> _Cache:
-        """A cache of ``slots`` rows and ``width`` tokens at least; the last one if it is."""
+    def _allocate(self, slots: int, width: int) -> _Cache:
+        """Return a cache of at least ``slots`` rows and ``width`` tokens, the existing one if it suffices."""
         static = self._is_static()
         if static:
             width = -(-(width + cuda_graphs.ROUND) // cuda_graphs.WIDTH) * cuda_graphs.WIDTH
-        kept = self._cache
-        if kept is None or kept.width < width or kept.slots < slots:
-            self._cache = self._rounds = kept = None  # before the new ones are there
-            self._cache = kept = _Cache(self.policy, slots, width)
+        cache = self._cache
+        if cache is None or cache.width < width or cache.slots < slots:
+            self._cache = self._rounds = cache = None  # free the old one first: both would not fit into memory
+            self._cache = cache = _Cache(self.policy, slots, width)
         if not static:
             self._rounds = None
         elif self._rounds is None or not self._rounds.usable():
-            self._rounds = StaticDecode(self.policy, kept.keys, kept.values)
-        return kept
+            self._rounds = StaticDecode(self.policy, cache.keys, cache.values)
+        return cache
 
     def _is_static(self) -> bool:
+        """Return whether decode steps have fixed shapes."""
         if self.static is not None:
             return self.static
         kinds = getattr(self._decoder.base.rotary_emb, "rope_type", None)
-        moving = {"dynamic", "longrope"}  # transformers looks at the positions: no graph can hold that
+        # For these types transformers branches on the positions, which a CUDA graph cannot do.
+        moving = {"dynamic", "longrope"}
         return self.policy.model.lm_head.weight.is_cuda and not moving & set(
             kinds.values() if isinstance(kinds, dict) else [kinds]
         )
@@ -188,37 +206,38 @@ class Engine:
     def _decoder(self) -> Decoder:
         return self.policy.decoder.module
 
-    def _read(self, cache: _Cache, state: _State, prompts: list[Sequence[int]]) -> Tensor:
-        """Prompts into the slots after the active ones; logits [M, V] of what follows each."""
-        several = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
-        each = max(1, READ_TOKENS[state.token.device.type] // max(len(prompt) for prompt in prompts))
+    def _prefill(self, cache: _Cache, state: _State, prompts: list[Sequence[int]]) -> Tensor:
+        """Write prompts into the slots after the active ones; return the next token's logits [M, V]."""
+        unique = [(prompt, len(list(copies))) for prompt, copies in groupby(prompts)]
+        per_pass = max(1, PREFILL_TOKENS[state.token.device.type] // max(len(prompt) for prompt in prompts))
         slot, logits = state.active, []
-        for part in (several[i : i + each] for i in range(0, len(several), each)):
+        for part in (unique[i : i + per_pass] for i in range(0, len(unique), per_pass)):
             copies = [count for _, count in part]
             rows = slice(slot, slot + sum(copies))
-            logits.append(self._read_part(cache, rows, [prompt for prompt, _ in part], copies))
+            logits.append(self._prefill_part(cache, rows, [prompt for prompt, _ in part], copies))
             slot = rows.stop
         return torch.cat(logits)
 
-    def _read_part(self, cache: _Cache, rows: slice, prompts: list[Sequence[int]], copies: list[int]) -> Tensor:
-        """Prompts, each ``copies`` times, into the slots ``rows``; logits [M, V]."""
-        where = cache.keys[0].device
-        lengths = torch.tensor([len(p) for p in prompts], device=where)
+    def _prefill_part(self, cache: _Cache, rows: slice, prompts: list[Sequence[int]], copies: list[int]) -> Tensor:
+        """Write prompts, each ``copies`` times, into the slots ``rows``; return logits [M, V]."""
+        device = cache.keys[0].device
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
         width = int(lengths.max())
-        ids = torch.tensor([[*p, *[self.pad_id] * (width - len(p))] for p in prompts], device=where)
+        ids = torch.tensor([[*p, *[self.pad_id] * (width - len(p))] for p in prompts], device=device)
         place = (lengths - 1).unsqueeze(1)
-        of = torch.arange(len(prompts), device=where).repeat_interleave(torch.tensor(copies, device=where))
-        causal = self._decoder.causal(width, place, where)
+        # [M] index of each slot's prompt
+        index = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(copies, device=device))
+        causal = self._decoder.causal(width, place, device)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache.keys[i][rows, :, :width] = k[of].to(cache.dtype)
-            cache.values[i][rows, :, :width] = v[of].to(cache.dtype)
+            cache.keys[i][rows, :, :width] = k[index].to(cache.dtype)
+            cache.values[i][rows, :, :width] = v[index].to(cache.dtype)
             return causal(i, q, k, v)
 
-        return self.policy.logits(self._decoder(ids, attend=attend, place=place)[:, 0])[of]
+        return self.policy.logits(self._decoder(ids, attend=attend, place=place)[:, 0])[index]
 
     def _step(self, cache: _Cache, state: _State) -> Tensor:
-        """One more token for every active slot; logits [A, V]."""
+        """Run one decode step of all active slots; return logits [A, V]."""
         n = state.active
         held = state.held[:n]  # tokens in the cache
         width = state.widest + 1
@@ -240,20 +259,21 @@ class Engine:
         return self.policy.logits(hidden[:, 0])
 
     def _round(self, rounds: StaticDecode, state: _State) -> None:
-        """Up to ROUND more tokens for every active slot."""
+        """Decode up to ROUND tokens in every active slot."""
         n = state.active
         row = state.row[:n]
         t = state.length[row]
         steps = min(cuda_graphs.ROUND, state.sampling.max_tokens - int(t.min()))
-        after = t.unsqueeze(1) + torch.arange(steps, device=t.device)  # beyond its end a row takes anything
+        # Steps after the end of a response are computed and dropped, so their random numbers do not matter.
+        after = t.unsqueeze(1) + torch.arange(steps, device=t.device)
         rounds.u[:n, :steps] = state.u[row.unsqueeze(1), after.clamp(max=state.sampling.max_tokens - 1)]
         token, log_prob = rounds.run(n, state.widest, steps, state.sampling)
-        state.extend(slice(0, n), token, log_prob, self.decode)
+        state.append_round(slice(0, n), token, log_prob, self.decode)
         state.widest += steps
 
 
 class _State:
-    """Where every response stands. Slots 0 .. active-1 are in use, in any order of rows."""
+    """State of all responses. Slots 0 .. active-1 are in use; ``row`` maps slots to responses."""
 
     def __init__(
         self,
@@ -265,9 +285,9 @@ class _State:
         vocabulary: int,
         rounds: StaticDecode | None,
     ) -> None:
-        """``rounds``: whose tensors hold what steps read and write; None: tensors of its own."""
+        """Create the state of ``n`` responses; with ``rounds``, its tensors hold what the CUDA graphs access."""
         self.sampling, self.pad_id, self.u = sampling, pad_id, u
-        where, spare = u.device, 0 if rounds is None else cuda_graphs.ROUND  # what a round computes after the end
+        where, spare = u.device, 0 if rounds is None else cuda_graphs.ROUND  # for tokens after the end of a response
         self.token = torch.full((n, sampling.max_tokens + spare), pad_id, dtype=torch.int64, device=where)
         self.log_prob = torch.zeros(n, sampling.max_tokens + spare, device=where)
         self.length = torch.zeros(n, dtype=torch.int64, device=where)
@@ -276,9 +296,9 @@ class _State:
         self.active = self.widest = 0
         self.row = torch.zeros(slots, dtype=torch.int64, device=where)
         self.last = torch.zeros(slots, dtype=torch.int64, device=where) if rounds is None else rounds.last
-        """Newest token of each slot, not in the cache yet."""
+        """Last token of each slot, not in the cache yet."""
         self.held = torch.zeros(slots, dtype=torch.int64, device=where) if rounds is None else rounds.held
-        """Tokens of each slot that the cache holds."""
+        """Number of tokens of each slot in the cache."""
         self.over = torch.zeros(slots, dtype=torch.bool, device=where)
         self.occurred: Tensor | None = None
         if sampling.repetition_penalty != 1.0:
@@ -286,20 +306,20 @@ class _State:
             self.occurred = own if rounds is None else rounds.remember()
 
     def begin(self, rows: list[int], prompts: list[Sequence[int]]) -> None:
-        """Rows into the slots after the active ones; the cache holds their prompts."""
-        where = slice(self.active, self.active + len(rows))
-        self.row[where] = torch.tensor(rows, device=self.row.device)
+        """Assign responses to the slots after the active ones, whose prompts are in the cache."""
+        slots = slice(self.active, self.active + len(rows))
+        self.row[slots] = torch.tensor(rows, device=self.row.device)
         lengths = [len(p) for p in prompts]
-        self.held[where] = torch.tensor(lengths, device=self.row.device)
+        self.held[slots] = torch.tensor(lengths, device=self.row.device)
         self.widest = max(self.widest, *lengths)
         if self.occurred is not None:
-            self.occurred[where] = False
+            self.occurred[slots] = False
             for slot, prompt in enumerate(prompts, start=self.active):
                 self.occurred[slot, torch.tensor(prompt, device=self.row.device)] = True
         self.active += len(rows)
 
-    def take(self, slots: slice, logits: Tensor, decode: Callable[[list[int]], str] | None) -> None:
-        """The next token of some slots, logits [M, V]; says whose response is over."""
+    def append_sampled(self, slots: slice, logits: Tensor, decode: Callable[[list[int]], str] | None) -> None:
+        """Sample and append the next token of some slots from logits [M, V]; update ``over``."""
         row = self.row[slots]
         t = self.length[row]
         occurred = None if self.occurred is None else self.occurred[slots]
@@ -311,13 +331,20 @@ class _State:
             occurred[torch.arange(len(row), device=row.device), token] = True
         stopped = torch.isin(token, self.stop_ids)
         if self.sampling.stop and decode is not None:
-            says = [self._says_stop(r, n, decode) for r, n in zip(row.tolist(), (t + 1).tolist(), strict=True)]
-            stopped |= torch.tensor(says, device=row.device)
+            lengths = (t + 1).tolist()
+            matches = [self._ends_with_stop(r, n, decode) for r, n in zip(row.tolist(), lengths, strict=True)]
+            stopped |= torch.tensor(matches, device=row.device)
         self.stopped[row] = stopped
         self.over[slots] = stopped | (t + 1 == self.sampling.max_tokens)
 
-    def extend(self, slots: slice, token: Tensor, log_prob: Tensor, decode: Callable[[list[int]], str] | None) -> None:
-        """As ``take`` of K tokens [M, K] that are chosen already; what comes after a response's end is dropped."""
+    def append_round(
+        self,
+        slots: slice,
+        token: Tensor,
+        log_prob: Tensor,
+        decode: Callable[[list[int]], str] | None,
+    ) -> None:
+        """Append K sampled tokens [M, K] and drop those after the end of a response; update ``over``."""
         row = self.row[slots].unsqueeze(1)
         t = self.length[row]  # [M, 1]
         place = t + torch.arange(token.shape[1], device=row.device)
@@ -325,10 +352,10 @@ class _State:
         stops = torch.isin(token, self.stop_ids)
         if self.sampling.stop and decode is not None:
             rows, ends = row.flatten().tolist(), (place + 1).tolist()
-            says = [[self._says_stop(r, n, decode) for n in ns] for r, ns in zip(rows, ends, strict=True)]
-            stops |= torch.tensor(says, device=row.device)
+            matches = [[self._ends_with_stop(r, n, decode) for n in ns] for r, ns in zip(rows, ends, strict=True)]
+            stops |= torch.tensor(matches, device=row.device)
         last = stops | (place + 1 >= self.sampling.max_tokens)
-        belongs = last.cumsum(1) - last.long() == 0
+        belongs = last.cumsum(1) - last.long() == 0  # [M, K] up to and including the first end
         self.token[row, place] = token.where(belongs, self.pad_id)
         self.log_prob[row, place] = log_prob.where(belongs, 0.0)
         row = row.squeeze(1)
@@ -336,14 +363,15 @@ class _State:
         self.stopped[row] = (stops & belongs).any(1)
         self.over[slots] = last.any(1)
 
-    def _says_stop(self, row: int, length: int, decode: Callable[[list[int]], str]) -> bool:
-        """Whether the last of ``length`` tokens completes a stop text; looks at as many as that can take."""
-        reach = max(len(stop.encode()) for stop in self.sampling.stop) + 8
-        text = decode(self.token[row, max(0, length - reach) : length].tolist())
+    def _ends_with_stop(self, row: int, length: int, decode: Callable[[list[int]], str]) -> bool:
+        """Return whether the last of ``length`` tokens completes a stop text."""
+        # A token is at least one byte; 8 more cover characters that span tokens.
+        window = max(len(stop.encode()) for stop in self.sampling.stop) + 8
+        text = decode(self.token[row, max(0, length - window) : length].tolist())
         return any(stop in text for stop in self.sampling.stop)
 
-    def leave(self, cache: _Cache) -> None:
-        """Slots of responses that are over are given up; the last ones in use move into their places."""
+    def release_finished(self, cache: _Cache) -> None:
+        """Free the slots of finished responses; the last active slots move into their places."""
         over = self.over[: self.active]
         count = int(over.sum())
         if not count:

@@ -1,6 +1,6 @@
-"""From logits to the next token: every rule is written here, none comes from a model's own settings.
+"""Sampling of the next token from logits. Generation settings stored with a model are not read.
 
-The order is that of the literature's tools: repetition penalty, temperature, top-k, top-p, min-p.
+The order is that of common libraries: repetition penalty, temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from embodied_ppo.core.types import ConfigError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen and when a response is over.
+    """Sampling parameters and stop conditions.
 
-    temperature         logits are divided by it; 0: the likeliest token
-    top_k, top_p, min_p only the k likeliest tokens (0: all); the likeliest that together hold probability p, at least
-                        one (1: all); those at least min_p times as likely as the likeliest (0: all)
-    repetition_penalty  logits of tokens that occurred, in prompt or response, are divided by it where positive and
-                        multiplied where negative (Keskar et al. 2019, section 4.1); 1: nothing
-    max_tokens          longest response
-    stop_ids            tokens that end a response; they belong to it
-    stop                texts that end it; the token that completes one is its last
+    temperature         divisor of the logits; 0: greedy
+    top_k               sample from the k most likely tokens; 0: all
+    top_p               sample from the most likely tokens with total probability top_p, at least one; 1: all
+    min_p               sample from tokens at least min_p times as likely as the most likely one; 0: all
+    repetition_penalty  logits of tokens that occurred in prompt or response are divided by it if positive and
+                        multiplied if negative (Keskar et al. 2019, section 4.1); 1: no penalty
+    max_tokens          maximum length of a response
+    stop_ids            tokens that end a response and belong to it
+    stop                texts that end a response; the token that completes one is the last
     """
 
     max_tokens: int
@@ -46,23 +47,29 @@ class Sampling:
             ("repetition_penalty", self.repetition_penalty > 0, "> 0 (1: none)"),
             ("stop", all(self.stop), "texts that are not empty"),
         )
-        for name, fine, limit in rules:
-            if not fine:
+        for name, is_valid, limit in rules:
+            if not is_valid:
                 raise ConfigError(f"rollout.{name} = {getattr(self, name)}: must be {limit}")
 
     @property
     def plain(self) -> bool:
-        """Whether tokens come from the temperature-scaled distribution itself, as PPO's ratio takes for granted."""
+        """Whether tokens come from the unfiltered temperature-scaled distribution, as PPO's ratio assumes."""
         filtered = self.top_k or self.top_p < 1 or self.min_p or self.repetition_penalty != 1
         return self.temperature > 0 and not filtered
 
 
 def choose(logits: Tensor, sampling: Sampling, u: Tensor, occurred: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The next token of each row and its log-probability, int64 and float32 [B].
+    """Sample the next token of each row.
 
-    logits float32 [B, V]; u float64 [B] uniform in [0, 1): the token is the first whose cumulative probability exceeds
-    u; ``occurred`` bool [B, V], for the repetition penalty. The log-probability is that of the distribution at this
-    temperature (1 where it is 0), before penalty and filters: what the learner computes.
+    Args:
+        logits: float32 [B, V].
+        sampling: Sampling parameters.
+        u: float64 [B], uniform in [0, 1); the token is the first whose cumulative probability exceeds it.
+        occurred: bool [B, V], tokens that occurred, for the repetition penalty.
+
+    Returns:
+        Tokens int64 [B], and their log-probabilities float32 [B] at the temperature (1 for greedy), before penalty
+        and filters, as the learner computes them.
     """
     scaled = logits / (sampling.temperature or 1.0)
     log_p = scaled.log_softmax(-1)
@@ -79,13 +86,15 @@ def choose(logits: Tensor, sampling: Sampling, u: Tensor, occurred: Tensor | Non
 
 
 def _filtered(scaled: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities [B, V], not normalised, 0 where a filter leaves a token out."""
+    """Return unnormalised probabilities [B, V], 0 for tokens that a filter excludes."""
     p = scaled.softmax(-1)
     if sampling.top_k and sampling.top_k < p.shape[-1]:
-        least = scaled.topk(sampling.top_k, dim=-1).values[:, -1:]
-        p = p.masked_fill(scaled < least, 0.0)
+        threshold = scaled.topk(sampling.top_k, dim=-1).values[:, -1:]
+        p = p.masked_fill(scaled < threshold, 0.0)
     if sampling.top_p < 1:
         ordered, order = p.sort(dim=-1, descending=True, stable=True)
+        # float64: the sum over a large vocabulary would lose the last bits. A token is excluded if the tokens before
+        # it have probability top_p already, so the first one always remains.
         share = ordered.double().cumsum(-1) / ordered.double().sum(-1, keepdim=True)
         ordered = ordered.masked_fill(share - ordered / ordered.sum(-1, keepdim=True) >= sampling.top_p, 0.0)
         p = torch.zeros_like(p).scatter(-1, order, ordered)
@@ -95,9 +104,9 @@ def _filtered(scaled: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _draw(p: Tensor, u: Tensor) -> Tensor:
-    """int64 [B]: the first index whose cumulative share exceeds u. p [B, V] need not add up to 1."""
+    """Return int64 [B], the first index whose cumulative share exceeds u; p [B, V] need not be normalised."""
     total = p.double().cumsum(-1)
     token = torch.searchsorted(total, (u * total[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
-    # rounding may lead one past the last token that is possible
+    # Rounding may select the index after the last token with positive probability.
     last = p.shape[-1] - 1 - (p > 0).flip(-1).int().argmax(-1)
     return token.minimum(last)

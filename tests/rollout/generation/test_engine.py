@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.causal_lm import LanguagePolicy
 from embodied_ppo.rollout.generation import cuda_graphs
-from embodied_ppo.rollout.generation.engine import READ_TOKENS, Engine, Generation, _State
+from embodied_ppo.rollout.generation.engine import PREFILL_TOKENS, Engine, Generation, _State
 from embodied_ppo.rollout.generation.sampling import Sampling, choose
 from embodied_ppo.rollout.generation.vllm import VllmEngine, response_seeds, sampling_arguments
 from tests.models.test_causal_lm import FAMILIES, make
@@ -109,9 +109,9 @@ def test_prompts_read_in_parts_change_nothing(
 ) -> None:
     """``parts``: copies of each prompt in a pass. The longest has 7 tokens: 14 are two prompts, 1 is one."""
     policy, sampling = make(), Sampling(12, stop_ids=(2, *range(30, 40)))
-    monkeypatch.setitem(READ_TOKENS, "cpu", 1 << 15)
+    monkeypatch.setitem(PREFILL_TOKENS, "cpu", 1 << 15)
     whole = engine(policy).generate(PROMPTS, sampling, seed=5)
-    monkeypatch.setitem(READ_TOKENS, "cpu", tokens)
+    monkeypatch.setitem(PREFILL_TOKENS, "cpu", tokens)
     read, found = Engine._read_part, []
 
     def note(self: Engine, cache: Any, rows: slice, prompts: Any, copies: list[int]) -> Tensor:
@@ -160,7 +160,7 @@ def test_a_stop_text_may_need_many_tokens_for_a_character() -> None:
     told = list(f"ab{stop}".encode())
     state = _State(1, 1, Sampling(30, stop=(stop,)), 0, torch.zeros(1, 30), 256, None)
     state.token[0, : len(told)] = torch.tensor(told)
-    assert state._says_stop(0, len(told), decode) and not state._says_stop(0, len(told) - 1, decode)
+    assert state._ends_with_stop(0, len(told), decode) and not state._ends_with_stop(0, len(told) - 1, decode)
 
 
 def test_new_weights_are_used_at_once() -> None:
