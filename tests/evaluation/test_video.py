@@ -155,7 +155,7 @@ def test_equal_films_are_equal_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
         shoot(tmp_path / name)
         time.sleep(1.1)  # a date in the file would differ
-    assert (tmp_path / "a" / "film.mp4").read_bytes() == (tmp_path / "b" / "film.mp4").read_bytes()
+    assert (tmp_path / "a" / "video.mp4").read_bytes() == (tmp_path / "b" / "video.mp4").read_bytes()
 
 
 @pytest.mark.parametrize(
