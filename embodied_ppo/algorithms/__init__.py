@@ -1,7 +1,8 @@
 """PPO: advantages, losses, KL penalties and the optimisation of minibatches.
 
 Belongs here: pure functions of tensors (``advantages``, ``losses``, ``kl``), the loss of one minibatch (``ppo_loss``),
-epochs over minibatches (``optimizer``), and the learners that call them.
+epochs over minibatches (``optimizer``), and the update that calls them (``learner``). ``actor_critic_learner`` and
+``separate_critic_learner`` hold what differs between robot policies and language models.
 
 Does not belong here: simulators, decoding, processes, files.
 
