@@ -41,7 +41,7 @@ LEFTOVER_S = 4 * DEADLINE_S
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: $EMBODIED_PPO_CACHE, else embodied_ppo in the user's cache directory."""
+    """Return the folder of libraries: $EMBODIED_PPO_CACHE, else embodied_ppo in the user's cache directory."""
     if named := os.environ.get("EMBODIED_PPO_CACHE"):
         return Path(named).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodied_ppo"
@@ -52,23 +52,26 @@ def _compiler() -> str:
 
 
 def _libraries() -> Path:
-    """The folder of libraries, made if need be. They run as code: RuntimeError where others can put some there."""
+    """Return the folder of libraries; create it if necessary.
+
+    Raises RuntimeError where other users can write to it, because libraries run as code.
+    """
     folder = cache_folder() / "compiled"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    told = folder.stat()
-    if told.st_uid != os.getuid():
+    status = folder.stat()
+    if status.st_uid != os.getuid():
         raise RuntimeError(
-            f"{folder} is another user's (uid {told.st_uid}); EMBODIED_PPO_CACHE names another directory"
+            f"{folder} is another user's (uid {status.st_uid}); EMBODIED_PPO_CACHE names another directory"
         )
-    if told.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise RuntimeError(
-            f"others can write in {folder} (mode {told.st_mode & 0o777:o}), and what is there runs: chmod go-w"
+            f"others can write in {folder} (mode {status.st_mode & 0o777:o}), and what is there runs: chmod go-w"
         )
     return folder
 
 
 def obstacle() -> str:
-    """Why nothing can be compiled here; "" if it can."""
+    """Return the reason why nothing can be compiled on this machine; "" if there is none."""
     if shutil.which(_compiler()) is None:
         return f"no C++ compiler ({_compiler()} is not on the path; Debian: apt-get install g++)"
     try:
@@ -81,7 +84,7 @@ def obstacle() -> str:
 
 
 def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
-    """20 hex digits over all that the library depends on: sources, torch, processor, model, options and shapes."""
+    """Return 20 hex digits of everything a library depends on: sources, torch, processor, model, options, shapes."""
     digest = hashlib.sha256()
     package = Path(embodied_ppo.__file__).parent
     sources = {*package.rglob("*.py")}
@@ -94,7 +97,7 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
         digest.update(path.read_bytes())
     words = [torch.__version__, torch.backends.cpu.get_cpu_capability(), sys.version, type(program).__qualname__]
     words += [_compiler(), repr(OPTIONS), repr({k: v for k, v in vars(program).items() if k not in parts})]
-    for name, m in modules.items():  # not repr(m): it may tell what a module has counted
+    for name, m in modules.items():  # not repr(m): it may contain counters of the module
         words.append(f"{name} {type(m).__qualname__} { {k: v for k, v in vars(m).items() if not k.startswith('_')} }")
     words += [f"{x.dtype}{tuple(x.shape)}{x.stride()}{x.device}" for x in example]
     digest.update("\n".join(words).encode())
@@ -102,7 +105,7 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
 
 
 def _all_modules(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All that it computes with, by name; those that it holds aside (``models.language.Aside``) too."""
+    """Yield all modules by name, those held outside the module tree (``causal_lm.Aside``) included."""
     for inner, m in module.named_modules(prefix=name):
         yield inner, m
         for attribute, value in vars(m).items():
@@ -150,14 +153,14 @@ def _load(path: Path) -> Function:
 
 
 class Library:
-    """A compiled program: made from the moment of construction on, in another process unless the cache has it.
+    """A compiled program; construction starts its compilation in another process unless the cache holds it.
 
-    The program maps tensors to tensors without looking at their values; it may write into its arguments. Shapes, types
-    and strides are those of the example for ever.
+    The program maps tensors to tensors without reading their values on the host; it may write into its arguments.
+    Shapes, types and strides of the arguments must be those of the example.
     """
 
     def __init__(self, program: Callable[..., Any], example: Sequence[Tensor]) -> None:
-        """``program`` is an object that pickle takes. Nothing is computed with ``example``."""
+        """Start the compilation. ``program`` must be picklable; ``example`` is read for shapes, types and strides."""
         self.path = _libraries() / f"{fingerprint(program, example)}.pt2"
         self._child: subprocess.Popen[bytes] | None = None
         self._errors = None
@@ -213,11 +216,11 @@ class Library:
         return _load(self.path)
 
     def busy(self) -> bool:
-        """Whether it is being compiled."""
+        """Return whether the compilation is in progress."""
         return self._child is not None and self._child.poll() is None
 
     def close(self) -> None:
-        """Give up a compilation under way."""
+        """Stop a compilation in progress."""
         if self._child is not None and self.busy():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
@@ -269,7 +272,7 @@ class Captured:
         self.results = [out] if isinstance(out, Tensor) else list(out)
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The results in memory of their own. An argument that is the same object as in the last call is not copied."""
+        """Return the results in new memory. An argument that is the same object as in the last call is not copied."""
         for i, x in enumerate(tensors[len(tensors) - len(self.arguments) :]):
             if x is not self.last[i]:
                 self.arguments[i].copy_(x)
@@ -279,28 +282,34 @@ class Captured:
 
 
 class CompileSchedule:
-    """A program that runs compiled from one update on, and before that not: the same update in every repetition.
+    """Switch a program to compiled code at a fixed update; on a GPU the code is a CUDA graph.
 
-    So no result depends on what the cache holds or how long the compiler takes. On a GPU it becomes a CUDA graph.
+    The update is fixed so that no result depends on what the cache holds or how long the compiler takes.
     """
 
     waiting = 0
-    """How many wait for their compiler right now, in the whole process."""
+    """Number of schedules in this process that are waiting for their compiler."""
 
     def __init__(
         self, since: int | None, *, required: bool = False, notice: Callable[[str], None] = lambda text: None
     ) -> None:
-        """``since``: the first update of compiled code; None: there is none. ``notice`` hears why it cannot be had,
-        unless it is ``required``: then that is a TrainingError."""
+        """Create a schedule.
+
+        Args:
+            since: the first update that uses compiled code. None: never.
+            required: whether a failure to compile is a TrainingError; otherwise ``notice`` receives the reason.
+        """
         self.since, self.required, self.notice = since, required, notice
         self.captures = False
-        """Whether the function is a CUDA graph."""
+        """Whether the compiled function is a CUDA graph."""
         self._library: Library | None = None
         self._function: Function | None = None
 
     def get(self, update: int, make: Callable[[], Example]) -> Function | None:
-        """The compiled function in ``update``, None before its time; the first call begins to compile what ``make``
-        answers."""
+        """Return the compiled function for ``update``, None before it is due.
+
+        The first call starts the compilation of the example that ``make`` returns.
+        """
         if self.since is None or self._function is not None:
             return self._function
         try:
@@ -312,7 +321,7 @@ class CompileSchedule:
                     return self._function
                 self._library = Library(example.program, [*example.state, *example.arguments])
             if update >= self.since:
-                CompileSchedule.waiting += 1  # before it is said: an interrupt that answers the notice ends the wait
+                CompileSchedule.waiting += 1  # before the notice: an interrupt in response to it must end the wait
                 try:
                     if self._library.busy():
                         self.notice(f"compile: waiting for the compiler, once; the result stays in {cache_folder()}")
@@ -332,7 +341,7 @@ class CompileSchedule:
 
 
 class _Program(nn.Module):
-    """What torch.export wants: a module."""
+    """A graph as the module that torch.export needs."""
 
     def __init__(self, graph: nn.Module) -> None:
         super().__init__()
@@ -343,12 +352,12 @@ class _Program(nn.Module):
 
 
 def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) -> None:
-    """Trace ``program`` (its backward pass included), compile it and put the library at ``path``."""
+    """Trace ``program`` (its backward pass included), compile it and write the library to ``path``."""
     import torch._inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs that want the same: the second finds it done
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two runs that need the same library, the second loads it
         if _intact(path):
             return
         example = [torch.zeros_like(x, device="cpu") if x.device.type == "meta" else x for x in example]
@@ -359,7 +368,7 @@ def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) ->
             exported = torch.export.export(_Program(graph), tuple(example), strict=False)
         temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
         torch._inductor.aoti_compile_and_package(exported, package_path=str(temporary), inductor_configs=OPTIONS)
-        _load(temporary)  # nothing that does not load is kept
+        _load(temporary)  # a library that does not load is not kept
         # The checksum first: between the two lines the library counts as damaged, never the other way round.
         _checksum_file(path).write_text(_checksum(temporary))
         temporary.replace(path)
