@@ -344,7 +344,7 @@ def test_one_may_act_alone_with_whole_weights_and_changes_nothing(processes: Pro
     (other, none), *_ = processes(acting_alone, folder, False)
     assert none is None and all(torch.equal(x, other[name]) for name, x in state.items())
     alone, rollouts = learner_of("tokens, one by one", folder, {}, {}, Ranks())
-    alone.module.load_state_dict(state)
+    alone.optimizer.model.load_state_dict(state)
     t = tree.map(lambda x: x.chunk(processes.world, dim=1)[0], rollouts[2])
     d = alone.policy.act(
         alone.policy.encode(tree.index(t.obs, 0)), noise=alone.policy.noise(len(t.mask[0]), _seeded(2))
