@@ -343,6 +343,7 @@ class Policy(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights and all other state of the policy."""
+        ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
         """Restore the result of ``state_dict``."""
@@ -449,6 +450,7 @@ class System(Protocol):
 
     def update(self, experience: Any, *, update: int) -> Metrics:
         """Update the learner with the result of ``collect``."""
+        ...
 
     def publish(self, version: int) -> None:
         """Copy the learner's weights to every policy process, bit for bit."""

@@ -74,7 +74,7 @@ def time_messages(action: Tensor, answer: Mapping[str, Any]) -> dict[str, float]
     def serve() -> None:
         for i in range(2 * repeats):
             connection, message = exchange.receive()
-            connection.send(Message("step", message.to, {}, small if i < repeats else large))
+            connection.send(Message("step", message.target, {}, small if i < repeats else large))
 
     server = threading.Thread(target=serve, daemon=True)
     server.start()

@@ -36,4 +36,4 @@ def main(run_dir: str = "runs/example", updates: int = 30) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/example")

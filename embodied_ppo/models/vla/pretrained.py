@@ -64,6 +64,7 @@ class Body(Protocol):
     @property
     def recompute(self) -> bool:
         """Whether activations are recomputed in the backward pass."""
+        ...
 
     @recompute.setter
     def recompute(self, value: bool) -> None: ...
@@ -75,6 +76,7 @@ class Body(Protocol):
 
     def vision_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that turn images into visual tokens."""
+        ...
 
     def new_parameters(self) -> list[nn.Parameter]:
         """Return parameters that the published model does not have; they are trained beside
@@ -84,24 +86,30 @@ class Body(Protocol):
 
     def prompts(self, sentences: Sequence[str]) -> Prompts:
         """Tokenise one prompt per sentence."""
+        ...
 
     def encode_images(self, images: Tensor) -> dict[str, Tensor]:
         """Return the visual tokens of images uint8 [B, K, 3, H, W]."""
+        ...
 
     def read(self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor) -> Any:
         """Embed a prompt with its visual tokens."""
 
-    def hidden(self, context: Any, bins: Tensor | None) -> Tensor:
+    def hidden(self, context: Any, bins: Tensor | None, /) -> Tensor:
         """Return the hidden states [B, C·A, D] before each action token, with gradient."""
+        ...
 
-    def start(self, context: Any) -> tuple[Tensor, Any]:
+    def start(self, context: Any, /) -> tuple[Tensor, Any]:
         """Return the hidden states [B, D] before the first action token, and the state of ``next``."""
+        ...
 
     def next(self, bins: Tensor, state: Any) -> Tensor:
         """Append ``bins`` int64 [B] and return the hidden states [B, D] before the next token."""
+        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the action tokens, float32 [.., K]."""
+        ...
 
     def write(self, folder: Path) -> None:
         """Write the model in the format of its directory."""
