@@ -383,7 +383,7 @@ def test_a_current_folder_that_is_gone(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert main.main(["train", "experiment=cartpole"]) == 2
     finally:
         os.chdir(here)
-    assert capsys.readouterr().err == "error: the current folder has been deleted; change to one that is there\n"
+    assert capsys.readouterr().err == "error: the current folder has been deleted; change to an existing one\n"
 
 
 def test_refusals_of_a_real_process() -> None:

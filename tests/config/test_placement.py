@@ -112,7 +112,7 @@ BAD: list[tuple[Any, Hardware, str]] = [
      C + " = {env,rollout,actor: {devices: 0-1, processes: 100000000000000000000}}: processes = 100000000000000000000 "
      "are more than 1024 on a device; write processes: 2"),
     ({"env,rollout,actor": {"node": ["sim"]}}, TWO_NODES,
-     C + " = {env,rollout,actor: {node: [sim]}}: no node bears the label ['sim']; did you mean sim? labels: sim, train "
+     C + " = {env,rollout,actor: {node: [sim]}}: no node bears the label ['sim']; labels: sim, train "
      "(cluster.node_groups)"),
     ({"env,rollout,actor": {"node": "simm"}}, TWO_NODES,
      C + " = {env,rollout,actor: {node: simm}}: no node bears the label simm; did you mean sim? labels: sim, train "

@@ -4,7 +4,7 @@
 not change (memory, time, files, text, placement) and the options of the other commands, and requires an entry for
 each option of the schema. ``docs/options_effects.md`` is the table as a page; to write it again:
 
-    python -m tests.integration.test_option_effects
+    PYTHONPATH=tests python -m tests.integration.test_option_effects
 """
 
 from __future__ import annotations
@@ -691,7 +691,9 @@ def test_two_values_differ(option: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tests.integration.test_option_effects"
+    assert PAGE.read_text(encoding="utf-8") == page(), (
+        "run: PYTHONPATH=tests python -m tests.integration.test_option_effects"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- page
@@ -710,7 +712,7 @@ def page() -> str:
         "[tests/integration/test_option_effects.py](../tests/integration/test_option_effects.py), "
         "[tests/integration/test_options.py](../tests/integration/test_options.py) and "
         "[tests/integration/test_options_language.py](../tests/integration/test_options_language.py). "
-        "This page is written from their tables by `python -m tests.integration.test_option_effects`; "
+        "This page is written from their tables by `PYTHONPATH=tests python -m tests.integration.test_option_effects`; "
         "a new option without an entry fails the tests.",
     ]
 

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ SEES = {**EYE, "env.cameras": ["eye"], "env.image_size": 40}
 TOKENS = {**SEES, "env.action_chunk": 2, "model.policy": "token", "model.width": 16, "model.bins": 8}
 GAUSSIAN = {**{k: x for k, x in TOKENS.items() if k != "model.bins"}, "model.policy": "gaussian"}
 FLOW = {**GAUSSIAN, "model.policy": "flow"}
-ROOT = Path(os.environ["EMBODIED_PPO_CACHE"]) / "published"
+ROOT = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "published"
 FEW = {"env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 8, "updates": 1}
 VLM = {**SEES, **FEW, "model.policy": "token", "model.checkpoint": str(ROOT / "smolvlm"), "model.bins": 16}
 OPENVLA = {**VLM, "model.checkpoint": str(ROOT / "openvla"), "model.unnorm_key": "slow"}

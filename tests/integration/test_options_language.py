@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,7 +27,7 @@ from embodied_ppo.modes.registry import mode
 from embodied_ppo.rewards import reward_model
 from embodied_ppo.training.logging import numbers
 
-FILES = Path(os.environ["EMBODIED_PPO_CACHE"]) / "options_language"
+FILES = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "options_language"
 """Graders, prompts, tokenizers and models that the fixture ``files`` writes; removed with the tests' cache."""
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "qwen2",

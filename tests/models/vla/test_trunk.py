@@ -72,7 +72,8 @@ def test_evaluate_reproduces_act_for_any_micro_batch(family: str, options: dict[
             cuts = [slice(i, i + size) for i in range(0, B, size)]
             parts = [policy.evaluate(tree.index(inputs, c), d.action[c], tree.index(d.replay, c)) for c in cuts]
             log_prob, value = (torch.cat([getattr(p, k) for p in parts]) for k in ("log_prob", "value"))
-            assert (log_prob - d.log_prob).abs().max() < 1e-5 and (value - d.value).abs().max() < 1e-5
+            assert torch.allclose(log_prob, d.log_prob, rtol=1e-5, atol=1e-5)
+            assert (value - d.value).abs().max() < 1e-5
             entropy = torch.cat([p.entropy for p in parts])
             assert entropy.shape == (B, C, A) and bool(entropy.isfinite().all())
         assert (policy.value(inputs) - d.value).abs().max() < 1e-5

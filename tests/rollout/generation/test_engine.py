@@ -112,13 +112,13 @@ def test_prompts_read_in_parts_change_nothing(
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", 1 << 15)
     whole = engine(policy).generate(PROMPTS, sampling, seed=5)
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", tokens)
-    read, found = Engine._read_part, []
+    read, found = Engine._prefill_part, []
 
     def note(self: Engine, cache: Any, rows: slice, prompts: Any, copies: list[int]) -> Tensor:
         found.append(copies)
         return read(self, cache, rows, prompts, copies)
 
-    monkeypatch.setattr(Engine, "_read_part", note)
+    monkeypatch.setattr(Engine, "_prefill_part", note)
     assert equal(engine(policy).generate(PROMPTS, sampling, seed=5), whole)
     assert found == parts
 
