@@ -99,7 +99,7 @@ class TokenBudgetCutter:
     On a CPU that is faster than packing rows into one. The result does not depend on the budget.
 
     Attributes:
-        columns: sequences in one minibatch.
+        columns: sequences in one minibatch, of all ranks together.
         tokens: limit of a micro-batch, padding included; at least one row. None: no limit.
         max_columns: limit of the sequences in a micro-batch. None: no limit.
     """
@@ -109,7 +109,7 @@ class TokenBudgetCutter:
     max_columns: int | None
 
     def minibatch_size(self, batch: Batch, world: int) -> int:
-        return self.columns
+        return self.columns // world
 
     def micro_batches(self, minibatch: Batch, ranks: Ranks) -> Iterator[Batch]:
         """Yield columns sorted by length and trimmed, within both limits."""

@@ -373,7 +373,7 @@ def loader_of(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
     defaults = OmegaConf.create(strict.dump(Config()))  # for interpolations of a sweep
 
     class Loader(ConfigLoaderImpl):
-        """Accept options that no YAML file has: ``strict`` decides which options exist."""
+        """Accept options that no YAML file has: ``loader`` decides which options exist."""
 
         def load_configuration(self, config_name: str | None, overrides: list[str], *rest: Any, **more: Any) -> Any:
             return super().load_configuration(config_name, _forced(overrides, self), *rest, **more)

@@ -93,6 +93,23 @@ def test_the_number_of_ranks_changes_no_number(case: str, world: int) -> None:
             assert other[tag] == pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True), tag
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_minibatch_has_the_configured_size_over_all_ranks(world: int) -> None:
+    config = replace(BASE, global_batch_size=N // 2, update_epoch=1)
+    learners = [learner(config, columns=N // 2, critic_columns=N // 2) for _ in range(world)]
+    trajectory = experience(learners[0].policy)
+
+    def work(ranks: Ranks) -> list[float]:
+        x = learners[ranks.rank]
+        x.optimizer.ranks = critic_of(x).optimizer.ranks = ranks
+        part = tree.map(lambda t: t.chunk(world, dim=1)[ranks.rank].contiguous(), trajectory)
+        x.update(part, update=0)
+        optimizers = (x.optimizer.adamw, critic_of(x).optimizer.adamw)
+        return [float(next(iter(o.state.values()))["step"]) for o in optimizers]
+
+    assert together(world, work) == [[2.0, 2.0]] * world  # two minibatches of N / 2 sequences
+
+
 # ------------------------------------------------------------------------------------------------------ other processes
 @contextmanager
 def serving(services: ModelService) -> Iterator[Client]:
