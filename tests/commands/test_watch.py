@@ -475,7 +475,7 @@ def test_bad_input_is_one_line_with_the_cure(tmp_path: Path, serve: Any, capsys:
             f"{tmp_path}/none: is not a run and contains none (metrics.jsonl is missing); name a run",
         ),
         ([tmp_path, "--port", port], f"--port {port}: is in use; name another port, or leave it out"),
-        ([tmp_path, "--port", 70000], "--port 70000: is not from 0 to 65535; leave it out for a free one"),
+        ([tmp_path, "--port", 70000], "--port 70000: is not from 0 to 65535; leave it out for a free port"),
         ([tmp_path, "--port", "x"], "argument --port: invalid int value: 'x'; see embodied-ppo watch --help"),
         ([tmp_path, "--prot", 1], "unrecognized arguments: --prot 1; did you mean --port?"),
     ):
