@@ -167,7 +167,7 @@ def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 KILLED = """
 import os, sys, torch
-sys.path.append({tests!r})
+sys.path += [{root!r}, {root!r} + "/tests"]
 from tests.core.test_compile import Double
 from embodied_ppo.core import compile as compiled
 library = compiled.Library(Double("killed"), [torch.zeros(5)] * 2)
@@ -187,7 +187,7 @@ def test_a_run_that_is_killed_leaves_no_compiler_and_no_folder(tmp_path: Path) -
         folder.mkdir(parents=True)
     os.utime(old, (0, 0))
     environment = os.environ | {"EMBODIED_PPO_CACHE": str(cache), "CXX": str(compiler)}
-    script = KILLED.format(tests=str(Path(__file__).parents[2]))
+    script = KILLED.format(root=str(Path(__file__).parents[2]))
     run = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     pid, work = run.stdout.readline().split()
@@ -204,7 +204,7 @@ def test_a_run_that_is_killed_leaves_no_compiler_and_no_folder(tmp_path: Path) -
 
 def test_a_compilation_has_a_time_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the run waits: the compiling process ends itself and what it started."""
-    monkeypatch.setattr(compile, "__name__", "test_compiled")  # the module whose entry the process runs
+    monkeypatch.setattr(compile, "__name__", "tests.core.test_compile")  # the module whose entry the process runs
     x = torch.zeros(7)
     library = compile.Library(Double("slow"), [x, x])
     with pytest.raises(RuntimeError, match=r"the compiler failed \(TimeoutError: not compiled after 0\.1 s\)"):
