@@ -232,7 +232,7 @@ def test_the_recipe_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([*ROBOT, "--devices", "0"], "0 is no number >= 1"),
+        ([*ROBOT, "--devices", "0"], "0 is not an integer >= 1"),
         ([*ROBOT, "--devices", "1000000000"], "cluster.devices_per_node = 1000000000 devices, more than 16384"),
         (ROBOT, "the following arguments are required: --devices"),
         ([*ROBOT, "--devices", "1", "--out", "small.yaml"], "write --out my_configs/experiment/small.yaml"),
