@@ -39,7 +39,7 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     rows = [["weights travel by", counts]]
     for name, value in plan["facts"].items():
         if isinstance(value, list):
-            rows.append([name, ", ".join(value) or "nobody"])
+            rows.append([name, ", ".join(value) or "none"])
         else:
             rows.append([name, f"{value:,}"])
     output.table(rows)
