@@ -472,8 +472,8 @@ def export(
     if trained.model.checkpoint is None or trained.model.policy != "token":
         raise ConfigError(
             f"checkpoint={source.path.name}: is a robot policy (model.policy={trained.model.policy}); export writes "
-            "language models, and robot policies with model.policy=token and model.checkpoint. docs/tutorial.md, "
-            f"section 6, loads {source.path / checkpoint.POLICY} in a script"
+            "language models, and model.policy=token with model.checkpoint. docs/tutorial.md, section 6, loads "
+            f"{source.path / checkpoint.POLICY}"
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out={out}: is not an empty directory; name a new one")
