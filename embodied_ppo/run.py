@@ -19,7 +19,13 @@ from embodied_ppo.config import batch_sizes, loader, placement, validation
 from embodied_ppo.config.batch_sizes import total_updates
 from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig
 from embodied_ppo.core import watchdog
-from embodied_ppo.core.types import CheckpointError, ConfigError, EnvError, ProcessLost, TrainingError
+from embodied_ppo.core.types import (
+    CheckpointError,
+    ConfigError,
+    EnvError,
+    ProcessLost,
+    TrainingError,
+)
 from embodied_ppo.imitation import expert_demos
 from embodied_ppo.modes.base import (
     RunComponents,
@@ -49,15 +55,18 @@ DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 """Errors of a disk that is full, over quota, read-only or broken."""
 
 
-# -------------------------------------------------------------------------------------------------------------- train
-def train(config: Config, *, explicit: Any = (), quiet: bool = False, since_s: float = 0.0) -> dict[str, Any]:
+# -------------------------------------------------------------------------------------------- train
+def train(
+    config: Config, *, explicit: Any = (), quiet: bool = False, since_s: float = 0.0
+) -> dict[str, Any]:
     """Train as configured; return the content of ``summary.json``.
 
     Args:
         explicit: Options that the user set, for messages about options without effect.
         quiet: Whether progress is not shown.
-        since_s: Age of this process, in seconds, at the beginning of the run, from which ``startup_s`` is counted.
-            Later runs of a process, as in a sweep, do not count the time of earlier ones.
+        since_s: Age of this process, in seconds, at the beginning of the run, from which
+            ``startup_s`` is counted. Later runs of a process, as in a sweep, do not count the time
+            of earlier ones.
 
     Raises:
         ConfigError, EnvError, CheckpointError: Before anything is written.
@@ -68,7 +77,8 @@ def train(config: Config, *, explicit: Any = (), quiet: bool = False, since_s: f
 
 
 def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
-    """Clone the demonstrations of ``config.cloning`` without PPO: save, evaluate and report the clone.
+    """Clone the demonstrations of ``config.cloning`` without PPO: save, evaluate and report the
+    clone.
 
     Arguments, result and exceptions: as of ``train``.
     """
@@ -88,7 +98,8 @@ def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
             f"resume={config.resume} run_dir=NEW",
         ),
         (
-            config.run_dir is not None and bool(checkpoint.steps(Path(config.run_dir) / "checkpoints")),
+            config.run_dir is not None
+            and bool(checkpoint.steps(Path(config.run_dir) / "checkpoints")),
             f"run_dir={config.run_dir}: holds a run already; name another, or go on with PPO: embodied-ppo train "
             f"resume={config.run_dir} run_dir=NEW",
         ),
@@ -99,7 +110,9 @@ def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
     return _start(config, explicit, quiet, imitate=True)
 
 
-def _start(config: Config, explicit: Any, quiet: bool, *, imitate: bool, since_s: float = 0.0) -> dict[str, Any]:
+def _start(
+    config: Config, explicit: Any, quiet: bool, *, imitate: bool, since_s: float = 0.0
+) -> dict[str, Any]:
     """Open the run directory and the checkpoint to resume, then run; ``imitate``: clone only."""
     watchdog.forget()  # in a sweep, the calls of the previous run
     validation.check(config, explicit)
@@ -194,7 +207,13 @@ def _train(
             replace_text(run_dir / "config.yaml", text)
             if task is not None:
                 task.saved(run_dir)
-            log = Log(run_dir, total_updates=updates, first_update=first, unit=components.system.unit, quiet=quiet)
+            log = Log(
+                run_dir,
+                total_updates=updates,
+                first_update=first,
+                unit=components.system.unit,
+                quiet=quiet,
+            )
         except OSError as error:
             components.system.close()
             if error.errno not in DISK:
@@ -221,12 +240,16 @@ def _train(
                         first = source.update if source is not None else 0
                         log.rewind(first)
                         log.say(f"goes on after update {first}")
-                    return _run(config, components, log, first=first, updates=updates, since_s=since_s)
+                    return _run(
+                        config, components, log, first=first, updates=updates, since_s=since_s
+                    )
                 except ProcessLost as error:
                     lost += 1
                     if lost > config.cluster.max_restarts:
                         raise
-                    log.say(f"{error}\nrebuilding, {lost} of {config.cluster.max_restarts} (cluster.max_restarts)")
+                    log.say(
+                        f"{error}\nrebuilding, {lost} of {config.cluster.max_restarts} (cluster.max_restarts)"
+                    )
                     components.system.close()
         except Exception as error:  # of any kind: the log records why the run ended; raised again
             log.say(f"failed: {type(error).__name__}: {error}")
@@ -247,7 +270,9 @@ def _train(
 
 
 def _finished(run_dir: Path, source: checkpoint.Checkpoint, updates: int) -> dict[str, Any] | None:
-    """Return the summary of a run that has all its updates; None where some are left, or it has no report."""
+    """Return the summary of a run that has all its updates; None where some are left, or it has no
+    report.
+    """
     if source.update < updates or source.path.parent != (run_dir / "checkpoints").resolve():
         return None
     try:
@@ -258,7 +283,10 @@ def _finished(run_dir: Path, source: checkpoint.Checkpoint, updates: int) -> dic
 
 
 def _build(request: RunRequest, stack: ExitStack) -> RunComponents:
-    """Build the system in this process or in workers. Raises ConfigError, EnvError, PlacementError."""
+    """Build the system in this process or in workers.
+
+    Raises ConfigError, EnvError, PlacementError.
+    """
     config, device = request.config, request.device
     implementation = mode(config)
     plan = implementation.plan(config, device)
@@ -329,12 +357,16 @@ def _run(
                 timer=timer,
                 after_first=after_first,
             )
-            if system.result is None and not outcome.interrupted:  # a finished run resumed: nothing was trained
+            if (
+                system.result is None and not outcome.interrupted
+            ):  # a finished run resumed: nothing was trained
                 with timer("evaluate"):
                     system.evaluate(first)
         except KeyboardInterrupt:
             log.say(
-                f"interrupted; saved: {system.saved}; continue with resume={run_dir}" if system.saved else "interrupted"
+                f"interrupted; saved: {system.saved}; continue with resume={run_dir}"
+                if system.saved
+                else "interrupted"
             )
             raise SystemExit(130) from None
     train_s, cpu_s = timer.total(loop.TRAINING)
@@ -349,7 +381,9 @@ def _run(
     split.pop("process")
     split["other"] = total - sum(split.values())
     if outcome.interrupted:
-        log.say(f"interrupted after update {outcome.updates}; saved {system.saved}; continue with resume={run_dir}")
+        log.say(
+            f"interrupted after update {outcome.updates}; saved {system.saved}; continue with resume={run_dir}"
+        )
         raise SystemExit(130)
     assert system.saved is not None and system.result is not None
     final = numbers(system.result.metrics())
@@ -366,7 +400,9 @@ def _run(
         "train_s": round(train_s, 3),
         "cpu_s": round(cpu_s, 3),
         f"cpu_us_per_{one}": round(total / counted * 1e6, 2),
-        f"cpu_us_per_{one}_by_phase": {phase: round(s / counted * 1e6, 2) for phase, s in split.items()},
+        f"cpu_us_per_{one}_by_phase": {
+            phase: round(s / counted * 1e6, 2) for phase, s in split.items()
+        },
         f"{many}_per_s": round(trained / max(train_s, 1e-9), 1),
         "peak_rss_mb": round(peak_rss_mb(), 1),
         "initial_return": before.get("eval/return"),
@@ -387,7 +423,9 @@ def _run(
 
 def _conclude(config: Config, summary: dict[str, Any], log: Log, results: Sequence[str]) -> None:
     """Write summary.json, and its ``results`` beside the options in TensorBoard."""
-    log.hyper_parameters(loader.flat(loader.relevant(config)), {f"hparam/{name}": summary[name] for name in results})
+    log.hyper_parameters(
+        loader.flat(loader.relevant(config)), {f"hparam/{name}": summary[name] for name in results}
+    )
     replace_text(log.run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
 
 
@@ -402,7 +440,9 @@ def _save_clone(config: Config, components: RunComponents, log: Log) -> dict[str
             with timer("evaluate"):
                 metrics = system.evaluate(0)
         except KeyboardInterrupt:
-            log.say(f"interrupted; saved: {system.saved}; measure it with evaluate checkpoint={run_dir}")
+            log.say(
+                f"interrupted; saved: {system.saved}; measure it with evaluate checkpoint={run_dir}"
+            )
             raise SystemExit(130) from None
     log.metrics(metrics, update=0, steps=0)
     final = numbers(metrics)
@@ -427,9 +467,12 @@ def _save_clone(config: Config, components: RunComponents, log: Log) -> dict[str
     return summary
 
 
-# --------------------------------------------------------------------------------------------------------------- plan
+# --------------------------------------------------------------------------------------------- plan
 def place(config: Config, device: torch.device) -> placement.Plan:
-    """Return where the roles of a run are; in one process: all on one device. Raises ConfigError, PlacementError."""
+    """Return where the roles of a run are; in one process: all on one device.
+
+    Raises ConfigError, PlacementError.
+    """
     implementation = mode(config)
     plan = implementation.plan(config, device)
     return implementation.plan_on_one_device(config, device) if plan is None else plan
@@ -448,7 +491,9 @@ def planned(config: Config) -> dict[str, Any]:
     return {
         "devices": plan.rows(),
         "memory": placement.memory_rows(plan, needs),
-        "weights": {f"rollout rank {i}": plan.weights_path(i) for i in range(plan.processes("rollout"))},
+        "weights": {
+            f"rollout rank {i}": plan.weights_path(i) for i in range(plan.processes("rollout"))
+        },
         "facts": {
             "takes turns": [text for text in turns if not text.endswith("with ")],
             **mode(config).facts(config, plan),
@@ -456,7 +501,7 @@ def planned(config: Config) -> dict[str, Any]:
     }
 
 
-# -------------------------------------------------------------------------------------------------------------- demos
+# -------------------------------------------------------------------------------------------- demos
 def demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
     """Record demonstrations of the scripted expert; return their number and success rate.
 
@@ -495,7 +540,7 @@ def demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------------- evaluate
+# ----------------------------------------------------------------------------------------- evaluate
 def open_run(path: str) -> tuple[checkpoint.Checkpoint, Path, Config]:
     """Return a verified checkpoint, the directory of its run, and the options it was trained with.
 
@@ -504,9 +549,17 @@ def open_run(path: str) -> tuple[checkpoint.Checkpoint, Path, Config]:
         ConfigError: Its options are not of this version.
     """
     source = checkpoint.open_checkpoint(path)
-    run_dir = source.path.parent.parent if source.path.parent.name == "checkpoints" else source.path.parent
+    run_dir = (
+        source.path.parent.parent
+        if source.path.parent.name == "checkpoints"
+        else source.path.parent
+    )
     options = {**stored_options(source), "resume": None}
-    return source, run_dir, loader.load(Config, options, source=f"{loader.STORED}, {source.path / checkpoint.CONFIG}")
+    return (
+        source,
+        run_dir,
+        loader.load(Config, options, source=f"{loader.STORED}, {source.path / checkpoint.CONFIG}"),
+    )
 
 
 def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
@@ -518,8 +571,11 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
     source, run_dir, trained = open_run(config.checkpoint)
     validation.check_evaluation(config, trained.mode, explicit)
     device, progress = select_device(config.device, config.threads), Progress(quiet)
-    evaluator = mode(trained).evaluator(config, trained, source, run_dir=run_dir, device=device, say=progress.say)
-    # The folder's name has a digest of the options that change the result, so that reports do not overwrite each other.
+    evaluator = mode(trained).evaluator(
+        config, trained, source, run_dir=run_dir, device=device, say=progress.say
+    )
+    # The folder's name has a digest of the options that change the result, so that reports do not
+    # overwrite each other.
     default, free = (
         loader.dump(EvaluateConfig()),
         ("checkpoint", "episodes", "seed", "num_envs", "out", "device", "threads"),
@@ -534,14 +590,17 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"out={out}: cannot be written ({error.strerror}); name another directory") from error
+        raise ConfigError(
+            f"out={out}: cannot be written ({error.strerror}); name another directory"
+        ) from error
     with progress:
         results = evaluator(out, progress.advance)
     return {"checkpoint": str(source.path), "episodes": config.episodes, **results}
 
 
 def export(path: str, out: str) -> dict[str, Any]:
-    """Write a checkpoint of a language model, or of a model of action tokens, in its published layout.
+    """Write a checkpoint of a language model, or of a model of action tokens, in its published
+    layout.
 
     Raises:
         CheckpointError, ConfigError, EnvError: The model has no such layout, or cannot be written.

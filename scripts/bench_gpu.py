@@ -1,12 +1,14 @@
-"""Everything about a GPU in one command: the tests that need one, then training speed on it and on the CPU, as a table.
+"""Everything about a GPU in one command: the tests that need one, then training speed on it and on
+the CPU, as a table.
 
     python scripts/bench_gpu.py
 
-The first table's simulators are EnvPool's, on the CPU, so it shows acting and learning: wall-clock ms of an update, by
-phase. The second is simulation on the GPU: control steps of all worlds per second, of bare physics and of the task.
-The third is a language model of Qwen2.5-0.5B's shape with random weights; the others are vision-language-action models
-(``bench_gpu_vla.py``). The last is one experiment with its roles in one process, and in three that take turns on the
-same device. ``--tiny`` runs these alone, small, anywhere.
+The first table's simulators are EnvPool's, on the CPU, so it shows acting and learning: wall-clock
+ms of an update, by phase. The second is simulation on the GPU: control steps of all worlds per
+second, of bare physics and of the task. The third is a language model of Qwen2.5-0.5B's shape with
+random weights; the others are vision-language-action models (``bench_gpu_vla.py``). The last is one
+experiment with its roles in one process, and in three that take turns on the same device.
+``--tiny`` runs these alone, small, anywhere.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ SETTINGS = {
     "bench_fast": [],
     "bench_classic": [],
     "bench_wide": [],
-    "bench_wide, 1024 environments": ["env.num_envs=1024", "algorithm.global_batch_size=16384", "env.num_threads=0"],
+    "bench_wide, 1024 environments": [
+        "env.num_envs=1024",
+        "algorithm.global_batch_size=16384",
+        "env.num_threads=0",
+    ],
 }
 
 WORLDS: list[tuple[str, int, dict[str, Any]]] = [
@@ -56,7 +62,13 @@ WORLDS: list[tuple[str, int, dict[str, Any]]] = [
 def train(name: str, words: list[str], device: str, compile_: str) -> dict[str, float]:
     """Mean wall seconds of a phase over the second half of 40 updates."""
     with tempfile.TemporaryDirectory() as folder:
-        options = [f"experiment={name.split(',')[0]}", *words, f"device={device}", f"compile={compile_}", "updates=40"]
+        options = [
+            f"experiment={name.split(',')[0]}",
+            *words,
+            f"device={device}",
+            f"compile={compile_}",
+            "updates=40",
+        ]
         options += [f"run_dir={folder}/run", "evaluation.episodes=1", "evaluation.video_episodes=0"]
         command = [sys.executable, "-m", "embodied_ppo.commands.main", "train", "--quiet", *options]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -64,7 +76,10 @@ def train(name: str, words: list[str], device: str, compile_: str) -> dict[str, 
             raise SystemExit(f"{' '.join(options)}\n{done.stderr[-2000:]}")
         with open(f"{folder}/run/metrics.jsonl") as f:
             rows = [json.loads(line) for line in f][-20:]
-    return {phase: sum(row[f"time/{phase}_s"] for row in rows) / len(rows) for phase in ("collect", "update")}
+    return {
+        phase: sum(row[f"time/{phase}_s"] for row in rows) / len(rows)
+        for phase in ("collect", "update")
+    }
 
 
 PLACES = {
@@ -75,14 +90,32 @@ PLACES = {
 
 
 def place(device: str, words: Sequence[str]) -> None:
-    """Prints the table of one experiment in several placements; means of the second half of 10 updates."""
-    print("\n| placement | update s | swap s | idle share of the device | peak memory of a process, GiB |")
+    """Prints the table of one experiment in several placements; means of the second half of 10
+    updates.
+    """
+    print(
+        "\n| placement | update s | swap s | idle share of the device | peak memory of a process, GiB |"
+    )
     print("|---|---|---|---|---|")
     for name, where in PLACES.items():
         with tempfile.TemporaryDirectory() as folder:
-            options = [*words, *where, f"device={device}", "updates=10", f"run_dir={folder}/run", "cloning.steps=0"]
+            options = [
+                *words,
+                *where,
+                f"device={device}",
+                "updates=10",
+                f"run_dir={folder}/run",
+                "cloning.steps=0",
+            ]
             options += ["evaluation.episodes=1", "evaluation.video_episodes=0"]
-            command = [sys.executable, "-m", "embodied_ppo.commands.main", "train", "--quiet", *options]
+            command = [
+                sys.executable,
+                "-m",
+                "embodied_ppo.commands.main",
+                "train",
+                "--quiet",
+                *options,
+            ]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"{' '.join(options)}\n{done.stderr[-2000:]}")
@@ -94,7 +127,10 @@ def place(device: str, words: Sequence[str]) -> None:
         peaks = {tag: mean[tag] for tag in mean if tag.startswith("memory/") and tag.endswith(kind)}
         memory = ", ".join(f"{tag[7 : -len(kind)] or 'all'} {x:.2f}" for tag, x in peaks.items())
         idle = f"{mean['device/idle']:.2f}" if where else "-"
-        print(f"| {name} | {whole:.3f} | {mean.get('time/swap_s', 0.0):.3f} | {idle} | {memory or '-'} |", flush=True)
+        print(
+            f"| {name} | {whole:.3f} | {mean.get('time/swap_s', 0.0):.3f} | {idle} | {memory or '-'} |",
+            flush=True,
+        )
 
 
 def rate(call: Callable[[], Any], calls: int = 100) -> float:
@@ -112,7 +148,9 @@ def rate(call: Callable[[], Any], calls: int = 100) -> float:
 
 def simulate(id: str, num_envs: int, **options: Any) -> tuple[float, float]:
     """World steps per second of physics alone, and of the whole environment with random actions."""
-    env: Any = embodied_envs.make(id, num_envs=num_envs, seeds=list(range(num_envs)), device="cuda", **options)
+    env: Any = embodied_envs.make(
+        id, num_envs=num_envs, seeds=list(range(num_envs)), device="cuda", **options
+    )
     env.reset()
     action = torch.rand(num_envs, env.action_spec.size, device="cuda") * 2 - 1
     whole = rate(lambda: env.step(action))
@@ -123,10 +161,12 @@ def simulate(id: str, num_envs: int, **options: Any) -> tuple[float, float]:
     return bare * num_envs, whole * num_envs
 
 
-# ------------------------------------------------------------------------------------------------------ language model
+# ----------------------------------------------------------------------------------- language model
 @dataclass(frozen=True)
 class Shape:
-    """Of a model (Qwen2, tied) and what it does: prompts of ``prompt`` tokens, ``new`` more of each."""
+    """Of a model (Qwen2, tied) and what it does: prompts of ``prompt`` tokens, ``new`` more of
+    each.
+    """
 
     hidden: int = 896
     layers: int = 24
@@ -154,8 +194,10 @@ class Shape:
         return causal_lm.load(None, fields, what="bench", dtype=torch.bfloat16, device=device)
 
     def flops(self, decoder: Decoder, lengths: Tensor, responses: Tensor) -> float:
-        """Of a forward and backward pass over rows of ``lengths`` [N] tokens, whose last ``responses`` [N] are scored:
-        6 · weights · tokens, and of each layer's attention 6 · length² · hidden; nothing is counted twice."""
+        """Of a forward and backward pass over rows of ``lengths`` [N] tokens, whose last
+        ``responses`` [N] are scored: 6 · weights · tokens, and of each layer's attention 6 ·
+        length² · hidden; nothing is counted twice.
+        """
         weights = sum(p.numel() for p in decoder.layers.parameters())
         head = self.vocabulary * self.hidden
         attention = self.layers * float((lengths.double() ** 2).sum()) * self.hidden
@@ -179,7 +221,9 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def decode_ms(policy: LanguagePolicy, shape: Shape, prompts: Sequence[Sequence[int]], static: bool) -> float:
+def decode_ms(
+    policy: LanguagePolicy, shape: Shape, prompts: Sequence[Sequence[int]], static: bool
+) -> float:
     """Of one decode step of all prompts, reading them left out; graphs are recorded before."""
     engine = Engine(policy, slots=shape.prompts, pad_id=0, static=static)
     few = max(2, shape.new // 16)
@@ -212,8 +256,12 @@ class Even:
     def close(self) -> None: ...
 
 
-def ppo_s(policy: LanguagePolicy, shape: Shape, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Of the parts of one PPO step, the second one: as many optimiser steps as four minibatches and an epoch give."""
+def ppo_s(
+    policy: LanguagePolicy, shape: Shape, prompts: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """Of the parts of one PPO step, the second one: as many optimiser steps as four minibatches and
+    an epoch give.
+    """
     where = policy.model.lm_head.weight.device
     critic = LanguageCritic(shape.model(str(where)))
     c = AlgorithmConfig(adv_type="gae", gamma=1.0, gae_lambda=1.0, update_epoch=1, lr=1e-6)
@@ -225,21 +273,31 @@ def ppo_s(policy: LanguagePolicy, shape: Shape, prompts: Sequence[Sequence[int]]
         "seed": 0,
     }
     values = LocalCritic(critic, c, **same)
-    learner = separate_critic_learner(policy, values, c, recompute=True, num_sequences=shape.prompts, **same)
+    learner = separate_critic_learner(
+        policy, values, c, recompute=True, num_sequences=shape.prompts, **same
+    )
     engine = Engine(policy, slots=shape.prompts, pad_id=0)
     tasks = [Prompt(tuple(p), "", "", "bench", {}, i) for i, p in enumerate(prompts)]
     text = lambda ids: "x" * len(ids)  # noqa: E731
-    sampling = Sampling(shape.new, stop_ids=tuple(range(0, shape.vocabulary, shape.new)))  # half as long on average
-    rollout = ReasoningRollout(tasks, engine, Even(), text, batch=shape.prompts, sampling=sampling, pad_id=0, seed=0)
+    sampling = Sampling(
+        shape.new, stop_ids=tuple(range(0, shape.vocabulary, shape.new))
+    )  # half as long on average
+    rollout = ReasoningRollout(
+        tasks, engine, Even(), text, batch=shape.prompts, sampling=sampling, pad_id=0, seed=0
+    )
     found: dict[str, float] = {}
     for update in range(2):
         made: list[Any] = []
-        collect = lambda u=update, m=made: m.append(rollout.collect(shape.new, update=u, version=u)[0])  # noqa: E731
+        collect = lambda u=update, m=made: m.append(
+            rollout.collect(shape.new, update=u, version=u)[0]
+        )  # noqa: E731
         prepare = lambda m=made: m.append(learner._prepare(m[0])[0])  # noqa: E731
         found["generate"] = seconds(collect)
         found["values, log-probabilities, advantages"] = seconds(prepare)
         for name, optimizer in (("critic", values.optimizer), ("actor", learner.optimizer)):
-            optimize = lambda d=optimizer, m=made, u=update: d.optimize(m[1], u, critic_only=False, entropy_coef=0.0)  # noqa: E731
+            optimize = lambda d=optimizer, m=made, u=update: d.optimize(
+                m[1], u, critic_only=False, entropy_coef=0.0
+            )  # noqa: E731
             found[name] = seconds(optimize)
     return found
 
@@ -252,10 +310,18 @@ def speak(shape: Shape, device: str) -> None:
     prompts = torch.randint(0, shape.vocabulary, (shape.prompts, shape.prompt)).tolist()
     print("\n| language model | |\n|---|---|")
     for static in (True, False):
-        how = "fixed shapes" + (", CUDA graphs" if cuda else "") if static else "as many rows and keys as there are"
-        print(f"| decode step, {shape.prompts} responses, {how} | {decode_ms(policy, shape, prompts, static):.2f} ms |")
+        how = (
+            "fixed shapes" + (", CUDA graphs" if cuda else "")
+            if static
+            else "as many rows and keys as there are"
+        )
+        print(
+            f"| decode step, {shape.prompts} responses, {how} | {decode_ms(policy, shape, prompts, static):.2f} ms |"
+        )
     rows = min(shape.prompts, max(1, shape.micro_tokens // (shape.prompt + shape.new)))
-    lengths = torch.linspace(shape.prompt + shape.new // 4, shape.prompt + shape.new - 1, rows).long()
+    lengths = torch.linspace(
+        shape.prompt + shape.new // 4, shape.prompt + shape.new - 1, rows
+    ).long()
     responses = lengths - shape.prompt + 1
     ids = torch.randint(0, shape.vocabulary, (rows, shape.prompt + shape.new), device=device)
     place = torch.arange(shape.new) + shape.prompt - 1
@@ -263,7 +329,9 @@ def speak(shape: Shape, device: str) -> None:
     took = train_s(policy, ids, place)
     flops = shape.flops(policy.decoder.module, lengths, responses)
     share = flops / took / PEAK
-    print(f"| forward and backward, {int(lengths.sum())} tokens | {took * 1e3:.1f} ms, {share:.1%} of peak |")
+    print(
+        f"| forward and backward, {int(lengths.sum())} tokens | {took * 1e3:.1f} ms, {share:.1%} of peak |"
+    )
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     for name, s in ppo_s(policy, shape, prompts).items():
@@ -274,26 +342,50 @@ def speak(shape: Shape, device: str) -> None:
 
 def see(*options: str) -> int:
     """Vision-language-action models; 0 where all was measured."""
-    return subprocess.run([sys.executable, Path(__file__).with_name("bench_gpu_vla.py"), *options]).returncode
+    return subprocess.run(
+        [sys.executable, Path(__file__).with_name("bench_gpu_vla.py"), *options]
+    ).returncode
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="the models' parts alone, small; needs no GPU")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="the models' parts alone, small; needs no GPU"
+    )
     if parser.parse_args().tiny:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         speak(TINY, device)
-        place(device, ["experiment=bench_wide", "compile=never", "env.num_envs=64", "algorithm.global_batch_size=512"])
+        place(
+            device,
+            [
+                "experiment=bench_wide",
+                "compile=never",
+                "env.num_envs=64",
+                "algorithm.global_batch_size=512",
+            ],
+        )
         sys.exit(see("--tiny"))
     if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device: nothing to measure (docs/gpu.md says what has not been run)")
+        raise SystemExit(
+            "no CUDA device: nothing to measure (docs/gpu.md says what has not been run)"
+        )
     tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-rs"])
-    print(f"tests that need a GPU: {'passed' if tests.returncode == 0 else 'FAILED'}; {torch.cuda.get_device_name()}")
+    print(
+        f"tests that need a GPU: {'passed' if tests.returncode == 0 else 'FAILED'}; {torch.cuda.get_device_name()}"
+    )
     print("| experiment | device | compiled | collect ms | update ms |\n|---|---|---|---|---|")
     for name, words in SETTINGS.items():
         for device, compile_ in (("cpu", "always"), ("cuda", "never"), ("cuda", "always")):
             t = train(name, words, device, compile_)
-            cells = [name, device, compile_, f"{t['collect'] * 1e3:.1f}", f"{t['update'] * 1e3:.1f}"]
+            cells = [
+                name,
+                device,
+                compile_,
+                f"{t['collect'] * 1e3:.1f}",
+                f"{t['update'] * 1e3:.1f}",
+            ]
             print("| " + " | ".join(cells) + " |", flush=True)
     seen = see()  # while this process holds no memory of the GPU
     print("\n| task | worlds | physics, steps/s | environment, steps/s |\n|---|---|---|---|")

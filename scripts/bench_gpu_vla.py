@@ -1,20 +1,25 @@
-"""Vision-language-action models of published size, random weights, beside 32 rendered simulators on one GPU.
+"""Vision-language-action models of published size, random weights, beside 32 rendered simulators on
+one GPU.
 
     python scripts/bench_gpu_vla.py [--tiny] [--part NAME]
 
-Our own rollout and learner run updates of PPO on Tabletop (pictures of 224 x 224; MuJoCo and OpenGL on the host):
+Our own rollout and learner run updates of PPO on Tabletop (pictures of 224 x 224; MuJoCo and OpenGL
+on the host):
 
     oft           OpenVLA-OFT's shape, 7.5 G, chunks of 8 actions in parallel, adapters of rank 32
-    pi0_frozen    π0's shape, 3.2 G, its expert trained; prefixes kept through the epochs, and computed anew
+    pi0_frozen    π0's shape, 3.2 G, its expert trained; prefixes kept through the epochs, and
+    computed anew
     pi0_trained   π0, everything trained
 
-Each part is a process of its own, prints a table and one line of JSON; what cannot be measured is named in both and
-takes nothing else along. Nothing depends on what weights say, so random ones measure speed and memory as any; success
-is not looked at. ``--tiny``: small models, also without a GPU.
+Each part is a process of its own, prints a table and one line of JSON; what cannot be measured is
+named in both and takes nothing else along. Nothing depends on what weights say, so random ones
+measure speed and memory as any; success is not looked at. ``--tiny``: small models, also without a
+GPU.
 
-Predicted memory is from shapes, before the first update: parameters, their gradients and AdamW's moments; trajectory
-and prefixes; and of a micro-batch what lives at most, by running forward and backward pass on tensors without contents.
-Operations are those of the models' mathematics, 2 for each weight and token: what is computed again is no work done.
+Predicted memory is from shapes, before the first update: parameters, their gradients and AdamW's
+moments; trajectory and prefixes; and of a micro-batch what lives at most, by running forward and
+backward pass on tensors without contents. Operations are those of the models' mathematics, 2 for
+each weight and token: what is computed again is no work done.
 """
 
 from __future__ import annotations
@@ -64,12 +69,13 @@ STAGE = 1 << 28
 """float32 numbers of host memory that offloading goes through: 1 GiB."""
 
 
-# -------------------------------------------------------------------------------------------------------------- shapes
+# ------------------------------------------------------------------------------------------- shapes
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What an update is made of.
 
-    horizon     decisions of each environment          epochs, minibatch, micro   see AlgorithmConfig
+    horizon     decisions of each environment          epochs, minibatch, micro   see
+    AlgorithmConfig
     chunk       actions of a decision                  side   of a picture, pixels
     recompute   activations are computed twice
     """
@@ -100,10 +106,19 @@ def openvla_config(actions: int, *, tiny: bool) -> OpenVLAConfig:
     """``actions``: A."""
     stats = {"q01": [-1.0] * actions, "q99": [1.0] * actions}
     rest: dict[str, Any] = {"norm_stats": {"bench": {"action": stats}}}
-    text: dict[str, Any] = {"vocab_size": 32064, "pad_token_id": 32000, "max_position_embeddings": 2048}
+    text: dict[str, Any] = {
+        "vocab_size": 32064,
+        "pad_token_id": 32000,
+        "max_position_embeddings": 2048,
+    }
     if not tiny:
         return OpenVLAConfig(text=text, **rest)
-    text |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text |= {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     dino = TowerConfig(hidden_size=16, layers=3, heads=2, intermediate_size=64, patch_size=7)
     siglip = TowerConfig(hidden_size=24, layers=4, heads=3, intermediate_size=40, patch_size=7)
     return OpenVLAConfig(text=text, dino=dino, siglip=siglip, image_size=28, **rest)
@@ -115,14 +130,31 @@ def pi0_config(*, tiny: bool) -> Any:
 
     if not tiny:
         return PI0Config(**pi0_files.lerobot_fields({}))
-    gemma = {"model_type": "gemma", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1}
+    gemma = {
+        "model_type": "gemma",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+    }
     gemma |= {"head_dim": 8, "vocab_size": 300}
     vision = pi0_files.SIGLIP | {"hidden_size": 32, "intermediate_size": 64, "patch_size": 8}
-    vision |= {"image_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 64}
-    vlm = {"model_type": "paligemma", "projection_dim": 64, "image_token_id": 300, "vision_config": vision}
+    vision |= {
+        "image_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "projection_dim": 64,
+    }
+    vlm = {
+        "model_type": "paligemma",
+        "projection_dim": 64,
+        "image_token_id": 300,
+        "vision_config": vision,
+    }
     vlm["text_config"] = gemma | {"hidden_size": 64, "intermediate_size": 128}
     expert = gemma | {"hidden_size": 32, "intermediate_size": 64}
-    return PI0Config(vlm_config=vlm, dit_config=expert, chunk_size=6, max_state_dim=32, max_action_dim=8)
+    return PI0Config(
+        vlm_config=vlm, dit_config=expert, chunk_size=6, max_state_dim=32, max_action_dim=8
+    )
 
 
 def words(sentence: str) -> list[int]:
@@ -133,14 +165,20 @@ def words(sentence: str) -> list[int]:
 class NewOpenVLA(CheckpointVLA):
     """Of new weights, made where they are to be; otherwise as one that a directory holds."""
 
-    def __init__(self, body: OpenVLAConfig, device: torch.device, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, body: OpenVLAConfig, device: torch.device, *args: Any, **options: Any
+    ) -> None:
         self._new = (body, device)
         super().__init__(*args, **options)
 
     def _open(self, config: ModelConfig) -> Any:
         sizes, device = self._new
         self.actions = ActionTokens.of(sizes)
-        return OpenVLA(OpenVLABody(sizes, dtype=self.dtype, device=device), words, actions=self.chunk * self.size)
+        return OpenVLA(
+            OpenVLABody(sizes, dtype=self.dtype, device=device),
+            words,
+            actions=self.chunk * self.size,
+        )
 
 
 def make_policy(part: str, env: VectorEnv, work: Work, *, tiny: bool) -> CheckpointVLA | PI0:
@@ -162,12 +200,16 @@ def make_policy(part: str, env: VectorEnv, work: Work, *, tiny: bool) -> Checkpo
     sizes = openvla_config(box.size // work.chunk, tiny=tiny)
     with tempfile.TemporaryDirectory() as folder:  # adapters rest on a directory
         (Path(folder) / "config.json").write_text(json.dumps(write_config(sizes)))
-        config = ModelConfig(policy="token", checkpoint=folder, lora_rank=4 if tiny else 32, **common)
-        policy = NewOpenVLA(sizes, env.device, env.obs_spec, box, config, chunk=work.chunk, sentences=sentences)
+        config = ModelConfig(
+            policy="token", checkpoint=folder, lora_rank=4 if tiny else 32, **common
+        )
+        policy = NewOpenVLA(
+            sizes, env.device, env.obs_spec, box, config, chunk=work.chunk, sentences=sentences
+        )
     return policy.to(env.device)
 
 
-# ---------------------------------------------------------------------------------------------------------- operations
+# --------------------------------------------------------------------------------------- operations
 def linear(modules: Iterable[nn.Module], *, adapters: bool = False) -> int:
     """Weights that a token is multiplied with: of adapters, or of all else."""
     return sum(
@@ -188,9 +230,11 @@ class Operations:
 
 
 def openvla_operations(policy: CheckpointVLA) -> Operations:
-    """S tokens of a row, Q of which predict. Forward: 2 weights S + 4 S² D in each layer; of the last one Q queries.
+    """S tokens of a row, Q of which predict. Forward: 2 weights S + 4 S² D in each layer; of the
+    last one Q queries.
 
-    Backward: as much again for what tokens are, and once more for weights that are trained, the adapters.
+    Backward: as much again for what tokens are, and once more for weights that are trained, the
+    adapters.
     """
     body: OpenVLABody = policy.body.body
     config, llama = body.config, body.language_model.model
@@ -224,7 +268,10 @@ def openvla_operations(policy: CheckpointVLA) -> Operations:
 
 
 def pi0_operations(policy: PI0) -> Operations:
-    """P tokens of the prefix, H + 1 of the expert, which see all. Training runs one step of the expert's."""
+    """P tokens of the prefix, H + 1 of the expert, which see all.
+
+    Training runs one step of the expert's.
+    """
     vlm: Any = policy.trunk.vlm
     expert: Any = policy.expert
     text, vision = vlm.config.text_config, vlm.config.vision_config
@@ -236,12 +283,15 @@ def pi0_operations(policy: PI0) -> Operations:
     p = patches * looks + policy.trunk.table.shape[1]
     layers, width = vlm.language_model.layers, text.num_attention_heads * text.head_dim
     words = 2 * linear(layers) * p + 4 * p * p * width * len(layers)
-    # the prefix' own outputs are for the value, which changes no feature: of the last layer only keys learn
+    # the prefix' own outputs are for the value, which changes no feature: of the last layer only
+    # keys learn
     a = layers[-1].self_attn
     idle = 2 * (linear([layers[-1]]) - linear([a.k_proj, a.v_proj])) * p + 4 * p * p * width
     h = policy.horizon
     embed: Any = policy.embed
-    step = 2 * (linear(expert.layers) * (h + 1) + linear([embed]) * h + linear([policy.velocity]) * h)
+    step = 2 * (
+        linear(expert.layers) * (h + 1) + linear([embed]) * h + linear([policy.velocity]) * h
+    )
     step -= 2 * linear([embed.state_proj]) * (h - 1)
     step += 4 * (h + 1) * (p + h + 1) * width * len(layers)
     value = 2.0 * linear([policy.value_head])
@@ -256,7 +306,7 @@ def operations(policy: CheckpointVLA | PI0) -> Operations:
     return pi0_operations(policy) if isinstance(policy, PI0) else openvla_operations(policy)
 
 
-# ------------------------------------------------------------------------------------------------------------- measure
+# ------------------------------------------------------------------------------------------ measure
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -299,10 +349,14 @@ def pieces(tensors: Iterable[Tensor], room: int) -> Iterator[list[Tensor]]:
         yield group
 
 
-def offload_s(tensors: Sequence[Tensor], device: torch.device, room: int = STAGE) -> tuple[float, float]:
-    """Of float32 tensors to pinned host memory, and of the way back. They go through ``room`` numbers of it, so that
-    the host need not hold them; between the two they are overwritten."""
-    stage = torch.empty(min(room, sum(x.numel() for x in tensors)), pin_memory=device.type == "cuda")
+def offload_s(
+    tensors: Sequence[Tensor], device: torch.device, room: int = STAGE
+) -> tuple[float, float]:
+    """Of float32 tensors to pinned host memory, and of the way back. They go through ``room``
+    numbers of it, so that the host need not hold them; between the two they are overwritten."""
+    stage = torch.empty(
+        min(room, sum(x.numel() for x in tensors)), pin_memory=device.type == "cuda"
+    )
     there = back = 0.0
     for group in pieces(tensors, room):
         host = stage[: sum(x.numel() for x in group)].split([x.numel() for x in group])
@@ -356,7 +410,8 @@ def named(table: dict[str, float]) -> float | None:
 class Measured:
     """Of the second update, seconds.
 
-    simulate   steps and pictures                      act, train   the policy's and the learner's part
+    simulate   steps and pictures                      act, train   the policy's and the learner's
+    part
     tflops     of training, per second                 difference   see ``difference``
     peak       bytes at most within an update, None without a GPU
     """
@@ -372,7 +427,11 @@ class Measured:
 
 
 def measure(
-    work: Work, env: VectorEnv, policy: CheckpointVLA | PI0, learner: Learner, failures: dict[str, str]
+    work: Work,
+    env: VectorEnv,
+    policy: CheckpointVLA | PI0,
+    learner: Learner,
+    failures: dict[str, str],
 ) -> Measured:
     """Two updates."""
     device = env.device
@@ -386,9 +445,14 @@ def measure(
     for update in range(2):
         told.clear()
         watched.spent = 0.0
-        collect = seconds(lambda u=update: told.append(rollout.collect(work.horizon, update=u, version=u)[0]), device)
+        collect = seconds(
+            lambda u=update: told.append(rollout.collect(work.horizon, update=u, version=u)[0]),
+            device,
+        )
         if update == 0:
-            memory = attempt(lambda: predicted(policy, learner, env.device, told[0]), failures, "predicted")
+            memory = attempt(
+                lambda: predicted(policy, learner, env.device, told[0]), failures, "predicted"
+            )
         apart = attempt(lambda: difference(policy, learner, told[0]), failures, "difference")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -399,7 +463,14 @@ def measure(
     kept = isinstance(policy, PI0) and policy.frozen and rows <= policy.most_rows()
     done = rows * (work.epochs * ops.learn + ops.once * (1 if kept else work.epochs))
     return Measured(
-        rows, watched.spent, collect - watched.spent, train, done / train / 1e12, apart, memory, peak or None
+        rows,
+        watched.spent,
+        collect - watched.spent,
+        train,
+        done / train / 1e12,
+        apart,
+        memory,
+        peak or None,
     )
 
 
@@ -433,8 +504,16 @@ def run(part: str, *, tiny: bool) -> dict[str, Any]:
         gamma=0.998,
     )
     learner = actor_critic_learner(policy, config, num_envs=work.num_envs, updates=8, seed=0)
-    found: dict[str, Any] = {"part": part, "tiny": tiny, "torch": torch.__version__, "build_s": build}
-    found |= {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "work": asdict(work)}
+    found: dict[str, Any] = {
+        "part": part,
+        "tiny": tiny,
+        "torch": torch.__version__,
+        "build_s": build,
+    }
+    found |= {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "work": asdict(work),
+    }
     found["parameters"] = sum(p.numel() for p in policy.parameters())
     found["trained"] = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     failures: dict[str, str] = {}
@@ -453,7 +532,12 @@ def run(part: str, *, tiny: bool) -> dict[str, Any]:
     env.close()
     parameters = [p for group in learner.optimizer.adamw.param_groups for p in group["params"]]
     moved = [p for p in parameters if p in learner.optimizer.adamw.state]
-    moved += [x for p in list(moved) for key, x in learner.optimizer.adamw.state[p].items() if key != "step"]
+    moved += [
+        x
+        for p in list(moved)
+        for key, x in learner.optimizer.adamw.state[p].items()
+        if key != "step"
+    ]
     found["bytes"] = {"second set": 2 * found["parameters"], "masters and moments": nbytes(moved)}
     found["second_set_s"] = attempt(lambda: copy_s(policy, device), failures, "second set")
     found["offload_s"] = attempt(lambda: offload_s(moved, device), failures, "offload")
@@ -480,17 +564,30 @@ def print_table(part: str, mode: str, found: dict[str, Any], x: Measured) -> Non
         rows.append((f"{name}, {x.decisions} decisions", f"{s:.3f} s"))
     told = f"{x.tflops:.3g} TFLOP/s"
     if peak is not None:
-        told += f", {x.tflops * 1e12 / peak:.1%} of the data sheet's {peak / 1e12:.0f} (target: 45 %)"
-        told += f", {x.tflops * 1e12 / below:.1%} of {below / 1e12:.0f} measured" if below is not None else ""
+        told += (
+            f", {x.tflops * 1e12 / peak:.1%} of the data sheet's {peak / 1e12:.0f} (target: 45 %)"
+        )
+        told += (
+            f", {x.tflops * 1e12 / below:.1%} of {below / 1e12:.0f} measured"
+            if below is not None
+            else ""
+        )
     rows.append(("train, the model's operations", told))
     if x.difference is not None:
-        rows.append(("largest difference of log-probabilities, acting and learning", f"{x.difference:.3g}"))
+        rows.append(
+            ("largest difference of log-probabilities, acting and learning", f"{x.difference:.3g}")
+        )
     if x.peak is not None:
         rows.append(("peak memory of an update", f"{x.peak * gb:.1f} GB"))
         if x.predicted is not None:
             parts = ", ".join(f"{name} {size * gb:.1f}" for name, size in vars(x.predicted).items())
             off = x.predicted.total / x.peak - 1
-            rows.append(("predicted", f"{x.predicted.total * gb:.1f} GB, {off:+.1%} (target: within 10 %): {parts}"))
+            rows.append(
+                (
+                    "predicted",
+                    f"{x.predicted.total * gb:.1f} GB, {off:+.1%} (target: within 10 %): {parts}",
+                )
+            )
     print_rows(rows)
 
 
@@ -509,7 +606,9 @@ def print_copies(found: dict[str, Any]) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tiny", action="store_true", help="small models; needs no GPU")
     parser.add_argument("--part", choices=PARTS, help="this one alone, in this process")
     asked = parser.parse_args(words)

@@ -1,11 +1,13 @@
-"""Response tokens per CPU second: of whole PPO updates by phase, and of generation next to transformers' generate.
+"""Response tokens per CPU second: of whole PPO updates by phase, and of generation next to
+transformers' generate.
 
     python scripts/bench_language.py [any.option=value ...]          (options go to the training)
 
-Training is the user's own command, `embodied-ppo train experiment=arithmetic` (256 prompts, minibatches of 128, two
-epochs, a model of 0.5 M parameters and its critic), eager and with compiled minibatches, in float32 and bfloat16; its
-summary.json holds the same figures. Generation: 4 layers of 256, 256 prompts of 16 tokens, responses of about 16 tokens
-(geometric) and at most 64; the two take turns. One thread.
+Training is the user's own command, `embodied-ppo train experiment=arithmetic` (256 prompts,
+minibatches of 128, two epochs, a model of 0.5 M parameters and its critic), eager and with compiled
+minibatches, in float32 and bfloat16; its summary.json holds the same figures. Generation: 4 layers
+of 256, 256 prompts of 16 tokens, responses of about 16 tokens (geometric) and at most 64; the two
+take turns. One thread.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from embodied_ppo.rollout.generation.sampling import Sampling
 ROUNDS = 9
 LONGEST = 64
 ENDS = (2, 3, 4, 5)
-"""4 of 64 tokens end a response: one in 16 does, since a new model likes all tokens about equally."""
+"""4 of 64 tokens end a response: one in 16 does, since a new model likes all tokens about equally.
+"""
 MODEL: dict[str, Any] = {
     "model_type": "qwen2",
     "vocab_size": 64,
@@ -60,7 +63,9 @@ def train(words: list[str]) -> dict[str, Any]:
             "--json",
             f"run_dir={folder}/run",
         ]
-        done = subprocess.run([*command, "experiment=arithmetic", "eval_every=0", *words], capture_output=True)
+        done = subprocess.run(
+            [*command, "experiment=arithmetic", "eval_every=0", *words], capture_output=True
+        )
         if done.returncode:
             raise SystemExit(done.stderr.decode())
     return json.loads(done.stdout)
@@ -104,8 +109,12 @@ def generation() -> list[tuple[float, float]]:
 def main() -> None:
     torch.set_num_threads(1)
     words = sys.argv[1:]
-    print(f"PPO, response tokens per CPU second; {' '.join(words) or 'as shipped'}; torch {torch.__version__}")
-    print("| minibatches | tokens per CPU second | CPU us per token by phase | accuracy before | after | MB |")
+    print(
+        f"PPO, response tokens per CPU second; {' '.join(words) or 'as shipped'}; torch {torch.__version__}"
+    )
+    print(
+        "| minibatches | tokens per CPU second | CPU us per token by phase | accuracy before | after | MB |"
+    )
     print("|---" * 6 + "|")
     half = ["actor.model.dtype=bfloat16", "critic.model.dtype=bfloat16"]
     for name, options in (
@@ -115,10 +124,16 @@ def main() -> None:
         ("compiled, bfloat16", ["compile=always", *half]),
     ):
         s = train([*options, *words])
-        phases = ", ".join(f"{phase} {us:.0f}" for phase, us in s["cpu_us_per_token_by_phase"].items())
+        phases = ", ".join(
+            f"{phase} {us:.0f}" for phase, us in s["cpu_us_per_token_by_phase"].items()
+        )
         speed = f"{1e6 / s['cpu_us_per_token']:,.0f}"
         cells = [name, speed, phases]
-        cells += [f"{s['initial_success']:.3f}", f"{s['final_success']:.3f}", f"{s['peak_rss_mb']:.0f}"]
+        cells += [
+            f"{s['initial_success']:.3f}",
+            f"{s['final_success']:.3f}",
+            f"{s['peak_rss_mb']:.0f}",
+        ]
         print("| " + " | ".join(cells) + " |", flush=True)
     print("\nGeneration, useful tokens per CPU second, round by round")
     print("| ours | transformers' generate | ratio |\n|---|---|---|")

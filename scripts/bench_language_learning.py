@@ -1,10 +1,12 @@
-"""Train the language experiments over several seeds, as shipped and with one thing changed: docs/results/language.json.
+"""Train the language experiments over several seeds, as shipped and with one thing changed:
+docs/results/language.json.
 
     python scripts/bench_language_learning.py --seeds 3 --jobs 2          (all variants)
     python scripts/bench_language_learning.py arithmetic scratchpad       (some)
 
-Each run is the user's own command; its accuracy is that of greedy responses to 1,000 held-out prompts. A new result
-replaces the one of the same variant and seed. CPU seconds are of PPO alone, one thread.
+Each run is the user's own command; its accuracy is that of greedy responses to 1,000 held-out
+prompts. A new result replaces the one of the same variant and seed. CPU seconds are of PPO alone,
+one thread.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def run(variant: str, seed: int, more: list[str]) -> dict[str, Any]:
         words.insert(0, "experiment=arithmetic")
     words += [f"seed={seed}", *more]
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -66,12 +70,20 @@ def run(variant: str, seed: int, more: list[str]) -> dict[str, Any]:
         done = subprocess.run([*command, *words], env=env, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(words)}: exit {done.returncode}\n{done.stderr[-2000:]}")
-        rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+        ]
     s = json.loads(done.stdout)
     accuracy = {row["update"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
     known = {k: s[k] for k in ("updates", "tokens", "cpu_s", "cpu_us_per_token", "config_hash")}
     who = {"variant": variant, "seed": seed, "command": "embodied-ppo train " + " ".join(words)}
-    return who | {"commit": commit.stdout.strip(), "date": date.today().isoformat()} | known | {"accuracy": accuracy}
+    return (
+        who
+        | {"commit": commit.stdout.strip(), "date": date.today().isoformat()}
+        | known
+        | {"accuracy": accuracy}
+    )
 
 
 def load() -> list[dict[str, Any]]:
@@ -95,11 +107,15 @@ def table() -> None:
         curves = [list(e["accuracy"].values()) for e in entries]
         before, after = (", ".join(f"{c[i]:.3f}" for c in curves) for i in (0, -1))
         cpu = statistics.median(e["cpu_s"] for e in entries)
-        print(f"| {name} | {before} | {after} | {statistics.median(c[-1] for c in curves):.3f} | {cpu:.0f} |")
+        print(
+            f"| {name} | {before} | {after} | {statistics.median(c[-1] for c in curves):.3f} | {cpu:.0f} |"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("variants", nargs="*", help=f"of: {', '.join(VARIANTS)}")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
@@ -111,7 +127,11 @@ def main() -> None:
             entry = future.result()
             save(entry)
             after = list(entry["accuracy"].values())[-1]
-            print(f"{entry['variant']}, seed {entry['seed']}: {after:.3f}", file=sys.stderr, flush=True)
+            print(
+                f"{entry['variant']}, seed {entry['seed']}: {after:.3f}",
+                file=sys.stderr,
+                flush=True,
+            )
     table()
 
 

@@ -1,14 +1,15 @@
-"""What placements cost: an environment's round trip, stages that overlap, a run fused over Ray against local, and what
-the driver and each process hold as processes become more.
+"""What placements cost: an environment's round trip, stages that overlap, a run fused over Ray
+against local, and what the driver and each process hold as processes become more.
 
     python scripts/bench_placement.py [--json FILE] [--rounds 3] [--processes 2 4 8 16]
 
-Round trip: an action goes to simulators in another process and their step comes back, 256 x 64 floats and 256 pictures
-of 64 x 64, over one machine's TCP; least and median of 1,000. Stages: a simulator and a policy that take 20 ms each (a
-slice half of it); milliseconds a step with one stage and with two. Fused: `experiment=bench_wide`, 60 updates, runs
-taking turns; medians of the seconds of an update. Processes: CartPole, 4 environments for each, `placement=fused` and
-`disaggregated`, on CPU slots whatever the number of cores; after 5 updates what is held, and over 20 more the driver's
-CPU time and bytes (TCP, both ways).
+Round trip: an action goes to simulators in another process and their step comes back, 256 x 64
+floats and 256 pictures of 64 x 64, over one machine's TCP; least and median of 1,000. Stages: a
+simulator and a policy that take 20 ms each (a slice half of it); milliseconds a step with one stage
+and with two. Fused: `experiment=bench_wide`, 60 updates, runs taking turns; medians of the seconds
+of an update. Processes: CartPole, 4 environments for each, `placement=fused` and `disaggregated`,
+on CPU slots whatever the number of cores; after 5 updates what is held, and over 20 more the
+driver's CPU time and bytes (TCP, both ways).
 """
 
 from __future__ import annotations
@@ -138,7 +139,9 @@ def measure() -> dict[str, float]:
         staged.collect(5, update=0, version=0)
         start = time.perf_counter()
         staged.collect(50, update=1, version=0)
-        found[f"20 ms + 20 ms, {stages} stage{'s' * (stages > 1)}, ms a step"] = (time.perf_counter() - start) * 20
+        found[f"20 ms + 20 ms, {stages} stage{'s' * (stages > 1)}, ms a step"] = (
+            time.perf_counter() - start
+        ) * 20
     desk.finish()
     process.join()
     return found
@@ -150,15 +153,33 @@ def fused(rounds: int) -> dict[str, float]:
         for i in range(rounds):
             for name, took in seconds.items():
                 run = Path(folder) / f"{name}{i}"
-                words = ["train", "--quiet", "--json", "experiment=bench_wide", "updates=60", "env_steps=null"]
-                words += ["save_every=0", "evaluation.episodes=2", "evaluation.video_episodes=0", f"run_dir={run}"]
+                words = [
+                    "train",
+                    "--quiet",
+                    "--json",
+                    "experiment=bench_wide",
+                    "updates=60",
+                    "env_steps=null",
+                ]
+                words += [
+                    "save_every=0",
+                    "evaluation.episodes=2",
+                    "evaluation.video_episodes=0",
+                    f"run_dir={run}",
+                ]
                 words += [f"placement={name}"] + ["cluster.devices_per_node=1"] * (name == "fused")
                 subprocess.run(
-                    [sys.executable, "-m", "embodied_ppo.commands.main", *words], check=True, stdout=subprocess.DEVNULL
+                    [sys.executable, "-m", "embodied_ppo.commands.main", *words],
+                    check=True,
+                    stdout=subprocess.DEVNULL,
                 )
-                rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+                rows = [
+                    json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+                ]
                 phases = ("collect", "update", "publish")
-                took += [sum(r[f"time/{p}_s"] for p in phases) for r in rows[11:] if "time/update_s" in r]
+                took += [
+                    sum(r[f"time/{p}_s"] for p in phases) for r in rows[11:] if "time/update_s" in r
+                ]
     local, over_ray = (statistics.median(x) for x in seconds.values())
     return {
         "bench_wide, local, ms an update": local * 1e3,
@@ -167,7 +188,7 @@ def fused(rounds: int) -> dict[str, float]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------------- resources
+# ---------------------------------------------------------------------------------------- resources
 UPDATES = 20
 HORIZON = 512
 """4 environments' experience is 150 kB, which Ray does not send along with answers."""
@@ -177,12 +198,20 @@ ESTABLISHED = 1
 def files(pid: int) -> dict[int, str]:
     """Open file descriptors of a process and what they are."""
     folder = Path(f"/proc/{pid}/fd")
-    return {int(name): os.readlink(folder / name) for name in os.listdir(folder) if os.path.lexists(folder / name)}
+    return {
+        int(name): os.readlink(folder / name)
+        for name in os.listdir(folder)
+        if os.path.lexists(folder / name)
+    }
 
 
 def connections(pid: int) -> int:
     """Established TCP connections of a process."""
-    rows = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for kind in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+    ]
     theirs = {f"socket:[{row[9]}]" for row in rows if int(row[3], 16) == ESTABLISHED}
     return sum(what in theirs for what in files(pid).values())
 
@@ -193,17 +222,29 @@ def tcp_bytes() -> int:
     for number, what in files(os.getpid()).items():
         if what.startswith("socket:"):
             with socket.socket(fileno=os.dup(number)) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                if (
+                    one.family in (socket.AF_INET, socket.AF_INET6)
+                    and one.type == socket.SOCK_STREAM
+                ):
                     info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    total += sum(struct.unpack_from("QQ", info, 120)) if info[0] == ESTABLISHED else 0
+                    total += (
+                        sum(struct.unpack_from("QQ", info, 120)) if info[0] == ESTABLISHED else 0
+                    )
     return total
 
 
 def shared_memory() -> int:
     """Bytes of /dev/shm that Ray, started by this process, has used so far."""
-    children = [int(pid) for x in Path("/proc/self/task").glob("*/children") for pid in x.read_text().split()]
+    children = [
+        int(pid)
+        for x in Path("/proc/self/task").glob("*/children")
+        for pid in x.read_text().split()
+    ]
     names = [
-        f"/proc/{pid}/fd/{n}" for pid in children for n, what in files(pid).items() if what.startswith("/dev/shm/")
+        f"/proc/{pid}/fd/{n}"
+        for pid in children
+        for n, what in files(pid).items()
+        if what.startswith("/dev/shm/")
     ]
     return sum(os.stat(name).st_blocks * 512 for name in names)
 
@@ -211,15 +252,26 @@ def shared_memory() -> int:
 def resources(placement: str, processes: int) -> dict[str, float]:
     """What a placement of so many processes holds, by what; to be called in a process that is new."""
     torch.set_num_threads(1)
-    options: dict[str, Any] = {"placement": placement, "device": "cpu", "compile": "never", "updates": 100}
+    options: dict[str, Any] = {
+        "placement": placement,
+        "device": "cpu",
+        "compile": "never",
+        "updates": 100,
+    }
     options["env"] = {"id": "CartPole-v1", "num_envs": 4 * processes, "num_threads": 1}
-    options["algorithm"] = {"horizon": HORIZON, "global_batch_size": 4 * HORIZON * processes, "update_epoch": 1}
+    options["algorithm"] = {
+        "horizon": HORIZON,
+        "global_batch_size": 4 * HORIZON * processes,
+        "update_epoch": 1,
+    }
     options["cluster"] = {"devices_per_node": processes}
     config = loader.load(Config, options, source="bench")
     placed = mode(config).plan(config, CPU)
     assert placed is not None
     with tempfile.TemporaryDirectory() as folder:
-        request = RunRequest(config, CPU, Path(folder), 100, "", {}, lambda line: None, lambda line: None, [])
+        request = RunRequest(
+            config, CPU, Path(folder), 100, "", {}, lambda line: None, lambda line: None, []
+        )
         system: Any = build_workers(mode(config), request, placed).system
         try:
             cpu_s, moved = 0.0, 0
@@ -231,10 +283,14 @@ def resources(placement: str, processes: int) -> dict[str, float]:
             cpu_s, moved = time.process_time() - cpu_s, tcp_bytes() - moved
             told = {
                 word: int(x.split()[0])
-                for word, _, x in (x.partition(":") for x in Path("/proc/self/status").read_text().splitlines())
+                for word, _, x in (
+                    x.partition(":") for x in Path("/proc/self/status").read_text().splitlines()
+                )
                 if word in ("VmRSS", "Threads")
             }
-            held = [connections(handle.pid) for group in system.processes.values() for handle in group]
+            held = [
+                connections(handle.pid) for group in system.processes.values() for handle in group
+            ]
             return {
                 "driver, MB of memory": told["VmRSS"] / 1024,
                 "driver, threads": told["Threads"],
@@ -256,18 +312,30 @@ def grown(placement: str, counts: list[int]) -> dict[str, float]:
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=spawn) as alone:
             found[processes] = alone.submit(resources, placement, processes).result()
-    print(f"\n| {placement}, processes | {' | '.join(map(str, counts))} |\n|---|{'---|' * len(counts)}")
+    print(
+        f"\n| {placement}, processes | {' | '.join(map(str, counts))} |\n|---|{'---|' * len(counts)}"
+    )
     for what in found[counts[0]]:
         print(f"| {what} | {' | '.join(f'{found[count][what]:.3g}' for count in counts)} |")
-    return {f"{placement} x {count}: {what}": x for count in counts for what, x in found[count].items()}
+    return {
+        f"{placement} x {count}: {what}": x for count in counts for what, x in found[count].items()
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each placement; 0: leave them out")
-    parser.add_argument("--processes", type=int, nargs="*", default=[2, 4, 8, 16], help="none: leave them out")
-    parser.add_argument("--placements", nargs="+", default=["fused", "disaggregated"], help="of these processes")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="runs of each placement; 0: leave them out"
+    )
+    parser.add_argument(
+        "--processes", type=int, nargs="*", default=[2, 4, 8, 16], help="none: leave them out"
+    )
+    parser.add_argument(
+        "--placements", nargs="+", default=["fused", "disaggregated"], help="of these processes"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = measure() | (fused(args.rounds) if args.rounds else {})

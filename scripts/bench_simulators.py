@@ -1,12 +1,16 @@
-"""Environment steps per CPU-second of our engine, of a plain ``mj_step`` loop and of EnvPool, one thread each.
+"""Environment steps per CPU-second of our engine, of a plain ``mj_step`` loop and of EnvPool, one
+thread each.
 
-    python scripts/bench_simulators.py [--tasks Ant Tabletop ..] [--envs 256] [--seconds 1] [--rounds 5] [--json FILE]
+    python scripts/bench_simulators.py [--tasks Ant Tabletop ..] [--envs 256] [--seconds 1]
+    [--rounds 5] [--json FILE]
 
-A round measures each of them once, one after the other, each in a process of its own that steps random actions for
---seconds of CPU time. Machines change their speed within minutes, so a ratio is of one round. Printed are medians over
-the rounds, and of the ratio to EnvPool also the least and the largest; --json keeps every round. The plain loop is what
-MuJoCo itself needs: Python calls mj_step with nstep = decimation on one MjData after the other, and looks at nothing.
-Memory is what making the environments added.
+A round measures each of them once, one after the other, each in a process of its own that steps
+random actions for
+--seconds of CPU time. Machines change their speed within minutes, so a ratio is of one round.
+Printed are medians over the rounds, and of the ratio to EnvPool also the least and the largest;
+--json keeps every round. The plain loop is what MuJoCo itself needs: Python calls mj_step with
+nstep = decimation on one MjData after the other, and looks at nothing. Memory is what making the
+environments added.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ ENVPOOL = {
 }
 """Task of ours -> EnvPool's of the same robot."""
 AT_MOST = {"PandaPickCube": 64, "Go1Joystick": 64}
-"""Environments of EnvPool, which holds a copy of the meshes for each; its memory is scaled up from that."""
+"""Environments of EnvPool, which holds a copy of the meshes for each; its memory is scaled up from
+that.
+"""
 
 
 def rate(step: Callable[[], None], per_call: int, seconds: float) -> float:
@@ -60,7 +66,9 @@ def measure(task: str, how: str, envs: int, seconds: float) -> dict[str, float]:
         model = make.compile_model(made, task)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         datas = [mujoco.MjData(model) for _ in range(envs)]
-        start = embodied_envs.make(task, num_envs=envs, seeds=list(range(envs)), simulator="mujoco", num_threads=1)
+        start = embodied_envs.make(
+            task, num_envs=envs, seeds=list(range(envs)), simulator="mujoco", num_threads=1
+        )
         start.reset()
         for i, data in enumerate(datas):
             data.qpos[:] = start.s["qpos"][i].numpy()  # pyright: ignore[reportAttributeAccessIssue]
@@ -74,7 +82,12 @@ def measure(task: str, how: str, envs: int, seconds: float) -> dict[str, float]:
         cameras = ("front",) if how == "camera" else ()
         id, simulator = (ENVPOOL[task], "envpool") if how == "envpool" else (task, "mujoco")
         env = embodied_envs.make(
-            id, num_envs=envs, seeds=list(range(envs)), simulator=simulator, num_threads=1, cameras=cameras
+            id,
+            num_envs=envs,
+            seeds=list(range(envs)),
+            simulator=simulator,
+            num_threads=1,
+            cameras=cameras,
         )
         env.reset()
         actions = torch.rand(50, envs, env.action_spec.size) * 2 - 1  # pyright: ignore[reportAttributeAccessIssue]
@@ -84,7 +97,10 @@ def measure(task: str, how: str, envs: int, seconds: float) -> dict[str, float]:
             env.step(actions[next(turn) % 50])
 
     found = rate(step, envs, seconds)
-    return {"rate": found, "mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024}
+    return {
+        "rate": found,
+        "mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
+    }
 
 
 def run(task: str, how: str, args: argparse.Namespace) -> dict[str, float]:
@@ -92,12 +108,16 @@ def run(task: str, how: str, args: argparse.Namespace) -> dict[str, float]:
     envs = min(args.envs, AT_MOST.get(task, args.envs)) if how == "envpool" else args.envs
     command = [sys.executable, __file__, "--tasks", task, "--envs", str(envs), "--one", how]
     command += ["--seconds", str(args.seconds)]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    found = json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    )
     return found | {"mb": found["mb"] * args.envs / envs}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tasks", nargs="+", default=[*ENVPOOL, "Tabletop"])
     parser.add_argument("--envs", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=1.0)
@@ -110,21 +130,46 @@ def main() -> None:
         return
     rows: dict[str, list[dict[str, dict[str, float]]]] = {}
     widths = (12, 9, 9, 9, 16, 9, 9)
-    heads = ("ours /cpu-s", "mj_step", "EnvPool", "/ EnvPool", "least .. most", "MB ours", "EnvPool")
-    print(f"{'task':<15}" + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
+    heads = (
+        "ours /cpu-s",
+        "mj_step",
+        "EnvPool",
+        "/ EnvPool",
+        "least .. most",
+        "MB ours",
+        "EnvPool",
+    )
+    print(
+        f"{'task':<15}"
+        + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))
+    )
     for task in args.tasks:
-        kinds = ["ours", "loop", *(["envpool"] if task in ENVPOOL else []), *(["camera"] if task == "Tabletop" else [])]
+        kinds = [
+            "ours",
+            "loop",
+            *(["envpool"] if task in ENVPOOL else []),
+            *(["camera"] if task == "Tabletop" else []),
+        ]
         rows[task] = [{how: run(task, how, args) for how in kinds} for _ in range(args.rounds)]
 
-        def middle(how: str, what: str, rounds: list[dict[str, dict[str, float]]] = rows[task]) -> str:
+        def middle(
+            how: str, what: str, rounds: list[dict[str, dict[str, float]]] = rows[task]
+        ) -> str:
             return f"{statistics.median(r[how][what] for r in rounds):,.0f}"
 
         cells = [middle("ours", "rate"), middle("loop", "rate")]
         if task in ENVPOOL:
             ratios = [r["ours"]["rate"] / r["envpool"]["rate"] for r in rows[task]]
             cells += [middle("envpool", "rate"), f"{statistics.median(ratios):.2f}"]
-            cells += [f"{min(ratios):.2f} .. {max(ratios):.2f}", middle("ours", "mb"), middle("envpool", "mb")]
-        print(f"{task:<15}" + "".join(f"{x:>{w}}" for x, w in zip(cells, widths, strict=False)), flush=True)
+            cells += [
+                f"{min(ratios):.2f} .. {max(ratios):.2f}",
+                middle("ours", "mb"),
+                middle("envpool", "mb"),
+            ]
+        print(
+            f"{task:<15}" + "".join(f"{x:>{w}}" for x, w in zip(cells, widths, strict=False)),
+            flush=True,
+        )
         if "camera" in kinds:
             every = ", ".join(f"{r['camera']['rate']:,.0f}" for r in rows[task])
             print(f"{'  with 64x64':<15}{middle('camera', 'rate'):>12}  ({every})", flush=True)

@@ -1,14 +1,17 @@
-"""Pictures per CPU second of vision-language-action models, acting and learning, next to transformers' of equal size.
+"""Pictures per CPU second of vision-language-action models, acting and learning, next to
+transformers' of equal size.
 
     python scripts/bench_vla.py [--rounds 9] [--json FILE]
 
-First table: our small models (width 64, 2 blocks, a picture of 64 x 64 in 64 tokens, a sentence, 4 actions of 2
-dimensions) against transformers' own code of hidden size 64 and 2 layers with as many tokens for the picture (patches
-of 8) and with a quarter of them (16): PI0 for actions that flow (sample_actions; loss), PaliGemma for tokens
-(generate; logits of all). Second table: one minibatch of PPO, forward and backward, of π0 of that size through our code
-with the trunk trained, frozen and computed anew, frozen and kept from ``encode``; and transformers' loss of it.
+First table: our small models (width 64, 2 blocks, a picture of 64 x 64 in 64 tokens, a sentence, 4
+actions of 2 dimensions) against transformers' own code of hidden size 64 and 2 layers with as many
+tokens for the picture (patches of 8) and with a quarter of them (16): PI0 for actions that flow
+(sample_actions; loss), PaliGemma for tokens (generate; logits of all). Second table: one minibatch
+of PPO, forward and backward, of π0 of that size through our code with the trunk trained, frozen and
+computed anew, frozen and kept from ``encode``; and transformers' loss of it.
 
-Milliseconds of CPU time of this process on one thread; medians, all candidates take turns. New weights.
+Milliseconds of CPU time of this process on one thread; medians, all candidates take turns. New
+weights.
 """
 
 from __future__ import annotations
@@ -60,11 +63,31 @@ def observations() -> dict[str, Tensor]:
 
 def sizes(patch: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """PaliGemma's fields and those of a Gemma."""
-    gemma = {"model_type": "gemma", "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
+    gemma = {
+        "model_type": "gemma",
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+    }
     gemma |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 512}
-    vision = {"model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 256, "patch_size": patch}
-    vision |= {"image_size": SIDE, "num_hidden_layers": 2, "num_attention_heads": 4, "vision_use_head": False}
-    return {"text_config": gemma, "vision_config": vision, "projection_dim": 64, "image_token_id": 511}, gemma
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "patch_size": patch,
+    }
+    vision |= {
+        "image_size": SIDE,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vision_use_head": False,
+    }
+    return {
+        "text_config": gemma,
+        "vision_config": vision,
+        "projection_dim": 64,
+        "image_token_id": 511,
+    }, gemma
 
 
 def new_pi0(patch: int) -> Any:
@@ -87,7 +110,7 @@ def prompt(patch: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-# ------------------------------------------------------------------------------------------------------------- the jobs
+# ----------------------------------------------------------------------------------------- the jobs
 def learned(policy: Any, inputs: Mapping[str, Tensor], d: Any) -> Callable[[], None]:
     """Forward and backward of a minibatch."""
 
@@ -108,7 +131,10 @@ def ours(name: str, policy: Any, jobs: Jobs) -> None:
 
 def theirs_flow(name: str, patch: int, jobs: Jobs) -> None:
     model = new_pi0(patch)
-    asked: dict[str, Any] = {"pixel_values": torch.randn(BATCH, 1, 3, SIDE, SIDE), "state": torch.randn(BATCH, 8)}
+    asked: dict[str, Any] = {
+        "pixel_values": torch.randn(BATCH, 1, 3, SIDE, SIDE),
+        "state": torch.randn(BATCH, 8),
+    }
     asked |= {"pixel_attention_mask": torch.ones(BATCH, 1, dtype=torch.bool)} | prompt(patch)
     actions = torch.randn(BATCH, CHUNK, 8)
 
@@ -132,12 +158,18 @@ def theirs_tokens(name: str, patch: int, jobs: Jobs) -> None:
     kinds[:, -count:] = 1
 
     def act() -> None:
-        options: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": True}
+        options: dict[str, Any] = {
+            "max_new_tokens": count,
+            "min_new_tokens": count,
+            "do_sample": True,
+        }
         model.generate(**asked, pixel_values=pixels, **options)
 
     def learn() -> None:
         model.zero_grad(set_to_none=True)
-        logits = model(**whole, pixel_values=pixels, token_type_ids=kinds, logits_to_keep=count + 1).logits[:, :-1]
+        logits = model(
+            **whole, pixel_values=pixels, token_type_ids=kinds, logits_to_keep=count + 1
+        ).logits[:, :-1]
         logits.log_softmax(-1).gather(-1, more.unsqueeze(-1)).mean().backward()
 
     jobs[f"{name}, act"], jobs[f"{name}, learn"] = act, learn
@@ -175,7 +207,7 @@ def minibatches(patch: int) -> Jobs:
     return jobs
 
 
-# -------------------------------------------------------------------------------------------------------------- measure
+# ------------------------------------------------------------------------------------------ measure
 def measure(jobs: Jobs, rounds: int) -> dict[str, float]:
     """Medians of CPU milliseconds."""
     told: dict[str, list[float]] = {name: [] for name in jobs}
@@ -189,7 +221,9 @@ def measure(jobs: Jobs, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
@@ -198,7 +232,11 @@ def main() -> None:
     jobs: Jobs = {}
     plain: dict[str, Any] = {"width": 64, "depth": 2, "bins": BINS}
     small: dict[str, Any] = {"chunk": CHUNK, "sentences": (SENTENCE,)}
-    ours("FlowVLA", FlowVLA(SPEC, BOX, ModelConfig(policy="flow", flow_steps=STEPS, **plain), **small), jobs)
+    ours(
+        "FlowVLA",
+        FlowVLA(SPEC, BOX, ModelConfig(policy="flow", flow_steps=STEPS, **plain), **small),
+        jobs,
+    )
     for decode in ("parallel", "autoregressive"):
         config = ModelConfig(policy="token", decode=decode, **plain)
         ours(f"TokenVLA, {decode}", TokenVLA(SPEC, BOX, config, **small), jobs)
@@ -230,7 +268,9 @@ def main() -> None:
     for name in next(iter(parts.values())):
         print(f"| {name} | {' | '.join(f'{x[name]:.1f}' for x in parts.values())} |")
     if asked.json:
-        asked.json.write_text(json.dumps({"pictures_per_s": rate, "ratios": ratios, "minibatch_ms": parts}, indent=1))
+        asked.json.write_text(
+            json.dumps({"pictures_per_s": rate, "ratios": ratios, "minibatch_ms": parts}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Episodes of trained policies in one picture, a row for each: what they were told, and what they did.
+"""Episodes of trained policies in one picture, a row for each: what they were told, and what they
+did.
 
-    python scripts/contact_sheet.py docs/results/tabletop.png RUN [RUN ..] --episodes 2 --split unseen_combination
+    python scripts/contact_sheet.py docs/results/tabletop.png RUN [RUN ..] --episodes 2 --split
+    unseen_combination
 
-Greedy, seeds that no training has seen; the last picture shows the decision before the one that ended the episode.
+Greedy, seeds that no training has seen; the last picture shows the decision before the one that
+ended the episode.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ def episode(run: str, seed: int, kwargs: dict[str, Any], size: int) -> tuple[str
     """What was said and how it ended, and a picture uint8 [size, size, 3] before every decision."""
     source, _, trained = build.open_run(run)
     config = replace(trained.env, kwargs={**trained.env.kwargs, **kwargs})
-    env: Any = embodied.make_env([seed], config=config, device=torch.device("cpu"), render=True, size=size)
+    env: Any = embodied.make_env(
+        [seed], config=config, device=torch.device("cpu"), render=True, size=size
+    )
     try:
         policy = embodied.make_policy(replace(trained, env=config), env)
         checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
@@ -48,7 +53,9 @@ def episode(run: str, seed: int, kwargs: dict[str, Any], size: int) -> tuple[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("runs", nargs="+", help="run directories")
     parser.add_argument("--episodes", type=int, default=2, help="of each run")
@@ -57,8 +64,12 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=192, help="pixels")
     args = parser.parse_args()
     seeds = evaluation.evaluation_seeds(10_000, args.episodes)
-    rows = [episode(run, seed, {"split": args.split}, args.size) for run in args.runs for seed in seeds]
-    figure, axes = plt.subplots(len(rows), figsize=(1.4 * args.pictures, 1.15 * len(rows)), squeeze=False)
+    rows = [
+        episode(run, seed, {"split": args.split}, args.size) for run in args.runs for seed in seeds
+    ]
+    figure, axes = plt.subplots(
+        len(rows), figsize=(1.4 * args.pictures, 1.15 * len(rows)), squeeze=False
+    )
     for (said, pictures), ax in zip(rows, axes.flat, strict=True):
         shown = torch.linspace(0, len(pictures) - 1, args.pictures).round().long().tolist()
         table = slice(int(0.24 * args.size), int(0.87 * args.size))

@@ -1,8 +1,9 @@
 """Hooks of MkDocs (``make docs``): pages and curves that are made from the code and the results.
 
-overview.md is README.md; options.md comes from ``embodied_ppo.config.schema``; a heading of recipes.md that names an
-experiment gets its description, its command and its learning curve; ``<!-- folder: .. -->`` becomes a table of the
-modules in it. Links to files outside docs/ become their paths.
+overview.md is README.md; options.md comes from ``embodied_ppo.config.schema``; a heading of
+recipes.md that names an experiment gets its description, its command and its learning curve; ``<!--
+folder: .. -->`` becomes a table of the modules in it. Links to files outside docs/ become their
+paths.
 """
 
 from __future__ import annotations
@@ -55,20 +56,24 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return links(markdown, DOCS / page.file.src_uri)
 
 
-# --------------------------------------------------------------------------------------------------------------- links
+# -------------------------------------------------------------------------------------------- links
 def overview() -> str:
     """README.md as a page of docs/. Its links to docs/ lose that folder, the others go up."""
 
     def moved(found: re.Match[str]) -> str:
         target = found[1]
-        return f"]({target.removeprefix('docs/') if target.startswith('docs/') else '../' + target})"
+        return (
+            f"]({target.removeprefix('docs/') if target.startswith('docs/') else '../' + target})"
+        )
 
-    return re.sub(r"\]\((?!https?:|#)([^)\s]+)\)", moved, (ROOT / "README.md").read_text(encoding="utf-8"))
+    return re.sub(
+        r"\]\((?!https?:|#)([^)\s]+)\)", moved, (ROOT / "README.md").read_text(encoding="utf-8")
+    )
 
 
 def links(markdown: str, file: Path) -> str:
-    """Links out of docs/: README.md is a page here, other files of the repository are named. Raises PluginError where
-    there is none."""
+    """Links out of docs/: README.md is a page here, other files of the repository are named. Raises
+    PluginError where there is none."""
 
     def named(found: re.Match[str]) -> str:
         text, target, anchor = found[1], found[2], found[3] or ""
@@ -76,7 +81,9 @@ def links(markdown: str, file: Path) -> str:
         if outside.is_relative_to(DOCS):
             return found[0]
         if not outside.exists():
-            raise PluginError(f"{file.relative_to(ROOT)}: links to {target}, and there is no such file")
+            raise PluginError(
+                f"{file.relative_to(ROOT)}: links to {target}, and there is no such file"
+            )
         if outside == ROOT / "README.md":
             return f"[{text}]({'../' * (len(file.relative_to(DOCS).parts) - 1)}overview.md{anchor})"
         path = outside.relative_to(ROOT).as_posix()
@@ -85,7 +92,7 @@ def links(markdown: str, file: Path) -> str:
     return re.sub(r"(?<!!)\[([^\]\n]*)\]\((\.\./[^)#\s]*)(#[^)\s]*)?\)", named, markdown)
 
 
-# ------------------------------------------------------------------------------------------------------------- options
+# ------------------------------------------------------------------------------------------ options
 def options() -> str:
     """Every option of config.py, in its order, under the section it is in."""
     lines = ["# Options", ""]
@@ -145,12 +152,16 @@ def _code(text: str) -> str:
 
 def _prose(text: str) -> str:
     """A docstring as HTML: only its backticks mean something."""
-    return re.sub(r"`+([^`]+)`+", r"<code>\1</code>", html.escape(" ".join(text.split()), quote=False))
+    return re.sub(
+        r"`+([^`]+)`+", r"<code>\1</code>", html.escape(" ".join(text.split()), quote=False)
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ concepts
+# ----------------------------------------------------------------------------------------- concepts
 def folders(match: re.Match[str]) -> str:
-    """Return a table of the modules in folders of the package, each with the summary of its docstring."""
+    """Return a table of the modules in folders of the package, each with the summary of its
+    docstring.
+    """
     lines = ["| module | |", "|---|---|"]
     for folder in match[1].split():
         root = ROOT / "envs" if folder == "embodied_envs" else ROOT / "embodied_ppo"
@@ -167,7 +178,7 @@ def folders(match: re.Match[str]) -> str:
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------------------------------------- recipes
+# ------------------------------------------------------------------------------------------ recipes
 @cache
 def shipped() -> dict[str, dict[str, str]]:
     """Experiments of this tree, by name."""
@@ -185,10 +196,19 @@ def recipes(markdown: str) -> str:
             raise PluginError(f"docs/recipes.md: {name} is no experiment of configs/experiment")
         file = plain_yaml(Path(told[name]["file"]).read_text(encoding="utf-8"))
         yours = [f" {path}=.." for path, value in flat(file).items() if value == "???"]
-        lines = [f"### {name} {{#{name}}}", "", html.escape(told[name]["description"], quote=False), "", "```"]
+        lines = [
+            f"### {name} {{#{name}}}",
+            "",
+            html.escape(told[name]["description"], quote=False),
+            "",
+            "```",
+        ]
         lines += [f"embodied-ppo train experiment={name}{''.join(yours)}", "```", ""]
         if name in drawn:
-            lines += [f"![{drawn[name][0]} of {name} while it learns](curves/{name}.svg){{ loading=lazy }}", ""]
+            lines += [
+                f"![{drawn[name][0]} of {name} while it learns](curves/{name}.svg){{ loading=lazy }}",
+                "",
+            ]
         return "\n".join(lines)
 
     return re.sub(r"^### (\w+)$", more, markdown, flags=re.MULTILINE)
@@ -204,10 +224,18 @@ def curves() -> dict[str, tuple[str, str, dict[str, list[tuple[float, float]]]]]
 
     for run in _results("learning"):
         points = [(steps / 1e6, value) for steps, value in run["curve"]]
-        add(run["experiment"], "Return of training episodes", "environment steps (millions)", run["seed"], points)
+        add(
+            run["experiment"],
+            "Return of training episodes",
+            "environment steps (millions)",
+            run["seed"],
+            points,
+        )
     for run in _results("vla"):
         points = [(steps / 1e6, value) for steps, value in run["curve"]]
-        add(run["experiment"], "Success", "environment steps of PPO (millions)", run["seed"], points)
+        add(
+            run["experiment"], "Success", "environment steps of PPO (millions)", run["seed"], points
+        )
     for run in _results("language"):
         if run["variant"] in shipped():
             points = [(float(update), value) for update, value in run["accuracy"].items()]
@@ -226,7 +254,12 @@ def curve(what: str, over: str, runs: Mapping[str, list[tuple[float, float]]]) -
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "embodied_ppo", "font.family": "sans-serif", "font.size": 9}
+    style: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "embodied_ppo",
+        "font.family": "sans-serif",
+        "font.size": 9,
+    }
     with matplotlib.rc_context(style):
         figure, axis = plt.subplots(figsize=(5.6, 2.6), layout="constrained")
         for name, points in runs.items():

@@ -2,8 +2,8 @@
 
     python scripts/draw_placements.py        (writes docs/placements/NAME.svg)
 
-Lanes are the processes of ``plan.plan`` on two devices, phases those of ``plan.PHASES``. Lengths are made up: a step of
-the simulator takes as long as a decision, an update as long as four of them.
+Lanes are the processes of ``plan.plan`` on two devices, phases those of ``plan.PHASES``. Lengths
+are made up: a step of the simulator takes as long as a decision, an update as long as four of them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,33 @@ from pathlib import Path
 from embodied_ppo.config.placement import PHASES, Hardware, Plan, plan
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "placements"
-COLOURS = {"env": "#4c9a6a", "rollout": "#4a7fb5", "actor": "#c8793a", "publish": "#8a5aa8", "asleep": "#e4e4e4"}
-WORDS = {"env": "simulate", "rollout": "act", "actor": "learn", "publish": "weights", "asleep": "asleep (GPU)"}
+COLOURS = {
+    "env": "#4c9a6a",
+    "rollout": "#4a7fb5",
+    "actor": "#c8793a",
+    "publish": "#8a5aa8",
+    "asleep": "#e4e4e4",
+}
+WORDS = {
+    "env": "simulate",
+    "rollout": "act",
+    "actor": "learn",
+    "publish": "weights",
+    "asleep": "asleep (GPU)",
+}
 STEPS, UPDATES, LEARN, PUBLISH = 4, 2, 4.0, 0.6
-"""Steps of a rollout, updates drawn; an update's and a publication's length, in steps of the simulator."""
+"""Steps of a rollout, updates drawn; an update's and a publication's length, in steps of the
+simulator.
+"""
 WIDTH, LEFT, LANE, GAP = 480, 112, 18, 5
 """Pixels: of a drawing, of its labels, of a lane, between lanes."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """``role`` works from ``begin`` to ``end``; ``kind`` is its colour, ``stage`` the part of the environments."""
+    """``role`` works from ``begin`` to ``end``; ``kind`` is its colour, ``stage`` the part of the
+    environments.
+    """
 
     role: str
     begin: float
@@ -57,8 +73,8 @@ def collect(p: Plan, begin: float) -> list[Work]:
 
 
 def schedule(p: Plan) -> list[Work]:
-    """The loop's order: collect until more than ``max_lag`` rollouts wait, update, publish. A rollout that is under way
-    ends with the weights it began with."""
+    """The loop's order: collect until more than ``max_lag`` rollouts wait, update, publish. A
+    rollout that is under way ends with the weights it began with."""
     found: list[Work] = []
     ends: list[float] = []  # of the rollouts
     rollout = actor = 0.0  # when each is free
@@ -104,16 +120,24 @@ def draw(p: Plan) -> str:
                 for phase in ("collect", "update"):
                     if not set(PHASES[phase]) & set(group.roles):
                         lines += [box(a, b, "asleep") for a, b in spans(works, phase)]
-            lines += [box(w.begin, w.end, w.kind, faint=w.stage > 0) for w in works if w.role in group.roles]
+            lines += [
+                box(w.begin, w.end, w.kind, faint=w.stage > 0)
+                for w in works
+                if w.role in group.roles
+            ]
             top += LANE + GAP
         top += 4
     kinds = [kind for kind in COLOURS if any(f'"{COLOURS[kind]}"' in line for line in lines)]
     x = 6.0
     for kind in kinds:
-        lines.append(f'<rect x="{x:.1f}" y="{top + 4:.1f}" width="10" height="10" fill="{COLOURS[kind]}"/>')
+        lines.append(
+            f'<rect x="{x:.1f}" y="{top + 4:.1f}" width="10" height="10" fill="{COLOURS[kind]}"/>'
+        )
         lines.append(f'<text x="{x + 14:.1f}" y="{top + 13:.1f}">{WORDS[kind]}</text>')
         x += 28 + 6.6 * len(WORDS[kind])
-    lines.append(f'<text x="{WIDTH - 8}" y="{top + 13:.1f}" text-anchor="end" fill="#666">time →</text>')
+    lines.append(
+        f'<text x="{WIDTH - 8}" y="{top + 13:.1f}" text-anchor="end" fill="#666">time →</text>'
+    )
     height = round(top + 20)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     head += ' font-family="sans-serif" font-size="12" shape-rendering="crispEdges">'

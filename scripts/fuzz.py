@@ -1,10 +1,13 @@
-"""Throws made-up and damaged input at everything that reads what strangers may hand over (docs/security.md).
+"""Throws made-up and damaged input at everything that reads what strangers may hand over
+(docs/security.md).
 
-    python scripts/fuzz.py [TARGET ...] [--inputs N] [--seed N]     all targets: 100,000 inputs and more
-    python scripts/fuzz.py TARGET --atheris [SECONDS]               guided by coverage, if atheris is installed
+    python scripts/fuzz.py [TARGET ...] [--inputs N] [--seed N]     all targets: 100,000 inputs and
+    more
+    python scripts/fuzz.py TARGET --atheris [SECONDS]               guided by coverage, if atheris
+    is installed
 
-Only the errors that a target declares may come out; what else does ends the run with its number, input and traceback.
-Inputs are functions of a random.Random: numbered ones here, hypothesis' in
+Only the errors that a target declares may come out; what else does ends the run with its number,
+input and traceback. Inputs are functions of a random.Random: numbered ones here, hypothesis' in
 tests/scripts/test_fuzz.py, which also finds the smallest one, and through it atheris'.
 """
 
@@ -42,7 +45,13 @@ from embodied_ppo.commands import main as cli
 from embodied_ppo.config import compose, readers, validation
 from embodied_ppo.config import loader as strict
 from embodied_ppo.config import placement as plan
-from embodied_ppo.config.schema import OWN_OPTIONS, Config, DemosConfig, EvaluateConfig, ExportConfig
+from embodied_ppo.config.schema import (
+    OWN_OPTIONS,
+    Config,
+    DemosConfig,
+    EvaluateConfig,
+    ExportConfig,
+)
 from embodied_ppo.core.errors import (
     LONGEST_LINE,
     CheckpointError,
@@ -55,7 +64,15 @@ from embodied_ppo.core.errors import (
 )
 from embodied_ppo.data import lerobot_reader, prompts
 from embodied_ppo.placement import channels
-from embodied_ppo.placement.channels import HELLO, PREFIX, Connection, Exchange, Message, connect, pack
+from embodied_ppo.placement.channels import (
+    HELLO,
+    PREFIX,
+    Connection,
+    Exchange,
+    Message,
+    connect,
+    pack,
+)
 from embodied_ppo.training import checkpoint, run_directory
 
 
@@ -73,7 +90,7 @@ class Target:
     every: Callable[[], Sequence[Any]] | None = None
 
 
-# --------------------------------------------------------------------------------------------------------------- inputs
+# ------------------------------------------------------------------------------------------- inputs
 ODD = [
     None,
     True,
@@ -130,7 +147,10 @@ def junk(r: Random, depth: int = 2) -> Any:
         return text(r)
     if kind < 10:
         return [junk(r, depth - 1) for _ in range(r.randrange(4))]
-    return {r.choice((text(r, 3), text(r, 3), 1, None)): junk(r, depth - 1) for _ in range(r.randrange(4))}
+    return {
+        r.choice((text(r, 3), text(r, 3), 1, None)): junk(r, depth - 1)
+        for _ in range(r.randrange(4))
+    }
 
 
 Changes = list[tuple[float, str, bytes]]
@@ -186,7 +206,9 @@ def edited(tree: Any, edits: Edits) -> Any:
 
 
 def _places(node: Any) -> Iterator[tuple[Any, Any]]:
-    for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+    for key in (
+        list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+    ):
         yield node, key
         yield from _places(node[key])
 
@@ -208,10 +230,12 @@ def _scratch() -> Path:
 @cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
     memory = Path("/dev/shm")
-    return tempfile.TemporaryDirectory(prefix="embodied_ppo_fuzz_", dir=memory if os.access(memory, os.W_OK) else None)
+    return tempfile.TemporaryDirectory(
+        prefix="embodied_ppo_fuzz_", dir=memory if os.access(memory, os.W_OK) else None
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- config
+# ------------------------------------------------------------------------------------------- config
 CONFIGS = (Config, EvaluateConfig, DemosConfig, ExportConfig)
 
 
@@ -297,7 +321,9 @@ def yaml_inputs(r: Random) -> str:
     if kind == 0:
         return "{a: " + "[" * r.randrange(3000)
     if kind < 150:
-        return "".join(r.choice(SCRAPS) if r.random() < 0.7 else text(r, 4) for _ in range(r.randrange(12)))
+        return "".join(
+            r.choice(SCRAPS) if r.random() < 0.7 else text(r, 4) for _ in range(r.randrange(12))
+        )
     whole = _dumped()
     start = r.randrange(len(whole))
     return damaged(whole[start : start + 400], changes(r)).decode(errors="replace")
@@ -309,7 +335,7 @@ def yaml_run(text: str) -> None:
         strict.load(Config, found)
 
 
-# --------------------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------- command line
 def line_inputs(r: Random) -> list[str]:
     return [_line(r) for _ in range(r.randint(1, 3))]
 
@@ -317,9 +343,25 @@ def line_inputs(r: Random) -> list[str]:
 def _line(r: Random) -> str:
     if r.random() < 0.2:
         return text(r, 12)
-    name = r.choice(("experiment", "model", "env", "placement", "x")) if r.random() < 0.2 else r.choice(_names())
+    name = (
+        r.choice(("experiment", "model", "env", "placement", "x"))
+        if r.random() < 0.2
+        else r.choice(_names())
+    )
     value = r.choice(
-        ("[", "{a: 1}", "1,2", "'", '{"a,b": [0]}', "${", "${seed}", "null", "", text(r, 10), str(junk(r)))
+        (
+            "[",
+            "{a: 1}",
+            "1,2",
+            "'",
+            '{"a,b": [0]}',
+            "${",
+            "${seed}",
+            "null",
+            "",
+            text(r, 10),
+            str(junk(r)),
+        )
     )
     return f"{r.choice(('', '', '', '+', '++', '~', 'hydra.'))}{name}={value}"
 
@@ -354,7 +396,7 @@ def command_run(case: tuple[str, list[str]]) -> None:
     assert code == 0 or said.getvalue().splitlines()[-1].startswith("error: "), said.getvalue()
 
 
-# -------------------------------------------------------------------------------------------------------------- options
+# ------------------------------------------------------------------------------------------ options
 TYPES = [
     "null",
     "true",
@@ -470,7 +512,7 @@ def option_run(case: tuple[str, str, str]) -> None:
         assert taken < SECONDS, f"{line}: {taken:.1f} s"
 
 
-# ----------------------------------------------------------------------------------------------------------- checkpoint
+# --------------------------------------------------------------------------------------- checkpoint
 def _model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
 
@@ -495,7 +537,13 @@ def _checkpoint() -> dict[str, bytes]:
         {"env_steps": 64, "versions": {"torch": "2"}, "config_hash": "0" * 12},
     )
     made = checkpoint.save(
-        folder, update=3, policy=model.state_dict(), training=training, config_text=text, info=info, keep_last=1
+        folder,
+        update=3,
+        policy=model.state_dict(),
+        training=training,
+        config_text=text,
+        info=info,
+        keep_last=1,
     )
     return {file.name: file.read_bytes() for file in made.iterdir()}
 
@@ -518,7 +566,9 @@ def checkpoint_run(case: tuple[str, Changes, Edits | None, bool]) -> None:
         manifest["files"][name] = {"bytes": len(contents[name]), "sha256": digest}
         contents[checkpoint.MANIFEST] = as_json(manifest)
     elif of_manifest is not None:
-        contents[checkpoint.MANIFEST] = as_json(edited(json.loads(contents[checkpoint.MANIFEST]), of_manifest))
+        contents[checkpoint.MANIFEST] = as_json(
+            edited(json.loads(contents[checkpoint.MANIFEST]), of_manifest)
+        )
     folder = _scratch() / "checkpoint"
     folder.mkdir(exist_ok=True)
     for file, held in contents.items():
@@ -530,7 +580,7 @@ def checkpoint_run(case: tuple[str, Changes, Edits | None, bool]) -> None:
     checkpoint.load_weights(_model(), found.policy(), "fuzz")
 
 
-# -------------------------------------------------------------------------------------------------------------- dataset
+# ------------------------------------------------------------------------------------------ dataset
 @cache
 def _parquet(kind: str) -> bytes:
     """A table of frames or of episodes or of tasks, with pictures in the table."""
@@ -554,7 +604,12 @@ def _parquet(kind: str) -> bytes:
             "task_index": [0, 0, 1, 1],
         }
     elif kind == "episodes":
-        columns = {"episode_index": [0, 1], "length": [2, 2], "data/chunk_index": [0, 0], "data/file_index": [0, 0]}
+        columns = {
+            "episode_index": [0, 1],
+            "length": [2, 2],
+            "data/chunk_index": [0, 0],
+            "data/file_index": [0, 0],
+        }
     else:
         columns = {"task_index": [0, 1], "task": ["lift it", "put it down"]}
     pq.write_table(pa.table(columns), out)
@@ -578,7 +633,10 @@ FILES = {
     "episodes": "meta/episodes/chunk-000/file-000.parquet",
     "tasks": "meta/tasks.parquet",
 }
-LINES = {"episodes": [{"episode_index": 0, "length": 2}, {"episode_index": 1, "length": 2}], "tasks": []}
+LINES = {
+    "episodes": [{"episode_index": 0, "length": 2}, {"episode_index": 1, "length": 2}],
+    "tasks": [],
+}
 LINES["tasks"] = [{"task_index": 0, "task": "lift it"}, {"task_index": 1, "task": "put it down"}]
 
 
@@ -586,7 +644,13 @@ KINDS = ("data", "data", "episodes", "tasks", "info", "info", "picture", "column
 
 
 def dataset_inputs(r: Random) -> tuple[bool, str, Changes, Edits, list[Any]]:
-    return r.random() < 0.5, r.choice(KINDS), changes(r), edits(r), [junk(r) for _ in range(r.randrange(5))]
+    return (
+        r.random() < 0.5,
+        r.choice(KINDS),
+        changes(r),
+        edits(r),
+        [junk(r) for _ in range(r.randrange(5))],
+    )
 
 
 def dataset_run(case: tuple[bool, str, Changes, Edits, list[Any]]) -> None:
@@ -600,11 +664,17 @@ def dataset_run(case: tuple[bool, str, Changes, Edits, list[Any]]) -> None:
         (root / file).write_bytes(damaged(held, done) if name == kind else held)
     info: Any = INFO
     if old:
-        info = {**INFO, "codebase_version": "v2.1", "data_path": "data/chunk-{episode_chunk:03d}/file-000.parquet"}
+        info = {
+            **INFO,
+            "codebase_version": "v2.1",
+            "data_path": "data/chunk-{episode_chunk:03d}/file-000.parquet",
+        }
         for name, rows in LINES.items():
             held = edited(rows, of_json) if name == kind else rows
             (root / f"meta/{name}.jsonl").write_bytes(b"\n".join(map(as_json, held)))
-    (root / "meta/info.json").write_bytes(as_json(edited(info, of_json) if kind == "info" else info))
+    (root / "meta/info.json").write_bytes(
+        as_json(edited(info, of_json) if kind == "info" else info)
+    )
     if kind in ("picture", "columns"):
         _changed_table(root / FILES["data"], kind, done, column)
     lerobot_reader.read(root)
@@ -625,15 +695,21 @@ def _changed_table(file: Path, kind: str, done: list[Any], column: list[Any]) ->
         values = (column + [None] * 4)[:4]
     out = io.BytesIO()
     try:
-        pq.write_table(table.set_column(table.column_names.index(name), name, pa.array(values)), out)
+        pq.write_table(
+            table.set_column(table.column_names.index(name), name, pa.array(values)), out
+        )
     except (pa.ArrowException, ValueError, OverflowError, TypeError):
         return  # not what a table can hold
     file.write_bytes(out.getvalue())
 
 
-# -------------------------------------------------------------------------------------------------------------- prompts
+# ------------------------------------------------------------------------------------------ prompts
 ROWS = [
-    {"data_source": "x", "prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": "4"}},
+    {
+        "data_source": "x",
+        "prompt": [{"role": "user", "content": "2+2?"}],
+        "reward_model": {"ground_truth": "4"},
+    },
     {"question": "2+2?", "answer": "so #### 4"},
     {"prompt": "2+2?", "ground_truth": 4, "extra_info": {"split": "test"}},
 ]
@@ -647,11 +723,17 @@ def _tokenizer() -> Any:
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "2": 1, "+": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # pyright: ignore[reportAttributeAccessIssue]
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", chat_template=template)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="[UNK]", chat_template=template
+    )
 
 
 def prompts_inputs(r: Random) -> tuple[str, Edits, Changes | None]:
-    return r.choice((".jsonl", ".json", ".parquet")), edits(r), changes(r) if r.random() < 0.5 else None
+    return (
+        r.choice((".jsonl", ".json", ".parquet")),
+        edits(r),
+        changes(r) if r.random() < 0.5 else None,
+    )
 
 
 def prompts_run(case: tuple[str, Edits, Changes | None]) -> None:
@@ -674,8 +756,15 @@ def prompts_run(case: tuple[str, Edits, Changes | None]) -> None:
     prompts.load_prompts(file, _tokenizer(), prompt_length=64, chat_template="auto", system=None)
 
 
-# ------------------------------------------------------------------------------------------------------------ placement
-WORDS = [*plan.ROLES["embodied"], *plan.ROLES["reasoning"], "x", "", " env , rollout ", "rollout,reward"]
+# ---------------------------------------------------------------------------------------- placement
+WORDS = [
+    *plan.ROLES["embodied"],
+    *plan.ROLES["reasoning"],
+    "x",
+    "",
+    " env , rollout ",
+    "rollout,reward",
+]
 SPLITS = [
     "env,rollout,actor",
     "env/rollout,actor",
@@ -708,7 +797,9 @@ PLACES = [
 def placement_inputs(r: Random) -> tuple[Any, plan.Hardware, str, list[int]]:
     def simple() -> Any:
         kind = r.random()
-        return r.choice(PLACES[:10]) if kind < 0.85 else r.choice(PLACES) if kind < 0.95 else junk(r)
+        return (
+            r.choice(PLACES[:10]) if kind < 0.85 else r.choice(PLACES) if kind < 0.95 else junk(r)
+        )
 
     def where() -> Any:
         kind = r.randrange(6)
@@ -726,7 +817,11 @@ def placement_inputs(r: Random) -> tuple[Any, plan.Hardware, str, list[int]]:
     if r.random() < 0.15:
         placement: Any = r.choice(sorted(plan.PRESETS))
     else:
-        words = r.choice(SPLITS).split("/") if r.random() < 0.8 else [r.choice(WORDS) for _ in range(r.randrange(5))]
+        words = (
+            r.choice(SPLITS).split("/")
+            if r.random() < 0.8
+            else [r.choice(WORDS) for _ in range(r.randrange(5))]
+        )
         placement = {word + (text(r, 2) if r.random() < 0.05 else ""): where() for word in words}
     mode = "embodied" if "env" in str(placement) or r.random() < 0.1 else "reasoning"
     hardware = plan.Hardware(
@@ -735,26 +830,41 @@ def placement_inputs(r: Random) -> tuple[Any, plan.Hardware, str, list[int]]:
         labels=r.choice(({}, {"gpu": (0,)})),
         memory=r.choice((None, 1, 10**9, 10**12)),
     )
-    return placement, hardware, mode, [r.choice((1, 2, 4, 8, 64, r.randint(1, 64))) for _ in range(4)]
+    return (
+        placement,
+        hardware,
+        mode,
+        [r.choice((1, 2, 4, 8, 64, r.randint(1, 64))) for _ in range(4)],
+    )
 
 
 def placement_run(case: tuple[Any, plan.Hardware, str, list[int]]) -> None:
     placement, hardware, mode, (envs, group, batch, lag) = case
     without = () if lag % 2 else ("critic", "reference", "reward")
-    made = plan.plan(placement, hardware, mode=mode, without=without, stages=1 + lag % 3, max_lag=lag % 2)
+    made = plan.plan(
+        placement, hardware, mode=mode, without=without, stages=1 + lag % 3, max_lag=lag % 2
+    )
     plan.lines(made.rows())
-    plan.check_memory(made, {g.name: {"weights": batch << 20, "activations": envs << 24} for g in made.groups})
+    plan.check_memory(
+        made, {g.name: {"weights": batch << 20, "activations": envs << 24} for g in made.groups}
+    )
     if mode == "embodied":
         plan.check_numbers(made, num_envs=envs, group_size=group, global_batch_size=batch)
     else:
         plan.check_sequences(
-            made, prompts=envs, group_size=group, batches={"algorithm.global_batch_size": batch * group}
+            made,
+            prompts=envs,
+            group_size=group,
+            batches={"algorithm.global_batch_size": batch * group},
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------- lines
+# -------------------------------------------------------------------------------------------- lines
 MESSAGE = Message(
-    "step", 3, {"seeds": [1, 2]}, {"a": torch.arange(6.0).view(2, 3), "b": {"c": torch.tensor(True), "d": None}}
+    "step",
+    3,
+    {"seeds": [1, 2]},
+    {"a": torch.arange(6.0).view(2, 3), "b": {"c": torch.tensor(True), "d": None}},
 )
 
 
@@ -783,14 +893,22 @@ def message_run(case: tuple[str, Any]) -> None:
 
 
 def stranger_inputs(r: Random) -> bytes:
-    hello = HELLO.pack(hashlib.sha256(b"guess").digest(), b"rollout rank 0") + b"".join(pack(MESSAGE))
-    return damaged(hello, changes(r)) if r.random() < 0.7 else bytes(r.randrange(256) for _ in range(r.randrange(200)))
+    hello = HELLO.pack(hashlib.sha256(b"guess").digest(), b"rollout rank 0") + b"".join(
+        pack(MESSAGE)
+    )
+    return (
+        damaged(hello, changes(r))
+        if r.random() < 0.7
+        else bytes(r.randrange(256) for _ in range(r.randrange(200)))
+    )
 
 
 @cache
 def _exchange() -> tuple[Exchange, Connection]:
     exchange = Exchange("127.0.0.1", "the secret", 5.0)
-    return exchange, connect(exchange.address, "the secret", "friend", peer="exchange", timeout_s=5.0)
+    return exchange, connect(
+        exchange.address, "the secret", "friend", peer="exchange", timeout_s=5.0
+    )
 
 
 def stranger_run(held: bytes) -> None:
@@ -804,7 +922,7 @@ def stranger_run(held: bytes) -> None:
         assert (line.peer, m.method) == ("friend", "ping")
 
 
-# -------------------------------------------------------------------------------------------------------------- running
+# ------------------------------------------------------------------------------------------ running
 REFUSALS = (ConfigError, PlacementError)
 TARGETS: dict[str, Target] = {
     "config": Target(config_inputs, config_run, REFUSALS, 40_000),
@@ -843,7 +961,9 @@ def guided(name: str, seconds: int) -> None:
     atheris: Any = importlib.import_module("atheris")
 
     @given(st.randoms(use_true_random=False))
-    @settings(database=None, deadline=None, suppress_health_check=[*HealthCheck.__members__.values()])
+    @settings(
+        database=None, deadline=None, suppress_health_check=[*HealthCheck.__members__.values()]
+    )
     def test(r: Random) -> None:
         attempt(TARGETS[name], r)
 
@@ -857,7 +977,9 @@ def guided(name: str, seconds: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(TARGETS))
     parser.add_argument("--inputs", type=int, help="of each target, instead of its own number")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,14 +1,15 @@
 """Record short training runs, or compare new ones with a record, bit for bit.
 
-A refactoring must not change results. Before it, ``record FILE`` trains the runs below and writes their metrics and the
-SHA-256 of every tensor of their last checkpoint. After it, ``compare FILE`` trains them again and reports each
-difference:
+A refactoring must not change results. Before it, ``record FILE`` trains the runs below and writes
+their metrics and the SHA-256 of every tensor of their last checkpoint. After it, ``compare FILE``
+trains them again and reports each difference:
 
     python scripts/golden_runs.py record golden.json
     python scripts/golden_runs.py compare golden.json [--only NAME ..]
 
-Exit code 1 if anything differs. Both commands must run on the same machine with the same library versions: other
-vector instructions or another torch round differently. All runs together take about five minutes on two cores.
+Exit code 1 if anything differs. Both commands must run on the same machine with the same library
+versions: other vector instructions or another torch round differently. All runs together take about
+five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -111,11 +112,22 @@ RUNS: dict[str, list[str]] = {
     "fused": [*CARTPOLE, "placement=fused", "cluster.devices_per_node=2"],
     "disaggregated": [*CARTPOLE, "placement=disaggregated", "cluster.devices_per_node=2"],
     "hybrid": [*CARTPOLE, "placement=hybrid", "cluster.devices_per_node=2"],
-    "pipelined": [*CARTPOLE, "placement=pipelined", "cluster.devices_per_node=2", "cluster.stages=2"],
-    "arithmetic_disaggregated": [*LANGUAGE, "placement=disaggregated", "cluster.devices_per_node=2"],
+    "pipelined": [
+        *CARTPOLE,
+        "placement=pipelined",
+        "cluster.devices_per_node=2",
+        "cluster.stages=2",
+    ],
+    "arithmetic_disaggregated": [
+        *LANGUAGE,
+        "placement=disaggregated",
+        "cluster.devices_per_node=2",
+    ],
     "halfcheetah_resumed": [*CHEETAH, "save_every=2", "updates=2"],
 }
-"""Name -> options of ``embodied-ppo train``; ``{pi0}`` stands for a directory with a small pi0 of random weights."""
+"""Name -> options of ``embodied-ppo train``; ``{pi0}`` stands for a directory with a small pi0 of
+random weights.
+"""
 CONTINUED = {"halfcheetah_resumed": ["updates=4", "resume=auto"]}
 """Runs that are started a second time, with these options added."""
 
@@ -152,7 +164,10 @@ def result(run_dir: Path) -> dict[str, Any]:
 
 
 def train(name: str, folder: Path) -> dict[str, Any]:
-    """Train one run in ``folder`` as a user would. Raises RuntimeError with the command's output if it fails."""
+    """Train one run in ``folder`` as a user would.
+
+    Raises RuntimeError with the command's output if it fails.
+    """
     if any("{pi0}" in option for option in RUNS[name]) and not (folder / "pi0").exists():
         sys.path.insert(0, str(TESTS))
         importlib.import_module("tiny_pi0").write_tiny(folder / "pi0", max_state_dim=16)
@@ -183,7 +198,9 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", nargs="*", default=list(RUNS), choices=list(RUNS), metavar="NAME")
@@ -196,9 +213,14 @@ def main() -> int:
             if arguments.action == "record":
                 recorded[name] = outcome
                 arguments.file.write_text(json.dumps(recorded, indent=1) + "\n")
-                print(f"{name}: {len(outcome['metrics'])} rows, {len(outcome['tensors'])} tensors", flush=True)
+                print(
+                    f"{name}: {len(outcome['metrics'])} rows, {len(outcome['tensors'])} tensors",
+                    flush=True,
+                )
                 continue
-            lines = differences(recorded[name], outcome) if name in recorded else ["is not recorded"]
+            lines = (
+                differences(recorded[name], outcome) if name in recorded else ["is not recorded"]
+            )
             failed |= bool(lines)
             print(f"{name}: {'equal' if not lines else f'{len(lines)} differences'}", flush=True)
             for line in lines[:10]:

@@ -15,13 +15,23 @@ from typing import Any
 
 import pytest
 
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-dev-shm-usage",
+)
 WAIT_S = 60.0
 
 
 def program() -> str:
-    """Where there is none the test is skipped; with $NO_SKIPS, as .ci/run sets it, which installs one, it fails."""
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    """Where there is none the test is skipped; with $NO_SKIPS, as .ci/run sets it, which installs
+    one, it fails.
+    """
+    found = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if found is None and "NO_SKIPS" not in os.environ:
         pytest.skip("no Chromium: no browser looked at the page (Debian: apt-get install chromium)")
     assert found, "no Chromium"
@@ -29,7 +39,9 @@ def program() -> str:
 
 
 class Browser:
-    """One page. ``requests``: addresses that it asked for; ``problems``: its errors, warnings and refused requests."""
+    """One page. ``requests``: addresses that it asked for; ``problems``: its errors, warnings and
+    refused requests.
+    """
 
     def __init__(self, folder: Path) -> None:
         """``folder`` is for the browser's own files."""
@@ -37,17 +49,28 @@ class Browser:
         ours, theirs = os.pipe(), os.pipe()  # what it reads, what it writes
         self._out, self._in = ours[1], theirs[0]
         line = f'exec "$@" 3<&{ours[0]} 4>&{theirs[1]}'
-        command = [where, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={folder / 'profile'}", "about:blank"]
+        command = [
+            where,
+            *FLAGS,
+            "--remote-debugging-pipe",
+            f"--user-data-dir={folder / 'profile'}",
+            "about:blank",
+        ]
         with open(folder / "browser.log", "w") as told:
             self._process = subprocess.Popen(
-                ["bash", "-c", line, "bash", *command], pass_fds=(ours[0], theirs[1]), stdout=told, stderr=told
+                ["bash", "-c", line, "bash", *command],
+                pass_fds=(ours[0], theirs[1]),
+                stdout=told,
+                stderr=told,
             )
         os.close(ours[0])
         os.close(theirs[1])
         self.requests: list[str] = []
         self.problems: list[str] = []
         self._ids, self._read, self._session = itertools.count(1), b"", None
-        target = next(t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        target = next(
+            t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"
+        )
         told = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = told["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -88,16 +111,26 @@ class Browser:
                 self.problems.append(str(told["args"]))
         return message
 
-    def open(self, address: str, *, width: int = 1600, height: int = 1000, dark: bool = False) -> None:
+    def open(
+        self, address: str, *, width: int = 1600, height: int = 1000, dark: bool = False
+    ) -> None:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         self.call("Page.navigate", url=address)
         self.wait("document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
         """A JavaScript expression's value; promises are awaited."""
-        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        told = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
 
@@ -113,7 +146,9 @@ class Browser:
         code = {"Tab": 9, " ": 32, "ArrowLeft": 37, "ArrowRight": 39}[name]
         text = {"text": name} if name == " " else {}
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=name, windowsVirtualKeyCode=code, **text)
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=name, windowsVirtualKeyCode=code, **text
+            )
 
     def picture(self, file: Path) -> None:
         """The whole page as PNG."""

@@ -12,7 +12,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("MUJOCO_GL", "egl")
-# For each library torch tries six sets of vector instructions for 8 s; the test of the first library lets it.
+# For each library torch tries six sets of vector instructions for 8 s; the test of the first
+# library lets it.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # With a space: the compiler of compile=always must bear it.
@@ -21,7 +22,9 @@ os.environ["EMBODIED_PPO_CACHE"] = tempfile.mkdtemp(prefix="embodied_ppo tests_"
 import pytest
 import torch
 
-collect_ignore = ["extras"]  # simulators with a MuJoCo of their own: make test-mjlab, make test-libero
+collect_ignore = [
+    "extras"
+]  # simulators with a MuJoCo of their own: make test-mjlab, make test-libero
 
 torch.set_num_threads(1)
 
@@ -31,7 +34,11 @@ def start_ray(**options: Any) -> None:
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    quiet: dict[str, Any] = {
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+    }
     ray.init(address="local", num_cpus=8, **quiet, **options)
 
 

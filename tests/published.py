@@ -1,4 +1,6 @@
-"""Directories as published models lie in them, tiny and with random weights: what ``model.checkpoint`` names."""
+"""Directories as published models lie in them, tiny and with random weights: what
+``model.checkpoint`` names.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def tokenizer(*special: str) -> Any:
     t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     t.decoder = decoders.ByteLevel()
     t.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=t, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=t, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
     fast.add_special_tokens({"additional_special_tokens": list(special)})
     return fast
 
@@ -92,7 +96,10 @@ def _openvla(folder: Path) -> Path:
         siglip=TowerConfig(hidden_size=24, layers=3, heads=3, intermediate_size=40, patch_size=8),
         image_size=SIDE,
         action_bins=16,
-        norm_stats={"bridge_orig": {"action": STATS}, "tabletop": {"action": STATS | {"q01": [-1.0, -1.0]}}},
+        norm_stats={
+            "bridge_orig": {"action": STATS},
+            "tabletop": {"action": STATS | {"q01": [-1.0, -1.0]}},
+        },
     )
     body = OpenVLABody(config)
     with torch.no_grad():
@@ -145,7 +152,9 @@ def _vision_language(kind: str, folder: Path) -> Path:
         names |= {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
         words = tokenizer(*names.values(), "<|im_start|>")
         words.chat_template = CHAT.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
-        ids: dict[str, Any] = {f"{name}_token_id": words.convert_tokens_to_ids(word) for name, word in names.items()}
+        ids: dict[str, Any] = {
+            f"{name}_token_id": words.convert_tokens_to_ids(word) for name, word in names.items()
+        }
         rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
         text = TEXT | {"rope_parameters": rope}
         if kind == "qwen2_5_vl":

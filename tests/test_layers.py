@@ -1,4 +1,7 @@
-"""The layers of the package: imports go from a higher layer to a lower one only. The source is parsed, not imported."""
+"""The layers of the package: imports go from a higher layer to a lower one only.
+
+The source is parsed, not imported.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,13 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["embodie
 LAYERS: list[str] = SETTINGS["layers"]
 """Folders and files directly in the package, from the lowest layer to the highest."""
 LAZY = tuple(f"embodied_ppo.{name}" for name in SETTINGS["lazy"])
-"""Modules and folders that may import our own inside functions: `embodied-ppo --help` must not load torch."""
+"""Modules and folders that may import our own inside functions: `embodied-ppo --help` must not load
+torch.
+"""
 SLOW = {f"embodied_ppo.{name}" for name in SETTINGS["slow"]}
-"""Modules that any other may import inside a function: they load Ray or FSDP2, which most runs do not need."""
+"""Modules that any other may import inside a function: they load Ray or FSDP2, which most runs do
+not need.
+"""
 ONLY_IN: dict[str, list[str]] = SETTINGS["only_in"]
 """Third-party package -> the modules or folders of embodied_ppo that may import it."""
 NUMERICS = ("algorithms.advantages", "algorithms.losses", "algorithms.kl", "models.distributions")
@@ -55,8 +62,12 @@ def imports(name: str) -> Iterator[tuple[str, bool, bool]]:
             yield from ((alias.name, in_function, for_types) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, f"{name}: relative imports hide the layer"
-            yield from ((f"{node.module}.{alias.name}", in_function, for_types) for alias in node.names)
-        in_function = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from (
+                (f"{node.module}.{alias.name}", in_function, for_types) for alias in node.names
+            )
+        in_function = in_function or isinstance(
+            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        )
         for child in ast.iter_child_nodes(node):
             yield from walk(child, in_function, for_types)
 
@@ -82,7 +93,9 @@ def third_party(name: str) -> set[str]:
 
 
 def layer(name: str) -> int:
-    """Position of a module of embodied_ppo in LAYERS; the package itself may import anything lazily."""
+    """Position of a module of embodied_ppo in LAYERS; the package itself may import anything
+    lazily.
+    """
     parts = name.split(".")
     return LAYERS.index(parts[1]) if len(parts) > 1 else len(LAYERS)
 
@@ -103,7 +116,10 @@ def test_imports_go_to_the_same_or_a_lower_layer(name: str):
 
 def test_there_is_no_import_cycle():
     """Imports for type checking count, too: a cycle of types is a cycle of ideas."""
-    graph = {name: {target for target, _, _ in own_imports(name)} - {"embodied_ppo"} for name in modules()}
+    graph = {
+        name: {target for target, _, _ in own_imports(name)} - {"embodied_ppo"}
+        for name in modules()
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -117,9 +133,13 @@ def test_own_modules_are_imported_at_the_top(name: str):
         assert set(inside) <= SLOW
 
 
-@pytest.mark.parametrize("name", [name for name, file in modules().items() if file.name == "__init__.py"])
+@pytest.mark.parametrize(
+    "name", [name for name, file in modules().items() if file.name == "__init__.py"]
+)
 def test_a_package_says_what_belongs_in_it(name: str):
-    """``__init__`` holds a docstring; only the public entry points of embodied_envs and its tasks hold code."""
+    """``__init__`` holds a docstring; only the public entry points of embodied_envs and its tasks
+    hold code.
+    """
     docstring = ast.get_docstring(tree(name)) or ""
     assert docstring
     if name not in ("embodied_ppo", "embodied_envs", "embodied_envs.tasks"):
@@ -145,15 +165,21 @@ def test_third_party_packages_are_imported_where_they_belong(name: str):
     short = name.removeprefix("embodied_ppo.")
     for package in third_party(name) & set(ONLY_IN):
         homes = ONLY_IN[package]
-        assert any(short == home or short.startswith(home + ".") for home in homes), f"{name} imports {package}"
+        assert any(short == home or short.startswith(home + ".") for home in homes), (
+            f"{name} imports {package}"
+        )
     assert "embodied_envs" not in {target.split(".")[0] for target, _, _ in own_imports(name)}, name
 
 
 @pytest.mark.parametrize("name", NUMERICS)
 def test_numerics_read_no_option_and_no_device(name: str):
     name = f"embodied_ppo.{name}"
-    assert not [target for target, _, _ in own_imports(name) if target.startswith("embodied_ppo.config")]
-    assert "cuda" not in {node.attr for node in ast.walk(tree(name)) if isinstance(node, ast.Attribute)}
+    assert not [
+        target for target, _, _ in own_imports(name) if target.startswith("embodied_ppo.config")
+    ]
+    assert "cuda" not in {
+        node.attr for node in ast.walk(tree(name)) if isinstance(node, ast.Attribute)
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in modules() if name.startswith("embodied_envs")])
@@ -165,7 +191,9 @@ def test_simulators_import_only_the_core_of_the_trainer(name: str):
 
 @pytest.mark.parametrize("name", OWN)
 def test_no_module_is_imported_by_a_computed_name(name: str):
-    """Except embodied_envs, so that the trainer does not depend on the simulators when it is imported."""
+    """Except embodied_envs, so that the trainer does not depend on the simulators when it is
+    imported.
+    """
     for node in ast.walk(tree(name)):
         if not isinstance(node, ast.Call):
             continue

@@ -12,13 +12,30 @@ from torch import Tensor
 
 
 def tiny_config(*, key_heads: int = 1, **fields: Any) -> Any:
-    """transformers' PI0Config: pictures of 16 x 16, a plan of 6 actions, 8 numbers in each and in a state."""
+    """transformers' PI0Config: pictures of 16 x 16, a plan of 6 actions, 8 numbers in each and in a
+    state.
+    """
     from transformers import PI0Config
 
-    gemma = {"model_type": "gemma", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": key_heads}
+    gemma = {
+        "model_type": "gemma",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": key_heads,
+    }
     gemma |= {"head_dim": 8, "vocab_size": 300}
-    vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "patch_size": 8}
-    vision |= {"image_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vision_use_head": False}
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "patch_size": 8,
+    }
+    vision |= {
+        "image_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vision_use_head": False,
+    }
     vlm = {
         "model_type": "paligemma",
         "text_config": gemma | {"hidden_size": 64, "intermediate_size": 128},
@@ -27,7 +44,9 @@ def tiny_config(*, key_heads: int = 1, **fields: Any) -> Any:
         "image_token_id": 300,
     }
     options = {"chunk_size": 6, "max_state_dim": 8, "max_action_dim": 8} | fields
-    return PI0Config(vlm_config=vlm, dit_config=gemma | {"hidden_size": 32, "intermediate_size": 64}, **options)
+    return PI0Config(
+        vlm_config=vlm, dit_config=gemma | {"hidden_size": 32, "intermediate_size": 64}, **options
+    )
 
 
 def tiny_model(seed: int = 0, **fields: Any) -> Any:
@@ -48,7 +67,10 @@ def published_key(key: str) -> str:
     key = key.replace("embed_action_time.", "")
     for ours, theirs in (
         ("model.vlm.language_model.embed_tokens", "paligemma_with_expert.paligemma.lm_head"),
-        ("model.vlm.vision_tower.", "paligemma_with_expert.paligemma.model.vision_tower.vision_model."),
+        (
+            "model.vlm.vision_tower.",
+            "paligemma_with_expert.paligemma.model.vision_tower.vision_model.",
+        ),
         ("model.vlm.", "paligemma_with_expert.paligemma.model."),
         ("model.dit.embed_tokens", "paligemma_with_expert.gemma_expert.lm_head"),
         ("model.dit.", "paligemma_with_expert.gemma_expert.model."),
@@ -67,17 +89,26 @@ def write_tokenizer(folder: Path) -> None:
     words = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     words.decoder = decoders.ByteLevel()  # pyright: ignore
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )
     fast.save_pretrained(folder)
 
 
-def write_tiny(folder: Path, *, statistics: dict[str, Tensor] | None = None, seed: int = 0, **fields: Any) -> Path:
+def write_tiny(
+    folder: Path, *, statistics: dict[str, Tensor] | None = None, seed: int = 0, **fields: Any
+) -> Path:
     """``statistics``: lerobot's names -> numbers, as its normaliser keeps them."""
     folder.mkdir(parents=True, exist_ok=True)
     model = tiny_model(seed, **fields)
-    save_file({published_key(k): x.contiguous() for k, x in model.state_dict().items()}, folder / "model.safetensors")
+    save_file(
+        {published_key(k): x.contiguous() for k, x in model.state_dict().items()},
+        folder / "model.safetensors",
+    )
     (folder / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
     write_tokenizer(folder)
     if statistics:
-        save_file(statistics, folder / "policy_preprocessor_step_5_normalizer_processor.safetensors")
+        save_file(
+            statistics, folder / "policy_preprocessor_step_5_normalizer_processor.safetensors"
+        )
     return folder

@@ -13,10 +13,12 @@ from torch import Tensor
 
 
 class Cart(VectorEnv):
-    """A cart on a rail (position m, velocity m/s) is pushed towards 0; it falls off at 2 m, the clock ends it else.
+    """A cart on a rail (position m, velocity m/s) is pushed towards 0; it falls off at 2 m, the
+    clock ends it else.
 
-    Semi-implicit Euler, 0.1 s: v += 0.1 * 3 a, x += 0.1 v; reward 2 - |x|. Everything happens in place and without
-    looking at a value, so that an adapter that hands out a buffer or waits for the device is found out.
+    Semi-implicit Euler, 0.1 s: v += 0.1 * 3 a, x += 0.1 v; reward 2 - |x|. Everything happens in
+    place and without looking at a value, so that an adapter that hands out a buffer or waits for
+    the device is found out.
     """
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
@@ -33,8 +35,13 @@ class Cart(VectorEnv):
     def draw(self) -> Tensor:
         """How the next episodes begin, [N, 2]; one draw for all, whoever needs it."""
         if self.generators[0] is self.generators[-1]:
-            return torch.rand(self.num_envs, 2, generator=self.generators[0], device=self.device) * 2 - 1
-        return torch.stack([torch.rand(2, generator=g, device=self.device) * 2 - 1 for g in self.generators])
+            return (
+                torch.rand(self.num_envs, 2, generator=self.generators[0], device=self.device) * 2
+                - 1
+            )
+        return torch.stack(
+            [torch.rand(2, generator=g, device=self.device) * 2 - 1 for g in self.generators]
+        )
 
     def begin(self, where: Tensor) -> None:
         self.state.copy_(torch.where(where.unsqueeze(1), self.draw(), self.state))
@@ -69,13 +76,19 @@ class Cart(VectorEnv):
 
 
 class ManiSkillLike(Cart):
-    """As ManiSkill's vector: nested observations, final_observation, final_info, env_idx, a seed each, no metadata."""
+    """As ManiSkill's vector: nested observations, final_observation, final_info, env_idx, a seed
+    each, no metadata.
+    """
 
     metadata: dict[str, Any] = {}  # noqa: RUF012
     single_observation_space = spaces.Dict(
         {
-            "agent": spaces.Dict({"qpos": spaces.Box(-9, 9, (1,)), "qvel": spaces.Box(-9, 9, (1,), np.float64)}),
-            "extra": spaces.Dict({"near": spaces.Box(0, 1, (), np.int8), "where": spaces.Discrete(3, start=-1)}),
+            "agent": spaces.Dict(
+                {"qpos": spaces.Box(-9, 9, (1,)), "qvel": spaces.Box(-9, 9, (1,), np.float64)}
+            ),
+            "extra": spaces.Dict(
+                {"near": spaces.Box(0, 1, (), np.int8), "where": spaces.Discrete(3, start=-1)}
+            ),
             "rgb": spaces.Box(0, 255, (4, 4, 3), np.uint8),
         }
     )
@@ -111,7 +124,10 @@ class ManiSkillLike(Cart):
         )
         done, obs = fell | out, self.obs()
         if bool(done.any()):
-            final = {"final_observation": {k: v if k == "rgb" else dict(v) for k, v in obs.items()}, "final_info": info}
+            final = {
+                "final_observation": {k: v if k == "rgb" else dict(v) for k, v in obs.items()},
+                "final_info": info,
+            }
             final["final_observation"]["agent"]["qpos"] = obs["agent"]["qpos"].clone()
             obs, info = self.reset(options={"env_idx": done.nonzero().flatten()})
             info |= final | {"_final_observation": done, "_final_info": done}
@@ -119,10 +135,14 @@ class ManiSkillLike(Cart):
 
 
 class IsaacLike:
-    """As Isaac Lab's: no vector class, groups, buffers, the global seed, a final observation only if asked."""
+    """As Isaac Lab's: no vector class, groups, buffers, the global seed, a final observation only
+    if asked.
+    """
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
-    single_observation_space = spaces.Dict({"policy": Cart.single_observation_space, "critic": spaces.Box(-9, 9, (3,))})
+    single_observation_space = spaces.Dict(
+        {"policy": Cart.single_observation_space, "critic": spaces.Box(-9, 9, (3,))}
+    )
     single_action_space = spaces.Box(-np.inf, np.inf, (1,))
 
     def __init__(self, cfg: Any) -> None:
@@ -131,10 +151,15 @@ class IsaacLike:
         self.cart.generators = [None]  # torch's global one
         torch.manual_seed(cfg.seed)
         self.num_envs, self.device = cfg.num_envs, cfg.device
-        self.fell, self.out = (torch.zeros(cfg.num_envs, dtype=torch.bool, device=cfg.device) for _ in range(2))
+        self.fell, self.out = (
+            torch.zeros(cfg.num_envs, dtype=torch.bool, device=cfg.device) for _ in range(2)
+        )
 
     def obs(self) -> dict[str, Tensor]:
-        return {"policy": self.cart.state, "critic": torch.cat([self.cart.state, self.cart.state[:, :1]], 1)}
+        return {
+            "policy": self.cart.state,
+            "critic": torch.cat([self.cart.state, self.cart.state[:, :1]], 1),
+        }
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         if seed is not None:
@@ -183,7 +208,9 @@ def maniskill(num_envs: int, seed: int, device: str, max_episode_steps: int = 20
     return ManiSkillLike(num_envs, seed, device, max_episode_steps)
 
 
-def isaac(num_envs: int, seed: int, device: str, render_mode: str | None = None, **kwargs: Any) -> IsaacLike:
+def isaac(
+    num_envs: int, seed: int, device: str, render_mode: str | None = None, **kwargs: Any
+) -> IsaacLike:
     return IsaacLike(Config(num_envs=num_envs, seed=seed, device=device, **kwargs))
 
 

@@ -1,5 +1,5 @@
-"""Parts with numbers one can read: a scripted vector environment, a policy that counts, a Gymnasium task with success,
-and a training of a few milliseconds."""
+"""Parts with numbers one can read: a scripted vector environment, a policy that counts, a Gymnasium
+task with success, and a training of a few milliseconds."""
 
 from __future__ import annotations
 
@@ -22,22 +22,33 @@ from embodied_ppo.config.batch_sizes import total_updates
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core import compile
 from embodied_ppo.core.random import env_seeds
-from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, Decision, Evaluation, Mean, Obs, ObsSpec, Step
+from embodied_ppo.core.types import (
+    ActionSpec,
+    ArraySpec,
+    Box,
+    Decision,
+    Evaluation,
+    Mean,
+    Obs,
+    ObsSpec,
+    Step,
+)
 from embodied_ppo.modes.base import RunRequest
 from embodied_ppo.modes.embodied import components as embodied
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.modes.workers import build_workers
 
 
-# ------------------------------------------------------------------------------------------------- scripted environment
+# ----------------------------------------------------------------------------- scripted environment
 class ScriptedEnv:
-    """Environment i runs episodes of ``lengths[i]`` steps; those with ``clock[i]`` end by truncation.
+    """Environment i runs episodes of ``lengths[i]`` steps; those with ``clock[i]`` end by
+    truncation.
 
     obs     (i, episode, step) of what to act on next
     reward  100 i + 10 episode + step (1 for the first step)
     success True in the last step of odd episodes
-    same_step: the row that ends an episode carries final_obs and the next episode's first observation; else the next
-    row is a dummy (mask False).
+    same_step: the row that ends an episode carries final_obs and the next episode's first
+    observation; else the next row is a dummy (mask False).
     """
 
     id = "scripted"
@@ -46,7 +57,9 @@ class ScriptedEnv:
     action_spec: ActionSpec = Box((-1.0,), (1.0,))
     device = torch.device("cpu")
 
-    def __init__(self, lengths: list[int], clock: list[bool], *, same_step: bool = False, saves: bool = False) -> None:
+    def __init__(
+        self, lengths: list[int], clock: list[bool], *, same_step: bool = False, saves: bool = False
+    ) -> None:
         self.lengths, self.clock, self.same_step, self.saves = lengths, clock, same_step, saves
         self.num_envs = len(lengths)
         self.actions: list[Tensor] = []
@@ -58,11 +71,16 @@ class ScriptedEnv:
         return self._obs()
 
     def _obs(self) -> Tensor:
-        return torch.tensor([[i, episode, step] for i, (episode, step, _) in enumerate(self.at)], dtype=torch.float32)
+        return torch.tensor(
+            [[i, episode, step] for i, (episode, step, _) in enumerate(self.at)],
+            dtype=torch.float32,
+        )
 
     def step(self, action: Tensor) -> Step:
         self.actions.append(action.clone())
-        reward, terminated, truncated, mask, success = (torch.zeros(self.num_envs) for _ in range(5))
+        reward, terminated, truncated, mask, success = (
+            torch.zeros(self.num_envs) for _ in range(5)
+        )
         for i, (episode, step, ended) in enumerate(self.at):
             if ended:
                 self.at[i] = (episode + 1, 0, False)
@@ -73,15 +91,25 @@ class ScriptedEnv:
             terminated[i], truncated[i] = done and not self.clock[i], done and self.clock[i]
             success[i] = done and episode % 2
             self.at[i] = (episode, step, done)
-        flags = {"terminated": terminated.bool(), "truncated": truncated.bool(), "success": success.bool()}
+        flags = {
+            "terminated": terminated.bool(),
+            "truncated": truncated.bool(),
+            "success": success.bool(),
+        }
         if not self.same_step:
             return Step(obs=self._obs(), reward=reward, mask=mask.bool(), **flags)
         final = self._obs()
-        self.at = [(episode + 1, 0, False) if done else (episode, step, done) for episode, step, done in self.at]
+        self.at = [
+            (episode + 1, 0, False) if done else (episode, step, done)
+            for episode, step, done in self.at
+        ]
         return Step(obs=self._obs(), reward=reward, mask=mask.bool(), final_obs=final, **flags)
 
     def reset_where(self, where: Tensor) -> Obs:
-        self.at = [(at[0] + 1, 0, False) if cut else at for at, cut in zip(self.at, where.tolist(), strict=True)]
+        self.at = [
+            (at[0] + 1, 0, False) if cut else at
+            for at, cut in zip(self.at, where.tolist(), strict=True)
+        ]
         return self._obs()
 
     def restart(self, seeds: list[int]) -> None:
@@ -101,7 +129,7 @@ class ScriptedEnv:
         pass
 
 
-# ------------------------------------------------------------------------------------------------ a robot of our own
+# ------------------------------------------------------------------------------- a robot of our own
 BALANCE = """<mujoco model="balance">
   <option timestep="0.02" integrator="implicitfast"/>
   <worldbody>
@@ -124,9 +152,11 @@ BALANCE = """<mujoco model="balance">
 
 
 class Balance(Task):
-    """A pole on a cart. Observation [N, 4]: qpos, qvel. Reward: 1 a step; the end: the pole leans by over 0.5 rad.
+    """A pole on a cart. Observation [N, 4]: qpos, qvel. Reward: 1 a step; the end: the pole leans
+    by over 0.5 rad.
 
-    Its variables: "pushes" [N], control steps of this episode; "gust" [N], a number drawn in every step.
+    Its variables: "pushes" [N], control steps of this episode; "gust" [N], a number drawn in every
+    step.
     """
 
     id = "Balance"
@@ -175,7 +205,10 @@ class Privileged(Balance):
     """Balance with an observation that exists in simulation only."""
 
     def observe(self, s: State) -> dict[str, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return {"state": torch.cat([s["qpos"], s["qvel"]], 1), "privileged_mass": torch.ones_like(s["qpos"][:, :1])}
+        return {
+            "state": torch.cat([s["qpos"], s["qvel"]], 1),
+            "privileged_mass": torch.ones_like(s["qpos"][:, :1]),
+        }
 
 
 def value_of(obs: Tensor) -> Tensor:
@@ -184,7 +217,9 @@ def value_of(obs: Tensor) -> Tensor:
 
 
 class CountingPolicy(nn.Module):
-    """V is ``value_of``; actions are noise, log-probabilities their negatives, replay repeats the observation."""
+    """V is ``value_of``; actions are noise, log-probabilities their negatives, replay repeats the
+    observation.
+    """
 
     def encode(self, obs: Obs) -> Any:
         return obs
@@ -197,7 +232,9 @@ class CountingPolicy(nn.Module):
         return Decision(action, -action.unsqueeze(1), value_of(inputs), {"seen": inputs})
 
     def evaluate(self, inputs: Any, action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
-        return Evaluation(-action.unsqueeze(1), torch.zeros_like(action).unsqueeze(1), value_of(inputs))
+        return Evaluation(
+            -action.unsqueeze(1), torch.zeros_like(action).unsqueeze(1), value_of(inputs)
+        )
 
     def value(self, inputs: Any) -> Tensor:
         return value_of(inputs)
@@ -212,9 +249,10 @@ class CountingPolicy(nn.Module):
         pass
 
 
-# ------------------------------------------------------------------------------------------------------ Gymnasium task
+# ----------------------------------------------------------------------------------- Gymnasium task
 class Point(gymnasium.Env):
-    """Move a point to the origin of the plane; info says ``success`` and ``near``, the task ends at success.
+    """Move a point to the origin of the plane; info says ``success`` and ``near``, the task ends at
+    success.
 
     ``far`` scales the start, so that kwargs change what happens.
     """
@@ -226,7 +264,9 @@ class Point(gymnasium.Env):
     def __init__(self, far: float = 1.0, render_mode: str | None = None) -> None:
         self.far = far
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
         self.x = self.np_random.uniform(-self.far, self.far, 2).astype(np.float32)
         return self.x.copy(), {}
@@ -242,7 +282,7 @@ if "toys/Point-v0" not in gymnasium.registry:
     gymnasium.register("toys/Point-v0", "toys:Point", max_episode_steps=12)
 
 
-# -------------------------------------------------------------------------------------------------------- tiny training
+# ------------------------------------------------------------------------------------ tiny training
 BASE: dict[str, Any] = {
     "env": {"id": "HalfCheetah-v4", "num_envs": 4, "num_threads": 1},
     "model": {"hidden": [16]},
@@ -264,27 +304,38 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config(options: Mapping[str, Any] | None = None) -> Config:
-    """``BASE`` with ``options`` (dotted paths), checked as the command checks; every option given must be read."""
+    """``BASE`` with ``options`` (dotted paths), checked as the command checks; every option given
+    must be read.
+    """
     options = options or {}
-    base = BASE if options.get("model.policy", "actor_critic") == "actor_critic" else {**BASE, "model": {}}
+    base = (
+        BASE
+        if options.get("model.policy", "actor_critic") == "actor_critic"
+        else {**BASE, "model": {}}
+    )
     loaded = loader.read(Config, [("base", base), ("test", nested(options))])
     validation.check(loaded.config, explicit=loaded.deliberate({"test"}))
     return loaded.config
 
 
 def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
-    """Train as ``build`` would; per update every metric that is no measurement of time, and a sum over the weights.
+    """Train as ``build`` would; per update every metric that is no measurement of time, and a sum
+    over the weights.
 
     ``max_lag``: the rollouts that lie between acting and learning, as in ``loop.train``.
     """
     env = embodied.make_env(
-        env_seeds(c.seed, 0, c.env.num_envs, c.algorithm.group_size), config=c.env, device=torch.device("cpu")
+        env_seeds(c.seed, 0, c.env.num_envs, c.algorithm.group_size),
+        config=c.env,
+        device=torch.device("cpu"),
     )
     try:
         policy = embodied.make_policy(c, env)
         rollout = embodied.make_rollout(c, env, policy, compile.CompileSchedule(None))
         updates = total_updates(c)
-        learner = actor_critic_learner(policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=c.seed)
+        learner = actor_critic_learner(
+            policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=c.seed
+        )
         pending, rows = [], []
         for update in range(updates + max_lag):
             if update < updates:
@@ -311,17 +362,24 @@ def placed(c: Config, run_dir: Path, stack: ExitStack) -> Any:
 
 
 def slots_free(expected: float = 8.0) -> float:
-    """CPUs that Ray has to give, as soon as there are as many as expected: it takes them back a moment later."""
+    """CPUs that Ray has to give, as soon as there are as many as expected: it takes them back a
+    moment later.
+    """
     import ray  # takes a second to load
 
     until = time.monotonic() + 20
-    while (free := ray.available_resources().get("CPU", 0.0)) != expected and time.monotonic() < until:
+    while (
+        free := ray.available_resources().get("CPU", 0.0)
+    ) != expected and time.monotonic() < until:
         time.sleep(0.2)
     return free
 
 
 def gone(*pids: int) -> bool:
-    """Whether these processes end within a moment. Whoever inherits one may leave it a zombie, which has no command."""
+    """Whether these processes end within a moment.
+
+    Whoever inherits one may leave it a zombie, which has no command.
+    """
 
     def runs(pid: int) -> bool:
         try:
@@ -344,7 +402,9 @@ def assert_alike(found: Any, expected: Any, where: str = "") -> None:
             assert_alike(found[name], value, f"{where}/{name}")
     elif isinstance(expected, Tensor):
         assert type(found) is Tensor and found.dtype == expected.dtype, where
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{where}: {text}")
+        torch.testing.assert_close(
+            found, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{where}: {text}"
+        )
     elif isinstance(expected, list):
         assert_alike(dict(enumerate(found)), dict(enumerate(expected)), where)
     else:

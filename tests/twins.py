@@ -1,7 +1,8 @@
-"""Slow twins of the maths: float64 loops over Python numbers, written from the formulas and not from the code.
+"""Slow twins of the maths: float64 loops over Python numbers, written from the formulas and not
+from the code.
 
-Arguments are nested lists; time first, as everywhere. Masked rows are handled in the one way that cannot be wrong: by
-cutting them out of their column before anything is computed.
+Arguments are nested lists; time first, as everywhere. Masked rows are handled in the one way that
+cannot be wrong: by cutting them out of their column before anything is computed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ rows = columns
 
 
 def gae(
-    reward, value, next_value, terminated, truncated, mask, *, gamma, gae_lambda, steps=None, bootstrap_type="standard"
+    reward,
+    value,
+    next_value,
+    terminated,
+    truncated,
+    mask,
+    *,
+    gamma,
+    gae_lambda,
+    steps=None,
+    bootstrap_type="standard",
 ):
     """(advantage, returns) [T][N], column by column."""
     T, N = len(reward), len(reward[0])
@@ -33,7 +44,9 @@ def gae(
             done = terminated[t][n] or truncated[t][n]
             successor = next_value[t][n]
             if not done and t + 1 < T and not mask[t + 1][n] and i + 1 < len(real):
-                successor = value[real[i + 1]][n]  # a hole inside an episode: the next row that is left
+                successor = value[real[i + 1]][
+                    n
+                ]  # a hole inside an episode: the next row that is left
             if terminated[t][n] and bootstrap_type == "standard":
                 successor = 0.0
             k = 1 if steps is None else steps[t][n]
@@ -57,7 +70,9 @@ def return_to_go(reward, done, mask, *, gamma):
 
 
 def discounted_returns(reward, done, mask, *, gamma, start):
-    """Running return of each environment: (the values at unmasked rows, the state after the last row)."""
+    """Running return of each environment: (the values at unmasked rows, the state after the last
+    row).
+    """
     seen, state = [], list(start)
     for t in range(len(reward)):
         for n in range(len(state)):
@@ -89,13 +104,20 @@ def rloo(score, group_size):
 
 def standardise(x, mask):
     """(x − μ)/sqrt(σ² + 1e-8), unbiased, over unmasked entries of [T][N]; 0 elsewhere."""
-    kept = [v for row, keep in zip(x, mask, strict=True) for v, k in zip(row, keep, strict=True) if k]
+    kept = [
+        v for row, keep in zip(x, mask, strict=True) for v, k in zip(row, keep, strict=True) if k
+    ]
     mean, scale = fmean(kept), math.sqrt(variance(kept) + 1e-8)
-    return [[(v - mean) / scale if k else 0.0 for v, k in zip(row, keep, strict=True)] for row, keep in zip(x, mask)]
+    return [
+        [(v - mean) / scale if k else 0.0 for v, k in zip(row, keep, strict=True)]
+        for row, keep in zip(x, mask)
+    ]
 
 
 def policy_loss(lp, old, advantage, mask, *, low, high, c=None):
-    """Loss of each element of flat lists, and the sums (clipped, dual, k3, count) and largest ratio."""
+    """Loss of each element of flat lists, and the sums (clipped, dual, k3, count) and largest
+    ratio.
+    """
     loss, clipped, dual, k3, count, largest = [], 0, 0, 0.0, 0, 0.0
     for new, before, a, keep in zip(lp, old, advantage, mask, strict=True):
         if not keep:

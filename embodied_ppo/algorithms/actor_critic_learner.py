@@ -50,7 +50,9 @@ def actor_critic_learner(
         ConfigError: for granularities or a KL estimator that do not fit.
     """
     losses.check_levels(
-        logprob_type=config.logprob_type, entropy_type=config.entropy_type, reward_type=config.reward_type
+        logprob_type=config.logprob_type,
+        entropy_type=config.entropy_type,
+        reward_type=config.reward_type,
     )
     actor = PolicyActor(policy, config, ranks or Ranks())
     optimizer = MinibatchOptimizer(
@@ -77,9 +79,13 @@ class PolicyActor:
     recompute, scores_sequences = False, False
 
     def __init__(self, policy: Policy, config: AlgorithmConfig, ranks: Ranks) -> None:
-        """Copy the policy as its reference where the options need one; cut the parameters over ``ranks``."""
+        """Copy the policy as its reference where the options need one; cut the parameters over
+        ``ranks``.
+        """
         self.policy, self.config, self._ranks = policy, config, ranks
-        self.reference = copy.deepcopy(policy) if config.use_kl_loss or config.use_kl_in_reward else None
+        self.reference = (
+            copy.deepcopy(policy) if config.use_kl_loss or config.use_kl_in_reward else None
+        )
         self.optimizer: MinibatchOptimizer | None = None
         for model in self._models():
             ranks.shard(model, [name for name in METHODS if hasattr(model, name)])
@@ -96,18 +102,22 @@ class PolicyActor:
         for model in self._models():
             self.ranks.reshard(model)
 
-    # ----------------------------------------------------------------------------------- log-probabilities
+    # ---------------------------------------------------------------------------- log-probabilities
     def encode(self, t: Trajectory) -> Any:
         """Return the observations as inputs of the policy, [T, N, ..]; a frozen trunk runs here."""
         return self._encoded(self.policy, t)
 
     def _encoded(self, policy: Policy, t: Trajectory) -> Any:
-        inputs = in_parts(policy.encode, self.config.logprob_forward_micro_batch_size, tree.flatten_time(t.obs))
+        inputs = in_parts(
+            policy.encode, self.config.logprob_forward_micro_batch_size, tree.flatten_time(t.obs)
+        )
         return tree.map(lambda x: x.unflatten(0, t.mask.shape[:2]), inputs)
 
     @torch.no_grad()
     def view(self, policy: Policy, inputs: Any, t: Trajectory) -> Evaluation:
-        """Return the trajectory's actions as ``policy`` evaluates them, [T, N, ..]; inputs [T, N, ..]."""
+        """Return the trajectory's actions as ``policy`` evaluates them, [T, N, ..]; inputs [T, N,
+        ..].
+        """
         c, flat = self.config, tree.flatten_time
         size = c.logprob_forward_micro_batch_size or c.micro_batch_size or c.global_batch_size
         view = in_parts(policy.evaluate, size, flat(inputs), flat(t.action), flat(t.replay))
@@ -117,17 +127,29 @@ class PolicyActor:
         return self.view(self.policy, inputs, t).log_prob
 
     def reference_view(self, t: Trajectory) -> Evaluation | None:
-        """As ``Actor.reference_view``; the reference reads raw observations through its own, frozen normaliser."""
+        """As ``Actor.reference_view``; the reference reads raw observations through its own, frozen
+        normaliser.
+        """
         if self.reference is None:
             return None
         return self.view(self.reference, self._encoded(self.reference, t), t)
 
-    def kl_to_reference(self, inputs: Any, t: Trajectory, behaviour: Tensor, reference: Evaluation) -> Tensor:
+    def kl_to_reference(
+        self, inputs: Any, t: Trajectory, behaviour: Tensor, reference: Evaluation
+    ) -> Tensor:
         c = self.config
         logits = self.view(self.policy, inputs, t).logits if c.kl_penalty == "full" else None
-        return kl_distance(behaviour, reference.log_prob, c.kl_penalty, logits, reference.logits, mask=t.mask, dims=2)
+        return kl_distance(
+            behaviour,
+            reference.log_prob,
+            c.kl_penalty,
+            logits,
+            reference.logits,
+            mask=t.mask,
+            dims=2,
+        )
 
-    # ------------------------------------------------------------------------------------------ normaliser
+    # ----------------------------------------------------------------------------------- normaliser
     def observe(self, t: Trajectory) -> None:
         """Merge the observations of all ranks into the policy's normalisers, in order of rank."""
         decided = t.mask if t.mask.ndim == 2 else t.mask.any(-1)  # [T, N]
@@ -141,13 +163,15 @@ class PolicyActor:
             m.count.zero_()
         self.policy.observe(obs, mask)
         for m, kept in zip(running, before, strict=True):
-            parts = zip(*(self.ranks.gather(x.clone()) for x in (m.mean, m.var, m.count)), strict=True)
+            parts = zip(
+                *(self.ranks.gather(x.clone()) for x in (m.mean, m.var, m.count)), strict=True
+            )
             for x, old in zip((m.mean, m.var, m.count), kept, strict=True):
                 x.copy_(old)
             for part in parts:
                 m.merge(*part)
 
-    # ------------------------------------------------------------------------------------------- reference
+    # ------------------------------------------------------------------------------------ reference
     def initialize(self) -> None:
         """Do nothing: the reference is a copy of the policy."""
 

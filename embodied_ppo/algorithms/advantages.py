@@ -19,11 +19,18 @@ from embodied_ppo.core.types import ConfigError
 
 EPS = 1e-8
 BOOTSTRAP_TYPES = ("standard", "always")
-ADV_TYPES = ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ADV_TYPES = (
+    "gae",
+    "grpo",
+    "rloo",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+)
 REWARD_NORMS = (None, "batch", "group", "running")
 
 
-# ---------------------------------------------------------------------------------------------------------------- gae
+# ---------------------------------------------------------------------------------------------- gae
 @torch.no_grad()
 def gae(
     reward: Tensor,
@@ -75,7 +82,9 @@ def gae(
         ConfigError: Unknown ``bootstrap_type``.
     """
     if bootstrap_type not in BOOTSTRAP_TYPES:
-        raise ConfigError(f"algorithm.bootstrap_type = {bootstrap_type}: must be one of {', '.join(BOOTSTRAP_TYPES)}")
+        raise ConfigError(
+            f"algorithm.bootstrap_type = {bootstrap_type}: must be one of {', '.join(BOOTSTRAP_TYPES)}"
+        )
     mask = mask.bool()
     done = terminated.bool() | truncated.bool()
     discount = gamma**steps  # γ^k, float or [T, N]
@@ -132,10 +141,15 @@ def _skip_holes(value: Tensor, next_value: Tensor, done: Tensor, mask: Tensor) -
     return patched
 
 
-# -------------------------------------------------------------------------------------------------------- critic-free
+# -------------------------------------------------------------------------------------- critic-free
 @torch.no_grad()
 def grpo(
-    score: Tensor, group_size: int, *, normalize_std: bool = True, eps: float = 1e-6, valid: Tensor | None = None
+    score: Tensor,
+    group_size: int,
+    *,
+    normalize_std: bool = True,
+    eps: float = 1e-6,
+    valid: Tensor | None = None,
 ) -> Tensor:
     """Group-relative advantage of each column.
 
@@ -176,7 +190,9 @@ def rloo(score: Tensor, group_size: int, *, valid: Tensor | None = None) -> Tens
 def _centre(score: Tensor, group_size: int, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return s − μ_g [G, n] (0 if invalid or alone), unbiased σ²_g [G, 1], valid columns [G, 1]."""
     s = _groups(score.double(), group_size)
-    keep = torch.ones_like(s, dtype=torch.bool) if valid is None else _groups(valid.bool(), group_size)
+    keep = (
+        torch.ones_like(s, dtype=torch.bool) if valid is None else _groups(valid.bool(), group_size)
+    )
     s = torch.where(keep, s, 0.0)
     count = keep.sum(1, keepdim=True).double()
     mean = s.sum(1, keepdim=True) / count.clamp(min=1)
@@ -217,7 +233,9 @@ def return_to_go(
         float32 [T, N], 0 in masked rows.
     """
     zero = torch.zeros_like(reward)
-    return gae(reward, zero, zero, terminated, truncated, mask, gamma=gamma, gae_lambda=1.0, steps=steps)[0]
+    return gae(
+        reward, zero, zero, terminated, truncated, mask, gamma=gamma, gae_lambda=1.0, steps=steps
+    )[0]
 
 
 @torch.no_grad()
@@ -253,7 +271,9 @@ def reinforce_plus_plus(
 
 
 @torch.no_grad()
-def reinforce_plus_plus_baseline(score: Tensor, mask: Tensor, group_size: int, *, whiten: bool = True) -> Tensor:
+def reinforce_plus_plus_baseline(
+    score: Tensor, mask: Tensor, group_size: int, *, whiten: bool = True
+) -> Tensor:
     """REINFORCE++ advantage with a group baseline: s_i − μ_g in every unmasked row, whitened.
 
     Source: Hu et al. 2025.
@@ -329,7 +349,9 @@ def estimate(
     if adv_type == "reinforce":
         return return_to_go(reward, terminated, truncated, mask, gamma=gamma, steps=steps), returns
     if adv_type == "reinforce_plus_plus":
-        advantage = reinforce_plus_plus(reward, terminated, truncated, mask, gamma=gamma, steps=steps, whiten=whiten)
+        advantage = reinforce_plus_plus(
+            reward, terminated, truncated, mask, gamma=gamma, steps=steps, whiten=whiten
+        )
         return advantage, returns
     score = torch.where(mask.bool(), reward.double(), 0.0).sum(0)  # [N]
     if adv_type == "reinforce_plus_plus_baseline":
@@ -339,9 +361,11 @@ def estimate(
     return torch.where(mask.bool(), column, 0.0), returns
 
 
-# ------------------------------------------------------------------------------------------------------ normalisation
+# ------------------------------------------------------------------------------------ normalisation
 @torch.no_grad()
-def normalize(advantage: Tensor, mask: Tensor, *, moments: Moments | None = None) -> tuple[Tensor, Moments]:
+def normalize(
+    advantage: Tensor, mask: Tensor, *, moments: Moments | None = None
+) -> tuple[Tensor, Moments]:
     """Standardise advantages: (A − μ)·rsqrt(σ² + 1e-8), unbiased σ² over unmasked entries.
 
     Args:
@@ -365,7 +389,7 @@ def clip(x: Tensor, c: float | None) -> Tensor:
     return x if c is None else x.clamp(-c, c)
 
 
-# ------------------------------------------------------------------------------------------------------------ rewards
+# ------------------------------------------------------------------------------------------ rewards
 @torch.no_grad()
 def shape_rewards(
     reward: Tensor,
@@ -428,7 +452,9 @@ def shape_rewards(
         T, N = x.shape
         groups = _groups(torch.arange(N, device=x.device), group_size) if norm == "group" else None
         size = N if groups is None else groups.shape[1]
-        x = _standardise(x.reshape(T, -1, size), keep.reshape(T, -1, size), shift=shift, scale=scale).reshape(T, N)
+        x = _standardise(
+            x.reshape(T, -1, size), keep.reshape(T, -1, size), shift=shift, scale=scale
+        ).reshape(T, N)
     return torch.where(keep, x, reward.double()).float()
 
 
@@ -436,7 +462,9 @@ def _standardise(x: Tensor, keep: Tensor, *, shift: bool, scale: bool) -> Tensor
     """Apply the norm of ``shape_rewards`` in each of G sets of columns; x, keep [T, G, n]."""
     count = keep.sum((0, 2), keepdim=True).double()  # [1, G, 1]
     mean = torch.where(keep, x, 0.0).sum((0, 2), keepdim=True) / count.clamp(min=1)
-    var = torch.where(keep, x - mean, 0.0).square().sum((0, 2), keepdim=True) / (count - 1).clamp(min=1)
+    var = torch.where(keep, x - mean, 0.0).square().sum((0, 2), keepdim=True) / (count - 1).clamp(
+        min=1
+    )
     factor = torch.where(var > 1e-12, torch.rsqrt(var + EPS), 1.0)
     if shift and not scale:
         y = x - mean
@@ -487,7 +515,9 @@ class ReturnScaler(nn.Module):
         self.register_buffer("running", torch.zeros(num_envs, dtype=torch.float64))
 
     @torch.no_grad()
-    def update(self, reward: Tensor, done: Tensor, mask: Tensor, gamma: float, steps: int | Tensor = 1) -> None:
+    def update(
+        self, reward: Tensor, done: Tensor, mask: Tensor, gamma: float, steps: int | Tensor = 1
+    ) -> None:
         """Advance G over a rollout and merge its values into the moments.
 
         Args:
@@ -501,8 +531,8 @@ class ReturnScaler(nn.Module):
         reward = torch.where(keep, reward.double(), 0.0)
         discount = gamma**steps
         alive = (~done.bool()).double()
-        # H_t, the value of G after row t: G_t·(1 − done_t), or H_{t−1} in a masked row. It obeys the
-        # recursion of ``_scan`` with time reversed; row 0 is the H of the previous rollout.
+        # H_t, the value of G after row t: G_t·(1 − done_t), or H_{t−1} in a masked row. It obeys
+        # the recursion of ``_scan`` with time reversed; row 0 is the H of the previous rollout.
         carry = torch.where(keep, alive * discount, 1.0)
         after = torch.cat([self.running.double().unsqueeze(0), reward * alive])  # [T+1, N]
         carry = torch.cat([torch.ones_like(carry[:1]), carry])  # [T+1, N]

@@ -57,7 +57,9 @@ def estimate(
     if kind == "full":
         return _full(logits, ref_logits)
     if ref_log_prob is None:
-        raise ConfigError(f"kl estimator = {kind}: needs the reference policy's log-probabilities; load a reference")
+        raise ConfigError(
+            f"kl estimator = {kind}: needs the reference policy's log-probabilities; load a reference"
+        )
     delta = log_prob - ref_log_prob.detach()
     value = _sampled(delta, kind.removesuffix("+"))
     if not kind.endswith("+"):
@@ -125,7 +127,7 @@ def penalize(reward: Tensor, kl: Tensor, mask: Tensor, *, coef: float) -> Tensor
     return torch.where(mask.bool(), reward - coef * kl, reward)
 
 
-# -------------------------------------------------------------------------------------------------------- controllers
+# -------------------------------------------------------------------------------------- controllers
 class KLController(Protocol):
     """Coefficient β of the KL penalty. Read ``coef`` for an update and call ``update`` after it."""
 
@@ -203,7 +205,9 @@ class AdaptiveKL:
         self.coef = float(state["coef"])
 
 
-def controller(type: str, *, kl_coef: float, horizon: float, target_kl: float) -> FixedKL | AdaptiveKL:
+def controller(
+    type: str, *, kl_coef: float, horizon: float, target_kl: float
+) -> FixedKL | AdaptiveKL:
     """Return the controller that ``algorithm.kl_ctrl`` describes.
 
     Raises:

@@ -1,8 +1,10 @@
-"""PPO: prepare the advantages of a trajectory once, optimise for several epochs, adapt the coefficients.
+"""PPO: prepare the advantages of a trajectory once, optimise for several epochs, adapt the
+coefficients.
 
-``Learner`` is the same for robot policies and language models. The critic is the policy's value head, a separate model,
-or absent. What a learner reads of its policy is an ``Actor``: ``actor_critic_learner.PolicyActor`` for robot policies,
-``separate_critic_learner.LanguageActor`` for language models.
+``Learner`` is the same for robot policies and language models. The critic is the policy's value
+head, a separate model, or absent. What a learner reads of its policy is an ``Actor``:
+``actor_critic_learner.PolicyActor`` for robot policies, ``separate_critic_learner.LanguageActor``
+for language models.
 
 T steps (or response tokens), N environments (or sequences), C actions of a chunk.
 """
@@ -23,14 +25,19 @@ from embodied_ppo.algorithms.optimizer import MinibatchOptimizer, OptimizationSt
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.collectives import Ranks
-from embodied_ppo.core.running_stats import expand_mask, explained_variance, masked_moments, masked_sum
+from embodied_ppo.core.running_stats import (
+    expand_mask,
+    explained_variance,
+    masked_moments,
+    masked_sum,
+)
 from embodied_ppo.core.types import Batch, ConfigError, Evaluation, Mean, Metrics, Trajectory
 
 NOTHING = OptimizationStats({}, 0.0, 0)
 """Statistics of a model that was not optimised."""
 
 
-# ------------------------------------------------------------------------------------------------ actor and critic
+# --------------------------------------------------------------------------------- actor and critic
 class Actor(Protocol):
     """The policy, and the reference policy, as the learner reads them."""
 
@@ -60,10 +67,14 @@ class Actor(Protocol):
         ...
 
     def reference_view(self, t: Trajectory) -> Evaluation | None:
-        """Return log-probabilities and logits (or hidden states) under the reference; None without a reference."""
+        """Return log-probabilities and logits (or hidden states) under the reference; None without
+        a reference.
+        """
         ...
 
-    def kl_to_reference(self, inputs: Any, t: Trajectory, behaviour: Tensor, reference: Evaluation) -> Tensor:
+    def kl_to_reference(
+        self, inputs: Any, t: Trajectory, behaviour: Tensor, reference: Evaluation
+    ) -> Tensor:
         """Return the KL divergence by the estimator kl_penalty, shaped as the mask."""
         ...
 
@@ -106,7 +117,9 @@ class Critic(Protocol):
         """Return float32 [T, N], 0 where masked."""
         ...
 
-    def begin(self, obs: Mapping[str, Tensor], mask: Tensor, value: Tensor, returns: Tensor, update: int) -> None:
+    def begin(
+        self, obs: Mapping[str, Tensor], mask: Tensor, value: Tensor, returns: Tensor, update: int
+    ) -> None:
         """Begin to learn ``returns`` [T, N]; ``value``: what ``values`` returned for the same rows."""
         ...
 
@@ -127,7 +140,7 @@ class Critic(Protocol):
     def close(self) -> None: ...
 
 
-# ---------------------------------------------------------------------------------------------------------- learner
+# ------------------------------------------------------------------------------------------ learner
 class Learner:
     """PPO update of an actor and its critic (Schulman et al. 2017, alg. 1)."""
 
@@ -151,7 +164,13 @@ class Learner:
             notice: callback for messages to the user.
         """
         config = optimizer.config
-        self.actor, self.critic, self.optimizer, self.config, self.notice = actor, critic, optimizer, config, notice
+        self.actor, self.critic, self.optimizer, self.config, self.notice = (
+            actor,
+            critic,
+            optimizer,
+            config,
+            notice,
+        )
         self.cpu_s = {"advantages": 0.0, "update": 0.0}
         self.returns = advantages.ReturnScaler(columns).to(device)
         self.kl = kl.controller(**vars(config.kl_ctrl))
@@ -172,9 +191,12 @@ class Learner:
     def _critic_model(self) -> Critic | None:
         return None if isinstance(self.critic, ValueHead) else self.critic
 
-    # ---------------------------------------------------------------------------------------- one update
+    # ----------------------------------------------------------------------------------- one update
     def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
-        """Train on one trajectory (this rank's columns). Until ``critic_warmup`` only the critic learns."""
+        """Train on one trajectory (this rank's columns).
+
+        Until ``critic_warmup`` only the critic learns.
+        """
         c, model = self.config, self._critic_model
         warmup, value_head = update < c.critic_warmup, isinstance(self.critic, ValueHead)
         start = time.process_time()
@@ -186,7 +208,9 @@ class Learner:
             model.begin(batch.inputs, batch.mask, batch.value, batch.returns, update)
         try:
             if value_head or not warmup:
-                actor = self.optimizer.optimize(batch, update, critic_only=warmup, entropy_coef=self.entropy.coef)
+                actor = self.optimizer.optimize(
+                    batch, update, critic_only=warmup, entropy_coef=self.entropy.coef
+                )
         finally:
             if model is not None:
                 critic = model.end()
@@ -199,9 +223,11 @@ class Learner:
         return metrics if self.critic is not None else _without_values(metrics)
 
     def _prepare(self, t: Trajectory) -> tuple[Batch, Metrics]:
-        """Return everything that the losses read, [T*N, ..] (samples) or [T, N, ..] (columns), and metrics.
+        """Return everything that the losses read, [T*N, ..] (samples) or [T, N, ..] (columns), and
+        metrics.
 
-        Rewards and advantages are computed for the columns of all ranks, so that statistics are those of the rollout.
+        Rewards and advantages are computed for the columns of all ranks, so that statistics are
+        those of the rollout.
         """
         c, ranks, actor, mask = self.config, self.ranks, self.actor, t.mask
         inputs = actor.encode(t)
@@ -211,7 +237,10 @@ class Learner:
         if actor.recompute or c.off_policy_correction is not None:
             behaviour = actor.log_prob(inputs, t)
         if c.off_policy_correction is not None:
-            old, acted = (losses.reduce_log_prob(x, c.logprob_type, batch_dims=2) for x in (behaviour, t.log_prob))
+            old, acted = (
+                losses.reduce_log_prob(x, c.logprob_type, batch_dims=2)
+                for x in (behaviour, t.log_prob)
+            )
             weight, metrics = off_policy(old, acted, mask, c)
         reference = actor.reference_view(t)
         # 2. Values, and the columns of all ranks.
@@ -229,7 +258,9 @@ class Learner:
         reward = shaped_after_kl(reward, rollout.mask, c)
         # 4. Advantages and returns.
         steps = 1 if rollout.steps is None else rollout.steps
-        advantage, returns, more = estimated(replace(rollout, reward=reward), c, steps=steps, notice=self.notice)
+        advantage, returns, more = estimated(
+            replace(rollout, reward=reward), c, steps=steps, notice=self.notice
+        )
         metrics |= more
         full = c.kl_loss_type == "full"
         batch = Batch(
@@ -243,18 +274,26 @@ class Learner:
             mask=mask,
             weight=weight,
             ref_log_prob=reference.log_prob if reference is not None and c.use_kl_loss else None,
-            ref_logits=reference.logits if reference is not None and c.use_kl_loss and full else None,
+            ref_logits=reference.logits
+            if reference is not None and c.use_kl_loss and full
+            else None,
         )
         return (batch if c.minibatch_unit == "column" else tree.flatten_time(batch)), metrics
 
     def _with_values(self, t: Trajectory) -> Trajectory:
-        """Return the trajectory with the critic's values; those of a value head come with the rollout."""
+        """Return the trajectory with the critic's values; those of a value head come with the
+        rollout.
+        """
         if isinstance(self.critic, ValueHead):
             return t
         assert isinstance(t.obs, dict)
-        value = torch.zeros_like(t.value) if self.critic is None else self.critic.values(t.obs, t.mask)
+        value = (
+            torch.zeros_like(t.value) if self.critic is None else self.critic.values(t.obs, t.mask)
+        )
         # The last row has no successor: the response ends there, and its next value is never read.
-        return replace(t, value=value, next_value=torch.cat([value[1:], torch.zeros_like(value[:1])]))
+        return replace(
+            t, value=value, next_value=torch.cat([value[1:], torch.zeros_like(value[:1])])
+        )
 
     def _summary(self, actor: OptimizationStats, critic: OptimizationStats) -> Metrics:
         """Return the metrics of the epochs, with the coefficients as they were in them."""
@@ -271,16 +310,20 @@ class Learner:
         return metrics
 
     def _adapt(self, metrics: Metrics, sums: Mapping[str, float]) -> None:
-        """Adapt the entropy bonus, the KL coefficient and the learning rate to the update's statistics."""
+        """Adapt the entropy bonus, the KL coefficient and the learning rate to the update's
+        statistics.
+        """
         self.entropy.update(float(sums["entropy"]) / float(sums["steps"]))
         distance = metrics.get("kl/to_reference")
         if self.config.use_kl_in_reward and isinstance(distance, Mean):
             self.kl.update(distance.value, int(distance.count))
         self.optimizer.adapt(sums)
 
-    # ----------------------------------------------------------------------------- processes and checkpoint
+    # --------------------------------------------------------------------- processes and checkpoint
     def initialize(self) -> None:
-        """Initialise a critic and a reference in other processes from the policy, before the first update."""
+        """Initialise a critic and a reference in other processes from the policy, before the first
+        update.
+        """
         if (model := self._critic_model) is not None:
             model.initialize(self.policy)
         self.actor.initialize()
@@ -294,13 +337,16 @@ class Learner:
     def state(self) -> dict[str, Any]:
         """Return everything beyond the policy's weights that the next update depends on.
 
-        Keys: returns, kl, entropy, reference; with a value head "optimizer" and "adaptive_factor", otherwise these two
-        under "actor", and "critic" and "critic_weights".
+        Keys: returns, kl, entropy, reference; with a value head "optimizer" and "adaptive_factor",
+        otherwise these two under "actor", and "critic" and "critic_weights".
         """
         optimizer = self.optimizer.state()
         if not isinstance(self.critic, ValueHead):
             empty = {"critic": None, "critic_weights": None}
-            optimizer = {"actor": optimizer, **(empty if self.critic is None else self.critic.state())}
+            optimizer = {
+                "actor": optimizer,
+                **(empty if self.critic is None else self.critic.state()),
+            }
         return optimizer | {
             "returns": self.returns.state_dict(),
             "kl": self.kl.state_dict(),
@@ -309,7 +355,10 @@ class Learner:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state()``. Raises ConfigError where the critic or the reference is missing in it."""
+        """Continue from ``state()``.
+
+        Raises ConfigError where the critic or the reference is missing in it.
+        """
         value_head, model = isinstance(self.critic, ValueHead), self._critic_model
         if model is not None and state["critic"] is None:
             raise ConfigError("the checkpoint holds no critic to continue with; start a new run")
@@ -325,7 +374,9 @@ class Learner:
             model.load_state(state)
         if refers:
             self.actor.load_reference(state["reference"])
-        if value_head or c.reward_norm == "running":  # the number of sequences may change, that of environments not
+        if (
+            value_head or c.reward_norm == "running"
+        ):  # the number of sequences may change, that of environments not
             self.returns.load_state_dict(state["returns"])
         if c.kl_ctrl.type == "adaptive":
             self.kl.load_state_dict(state["kl"])
@@ -339,7 +390,7 @@ class Learner:
             model.close()
 
 
-# ---------------------------------------------------------------------------------------------------------- rewards
+# ------------------------------------------------------------------------------------------ rewards
 def shaped_steps(t: Trajectory, c: AlgorithmConfig, returns: advantages.ReturnScaler) -> Tensor:
     """Return the shaped rewards [T, N] of a robot's steps before the KL penalty."""
     steps = 1 if t.steps is None else t.steps
@@ -349,8 +400,8 @@ def shaped_steps(t: Trajectory, c: AlgorithmConfig, returns: advantages.ReturnSc
 def shaped_scores(t: Trajectory, c: AlgorithmConfig, returns: advantages.ReturnScaler) -> Tensor:
     """Return the shaped rewards [T, N] of sequences before the KL penalty.
 
-    A sequence has one score. It is normalised as one number, whatever the sequence's length, and is the reward of the
-    last token, where the episode ends.
+    A sequence has one score. It is normalised as one number, whatever the sequence's length, and is
+    the reward of the last token, where the episode ends.
     """
     unmasked = t.mask.any(0, keepdim=True)  # [1, N]
     score = torch.where(t.mask, t.reward, 0.0).sum(0, keepdim=True)
@@ -368,7 +419,8 @@ def shaped(
     returns: advantages.ReturnScaler,
     steps: int | Tensor = 1,
 ) -> Tensor:
-    """Return the rewards [T, N] before the KL penalty: clipped, normalised and whitened as configured.
+    """Return the rewards [T, N] before the KL penalty: clipped, normalised and whitened as
+    configured.
 
     ``returns`` is updated with the (clipped) rewards where reward_norm=running reads its deviation.
     """
@@ -398,22 +450,34 @@ def whitened(reward: Tensor, mask: Tensor, c: AlgorithmConfig) -> Tensor:
 
 
 def shaped_after_kl(reward: Tensor, mask: Tensor, c: AlgorithmConfig) -> Tensor:
-    """Apply what some trainers (ROLL, TRL) do after the KL penalty: the second clamp, then whitening; [T, N]."""
+    """Apply what some trainers (ROLL, TRL) do after the KL penalty: the second clamp, then
+    whitening; [T, N].
+    """
     if c.reward_clip_order == "after_norm":
         reward = torch.where(mask.bool(), advantages.clip(reward, c.reward_clip), reward)
     return whitened(reward, mask, c) if c.whiten_after_kl else reward
 
 
-def off_policy(old: Tensor, acted: Tensor, mask: Tensor, c: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Return importance weights of the learner's log-probabilities against the acting policy's, [T, N, ..]."""
+def off_policy(
+    old: Tensor, acted: Tensor, mask: Tensor, c: AlgorithmConfig
+) -> tuple[Tensor, Metrics]:
+    """Return importance weights of the learner's log-probabilities against the acting policy's, [T,
+    N, ..].
+    """
     assert c.off_policy_correction is not None
-    weight = losses.off_policy_weight(old, acted, mask, kind=c.off_policy_correction, cap=c.off_policy_cap)
+    weight = losses.off_policy_weight(
+        old, acted, mask, kind=c.off_policy_correction, cap=c.off_policy_cap
+    )
     count = float(expand_mask(mask, weight).sum())
     return weight, {"policy/off_policy_weight": Mean(float(masked_sum(weight, mask)), count)}
 
 
-def penalized(reward: Tensor, distance: Tensor, mask: Tensor, coef: float) -> tuple[Tensor, Metrics]:
-    """Return rewards [T, N] minus coef times the distance to the reference, and that distance as a metric."""
+def penalized(
+    reward: Tensor, distance: Tensor, mask: Tensor, coef: float
+) -> tuple[Tensor, Metrics]:
+    """Return rewards [T, N] minus coef times the distance to the reference, and that distance as a
+    metric.
+    """
     columns = float(losses.denominator(mask, how="seq-mean-token-mean"))
     per_column = float(losses.aggregate(distance, mask, how="seq-mean-token-mean"))
     metrics: Metrics = {"kl/to_reference": Mean(per_column * columns, columns), "kl/coef": coef}
@@ -423,7 +487,9 @@ def penalized(reward: Tensor, distance: Tensor, mask: Tensor, coef: float) -> tu
 def estimated(
     t: Trajectory, c: AlgorithmConfig, *, steps: int | Tensor = 1, notice: Callable[[str], None]
 ) -> tuple[Tensor, Tensor, Metrics]:
-    """Return normalised advantages, returns [T, N], and metrics; T counts actions where each has a value."""
+    """Return normalised advantages, returns [T, N], and metrics; T counts actions where each has a
+    value.
+    """
     advantage, returns = advantages.estimate(
         c.adv_type,
         reward=t.reward,
@@ -443,7 +509,9 @@ def estimated(
         "value/explained_variance": float(explained_variance(t.value, returns, t.mask)),
         "advantage/mean": float((raw := masked_moments(advantage, t.mask)).mean),
         "advantage/std": float(raw.var.sqrt()),
-        "advantage/zero_fraction": Mean(float(((advantage == 0) & t.mask).sum()), float(t.mask.sum())),
+        "advantage/zero_fraction": Mean(
+            float(((advantage == 0) & t.mask).sum()), float(t.mask.sum())
+        ),
     }
     if c.normalize_advantages:
         advantage, used = advantages.normalize(advantage, t.mask)
@@ -452,7 +520,9 @@ def estimated(
     return advantages.clip(advantage, c.advantage_clip), returns, metrics
 
 
-def summary(actor: OptimizationStats, critic: OptimizationStats, c: AlgorithmConfig, *, lr: Sequence[float]) -> Metrics:
+def summary(
+    actor: OptimizationStats, critic: OptimizationStats, c: AlgorithmConfig, *, lr: Sequence[float]
+) -> Metrics:
     """Return the metrics of the epochs; ``actor`` and ``critic`` are equal where one loss has both."""
     a, v = defaultdict(float, actor.sums), defaultdict(float, critic.sums)
     metrics: Metrics = {
@@ -478,7 +548,9 @@ def summary(actor: OptimizationStats, critic: OptimizationStats, c: AlgorithmCon
 
 
 def in_time(x: Tensor) -> Tensor:
-    """[T, N, C] -> [T·C, N]: the actions of each column in execution order; [T, N] is returned as it is."""
+    """[T, N, C] -> [T·C, N]: the actions of each column in execution order; [T, N] is returned as
+    it is.
+    """
     return x if x.ndim == 2 else x.transpose(1, 2).flatten(0, 1)
 
 

@@ -18,14 +18,21 @@ from embodied_ppo.core.running_stats import expand_mask, masked_sum
 from embodied_ppo.core.types import ConfigError, TrainingError
 
 Level: TypeAlias = Literal["token_level", "action_level", "chunk_level"]
-Aggregation: TypeAlias = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Aggregation: TypeAlias = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 
 LEVELS: tuple[str, ...] = ("token_level", "action_level", "chunk_level")  # fine to coarse
-AGGREGATIONS: tuple[str, ...] = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS: tuple[str, ...] = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 LOG_RATIO_LIMIT = 20.0
 
 
-# ------------------------------------------------------------------------------------------------------------- levels
+# ------------------------------------------------------------------------------------------- levels
 def check_levels(*, logprob_type: str, entropy_type: str, reward_type: str) -> None:
     """Refuse combinations of granularities that cannot be multiplied.
 
@@ -36,7 +43,11 @@ def check_levels(*, logprob_type: str, entropy_type: str, reward_type: str) -> N
     Raises:
         ConfigError: The combination is not possible.
     """
-    for name, level in (("logprob_type", logprob_type), ("entropy_type", entropy_type), ("reward_type", reward_type)):
+    for name, level in (
+        ("logprob_type", logprob_type),
+        ("entropy_type", entropy_type),
+        ("reward_type", reward_type),
+    ):
         _check_level(level, f"algorithm.{name}")
     if reward_type == "token_level":
         raise ConfigError(
@@ -82,7 +93,7 @@ def _check_level(level: str, path: str) -> None:
         raise ConfigError(f"{path} = {level}: must be one of {', '.join(LEVELS)}")
 
 
-# ------------------------------------------------------------------------------------------------------------- policy
+# ------------------------------------------------------------------------------------------- policy
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     """Return lp − lp_old clamped to ±20, so that exp does not overflow; any equal shapes."""
     return (log_prob - old_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -156,7 +167,9 @@ def policy_loss(
             "clip_fraction": (clipped > plain).sum().float(),
             "dual_clip_fraction": dual.sum().float(),
             "approx_kl": torch.where(keep, torch.expm1(log_r) - log_r, 0.0).sum(),
-            "ratio_max": torch.where(keep, ratio, 0.0).max() if ratio.numel() else ratio.new_zeros(()),
+            "ratio_max": torch.where(keep, ratio, 0.0).max()
+            if ratio.numel()
+            else ratio.new_zeros(()),
             "count": keep.sum().float(),
         }
     return loss, stats
@@ -168,7 +181,12 @@ def _expand(x: Tensor, like: Tensor) -> Tensor:
 
 
 def off_policy_weight(
-    trainer_old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, *, kind: str, cap: float = 2.0
+    trainer_old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor,
+    *,
+    kind: str,
+    cap: float = 2.0,
 ) -> Tensor:
     """Truncated importance weights for rollouts whose policy differs from the trainer's.
 
@@ -197,15 +215,19 @@ def off_policy_weight(
     difference = torch.where(keep, (trainer_old_log_prob - rollout_log_prob).detach(), 0.0)
     if kind == "sequence":
         _check_columns(mask, "algorithm.off_policy_correction = sequence")
-        column = difference.flatten(2).sum(-1).sum(0) if difference.ndim > 2 else difference.sum(0)  # [B]
+        column = (
+            difference.flatten(2).sum(-1).sum(0) if difference.ndim > 2 else difference.sum(0)
+        )  # [B]
         difference = torch.where(keep, _expand(column.expand_as(mask), rollout_log_prob), 0.0)
     elif kind != "token":
-        raise ConfigError(f"algorithm.off_policy_correction = {kind}: must be token, sequence or null")
+        raise ConfigError(
+            f"algorithm.off_policy_correction = {kind}: must be token, sequence or null"
+        )
     weight = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)
     return torch.where(keep, weight, 1.0)
 
 
-# -------------------------------------------------------------------------------------------------------------- value
+# -------------------------------------------------------------------------------------------- value
 def huber(error: Tensor, delta: float | None) -> Tensor:
     """Return the Huber loss: ½e² where |e| ≤ δ, else δ(|e| − ½δ) (Huber 1964).
 
@@ -213,7 +235,9 @@ def huber(error: Tensor, delta: float | None) -> Tensor:
     """
     if delta is None:
         return 0.5 * error.square()
-    return torch.nn.functional.huber_loss(error, torch.zeros_like(error), reduction="none", delta=delta)
+    return torch.nn.functional.huber_loss(
+        error, torch.zeros_like(error), reduction="none", delta=delta
+    )
 
 
 def value_loss(
@@ -247,10 +271,12 @@ def value_loss(
         return loss, torch.zeros_like(value, dtype=torch.bool)
     change = value - old_value
     near = old_value + change.clamp(-value_clip, value_clip)
-    return torch.maximum(loss, huber(returns - near, huber_delta)), change.detach().abs() > value_clip
+    return torch.maximum(
+        loss, huber(returns - near, huber_delta)
+    ), change.detach().abs() > value_clip
 
 
-# -------------------------------------------------------------------------------------------------------- aggregation
+# -------------------------------------------------------------------------------------- aggregation
 def denominator(mask: Tensor, *, how: str = "token-mean") -> Tensor:
     """Return the divisor of ``aggregate`` for a complete minibatch, float64 scalar.
 
@@ -332,7 +358,9 @@ def _at_least_one(count: Tensor | float, like: Tensor) -> Tensor:
 
 def _check_how(how: str) -> None:
     if how not in AGGREGATIONS:
-        raise ConfigError(f"algorithm.loss_agg_func = {how}: must be one of {', '.join(AGGREGATIONS)}")
+        raise ConfigError(
+            f"algorithm.loss_agg_func = {how}: must be one of {', '.join(AGGREGATIONS)}"
+        )
 
 
 def _check_columns(mask: Tensor, what: str) -> None:
@@ -342,7 +370,7 @@ def _check_columns(mask: Tensor, what: str) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------------ entropy
+# ------------------------------------------------------------------------------------------ entropy
 class EntropyController:
     """Coefficient c of the entropy bonus, constant or adapted to a target entropy.
 
@@ -361,7 +389,9 @@ class EntropyController:
     SMALLEST, LARGEST = 1e-5, 1.0
 
     def __init__(self, coef: float, target: float | None = None, rate: float = 0.1):
-        self.coef = float(coef) if target is None else min(max(float(coef), self.SMALLEST), self.LARGEST)
+        self.coef = (
+            float(coef) if target is None else min(max(float(coef), self.SMALLEST), self.LARGEST)
+        )
         self.target = target
         self.rate = rate
 

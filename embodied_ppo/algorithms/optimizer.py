@@ -1,7 +1,8 @@
-"""Optimise one loss over epochs x minibatches x micro-batches with one AdamW, eager or as compiled code.
+"""Optimise one loss over epochs x minibatches x micro-batches with one AdamW, eager or as compiled
+code.
 
-How a minibatch is cut is a strategy: ``SampleCutter`` for samples or whole columns, ``TokenBudgetCutter`` for the
-sequences of a language model.
+How a minibatch is cut is a strategy: ``SampleCutter`` for samples or whole columns,
+``TokenBudgetCutter`` for the sequences of a language model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from embodied_ppo.algorithms import losses
-from embodied_ppo.algorithms.ppo_loss import SETTINGS, Loss, MinibatchStep, adamw_settings, statistic_names, take
+from embodied_ppo.algorithms.ppo_loss import (
+    SETTINGS,
+    Loss,
+    MinibatchStep,
+    adamw_settings,
+    statistic_names,
+    take,
+)
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import compile, tree
 from embodied_ppo.core.collectives import Ranks
@@ -28,15 +36,18 @@ from embodied_ppo.core.types import Batch, TrainingError
 def learning_rate_factor(config: AlgorithmConfig, update: int, updates: int) -> float:
     """Return the factor of the learning rates in ``update`` (from 0) of ``updates``.
 
-    Warm-up rises linearly over its updates. linear: from 1 to lr_end. cosine: half a cosine from 1 to lr_end
-    (Loshchilov & Hutter 2017, eq. 5 without restarts). After the last update the factor stays constant.
+    Warm-up rises linearly over its updates. linear: from 1 to lr_end. cosine: half a cosine from 1
+    to lr_end (Loshchilov & Hutter 2017, eq. 5 without restarts). After the last update the factor
+    stays constant.
     """
     warmup = min(1.0, (update + 1) / (config.lr_warmup + 1))
     progress = min(1.0, update / max(1, updates))
     if config.lr_schedule == "linear":
         return warmup * (1.0 + (config.lr_end - 1.0) * progress)
     if config.lr_schedule == "cosine":
-        return warmup * (config.lr_end + (1.0 - config.lr_end) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+        return warmup * (
+            config.lr_end + (1.0 - config.lr_end) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        )
     return warmup
 
 
@@ -45,7 +56,8 @@ class OptimizationStats:
     """Statistics of the minibatches of an update.
 
     Attributes:
-        sums: statistic -> its sum over all minibatches. "steps" counts those that took an optimiser step.
+        sums: statistic -> its sum over all minibatches. "steps" counts those that took an optimiser
+            step.
         ratio_max: the largest probability ratio.
         epochs: epochs begun; fewer than ``update_epoch`` after an early stop.
     """
@@ -55,7 +67,7 @@ class OptimizationStats:
     epochs: int
 
 
-# ----------------------------------------------------------------------------------------------- cutting minibatches
+# ------------------------------------------------------------------------------ cutting minibatches
 class MinibatchCutter(Protocol):
     """How a batch is cut into minibatches, and a minibatch into micro-batches."""
 
@@ -113,7 +125,9 @@ class TokenBudgetCutter:
 
     def micro_batches(self, minibatch: Batch, ranks: Ranks) -> Iterator[Batch]:
         """Yield columns sorted by length and trimmed, within both limits."""
-        cuts = list(cut_columns(minibatch.mask, minibatch.inputs["place"], self.tokens, self.max_columns))
+        cuts = list(
+            cut_columns(minibatch.mask, minibatch.inputs["place"], self.tokens, self.max_columns)
+        )
         masked = replace(minibatch, mask=torch.zeros_like(minibatch.mask))
         # Sharded models need the same number of passes on every rank: the others add masked ones.
         for _ in range(ranks.passes(len(cuts)) - len(cuts)):
@@ -123,9 +137,13 @@ class TokenBudgetCutter:
 
     @staticmethod
     def _part(minibatch: Batch, index: Tensor, width: int, rows: int) -> Batch:
-        """Return the columns ``index``, with ``width`` tokens of a row and ``rows`` response tokens."""
+        """Return the columns ``index``, with ``width`` tokens of a row and ``rows`` response
+        tokens.
+        """
         part = take(minibatch, index, "column")
-        place = torch.where(part.mask, part.inputs["place"], 0)[:rows]  # masked places would lengthen packed rows
+        place = torch.where(part.mask, part.inputs["place"], 0)[
+            :rows
+        ]  # masked places would lengthen packed rows
         trimmed = tree.map(lambda x: x[:rows], replace(part, inputs={}))
         return replace(trimmed, inputs={"row": part.inputs["row"][:width], "place": place})
 
@@ -140,14 +158,18 @@ def cut_columns(
         columns: limit of the columns of a part.
 
     Yields:
-        The indices of the columns, int64 [b], the tokens of a row and the response tokens that the part needs.
-        Columns that are masked throughout are left out.
+        The indices of the columns, int64 [b], the tokens of a row and the response tokens that the
+        part needs. Columns that are masked throughout are left out.
     """
     last = torch.where(mask, place, -1).amax(0) + 1  # [N] tokens that the loss depends on
     order = last.argsort(descending=True, stable=True)
     lengths = last[order].tolist()
     count = sum(x > 0 for x in lengths)
-    rows = (mask * torch.arange(1, len(mask) + 1, device=mask.device).unsqueeze(1)).amax(0)[order].tolist()
+    rows = (
+        (mask * torch.arange(1, len(mask) + 1, device=mask.device).unsqueeze(1))
+        .amax(0)[order]
+        .tolist()
+    )
     start = 0
     while start < count:
         size = min(count if tokens is None else max(1, tokens // lengths[start]), columns or count)
@@ -156,9 +178,11 @@ def cut_columns(
         start = part.stop
 
 
-# ------------------------------------------------------------------------------------------------------------ optimiser
+# ---------------------------------------------------------------------------------------- optimiser
 class MinibatchOptimizer:
-    """Epochs x minibatches of one loss with one AdamW and a learning rate each for actor and critic."""
+    """Epochs x minibatches of one loss with one AdamW and a learning rate each for actor and
+    critic.
+    """
 
     def __init__(
         self,
@@ -182,11 +206,14 @@ class MinibatchOptimizer:
             groups: "actor" and "critic" -> parameters of ``loss.model``; one of them may be empty.
             updates: length of the run, which the schedules span.
             buffers: names of the buffers of ``loss.model`` that the loss reads.
-            auxiliary_loss: a loss of samples that it draws, added to each eager minibatch of the actor.
+            auxiliary_loss: a loss of samples that it draws, added to each eager minibatch of the
+                actor.
             compile_schedule: the update from which minibatches run as compiled code. None: never.
-            dump_dir: folder of the batch that made a loss or gradient non-finite. None: it is not written.
+            dump_dir: folder of the batch that made a loss or gradient non-finite. None: it is not
+                written.
             notice: callback for messages to the user.
-            ranks: the ranks that learn together, each from its own columns. A minibatch is the sum of equal shares.
+            ranks: the ranks that learn together, each from its own columns. A minibatch is the sum
+                of equal shares.
         """
         self.loss, self.config, self.cutter, self.buffers = loss, config, cutter, list(buffers)
         self.model: nn.Module = loss.model  # pyright: ignore[reportAttributeAccessIssue]
@@ -196,9 +223,15 @@ class MinibatchOptimizer:
         self.actor, self.critic = groups["actor"], groups["critic"]
         name = {id(p): n for n, p in self.model.named_parameters()}
         self.names = {role: [name[id(p)] for p in group] for role, group in groups.items()}
-        self.lr = {"actor": config.lr, "critic": config.lr if config.value_lr is None else config.value_lr}
+        self.lr = {
+            "actor": config.lr,
+            "critic": config.lr if config.value_lr is None else config.value_lr,
+        }
         self.adamw = torch.optim.AdamW(
-            [{"params": self.actor, "lr": self.lr["actor"]}, {"params": self.critic, "lr": self.lr["critic"]}],
+            [
+                {"params": self.actor, "lr": self.lr["actor"]},
+                {"params": self.critic, "lr": self.lr["critic"]},
+            ],
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
@@ -219,14 +252,17 @@ class MinibatchOptimizer:
         actor, critic = (group["lr"] for group in self.adamw.param_groups)
         return actor, critic
 
-    def optimize(self, batch: Batch, update: int, *, critic_only: bool, entropy_coef: float) -> OptimizationStats:
+    def optimize(
+        self, batch: Batch, update: int, *, critic_only: bool, entropy_coef: float
+    ) -> OptimizationStats:
         """Make ``update_epoch`` passes over a batch; ``critic_only``: the actor does not change.
 
         Raises TrainingError where a loss or gradient is not finite.
         """
         c = self.config
         self._set_learning_rates(update)
-        # "beside" is a part of the seed: another word would change the results of existing configurations.
+        # "beside" is a part of the seed: another word would change the results of existing
+        # configurations.
         rank = [self.ranks.rank] if self.ranks.rank else []
         self._auxiliary_generator.manual_seed(sampling_key(self.seed, update, "beside", *rank))
         self.auxiliary_losses.clear()
@@ -235,7 +271,9 @@ class MinibatchOptimizer:
             step = self._eager_step(batch, critic_only=critic_only, entropy_coef=entropy_coef)
         else:
             step = self._compiled_step(function, batch, entropy_coef=entropy_coef)
-        rows: list[Tensor] = []  # statistics of each minibatch; on the device until the last one is done
+        rows: list[
+            Tensor
+        ] = []  # statistics of each minibatch; on the device until the last one is done
         epochs = 0
         for epoch in range(c.update_epoch):
             before = len(rows)
@@ -252,16 +290,18 @@ class MinibatchOptimizer:
                 count += sums["steps"]
         return OptimizationStats(sums, ratio_max, epochs)
 
-    # ------------------------------------------------------------------------------------------ statistics
+    # ----------------------------------------------------------------------------------- statistics
     def _totals(self, rows: list[Tensor], *names: str) -> list[float]:
         """Return sums of some statistics over minibatches and ranks."""
         columns = [self.statistics.index(name) for name in names]
         return self.ranks.add(torch.stack(rows)[:, columns].double().sum(0)).tolist()
 
     def _sums(self, rows: list[Tensor], where: str) -> tuple[dict[str, float], float]:
-        """Return the sums of the statistics over all minibatches, "steps" among them, and the largest ratio.
+        """Return the sums of the statistics over all minibatches, "steps" among them, and the
+        largest ratio.
 
-        Raises TrainingError for a minibatch that was not finite and that no step reported; it changed no weight.
+        Raises TrainingError for a minibatch that was not finite and that no step reported; it
+        changed no weight.
         """
         if not rows:
             return defaultdict(float), 0.0
@@ -286,33 +326,46 @@ class MinibatchOptimizer:
         merged[:, ratio_max] = self.ranks.top(table[:, ratio_max].clone())
         return merged
 
-    # ----------------------------------------------------------------------------------------- minibatches
+    # ---------------------------------------------------------------------------------- minibatches
     def _minibatches(self, batch: Batch, update: int, epoch: int) -> Sequence[Tensor]:
         """Return indices of a new permutation; each sample (or column) occurs once.
 
-        Minibatches that are masked throughout are left out: their step would move the weights by momentum alone.
+        Minibatches that are masked throughout are left out: their step would move the weights by
+        momentum alone.
         """
         mask = batch.mask.any(0) if self.config.minibatch_unit == "column" else batch.mask
         size = self.cutter.minibatch_size(batch, self.ranks.world)
         rank = [self.ranks.rank] if self.ranks.rank else []  # rank 0 draws like a single process
-        generator = torch.Generator(mask.device).manual_seed(sampling_key(self.seed, update, "shuffle", epoch, *rank))
+        generator = torch.Generator(mask.device).manual_seed(
+            sampling_key(self.seed, update, "shuffle", epoch, *rank)
+        )
         order = torch.randperm(mask.shape[0], generator=generator, device=mask.device)
-        if self.compile_schedule.captures:  # the CUDA graph itself leaves them out: no wait for the mask
+        if (
+            self.compile_schedule.captures
+        ):  # the CUDA graph itself leaves them out: no wait for the mask
             return order.split(size)
         unmasked = torch.stack([part.sum() for part in mask[order].split(size)])
         counts = self.ranks.add(unmasked).tolist()
         return [index for index, count in zip(order.split(size), counts, strict=True) if count]
 
-    # -------------------------------------------------------------------------------------------- one step
+    # ------------------------------------------------------------------------------------- one step
     def _compiled(self, batch: Batch, update: int, *, critic_only: bool) -> compile.Function | None:
-        """Return the minibatch as compiled code, None where it is not due. Sets the names of the statistics."""
-        program = MinibatchStep(self.loss, self.names["actor"], self.names["critic"], batch, self.buffers)
+        """Return the minibatch as compiled code, None where it is not due.
+
+        Sets the names of the statistics.
+        """
+        program = MinibatchStep(
+            self.loss, self.names["actor"], self.names["critic"], batch, self.buffers
+        )
         self.statistics = program.statistics()
 
         def example() -> compile.Example:
             size = self.cutter.minibatch_size(batch, self.ranks.world)
             state, device = _adam_state(self.adamw), batch.mask.device
-            settings, index = torch.zeros(len(SETTINGS), device=device), torch.arange(size, device=device)
+            settings, index = (
+                torch.zeros(len(SETTINGS), device=device),
+                torch.arange(size, device=device),
+            )
             tensors = [*state.parameters, *state.first, *state.second]
             return compile.Example(program, tensors, [settings, index, *self._constants(batch)])
 
@@ -321,7 +374,10 @@ class MinibatchOptimizer:
 
     def _constants(self, batch: Batch) -> list[Tensor]:
         """Return the arguments that are the same in all minibatches of an update."""
-        return [*(self.model.get_buffer(name) for name in self.buffers), *(x.contiguous() for x in tree.leaves(batch))]
+        return [
+            *(self.model.get_buffer(name) for name in self.buffers),
+            *(x.contiguous() for x in tree.leaves(batch)),
+        ]
 
     def _compiled_step(
         self, function: compile.Function, batch: Batch, *, entropy_coef: float
@@ -333,7 +389,10 @@ class MinibatchOptimizer:
             c,
             c.update_epoch * (batch.mask.shape[1 if c.minibatch_unit == "column" else 0] // size),
             lr=self.learning_rates,
-            steps=[int(self.adamw.state[group[0]]["step"]) if group else 0 for group in (self.actor, self.critic)],
+            steps=[
+                int(self.adamw.state[group[0]]["step"]) if group else 0
+                for group in (self.actor, self.critic)
+            ],
             entropy_coef=entropy_coef,
         )
         rows, constants = iter(settings.to(batch.mask.device).unbind()), self._constants(batch)
@@ -341,14 +400,18 @@ class MinibatchOptimizer:
 
         def step(index: Tensor, where: str) -> Tensor:
             (stats,) = function([*tensors, next(rows), index, *constants])
-            if not self.compile_schedule.captures and not math.isfinite(stats[-1].item()):  # no weight has changed
+            if not self.compile_schedule.captures and not math.isfinite(
+                stats[-1].item()
+            ):  # no weight has changed
                 named = dict(zip(self.statistics, stats.tolist(), strict=True))
                 raise self._not_finite(named, where, take(batch, index, c.minibatch_unit))
             return stats
 
         return step
 
-    def _eager_step(self, batch: Batch, *, critic_only: bool, entropy_coef: float) -> Callable[[Tensor, str], Tensor]:
+    def _eager_step(
+        self, batch: Batch, *, critic_only: bool, entropy_coef: float
+    ) -> Callable[[Tensor, str], Tensor]:
         """Return ``_step`` as a function of the minibatch's indices."""
 
         def step(index: Tensor, where: str) -> Tensor:
@@ -360,22 +423,30 @@ class MinibatchOptimizer:
     def _step(self, part: Batch, *, critic_only: bool, entropy_coef: float, where: str) -> Tensor:
         """Take one optimiser step on a minibatch and return its statistics, float32 [K].
 
-        Raises TrainingError, before any weight changes, where the loss or the gradient norm is not finite.
+        Raises TrainingError, before any weight changes, where the loss or the gradient norm is not
+        finite.
         """
         c = self.config
         self.adamw.zero_grad(set_to_none=True)
-        rows, denominator = losses.denominator(part.mask), losses.denominator(part.mask, how=c.loss_agg_func)
+        rows, denominator = (
+            losses.denominator(part.mask),
+            losses.denominator(part.mask, how=c.loss_agg_func),
+        )
         if self.ranks.world > 1:
             rows, denominator = self.ranks.add(torch.stack([rows, denominator])).unbind()
         total: dict[str, Any] = {}
         for micro in self.cutter.micro_batches(part, self.ranks):
-            loss, stats = self.loss(micro, denominator, rows, entropy_coef=entropy_coef, critic_only=critic_only)
+            loss, stats = self.loss(
+                micro, denominator, rows, entropy_coef=entropy_coef, critic_only=critic_only
+            )
             loss.backward()
             if not total:
                 total = stats
             else:
                 ratio_max = max(total["ratio_max"], stats["ratio_max"])
-                total = {name: total[name] + value for name, value in stats.items()} | {"ratio_max": ratio_max}
+                total = {name: total[name] + value for name, value in stats.items()} | {
+                    "ratio_max": ratio_max
+                }
         if not total:  # every column of this rank is masked
             total = dict.fromkeys(statistic_names(part), rows.new_zeros(()))
         if critic_only:
@@ -385,7 +456,9 @@ class MinibatchOptimizer:
             auxiliary = self.auxiliary_loss(self._auxiliary_generator)
             (auxiliary / self.ranks.world).backward()
             self.auxiliary_losses.append(float(auxiliary.detach()))
-        loss = self.ranks.add_gradients(self.critic if critic_only else [*self.actor, *self.critic], total["loss"])
+        loss = self.ranks.add_gradients(
+            self.critic if critic_only else [*self.actor, *self.critic], total["loss"]
+        )
         norms = (_gradient_norm(group, part.mask.device) for group in (self.actor, self.critic))
         actor, critic = map(self.ranks.whole, norms)
         norm = torch.hypot(actor, critic)
@@ -393,25 +466,37 @@ class MinibatchOptimizer:
         if not math.isfinite(float(total["finite"])):
             raise self._not_finite(total, where, part)
         if c.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_([*self.actor, *self.critic], c.max_grad_norm, norm, foreach=True)
+            torch.nn.utils.clip_grads_with_norm_(
+                [*self.actor, *self.critic], c.max_grad_norm, norm, foreach=True
+            )
         self.adamw.step()
         return torch.stack([total[name].float() for name in self.statistics])
 
-    def _not_finite(self, stats: Mapping[str, Any], where: str, part: Batch | None = None) -> TrainingError:
+    def _not_finite(
+        self, stats: Mapping[str, Any], where: str, part: Batch | None = None
+    ) -> TrainingError:
         """Return the error to raise; write the batch, if given, together with the policy."""
         norm = math.hypot(float(stats["actor_norm"]), float(stats["critic_norm"]))
         text = f"{where}: loss {float(stats['loss']):g}, gradient norm {norm:g} (not finite), not trained on"
         if part is not None and self.dump_dir is not None:
             self.dump_dir.mkdir(parents=True, exist_ok=True)
-            path = self.dump_dir / (f"bad_batch_{rank}.pt" if (rank := self.ranks.rank) else "bad_batch.pt")
-            leaves = {name: value for name in part.__slots__ if (value := getattr(part, name)) is not None}
+            path = self.dump_dir / (
+                f"bad_batch_{rank}.pt" if (rank := self.ranks.rank) else "bad_batch.pt"
+            )
+            leaves = {
+                name: value for name in part.__slots__ if (value := getattr(part, name)) is not None
+            }
             policy = self.ranks.whole_state(self.model.state_dict())
-            torch.save({"batch": leaves, "policy": policy, "where": where}, path.with_suffix(".new"))
+            torch.save(
+                {"batch": leaves, "policy": policy, "where": where}, path.with_suffix(".new")
+            )
             path.with_suffix(".new").replace(path)
             text += f"; the batch is in {path}"
-        return TrainingError(f"{text}; lower algorithm.lr or look for non-finite rewards and observations")
+        return TrainingError(
+            f"{text}; lower algorithm.lr or look for non-finite rewards and observations"
+        )
 
-    # --------------------------------------------------------------------------------------- learning rate
+    # -------------------------------------------------------------------------------- learning rate
     def adapt(self, sums: Mapping[str, float]) -> None:
         """Move the learning rates so that approx_kl stays near desired_kl (lr_schedule=adaptive)."""
         if self.config.lr_schedule != "adaptive":
@@ -427,14 +512,16 @@ class MinibatchOptimizer:
         for group, role in zip(self.adamw.param_groups, ("actor", "critic"), strict=True):
             group["lr"] = self.lr[role] * factor
 
-    # ------------------------------------------------------------------------------------------ checkpoint
+    # ----------------------------------------------------------------------------------- checkpoint
     def state(self) -> dict[str, Any]:
         """Return everything beyond the weights that the next update depends on."""
         return {"optimizer": self.adamw.state_dict(), "adaptive_factor": self.adaptive_factor}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state()``; options of AdamW stay those of the configuration."""
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.adamw.param_groups]
+        options = [
+            {k: v for k, v in group.items() if k != "params"} for group in self.adamw.param_groups
+        ]
         parameters, saved = [*self.actor, *self.critic], state["optimizer"]
         moments = {
             i: {key: self.ranks.part(x, parameters[i]) for key, x in entry.items()}

@@ -1,8 +1,8 @@
 """The PPO loss of one minibatch, and one optimiser step as a function of tensors only.
 
 L = L_policy - c_H·H + c_kl·KL + c_V·L_value (Schulman et al. 2017, eq. 9). ``policy_terms`` and
-``value_terms`` compute the terms. ``ActorCriticLoss`` adds all of them for one model with two heads;
-``ActorLoss`` and ``CriticLoss`` divide them between two language models.
+``value_terms`` compute the terms. ``ActorCriticLoss`` adds all of them for one model with two
+heads; ``ActorLoss`` and ``CriticLoss`` divide them between two language models.
 
 Each loss is a module, so that its parameters can be passed as tensors.
 
@@ -33,15 +33,18 @@ SETTINGS: tuple[str, ...] = (
     "critic_decay",
     "entropy_coef",
 )
-"""Scalars that change from one minibatch to the next, in the order of ``MinibatchStep``'s vector."""
+"""Scalars that change from one minibatch to the next, in the order of ``MinibatchStep``'s vector.
+"""
 
 Statistics: TypeAlias = "dict[str, Tensor]"
-"""Name -> scalar without gradient; values add up over micro-batches, except ``ratio_max``, a maximum."""
+"""Name -> scalar without gradient; values add up over micro-batches, except ``ratio_max``, a
+maximum.
+"""
 Aggregate: TypeAlias = "Callable[[Tensor], Tensor]"
 """Elementwise loss [..] or finer -> scalar."""
 
 
-# ----------------------------------------------------------------------------------------------------- terms
+# -------------------------------------------------------------------------------------------- terms
 class PolicyTerms(NamedTuple):
     """Scalars with gradient; ``kl`` is None without a reference."""
 
@@ -91,14 +94,27 @@ def policy_terms(
 
 
 def value_terms(value: Tensor, b: Batch, c: AlgorithmConfig, aggregate: Aggregate) -> ValueTerms:
-    """Return the clipped Huber value loss of a micro-batch; ``value`` [..] is the critic's current estimate."""
-    errors, clipped = losses.value_loss(value, b.value, b.returns, value_clip=c.value_clip, huber_delta=c.huber_delta)
+    """Return the clipped Huber value loss of a micro-batch; ``value`` [..] is the critic's current
+    estimate.
+    """
+    errors, clipped = losses.value_loss(
+        value, b.value, b.returns, value_clip=c.value_clip, huber_delta=c.huber_delta
+    )
     loss = aggregate(errors)
-    return ValueTerms(loss, {"value_loss": loss.detach(), "value_clipped": (clipped & b.mask).sum()})
+    return ValueTerms(
+        loss, {"value_loss": loss.detach(), "value_clipped": (clipped & b.mask).sum()}
+    )
 
 
 def kl_distance(
-    log_prob: Tensor, ref_log_prob: Tensor, kind: str, logits: Any, ref_logits: Any, *, mask: Tensor, dims: int
+    log_prob: Tensor,
+    ref_log_prob: Tensor,
+    kind: str,
+    logits: Any,
+    ref_logits: Any,
+    *,
+    mask: Tensor,
+    dims: int,
 ) -> Tensor:
     """Return KL(policy || reference) with an entry for each of ``mask``.
 
@@ -108,23 +124,33 @@ def kl_distance(
         dims: number of dimensions of [..].
     """
     level = "chunk_level" if mask.ndim == dims else "action_level"
-    own, other = (losses.reduce_log_prob(x, level, batch_dims=dims) for x in (log_prob, ref_log_prob))
+    own, other = (
+        losses.reduce_log_prob(x, level, batch_dims=dims) for x in (log_prob, ref_log_prob)
+    )
     return kl.estimate(own, other, kind, logits=logits, ref_logits=ref_logits)
 
 
 def statistic_names(batch: Batch) -> tuple[str, ...]:
     """Return the names of the statistics that a loss returns for such a batch."""
-    names: tuple[str, ...] = ("clip_fraction", "dual_clip_fraction", "approx_kl", "ratio_max", "count")
+    names: tuple[str, ...] = (
+        "clip_fraction",
+        "dual_clip_fraction",
+        "approx_kl",
+        "ratio_max",
+        "count",
+    )
     names += ("kl",) if batch.ref_log_prob is not None else ()
     return (*names, "loss", "policy_loss", "value_loss", "entropy", "value_clipped", "rows")
 
 
 def _aggregate(b: Batch, c: AlgorithmConfig, denominator: Tensor, length: float) -> Aggregate:
     """Return the aggregation that the options select, over the minibatch of which ``b`` is a part."""
-    return lambda x: losses.aggregate(x, b.mask, how=c.loss_agg_func, denominator=denominator, length=length)
+    return lambda x: losses.aggregate(
+        x, b.mask, how=c.loss_agg_func, denominator=denominator, length=length
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- losses
+# ------------------------------------------------------------------------------------------- losses
 class ActorCriticLoss(nn.Module):
     """L = c_V·L_value + L_policy - c_H·H + c_kl·KL of a policy with a value head."""
 
@@ -134,7 +160,13 @@ class ActorCriticLoss(nn.Module):
         self.model, self.config = policy, config
 
     def forward(
-        self, b: Batch, denominator: Tensor, rows: Tensor, *, entropy_coef: Tensor | float, critic_only: bool = False
+        self,
+        b: Batch,
+        denominator: Tensor,
+        rows: Tensor,
+        *,
+        entropy_coef: Tensor | float,
+        critic_only: bool = False,
     ) -> tuple[Tensor, Statistics]:
         """Return the loss of a micro-batch, a scalar, and its statistics.
 
@@ -153,17 +185,28 @@ class ActorCriticLoss(nn.Module):
         distance = None
         if b.ref_log_prob is not None:
             distance = kl_distance(
-                out.log_prob, b.ref_log_prob, c.kl_loss_type, out.logits, b.ref_logits, mask=b.mask, dims=dims
+                out.log_prob,
+                b.ref_log_prob,
+                c.kl_loss_type,
+                out.logits,
+                b.ref_logits,
+                mask=b.mask,
+                dims=dims,
             )
         aggregate = _aggregate(b, c, denominator, float(c.loss_scale_factor or c.horizon))
         policy = policy_terms(log_prob, entropy, b, c, aggregate, distance=distance)
-        value = value_terms(out.value, b, c, lambda x: losses.aggregate(x, b.mask, denominator=rows))
+        value = value_terms(
+            out.value, b, c, lambda x: losses.aggregate(x, b.mask, denominator=rows)
+        )
         loss = c.value_loss_coef * value.loss
         if not critic_only:
             loss = loss + policy.surrogate - entropy_coef * policy.entropy
             if policy.kl is not None:
                 loss = loss + c.kl_loss_coef * policy.kl
-        return loss, policy.statistics | value.statistics | {"loss": loss.detach(), "rows": b.mask.sum()}
+        return loss, policy.statistics | value.statistics | {
+            "loss": loss.detach(),
+            "rows": b.mask.sum(),
+        }
 
     def _evaluate(self, b: Batch) -> Evaluation:
         """Evaluate the policy; columns are flattened for the model and folded back."""
@@ -177,8 +220,9 @@ class ActorCriticLoss(nn.Module):
 class ActorLoss(nn.Module):
     """L = L_policy - c_H·H + c_kl·KL of a language model.
 
-    A batch's inputs are "row" int64 [L, B], prompt and response without a gap, and "place" int64 [T, B], the
-    position in its row of the token before each response token; everything else is [T, B].
+    A batch's inputs are "row" int64 [L, B], prompt and response without a gap, and "place" int64
+    [T, B], the position in its row of the token before each response token; everything else is [T,
+    B].
     """
 
     def __init__(
@@ -192,8 +236,10 @@ class ActorLoss(nn.Module):
         """Create the loss.
 
         Args:
-            length: response_length, the divisor of seq-mean-token-sum-norm unless config.loss_scale_factor is set.
-            reference: the reference policy, read by ``kl_loss_type=full``; not a part of this module's state.
+            length: response_length, the divisor of seq-mean-token-sum-norm unless
+                config.loss_scale_factor is set.
+            reference: the reference policy, read by ``kl_loss_type=full``; not a part of this
+                module's state.
         """
         super().__init__()
         self.model, self.config = policy, config
@@ -201,11 +247,19 @@ class ActorLoss(nn.Module):
         self.reference = Aside(reference)
 
     def forward(
-        self, b: Batch, denominator: Tensor, rows: Tensor, *, entropy_coef: Tensor | float, critic_only: bool = False
+        self,
+        b: Batch,
+        denominator: Tensor,
+        rows: Tensor,
+        *,
+        entropy_coef: Tensor | float,
+        critic_only: bool = False,
     ) -> tuple[Tensor, Statistics]:
         """As ``ActorCriticLoss.forward``; ``rows`` and ``critic_only`` are not read."""
         c = self.config
-        statistics = dict.fromkeys(statistic_names(b), b.advantage.new_zeros(())) | {"rows": b.mask.sum()}
+        statistics = dict.fromkeys(statistic_names(b), b.advantage.new_zeros(())) | {
+            "rows": b.mask.sum()
+        }
         ids, place = b.inputs["row"].T, b.inputs["place"].T
         full = b.ref_log_prob is not None and c.kl_loss_type == "full"
         view = self.model.view_where(
@@ -217,7 +271,11 @@ class ActorLoss(nn.Module):
         )
         distance = None
         if b.ref_log_prob is not None:
-            distance = view.distance if full else kl.estimate(view.log_prob, b.ref_log_prob, c.kl_loss_type)
+            distance = (
+                view.distance
+                if full
+                else kl.estimate(view.log_prob, b.ref_log_prob, c.kl_loss_type)
+            )
             assert distance is not None
         aggregate = _aggregate(b, c, denominator, self.length)
         policy = policy_terms(view.log_prob, view.entropy, b, c, aggregate, distance=distance)
@@ -237,39 +295,63 @@ class CriticLoss(nn.Module):
         self.length = float(config.loss_scale_factor or length)
 
     def forward(
-        self, b: Batch, denominator: Tensor, rows: Tensor, *, entropy_coef: Tensor | float, critic_only: bool = False
+        self,
+        b: Batch,
+        denominator: Tensor,
+        rows: Tensor,
+        *,
+        entropy_coef: Tensor | float,
+        critic_only: bool = False,
     ) -> tuple[Tensor, Statistics]:
         """As ``ActorCriticLoss.forward``; of the numbers only ``denominator`` is read."""
-        statistics = dict.fromkeys(statistic_names(b), b.advantage.new_zeros(())) | {"rows": b.mask.sum()}
+        statistics = dict.fromkeys(statistic_names(b), b.advantage.new_zeros(())) | {
+            "rows": b.mask.sum()
+        }
         estimate = self.model.value(b.inputs["row"].T, b.inputs["place"].T).T
-        value = value_terms(estimate, b, self.config, _aggregate(b, self.config, denominator, self.length))
+        value = value_terms(
+            estimate, b, self.config, _aggregate(b, self.config, denominator, self.length)
+        )
         return value.loss, statistics | value.statistics | {"loss": value.loss.detach()}
 
 
 Loss: TypeAlias = "ActorCriticLoss | ActorLoss | CriticLoss"
 
 
-# ------------------------------------------------------------------------------------------------ one optimiser step
+# ------------------------------------------------------------------------------- one optimiser step
 def take(batch: Batch, index: Tensor, unit: str) -> Batch:
     """Return the rows (``unit`` step) or columns (``unit`` column) ``index`` of a batch."""
     return tree.map(lambda x: x.index_select(1 if unit == "column" else 0, index), batch)
 
 
 def adamw_settings(
-    config: AlgorithmConfig, n: int, *, lr: Sequence[float], steps: Sequence[int], entropy_coef: float
+    config: AlgorithmConfig,
+    n: int,
+    *,
+    lr: Sequence[float],
+    steps: Sequence[int],
+    entropy_coef: float,
 ) -> Tensor:
     """Return rows of ``SETTINGS``, float32 [n, 7], for the next n steps of AdamW.
 
-    AdamW (Loshchilov & Hutter 2019, alg. 2): step = lr/(1 − β1^t), inv = 1/sqrt(1 − β2^t), decay = lr·weight_decay.
+    AdamW (Loshchilov & Hutter 2019, alg. 2): step = lr/(1 − β1^t), inv = 1/sqrt(1 − β2^t), decay =
+    lr·weight_decay.
 
     Args:
         lr: learning rates of actor and critic.
         steps: optimiser steps that actor and critic have taken, t of the first row is one more.
     """
-    t = torch.arange(1, n + 1, dtype=torch.float64).unsqueeze(1) + torch.tensor(steps, dtype=torch.float64)  # [n, 2]
+    t = torch.arange(1, n + 1, dtype=torch.float64).unsqueeze(1) + torch.tensor(
+        steps, dtype=torch.float64
+    )  # [n, 2]
     rate = torch.tensor(lr, dtype=torch.float64).expand(n, 2)
-    columns = (rate / (1 - config.adam_beta1**t), (1 - config.adam_beta2**t).rsqrt(), rate * config.weight_decay)
-    return torch.cat([*columns, torch.full((n, 1), entropy_coef, dtype=torch.float64)], dim=1).float()
+    columns = (
+        rate / (1 - config.adam_beta1**t),
+        (1 - config.adam_beta2**t).rsqrt(),
+        rate * config.weight_decay,
+    )
+    return torch.cat(
+        [*columns, torch.full((n, 1), entropy_coef, dtype=torch.float64)], dim=1
+    ).float()
 
 
 def adamw_step(
@@ -283,12 +365,14 @@ def adamw_step(
     inv: Tensor,
     decay: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a parameter and its moments after one step of AdamW (Loshchilov & Hutter 2019, alg. 2).
+    """Return a parameter and its moments after one step of AdamW (Loshchilov & Hutter 2019, alg.
+    2).
 
     m ← β1·m + (1 − β1)·g ; v ← β2·v + (1 − β2)·g² ; p ← p·(1 − decay) − step·m / (sqrt(v)·inv + ε)
 
     ``step``, ``inv`` and ``decay`` are those of ``adamw_settings``. The eager optimiser is
-    ``torch.optim.AdamW(fused=True)``: the same formula in one kernel, equal to float32 rounding only.
+    ``torch.optim.AdamW(fused=True)``: the same formula in one kernel, equal to float32 rounding
+    only.
     """
     first = torch.lerp(first, grad, 1 - c.adam_beta1)
     second = second * c.adam_beta2 + grad * grad * (1 - c.adam_beta2)
@@ -297,15 +381,22 @@ def adamw_step(
 
 
 class MinibatchStep:
-    """Gather, forward, loss, backward, clipping and AdamW of one minibatch: tensors in, statistics out.
+    """Gather, forward, loss, backward, clipping and AdamW of one minibatch: tensors in, statistics
+    out.
 
-    Parameters and moments change in place. Nothing changes where a loss or gradient norm is not finite, or where the
-    whole minibatch is masked. Results equal those of ``MinibatchOptimizer``'s eager step to float32 rounding. No value
-    is read on the host, so that the step can be compiled or captured as one CUDA graph.
+    Parameters and moments change in place. Nothing changes where a loss or gradient norm is not
+    finite, or where the whole minibatch is masked. Results equal those of ``MinibatchOptimizer``'s
+    eager step to float32 rounding. No value is read on the host, so that the step can be compiled
+    or captured as one CUDA graph.
     """
 
     def __init__(
-        self, loss: Loss, actor: Sequence[str], critic: Sequence[str], batch: Batch, buffers: Sequence[str] = ()
+        self,
+        loss: Loss,
+        actor: Sequence[str],
+        critic: Sequence[str],
+        batch: Batch,
+        buffers: Sequence[str] = (),
     ) -> None:
         """Create the function.
 
@@ -315,19 +406,26 @@ class MinibatchStep:
             batch: a whole rollout; only its structure is kept.
             buffers: names of the buffers of ``loss.model`` that the loss reads.
         """
-        self.loss, self.names, self.actors = loss, [f"model.{n}" for n in (*actor, *critic)], len(actor)
+        self.loss, self.names, self.actors = (
+            loss,
+            [f"model.{n}" for n in (*actor, *critic)],
+            len(actor),
+        )
         self.buffers = [f"model.{n}" for n in buffers]
         self.batch = tree.map(lambda x: x.new_empty(0), batch)
 
     def statistics(self) -> tuple[str, ...]:
-        """Return the names of the result's entries, in order; the last is not finite where nothing was changed."""
+        """Return the names of the result's entries, in order; the last is not finite where nothing
+        was changed.
+        """
         return (*statistic_names(self.batch), "actor_norm", "critic_norm", "finite")
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         """Take one step and return its statistics, float32 [K].
 
         Args:
-            tensors: parameters, first moments, second moments, settings [7], index [B], buffers, leaves of the rollout.
+            tensors: parameters, first moments, second moments, settings [7], index [B], buffers,
+                leaves of the rollout.
         """
         c, n = self.loss.config, len(self.names)
         params, first, second = tensors[:n], tensors[n : 2 * n], tensors[2 * n : 3 * n]
@@ -337,7 +435,10 @@ class MinibatchStep:
         batch: Batch = tree.map(lambda _: next(leaves), self.batch)
         part = take(batch, index, c.minibatch_unit)
         live = [p.detach().requires_grad_() for p in params]
-        denominator, rows = losses.denominator(part.mask, how=c.loss_agg_func), losses.denominator(part.mask)
+        denominator, rows = (
+            losses.denominator(part.mask, how=c.loss_agg_func),
+            losses.denominator(part.mask),
+        )
         loss, stats = torch.func.functional_call(
             self.loss,
             dict(zip([*self.names, *self.buffers], [*live, *buffers], strict=True)),
@@ -348,12 +449,16 @@ class MinibatchStep:
         with torch.no_grad():
             squares = [g.square().sum() for g in grads]
             groups = (squares[: self.actors], squares[self.actors :])
-            actor, critic = (torch.stack(x).sum().sqrt() if x else torch.zeros_like(loss) for x in groups)
+            actor, critic = (
+                torch.stack(x).sum().sqrt() if x else torch.zeros_like(loss) for x in groups
+            )
             norm = torch.hypot(actor, critic)
             finite = norm + loss
             # A step with a gradient of 0 would still move the weights, by AdamW's momentum.
             valid = torch.isfinite(finite) & (rows > 0)
-            scale = 1.0 if c.max_grad_norm is None else (c.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            scale = (
+                1.0 if c.max_grad_norm is None else (c.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            )
             for i, (p, m, v, grad) in enumerate(zip(params, first, second, grads, strict=True)):
                 role = "actor" if i < self.actors else "critic"
                 step, inv, decay = (s[f"{role}_{name}"] for name in ("step", "inv", "decay"))

@@ -1,7 +1,9 @@
-"""The learner of a language model: an actor, a critic that is another model, and a frozen reference.
+"""The learner of a language model: an actor, a critic that is another model, and a frozen
+reference.
 
-Critic and reference may be in other processes (``placement.remote_models``): the learner calls them through
-the protocols ``Critic`` and ``Reference``. T response tokens, N sequences, L tokens of a row, D size of a hidden state.
+Critic and reference may be in other processes (``placement.remote_models``): the learner calls them
+through the protocols ``Critic`` and ``Reference``. T response tokens, N sequences, L tokens of a
+row, D size of a hidden state.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from torch import Tensor
 
 from embodied_ppo.algorithms import kl
 from embodied_ppo.algorithms.learner import NOTHING, Critic, Learner
-from embodied_ppo.algorithms.optimizer import MinibatchOptimizer, OptimizationStats, TokenBudgetCutter, cut_columns
+from embodied_ppo.algorithms.optimizer import (
+    MinibatchOptimizer,
+    OptimizationStats,
+    TokenBudgetCutter,
+    cut_columns,
+)
 from embodied_ppo.algorithms.ppo_loss import ActorLoss, CriticLoss
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import compile
@@ -27,11 +34,11 @@ from embodied_ppo.core.types import Batch, ConfigError, Evaluation, Trajectory
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
 
 Rows: TypeAlias = "Mapping[str, Tensor]"
-"""A trajectory's obs: "row" int64 [L, N], prompt and response without a gap; "place" int64 [T, N], the position in
-its row of the token before each response token."""
+"""A trajectory's obs: "row" int64 [L, N], prompt and response without a gap; "place" int64 [T, N],
+the position in its row of the token before each response token."""
 
 
-# -------------------------------------------------------------------------------------------------------- reference
+# ---------------------------------------------------------------------------------------- reference
 class Reference(Protocol):
     """The policy before training, in this process or another one."""
 
@@ -62,22 +69,27 @@ def value_rows(c: AlgorithmConfig) -> int | None:
 
 
 def log_prob_rows(c: AlgorithmConfig) -> int | None:
-    """Return the limit of sequences in a forward pass that recomputes log-probabilities; None: no limit."""
+    """Return the limit of sequences in a forward pass that recomputes log-probabilities; None: no
+    limit.
+    """
     return c.logprob_forward_micro_batch_size or c.micro_batch_size
 
 
 def full_kl(c: AlgorithmConfig) -> bool:
     """Return whether loss or reward compares whole distributions with those of the reference."""
-    return (c.use_kl_loss and c.kl_loss_type == "full") or (c.use_kl_in_reward and c.kl_penalty == "full")
+    return (c.use_kl_loss and c.kl_loss_type == "full") or (
+        c.use_kl_in_reward and c.kl_penalty == "full"
+    )
 
 
 def parts(
     obs: Rows, mask: Tensor, tokens: int | None, columns: int | None, ranks: Ranks
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
-    """Yield columns in parts of similar length: (index [b], ids [b, l], place [b, r], r). See ``cut_columns``.
+    """Yield columns in parts of similar length: (index [b], ids [b, l], place [b, r], r). See
+    ``cut_columns``.
 
-    Sharded models need the same number of passes on every rank. Ranks with fewer parts first yield a part of one token;
-    its result is overwritten by that of the part that holds the token.
+    Sharded models need the same number of passes on every rank. Ranks with fewer parts first yield
+    a part of one token; its result is overwritten by that of the part that holds the token.
     """
     cuts = list(cut_columns(mask, obs["place"], tokens, columns))
     first = mask.new_zeros(1, dtype=torch.int64)
@@ -100,14 +112,18 @@ def views(
     ranks: Ranks,
     hidden: bool = False,
 ) -> dict[str, Tensor]:
-    """Return "log_prob" [T, N] of the taken tokens and, on request, "hidden" [T, N, D]; arbitrary where masked."""
+    """Return "log_prob" [T, N] of the taken tokens and, on request, "hidden" [T, N, D]; arbitrary
+    where masked.
+    """
     zero = torch.zeros(mask.shape, device=mask.device)
     out = {"log_prob": zero}
     if hidden:
         out["hidden"] = zero.new_zeros(*zero.shape, policy.decoder.module.hidden_size)
     for part, ids, place, rows in parts(obs, mask, tokens, columns, ranks):
         states = policy.hidden(ids, place)
-        out["log_prob"][:rows, part] = policy.view_where(mask[:rows, part], states, action[:rows, part]).log_prob
+        out["log_prob"][:rows, part] = policy.view_where(
+            mask[:rows, part], states, action[:rows, part]
+        ).log_prob
         if hidden:
             out["hidden"][:rows, part] = states.transpose(0, 1).to(zero.dtype)
     return out
@@ -117,7 +133,12 @@ class FrozenReference:
     """A reference in this process."""
 
     def __init__(
-        self, policy: LanguagePolicy, *, tokens: int | None, columns: int | None, ranks: Ranks | None = None
+        self,
+        policy: LanguagePolicy,
+        *,
+        tokens: int | None,
+        columns: int | None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Freeze ``policy``. ``tokens``, ``columns``: limits of a forward pass."""
         self.policy, self.ranks = policy.requires_grad_(False), ranks or Ranks()
@@ -142,7 +163,7 @@ class FrozenReference:
         return list(self.policy.state_dict().values())
 
 
-# ----------------------------------------------------------------------------------------------------------- critic
+# ------------------------------------------------------------------------------------------- critic
 class LocalCritic:
     """A critic in this process and its optimiser; see ``learner.Critic``."""
 
@@ -183,7 +204,9 @@ class LocalCritic:
         self.pool: ThreadPoolExecutor | None = None
         if concurrent:
             threads = torch.get_num_threads()  # torch keeps this number for each thread
-            self.pool = ThreadPoolExecutor(1, "critic", initializer=torch.set_num_threads, initargs=(threads,))
+            self.pool = ThreadPoolExecutor(
+                1, "critic", initializer=torch.set_num_threads, initargs=(threads,)
+            )
         self._learning: Future[OptimizationStats] | OptimizationStats = NOTHING
 
     @property
@@ -198,7 +221,9 @@ class LocalCritic:
         value = torch.zeros(mask.shape, device=mask.device)
         limit = value_rows(self.config)
         for part, ids, place, rows in parts(obs, mask, self.tokens, limit, self.optimizer.ranks):
-            value[:rows, part] = torch.where(mask[:rows, part], self.module.value(ids, place).T, 0.0)
+            value[:rows, part] = torch.where(
+                mask[:rows, part], self.module.value(ids, place).T, 0.0
+            )
         return value
 
     def begin(self, obs: Rows, mask: Tensor, value: Tensor, returns: Tensor, update: int) -> None:
@@ -228,7 +253,9 @@ class LocalCritic:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.optimizer.load_state(state["critic"])
-        self.module.load_state_dict(self.optimizer.ranks.parts(self.module, state["critic_weights"]))
+        self.module.load_state_dict(
+            self.optimizer.ranks.parts(self.module, state["critic_weights"])
+        )
 
     def state_tensors(self) -> Any:
         return [self.state(), [p.grad for p in self.module.parameters() if p.grad is not None]]
@@ -239,7 +266,7 @@ class LocalCritic:
         self.optimizer.close()
 
 
-# ------------------------------------------------------------------------------------------------------------ actor
+# -------------------------------------------------------------------------------------------- actor
 class LanguageActor:
     """A language model and its reference; see ``learner.Actor``."""
 
@@ -276,26 +303,38 @@ class LanguageActor:
         return t.obs
 
     def log_prob(self, inputs: Rows, t: Trajectory) -> Tensor:
-        limits: dict[str, Any] = {"tokens": self.tokens, "columns": log_prob_rows(self.config), "ranks": self.ranks}
+        limits: dict[str, Any] = {
+            "tokens": self.tokens,
+            "columns": log_prob_rows(self.config),
+            "ranks": self.ranks,
+        }
         return views(self.policy, inputs, t.mask, t.action, **limits)["log_prob"]
 
     def reference_view(self, t: Trajectory) -> Evaluation | None:
-        """As ``Actor.reference_view``; logits are hidden states [T, N, D], and only where a full KL needs them."""
+        """As ``Actor.reference_view``; logits are hidden states [T, N, D], and only where a full KL
+        needs them.
+        """
         if self.reference is None:
             return None
         assert isinstance(t.obs, dict)
         view = self.reference.view(t.obs, t.mask, t.action, hidden=full_kl(self.config))
         log_prob = view["log_prob"]
-        return Evaluation(log_prob, log_prob, log_prob, view.get("hidden"))  # entropy and value are not read
+        return Evaluation(
+            log_prob, log_prob, log_prob, view.get("hidden")
+        )  # entropy and value are not read
 
     @torch.no_grad()
-    def kl_to_reference(self, inputs: Rows, t: Trajectory, behaviour: Tensor, reference: Evaluation) -> Tensor:
+    def kl_to_reference(
+        self, inputs: Rows, t: Trajectory, behaviour: Tensor, reference: Evaluation
+    ) -> Tensor:
         c, mask = self.config, t.mask
         if c.kl_penalty != "full":
             return kl.estimate(behaviour, reference.log_prob, c.kl_penalty)
         assert reference.logits is not None
         distance = torch.zeros_like(behaviour)
-        for part, ids, place, rows in parts(inputs, mask, self.tokens, log_prob_rows(c), self.ranks):
+        for part, ids, place, rows in parts(
+            inputs, mask, self.tokens, log_prob_rows(c), self.ranks
+        ):
             view = self.policy.view_where(
                 mask[:rows, part],
                 self.policy.hidden(ids, place),
@@ -325,7 +364,7 @@ class LanguageActor:
         return [] if self.reference is None else [self.reference.state_tensors()]
 
 
-# ---------------------------------------------------------------------------------------------------------- learner
+# ------------------------------------------------------------------------------------------ learner
 def separate_critic_learner(
     policy: LanguagePolicy,
     critic: Critic | None,
@@ -353,8 +392,8 @@ def separate_critic_learner(
         length: response_length (T).
         columns: sequences of an optimiser step.
         tokens: limit of a forward pass (config.micro_batch_size: of its sequences). None: no limit.
-        recompute: whether the behaviour's log-probabilities are computed again before the first epoch, instead of
-            those of the rollout.
+        recompute: whether the behaviour's log-probabilities are computed again before the first
+            epoch, instead of those of the rollout.
         num_sequences: N of all ranks.
         reference: None for a copy of ``policy`` where the options need a reference.
         updates, seed, compile_schedule, dump_dir, notice, ranks: as for ``MinibatchOptimizer``.
@@ -371,7 +410,9 @@ def separate_critic_learner(
             copy.deepcopy(policy), tokens=tokens, columns=log_prob_rows(config), ranks=ranks
         )
     if critic is None and config.adv_type == "gae":
-        raise ConfigError("algorithm.adv_type = gae: needs a critic; write critic.use_critic_model=true")
+        raise ConfigError(
+            "algorithm.adv_type = gae: needs a critic; write critic.use_critic_model=true"
+        )
     (ranks or Ranks()).shard(policy, ACTS)
     config = replace(config, minibatch_unit="column")
     actor = LanguageActor(policy, reference, config, tokens=tokens, recompute=recompute)

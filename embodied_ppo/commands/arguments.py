@@ -25,7 +25,9 @@ class Parser(argparse.ArgumentParser):
 def add_config_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     """Add the arguments of a command that reads a configuration."""
     add_override_arguments(parser, command)
-    parser.add_argument("--config-name", metavar="NAME", help="primary config (default: the command's)")
+    parser.add_argument(
+        "--config-name", metavar="NAME", help="primary config (default: the command's)"
+    )
 
 
 def add_override_arguments(parser: argparse.ArgumentParser, command: str) -> None:

@@ -16,7 +16,9 @@ from embodied_ppo.core.errors import UsageError, nearest, show
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     arguments.add_config_arguments(parser, "config")
-    parser.add_argument("--only", metavar="TEXT", help="only options whose name or meaning contains this text")
+    parser.add_argument(
+        "--only", metavar="TEXT", help="only options whose name or meaning contains this text"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -64,7 +66,9 @@ def config_rows(loaded: Any, *, only: str | None = None) -> dict[str, dict[str, 
         value = "???" if path in loaded.missing else attrgetter(path)(loaded.config)
         rows[path] = {
             "value": list(value) if isinstance(value, tuple) else value,
-            "default": list(option.default) if isinstance(option.default, tuple) else option.default,
+            "default": list(option.default)
+            if isinstance(option.default, tuple)
+            else option.default,
             "source": loaded.origin.get(path, "config.py"),
             "meaning": option.meaning,
             "type": option.type,

@@ -209,7 +209,9 @@ def _mujoco() -> str:
     data = mujoco.MjData(model)
     while data.time < 0.1:
         mujoco.mj_step(model, data)
-    assert abs(1 - data.qpos[2] - 9.81 * data.time**2 / 2) < 0.005, f"a ball fell {1 - data.qpos[2]:.3f} m in 0.1 s"
+    assert abs(1 - data.qpos[2] - 9.81 * data.time**2 / 2) < 0.005, (
+        f"a ball fell {1 - data.qpos[2]:.3f} m in 0.1 s"
+    )
     return f"{mujoco.__version__}, a falling ball is simulated correctly"
 
 
@@ -305,7 +307,9 @@ def _ask(names: Sequence[str]) -> dict[str, Answer]:
         for name in names:
             # only the probe of MuJoCo reports a $MUJOCO_GL that MuJoCo refuses
             gl = {} if name == "mujoco" else {"MUJOCO_GL": name if name in BACKENDS else ""}
-            out = stack.enter_context(tempfile.TemporaryFile())  # a process that a probe started would keep a pipe open
+            out = stack.enter_context(
+                tempfile.TemporaryFile()
+            )  # a process that a probe started would keep a pipe open
             command = [sys.executable, "-m", "embodied_ppo.commands.doctor", name]
             process = subprocess.Popen(
                 command,
@@ -423,15 +427,23 @@ def _packages(imports: Answer) -> Iterator[Row]:
         for name in (name for name in names if name not in missing):
             about, now = VERSIONS[name], _installed(name)
             limit = f">={about.least}" + (f",<{about.below}" if about.below else "")
-            if _numbers(now) < _numbers(about.least) or (about.below and _numbers(now) >= _numbers(about.below)):
+            if _numbers(now) < _numbers(about.least) or (
+                about.below and _numbers(now) >= _numbers(about.below)
+            ):
                 bad.append(name)
                 why = f"{now}: works with {limit}{WHY.get(name, '')}"
                 yield Row(name, "problem", why, f"pip install '{name}{limit}'", needed)
             elif name in broken:
                 bad.append(name)
-                yield Row(name, "problem", f"{now} cannot be imported: {broken[name]}", _pip(name), needed)
+                yield Row(
+                    name, "problem", f"{now} cannot be imported: {broken[name]}", _pip(name), needed
+                )
         if not missing and not bad:
-            other = [f"{n} {_installed(n)} (tested: {VERSIONS[n].tested})" for n in names if not _as_tested(n)]
+            other = [
+                f"{n} {_installed(n)} (tested: {VERSIONS[n].tested})"
+                for n in names
+                if not _as_tested(n)
+            ]
             tested = f"{len(names) - len(other)} of {len(names)} as tested"
             yield Row(title, "ok", "; ".join([tested, *other]), needed=needed)
 
@@ -447,7 +459,9 @@ def _gpu(answer: Answer) -> Iterator[Row]:
         yield Row("torch", "problem", answer.error, _pip("torch"))
         return
     torch, driver = answer.found, _driver()
-    built = f"{torch['version']}, built for {'CUDA ' + torch['cuda'] if torch['cuda'] else 'CPU only'}"
+    built = (
+        f"{torch['version']}, built for {'CUDA ' + torch['cuda'] if torch['cuda'] else 'CPU only'}"
+    )
     if driver and not torch["gpus"]:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         found = f"{built}; the driver has {', '.join(driver)}, torch finds none"
@@ -468,7 +482,9 @@ def _gpu(answer: Answer) -> Iterator[Row]:
                 "--index-url https://download.pytorch.org/whl/cu126",
             )
         else:
-            yield Row("torch", "problem", found, _pip("torch") + " --index-url https://pypi.org/simple")
+            yield Row(
+                "torch", "problem", found, _pip("torch") + " --index-url https://pypi.org/simple"
+            )
         return
     yield Row("torch", "ok", built)
     if not torch["gpus"]:
@@ -493,7 +509,9 @@ def _driver() -> list[str]:
         return ["a GPU (/dev/nvidia0)"] if Path("/dev/nvidia0").exists() else []
     query = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=30, check=False)
+        done = subprocess.run(
+            query, capture_output=True, text=True, errors="replace", timeout=30, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     lines = done.stdout.splitlines() if done.returncode == 0 else []
@@ -522,11 +540,18 @@ def _compiler() -> Row:
         )
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder, "a.cpp"), Path(folder, "a.out")
-        source.write_text("#include <vector>\n#include <omp.h>\nint main() { return std::vector<int>(7).size(); }\n")
+        source.write_text(
+            "#include <vector>\n#include <omp.h>\nint main() { return std::vector<int>(7).size(); }\n"
+        )
         try:
             command = [name, "-fopenmp", str(source), "-o", str(program)]
-            build = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=DEADLINE_S)
-            works = build.returncode == 0 and subprocess.run([str(program)], timeout=DEADLINE_S).returncode == 7
+            build = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=DEADLINE_S
+            )
+            works = (
+                build.returncode == 0
+                and subprocess.run([str(program)], timeout=DEADLINE_S).returncode == 7
+            )
             errors = build.stderr.strip().splitlines()[:1] or ["its program does not run"]
         except (OSError, subprocess.TimeoutExpired) as error:
             works, errors = False, [one_line(error)]
@@ -599,7 +624,9 @@ def _of_warp(answer: Answer | None) -> Row:
     """Check MuJoCo Warp."""
     install = INSTALL.replace("-e .", "-e '.[warp]'")
     if answer is None:
-        return Row("warp", "absent", "not installed; env.simulator=warp needs it", install, needed=False)
+        return Row(
+            "warp", "absent", "not installed; env.simulator=warp needs it", install, needed=False
+        )
     return _of("warp", answer, install, needed=False)
 
 
@@ -627,7 +654,9 @@ def _disks() -> Iterator[Row]:
             with tempfile.TemporaryFile(dir=there):
                 full = shutil.disk_usage(there).free < least * GB
         except OSError as error:
-            yield Row(name, "problem", f"{folder}: cannot be written ({error.strerror})", cure, needed)
+            yield Row(
+                name, "problem", f"{folder}: cannot be written ({error.strerror})", cure, needed
+            )
             continue
         if full:
             yield Row(name, "problem", f"{found}, less than {least:g}", cure, needed)
@@ -651,7 +680,9 @@ def _ports() -> Iterator[Row]:
             s.bind(("127.0.0.1", 0))
         yield Row("ports", "ok", "processes can listen on 127.0.0.1", needed=False)
     except OSError as error:
-        yield Row("ports", "problem", f"127.0.0.1: {error.strerror}", "ip link set lo up", needed=False)
+        yield Row(
+            "ports", "problem", f"127.0.0.1: {error.strerror}", "ip link set lo up", needed=False
+        )
     for port, (user, cure) in PORTS.items():
         with socket.socket() as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -659,7 +690,9 @@ def _ports() -> Iterator[Row]:
                 s.bind(("", port))
                 yield Row(f"port {port}", "ok", f"free, for {user}", needed=False)
             except OSError as error:
-                yield Row(f"port {port}", "problem", f"{user}: {error.strerror}", cure, needed=False)
+                yield Row(
+                    f"port {port}", "problem", f"{user}: {error.strerror}", cure, needed=False
+                )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""`embodied-ppo fit`: adapt a recipe to other devices by smaller micro-batches; optimiser steps stay equal."""
+"""`embodied-ppo fit`: adapt a recipe to other devices by smaller micro-batches; optimiser steps
+stay equal.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def fit(config: Config, devices: int) -> Fitted:
         PlacementError: Even the smallest micro-batch does not fit; the message shows the sum.
     """
     if config.resume is not None:
-        raise ConfigError(f"resume = {config.resume}: fit writes a recipe; leave it out here, give it to train")
+        raise ConfigError(
+            f"resume = {config.resume}: fit writes a recipe; leave it out here, give it to train"
+        )
     # A recipe for a GPU may be written on a machine without one.
     if config.device.startswith("cuda"):
         device = torch.device("cuda")
@@ -65,7 +69,9 @@ def fit(config: Config, devices: int) -> Fitted:
     one = replace(config.cluster, num_nodes=1, devices_per_node=devices, node_groups={})
     limit = hardware_of(replace(config, cluster=one), device).memory
     if limit is None:
-        raise ConfigError(f"device = {config.device}: there is none here to measure; write cluster.device_memory_gb=24")
+        raise ConfigError(
+            f"device = {config.device}: there is none here to measure; write cluster.device_memory_gb=24"
+        )
     fitted, plan, placement_reason = _fit_placement(config, devices, device)
     plan = replace(plan, hardware=replace(plan.hardware, memory=limit))
     fitted, needs, batch_reason = _fit_micro_batches(fitted, plan)
@@ -108,11 +114,13 @@ def _learners(config: Config, device: torch.device) -> int:
         return 0
 
 
-def _fit_placement(config: Config, devices: int, device: torch.device) -> tuple[Config, placement.Plan, str]:
+def _fit_placement(
+    config: Config, devices: int, device: torch.device
+) -> tuple[Config, placement.Plan, str]:
     """Return the recipe with a placement that exists on so many devices, its plan, and the reason.
 
-    It is the recipe's own placement if possible, else fused on the largest number that divides the work, else local.
-    Raises ConfigError.
+    It is the recipe's own placement if possible, else fused on the largest number that divides the
+    work, else local. Raises ConfigError.
     """
     c = config.cluster
     alone = replace(config, placement="local", cluster=ClusterConfig())
@@ -124,7 +132,14 @@ def _fit_placement(config: Config, devices: int, device: torch.device) -> tuple[
     except PlacementError as error:
         reason = f"--devices {devices}: {error}"
     for count in range(min(devices, mode(config).max_learners(config)), 1, -1):
-        cluster = replace(c, num_nodes=1, devices_per_node=count, node_groups={}, component_placement={}, max_lag=0)
+        cluster = replace(
+            c,
+            num_nodes=1,
+            devices_per_node=count,
+            node_groups={},
+            component_placement={},
+            max_lag=0,
+        )
         cluster = replace(cluster, weights="auto" if c.max_lag else c.weights)
         fused = replace(config, placement="fused", cluster=cluster)
         try:
@@ -135,7 +150,8 @@ def _fit_placement(config: Config, devices: int, device: torch.device) -> tuple[
 
 
 def _fit_micro_batches(config: Config, plan: placement.Plan) -> tuple[Config, MemoryNeeds, str]:
-    """Return the recipe with the largest micro-batches that fit, their memory, and the reason for a change.
+    """Return the recipe with the largest micro-batches that fit, their memory, and the reason for a
+    change.
 
     Raises PlacementError where the smallest ones do not fit.
     """
@@ -172,9 +188,11 @@ def _fit_micro_batches(config: Config, plan: placement.Plan) -> tuple[Config, Me
     return replace(config, algorithm=algorithm, compile=compiled), needs(size), reason
 
 
-# ---------------------------------------------------------------------------------------------------------------- file
+# --------------------------------------------------------------------------------------------- file
 def settings(config: Config) -> dict[str, Any]:
-    """Return the name and every option that differs from its default, without options that are not read."""
+    """Return the name and every option that differs from its default, without options that are not
+    read.
+    """
     unread = {path for path, _ in readers.unread(config, config.mode)}
     default, changed = loader.flat(loader.dump(Config())), dict[str, Any]()
     values = loader.dump(config)
@@ -200,7 +218,9 @@ def text(fitted: Fitted, command: str) -> str:
         command: The command line, which becomes the first comment.
     """
     options = settings(fitted.config)
-    changes = [f"{x.option}: {x.old} -> {x.new}" for x in fitted.changes] or ["nothing had to change"]
+    changes = [f"{x.option}: {x.old} -> {x.new}" for x in fitted.changes] or [
+        "nothing had to change"
+    ]
     head = "".join(f"# {' '.join(line.split())}\n" for line in (command, *changes))
     content = f"# @package _global_\n{head}{yaml.safe_dump(options, sort_keys=False)}"
     loaded = loader.read(Config, [("fit", yaml.safe_load(content))])
@@ -233,4 +253,6 @@ def write(file: Path, content: str) -> None:
         temporary.write_text(content)
         temporary.replace(file)
     except OSError as error:
-        raise ConfigError(f"--out {file}: cannot be written ({error.strerror}); name another file") from error
+        raise ConfigError(
+            f"--out {file}: cannot be written ({error.strerror}); name another file"
+        ) from error

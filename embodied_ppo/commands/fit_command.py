@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="number of devices of one machine",
     )
-    parser.add_argument("--out", metavar="DIR/experiment/NAME.yaml", help="file to write (default: stdout)")
+    parser.add_argument(
+        "--out", metavar="DIR/experiment/NAME.yaml", help="file to write (default: stdout)"
+    )
 
 
 def _count(text: str) -> int:
@@ -73,7 +75,9 @@ def run(args: argparse.Namespace) -> None:
 def print_fitted(fitted: Fitted, out: TextIO) -> None:
     """Print every changed option, old -> new with the reason, and the sizes of a run."""
     for change in fitted.changes:
-        print(f"{change.option}: {show(change.old)} -> {show(change.new)}  ({change.why})", file=out)
+        print(
+            f"{change.option}: {show(change.old)} -> {show(change.new)}  ({change.why})", file=out
+        )
     if not fitted.changes:
         print("nothing has to change", file=out)
     for note in fitted.notes:

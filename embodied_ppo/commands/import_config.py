@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FRAMEWORK FILE",
         help="rlinf, verl, roll or trl; its YAML or overrides",
     )
-    parser.add_argument("--out", metavar="FILE", help="experiment to write, a new file (default: stdout)")
+    parser.add_argument(
+        "--out", metavar="FILE", help="experiment to write, a new file (default: stdout)"
+    )
     arguments.add_output_arguments(parser)
 
 

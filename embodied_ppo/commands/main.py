@@ -163,7 +163,9 @@ def load(name: str) -> Command:
             from embodied_ppo.commands import new_task as command
         case _:
             kind = "flag" if name.startswith("-") else "command"
-            raise UsageError(f"{name}: no such {kind}; {choose(name, list(COMMANDS), 'commands: ')}")
+            raise UsageError(
+                f"{name}: no such {kind}; {choose(name, list(COMMANDS), 'commands: ')}"
+            )
     return command
 
 
@@ -236,7 +238,9 @@ def _main(argv: list[str]) -> int:
         try:
             sys.path.append(os.getcwd())  # env.id=my_module:MyTask-v0 is imported from here
         except FileNotFoundError as e:
-            raise UsageError("the current folder has been deleted; change to an existing one") from e
+            raise UsageError(
+                "the current folder has been deleted; change to an existing one"
+            ) from e
         if argv[0] in RUNNING:
             _check_address_space()
         code = args.execute(args)
@@ -252,7 +256,9 @@ def _main(argv: list[str]) -> int:
         # The reader of the pipe has ended (.. | head), which is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as e:  # the top of the program: every error becomes a last line and an exit code
+    except (
+        Exception
+    ) as e:  # the top of the program: every error becomes a last line and an exit code
         return _report(e)
     return code or 0
 
@@ -282,9 +288,15 @@ def _report(error: Exception) -> int:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         path = str(error.filename)
         longest = max(path.split("/"), key=len)
-        shown = path.replace(longest, f"{longest[:20]}..") if len(longest) > 255 else f"{path[:60]}.."
-        limit = f"a part of it has {len(os.fsencode(longest))} bytes, the limit is 255" * (len(longest) > 255)
-        error = UsageError(f"{shown}: is too long for a path ({limit or error.strerror}); shorten it")
+        shown = (
+            path.replace(longest, f"{longest[:20]}..") if len(longest) > 255 else f"{path[:60]}.."
+        )
+        limit = f"a part of it has {len(os.fsencode(longest))} bytes, the limit is 255" * (
+            len(longest) > 255
+        )
+        error = UsageError(
+            f"{shown}: is too long for a path ({limit or error.strerror}); shorten it"
+        )
     if isinstance(error, (UsageError, ConfigError, PlacementError, CheckpointError, EnvError)):
         print(shortened(f"error: {one_line(error)}"), file=sys.stderr)
         return REFUSED
@@ -297,7 +309,9 @@ def _report(error: Exception) -> int:
     if not isinstance(error, TrainingError):
         traceback.print_exception(error)
         error = RuntimeError(one_line(error, kind=True))
-    first, _, _ = str(error).partition("\n")  # the log has the other lines (stacks of other processes)
+    first, _, _ = str(error).partition(
+        "\n"
+    )  # the log has the other lines (stacks of other processes)
     print(f"error: {first}", file=sys.stderr)
     return FAILED
 

@@ -27,8 +27,9 @@ CONTROL_STEP_S, EPISODE_S, LEASH = 0.02, 5.0, 1.0
 (rad or m) at which a falling joint ends the episode."""
 
 FALLING = 0.1
-"""A passive joint falls (a pole does, a wheel does not) if gravity's lever arm exceeds this fraction
-of the radius of gyration (hinge), or its component along the axis this fraction (slide)."""
+"""A passive joint falls (a pole does, a wheel does not) if gravity's lever arm exceeds this
+fraction of the radius of gyration (hinge), or its component along the axis this fraction
+(slide)."""
 
 DISTANCES = {
     int(mujoco.mjtSensor.mjSENS_RANGEFINDER),
@@ -66,7 +67,9 @@ class NewTask:
 # -------------------------------------------------------------------------------------- the command
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("name", metavar="NAME", help="name of the task's module; the class is named in CamelCase")
+    parser.add_argument(
+        "name", metavar="NAME", help="name of the task's module; the class is named in CamelCase"
+    )
     parser.add_argument("--mjcf", metavar="FILE", required=True, help="MuJoCo XML of the robot")
     parser.add_argument("--out", metavar="DIR", help="folder to write to (default: ./NAME)")
     parser.add_argument("--json", action="store_true", help="print files and assumptions as JSON")
@@ -108,7 +111,9 @@ def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
         raise EnvError(f"--out {folder}: is a file; name a folder")
     files = {folder / file.format(name=name): template for file, template in TEMPLATES.items()}
     if existing := [file for file in files if file.exists()]:
-        raise EnvError(f"{existing[0]} exists and is not overwritten; choose another NAME or another --out DIR")
+        raise EnvError(
+            f"{existing[0]} exists and is not overwritten; choose another NAME or another --out DIR"
+        )
     model = load(mjcf)
     description = _describe(model, mjcf)
     environment = jinja2.Environment(
@@ -122,7 +127,9 @@ def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
     environment.filters["quoted"] = lambda text: _literal(text)[1:-1]
     path = Path(os.path.relpath(mjcf.resolve(), folder.resolve())).as_posix()
     texts = {
-        file: environment.get_template(template).render(name=name, kind=kind, mjcf=path, **description)
+        file: environment.get_template(template).render(
+            name=name, kind=kind, mjcf=path, **description
+        )
         for file, template in files.items()
     }
     try:
@@ -130,7 +137,9 @@ def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise EnvError(f"--out {folder}: cannot be written ({error.strerror}); name another folder") from error
+        raise EnvError(
+            f"--out {folder}: cannot be written ({error.strerror}); name another folder"
+        ) from error
     programs = Path(sys.executable).parent
     on_path = shutil.which("embodied-ppo") == str(programs / "embodied-ppo")
     prefix = "" if on_path else f"{programs}/"
@@ -153,7 +162,11 @@ def load(mjcf: Path) -> mujoco.MjModel:
     try:
         model = mujoco.MjSpec.from_file(str(mjcf)).compile()
     except (ValueError, OSError, mujoco.FatalError) as error:
-        place = f" (meshes and textures are searched from {mjcf.resolve().parent})" if "file" in str(error) else ""
+        place = (
+            f" (meshes and textures are searched from {mjcf.resolve().parent})"
+            if "file" in str(error)
+            else ""
+        )
         raise EnvError(f"--mjcf {mjcf}: MuJoCo refuses it: {error}{place}") from error
     where = f"--mjcf {mjcf}:"
     if not TIMESTEPS[0] <= model.opt.timestep <= TIMESTEPS[1]:
@@ -163,9 +176,13 @@ def load(mjcf: Path) -> mujoco.MjModel:
             '<option timestep="0.002"/>'
         )
     if not np.isfinite(model.key_qpos).all():
-        raise EnvError(f"{where} a keyframe's qpos holds {model.key_qpos[~np.isfinite(model.key_qpos)][0]}; correct it")
+        raise EnvError(
+            f"{where} a keyframe's qpos holds {model.key_qpos[~np.isfinite(model.key_qpos)][0]}; correct it"
+        )
     if not model.njnt:
-        raise EnvError(f"{where} nothing in it can move; add joints to its bodies: <joint name=.. type=hinge axis=../>")
+        raise EnvError(
+            f"{where} nothing in it can move; add joints to its bodies: <joint name=.. type=hinge axis=../>"
+        )
     if not model.nu:
         cure = '<actuator><motor name=".." joint=".." ctrlrange="-1 1"/></actuator>'
         if "<robot" in mjcf.read_text(encoding="utf-8", errors="replace"):
@@ -176,16 +193,24 @@ def load(mjcf: Path) -> mujoco.MjModel:
                 f"then add to that file {cure}, "
                 "and a floor and a free joint if the robot is mobile"
             )
-        raise EnvError(f"{where} it has no actuators, so there is nothing to learn; add some: {cure}")
+        raise EnvError(
+            f"{where} it has no actuators, so there is nothing to learn; add some: {cure}"
+        )
     for j in range(model.njnt):
         free = model.jnt_type[j] == FREE
         body = model.body(model.jnt_bodyid[j])
         if not (body.name if free else model.joint(j).name):
-            what = f"the free body {body.id}" if free else f"joint {j} (of body {body.name or body.id})"
+            what = (
+                f"the free body {body.id}"
+                if free
+                else f"joint {j} (of body {body.name or body.id})"
+            )
             raise EnvError(f"{where} {what} has no name, which the task needs; write name=..")
     still = model.body_weldid[model.geom_bodyid] == 0
     solid = (model.geom_contype | model.geom_conaffinity) != 0
-    supported = bool((still & solid).any()) or model.npair or model.neq or not model.opt.gravity.any()
+    supported = (
+        bool((still & solid).any()) or model.npair or model.neq or not model.opt.gravity.any()
+    )
     driven = _driven(model)
     for body, dof in _free(model):
         if not supported and driven.isdisjoint(range(dof, dof + 6)):
@@ -206,7 +231,9 @@ def _class_name(name: str) -> str:
             "a letter first, such as my_robot"
         )
     if keyword.iskeyword(kind) or kind in IMPORTED:
-        raise EnvError(f"NAME {name!r}: its class would be called {kind}, which is taken; write {name}_robot")
+        raise EnvError(
+            f"NAME {name!r}: its class would be called {kind}, which is taken; write {name}_robot"
+        )
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.origin is not None:
         raise EnvError(
@@ -262,9 +289,13 @@ def _global_sensors(model: mujoco.MjModel, pose: np.ndarray) -> list[int]:
     def is_global(i: int) -> bool:
         kind = int(model.sensor_type[i])
         if kind == int(mujoco.mjtSensor.mjSENS_CONTACT):  # the home pose may have no contact
-            return bool(int(model.sensor_intprm[i, 0]) >> int(mujoco.mjtConDataField.mjCONDATA_POS) & 1)
+            return bool(
+                int(model.sensor_intprm[i, 0]) >> int(mujoco.mjtConDataField.mjCONDATA_POS) & 1
+            )
         # velocities and forces are not positions; they change only with the ground
-        of_position = model.sensor_needstage[i] == int(mujoco.mjtStage.mjSTAGE_POS) and kind not in DISTANCES
+        of_position = (
+            model.sensor_needstage[i] == int(mujoco.mjtStage.mjSTAGE_POS) and kind not in DISTANCES
+        )
         first = model.sensor_adr[i]
         return of_position and bool(changed[first : first + model.sensor_dim[i]].any())
 
@@ -277,7 +308,9 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
     driven = _driven(model)
     roots = {int(model.body_rootid[model.dof_bodyid[i]]) for i in driven}
     single = [j for j in range(model.njnt) if model.jnt_type[j] not in (FREE, BALL)]
-    of_robot = [j for j in single if not roots or int(model.body_rootid[model.jnt_bodyid[j]]) in roots]
+    of_robot = [
+        j for j in single if not roots or int(model.body_rootid[model.jnt_bodyid[j]]) in roots
+    ]
     joints = of_robot or single
     balls = [model.joint(j).name for j in np.flatnonzero(model.jnt_type == BALL)]
 
@@ -295,7 +328,9 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
         if model.jnt_limited[j] and not low <= pose[model.jnt_qposadr[j]] <= high:
             moved[model.joint(j).name] = round(float(low + high) / 2, 4)
     if moved:
-        assumed.append(f"at home {', '.join(moved)} are in the middle of their range, because 0 is outside of it")
+        assumed.append(
+            f"at home {', '.join(moved)} are in the middle of their range, because 0 is outside of it"
+        )
 
     floating = [body for body, _ in _free(model)]
     robots = [body for body in floating if int(model.body_rootid[body]) in roots]
@@ -303,7 +338,11 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
     falls = False
     if robots:
         falls = bool(pose[model.jnt_qposadr[model.body_jntadr[robots[0]]] + 2] > 0)
-        end = "an episode ends below half its height at home" if falls else "its height at home is not above 0"
+        end = (
+            "an episode ends below half its height at home"
+            if falls
+            else "its height at home is not above 0"
+        )
         assumed.append(f"{base} is the robot's floating base: its x and y are not observed; {end}")
     objects = [model.body(body).name for body in floating if body not in robots[:1]]
     if objects := [*objects, *(model.joint(j).name for j in single if j not in joints)]:
@@ -313,9 +352,15 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
     actuators = [model.actuator(i).name or f"actuator {i}" for i in range(model.nu)]
     unlimited = [i for i in range(model.nu) if not model.actuator_ctrllimited[i]]
     for i in unlimited:
-        assumed.append(f"{actuators[i]} has no ctrlrange: its action is {bounds[i][2]}, {list(bounds[i][:2])}")
+        assumed.append(
+            f"{actuators[i]} has no ctrlrange: its action is {bounds[i][2]}, {list(bounds[i][:2])}"
+        )
     unlimited_joints = [j for j in joints if not model.jnt_limited[j]]
-    falling = [j for j in unlimited_joints if int(model.jnt_dofadr[j]) not in driven and _falls(model, j, pose)]
+    falling = [
+        j
+        for j in unlimited_joints
+        if int(model.jnt_dofadr[j]) not in driven and _falls(model, j, pose)
+    ]
     leash = {model.joint(j).name: LEASH for j in falling}
     if leash:
         assumed.append(
@@ -323,7 +368,9 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
             f"ends {LEASH:g} "
             "(rad, m) from home"
         )
-    if turning := [model.joint(j).name for j in unlimited_joints if model.joint(j).name not in leash]:
+    if turning := [
+        model.joint(j).name for j in unlimited_joints if model.joint(j).name not in leash
+    ]:
         assumed.append(f"{', '.join(turning)}: no range, so it never ends an episode")
     hidden = _global_sensors(model, pose) if base else []
     sensed = [
@@ -345,7 +392,9 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
     decimation = max(1, round(CONTROL_STEP_S / timestep))
     step_s = decimation * timestep
     episode = max(1, round(EPISODE_S / step_s))
-    assumed.append(f"a decision every {step_s:g} s ({decimation} x {timestep:g} s), episodes of {episode} decisions")
+    assumed.append(
+        f"a decision every {step_s:g} s ({decimation} x {timestep:g} s), episodes of {episode} decisions"
+    )
     return {
         "file": mjcf.name,
         "joints": [model.joint(j).name for j in joints],
@@ -375,8 +424,15 @@ def _bounds(model: mujoco.MjModel, i: int) -> tuple[float, float, str]:
         low, high = model.actuator_ctrlrange[i]
         return float(low), float(high), "its ctrlrange"
     joint = int(model.actuator_trnid[i, 0])
-    servo = model.actuator_biastype[i] == int(mujoco.mjtBias.mjBIAS_AFFINE) and model.actuator_biasprm[i, 1] != 0
-    if servo and model.actuator_trntype[i] == int(mujoco.mjtTrn.mjTRN_JOINT) and model.jnt_limited[joint]:
+    servo = (
+        model.actuator_biastype[i] == int(mujoco.mjtBias.mjBIAS_AFFINE)
+        and model.actuator_biasprm[i, 1] != 0
+    )
+    if (
+        servo
+        and model.actuator_trntype[i] == int(mujoco.mjtTrn.mjTRN_JOINT)
+        and model.jnt_limited[joint]
+    ):
         low, high = model.jnt_range[joint]
         return (
             round(float(low), 4),

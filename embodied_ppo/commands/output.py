@@ -81,7 +81,10 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     Nested entries are left out; the files of the run have them.
     """
     flat = {k: v for k, v in summary.items() if not isinstance(v, (Mapping, list, tuple))}
-    intervals = {name: f" ({low:.6g} to {high:.6g}, 95 %)" for name, (low, high) in summary.get("ci95", {}).items()}
+    intervals = {
+        name: f" ({low:.6g} to {high:.6g}, 95 %)"
+        for name, (low, high) in summary.get("ci95", {}).items()
+    }
     rows = []
     for name, value in flat.items():
         text = f"{value:.6g}" if isinstance(value, float) else "-" if value is None else str(value)

@@ -22,7 +22,9 @@ from embodied_ppo.core import watchdog
 CHECK_S = 0.5
 """Interval of the checks of the simulator's time limit, seconds."""
 PAUSE_S = 5.0
-"""Seconds between two checks from which on this process, and so its group, has been stopped (Ctrl-Z)."""
+"""Seconds between two checks from which on this process, and so its group, has been stopped
+(Ctrl-Z).
+"""
 PR_SET_PDEATHSIG = 1
 SI_KERNEL = 0x80
 """Origin of a signal from the terminal, which reaches the whole group."""
@@ -68,7 +70,9 @@ def _supervised(run: Callable[[], int], parent: int) -> int:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     code = run()
-    watchdog.numbers[watchdog.DONE] = code + 1  # a crash at the exit of the interpreter changes no result
+    watchdog.numbers[watchdog.DONE] = (
+        code + 1
+    )  # a crash at the exit of the interpreter changes no result
     return code
 
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     arguments.add_config_arguments(parser, "train")
-    parser.add_argument("-m", "--multirun", action="store_true", help="one run per combination of a=1,2 b=3,4")
+    parser.add_argument(
+        "-m", "--multirun", action="store_true", help="one run per combination of a=1,2 b=3,4"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -71,7 +73,11 @@ def print_arms(results: Sequence[Mapping[str, Any]]) -> None:
     for result in results:
         arm = tuple((key, value) for key, value in result["options"].items() if key != "seed")
         arms.setdefault(arm, []).append(result)
-    tags = [tag for tag in ("final_return", "final_success") if any(result.get(tag) is not None for result in results)]
+    tags = [
+        tag
+        for tag in ("final_return", "final_success")
+        if any(result.get(tag) is not None for result in results)
+    ]
     columns = [f"{tag} {part}" for tag in tags for part in ("mean", "std", "min", "max")]
     rows = [["arm", "runs", *columns]]
     for arm, runs in arms.items():

@@ -1,4 +1,6 @@
-"""`embodied-ppo tune`: predict the speed of every placement of a run, measure the best ones, write the fastest."""
+"""`embodied-ppo tune`: predict the speed of every placement of a run, measure the best ones, write
+the fastest.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,7 @@ class TuningResult:
         }
 
 
-# ---------------------------------------------------------------------------------------------------------- candidates
+# --------------------------------------------------------------------------------------- candidates
 def with_placement(config: Config, choice: cost_model.Choice) -> Config:
     """Return the options of the run in another placement."""
     if choice == cost_model.Choice():
@@ -126,8 +128,11 @@ def with_placement(config: Config, choice: cost_model.Choice) -> Config:
     return replace(config, placement=choice.placement, cluster=replace(config.cluster, **options))
 
 
-def candidates(config: Config, device: torch.device) -> tuple[list[Candidate], list[tuple[cost_model.Choice, str]]]:
-    """Return the valid placements, one of each group of equivalent ones, and the refused ones with the reasons.
+def candidates(
+    config: Config, device: torch.device
+) -> tuple[list[Candidate], list[tuple[cost_model.Choice, str]]]:
+    """Return the valid placements, one of each group of equivalent ones, and the refused ones with
+    the reasons.
 
     Raises:
         ConfigError, EnvError: An option is refused by what it configures.
@@ -142,7 +147,9 @@ def candidates(config: Config, device: torch.device) -> tuple[list[Candidate], l
         try:
             plan = implementation.plan(with_placement(config, choice), device)
             if plan is None and lag:
-                raise PlacementError(f"cluster.max_lag = {lag}: one process cannot run ahead of itself")
+                raise PlacementError(
+                    f"cluster.max_lag = {lag}: one process cannot run ahead of itself"
+                )
             key = None if plan is None else cost_model.meaning(plan)
             if key not in valid:
                 memory_plan = plan or implementation.plan_on_one_device(config, device)
@@ -161,10 +168,12 @@ def check_devices(config: Config, device: torch.device, notice: Callable[[str], 
     """Wait until a Ray cluster has all devices free, as a run does. Raises PlacementError."""
     from embodied_ppo.placement.ray_system import Reservation  # importing Ray takes a second
 
-    Reservation(placement.plan("fused", hardware_of(config, device)), config.cluster, notice).close()
+    Reservation(
+        placement.plan("fused", hardware_of(config, device)), config.cluster, notice
+    ).close()
 
 
-# -------------------------------------------------------------------------------------------------------------- search
+# ------------------------------------------------------------------------------------------- search
 def search(config: Config, *, explicit: Any = (), quiet: bool = False) -> TuningResult:
     """Profile the roles, predict all placements, and measure the best ones.
 
@@ -179,7 +188,12 @@ def search(config: Config, *, explicit: Any = (), quiet: bool = False) -> Tuning
     validation.check_tuning(config, explicit)
     device, config = select_device(config.device, config.threads), absolute(config)
     notices = set[str]()
-    with Interrupts(), Progress(quiet) as bar, matmul_precision(config.matmul_precision), ExitStack() as stack:
+    with (
+        Interrupts(),
+        Progress(quiet) as bar,
+        matmul_precision(config.matmul_precision),
+        ExitStack() as stack,
+    ):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="embodied-ppo-tune-")))
 
         def notice(line: str) -> None:
@@ -191,9 +205,11 @@ def search(config: Config, *, explicit: Any = (), quiet: bool = False) -> Tuning
         if any(candidate.plan is not None for candidate in valid):
             check_devices(config, device, notice)
         implementation, updates = mode(config), total_updates(config)
-        # The duration of an update does not depend on how well a reward model or a robot's clone is trained. It does
-        # on a language model's warm start, which determines when responses end.
-        quick = replace(config, reward=replace(config.reward, model=replace(config.reward.model, steps=1)))
+        # The duration of an update does not depend on how well a reward model or a robot's clone is
+        # trained. It does on a language model's warm start, which determines when responses end.
+        quick = replace(
+            config, reward=replace(config.reward, model=replace(config.reward.model, steps=1))
+        )
         request = RunRequest(
             config=quick,
             device=device,
@@ -212,7 +228,9 @@ def search(config: Config, *, explicit: Any = (), quiet: bool = False) -> Tuning
         bar.say(f"measured: {model.costs.summary()}")
         if not model.costs.compiled:
             request = replace(request, config=replace(quick, compile="never"))
-        ranked = [(candidate, model.predict(candidate.plan, candidate.needs)) for candidate in valid]
+        ranked = [
+            (candidate, model.predict(candidate.plan, candidate.needs)) for candidate in valid
+        ]
         # Predictions are exact to two digits; of equal ones the fewest processes come first.
         ranked.sort(key=lambda pair: (float(f"{pair[1].whole_s:.2g}"), pair[0].processes))
         measured_s, failed = _measure_best(request, ranked, updates // 2, bar.say)
@@ -226,7 +244,10 @@ def _measure_best(
     first: int,
     say: Callable[[str], None],
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Return seconds of an update of the best placements, and the failures. Raises TrainingError if all fail."""
+    """Return seconds of an update of the best placements, and the failures.
+
+    Raises TrainingError if all fail.
+    """
     measured_s, failed = dict[str, float](), dict[str, str]()
     while (following := _next(ranked, measured_s, failed)) is not None:
         candidate, prediction = following
@@ -280,7 +301,13 @@ def _update_seconds(request: RunRequest, plan: placement.Plan | None, first: int
         else:
             system = build_workers(implementation, request, plan).system
         stack.callback(system.close)
-        log = Log(request.run_dir, total_updates=request.updates, first_update=first, unit=system.unit, quiet=True)
+        log = Log(
+            request.run_dir,
+            total_updates=request.updates,
+            first_update=first,
+            unit=system.unit,
+            quiet=True,
+        )
         stack.callback(log.close)
         timer, sums = Timer(), list[float]()  # seconds since the start, at the end of each update
 
@@ -290,15 +317,22 @@ def _update_seconds(request: RunRequest, plan: placement.Plan | None, first: int
                 raise _EnoughUpdates
             return False
 
-        schedule = loop.Schedule(updates=sys.maxsize, horizon=implementation.horizon(config), max_lag=lag)
+        schedule = loop.Schedule(
+            updates=sys.maxsize, horizon=implementation.horizon(config), max_lag=lag
+        )
         with suppress(_EnoughUpdates):
-            loop.train(system, log, schedule, first_update=first, should_stop=stop_if_enough, timer=timer)
+            loop.train(
+                system, log, schedule, first_update=first, should_stop=stop_if_enough, timer=timer
+            )
     return statistics.median(after - before for before, after in pairwise(sums[warm_up:]))
 
 
-# --------------------------------------------------------------------------------------------------------------- file
+# --------------------------------------------------------------------------------------------- file
 def destination(home: Path, name: str) -> Path:
-    """Return the file of the placement: in group ``placement`` of the configs in ``home``. Raises ConfigError."""
+    """Return the file of the placement: in group ``placement`` of the configs in ``home``.
+
+    Raises ConfigError.
+    """
     file = home / "placement" / f"tuned_{re.sub(r'[^A-Za-z0-9_-]', '-', name)}.yaml"
     parent = next(folder for folder in file.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):

@@ -70,7 +70,9 @@ def print_tuned(summary: Mapping[str, Any]) -> None:
     rows = [["predicted s", "collect", "update", "publish", "measured s", "GB", "placement"]]
     for i, row in enumerate(placements):
         if i < MAX_ROWS or row["measured_s"] is not None:
-            predicted = [f"{row[f'{part}_s']:.3g}" for part in ("whole", "collect", "update", "publish")]
+            predicted = [
+                f"{row[f'{part}_s']:.3g}" for part in ("whole", "collect", "update", "publish")
+            ]
             measured = "" if row["measured_s"] is None else f"{row['measured_s']:.3g}"
             rows.append([*predicted, measured, f"{row['memory_gb']:.3g}", row["placement"]])
     output.table(rows)

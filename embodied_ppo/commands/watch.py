@@ -62,7 +62,9 @@ TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json", ".mp4
 SHOWN = re.compile(r"(videos|reports/[^/.][^/\0]*)/[^/.][^/\0]*\.(html|json|mp4)")
 """Files of a run that the page may show."""
 
-REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:; sandbox"
+REPORT_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:; sandbox"
+)
 """Content-Security-Policy of a report, which is one file without scripts."""
 
 
@@ -77,7 +79,9 @@ def find(roots: Sequence[Path]) -> dict[str, Path]:
             if ROWS in files:
                 # a browser cannot send bytes that are not UTF-8
                 runs[os.fsencode(here.absolute()).decode(errors="replace")] = here
-            inner[:] = () if ROWS in files or deep else sorted(n for n in inner if not n.startswith("."))
+            inner[:] = (
+                () if ROWS in files or deep else sorted(n for n in inner if not n.startswith("."))
+            )
     return runs
 
 
@@ -99,7 +103,9 @@ def status(run: Path) -> dict[str, Any]:
         rows, config: Time of change and size of metrics.jsonl and config.yaml.
     """
     try:
-        stamps = {name: _changed(run / name) for name in (ROWS, "log.txt", "summary.json", "config.yaml")}
+        stamps = {
+            name: _changed(run / name) for name in (ROWS, "log.txt", "summary.json", "config.yaml")
+        }
         state = dict(_state(run, tuple(stamps.values())))
         age = time.time() - max(changed for changed, _ in stamps.values()) / 1e9
         if state["state"] == "running" and age > max(SILENT_S, 3 * state["update_s"]):
@@ -177,7 +183,9 @@ def _text(file: Path) -> str | None:
 def _state(run: Path, stamps: tuple[tuple[int, int], ...]) -> Mapping[str, Any]:
     """Derive the state of a run from its files; cached until one of ``stamps`` changes."""
     rows = _rows(_tail(run / ROWS))[0]
-    update = max((int(row["update"]) for row in rows if row.get("update") is not None), default=None)
+    update = max(
+        (int(row["update"]) for row in rows if row.get("update") is not None), default=None
+    )
     stamped = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)$", re.M)
     lines = stamped.findall(_tail(run / "log.txt").decode(errors="replace"))
     plans = [int(x) for line in lines for x in re.findall(r", updates \d+ to (\d+), in ", line)]
@@ -204,7 +212,11 @@ def _state(run: Path, stamps: tuple[tuple[int, int], ...]) -> Mapping[str, Any]:
 
 def _phases(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of the phases of a row; time/swap_s is part of the others."""
-    return {tag: x for tag, x in row.items() if tag.startswith("time/") and tag != "time/swap_s" and x is not None}
+    return {
+        tag: x
+        for tag, x in row.items()
+        if tag.startswith("time/") and tag != "time/swap_s" and x is not None
+    }
 
 
 def _tail(file: Path) -> bytes:
@@ -255,7 +267,9 @@ def read_on(file: Path, start: int, mark: str) -> dict[str, Any]:
         if start and _mark(f, start) != mark:
             start = 0
         f.seek(max(0, start - 1))
-        skipping = start > 0 and f.read(1) != b"\n"  # the previous response ended inside a long line
+        skipping = (
+            start > 0 and f.read(1) != b"\n"
+        )  # the previous response ended inside a long line
         block = f.read(CHUNK)
         more = len(block) == CHUNK
         if more and b"\n" not in block:
@@ -293,7 +307,13 @@ def _rows(block: bytes) -> tuple[list[dict[str, Any]], int]:
         except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
-            rows.append({tag: _finite(x) for tag, x in row.items() if x is None or isinstance(x, (int, float))})
+            rows.append(
+                {
+                    tag: _finite(x)
+                    for tag, x in row.items()
+                    if x is None or isinstance(x, (int, float))
+                }
+            )
         else:
             broken += 1
     return rows, broken
@@ -325,7 +345,11 @@ def differences(runs: Sequence[Path]) -> list[dict[str, Any]]:
         for name in names
         if name not in OWN and len({values.get(name) for values in valid}) > 1
     ]
-    return rows + ([{"option": "config.yaml", "values": [broken.get(n) for n in range(len(runs))]}] if broken else [])
+    return rows + (
+        [{"option": "config.yaml", "values": [broken.get(n) for n in range(len(runs))]}]
+        if broken
+        else []
+    )
 
 
 def _options(file: Path) -> dict[str, str]:
@@ -341,7 +365,10 @@ def _options(file: Path) -> dict[str, str]:
         raise ValueError(str(error.strerror)) from error
     except yaml.YAMLError as error:
         raise ValueError(f"is not YAML ({one_line(error)})") from error
-    return {name: show(value) for name, value in loader.flat(content if isinstance(content, dict) else {}).items()}
+    return {
+        name: show(value)
+        for name, value in loader.flat(content if isinstance(content, dict) else {}).items()
+    }
 
 
 # --------------------------------------------------------------------------------------- server
@@ -371,7 +398,9 @@ class Server(ThreadingHTTPServer):
 def _digests(page: bytes, kind: bytes) -> str:
     """Return the digests of the page's scripts or styles for its Content-Security-Policy."""
     texts = re.findall(rb"<%b>(.*?)</%b>" % (kind, kind), page, re.S)
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in texts)
+    return " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in texts
+    )
 
 
 class Refused(Exception):
@@ -392,7 +421,9 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self._answer()
         except Refused as refused:
-            self._send(refused.status, str(refused).encode(errors="replace"), "text/plain; charset=utf-8")
+            self._send(
+                refused.status, str(refused).encode(errors="replace"), "text/plain; charset=utf-8"
+            )
         except ConnectionError:  # the browser has closed the connection, or seeks in a video
             self.close_connection = True
         except (OSError, ValueError) as error:  # a file is deleted or damaged
@@ -413,17 +444,23 @@ class Handler(BaseHTTPRequestHandler):
         query = parse_qs(url.query)
         match url.path:
             case "/":
-                self._send(HTTPStatus.OK, self.server.page, TYPES[".html"], policy=self.server.policy)
+                self._send(
+                    HTTPStatus.OK, self.server.page, TYPES[".html"], policy=self.server.policy
+                )
             case "/runs":
                 runs = find(self.server.roots)
                 names = labels(list(runs))
-                rows = [{"run": run, "label": names[run], **status(path)} for run, path in runs.items()]
+                rows = [
+                    {"run": run, "label": names[run], **status(path)} for run, path in runs.items()
+                ]
                 self._json({"runs": rows, "ranges": [asdict(r) for r in health.RANGES]})
             case "/data":
                 (run,) = self._runs(query, 1)
                 start, mark = query.get("from", ["0"])[0], query.get("mark", [""])[0]
                 if not re.fullmatch(r"[0-9]{1,18}", start):
-                    raise Refused(HTTPStatus.BAD_REQUEST, f"from={start[:30]}: is not a number of bytes")
+                    raise Refused(
+                        HTTPStatus.BAD_REQUEST, f"from={start[:30]}: is not a number of bytes"
+                    )
                 self._json(read_on(run / ROWS, int(start), mark))
             case "/diff":
                 self._json(differences(self._runs(query)))
@@ -444,7 +481,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _file(self, run: Path, name: str) -> None:
         """Send a video or a report of a run, or the requested range of it."""
-        file = (run / name).resolve() if SHOWN.fullmatch(name) else None  # links may not lead out of the run
+        file = (
+            (run / name).resolve() if SHOWN.fullmatch(name) else None
+        )  # links may not lead out of the run
         if file is None or not file.is_relative_to(run.resolve()) or not file.is_file():
             raise Refused(HTTPStatus.NOT_FOUND, f"name={name}: is not a video or report of the run")
         with _open(file) as f:
@@ -466,11 +505,15 @@ class Handler(BaseHTTPRequestHandler):
     def _json(self, value: Any) -> None:
         self._send(HTTPStatus.OK, output.as_json(value).encode(), TYPES[".json"])
 
-    def _send(self, status: HTTPStatus, body: bytes, kind: str, *, policy: str = "default-src 'none'") -> None:
+    def _send(
+        self, status: HTTPStatus, body: bytes, kind: str, *, policy: str = "default-src 'none'"
+    ) -> None:
         self._head(status, len(body), kind, policy=policy)
         self.wfile.write(body)
 
-    def _head(self, status: HTTPStatus, size: int, kind: str, *, policy: str, headers: Any = None) -> None:
+    def _head(
+        self, status: HTTPStatus, size: int, kind: str, *, policy: str, headers: Any = None
+    ) -> None:
         """Send the headers of a response of ``size`` bytes."""
         self.send_response(status)
         always = {
@@ -501,7 +544,9 @@ def _part(header: str, size: int) -> range | None:
     else:
         part = range(max(0, size - int(last)), size)
     if not part:
-        raise Refused(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, f"{header}: the file has {size} bytes")
+        raise Refused(
+            HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, f"{header}: the file has {size} bytes"
+        )
     return part
 
 
@@ -510,7 +555,9 @@ def listen(paths: Sequence[str], *, port: int = 0) -> Server:
     """Return a listening server for runs or folders of runs. Raises UsageError."""
     for path in paths:
         if not Path(path).is_dir():
-            raise UsageError(f"{path}: no such directory; name a run, or a folder of runs (runs by default)")
+            raise UsageError(
+                f"{path}: no such directory; name a run, or a folder of runs (runs by default)"
+            )
         if not find([Path(path)]):
             raise UsageError(
                 f"{path}: is not a run and contains none ({ROWS} is missing); name a run directory, or a folder of runs"
@@ -520,14 +567,22 @@ def listen(paths: Sequence[str], *, port: int = 0) -> Server:
     try:
         return Server([Path(path) for path in paths], port)
     except OSError as error:
-        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
-        raise UsageError(f"--port {port}: {why}; name another port, or leave it out for a free one") from error
+        why = (
+            "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
+        )
+        raise UsageError(
+            f"--port {port}: {why}; name another port, or leave it out for a free one"
+        ) from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories, or folders of runs (default: runs)")
-    parser.add_argument("--port", type=int, default=0, help="port of the page (default: a free one)")
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="run directories, or folders of runs (default: runs)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, help="port of the page (default: a free one)"
+    )
     arguments.add_output_arguments(parser)
 
 

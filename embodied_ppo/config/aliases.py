@@ -93,12 +93,13 @@ _MINIBATCHES = (
     "env.num_envs / that number"
 )
 _VALUE_CLIP = "the clip range of the value is a separate number: write algorithm.value_clip=0.2, or null for none"
-_OBSERVATIONS = "write model.normalize_obs=true or false; what is normalised is clipped at model.obs_clip"
-_HIDDEN = "policy and value have layers of the same widths: write model.hidden=[256,256] model.shared_backbone=false"
-_TRACKER = (
-    "a run writes TensorBoard files and metrics.jsonl into its directory and uses no tracking service; leave it out"
+_OBSERVATIONS = (
+    "write model.normalize_obs=true or false; what is normalised is clipped at model.obs_clip"
 )
-# Names of CleanRL and rsl_rl whose meaning is not that of one option here, in whatever section: name -> what to write.
+_HIDDEN = "policy and value have layers of the same widths: write model.hidden=[256,256] model.shared_backbone=false"
+_TRACKER = "a run writes TensorBoard files and metrics.jsonl into its directory and uses no tracking service; leave it out"
+# Names of CleanRL and rsl_rl whose meaning is not that of one option here, in whatever section:
+# name -> what to write.
 CURES: dict[str, str] = {
     "num_minibatches": _MINIBATCHES,
     "num_mini_batches": _MINIBATCHES,

@@ -1,4 +1,6 @@
-"""Batch sizes of an update and length of a run: samples, minibatches, optimiser steps, environment steps."""
+"""Batch sizes of an update and length of a run: samples, minibatches, optimiser steps, environment
+steps.
+"""
 
 from __future__ import annotations
 

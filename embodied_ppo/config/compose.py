@@ -37,14 +37,18 @@ FLAGS = "command line"
 PRIMARY = ("train", "demos", "clone", "evaluate", "export")
 """Commands with a primary config of their name; the others read train's."""
 RunJob: TypeAlias = "Callable[[Loaded, argparse.Namespace, dict[str, Any]], object]"
-"""Function that runs one job of a sweep and prints its number, overrides and differing options with the results."""
+"""Function that runs one job of a sweep and prints its number, overrides and differing options with
+the results.
+"""
 SWEEPS = "runs/sweeps/"
 """Folder of the sweeps; a sweep whose jobs have the same name is in SWEEPS/NAME."""
 LONGEST = 120
 """Maximum length of the name of a job's folder, characters."""
 
 
-def prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = True, partial: bool = False) -> Loaded:
+def prepare(
+    args: argparse.Namespace, lines: Sequence[str], *, check: bool = True, partial: bool = False
+) -> Loaded:
     """Compose, type and check the options of a command.
 
     Args:
@@ -93,7 +97,9 @@ def prepare(args: argparse.Namespace, lines: Sequence[str], *, check: bool = Tru
 
 
 def _demos_layers(lines: Sequence[str], layers: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Return the part of the layers that demos reads: of files section env, of the command line everything."""
+    """Return the part of the layers that demos reads: of files section env, of the command line
+    everything.
+    """
     from embodied_ppo.config import loader as strict
     from embodied_ppo.config.readers import mode_of
     from embodied_ppo.config.schema import Config, DemosConfig
@@ -106,20 +112,27 @@ def _demos_layers(lines: Sequence[str], layers: Sequence[tuple[str, Any]]) -> li
     ours = strict.describe(DemosConfig)
     reads = [*(path for path in ours if "." not in path), *(f"env.{name}" for name in DEMOS_ENV)]
     written = [
-        f"{key} = .." for key in ("algorithm", "model", "placement") if any(x.startswith(f"{key}=") for x in lines)
+        f"{key} = .."
+        for key in ("algorithm", "model", "placement")
+        if any(x.startswith(f"{key}=") for x in lines)
     ]
     for label, node in layers:
         if label == FLAGS:
             known = strict.read(Config, [_known(label, node)])
             written += [
-                f"{path} = {show(attrgetter(path)(known.config))}" for path in known.origin if path not in reads
+                f"{path} = {show(attrgetter(path)(known.config))}"
+                for path in known.origin
+                if path not in reads
             ]
     if written:
         raise ConfigError(
             f"{written[0]} ({FLAGS}) is set but not read by demos; leave it out. Read are {', '.join(reads)}"
         )
     own = {path.partition(".")[0] for path in ours}
-    return [(label, node if label == FLAGS else {k: v for k, v in node.items() if k in own}) for label, node in layers]
+    return [
+        (label, node if label == FLAGS else {k: v for k, v in node.items() if k in own})
+        for label, node in layers
+    ]
 
 
 DEMOS_ENV = ("id", "kwargs", "cameras", "image_size", "randomize", "num_threads")
@@ -135,8 +148,12 @@ def _known(label: str, node: Any) -> tuple[str, Any]:
     return label, {k: v for k, v in node.items() if k in tops}
 
 
-def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return (label, mapping) from weak to strong: files in the order of the defaults list, chosen groups, flags."""
+def _layers(
+    args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, Any]
+) -> list[tuple[str, Any]]:
+    """Return (label, mapping) from weak to strong: files in the order of the defaults list, chosen
+    groups, flags.
+    """
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.defaults_list import create_defaults_list
     from hydra.errors import HydraException
@@ -151,20 +168,28 @@ def _layers(args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, 
     overrides = parse(lines, loader)
     stored = None
     groups = {o.key_or_group: o.value() for o in overrides if _is_group(o, loader)}
-    resume = next((o.value() for o in overrides if o.key_or_group == "resume" and not o.is_delete()), None)
+    resume = next(
+        (o.value() for o in overrides if o.key_or_group == "resume" and not o.is_delete()), None
+    )
     named = resume not in (None, "auto", "") and not isinstance(resume, bool)
     if args.command == "train" and name == "train" and named and "experiment" not in groups:
         stored = _stored(str(resume))
         lines = [*lines, "~experiment"]
     elif args.command == "train" and "experiment" not in groups:
         rules = RULES.get(str(groups.get("mode")))
-        if rules is not None and rules.default_experiment is not None:  # train.yaml has that of another mode
+        if (
+            rules is not None and rules.default_experiment is not None
+        ):  # train.yaml has that of another mode
             own = any(o.key_or_group.startswith(rules.experiment_sections) for o in overrides)
             lines = [*lines, f"experiment={'null' if own else rules.default_experiment}"]
     try:
         parsed, repo = loader._parse_overrides_and_create_caching_repo(name, _forced(lines, loader))
         chosen = create_defaults_list(
-            repo=repo, config_name=name, overrides_list=parsed, prepend_hydra=True, skip_missing=False
+            repo=repo,
+            config_name=name,
+            overrides_list=parsed,
+            prepend_hydra=True,
+            skip_missing=False,
         )
         files, flagged, experiment = [], [], chosen.overrides.known_choices.get("experiment")
         for default in chosen.defaults:
@@ -224,8 +249,13 @@ def _not_utf8(folder: str | None) -> str:
     return f"--config-dir {folder}: a file is not UTF-8; save it as UTF-8"
 
 
-def _resolved(layers: Sequence[tuple[str, Any]], defaults: dict[str, Any], cls: type) -> list[tuple[str, Any]]:
-    """Replace interpolations by the values they name. Raises ConfigError that names the option at fault."""
+def _resolved(
+    layers: Sequence[tuple[str, Any]], defaults: dict[str, Any], cls: type
+) -> list[tuple[str, Any]]:
+    """Replace interpolations by the values they name.
+
+    Raises ConfigError that names the option at fault.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -234,7 +264,11 @@ def _resolved(layers: Sequence[tuple[str, Any]], defaults: dict[str, Any], cls: 
     written = [(label, _plain(node)) for label, node in layers]
     try:
         merged = OmegaConf.merge(OmegaConf.create(defaults), *(node for _, node in layers))
-    except (OmegaConfBaseException, TypeError, ValueError) as e:  # a list or number where a section belongs
+    except (
+        OmegaConfBaseException,
+        TypeError,
+        ValueError,
+    ) as e:  # a list or number where a section belongs
         known = {path.partition(".")[0] for path in strict.describe(cls)}
         for label, node in written:
             values = {name: value for name, value in node.items() if name in known}
@@ -246,7 +280,9 @@ def _resolved(layers: Sequence[tuple[str, Any]], defaults: dict[str, Any], cls: 
         for label, node in reversed(written):
             for path, value in strict.flat(node).items():
                 try:
-                    if "${" in repr(value) and OmegaConf.is_config(inner := OmegaConf.select(merged, path)):
+                    if "${" in repr(value) and OmegaConf.is_config(
+                        inner := OmegaConf.select(merged, path)
+                    ):
                         OmegaConf.to_container(inner, resolve=True)
                 except (OmegaConfBaseException, RecursionError) as e:
                     raise ConfigError(
@@ -273,7 +309,9 @@ def _hydra_says(error: Exception) -> str:
     text = one_line(error)
     for tail in (" Config search path:", " See https://", " full_key:"):
         text = text.partition(tail)[0]
-    missing = re.fullmatch(r"(.*Could not find '(?:.*/)?(.*?)') Available options in '.*?': (.*)", text)
+    missing = re.fullmatch(
+        r"(.*Could not find '(?:.*/)?(.*?)') Available options in '.*?': (.*)", text
+    )
     if missing:
         return f"{missing[1]}; {choose(missing[2], missing[3].split(), 'there are: ')}"
     return text
@@ -304,7 +342,9 @@ def _flags(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> Any:
     return node
 
 
-def _delete(overrides: Sequence[Override], loader: ConfigLoaderImpl, layers: Sequence[tuple[str, Any]]) -> None:
+def _delete(
+    overrides: Sequence[Override], loader: ConfigLoaderImpl, layers: Sequence[tuple[str, Any]]
+) -> None:
     """Apply ``~option``: remove the option from all layers."""
     from omegaconf import OmegaConf
 
@@ -315,20 +355,26 @@ def _delete(overrides: Sequence[Override], loader: ConfigLoaderImpl, layers: Seq
         parents = [OmegaConf.select(node, parent) if parent else node for _, node in layers]
         owners = [node for node in parents if OmegaConf.is_dict(node) and leaf in node]
         if not owners:
-            raise ConfigError(f"{o.input_line}: no file sets {o.key_or_group}, so it cannot be removed; leave it out")
+            raise ConfigError(
+                f"{o.input_line}: no file sets {o.key_or_group}, so it cannot be removed; leave it out"
+            )
         for owner in owners:
             del owner[leaf]
 
 
 def _stored(resume: str) -> tuple[str, dict[str, Any]]:
-    """Return path and content of config.yaml of the run that ``resume`` (a run or its checkpoint) names."""
+    """Return path and content of config.yaml of the run that ``resume`` (a run or its checkpoint)
+    names.
+    """
     import yaml
 
     from embodied_ppo.config import loader as strict
 
     folder = Path(resume)
     if not folder.is_dir():
-        raise CheckpointError(f"resume = {resume}: no such directory; name a run, or write resume=auto")
+        raise CheckpointError(
+            f"resume = {resume}: no such directory; name a run, or write resume=auto"
+        )
     file = _config_of(folder)
     if file is None:
         raise CheckpointError(
@@ -337,9 +383,13 @@ def _stored(resume: str) -> tuple[str, dict[str, Any]]:
     try:
         content = strict.plain_yaml(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise CheckpointError(f"resume = {resume}: {file} is damaged ({one_line(e)}); name another checkpoint") from e
+        raise CheckpointError(
+            f"resume = {resume}: {file} is damaged ({one_line(e)}); name another checkpoint"
+        ) from e
     if not isinstance(content, dict):
-        raise CheckpointError(f"resume = {resume}: {file} is damaged (no options in it); name another checkpoint")
+        raise CheckpointError(
+            f"resume = {resume}: {file} is damaged (no options in it); name another checkpoint"
+        )
     # The run may have been moved since: resume has its directory.
     return str(file), {k: v for k, v in content.items() if k not in ("resume", "run_dir")}
 
@@ -350,7 +400,7 @@ def _config_of(folder: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-# -------------------------------------------------------------------------------------------------------------- hydra
+# -------------------------------------------------------------------------------------------- hydra
 def config_dir(args: argparse.Namespace) -> str | None:
     if args.config_dir and not Path(args.config_dir).is_dir():
         raise UsageError(f"--config-dir {args.config_dir}: no such directory")
@@ -358,7 +408,9 @@ def config_dir(args: argparse.Namespace) -> str | None:
 
 
 def loader_of(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
-    """Return Hydra's loader over --config-dir and the shipped configs, and the name of the primary config."""
+    """Return Hydra's loader over --config-dir and the shipped configs, and the name of the primary
+    config.
+    """
     from hydra import version
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.utils import create_config_search_path
@@ -375,11 +427,15 @@ def loader_of(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
     class Loader(ConfigLoaderImpl):
         """Accept options that no YAML file has: ``loader`` decides which options exist."""
 
-        def load_configuration(self, config_name: str | None, overrides: list[str], *rest: Any, **more: Any) -> Any:
+        def load_configuration(
+            self, config_name: str | None, overrides: list[str], *rest: Any, **more: Any
+        ) -> Any:
             return super().load_configuration(config_name, _forced(overrides, self), *rest, **more)
 
         def _compose_config_from_defaults_list(self, *args: Any, **more: Any) -> Any:
-            return OmegaConf.merge(defaults, super()._compose_config_from_defaults_list(*args, **more))
+            return OmegaConf.merge(
+                defaults, super()._compose_config_from_defaults_list(*args, **more)
+            )
 
     Plugins.instance()
     setup_globals()
@@ -389,20 +445,31 @@ def loader_of(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
     if config_dir(args):
         path.prepend(provider="command line", path=f"file://{os.path.abspath(args.config_dir)}")
     loader = Loader(config_search_path=path)
-    name = (args.config_name or (args.command if args.command in PRIMARY else "train")).removesuffix(".yaml")
+    name = (
+        args.config_name or (args.command if args.command in PRIMARY else "train")
+    ).removesuffix(".yaml")
     if not loader.repository.config_exists(name):
-        names = sorted({n for n in loader.get_group_options("", ObjectType.CONFIG) if not n.startswith("_")})
-        raise UsageError(f"--config-name {name}: no such config; {choose(name, names, 'there are: ')}")
+        names = sorted(
+            {n for n in loader.get_group_options("", ObjectType.CONFIG) if not n.startswith("_")}
+        )
+        raise UsageError(
+            f"--config-name {name}: no such config; {choose(name, names, 'there are: ')}"
+        )
     return loader, name
 
 
 def parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
-    """Return the overrides of one run. Refuses several values of an option, and unknown members of a group."""
+    """Return the overrides of one run.
+
+    Refuses several values of an option, and unknown members of a group.
+    """
     overrides = []
     for line in lines:
         override = _parse_line(line, loader)
         if override.is_sweep_override():
-            raise ConfigError(f"{line} names several values; add --multirun, or give one (a list is written [a,b])")
+            raise ConfigError(
+                f"{line} names several values; add --multirun, or give one (a list is written [a,b])"
+            )
         if override.is_hydra_override():
             raise ConfigError(f"{line} is set but not read; hydra.* is for --multirun")
         group, value = override.key_or_group, override.value()
@@ -411,11 +478,17 @@ def parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
             for chosen in value if isinstance(value, list) else [value]:
                 if str(chosen) not in options:
                     kind = PlacementError if group == "placement" else ConfigError
-                    raise kind(f"{group} = {chosen}: no such {group}; {choose(str(chosen), options, 'there are: ')}")
+                    raise kind(
+                        f"{group} = {chosen}: no such {group}; {choose(str(chosen), options, 'there are: ')}"
+                    )
             if isinstance(value, list):
                 one = f"write {group}={value[0] if value else 'NAME'}"
-                several = f", or --multirun {group}={','.join(map(str, value))}" if len(value) > 1 else ""
-                raise ConfigError(f"{group} = {show(value)} must be one name, not a list; {one}{several}")
+                several = (
+                    f", or --multirun {group}={','.join(map(str, value))}" if len(value) > 1 else ""
+                )
+                raise ConfigError(
+                    f"{group} = {show(value)} must be one name, not a list; {one}{several}"
+                )
         overrides.append(override)
     return overrides
 
@@ -433,10 +506,16 @@ def _parse_line(line: str, loader: ConfigLoaderImpl) -> Override:
             cure = f"resume={line}"
         raise ConfigError(f"{line} is not of the form option=value; write {cure}")
     if not re.fullmatch(r"(\+\+?|~)?[A-Za-z_][\w/@-]*([.:][\w@-]+)*", key):
-        raise ConfigError(f"{line}: {key or 'nothing'} is no option's name; write section.option=value")
+        raise ConfigError(
+            f"{line}: {key or 'nothing'} is no option's name; write section.option=value"
+        )
     try:
         (override,) = OverridesParser.create(config_loader=loader).parse_overrides([line])
-    except (HydraException, ValueError, RecursionError) as e:  # the last two: of very long numbers, very deep lists
+    except (
+        HydraException,
+        ValueError,
+        RecursionError,
+    ) as e:  # the last two: of very long numbers, very deep lists
         quoted_value = shortened(f"{key}='{value}'", 60)
         raise ConfigError(
             f'{shortened(line, 60)} is not understood ({_hydra_says(e)}); quote the value: "{quoted_value}"'
@@ -445,7 +524,9 @@ def _parse_line(line: str, loader: ConfigLoaderImpl) -> Override:
 
 
 def _is_group(override: Override, loader: ConfigLoaderImpl) -> bool:
-    return loader.repository.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
+    return loader.repository.group_exists(override.key_or_group) and not isinstance(
+        override.value(), dict
+    )
 
 
 def quoted(line: str) -> str:
@@ -458,20 +539,29 @@ def quoted(line: str) -> str:
 
 
 def _forced(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[str]:
-    """Write ``a=1`` as ``++a=1`` and ``group=null`` as ``~group``; keep deletions and Hydra's own options."""
+    """Write ``a=1`` as ``++a=1`` and ``group=null`` as ``~group``; keep deletions and Hydra's own
+    options.
+    """
 
     def force(line: str, override: Override) -> str:
         if loader.repository.group_exists(override.key_or_group):
             empty = override.value() is None and not override.is_delete()
             return f"~{override.key_or_group}" if empty else line.removeprefix("++")
-        return line if override.is_delete() or override.is_hydra_override() else "++" + line.lstrip("+")
+        return (
+            line
+            if override.is_delete() or override.is_hydra_override()
+            else "++" + line.lstrip("+")
+        )
 
     return [force(line, _parse_line(line, loader)) for line in lines]
 
 
-# ------------------------------------------------------------------------------------------------------------- sweeps
+# ------------------------------------------------------------------------------------------- sweeps
 def multirun(args: argparse.Namespace, run: RunJob) -> None:
-    """Run a sweep with Hydra's sweeper and launcher. The basic sweeper checks every job before the first starts."""
+    """Run a sweep with Hydra's sweeper and launcher.
+
+    The basic sweeper checks every job before the first starts.
+    """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra._internal.hydra import Hydra
     from hydra.core.global_hydra import GlobalHydra
@@ -507,7 +597,9 @@ def multirun(args: argparse.Namespace, run: RunJob) -> None:
 
 
 def _plain(node: Any) -> Any:
-    """Return Hydra's containers as lists and dictionaries, with ``${..}`` unresolved: each job resolves its own."""
+    """Return Hydra's containers as lists and dictionaries, with ``${..}`` unresolved: each job
+    resolves its own.
+    """
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
@@ -525,7 +617,9 @@ def _check_jobs(jobs: Sequence[Sequence[str]], args: argparse.Namespace) -> set[
         folder = config.run_dir
         names.add(config.name)
         if folder is not None and folders.setdefault(folder, i) != i:
-            raise ConfigError(f"run_dir = {folder} is that of job {folders[folder]} and of job {i}; leave run_dir out")
+            raise ConfigError(
+                f"run_dir = {folder} is that of job {folders[folder]} and of job {i}; leave run_dir out"
+            )
     return names
 
 
@@ -542,7 +636,9 @@ def _job(_: Any, *, args: argparse.Namespace, run: RunJob, fixed: Collection[str
     loaded = prepare(args, lines)
     pairs = [line.lstrip("+~").partition("=") for line in lines]
     differing = [(key, value) for key, _, value in pairs if key not in fixed]
-    options = dict(sorted(differing, key=lambda pair: pair[0] == "seed"))  # the folders of an arm stay together
+    options = dict(
+        sorted(differing, key=lambda pair: pair[0] == "seed")
+    )  # the folders of an arm stay together
     if loaded.config.run_dir is None:
         folder = Path(job.runtime.output_dir)
         if _plain(job.sweep)["subdir"] == ".":
@@ -558,10 +654,12 @@ def _job(_: Any, *, args: argparse.Namespace, run: RunJob, fixed: Collection[str
 
 
 def job_folder(sweep: Path, options: Mapping[str, str], number: int) -> Path:
-    """Return the folder of a job, named after the options that differ between jobs: ``lr-0.001_seed-0``.
+    """Return the folder of a job, named after the options that differ between jobs:
+    ``lr-0.001_seed-0``.
 
-    An option has its last name alone where that is unambiguous. What command lines would have to quote becomes ``-``.
-    The job's number is appended to a name that is too long or taken, and is the name where no option differs.
+    An option has its last name alone where that is unambiguous. What command lines would have to
+    quote becomes ``-``. The job's number is appended to a name that is too long or taken, and is
+    the name where no option differs.
     """
     leaves = [key.rpartition(".")[2] for key in options]
     parts = [
@@ -578,7 +676,10 @@ PACKAGE = "embodied_ppo.configs"
 
 
 def shipped() -> Path:
-    """Return the folder of the shipped configurations. Raises UsageError where the package is not installed."""
+    """Return the folder of the shipped configurations.
+
+    Raises UsageError where the package is not installed.
+    """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise UsageError(f"{PACKAGE} is not installed; in a checkout run: pip install -e .")

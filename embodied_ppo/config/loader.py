@@ -1,8 +1,9 @@
-"""Dictionaries -> frozen dataclasses, strictly: one line per refusal, with path, value, limit and cure.
+"""Dictionaries -> frozen dataclasses, strictly: one line per refusal, with path, value, limit and
+cure.
 
-``read`` merges layers (file, file, command line) into a typed config and records which layer set each option; ``load``
-does that for one mapping and compares the options (``validation``); ``dump`` is the inverse; ``describe`` returns the
-documentation of the options.
+``read`` merges layers (file, file, command line) into a typed config and records which layer set
+each option; ``load`` does that for one mapping and compares the options (``validation``); ``dump``
+is the inverse; ``describe`` returns the documentation of the options.
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from functools import cache
 from operator import attrgetter
-from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import yaml
 
@@ -79,9 +90,10 @@ class Loaded(Generic[C]):
     def deliberate(self, always: Collection[str] = ()) -> frozenset[str]:
         """Return the options that must be read, because the user set them on purpose.
 
-        These are options that differ from their default, and all options of the layers in ``always``. An option of a
-        shipped file or a stored run counts only where it belongs to the other mode: with adv_type=grpo on the command
-        line an experiment's critic.lr may remain unread.
+        These are options that differ from their default, and all options of the layers in
+        ``always``. An option of a shipped file or a stored run counts only where it belongs to the
+        other mode: with adv_type=grpo on the command line an experiment's critic.lr may remain
+        unread.
 
         Args:
             always: Labels of layers whose options count in any case.
@@ -111,7 +123,9 @@ _Values.add_constructor("tag:yaml.org,2002:int", _Values.construct_yaml_int)
 
 
 class _Plain(_Values):
-    """Loader that refuses aliases (``*name``), which can expand to more values than memory holds, or without end."""
+    """Loader that refuses aliases (``*name``), which can expand to more values than memory holds,
+    or without end.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -120,14 +134,26 @@ class _Plain(_Values):
 
 
 def plain_yaml(text: str, *, aliases: bool = False) -> Any:
-    """Return the plain values of a YAML text. Raises YAMLError, and no other exception, for any fault."""
+    """Return the plain values of a YAML text.
+
+    Raises YAMLError, and no other exception, for any fault.
+    """
     try:
         return yaml.load(text, _Values if aliases else _Plain)
-    except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError) as error:
-        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error  # of 2000-99-99, !!bool x, a deep list ..
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise yaml.YAMLError(
+            f"{type(error).__name__}: {error}"
+        ) from error  # of 2000-99-99, !!bool x, a deep list ..
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 def load(cls: type[C], mapping: Mapping[str, Any], *, source: str | None = None) -> C:
     """Return a checked config from one mapping.
 
@@ -146,7 +172,9 @@ def load(cls: type[C], mapping: Mapping[str, Any], *, source: str | None = None)
     return loaded.config
 
 
-def read(cls: type[C], layers: Sequence[tuple[str, Mapping[str, Any]]], *, partial: bool = False) -> Loaded[C]:
+def read(
+    cls: type[C], layers: Sequence[tuple[str, Mapping[str, Any]]], *, partial: bool = False
+) -> Loaded[C]:
     """Merge layers, the last wins. Types and bounds are checked, the options are not yet compared.
 
     Args:
@@ -179,7 +207,9 @@ def read(cls: type[C], layers: Sequence[tuple[str, Mapping[str, Any]]], *, parti
     if values.get("algorithm.clip_ratio_c") is _DUAL_CLIP:
         values["algorithm.clip_ratio_c"] = _dual_clip(values, origin)
     missing = frozenset(path for path, value in values.items() if partial and value == "???")
-    config = _build(cls, (), {path: value for path, value in values.items() if path not in missing}, origin)
+    config = _build(
+        cls, (), {path: value for path, value in values.items() if path not in missing}, origin
+    )
     if isinstance(config, EvaluateConfig):
         config = replace(config, env=_read_env(config.env, origin.get("env", ""), aliases))
     return Loaded(config, origin, tuple(aliases.items()), missing)
@@ -208,8 +238,13 @@ def _leaves(cls: type, mapping: Any, label: str) -> Iterator[tuple[str, Any]]:
     yield from walk(mapping, ())
 
 
-def _canonical(cls: type, raw: str, value: Any, label: str, aliases: dict[str, str]) -> tuple[tuple[str, ...], Any]:
-    """Return the canonical paths of ``raw`` and the canonical value; add to ``aliases``. Refuses unknown names."""
+def _canonical(
+    cls: type, raw: str, value: Any, label: str, aliases: dict[str, str]
+) -> tuple[tuple[str, ...], Any]:
+    """Return the canonical paths of ``raw`` and the canonical value; add to ``aliases``.
+
+    Refuses unknown names.
+    """
     if raw in describe(cls):
         targets: tuple[str, ...] = (raw,)
     elif raw in alias_paths(cls):
@@ -217,12 +252,18 @@ def _canonical(cls: type, raw: str, value: Any, label: str, aliases: dict[str, s
         aliases[raw] = ", ".join(targets)
         if raw == DUAL_CLIP:
             if not isinstance(value, bool):
-                raise ConfigError(f"{raw} = {show(value)}{_at(label)} must be true or false; or set {targets[0]}=3.0")
+                raise ConfigError(
+                    f"{raw} = {show(value)}{_at(label)} must be true or false; or set {targets[0]}=3.0"
+                )
             value = _DUAL_CLIP if value else None
-    elif reason := next((why for path, why in REFUSED.items() if raw == path or raw.startswith(path + ".")), None):
+    elif reason := next(
+        (why for path, why in REFUSED.items() if raw == path or raw.startswith(path + ".")), None
+    ):
         raise ConfigError(f"{raw} = {show(value)}{_at(label)} is refused: {reason}")
     else:
-        raise ConfigError(f"{raw} = {show(value)}{_at(label)}: no such option; {_suggest(cls, raw)}")
+        raise ConfigError(
+            f"{raw} = {show(value)}{_at(label)}: no such option; {_suggest(cls, raw)}"
+        )
     words = VALUE_ALIASES.get(targets[0], {})
     if isinstance(value, str) and value in words:
         aliases[f"{raw}={value}"] = f"{targets[0]}={words[value]}"
@@ -234,7 +275,9 @@ def _dual_clip(values: dict[str, Any], origin: dict[str, str]) -> float:
     """Return 1 + 2 x clip_ratio_high of the merged values."""
     path = "algorithm.clip_ratio_high"
     option = describe(Config)[path]
-    return 1.0 + 2.0 * _coerce(option.hint, values.get(path, option.default), path, origin.get(path, ""))
+    return 1.0 + 2.0 * _coerce(
+        option.hint, values.get(path, option.default), path, origin.get(path, "")
+    )
 
 
 def _build(cls: type[C], prefix: Path, values: Mapping[str, Any], origin: Mapping[str, str]) -> C:
@@ -253,12 +296,16 @@ def _read_env(mapping: Mapping[str, Any], label: str, aliases: dict[str, str]) -
     """Return the options of section env that ``evaluate`` changes, typed."""
     part = read(Config, [(label, {"env": mapping})])
     if "env.num_envs" in part.origin:
-        raise ConfigError(f"env.num_envs = {show(part.config.env.num_envs)}{_at(label)} is not read here; set num_envs")
+        raise ConfigError(
+            f"env.num_envs = {show(part.config.env.num_envs)}{_at(label)} is not read here; set num_envs"
+        )
     aliases.update(part.aliases)
-    return {path.removeprefix("env."): _plain(attrgetter(path)(part.config)) for path in part.origin}
+    return {
+        path.removeprefix("env."): _plain(attrgetter(path)(part.config)) for path in part.origin
+    }
 
 
-# --------------------------------------------------------------------------------------------------------------- types
+# -------------------------------------------------------------------------------------------- types
 def _coerce(hint: Any, value: Any, path: str, label: str) -> Any:
     """Return ``value`` converted to the type ``hint``. Raises ConfigError where it does not fit."""
     if isinstance(value, str) and value == "???":
@@ -287,9 +334,13 @@ def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> A
             return value
     elif kind is tuple:
         if isinstance(value, (list, tuple)):
-            return tuple(_coerce(arguments[0], v, f"{path}[{i}]", label) for i, v in enumerate(value))
+            return tuple(
+                _coerce(arguments[0], v, f"{path}[{i}]", label) for i, v in enumerate(value)
+            )
     elif kind is dict:
-        if isinstance(value, str) and value.lstrip().startswith("{"):  # the command line has no keys with commas
+        if isinstance(value, str) and value.lstrip().startswith(
+            "{"
+        ):  # the command line has no keys with commas
             with suppress(yaml.YAMLError):
                 value = plain_yaml(value)
         if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
@@ -306,7 +357,9 @@ def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> A
 
 def _number(value: Any) -> float | None:
     """Return a finite float from a number, or from text that YAML 1.1 does not parse as one (3e-4)."""
-    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value.strip()):
+    if isinstance(value, str) and re.fullmatch(
+        r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value.strip()
+    ):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -317,7 +370,9 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _wrong(hint: Any, value: Any, path: str, label: str, verb: str = "") -> ConfigError | PlacementError:
+def _wrong(
+    hint: Any, value: Any, path: str, label: str, verb: str = ""
+) -> ConfigError | PlacementError:
     allowed = _allowed(hint)
     line = f"{path} = {show(value)}{_at(label)} {verb or 'must be ' + allowed}"
     if path == "placement":
@@ -342,10 +397,18 @@ def _cure(hint: Any, value: Any, path: str, allowed: str) -> str:
         return "name a run, resume=runs/.., or write resume=auto for what run_dir holds"
     if str in base and isinstance(value, (int, float, bool)):
         return f"quote it: {path}=\"'{show(value)}'\" (in YAML: '{show(value)}')"
-    if any(get_origin(h) is tuple for h in plain) and isinstance(value, (int, str)) and not isinstance(value, bool):
+    if (
+        any(get_origin(h) is tuple for h in plain)
+        and isinstance(value, (int, str))
+        and not isinstance(value, bool)
+    ):
         return f"write {path}=[{value}]"
-    defaults = [d[path].default for d in map(describe, (Config, EvaluateConfig, DemosConfig)) if path in d]
-    if not defaults or value in defaults or defaults != defaults[:1] * len(defaults):  # commands may differ
+    defaults = [
+        d[path].default for d in map(describe, (Config, EvaluateConfig, DemosConfig)) if path in d
+    ]
+    if (
+        not defaults or value in defaults or defaults != defaults[:1] * len(defaults)
+    ):  # commands may differ
         return f"give {path} such a value"
     return f"the default is {path}={show(defaults[0])}"
 
@@ -369,12 +432,19 @@ def _allowed(hint: Any) -> str:
         return f"a list, each {_allowed(arguments[0])}"
     if kind is dict:
         return "a section of names and values"
-    return {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}.get(hint, str(hint))
+    return {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a finite number",
+        str: "text",
+    }.get(hint, str(hint))
 
 
-# ---------------------------------------------------------------------------------------------------------- suggestion
+# --------------------------------------------------------------------------------------- suggestion
 def _suggest(cls: type, raw: str) -> str:
-    """Return the nearest valid name and its allowed values: the same name in another section, else a similar name."""
+    """Return the nearest valid name and its allowed values: the same name in another section, else
+    a similar name.
+    """
     options = describe(cls)
     known = {**{p: (p,) for p in options}, **alias_paths(cls)}
     section, _, leaf = raw.rpartition(".")
@@ -386,8 +456,14 @@ def _suggest(cls: type, raw: str) -> str:
         return f"{leaf} belongs to {where}" + _may(options, known[same_name[0]])
     siblings = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == section}
     all_names = {p.rpartition(".")[2]: p for p in known}
-    candidates = {} if section in sections(cls) else known  # a known section would make its shortest name look alike
-    for names, text, cutoff in ((siblings, leaf, None), (candidates, raw, 0.75), (all_names, leaf, 0.75)):
+    candidates = (
+        {} if section in sections(cls) else known
+    )  # a known section would make its shortest name look alike
+    for names, text, cutoff in (
+        (siblings, leaf, None),
+        (candidates, raw, 0.75),
+        (all_names, leaf, 0.75),
+    ):
         if near := nearest(text, names, cutoff=cutoff):
             path = near if names is candidates else str(names[near])
             return f"did you mean {path}{_reads(path, known)}?" + _may(options, known[path])
@@ -406,12 +482,14 @@ def _may(options: Mapping[str, Option], targets: Sequence[str]) -> str:
 def _members(cls: type, section: str) -> list[str]:
     """Return the names directly under a section."""
     names = (
-        p[len(section) + 1 if section else 0 :] for p in describe(cls) if not section or p.startswith(section + ".")
+        p[len(section) + 1 if section else 0 :]
+        for p in describe(cls)
+        if not section or p.startswith(section + ".")
     )
     return list(dict.fromkeys(n.partition(".")[0] for n in names))
 
 
-# ------------------------------------------------------------------------------------------------------------- schema
+# ------------------------------------------------------------------------------------------- schema
 @cache
 def _hints(cls: type) -> dict[str, Any]:
     hints = get_type_hints(cls, include_extras=True)
@@ -430,7 +508,11 @@ def describe(cls: type, prefix: str = "") -> dict[str, Option]:
             continue
         default = f.default_factory() if f.default_factory is not MISSING else f.default
         plain = _members_of_union(hint)[0]
-        limit = " and ".join(str(a) for a in get_args(plain)[1:]) if get_origin(plain) is Annotated else ""
+        limit = (
+            " and ".join(str(a) for a in get_args(plain)[1:])
+            if get_origin(plain) is Annotated
+            else ""
+        )
         if hint is not plain:
             limit = f"{limit} or null".strip()
         kind = _allowed(get_args(plain)[0] if get_origin(plain) is Annotated else plain)
@@ -444,7 +526,11 @@ def _meanings(cls: type) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     meanings: dict[str, str] = {}
     for node, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and isinstance(after, ast.Expr)
+        ):
             if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
                 meanings[node.target.id] = after.value.value
     return meanings
@@ -476,15 +562,24 @@ def relevant(config: Config) -> dict[str, Any]:
     """Return ``dump`` without the options that only the other mode reads."""
 
     def walk(node: dict[str, Any], prefix: str) -> dict[str, Any]:
-        kept = {name: value for name, value in node.items() if mode_of(prefix + name) in (None, config.mode)}
+        kept = {
+            name: value
+            for name, value in node.items()
+            if mode_of(prefix + name) in (None, config.mode)
+        }
         nested = {name for name in kept if prefix + name in sections(Config)}
-        return {name: walk(value, f"{prefix}{name}.") if name in nested else value for name, value in kept.items()}
+        return {
+            name: walk(value, f"{prefix}{name}.") if name in nested else value
+            for name, value in kept.items()
+        }
 
     return walk(dump(config), "")
 
 
 def dump(config: Any) -> dict[str, Any]:
-    """Return the config as dictionaries, lists, numbers and text; ``load(type(config), dump(config)) == config``."""
+    """Return the config as dictionaries, lists, numbers and text; ``load(type(config),
+    dump(config)) == config``.
+    """
     return _plain(asdict(config))
 
 
@@ -492,7 +587,11 @@ def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested options as one dictionary of dotted paths."""
     options: dict[str, Any] = {}
     for name, value in plain.items():
-        options |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {prefix + name: value}
+        options |= (
+            flat(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping) and value
+            else {prefix + name: value}
+        )
     return options
 
 

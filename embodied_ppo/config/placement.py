@@ -1,6 +1,8 @@
-"""Placement syntax: text -> a checked ``Plan`` of processes, roles and devices, before any process is started.
+"""Placement syntax: text -> a checked ``Plan`` of processes, roles and devices, before any process
+is started.
 
-Roles joined by a comma share a process; entries with common devices take turns; the rest run at once.
+Roles joined by a comma share a process; entries with common devices take turns; the rest run at
+once.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ ROLES: dict[str, tuple[str, ...]] = {
     "embodied": ("env", "rollout", "actor"),
     "reasoning": ("rollout", "actor", "critic", "reference", "reward"),
 }
-"""Mode -> its roles. In embodied mode the critic is a head of the actor, and the actor holds the reference."""
+"""Mode -> its roles.
+
+In embodied mode the critic is a head of the actor, and the actor holds the reference.
+"""
 
 PRESETS: dict[str, dict[str, str]] = {
     "fused": {"env,rollout,actor,critic,reference,reward": "all"},
@@ -24,8 +29,8 @@ PRESETS: dict[str, dict[str, str]] = {
     "hybrid": {"env": "first half", "rollout,actor": "second half"},
     "pipelined": {"env": "first half", "rollout": "second half", "actor": "all"},
 }
-"""Meaning of ``placement=NAME``. Roles that a run does not have are left out. ``local`` runs in this process,
-without Ray."""
+"""Meaning of ``placement=NAME``. Roles that a run does not have are left out. ``local`` runs in
+this process, without Ray."""
 
 PATH = "cluster.component_placement"
 MOST = 1024
@@ -34,7 +39,9 @@ MOST_DEVICES = 16384
 """Maximum number of devices of all machines."""
 
 ASKS: dict[str, tuple[str, ...]] = {"rollout": ("env", "reward"), "actor": ("critic", "reference")}
-"""Role -> the roles that it sends requests to: a call within a process, a message between processes."""
+"""Role -> the roles that it sends requests to: a call within a process, a message between
+processes.
+"""
 
 ASLEEP, WEIGHTS, ALL = 0, 1, 2
 """State of a process on its device: nothing; the weights; also optimiser and gradients."""
@@ -128,7 +135,9 @@ class Plan:
 
     def apart(self, asker: str) -> list[str]:
         """Return the roles in other processes that ``asker`` sends requests to."""
-        return [role for role in ASKS.get(asker, ()) if self.has(role) and not self.fused(asker, role)]
+        return [
+            role for role in ASKS.get(asker, ()) if self.has(role) and not self.fused(asker, role)
+        ]
 
     def processes(self, role: str) -> int:
         return self.group(role).processes
@@ -139,10 +148,14 @@ class Plan:
 
     def sharing(self, group: Group) -> tuple[Group, ...]:
         """Return the other groups that take turns with ``group`` on common devices."""
-        return tuple(g for g in self.groups if g is not group and set(g.devices) & set(group.devices))
+        return tuple(
+            g for g in self.groups if g is not group and set(g.devices) & set(group.devices)
+        )
 
     def weights_path(self, rank: int) -> str:
-        """Return the transport of the actor's weights to rollout process ``rank``: share, ipc, broadcast or store."""
+        """Return the transport of the actor's weights to rollout process ``rank``: share, ipc,
+        broadcast or store.
+        """
         if self.fused("rollout", "actor"):
             return "share"
         if self.weights != "auto" or self.max_lag:
@@ -151,16 +164,22 @@ class Plan:
         return "ipc" if device in self.group("actor").devices else "broadcast"
 
     def near(self, rank: int) -> int | None:
-        """Return the actor process on the device of rollout process ``rank``, else on its machine; None: neither."""
+        """Return the actor process on the device of rollout process ``rank``, else on its machine;
+        None: neither.
+        """
         device, ranks = self.group("rollout").ranks[rank][0], self.group("actor").ranks
         neighbours = [i for i, devices in enumerate(ranks) if device in devices]
         neighbours += [
-            i for i, devices in enumerate(ranks) if self.hardware.node(devices[0]) == self.hardware.node(device)
+            i
+            for i, devices in enumerate(ranks)
+            if self.hardware.node(devices[0]) == self.hardware.node(device)
         ]
         return neighbours[0] if neighbours else None
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return a table of the ranks of each group (columns) on each device (rows); the first row is the header."""
+        """Return a table of the ranks of each group (columns) on each device (rows); the first row
+        is the header.
+        """
         h = self.hardware
         table = [("device", "node", *(g.name for g in self.groups))]
         for device in range(h.total):
@@ -172,8 +191,10 @@ class Plan:
         return table
 
 
-# ------------------------------------------------------------------------------------------------------------- grammar
-def ranges(value: Any, available: Sequence[int], label: str, what: str = "device") -> tuple[int, ...]:
+# ------------------------------------------------------------------------------------------ grammar
+def ranges(
+    value: Any, available: Sequence[int], label: str, what: str = "device"
+) -> tuple[int, ...]:
     """Parse ``all``, ``2``, ``0-3``, ``first half``, ``second half`` or a list of these.
 
     Args:
@@ -206,10 +227,14 @@ def _range(part: Any, count: int, label: str, what: str) -> range:
         return range(count)
     if text in ("first half", "second half"):
         if count < 2:
-            raise PlacementError(f"{label}: there is {count} {what}, which has no halves; write all")
+            raise PlacementError(
+                f"{label}: there is {count} {what}, which has no halves; write all"
+            )
         return range(count // 2) if text == "first half" else range(count // 2, count)
     if "," in text:
-        raise PlacementError(f"{label}: {show(part)} is more than one range; write a list, as [{text}]")
+        raise PlacementError(
+            f"{label}: {show(part)} is more than one range; write a list, as [{text}]"
+        )
     first, dash, last = text.partition("-")
     numbers = [first.strip(), *([last.strip()] if dash else [])]
     if isinstance(part, bool) or not all(n.isdecimal() and len(n) < 10 for n in numbers):
@@ -267,7 +292,11 @@ def _group(entry: str, value: Any, hardware: Hardware) -> Group:
             raise PlacementError(
                 f"{label}: {unknown[0]} is not known; {choose(str(unknown[0]), ('devices', 'processes', 'node'), '')}"
             )
-        devices, processes, node = value.get("devices", "all"), value.get("processes"), value.get("node")
+        devices, processes, node = (
+            value.get("devices", "all"),
+            value.get("processes"),
+            value.get("node"),
+        )
     if node is not None and node not in list(hardware.labels):
         raise PlacementError(
             f"{label}: no node bears the label {node}; {choose(str(node), list(hardware.labels), 'labels: ')} "
@@ -278,13 +307,19 @@ def _group(entry: str, value: Any, hardware: Hardware) -> Group:
     return Group(_roles(entry), where, ranks, node)
 
 
-def _ranks(where: tuple[int, ...], processes: Any, hardware: Hardware, label: str) -> tuple[tuple[int, ...], ...]:
-    """Return the devices of each process: one, or several processes per device, or several devices per process."""
+def _ranks(
+    where: tuple[int, ...], processes: Any, hardware: Hardware, label: str
+) -> tuple[tuple[int, ...], ...]:
+    """Return the devices of each process: one, or several processes per device, or several devices
+    per process.
+    """
     count = len(where)
     if processes is None:
         return tuple((d,) for d in where)
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
-        raise PlacementError(f"{label}: processes = {show(processes)} must be a number >= 1; leave it out: {count}")
+        raise PlacementError(
+            f"{label}: processes = {show(processes)} must be a number >= 1; leave it out: {count}"
+        )
     if processes > MOST * count:
         raise PlacementError(
             f"{label}: processes = {processes} are more than {MOST} on a device; write processes: {count}"
@@ -307,7 +342,7 @@ def _ranks(where: tuple[int, ...], processes: Any, hardware: Hardware, label: st
     return ranks
 
 
-# --------------------------------------------------------------------------------------------------------------- plans
+# -------------------------------------------------------------------------------------------- plans
 def plan(
     placement: Mapping[str, Any] | str,
     hardware: Hardware,
@@ -333,7 +368,9 @@ def plan(
         PlacementError: The placement is malformed, or does not fit the hardware or the options.
     """
     if isinstance(placement, str):
-        groups = _preset(placement, hardware, mode, [role for role in ROLES[mode] if role not in without])
+        groups = _preset(
+            placement, hardware, mode, [role for role in ROLES[mode] if role not in without]
+        )
     else:
         check_roles(placement, mode, without=without)
         groups = tuple(_group(entry, value, hardware) for entry, value in placement.items())
@@ -389,7 +426,10 @@ def _check_weights(p: Plan) -> None:
 
 
 def check_numbers(p: Plan, *, num_envs: int, group_size: int, global_batch_size: int) -> None:
-    """Check that environments and samples divide evenly over the processes (embodied). Raises PlacementError."""
+    """Check that environments and samples divide evenly over the processes (embodied).
+
+    Raises PlacementError.
+    """
     counts = {role: p.processes(role) for role in ROLES["embodied"]}
     for one, other in (("env", "rollout"), ("rollout", "actor")):
         a, b = counts[one], counts[other]
@@ -449,7 +489,10 @@ def check_sequences(p: Plan, *, prompts: int, group_size: int, batches: Mapping[
             f"algorithm.rollout_batch_size = {prompts}: cannot be dealt out evenly over {acts} processes of rollout; "
             f"write algorithm.rollout_batch_size={near}"
         )
-    for option, responses in {"algorithm.rollout_batch_size": prompts * group_size, **batches}.items():
+    for option, responses in {
+        "algorithm.rollout_batch_size": prompts * group_size,
+        **batches,
+    }.items():
         if responses % actors:
             near = max(1, round(responses / actors)) * actors
             while near % group_size:
@@ -462,22 +505,32 @@ def check_sequences(p: Plan, *, prompts: int, group_size: int, batches: Mapping[
 
 def _divisor(of: int, near: int) -> int:
     """Return the divisor or multiple of ``of`` that is nearest to ``near``."""
-    return min((n for n in range(1, 2 * max(of, near) + 1) if n % of == 0 or of % n == 0), key=lambda n: abs(n - near))
+    return min(
+        (n for n in range(1, 2 * max(of, near) + 1) if n % of == 0 or of % n == 0),
+        key=lambda n: abs(n - near),
+    )
 
 
 def lines(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a table as aligned lines of text."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
-# -------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 Need = Mapping[str, int]
-"""Purpose (weights, gradients, optimiser, experience, activations) -> peak memory of one process, bytes."""
+"""Purpose (weights, gradients, optimiser, experience, activations) -> peak memory of one process,
+bytes.
+"""
 CONTEXT = 500_000_000
 """Memory of the CUDA context of one process, bytes (estimated, not measured)."""
 ROOM = 0.92
-"""Fraction of a device's memory to plan with; the driver, the allocator and other programs use the remainder."""
+"""Fraction of a device's memory to plan with; the driver, the allocator and other programs use the
+remainder.
+"""
 
 
 @dataclass(frozen=True)
@@ -502,8 +555,8 @@ class Load:
 def loads(p: Plan, needs: Mapping[str, Need]) -> list[Load]:
     """Return the load of every device that is used.
 
-    On the CPU all processes of a machine share its memory, and none is offloaded. On a GPU, groups that take turns need
-    what the phase requires, and each process keeps a CUDA context.
+    On the CPU all processes of a machine share its memory, and none is offloaded. On a GPU, groups
+    that take turns need what the phase requires, and each process keeps a CUDA context.
 
     Args:
         p: The plan.
@@ -516,8 +569,12 @@ def loads(p: Plan, needs: Mapping[str, Need]) -> list[Load]:
         places: dict[str, dict[str, list[int]]] = {}
         for g in p.groups:
             need = needs[g.name]
-            level = max(wanted.get(role, ASLEEP) for role in g.roles) if gpu and p.sharing(g) else ALL
-            size = {ASLEEP: 0, WEIGHTS: need.get("weights", 0), ALL: sum(need.values())}[level] + CONTEXT * gpu
+            level = (
+                max(wanted.get(role, ASLEEP) for role in g.roles) if gpu and p.sharing(g) else ALL
+            )
+            size = {ASLEEP: 0, WEIGHTS: need.get("weights", 0), ALL: sum(need.values())}[
+                level
+            ] + CONTEXT * gpu
             for has in g.ranks:
                 for device in has:
                     where = f"cuda {device}" if gpu else f"node {p.hardware.node(device)}"
@@ -557,16 +614,24 @@ def check_memory(
 
 
 def _too_much(p: Plan, needs: Mapping[str, Need], least: bool) -> tuple[str, str] | None:
-    """Return the message about the first device that is too small, and a cure; None: everything fits."""
+    """Return the message about the first device that is too small, and a cure; None: everything
+    fits.
+    """
     limit = p.hardware.memory
     if limit is None:
         return None
     for load in loads(p, needs):
         if load.total > ROOM * limit:
             largest = max(load.parts, key=lambda name: sum(load.parts[name]))
-            purposes = ", ".join(f"{what} {amount(size)}" for what, size in needs[largest].items() if size)
-            parts = " + ".join(f"{len(sizes)} x {amount(sizes[0])} ({name})" for name, sizes in load.parts.items())
-            context = f", {amount(CONTEXT)} of each for CUDA itself" if p.hardware.kind == "cuda" else ""
+            purposes = ", ".join(
+                f"{what} {amount(size)}" for what, size in needs[largest].items() if size
+            )
+            parts = " + ".join(
+                f"{len(sizes)} x {amount(sizes[0])} ({name})" for name, sizes in load.parts.items()
+            )
+            context = (
+                f", {amount(CONTEXT)} of each for CUDA itself" if p.hardware.kind == "cuda" else ""
+            )
             return (
                 f"placement: {load.where} needs {parts} = {amount(load.total)} to {load.phase}, more than {ROOM:.0%} "
                 f"of its {amount(limit)}; one process of {largest}: {purposes}{context}",
@@ -582,7 +647,9 @@ def amount(size: int) -> str:
 
 def _memory_cure(p: Plan, need: Need, least: bool) -> str:
     most = max(need, key=lambda what: need[what])
-    smallest = "use gradient_checkpointing, a smaller model" + (" or fewer env.num_envs" if p.has("env") else "")
+    smallest = "use gradient_checkpointing, a smaller model" + (
+        " or fewer env.num_envs" if p.has("env") else ""
+    )
     return {
         "activations": smallest if least else "lower algorithm.micro_batch_size",
         "experience": "lower algorithm.horizon or env.num_envs, or use more devices",
@@ -592,7 +659,9 @@ def _memory_cure(p: Plan, need: Need, least: bool) -> str:
 
 
 def memory_rows(p: Plan, needs: Mapping[str, Need]) -> list[tuple[str, ...]]:
-    """Return a table of the memory of one process: purposes (rows) x groups (columns); the first row is the header."""
+    """Return a table of the memory of one process: purposes (rows) x groups (columns); the first
+    row is the header.
+    """
     kinds = list(dict.fromkeys(what for need in needs.values() for what in need))
     table = [("one process needs", *(g.name for g in p.groups))]
     for what in kinds:

@@ -42,7 +42,10 @@ def _readers(cls: type, prefix: str, inherited: Reader) -> Iterator[tuple[str, R
         of_option = field.metadata["read_if_of"]
         for inner, inner_reader in _readers(nested, f"{path}.", reader):
             condition = of_option.get(inner.removeprefix(f"{path}."))
-            yield inner, inner_reader if condition is None else Reader(inner_reader.mode, (condition,))
+            yield (
+                inner,
+                inner_reader if condition is None else Reader(inner_reader.mode, (condition,)),
+            )
 
 
 def _reader(field: Field[Any], inherited: Reader) -> Reader:
@@ -52,7 +55,9 @@ def _reader(field: Field[Any], inherited: Reader) -> Reader:
 
 
 def mode_of(path: str, cls: type = Config) -> Mode | None:
-    """Return the only mode that reads an option or section; None where both do, or ``cls`` has no such path."""
+    """Return the only mode that reads an option or section; None where both do, or ``cls`` has no
+    such path.
+    """
     reader = readers(cls).get(path)
     return None if reader is None else reader.mode
 

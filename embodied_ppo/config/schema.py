@@ -1,11 +1,13 @@
-"""Every option, once: name, type, bounds, default, the mode that reads it, and its meaning and unit.
+"""Every option, once: name, type, bounds, default, the mode that reads it, and its meaning and
+unit.
 
-``loader.read`` turns a dictionary into these classes; ``embodied-ppo config`` prints the text below each field. The
-formulas of the algorithm's options are in ``algorithms/advantages``, ``losses`` and ``kl``.
+``loader.read`` turns a dictionary into these classes; ``embodied-ppo config`` prints the text below
+each field. The formulas of the algorithm's options are in ``algorithms/advantages``, ``losses`` and
+``kl``.
 
-``option(default, mode=.., read_if=..)`` declares that only one mode, or only some values of other options, lead to the
-option being read. ``readers`` collects these declarations, and ``validation`` refuses an option that is set but not
-read.
+``option(default, mode=.., read_if=..)`` declares that only one mode, or only some values of other
+options, lead to the option being read. ``readers`` collects these declarations, and ``validation``
+refuses an option that is set but not read.
 """
 
 # ruff: noqa: RUF009 (option and section return a dataclasses.field, not a shared default)
@@ -42,7 +44,10 @@ class Limit:
     def __str__(self) -> str:
         words = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
         bounds = [(op, bound) for op, bound in words if bound is not None]
-        return " and ".join(f"{op} {bound:,}" if isinstance(bound, int) else f"{op} {bound:g}" for op, bound in bounds)
+        return " and ".join(
+            f"{op} {bound:,}" if isinstance(bound, int) else f"{op} {bound:g}"
+            for op, bound in bounds
+        )
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ NonNegative = Annotated[float, Limit(ge=0)]
 Fraction = Annotated[float, Limit(ge=0, le=1)]
 
 
-# ---------------------------------------------------------------------------------------- declarations
+# ------------------------------------------------------------------------------------- declarations
 @dataclass(frozen=True)
 class ReadIf(Generic[C]):
     """A condition on other options under which an option is read."""
@@ -81,7 +86,9 @@ class ReadIf(Generic[C]):
     holds: Callable[[C], bool]
     """Return whether a config fulfils the condition."""
     mode: Mode | None = None
-    """The only mode that has the condition, the other reads the option in any case; None: both have it."""
+    """The only mode that has the condition, the other reads the option in any case; None: both have
+    it.
+    """
 
 
 Conditions: TypeAlias = "ReadIf[Config] | ReadIf[EvaluateConfig] | Sequence[ReadIf[Config]]"
@@ -117,12 +124,18 @@ def section(
         cls: Its dataclass.
         mode: The only mode that reads its options; None: both modes do.
         read_if: Conditions of all its options that declare none.
-        read_if_of: Name of an option -> its condition in this section, where several sections share ``cls``.
+        read_if_of: Name of an option -> its condition in this section, where several sections share
+            ``cls``.
 
     Returns:
         The field of the dataclass, typed as the section, as ``dataclasses.field`` does.
     """
-    metadata = {"section": cls, "mode": mode, "read_if": _as_tuple(read_if), "read_if_of": read_if_of or {}}
+    metadata = {
+        "section": cls,
+        "mode": mode,
+        "read_if": _as_tuple(read_if),
+        "read_if_of": read_if_of or {},
+    }
     return field(default_factory=cls, metadata=metadata)
 
 
@@ -131,13 +144,15 @@ def _as_tuple(conditions: Conditions) -> tuple[ReadIf[Any], ...]:
     return (conditions,) if isinstance(conditions, ReadIf) else tuple(conditions)
 
 
-# ---------------------------------------------------------------------------------------------- robots
+# ------------------------------------------------------------------------------------------- robots
 @dataclass(frozen=True)
 class EnvConfig:
     id: Text = "HalfCheetah-v4"
     """Task: a task of this package, a task of EnvPool or Gymnasium, package.module:Class for a Task
     of your own, package.module:function with simulator=torch, Mjlab-.. or libero/..."""
-    simulator: Literal["auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero"] = "auto"
+    simulator: Literal[
+        "auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero"
+    ] = "auto"
     """Simulator adapter. mujoco (CPU threads) and warp (GPU) run the tasks of this package; torch
     calls a function that returns a batched environment of tensors; auto takes the first adapter
     that has the id: the tasks of this package, then EnvPool, then Gymnasium."""
@@ -190,15 +205,21 @@ class EnvConfig:
     """Arguments of the simulator's constructor."""
 
 
-ACTOR_CRITIC: ReadIf[Config] = ReadIf("model.policy=actor_critic", lambda c: c.model.policy == "actor_critic")
+ACTOR_CRITIC: ReadIf[Config] = ReadIf(
+    "model.policy=actor_critic", lambda c: c.model.policy == "actor_critic"
+)
 TOKEN: ReadIf[Config] = ReadIf("model.policy=token", lambda c: c.model.policy == "token")
 FLOW: ReadIf[Config] = ReadIf("model.policy=flow", lambda c: c.model.policy == "flow")
-VLA: ReadIf[Config] = ReadIf("model.policy=token, flow or gaussian", lambda c: c.model.policy != "actor_critic")
+VLA: ReadIf[Config] = ReadIf(
+    "model.policy=token, flow or gaussian", lambda c: c.model.policy != "actor_critic"
+)
 NEW_VLA: ReadIf[Config] = ReadIf(
     "model.policy=token, flow or gaussian and model.checkpoint=null",
     lambda c: c.model.policy != "actor_critic" and c.model.checkpoint is None,
 )
-PRETRAINED_VLA: ReadIf[Config] = ReadIf("model.checkpoint", lambda c: c.model.checkpoint is not None)
+PRETRAINED_VLA: ReadIf[Config] = ReadIf(
+    "model.checkpoint", lambda c: c.model.checkpoint is not None
+)
 ORTHOGONAL: ReadIf[Config] = ReadIf(
     "model.policy=actor_critic and model.orthogonal_init=true",
     lambda c: c.model.policy == "actor_critic" and c.model.orthogonal_init,
@@ -206,7 +227,8 @@ ORTHOGONAL: ReadIf[Config] = ReadIf(
 GAUSSIAN: ReadIf[Config] = ReadIf(
     "model.policy=gaussian, or actor_critic and model.distribution=gaussian or squashed_gaussian",
     lambda c: (
-        c.model.policy == "gaussian" or (c.model.policy == "actor_critic" and c.model.distribution != "categorical")
+        c.model.policy == "gaussian"
+        or (c.model.policy == "actor_critic" and c.model.distribution != "categorical")
     ),
 )
 
@@ -222,13 +244,17 @@ class ModelConfig:
     """Architecture of the trunk; auto: cnn for uint8 images, mlp otherwise."""
     hidden: tuple[Width, ...] = option((64, 64), read_if=ACTOR_CRITIC)
     """Widths of the hidden layers (of a cnn: after the convolutions)."""
-    activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = option("tanh", read_if=ACTOR_CRITIC)
+    activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = option(
+        "tanh", read_if=ACTOR_CRITIC
+    )
     """Non-linearity of the hidden layers (the convolutions of a cnn use relu)."""
     layer_norm: bool = option(False, read_if=ACTOR_CRITIC)
     """Apply layer normalisation before each hidden activation."""
     shared_backbone: bool = True
     """Share one trunk between policy and value; false: separate trunks."""
-    distribution: Literal["auto", "gaussian", "squashed_gaussian", "categorical"] = option("auto", read_if=ACTOR_CRITIC)
+    distribution: Literal["auto", "gaussian", "squashed_gaussian", "categorical"] = option(
+        "auto", read_if=ACTOR_CRITIC
+    )
     """Action distribution; auto: categorical for discrete actions, gaussian for continuous
     actions."""
     state_dependent_std: bool = option(
@@ -300,7 +326,8 @@ class ModelConfig:
     Cloning trains it in any case, unless it comes from model.checkpoint. For pi0 this freezes
     PaliGemma, whose keys and values are cached as long as they fit in half of the memory."""
     checkpoint: str | None = option(
-        None, read_if=ReadIf("model.policy=token or flow", lambda c: c.model.policy in ("token", "flow"))
+        None,
+        read_if=ReadIf("model.policy=token or flow", lambda c: c.model.policy in ("token", "flow")),
     )
     """Directory of a published model to start from: OpenVLA, OpenVLA-OFT or a vision-language model
     of transformers (policy=token), or pi0 (policy=flow); null: a small new model. Needs the extra
@@ -312,7 +339,9 @@ class ModelConfig:
     """Rank of low-rank adapters on the language model of a checkpoint, whose own weights stay
     frozen (Hu et al. 2021); 0: no adapters, all weights are trained. With adapters, the run's
     checkpoints contain adapters and heads only."""
-    lora_alpha: Positive = option(32.0, read_if=ReadIf("model.lora_rank >= 1", lambda c: c.model.lora_rank > 0))
+    lora_alpha: Positive = option(
+        32.0, read_if=ReadIf("model.lora_rank >= 1", lambda c: c.model.lora_rank > 0)
+    )
     """Scale of the adapters: they are multiplied by lora_alpha / lora_rank."""
     dtype: Literal["float32", "bfloat16"] = option("float32", read_if=PRETRAINED_VLA)
     """Type in which a checkpoint's model computes. Trained weights are kept in float32 in any
@@ -335,8 +364,10 @@ class ModelConfig:
     buckets."""
 
 
-# ------------------------------------------------------------------------------------------- algorithm
-KL_IN_REWARD: ReadIf[Config] = ReadIf("algorithm.use_kl_in_reward=true", lambda c: c.algorithm.use_kl_in_reward)
+# ---------------------------------------------------------------------------------------- algorithm
+KL_IN_REWARD: ReadIf[Config] = ReadIf(
+    "algorithm.use_kl_in_reward=true", lambda c: c.algorithm.use_kl_in_reward
+)
 ADAPTIVE_KL: ReadIf[Config] = ReadIf(
     "algorithm.use_kl_in_reward=true and algorithm.kl_ctrl.type=adaptive",
     lambda c: c.algorithm.use_kl_in_reward and c.algorithm.kl_ctrl.type == "adaptive",
@@ -412,7 +443,9 @@ class AlgorithmConfig:
     """Unit of which minibatches are drawn: step is a single step, column is all T steps of one
     environment."""
     # --- advantages
-    adv_type: Literal["gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "gae"
+    adv_type: Literal[
+        "gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = "gae"
     """Advantage estimator. reinforce is the discounted return-to-go without a value;
     reinforce_plus_plus is the same and is meant for normalize_advantages=true."""
     gamma: Fraction = 0.99
@@ -487,23 +520,29 @@ class AlgorithmConfig:
     entropy_target: float | None = option(None, read_if=ENTROPY)
     """Target of the entropy (nats, aggregated as the loss), to which the coefficient adapts; null:
     constant coefficient."""
-    loss_agg_func: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    loss_agg_func: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
     """Aggregation of per-sample losses to one number; seq-*: over columns
     (minibatch_unit=column)."""
     loss_scale_factor: Positive | None = option(
         None,
         read_if=ReadIf(
             "algorithm.loss_agg_func (or critic.loss_agg_func) = seq-mean-token-sum-norm",
-            lambda c: "seq-mean-token-sum-norm" in (c.algorithm.loss_agg_func, c.critic.loss_agg_func),
+            lambda c: (
+                "seq-mean-token-sum-norm" in (c.algorithm.loss_agg_func, c.critic.loss_agg_func)
+            ),
         ),
     )
     """Constant by which seq-mean-token-sum-norm divides the sum of each column; null: horizon (in
     reasoning response_length)."""
-    logprob_type: Literal["token_level", "action_level", "chunk_level"] = option("action_level", mode="embodied")
+    logprob_type: Literal["token_level", "action_level", "chunk_level"] = option(
+        "action_level", mode="embodied"
+    )
     """Granularity of the probability ratio: per action dimension, per action, or per chunk."""
-    entropy_type: Literal["token_level", "action_level", "chunk_level"] = option("action_level", mode="embodied")
+    entropy_type: Literal["token_level", "action_level", "chunk_level"] = option(
+        "action_level", mode="embodied"
+    )
     """Granularity of the entropy: per action dimension, per action, or per chunk."""
     reward_type: Literal["action_level", "chunk_level"] = option("chunk_level", mode="embodied")
     """Granularity of rewards and advantages. chunk_level: a chunk of actions has one reward and one
@@ -527,7 +566,9 @@ class AlgorithmConfig:
     start of training."""
     kl_loss_coef: NonNegative = option(0.001, read_if=KL_LOSS)
     """Coefficient of the KL loss."""
-    kl_loss_type: Literal["k1", "abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+"] = option("k3", read_if=KL_LOSS)
+    kl_loss_type: Literal["k1", "abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+"] = option(
+        "k3", read_if=KL_LOSS
+    )
     """KL estimator of the loss. Plain k1 is refused, because its expected gradient is zero."""
     use_kl_in_reward: bool = False
     """Subtract kl_ctrl.kl_coef x KL of each step from the reward."""
@@ -568,14 +609,18 @@ class AlgorithmConfig:
     lr_end: Fraction = option(
         0.0,
         read_if=ReadIf(
-            "algorithm.lr_schedule=linear or cosine", lambda c: c.algorithm.lr_schedule in ("linear", "cosine")
+            "algorithm.lr_schedule=linear or cosine",
+            lambda c: c.algorithm.lr_schedule in ("linear", "cosine"),
         ),
     )
     """Final learning rate as a fraction of lr (linear, cosine)."""
     lr_warmup: Natural = 0
     """Number of first updates over which the learning rate rises linearly."""
     desired_kl: Positive = option(
-        0.01, read_if=ReadIf("algorithm.lr_schedule=adaptive", lambda c: c.algorithm.lr_schedule == "adaptive")
+        0.01,
+        read_if=ReadIf(
+            "algorithm.lr_schedule=adaptive", lambda c: c.algorithm.lr_schedule == "adaptive"
+        ),
     )
     """Target of the adaptive schedule, approx_kl in nats."""
     max_grad_norm: Positive | None = 0.5
@@ -590,9 +635,15 @@ class AlgorithmConfig:
     """Decoupled weight decay of AdamW."""
 
 
-SAMPLED: ReadIf[Config] = ReadIf("evaluation.deterministic=false", lambda c: not c.evaluation.deterministic)
-SAMPLED_TOKENS = "evaluation.deterministic=false and a language model or vision-language-action model"
-VIDEO: ReadIf[Config] = ReadIf("evaluation.video_episodes >= 1", lambda c: c.evaluation.video_episodes > 0)
+SAMPLED: ReadIf[Config] = ReadIf(
+    "evaluation.deterministic=false", lambda c: not c.evaluation.deterministic
+)
+SAMPLED_TOKENS = (
+    "evaluation.deterministic=false and a language model or vision-language-action model"
+)
+VIDEO: ReadIf[Config] = ReadIf(
+    "evaluation.video_episodes >= 1", lambda c: c.evaluation.video_episodes > 0
+)
 
 
 @dataclass(frozen=True)
@@ -632,7 +683,9 @@ class EvaluationConfig:
     env_kwargs: dict[str, Any] = option({}, mode="embodied")
     """Changes to env.kwargs during evaluation, also in ``embodied-ppo evaluate`` (Atari:
     episodic_life=false)."""
-    randomize: bool = option(False, mode="embodied", read_if=ReadIf("env.randomize=true", lambda c: c.env.randomize))
+    randomize: bool = option(
+        False, mode="embodied", read_if=ReadIf("env.randomize=true", lambda c: c.env.randomize)
+    )
     """Evaluate with the domain randomisation of env.randomize; false: with the unchanged model."""
     video_episodes: Natural = option(0, mode="embodied")
     """Number of episodes that are recorded as an mp4 video."""
@@ -642,7 +695,7 @@ class EvaluationConfig:
     """Height and width of the video, pixels."""
 
 
-# ------------------------------------------------------------------------------------- language models
+# ---------------------------------------------------------------------------------- language models
 FILES: ReadIf[Config] = ReadIf("data.task=null", lambda c: c.data.task is None)
 WARM_START: ReadIf[Config] = ReadIf("warm_start.steps >= 1", lambda c: c.warm_start.steps > 0)
 PREFERENCES: ReadIf[Config] = ReadIf("reward.model.pairs >= 1", lambda c: c.reward.model.pairs > 0)
@@ -667,7 +720,9 @@ class LanguageModelConfig:
 class ActorConfig:
     model: LanguageModelConfig = section(
         LanguageModelConfig,
-        read_if_of={"architecture": ReadIf("actor.model.path=null", lambda c: c.actor.model.path is None)},
+        read_if_of={
+            "architecture": ReadIf("actor.model.path=null", lambda c: c.actor.model.path is None)
+        },
     )
     """The language model that is trained."""
     tokenizer: Text | None = option(None, read_if=FILES)
@@ -687,7 +742,10 @@ class CriticConfig:
     concurrent: bool = False
     """Train the critic in a thread beside the actor: equal results, and a second core is used."""
     loss_agg_func: (
-        Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
+        Literal[
+            "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+        ]
+        | None
     ) = None
     """Aggregation of the value losses of tokens; null: token-mean, whatever algorithm.loss_agg_func
     is."""
@@ -796,19 +854,27 @@ class RewardConfig:
     module:function or FILE.py:function with verl's signature (data_source, solution_str,
     ground_truth, extra_info), which may be async; auto: the grader of data.task or of the data
     source."""
-    path: Text | None = option(None, read_if=ReadIf("reward.grader=auto", lambda c: c.reward.grader == "auto"))
+    path: Text | None = option(
+        None, read_if=ReadIf("reward.grader=auto", lambda c: c.reward.grader == "auto")
+    )
     """File of a grader, as in verl's custom_reward_function; it replaces grader."""
-    name: Text = option("compute_score", read_if=ReadIf("reward.path", lambda c: c.reward.path is not None))
+    name: Text = option(
+        "compute_score", read_if=ReadIf("reward.path", lambda c: c.reward.path is not None)
+    )
     """Name of the function in the file of reward.path."""
     workers: Annotated[int, Limit(ge=0, le=1024)] | None = None
     """Number of grading processes; 0: grade in the main process, without a time limit; null: 0 for
     the graders of synthetic tasks and for built-ins except math_verify, else 2."""
-    timeout_s: Positive = option(10.0, read_if=ReadIf("reward.workers >= 1, or null", lambda c: c.reward.workers != 0))
+    timeout_s: Positive = option(
+        10.0, read_if=ReadIf("reward.workers >= 1, or null", lambda c: c.reward.workers != 0)
+    )
     """Time limit of one response in a grading process, seconds. A response that exceeds it scores 0
     and is counted."""
     format: Text | None = None
     """Regular expression that a whole response should match; null: none."""
-    format_weight: NonNegative = option(0.1, read_if=ReadIf("reward.format", lambda c: c.reward.format is not None))
+    format_weight: NonNegative = option(
+        0.1, read_if=ReadIf("reward.format", lambda c: c.reward.format is not None)
+    )
     """Bonus added to the score of a response that matches reward.format."""
     model: RewardModelConfig = section(RewardModelConfig)
     """Reward model that computes the reward instead of the grader, which then only counts correct
@@ -858,7 +924,7 @@ class CloningConfig:
     of every minibatch of PPO; 0: PPO alone."""
 
 
-# ----------------------------------------------------------------------------------------------- a run
+# -------------------------------------------------------------------------------------------- a run
 @dataclass(frozen=True)
 class ClusterConfig:
     num_nodes: Annotated[int, Limit(ge=1, le=10**4)] = 1
@@ -910,7 +976,9 @@ RESUMED = "resume=RUN and mode=embodied"
 class Config:
     mode: Mode = "embodied"
     """embodied trains a robot policy, reasoning trains a language model."""
-    placement: Literal["local", "fused", "colocated", "disaggregated", "hybrid", "pipelined"] = "local"
+    placement: Literal["local", "fused", "colocated", "disaggregated", "hybrid", "pipelined"] = (
+        "local"
+    )
     """Placement of the roles. local: everything in this process. The others are processes of a Ray
     cluster, one per device. fused: all roles in each process; colocated: a process per role on
     every device, taking turns; disaggregated: acting on one half of the devices, learning on the
@@ -973,7 +1041,7 @@ class Config:
     cluster: ClusterConfig = section(ClusterConfig)
 
 
-# ---------------------------------------------------------------------------------- other commands' options
+# -------------------------------------------------------------------------- other commands' options
 WITH_VIDEO: ReadIf[EvaluateConfig] = ReadIf("video=true", lambda c: c.video)
 WITH_SAMPLING: ReadIf[EvaluateConfig] = ReadIf("deterministic=false", lambda c: not c.deterministic)
 
@@ -1026,7 +1094,9 @@ class EvaluateConfig:
     """Sampling temperature of language models and of vision-language-action models."""
     top_k: Natural = option(0, mode="reasoning", read_if=WITH_SAMPLING)
     """Language models: sample from the k most likely tokens only; 0: from all."""
-    top_p: Annotated[float, Limit(gt=0, le=1)] = option(1.0, mode="reasoning", read_if=WITH_SAMPLING)
+    top_p: Annotated[float, Limit(gt=0, le=1)] = option(
+        1.0, mode="reasoning", read_if=WITH_SAMPLING
+    )
     """Language models: sample from the most likely tokens that together have this probability; 1:
     from all."""
     min_p: Fraction = option(0.0, mode="reasoning", read_if=WITH_SAMPLING)
@@ -1067,5 +1137,9 @@ class DemosConfig:
     num_threads."""
 
 
-OWN_OPTIONS: dict[str, type] = {"evaluate": EvaluateConfig, "demos": DemosConfig, "export": ExportConfig}
+OWN_OPTIONS: dict[str, type] = {
+    "evaluate": EvaluateConfig,
+    "demos": DemosConfig,
+    "export": ExportConfig,
+}
 """Commands with options of their own; the others read those of train."""

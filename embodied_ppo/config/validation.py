@@ -1,7 +1,8 @@
-"""Which options go together: an option that is set must be read, and options must not exclude each other.
+"""Which options go together: an option that is set must be read, and options must not exclude each
+other.
 
-``loader`` checks types and bounds, ``check`` compares the options with each other. Each refusal is one line with the
-path, the value, the limit and the cure. Rules of one mode are in ``rules``.
+``loader`` checks types and bounds, ``check`` compares the options with each other. Each refusal is
+one line with the path, the value, the limit and the cure. Rules of one mode are in ``rules``.
 """
 
 from __future__ import annotations
@@ -56,21 +57,29 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
     for path in sorted(explicit):
         mode, value = mode_of(path), attrgetter(path)(config)
         if mode not in (None, config.mode) and value not in UNSET:
-            raise ConfigError(f"{path} = {show(value)} is set but not read; it needs mode={mode}, or leave it out")
+            raise ConfigError(
+                f"{path} = {show(value)} is set but not read; it needs mode={mode}, or leave it out"
+            )
     if config.model.checkpoint == "":
-        raise ConfigError("model.checkpoint = '': is empty; name a directory, or write model.checkpoint=null")
+        raise ConfigError(
+            "model.checkpoint = '': is empty; name a directory, or write model.checkpoint=null"
+        )
     _check_placement(config)
     _check_algorithm(config)
     rules_of(config.mode).check(config)
     _check_unread(config, explicit, config.mode)
 
 
-def _check_unread(config: Config | EvaluateConfig, explicit: Collection[str], mode: Mode | None = None) -> None:
+def _check_unread(
+    config: Config | EvaluateConfig, explicit: Collection[str], mode: Mode | None = None
+) -> None:
     """Refuse options that are set, but whose condition does not hold. Raises ConfigError."""
     for path, condition in unread(config, mode):
         value = attrgetter(path)(config)
         if path in explicit and value not in UNSET:
-            raise ConfigError(f"{path} = {show(value)} is set but not read; it needs {condition}, or leave it out")
+            raise ConfigError(
+                f"{path} = {show(value)} is set but not read; it needs {condition}, or leave it out"
+            )
 
 
 def _check_placement(config: Config) -> None:
@@ -81,7 +90,9 @@ def _check_placement(config: Config) -> None:
             raise PlacementError(
                 f"placement = {preset}: cluster.component_placement places the roles too; leave one of them out"
             )
-        placement.check_roles(cluster.component_placement, config.mode, without=unused_roles(config))
+        placement.check_roles(
+            cluster.component_placement, config.mode, without=unused_roles(config)
+        )
     rules_of(config.mode).check_placement(config)
     _check_lag(cluster)
     if preset == "local" and not cluster.component_placement:
@@ -121,11 +132,17 @@ def check_tuning(config: Config, explicit: Collection[str] = ()) -> None:
     searched = (
         ("placement", config.placement, "local"),
         ("cluster.stages", config.cluster.stages, default.stages),
-        ("cluster.component_placement", config.cluster.component_placement, default.component_placement),
+        (
+            "cluster.component_placement",
+            config.cluster.component_placement,
+            default.component_placement,
+        ),
     )
     for path, value, unset in searched:
         if value != unset:
-            raise PlacementError(f"{path} = {show(value)}: is searched by tune; leave it out, or try it with train")
+            raise PlacementError(
+                f"{path} = {show(value)}: is searched by tune; leave it out, or try it with train"
+            )
     check(replace(config, cluster=default), explicit)
     _check_lag(config.cluster)
 

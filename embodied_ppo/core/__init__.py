@@ -1,9 +1,12 @@
 """Types and helpers that every part of the package uses.
 
-Belongs here: the data types and protocols that other folders exchange (``types``), functions over nested tensors
-(``tree``), errors, random numbers, running statistics, collectives, compilation of tensor functions.
+Belongs here: the data types and protocols that other folders exchange (``types``), functions over
+nested tensors (``tree``), errors, random numbers, running statistics, collectives, compilation of
+tensor functions.
 
-Does not belong here: anything that reads an option, loads a simulator or a model, or imports Ray or Hydra.
+Does not belong here: anything that reads an option, loads a simulator or a model, or imports Ray or
+Hydra.
 
-To add a data type: define a frozen dataclass or a protocol in ``types`` and give shapes and units in its docstring.
+To add a data type: define a frozen dataclass or a protocol in ``types`` and give shapes and units
+in its docstring.
 """

@@ -1,4 +1,6 @@
-"""Tensor functions compiled ahead of time into a shared library (torch's AOTInductor), kept on disk between runs."""
+"""Tensor functions compiled ahead of time into a shared library (torch's AOTInductor), kept on disk
+between runs.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ LEFTOVER_S = 4 * DEADLINE_S
 
 
 def cache_folder() -> Path:
-    """Return the folder of libraries: $EMBODIED_PPO_CACHE, else embodied_ppo in the user's cache directory."""
+    """Return the folder of libraries: $EMBODIED_PPO_CACHE, else embodied_ppo in the user's cache
+    directory.
+    """
     if named := os.environ.get("EMBODIED_PPO_CACHE"):
         return Path(named).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodied_ppo"
@@ -84,7 +88,9 @@ def obstacle() -> str:
 
 
 def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
-    """Return 20 hex digits of everything a library depends on: sources, torch, processor, model, options, shapes."""
+    """Return 20 hex digits of everything a library depends on: sources, torch, processor, model,
+    options, shapes.
+    """
     digest = hashlib.sha256()
     package = Path(embodied_ppo.__file__).parent
     sources = {*package.rglob("*.py")}
@@ -95,10 +101,21 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
             sources.add(Path(inspect.getsourcefile(kind) or package / "types.py"))
     for path in sorted(sources):
         digest.update(path.read_bytes())
-    words = [torch.__version__, torch.backends.cpu.get_cpu_capability(), sys.version, type(program).__qualname__]
-    words += [_compiler(), repr(OPTIONS), repr({k: v for k, v in vars(program).items() if k not in parts})]
+    words = [
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        sys.version,
+        type(program).__qualname__,
+    ]
+    words += [
+        _compiler(),
+        repr(OPTIONS),
+        repr({k: v for k, v in vars(program).items() if k not in parts}),
+    ]
     for name, m in modules.items():  # not repr(m): it may contain counters of the module
-        words.append(f"{name} {type(m).__qualname__} { {k: v for k, v in vars(m).items() if not k.startswith('_')} }")
+        words.append(
+            f"{name} {type(m).__qualname__} { {k: v for k, v in vars(m).items() if not k.startswith('_')} }"
+        )
     words += [f"{x.dtype}{tuple(x.shape)}{x.stride()}{x.device}" for x in example]
     digest.update("\n".join(words).encode())
     return digest.hexdigest()[:20]
@@ -114,7 +131,8 @@ def _all_modules(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]
 
 
 OPTIONS = {"cpp.use_decompose_tanh": True}
-"""Of torch's compiler. tanh x = 2 / (1 + exp(-2x)) - 1 is four times faster and within 2e-7 of it."""
+"""Of torch's compiler. tanh x = 2 / (1 + exp(-2x)) - 1 is four times faster and within 2e-7 of it.
+"""
 
 
 def _checksum_file(path: Path) -> Path:
@@ -135,10 +153,14 @@ def _intact(path: Path) -> bool:
 
 
 def _remove_leftovers(*patterns: tuple[Path, str]) -> None:
-    """Remove files and folders of compilations that were killed: those older than any compilation may last."""
+    """Remove files and folders of compilations that were killed: those older than any compilation
+    may last.
+    """
     for folder, pattern in patterns:
         for path in folder.glob(pattern):
-            with contextlib.suppress(OSError):  # another process removes it, or it is another user's
+            with contextlib.suppress(
+                OSError
+            ):  # another process removes it, or it is another user's
                 if time.time() - path.lstat().st_mtime < LEFTOVER_S:
                     continue
                 if path.is_dir():
@@ -153,14 +175,18 @@ def _load(path: Path) -> Function:
 
 
 class Library:
-    """A compiled program; construction starts its compilation in another process unless the cache holds it.
+    """A compiled program; construction starts its compilation in another process unless the cache
+    holds it.
 
-    The program maps tensors to tensors without reading their values on the host; it may write into its arguments.
-    Shapes, types and strides of the arguments must be those of the example.
+    The program maps tensors to tensors without reading their values on the host; it may write into
+    its arguments. Shapes, types and strides of the arguments must be those of the example.
     """
 
     def __init__(self, program: Callable[..., Any], example: Sequence[Tensor]) -> None:
-        """Start the compilation. ``program`` must be picklable; ``example`` is read for shapes, types and strides."""
+        """Start the compilation.
+
+        ``program`` must be picklable; ``example`` is read for shapes, types and strides.
+        """
         self.path = _libraries() / f"{fingerprint(program, example)}.pt2"
         self._child: subprocess.Popen[bytes] | None = None
         self._errors = None
@@ -168,22 +194,39 @@ class Library:
         """Where it is compiled, while it is."""
         if _intact(self.path):
             return
-        example = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in example]
+        example = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in example
+        ]
         request = tempfile.TemporaryFile()  # noqa: SIM115  (not a pipe: nobody reads before torch is imported)
         try:
             request.write(pickle.dumps((program, example, str(self.path))))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:  # all three are pickle's way of refusing
+        except (
+            pickle.PicklingError,
+            AttributeError,
+            TypeError,
+        ) as error:  # all three are pickle's way of refusing
             raise RuntimeError(f"pickle refuses the policy ({error})") from error
         request.seek(0)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)
+        }
         prefix, folder = "inductor-", cache_folder()
         if re.search(r"\s", str(folder)):  # torch hands it to the compiler without quotes
             prefix, folder = "embodied_ppo-inductor-", Path(tempfile.gettempdir())
         _remove_leftovers((folder, f"{prefix}*"), (self.path.parent, "*.*.pt2"))
-        # of its own: torch packs what another compilation of the same code may be writing at that moment
-        self.work = tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True)
-        environment |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": self.work.name, "CXX": _compiler()}
-        environment["TMPDIR"] = self.work.name  # of the compiler, so that its files are removed, too
+        # of its own: torch packs what another compilation of the same code may be writing at that
+        # moment
+        self.work = tempfile.TemporaryDirectory(
+            prefix=prefix, dir=folder, ignore_cleanup_errors=True
+        )
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_CACHE_DIR": self.work.name,
+            "CXX": _compiler(),
+        }
+        environment["TMPDIR"] = (
+            self.work.name
+        )  # of the compiler, so that its files are removed, too
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed when collected)
         self._child = subprocess.Popen(
             [
@@ -194,12 +237,16 @@ class Library:
             stdout=self._errors,
             stderr=self._errors,
             env=environment,
-            start_new_session=True,  # a Ctrl-C is for the parent, which ends the child and its compiler
+            # a Ctrl-C is for the parent, which ends the child and its compiler
+            start_new_session=True,
         )
         request.close()
 
     def load(self, deadline_s: float = DEADLINE_S) -> Function:
-        """Wait, load and return the function. Raises RuntimeError with the reason where there is none."""
+        """Wait, load and return the function.
+
+        Raises RuntimeError with the reason where there is none.
+        """
         if self._child is not None:
             try:
                 code = self._child.wait(deadline_s)
@@ -235,14 +282,20 @@ class Library:
     def _last_words(self) -> str:
         assert self._errors is not None
         self._errors.seek(0)
-        lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in self._errors.read().decode(errors="replace").splitlines()
+            if line.strip()
+        ]
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
         return [*lines, *errors][-1] if lines else "without a word"
 
 
 @dataclass(frozen=True)
 class Example:
-    """A program, the tensors it owns or changes (``state``: the same storage in every call), and other arguments."""
+    """A program, the tensors it owns or changes (``state``: the same storage in every call), and
+    other arguments.
+    """
 
     program: Callable[..., Any]
     state: Sequence[Tensor]
@@ -250,7 +303,9 @@ class Example:
 
 
 class Captured:
-    """A program captured as one CUDA graph: a call is one launch, without Python or the host in between."""
+    """A program captured as one CUDA graph: a call is one launch, without Python or the host in
+    between.
+    """
 
     def __init__(self, example: Example) -> None:
         """Runs the program a few times to warm up; its state is as before afterwards."""
@@ -272,7 +327,10 @@ class Captured:
         self.results = [out] if isinstance(out, Tensor) else list(out)
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the results in new memory. An argument that is the same object as in the last call is not copied."""
+        """Return the results in new memory.
+
+        An argument that is the same object as in the last call is not copied.
+        """
         for i, x in enumerate(tensors[len(tensors) - len(self.arguments) :]):
             if x is not self.last[i]:
                 self.arguments[i].copy_(x)
@@ -284,20 +342,26 @@ class Captured:
 class CompileSchedule:
     """Switch a program to compiled code at a fixed update; on a GPU the code is a CUDA graph.
 
-    The update is fixed so that no result depends on what the cache holds or how long the compiler takes.
+    The update is fixed so that no result depends on what the cache holds or how long the compiler
+    takes.
     """
 
     waiting = 0
     """Number of schedules in this process that are waiting for their compiler."""
 
     def __init__(
-        self, since: int | None, *, required: bool = False, notice: Callable[[str], None] = lambda text: None
+        self,
+        since: int | None,
+        *,
+        required: bool = False,
+        notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Create a schedule.
 
         Args:
             since: the first update that uses compiled code. None: never.
-            required: whether a failure to compile is a TrainingError; otherwise ``notice`` receives the reason.
+            required: whether a failure to compile is a TrainingError; otherwise ``notice`` receives
+                the reason.
         """
         self.since, self.required, self.notice = since, required, notice
         self.captures = False
@@ -321,16 +385,22 @@ class CompileSchedule:
                     return self._function
                 self._library = Library(example.program, [*example.state, *example.arguments])
             if update >= self.since:
-                CompileSchedule.waiting += 1  # before the notice: an interrupt in response to it must end the wait
+                CompileSchedule.waiting += (
+                    1  # before the notice: an interrupt in response to it must end the wait
+                )
                 try:
                     if self._library.busy():
-                        self.notice(f"compile: waiting for the compiler, once; the result stays in {cache_folder()}")
+                        self.notice(
+                            f"compile: waiting for the compiler, once; the result stays in {cache_folder()}"
+                        )
                     self._function = self._library.load()
                 finally:
                     CompileSchedule.waiting -= 1
         except (RuntimeError, OSError) as error:
             if self.required:
-                raise TrainingError(f"compile=always: {one_line(error)}; mend it, or use compile=auto") from error
+                raise TrainingError(
+                    f"compile=always: {one_line(error)}; mend it, or use compile=auto"
+                ) from error
             self.notice(f"compile: {error}; training goes on without")
             self.since = None
         return self._function
@@ -357,27 +427,36 @@ def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) ->
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of two runs that need the same library, the second loads it
+        fcntl.flock(
+            lock, fcntl.LOCK_EX
+        )  # of two runs that need the same library, the second loads it
         if _intact(path):
             return
-        example = [torch.zeros_like(x, device="cpu") if x.device.type == "meta" else x for x in example]
+        example = [
+            torch.zeros_like(x, device="cpu") if x.device.type == "meta" else x for x in example
+        ]
         graph = make_fx(program, tracing_mode="fake")(*example)
         graph.graph.eliminate_dead_code()
         graph.recompile()
         with torch.no_grad():
             exported = torch.export.export(_Program(graph), tuple(example), strict=False)
         temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(temporary), inductor_configs=OPTIONS)
+        torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(temporary), inductor_configs=OPTIONS
+        )
         _load(temporary)  # a library that does not load is not kept
-        # The checksum first: between the two lines the library counts as damaged, never the other way round.
+        # The checksum first: between the two lines the library counts as damaged, never the other
+        # way round.
         _checksum_file(path).write_text(_checksum(temporary))
         temporary.replace(path)
 
 
 def _end_with(parent: int, work: str) -> None:
-    """End this process group when process ``parent`` is gone, or after ``DEADLINE_S``; runs in a thread.
+    """End this process group when process ``parent`` is gone, or after ``DEADLINE_S``; runs in a
+    thread.
 
-    A signal at the parent's death would reach this process, but not the C++ compiler that it started.
+    A signal at the parent's death would reach this process, but not the C++ compiler that it
+    started.
     """
     deadline = time.monotonic() + DEADLINE_S
     while os.getppid() == parent and time.monotonic() < deadline:

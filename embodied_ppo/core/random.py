@@ -18,7 +18,9 @@ def _signed(x: int) -> int:
 
 _STREAM = 0xD1B54A32D192ED03
 _SEED, _COUNT = (_signed(x) for x in (0x9E3779B97F4A7C15, 0x8CB92BA72F3D8DD7))
-_INDEX, _MIX1, _MIX2 = (_signed(x) for x in (0xAEF17502108EF2D9, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_INDEX, _MIX1, _MIX2 = (
+    _signed(x) for x in (0xAEF17502108EF2D9, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 def _mix(z: Tensor) -> Tensor:
@@ -32,7 +34,9 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
-def uniform(seed: Tensor, stream: int, count: Tensor, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def uniform(
+    seed: Tensor, stream: int, count: Tensor, size: int, dtype: torch.dtype = torch.float64
+) -> Tensor:
     """Return uniform numbers in [0, 1), [N, size].
 
     Args:
@@ -69,4 +73,6 @@ TRAINING_SEEDS = 1 << 30
 
 def env_seeds(seed: int, round_: int, num_envs: int, group_size: int = 1) -> list[int]:
     """Return one simulator seed per environment; the members of a group share a seed."""
-    return [sampling_key(seed, "env", round_, i // group_size) % TRAINING_SEEDS for i in range(num_envs)]
+    return [
+        sampling_key(seed, "env", round_, i // group_size) % TRAINING_SEEDS for i in range(num_envs)
+    ]

@@ -31,7 +31,7 @@ class Moments:
         yield from (self.mean, self.var, self.count)
 
 
-# ----------------------------------------------------------------------------------------------------- masked tensors
+# ----------------------------------------------------------------------------------- masked tensors
 def expand_mask(mask: Tensor, x: Tensor) -> Tensor:
     """Expand a bool mask [..] to the shape of x, [.., *trailing], as a view.
 
@@ -50,7 +50,9 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
     A NaN outside the mask affects neither the sum nor its gradient.
     """
-    return torch.where(expand_mask(mask, x), x, torch.zeros((), dtype=x.dtype, device=x.device)).sum()
+    return torch.where(
+        expand_mask(mask, x), x, torch.zeros((), dtype=x.dtype, device=x.device)
+    ).sum()
 
 
 def masked_moments(x: Tensor, mask: Tensor, unbiased: bool = True) -> Moments:
@@ -129,7 +131,7 @@ def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     return torch.where(return_var > 0, 1 - error_var / return_var, torch.nan)
 
 
-# ---------------------------------------------------------------------------------------------------- running moments
+# ---------------------------------------------------------------------------------- running moments
 class RunningMoments(nn.Module):
     """Mean and population variance, per feature, of all merged batches.
 

@@ -25,7 +25,14 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Generator, Tensor, nn
 
-from embodied_ppo.core.errors import CheckpointError, ConfigError, EnvError, PlacementError, ProcessLost, TrainingError
+from embodied_ppo.core.errors import (
+    CheckpointError,
+    ConfigError,
+    EnvError,
+    PlacementError,
+    ProcessLost,
+    TrainingError,
+)
 
 __all__ = [
     "CheckpointError",
@@ -39,7 +46,7 @@ Obs: TypeAlias = "Tensor | dict[str, Tensor]"
 """One tensor, or a flat dictionary of tensors, with equal leading dimensions."""
 
 
-# ------------------------------------------------------------------------------------------------------------- spaces
+# ------------------------------------------------------------------------------------------- spaces
 @dataclass(frozen=True)
 class ArraySpec:
     """Shape and dtype of one observation array of one environment, without the leading N."""
@@ -79,7 +86,7 @@ class Box:
 ActionSpec: TypeAlias = "Discrete | Box"
 
 
-# -------------------------------------------------------------------------------------------------------- experience
+# --------------------------------------------------------------------------------------- experience
 @dataclass(frozen=True, slots=True)
 class Step:
     """Result of one action in every environment.
@@ -225,7 +232,7 @@ class Batch:
     ref_logits: Tensor | None = None
 
 
-# ------------------------------------------------------------------------------------------------------------ metrics
+# ------------------------------------------------------------------------------------------ metrics
 @dataclass(frozen=True, slots=True)
 class Mean:
     """Metric as (sum, count), which adds up correctly over ranks and minibatches of any size."""
@@ -256,7 +263,7 @@ Metrics: TypeAlias = "dict[str, Mean | float]"
 """Tag (a row of docs/metrics.md) -> a mean over samples, or a plain number that is not averaged."""
 
 
-# ---------------------------------------------------------------------------------------------------------- protocols
+# ---------------------------------------------------------------------------------------- protocols
 @runtime_checkable
 class VectorEnv(Protocol):
     """N environments that step together. Takes and returns tensors on ``device``.

@@ -45,12 +45,16 @@ class _Call:
         numbers[CALL] = self.index
         numbers[SINCE] = time.monotonic()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         if kind is SystemExit:
             # SystemExit of user code would end the run without a message.
             message = f"{_subject()} called sys.exit({getattr(error, 'code', None)}){_phase()}"
             numbers[SINCE] = 0.0
-            raise TrainingError(f"{message}; raise an exception that names the cause instead") from error
+            raise TrainingError(
+                f"{message}; raise an exception that names the cause instead"
+            ) from error
         numbers[SINCE] = 0.0
 
 
@@ -112,7 +116,9 @@ _paused_call = _paused_s = 0.0
 
 
 def exclude_pause(seconds: float) -> None:
-    """Do not count a time in which all processes of the command were stopped (Ctrl-Z) for the call under way."""
+    """Do not count a time in which all processes of the command were stopped (Ctrl-Z) for the call
+    under way.
+    """
     global _paused_call, _paused_s
     since = numbers[SINCE]
     _paused_s = seconds + (_paused_s if since == _paused_call else 0.0)
@@ -122,7 +128,10 @@ def exclude_pause(seconds: float) -> None:
 def overdue() -> str:
     """Return the message about a call that exceeds its time limit, "" if there is none."""
     since, seconds = numbers[SINCE], numbers[LIMIT]
-    if not since or time.monotonic() - since - (_paused_s if since == _paused_call else 0.0) <= seconds:
+    if (
+        not since
+        or time.monotonic() - since - (_paused_s if since == _paused_call else 0.0) <= seconds
+    ):
         return ""
     return (
         f"{_subject()} has not returned for {seconds:g} s (env.step_timeout_s){_phase()}; repair the simulator or "
@@ -131,7 +140,10 @@ def overdue() -> str:
 
 
 def wait_until_overdue() -> None:
-    """Block until a call exceeds its limit, then raise ProcessLost. Run it in a thread of its own."""
+    """Block until a call exceeds its limit, then raise ProcessLost.
+
+    Run it in a thread of its own.
+    """
     while not (message := overdue()):
         time.sleep(min(1.0, max(0.05, numbers[LIMIT] / 4)))
     raise ProcessLost(message)

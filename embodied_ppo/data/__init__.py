@@ -4,5 +4,6 @@ Belongs here: readers and writers of files, and generators of examples.
 
 Does not belong here: training on the data (``imitation``, ``algorithms``).
 
-To add a synthetic language task: add an entry to ``synthetic_tasks.TASKS`` and its name to ``DataConfig.task``.
+To add a synthetic language task: add an entry to ``synthetic_tasks.TASKS`` and its name to
+``DataConfig.task``.
 """

@@ -37,7 +37,15 @@ FASTEST = 100_000
 """Largest accepted number of frames per second."""
 CHUNK = 1000
 """Number of files in a folder chunk-000."""
-UNREADABLE = (OSError, SyntaxError, ValueError, IndexError, AttributeError, struct.error, DecompressionBombError)
+UNREADABLE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    struct.error,
+    DecompressionBombError,
+)
 """Exceptions that Pillow raises for damaged PNG, JPEG, GIF and WebP images."""
 NOWHERE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 """Exceptions that access to a malformed row raises."""
@@ -45,7 +53,7 @@ PICTURES = ("PNG", "JPEG", "GIF", "WEBP")
 """Accepted image formats. Pillow supports further ones that execute programs (EPS: Ghostscript)."""
 
 
-# ------------------------------------------------------------------------------------------------------ what is read
+# ------------------------------------------------------------------------------------- what is read
 @dataclass(frozen=True)
 class Demonstrations:
     """Frames of all episodes, one episode after another.
@@ -109,7 +117,7 @@ class Demonstrations:
         return (~held[of]).nonzero().flatten(), held[of].nonzero().flatten()
 
 
-# ----------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 @dataclass(frozen=True)
 class _Episode:
     """Location of an episode."""
@@ -141,19 +149,34 @@ def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
     info = read_info(folder)
     version, features = info["codebase_version"], info["features"]
     names = {name: _named(folder, features, name) for name in (STATE, ACTION)}
-    cameras = {key: _size(folder, key, f) for key, f in features.items() if f.get("dtype") in ("video", "image")}
+    cameras = {
+        key: _size(folder, key, f)
+        for key, f in features.items()
+        if f.get("dtype") in ("video", "image")
+    }
     videos = [key for key in cameras if features[key]["dtype"] == "video"]
     episodes = (_episodes_v3 if version == VERSION else _episodes_v2)(folder, info, videos)[:limit]
     frames = sum(episode.length for episode in episodes)
     if not frames:
         raise ConfigError(f"{folder}: has no episodes; record some, or choose another folder")
-    _check_memory(folder, cameras, sum(features[key]["shape"][0] for key in names.values()), frames, len(episodes))
+    _check_memory(
+        folder,
+        cameras,
+        sum(features[key]["shape"][0] for key in names.values()),
+        frames,
+        len(episodes),
+    )
     instructions = read_tasks(folder, version)
 
     images = {key: np.empty((frames, *size, 3), dtype=np.uint8) for key, size in cameras.items()}
-    numbers = {name: np.empty((frames, features[key]["shape"][0]), np.float32) for name, key in names.items()}
+    numbers = {
+        name: np.empty((frames, features[key]["shape"][0]), np.float32)
+        for name, key in names.items()
+    }
     task = np.empty(frames, dtype=np.int64)
-    starts = dict(zip((e.index for e in episodes), np.cumsum([0] + [e.length for e in episodes]).tolist()))
+    starts = dict(
+        zip((e.index for e in episodes), np.cumsum([0] + [e.length for e in episodes]).tolist())
+    )
     for path, here in _grouped(episodes, lambda episode: episode.data):
         table = _Table(path, [*names.values(), *(key for key in cameras if key not in videos)])
         for episode in here:
@@ -166,14 +189,20 @@ def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
             task[span] = table.tasks(rows, episode, instructions)
     for key in videos:
         for path, here in _grouped(episodes, lambda episode, key=key: episode.videos[key][0]):
-            spans = [(e, e.videos[key][1], images[key][starts[e.index] : starts[e.index] + e.length]) for e in here]
+            spans = [
+                (e, e.videos[key][1], images[key][starts[e.index] : starts[e.index] + e.length])
+                for e in here
+            ]
             _decode(path, sorted(spans, key=lambda span: span[1]), cameras[key])
 
     order = sorted(instructions)
-    index = np.repeat([episode.index for episode in episodes], [episode.length for episode in episodes])
+    index = np.repeat(
+        [episode.index for episode in episodes], [episode.length for episode in episodes]
+    )
     return Demonstrations(
         images={
-            key.removeprefix(CAMERA).removeprefix("observation."): torch.from_numpy(x) for key, x in images.items()
+            key.removeprefix(CAMERA).removeprefix("observation."): torch.from_numpy(x)
+            for key, x in images.items()
         },
         state=torch.from_numpy(numbers[STATE]),
         action=torch.from_numpy(numbers[ACTION]),
@@ -184,7 +213,9 @@ def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
     )
 
 
-def _grouped(episodes: Sequence[_Episode], key: Callable[[_Episode], Path]) -> list[tuple[Path, list[_Episode]]]:
+def _grouped(
+    episodes: Sequence[_Episode], key: Callable[[_Episode], Path]
+) -> list[tuple[Path, list[_Episode]]]:
     """Group episodes by the file that holds them."""
     groups: dict[Path, list[_Episode]] = defaultdict(list)
     for episode in episodes:
@@ -202,22 +233,37 @@ def read_info(folder: Path) -> dict[str, Any]:
     try:
         info = json.loads(path.read_text())
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} is missing, so this is no folder of demonstrations; name one that has it") from error
+        raise ConfigError(
+            f"{path} is missing, so this is no folder of demonstrations; name one that has it"
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is no JSON that can be read ({error}); record or download it anew") from error
+        raise ConfigError(
+            f"{path}: is no JSON that can be read ({error}); record or download it anew"
+        ) from error
     if not isinstance(info, dict) or info.get("codebase_version") not in READ:
         version = info.get("codebase_version") if isinstance(info, dict) else None
         raise ConfigError(
             f"{path}: codebase_version={version!r} is unknown; this reads {', '.join(READ)}; convert it with LeRobot"
         )
-    for key, kind in (("features", dict), ("fps", (int, float)), ("data_path", str), ("total_episodes", int)):
+    for key, kind in (
+        ("features", dict),
+        ("fps", (int, float)),
+        ("data_path", str),
+        ("total_episodes", int),
+    ):
         if not isinstance(info.get(key), kind):
-            raise ConfigError(f"{path}: {key}={info.get(key)!r} is missing or of the wrong type; download it anew")
+            raise ConfigError(
+                f"{path}: {key}={info.get(key)!r} is missing or of the wrong type; download it anew"
+            )
     if not 0 < info["fps"] <= FASTEST:
-        raise ConfigError(f"{path}: fps={info['fps']} must be > 0 and <= {FASTEST}; download it anew")
+        raise ConfigError(
+            f"{path}: fps={info['fps']} must be > 0 and <= {FASTEST}; download it anew"
+        )
     for key, feature in info["features"].items():
         if not isinstance(feature, dict):
-            raise ConfigError(f"{path}: features.{key}={feature!r} must say dtype and shape; download it anew")
+            raise ConfigError(
+                f"{path}: features.{key}={feature!r} must say dtype and shape; download it anew"
+            )
     return info
 
 
@@ -227,9 +273,13 @@ def _named(folder: Path, features: Mapping[str, Any], name: str) -> str:
         if key in features:
             shape = features[key].get("shape")
             if not isinstance(shape, list) or len(shape) != 1 or not _whole(shape[0], 1):
-                raise ConfigError(f"{folder}/meta/info.json: {key} has shape {shape}; it must be one vector a frame")
+                raise ConfigError(
+                    f"{folder}/meta/info.json: {key} has shape {shape}; it must be one vector a frame"
+                )
             return key
-    raise ConfigError(f"{folder}/meta/info.json: has no feature {name}; it has {', '.join(features) or 'none'}")
+    raise ConfigError(
+        f"{folder}/meta/info.json: has no feature {name}; it has {', '.join(features) or 'none'}"
+    )
 
 
 def _size(folder: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]:
@@ -240,7 +290,9 @@ def _size(folder: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]
             return shape[0], shape[1]
         if shape[0] == 3:
             return shape[1], shape[2]
-    raise ConfigError(f"{folder}/meta/info.json: {key} has shape {shape}; it must be [height, width, 3]")
+    raise ConfigError(
+        f"{folder}/meta/info.json: {key} has shape {shape}; it must be [height, width, 3]"
+    )
 
 
 def _episodes_v3(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -> list[_Episode]:
@@ -256,7 +308,10 @@ def _episodes_v3(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -
         try:
             at = {key: row[f"videos/{key}/from_timestamp"] for key in videos}
             videos_at = {
-                key: (_place(folder, info["video_path"], row, f"videos/{key}", key), round(at[key] * info["fps"]))
+                key: (
+                    _place(folder, info["video_path"], row, f"videos/{key}", key),
+                    round(at[key] * info["fps"]),
+                )
                 for key in videos
             }
             data = _place(folder, info["data_path"], row, "data")
@@ -275,9 +330,17 @@ def _episodes_v2(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -
     for row in _lines(folder / "meta/episodes.jsonl"):
         try:
             index, length = row["episode_index"], row["length"]
-            place = {"episode_chunk": index // info.get("chunks_size", CHUNK), "episode_index": index}
-            videos_at = {key: (_inside(folder, info["video_path"], video_key=key, **place), 0) for key in videos}
-            episodes.append(_Episode(index, length, _inside(folder, info["data_path"], **place), videos_at))
+            place = {
+                "episode_chunk": index // info.get("chunks_size", CHUNK),
+                "episode_index": index,
+            }
+            videos_at = {
+                key: (_inside(folder, info["video_path"], video_key=key, **place), 0)
+                for key in videos
+            }
+            episodes.append(
+                _Episode(index, length, _inside(folder, info["data_path"], **place), videos_at)
+            )
         except NOWHERE as error:
             raise ConfigError(
                 f"{folder}/meta/episodes.jsonl: {row} does not say where it is ({type(error).__name__}: {error}); "
@@ -304,7 +367,9 @@ def _inside(folder: Path, template: str, **fields: Any) -> Path:
         ValueError: The path is outside ``folder``.
     """
     for _, name, form, conversion in string.Formatter().parse(template):
-        if name is not None and (not name.isidentifier() or conversion or not re.fullmatch(r"0?\d{0,2}d?", form or "")):
+        if name is not None and (
+            not name.isidentifier() or conversion or not re.fullmatch(r"0?\d{0,2}d?", form or "")
+        ):
             raise ValueError(f"{{{name}:{form}}} is no place")
     path = Path(template.format(**fields))
     if path.is_absolute() or ".." in path.parts:
@@ -320,13 +385,19 @@ def _checked(path: Path, episodes: list[_Episode]) -> list[_Episode]:
     """
     for episode in episodes:
         if not _whole(episode.index, 0):
-            raise ConfigError(f"{path}: episode_index={episode.index!r} is no number of an episode; download it anew")
+            raise ConfigError(
+                f"{path}: episode_index={episode.index!r} is no number of an episode; download it anew"
+            )
     episodes.sort(key=lambda episode: episode.index)
     for i, episode in enumerate(episodes):
         if i and episode.index == episodes[i - 1].index:
-            raise ConfigError(f"{path}: episode {episode.index} is there twice; record or download it anew")
+            raise ConfigError(
+                f"{path}: episode {episode.index} is there twice; record or download it anew"
+            )
         if not _whole(episode.length, 1):
-            raise ConfigError(f"{path}: episode {episode.index} has length={episode.length}; it must be at least 1")
+            raise ConfigError(
+                f"{path}: episode {episode.index} has length={episode.length}; it must be at least 1"
+            )
     return episodes
 
 
@@ -336,7 +407,9 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     rows = [row for path in paths for row in _rows(path)]
     for row in rows:
         if not _whole(index := row.get("episode_index"), 0):
-            raise ConfigError(f"{folder}/meta/episodes: episode_index={index!r} is no number; download it anew")
+            raise ConfigError(
+                f"{folder}/meta/episodes: episode_index={index!r} is no number; download it anew"
+            )
     return sorted(rows, key=lambda row: row["episode_index"])
 
 
@@ -352,7 +425,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError as error:
         raise ConfigError(f"{path} is missing; download the folder anew") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: are no JSON lines that can be read ({error}); download it anew") from error
+        raise ConfigError(
+            f"{path}: are no JSON lines that can be read ({error}); download it anew"
+        ) from error
 
 
 def read_tasks(folder: Path, version: str) -> dict[int, str]:
@@ -369,7 +444,9 @@ def read_tasks(folder: Path, version: str) -> dict[int, str]:
             return {}
         rows = _rows(path)
     try:
-        return {int(row["task_index"]): str(row.get("task") or row["__index_level_0__"]) for row in rows}
+        return {
+            int(row["task_index"]): str(row.get("task") or row["__index_level_0__"]) for row in rows
+        }
     except NOWHERE as error:
         raise ConfigError(
             f"{path}: has no columns task_index and task ({type(error).__name__}: {error}); download it anew"
@@ -386,7 +463,9 @@ def _check_memory(
     free = _free_bytes()
     need = frames * (sum(3 * height * width for height, width in cameras.values()) + 4 * numbers)
     if free is not None and need > free / 2:
-        sizes = " + ".join([*(f"{height} x {width} x 3" for height, width in cameras.values()), f"{numbers} x 4"])
+        sizes = " + ".join(
+            [*(f"{height} x {width} x 3" for height, width in cameras.values()), f"{numbers} x 4"]
+        )
         fits = int(episodes * (free / 2) / need)
         raise ConfigError(
             f"{folder}: {frames} frames x ({sizes}) bytes = {need / 2**30:.2f} GiB of pictures and numbers, more than "
@@ -401,7 +480,9 @@ def _free_bytes() -> float | None:
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        free = next(
+            float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
+        )
         limit, used = (Path(f"/sys/fs/cgroup/memory.{x}") for x in ("max", "current"))
         if limit.exists() and (most := limit.read_text().strip()) != "max":
             free = min(free, float(most) - float(used.read_text()))
@@ -410,14 +491,16 @@ def _free_bytes() -> float | None:
     return max(free, 0.0)
 
 
-# ----------------------------------------------------------------------------------------------------------- parquet
+# ------------------------------------------------------------------------------------------ parquet
 def arrow(path: Path) -> tuple[Any, Any]:
     """Import pyarrow and pyarrow.parquet."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise ConfigError(f"{path}: demonstrations need pyarrow ({error}); pip install pyarrow") from error
+        raise ConfigError(
+            f"{path}: demonstrations need pyarrow ({error}); pip install pyarrow"
+        ) from error
     return pyarrow, parquet
 
 
@@ -430,14 +513,25 @@ def _load(path: Path, columns: Sequence[str] | None = None) -> Any:
     pyarrow, parquet = arrow(path)
     try:
         if not path.exists():
-            raise ConfigError(f"{path} is missing; copy or download the folder anew, or record it again")
+            raise ConfigError(
+                f"{path} is missing; copy or download the folder anew, or record it again"
+            )
         with parquet.ParquetFile(path) as file:
             there = file.schema_arrow.names
             if lacks := [name for name in columns or () if there.count(name) != 1]:
-                what = f"has several columns {lacks[0]}" if lacks[0] in there else f"has no column {lacks[0]}"
+                what = (
+                    f"has several columns {lacks[0]}"
+                    if lacks[0] in there
+                    else f"has no column {lacks[0]}"
+                )
                 raise ConfigError(f"{path}: {what}; it has {', '.join(there)}")
             return file.read(None if columns is None else list(columns)).combine_chunks()
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:  # also for names of columns
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        UnicodeDecodeError,
+        OverflowError,
+    ) as error:  # also for names of columns
         cause = one_line(error)
         raise ConfigError(
             f"{path}: is no parquet file that can be read ({cause}); record or download it anew"
@@ -453,8 +547,14 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     table = _load(path)
     try:
         return table.to_pylist()
-    except (arrow(path)[0].ArrowException, ValueError, OverflowError) as error:  # invalid text, dates out of range
-        raise ConfigError(f"{path}: has values that cannot be read ({one_line(error)}); download it anew") from error
+    except (
+        arrow(path)[0].ArrowException,
+        ValueError,
+        OverflowError,
+    ) as error:  # invalid text, dates out of range
+        raise ConfigError(
+            f"{path}: has values that cannot be read ({one_line(error)}); download it anew"
+        ) from error
 
 
 class _Table:
@@ -465,8 +565,13 @@ class _Table:
         self._table = _load(path, [*columns, "episode_index", "frame_index", "task_index"])
         self._cache: dict[str, Any] = {}
         for name in ("episode_index", "frame_index", "task_index"):
-            if not str(self._table[name].type).startswith(("int", "uint")) or self._table[name].null_count:
-                raise ConfigError(f"{path}: {name} is not a whole number in every frame; record or download it anew")
+            if (
+                not str(self._table[name].type).startswith(("int", "uint"))
+                or self._table[name].null_count
+            ):
+                raise ConfigError(
+                    f"{path}: {name} is not a whole number in every frame; record or download it anew"
+                )
         self._episode, self._frame, self._task = (
             self._table[name].to_numpy() for name in ("episode_index", "frame_index", "task_index")
         )
@@ -482,7 +587,9 @@ class _Table:
         frame = self._frame[rows]
         if len(frame) != episode.length or (frame != np.arange(len(frame))).any():
             lost = np.setdiff1d(np.arange(episode.length), frame)
-            detail = f"frame {lost[0]} is missing" if len(lost) else f"{len(frame)} frames are there"
+            detail = (
+                f"frame {lost[0]} is missing" if len(lost) else f"{len(frame)} frames are there"
+            )
             raise ConfigError(
                 f"{self._where(episode)} should have {episode.length} frames, but {detail}; record or download it anew"
             )
@@ -517,7 +624,9 @@ class _Table:
         lists = pyarrow.types.is_list(column.type) or pyarrow.types.is_fixed_size_list(column.type)
         lists = lists or pyarrow.types.is_large_list(column.type)
         if lists:
-            there = compute.fill_null(compute.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+            there = compute.fill_null(compute.list_value_length(column), 0).to_numpy(
+                zero_copy_only=False
+            )
         else:
             there = np.ones(len(column), dtype=np.int64)
         if len(wrong := np.flatnonzero(there != dims)):
@@ -530,9 +639,13 @@ class _Table:
         try:
             return flat.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, dims)
         except (ValueError, TypeError, OverflowError, pyarrow.ArrowException) as error:
-            raise ConfigError(f"{self.path}: {name} holds {column.type}, not numbers; download it anew") from error
+            raise ConfigError(
+                f"{self.path}: {name} holds {column.type}, not numbers; download it anew"
+            ) from error
 
-    def pictures(self, name: str, rows: np.ndarray, episode: _Episode, size: tuple[int, int]) -> np.ndarray:
+    def pictures(
+        self, name: str, rows: np.ndarray, episode: _Episode, size: tuple[int, int]
+    ) -> np.ndarray:
         """Return images that are stored in the table, uint8 [L, H, W, 3]."""
         out = np.empty((len(rows), *size, 3), dtype=np.uint8)
         for i, row in enumerate(rows.tolist()):
@@ -540,19 +653,27 @@ class _Table:
             try:
                 held = self._table[name][row].as_py()
             except ValueError as error:
-                raise ConfigError(f"{where} cannot be read ({one_line(error)}); download it anew") from error
+                raise ConfigError(
+                    f"{where} cannot be read ({one_line(error)}); download it anew"
+                ) from error
             data = held.get("bytes") if isinstance(held, dict) else held
             if not isinstance(data, bytes):
-                raise ConfigError(f"{where} holds no picture; download the dataset with its pictures in the tables")
+                raise ConfigError(
+                    f"{where} holds no picture; download the dataset with its pictures in the tables"
+                )
             try:
                 with Image.open(io.BytesIO(data), formats=PICTURES) as picture:
                     width, height = picture.size
                     if (height, width) == size:  # check first: a small file may decode to gigabytes
                         out[i] = np.asarray(picture.convert("RGB"))
             except UNREADABLE as error:
-                raise ConfigError(f"{where} cannot be decoded ({error}); record or download it anew") from error
+                raise ConfigError(
+                    f"{where} cannot be decoded ({error}); record or download it anew"
+                ) from error
             if (height, width) != size:
-                raise ConfigError(f"{where} is {[height, width, 3]}; meta/info.json says {[*size, 3]}")
+                raise ConfigError(
+                    f"{where} is {[height, width, 3]}; meta/info.json says {[*size, 3]}"
+                )
         return out
 
 
@@ -564,23 +685,33 @@ def check_finite(x: np.ndarray, where: str) -> None:
     """
     if len(bad := np.argwhere(~np.isfinite(x))):
         frame, i = bad[0].tolist()
-        raise ConfigError(f"{where} [{i}] is {x[frame, i]} in frame {frame}; it must be finite: leave the episode out")
+        raise ConfigError(
+            f"{where} [{i}] is {x[frame, i]} in frame {frame}; it must be finite: leave the episode out"
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------- video
-def _decode(path: Path, spans: Sequence[tuple[_Episode, int, np.ndarray]], size: tuple[int, int]) -> None:
+# -------------------------------------------------------------------------------------------- video
+def _decode(
+    path: Path, spans: Sequence[tuple[_Episode, int, np.ndarray]], size: tuple[int, int]
+) -> None:
     """Decode a video into uint8 [L, H, W, 3] of each episode; ``spans`` are sorted by first frame."""
     if not path.exists():
-        raise ConfigError(f"{path} is missing; copy or download the folder anew, or record it again")
+        raise ConfigError(
+            f"{path} is missing; copy or download the folder anew, or record it again"
+        )
     try:
         with closing(_frames(path)) as frames:
             width, height = next(frames)["size"]
             if (height, width) != size:
-                raise ConfigError(f"{path}: shows {height} x {width} pixels; meta/info.json says {size[0]} x {size[1]}")
+                raise ConfigError(
+                    f"{path}: shows {height} x {width} pixels; meta/info.json says {size[0]} x {size[1]}"
+                )
             at = 0  # index of the next frame
             for episode, first, out in spans:
                 if first < at:
-                    raise ConfigError(f"{path}: episode {episode.index} begins before the one before it ends")
+                    raise ConfigError(
+                        f"{path}: episode {episode.index} begins before the one before it ends"
+                    )
                 for i in range(first - at + len(out)):
                     picture = next(frames, None)
                     frame = at + i - first
@@ -594,7 +725,9 @@ def _decode(path: Path, spans: Sequence[tuple[_Episode, int, np.ndarray]], size:
                 at = first + len(out)
     except (OSError, RuntimeError, LookupError, TypeError, AttributeError) as error:
         cause = one_line(error)[-200:]
-        raise ConfigError(f"{path}: is no video that can be read ({cause}); record or download it anew") from error
+        raise ConfigError(
+            f"{path}: is no video that can be read ({cause}); record or download it anew"
+        ) from error
 
 
 def _frames(path: Path) -> Any:

@@ -92,11 +92,17 @@ class Writer:
         self._dims = {STATE: len(state), ACTION: len(action)}
         self._robot_type = robot_type
         self._features = _features(fps, state, action, self._cameras)
-        for name, number in (("fps", fps), ("episodes_per_file", episodes_per_file), *self._dims.items()):
+        for name, number in (
+            ("fps", fps),
+            ("episodes_per_file", episodes_per_file),
+            *self._dims.items(),
+        ):
             if number < 1:
                 raise ConfigError(f"{self.folder}: {name}={number} must be at least 1")
         if bad := [name for name in cameras if "/" in name or not name]:
-            raise ConfigError(f"{self.folder}: camera {bad[0]!r} cannot be a folder; give it a name without slashes")
+            raise ConfigError(
+                f"{self.folder}: camera {bad[0]!r} cannot be a folder; give it a name without slashes"
+            )
         arrow(self.folder)
         self._tasks: dict[str, int] = {}
         self._stats: dict[str, Stats] = {}
@@ -111,7 +117,13 @@ class Writer:
             os.close(self._lock)
             raise
 
-    def add(self, images: Mapping[str, np.ndarray], state: np.ndarray, action: np.ndarray, instruction: str) -> None:
+    def add(
+        self,
+        images: Mapping[str, np.ndarray],
+        state: np.ndarray,
+        action: np.ndarray,
+        instruction: str,
+    ) -> None:
         """Add one complete episode.
 
         Args:
@@ -129,7 +141,9 @@ class Writer:
         try:
             self._encode(images)
             self._note(images, length, state, action, instruction)
-        except BaseException as error:  # the video now holds part of an episode and cannot be completed
+        except (
+            BaseException
+        ) as error:  # the video now holds part of an episode and cannot be completed
             self._abandon()
             if isinstance(error, OSError):
                 cause = one_line(error)[:200]
@@ -152,7 +166,7 @@ class Writer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --------------------------------------------------------------------------------------------------- beginning
+    # ------------------------------------------------------------------------------------ beginning
     def _locked(self) -> int:
         """Lock the folder for this process and return its file descriptor."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -170,11 +184,17 @@ class Writer:
         """Create a data set, or continue the existing one."""
         if not (self.folder / "meta/info.json").exists():
             if there := sorted(path.name for path in self.folder.iterdir() if path.name != "meta"):
-                raise ConfigError(f"{self.folder}: holds {there[0]} but no meta/info.json; choose an empty folder")
+                raise ConfigError(
+                    f"{self.folder}: holds {there[0]} but no meta/info.json; choose an empty folder"
+                )
             self._publish()
             return
         info = read_info(self.folder)
-        there = {"codebase_version": info["codebase_version"], "fps": info["fps"], **_plain(info["features"])}
+        there = {
+            "codebase_version": info["codebase_version"],
+            "fps": info["fps"],
+            **_plain(info["features"]),
+        }
         wanted = {"codebase_version": VERSION, "fps": self._fps, **_plain(self._features)}
         for key in wanted | there:
             if wanted.get(key) != there.get(key):
@@ -188,13 +208,18 @@ class Writer:
         for row in rows:
             self._file = max(self._file, *_files_of(row, int(info.get("chunks_size", CHUNK))))
             try:
-                row_stats = {key: {x: np.array(row[f"stats/{key}/{x}"]) for x in _STATS} for key in self._keys()}
+                row_stats = {
+                    key: {x: np.array(row[f"stats/{key}/{x}"]) for x in _STATS}
+                    for key in self._keys()
+                }
             except KeyError as error:
                 raise ConfigError(
                     f"{self.folder}: episode {row['episode_index']} has no column {error.args[0]}, so it was recorded "
                     "by something else; choose another folder"
                 ) from error
-            self._stats = {key: _merged(self._stats.get(key), new) for key, new in row_stats.items()}
+            self._stats = {
+                key: _merged(self._stats.get(key), new) for key, new in row_stats.items()
+            }
         self._file += bool(rows)
         # Remove the incomplete files of an interrupted recording.
         for path in [*self.folder.rglob("*.part"), *(path for path in self._paths())]:
@@ -205,8 +230,14 @@ class Writer:
         """Return the features that have statistics."""
         return [STATE, ACTION, *(CAMERA + name for name in self._cameras)]
 
-    # ------------------------------------------------------------------------------------------------------ adding
-    def _check(self, images: Mapping[str, np.ndarray], state: np.ndarray, action: np.ndarray, instruction: str) -> int:
+    # --------------------------------------------------------------------------------------- adding
+    def _check(
+        self,
+        images: Mapping[str, np.ndarray],
+        state: np.ndarray,
+        action: np.ndarray,
+        instruction: str,
+    ) -> int:
         """Check an episode and return its length L.
 
         Raises:
@@ -214,10 +245,14 @@ class Writer:
         """
         where = f"{self.folder}: episode {self.episodes}"
         if set(images) != set(self._cameras):
-            raise ConfigError(f"{where} has pictures of {sorted(images)}; they must be of {sorted(self._cameras)}")
+            raise ConfigError(
+                f"{where} has pictures of {sorted(images)}; they must be of {sorted(self._cameras)}"
+            )
         length = len(state)
         if length == 0 or not instruction:
-            raise ConfigError(f"{where} has {length} frames and instruction={instruction!r}; leave it out")
+            raise ConfigError(
+                f"{where} has {length} frames and instruction={instruction!r}; leave it out"
+            )
         for name, size in self._cameras.items():
             x = images[name]
             if x.shape != (length, *size, 3) or x.dtype != np.uint8:
@@ -226,7 +261,9 @@ class Writer:
                 )
         for name, x in ((STATE, state), (ACTION, action)):
             if x.shape != (length, self._dims[name]):
-                raise ConfigError(f"{where}: {name} is {list(x.shape)}; it must be {[length, self._dims[name]]}")
+                raise ConfigError(
+                    f"{where}: {name} is {list(x.shape)}; it must be {[length, self._dims[name]]}"
+                )
             check_finite(x, f"{where}: {name}")
         return length
 
@@ -242,12 +279,28 @@ class Writer:
                     self._fps,
                     codec="libx264rgb",
                     pix_fmt="rgb24",
-                    options=("-crf", "0", "-preset", "veryfast", "-g", str(KEYFRAMES), "-bf", "0", "-f", "mp4"),
+                    options=(
+                        "-crf",
+                        "0",
+                        "-preset",
+                        "veryfast",
+                        "-g",
+                        str(KEYFRAMES),
+                        "-bf",
+                        "0",
+                        "-f",
+                        "mp4",
+                    ),
                 )
             self._encoders[name].send(np.ascontiguousarray(pictures))
 
     def _note(
-        self, images: Mapping[str, np.ndarray], length: int, state: np.ndarray, action: np.ndarray, instruction: str
+        self,
+        images: Mapping[str, np.ndarray],
+        length: int,
+        state: np.ndarray,
+        action: np.ndarray,
+        instruction: str,
     ) -> None:
         """Keep the numbers of an episode until the file is complete."""
         task = self._tasks.setdefault(instruction, len(self._tasks))
@@ -285,21 +338,34 @@ class Writer:
             os.close(self._lock)
         self._encoders, self._lock = {}, -1
 
-    def _episode_row(self, length: int, instruction: str, stats: Mapping[str, Stats]) -> dict[str, Any]:
+    def _episode_row(
+        self, length: int, instruction: str, stats: Mapping[str, Stats]
+    ) -> dict[str, Any]:
         """Return the row of the next episode in meta/episodes."""
         place = {"chunk_index": self._file // CHUNK, "file_index": self._file % CHUNK}
         begun = sum(row["length"] for row in self._episode_rows)  # frames of this file
-        row: dict[str, Any] = {"episode_index": self.episodes, "tasks": [instruction], "length": length}
+        row: dict[str, Any] = {
+            "episode_index": self.episodes,
+            "tasks": [instruction],
+            "length": length,
+        }
         row |= {f"data/{key}": x for key, x in place.items()}
         row |= {"dataset_from_index": self.frames, "dataset_to_index": self.frames + length}
         for name in self._cameras:
             row |= {f"videos/{CAMERA}{name}/{key}": x for key, x in place.items()}
-            times = {"from_timestamp": begun / self._fps, "to_timestamp": (begun + length) / self._fps}
+            times = {
+                "from_timestamp": begun / self._fps,
+                "to_timestamp": (begun + length) / self._fps,
+            }
             row |= {f"videos/{CAMERA}{name}/{key}": x for key, x in times.items()}
-        row |= {f"stats/{key}/{x}": array.tolist() for key, of in stats.items() for x, array in of.items()}
+        row |= {
+            f"stats/{key}/{x}": array.tolist()
+            for key, of in stats.items()
+            for x, array in of.items()
+        }
         return row | {f"meta/episodes/{key}": x for key, x in place.items()}
 
-    # --------------------------------------------------------------------------------------------------- finishing
+    # ------------------------------------------------------------------------------------ finishing
     def _path(self, template: str, camera: str = "") -> Path:
         """Return the path of the current file."""
         key = CAMERA + camera
@@ -330,7 +396,9 @@ class Writer:
             encoder.close()
             path = self._path(VIDEO_PATH, name)
             if (there := _count(_part(path))) != frames:
-                raise ConfigError(f"{path}: ffmpeg wrote {there} of {frames} frames; is the disk full? {SAFE}")
+                raise ConfigError(
+                    f"{path}: ffmpeg wrote {there} of {frames} frames; is the disk full? {SAFE}"
+                )
             _move(_part(path), path)
         joined = {name: np.concatenate(parts) for name, parts in self._columns.items()}
         data = pyarrow.table({name: _column(x) for name, x in joined.items()})
@@ -358,7 +426,9 @@ class Writer:
             "video_path": VIDEO_PATH if self._cameras else None,
             "features": self._features,
         }
-        stats = {key: {x: array.tolist() for x, array in of.items()} for key, of in self._stats.items()}
+        stats = {
+            key: {x: array.tolist() for x, array in of.items()} for key, of in self._stats.items()
+        }
         for name, value in (("stats", stats), ("info", info)):
             text = json.dumps(value, indent=4, ensure_ascii=False)
             _write(self.folder / f"meta/{name}.json", lambda part, text=text: part.write_text(text))
@@ -381,7 +451,12 @@ def _features(
             "has_audio": False,
         }
         names = ["height", "width", "channels"]
-        features[CAMERA + name] = {"dtype": "video", "shape": [height, width, 3], "names": names, "info": video}
+        features[CAMERA + name] = {
+            "dtype": "video",
+            "shape": [height, width, 3],
+            "names": names,
+            "info": video,
+        }
     for name, dims in ((STATE, state), (ACTION, action)):
         features[name] = {"dtype": "float32", "shape": [len(dims)], "names": list(dims)}
     features["timestamp"] = {"dtype": "float32", "shape": [1], "names": None}
@@ -390,7 +465,10 @@ def _features(
 
 def _plain(features: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the features that all recordings of a folder must have in common."""
-    return {key: [feature.get(x) for x in ("dtype", "shape", "names")] for key, feature in features.items()}
+    return {
+        key: [feature.get(x) for x in ("dtype", "shape", "names")]
+        for key, feature in features.items()
+    }
 
 
 def _files_of(row: Mapping[str, Any], chunk: int) -> list[int]:
@@ -412,7 +490,11 @@ def _column(x: np.ndarray) -> Any:
     import pyarrow
 
     flat = pyarrow.array(x.reshape(-1))
-    return flat if x.ndim == 1 or x.shape[1] == 1 else pyarrow.FixedSizeListArray.from_arrays(flat, x.shape[1])
+    return (
+        flat
+        if x.ndim == 1 or x.shape[1] == 1
+        else pyarrow.FixedSizeListArray.from_arrays(flat, x.shape[1])
+    )
 
 
 def _tasks_table(tasks: Mapping[str, int]) -> Any:
@@ -426,10 +508,21 @@ def _tasks_table(tasks: Mapping[str, int]) -> Any:
         }
     )
     columns = [
-        {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy, "metadata": None}
+        {
+            "name": name,
+            "field_name": name,
+            "pandas_type": kind,
+            "numpy_type": numpy,
+            "metadata": None,
+        }
         for name, kind, numpy in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
     ]
-    pandas = {"index_columns": ["task"], "column_indexes": [], "columns": columns, "pandas_version": "2.2.0"}
+    pandas = {
+        "index_columns": ["task"],
+        "column_indexes": [],
+        "columns": columns,
+        "pandas_version": "2.2.0",
+    }
     return table.replace_schema_metadata({"pandas": json.dumps(pandas)})
 
 
@@ -455,7 +548,7 @@ def _write(path: Path, write: Callable[[Path], Any]) -> None:
     _move(_part(path), path)
 
 
-# -------------------------------------------------------------------------------------------------------- statistics
+# --------------------------------------------------------------------------------------- statistics
 _STATS = ("min", "max", "mean", "std", "count")
 
 
@@ -473,7 +566,12 @@ def _image_stats(x: np.ndarray) -> Stats:
     present = np.where(counts > 0, value, np.nan)
     mean = share @ value
     std = np.sqrt(np.maximum((share * np.square(value - mean[:, None])).sum(1), 0.0))
-    named = {"min": np.nanmin(present, axis=1), "max": np.nanmax(present, axis=1), "mean": mean, "std": std}
+    named = {
+        "min": np.nanmin(present, axis=1),
+        "max": np.nanmax(present, axis=1),
+        "mean": mean,
+        "std": std,
+    }
     return {key: v.reshape(3, 1, 1) for key, v in named.items()} | {"count": np.array([len(x)])}
 
 
@@ -484,6 +582,8 @@ def _merged(a: Stats | None, b: Stats) -> Stats:
     count = a["count"] + b["count"]
     wa, wb = a["count"] / count, b["count"] / count
     mean = wa * a["mean"] + wb * b["mean"]
-    variance = wa * (a["std"] ** 2 + (a["mean"] - mean) ** 2) + wb * (b["std"] ** 2 + (b["mean"] - mean) ** 2)
+    variance = wa * (a["std"] ** 2 + (a["mean"] - mean) ** 2) + wb * (
+        b["std"] ** 2 + (b["mean"] - mean) ** 2
+    )
     low, high = np.minimum(a["min"], b["min"]), np.maximum(a["max"], b["max"])
     return {"min": low, "max": high, "mean": mean, "std": np.sqrt(variance), "count": count}

@@ -74,7 +74,7 @@ class Row:
     where: str
 
 
-# -------------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 def files_of(paths: Paths) -> list[Path]:
     """Return all files, with directories replaced by the data files in them.
 
@@ -94,12 +94,18 @@ def files_of(paths: Paths) -> list[Path]:
         elif path.is_file():
             files.append(path)
         elif path.exists():
-            raise ConfigError(f"{path}: is neither a file nor a directory; name a .jsonl, .json or .parquet file")
+            raise ConfigError(
+                f"{path}: is neither a file nor a directory; name a .jsonl, .json or .parquet file"
+            )
         else:
             there = sorted(p.name for p in path.parent.glob("*.*")) if path.parent.is_dir() else []
-            raise ConfigError(f"{path}: does not exist; {choose(path.name, there[:20], 'in its folder: ')}")
+            raise ConfigError(
+                f"{path}: does not exist; {choose(path.name, there[:20], 'in its folder: ')}"
+            )
     if not files:
-        raise ConfigError("no data file is named; name .jsonl, .json or .parquet files, or a directory of them")
+        raise ConfigError(
+            "no data file is named; name .jsonl, .json or .parquet files, or a directory of them"
+        )
     return files
 
 
@@ -115,9 +121,16 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with parquet.ParquetFile(path) as file:
             items = [item for batch in file.iter_batches() for item in batch.to_pylist()]
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # invalid text, dates out of range
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        ValueError,
+        OverflowError,
+    ) as error:  # invalid text, dates out of range
         cause = one_line(error)
-        raise ConfigError(f"{path}: is no parquet file that can be read ({cause}); write it anew") from error
+        raise ConfigError(
+            f"{path}: is no parquet file that can be read ({cause}); write it anew"
+        ) from error
     for i, item in enumerate(items):
         yield f"{path} row {i}", item
 
@@ -127,17 +140,25 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is no UTF-8 text (byte {error.start}: {error.reason}); convert it") from error
+        raise ConfigError(
+            f"{path}: is no UTF-8 text (byte {error.start}: {error.reason}); convert it"
+        ) from error
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); correct the cause") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); correct the cause"
+        ) from error
     if text.lstrip().startswith("["):
         try:
             items = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: begins like a JSON array and is none ({error}); fix it") from error
+            raise ConfigError(
+                f"{path}: begins like a JSON array and is none ({error}); fix it"
+            ) from error
         yield from ((f"{path} row {i}", item) for i, item in enumerate(items))
         return
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also split at U+2028
+    for number, line in enumerate(
+        text.split("\n"), start=1
+    ):  # splitlines would also split at U+2028
         if line.strip():
             try:
                 yield f"{path}:{number}", json.loads(line)
@@ -147,7 +168,9 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
                 ) from error
 
 
-def read_rows(paths: Paths, *, prompt_key: str | None = None, answer_key: str | None = None) -> list[Row]:
+def read_rows(
+    paths: Paths, *, prompt_key: str | None = None, answer_key: str | None = None
+) -> list[Row]:
     """Read all rows of JSON lines, JSON arrays and parquet files, in the order of ``paths``.
 
     Of a directory all files are read, sorted. The layout is detected by the first row of a file
@@ -171,7 +194,9 @@ def read_rows(paths: Paths, *, prompt_key: str | None = None, answer_key: str | 
         before, gsm8k = len(rows), False
         for where, item in _parquet(path) if path.suffix == ".parquet" else _json(path):
             if not isinstance(item, dict):
-                raise ConfigError(f"{where}: {_show(item)} is no object; write {{'prompt': .., 'ground_truth': ..}}")
+                raise ConfigError(
+                    f"{where}: {_show(item)} is no object; write {{'prompt': .., 'ground_truth': ..}}"
+                )
             if len(rows) == before:  # the first row determines the layout of the file
                 gsm8k = prompt_key in (None, "question") and answer_key is None and _is_gsm8k(item)
             rows.append(_row(item, where, path.stem, gsm8k, prompt_key, answer_key))
@@ -180,35 +205,49 @@ def read_rows(paths: Paths, *, prompt_key: str | None = None, answer_key: str | 
     return rows
 
 
-# --------------------------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------------- rows
 def _show(value: Any) -> str:
     """Format a value in at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _find(item: Mapping[str, Any], where: str, option: str, key: str | None, known: Sequence[str]) -> str:
+def _find(
+    item: Mapping[str, Any], where: str, option: str, key: str | None, known: Sequence[str]
+) -> str:
     """Return the key to read: ``key``, or the first known one that the row has."""
     if key is None:
         there = [k for k in known if item.get(k) is not None]
         if there:
             return there[0]
         words, keys = ", ".join(known), ", ".join(item) or "none"
-        raise ConfigError(f"{where}: none of {words} is there; its keys: {keys}; name the right one with {option}=KEY")
+        raise ConfigError(
+            f"{where}: none of {words} is there; its keys: {keys}; name the right one with {option}=KEY"
+        )
     if item.get(key) is None:
         what = "is null" if key in item else "is not there"
-        raise ConfigError(f"{where}: {option} = {key} {what}; {choose(key, list(item), 'its keys: ')}")
+        raise ConfigError(
+            f"{where}: {option} = {key} {what}; {choose(key, list(item), 'its keys: ')}"
+        )
     return key
 
 
 def _is_gsm8k(item: Mapping[str, Any]) -> bool:
     """Return whether a row has the layout of GSM8K."""
-    first = [next((k for k in known if item.get(k) is not None), None) for known in (PROMPT_KEYS, ANSWER_KEYS)]
+    first = [
+        next((k for k in known if item.get(k) is not None), None)
+        for known in (PROMPT_KEYS, ANSWER_KEYS)
+    ]
     return first == ["question", "answer"] and "####" in str(item["answer"])
 
 
 def _row(
-    item: dict[str, Any], where: str, name: str, gsm8k: bool, prompt_key: str | None, answer_key: str | None
+    item: dict[str, Any],
+    where: str,
+    name: str,
+    gsm8k: bool,
+    prompt_key: str | None,
+    answer_key: str | None,
 ) -> Row:
     """Convert and check one row."""
     key = _find(item, where, "prompt_key", prompt_key, PROMPT_KEYS)
@@ -216,7 +255,10 @@ def _row(
     truth_key = _find(item, where, "answer_key", answer_key, ANSWER_KEYS)
     truth, label = item[truth_key], truth_key
     if truth_key == "reward_model":
-        truth, label = truth.get("ground_truth") if isinstance(truth, dict) else None, "reward_model.ground_truth"
+        truth, label = (
+            truth.get("ground_truth") if isinstance(truth, dict) else None,
+            "reward_model.ground_truth",
+        )
     if not isinstance(truth, (str, int, float)) or isinstance(truth, bool):
         raise ConfigError(f"{where}: {label} = {_show(truth)} must be a text or a number")
     truth = str(
@@ -232,17 +274,29 @@ def _row(
             )
     source, extra = item.get("data_source"), item.get("extra_info")
     if not isinstance(source, (str, type(None))):
-        raise ConfigError(f"{where}: data_source = {_show(source)} must be a text, such as 'openai/gsm8k'")
+        raise ConfigError(
+            f"{where}: data_source = {_show(source)} must be a text, such as 'openai/gsm8k'"
+        )
     if not isinstance(extra, (dict, type(None))):
-        raise ConfigError(f"{where}: extra_info = {_show(extra)} must be an object; put it under a key of one")
+        raise ConfigError(
+            f"{where}: extra_info = {_show(extra)} must be an object; put it under a key of one"
+        )
     if extra is None:
-        extra = {k: v for k, v in item.items() if k not in (key, truth_key, "data_source", "extra_info")}
+        extra = {
+            k: v for k, v in item.items() if k not in (key, truth_key, "data_source", "extra_info")
+        }
     source = source or ("openai/gsm8k" if gsm8k else name)
-    for word in (truth, source, *([prompt] if isinstance(prompt, str) else [m["content"] for m in prompt])):
+    for word in (
+        truth,
+        source,
+        *([prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]),
+    ):
         try:
             word.encode()
         except UnicodeEncodeError as error:
-            raise ConfigError(f"{where}: {_show(word)} is no Unicode text ({error.reason}); fix it") from error
+            raise ConfigError(
+                f"{where}: {_show(word)} is no Unicode text ({error.reason}); fix it"
+            ) from error
     return Row(prompt, truth, source, extra, GSM8K_SUFFIX if gsm8k else "", where)
 
 
@@ -251,7 +305,9 @@ def _prompt(value: Any, where: str) -> str | list[dict[str, str]]:
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
-        raise ConfigError(f"{where} = {_show(value)} must be a text or messages [{{'role': .., 'content': ..}}]")
+        raise ConfigError(
+            f"{where} = {_show(value)} must be a text or messages [{{'role': .., 'content': ..}}]"
+        )
     for i, message in enumerate(value):
         for key in ("role", "content"):
             text = message.get(key) if isinstance(message, dict) else None
@@ -262,7 +318,7 @@ def _prompt(value: Any, where: str) -> str | list[dict[str, str]]:
     return [{"role": m["role"], "content": m["content"]} for m in value]
 
 
-# ------------------------------------------------------------------------------------------------------------ prompts
+# ------------------------------------------------------------------------------------------ prompts
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a directory.
 
@@ -271,16 +327,21 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """
     option = f"actor.tokenizer={path}"
     if not Path(path).is_dir():
-        raise ConfigError(f"{option}: is no directory; name one of a model (hf download NAME --local-dir DIR)")
+        raise ConfigError(
+            f"{option}: is no directory; name one of a model (hf download NAME --local-dir DIR)"
+        )
     if not [*Path(path).glob("tokenizer*"), *Path(path).glob("vocab.*")]:
-        raise ConfigError(f"{option}: holds no tokenizer (tokenizer.json); name the directory of the model's")
+        raise ConfigError(
+            f"{option}: holds no tokenizer (tokenizer.json); name the directory of the model's"
+        )
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ImportError as error:
         raise ConfigError(
             f"mode=reasoning needs transformers ({error}): pip install 'embodied-ppo[language]'"
         ) from error
-    # AutoTokenizer applies the splitting rules of the model family even if tokenizer.json has others.
+    # AutoTokenizer applies the splitting rules of the model family even if tokenizer.json has
+    # others.
     exact = Path(path, "tokenizer.json").is_file()
     kind: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
     with config_errors(f"{option}: transformers refuses (", "); fix it"):
@@ -320,7 +381,9 @@ def load_prompts(
     """
     chat = chat_template != "never" and bool(tokenizer.chat_template)
     if chat_template == "always" and not chat:
-        raise ConfigError("chat_template = always: the tokenizer has none; write chat_template=never, or add one to it")
+        raise ConfigError(
+            "chat_template = always: the tokenizer has none; write chat_template=never, or add one to it"
+        )
     if system is not None and not chat:
         raise ConfigError(
             f"system = {_show(system)} is set but not read; it needs a tokenizer with a chat template and "
@@ -331,11 +394,21 @@ def load_prompts(
     for index, row in enumerate(read_rows(paths, prompt_key=prompt_key, answer_key=answer_key)):
         messages = _messages(row, row.suffix if suffix is None else suffix, system)
         text = "\n".join(m["content"] for m in messages)
-        cure = "the row or the template, or write chat_template=never" if chat else "it, or take another tokenizer"
+        cure = (
+            "the row or the template, or write chat_template=never"
+            if chat
+            else "it, or take another tokenizer"
+        )
         source = f"the tokenizer{' or its chat template' if chat else ''}"
-        with config_errors(f"{row.where}: {source} refuses {_show(text)} (", f"); fix {cure}", kind=True):
+        with config_errors(
+            f"{row.where}: {source} refuses {_show(text)} (", f"); fix {cure}", kind=True
+        ):
             if chat:
-                text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+                text = str(
+                    tokenizer.apply_chat_template(
+                        messages, tokenize=False, add_generation_prompt=True
+                    )
+                )
             ids = tuple(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
         if not ids:
             raise ConfigError(f"{row.where}: the prompt {_show(text)} has no tokens; fix it")
@@ -352,16 +425,24 @@ def load_prompts(
 
 def _messages(row: Row, suffix: str, system: str | None) -> list[dict[str, str]]:
     """Return the chat of a row, with ``suffix`` at the end of the user's last message."""
-    messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
+    messages = (
+        [{"role": "user", "content": row.prompt}]
+        if isinstance(row.prompt, str)
+        else list(row.prompt)
+    )
     if suffix:
         users = [i for i, m in enumerate(messages) if m["role"] == "user"]
         if not users:
-            raise ConfigError(f"{row.where}: no message has the role 'user' that suffix = {_show(suffix)} could end")
+            raise ConfigError(
+                f"{row.where}: no message has the role 'user' that suffix = {_show(suffix)} could end"
+            )
         last = messages[users[-1]]
         messages[users[-1]] = {**last, "content": last["content"] + suffix}
     if system is not None:
         if messages[0]["role"] == "system":
-            raise ConfigError(f"{row.where}: begins with a system message of its own; leave system out")
+            raise ConfigError(
+                f"{row.where}: begins with a system message of its own; leave system out"
+            )
         messages.insert(0, {"role": "system", "content": system})
     return messages
 
@@ -374,10 +455,13 @@ def task_prompts(task: Task, part: Part, tokenizer: PreTrainedTokenizerBase) -> 
     """
     problems = task.problems(part)
     ids = encode([p.prompt for p in problems], tokenizer)
-    return [Prompt(x, p.prompt, p.answer, task.name, {}, i) for i, (x, p) in enumerate(zip(ids, problems, strict=True))]
+    return [
+        Prompt(x, p.prompt, p.answer, task.name, {}, i)
+        for i, (x, p) in enumerate(zip(ids, problems, strict=True))
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------------ sampler
+# ------------------------------------------------------------------------------------------ sampler
 class Sampler:
     """Endless batches of row numbers; every epoch has every row once, in its own order."""
 

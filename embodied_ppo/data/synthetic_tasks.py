@@ -27,7 +27,7 @@ Forgets: TypeAlias = Callable[[], bool]
 """Called before a step of addition; returns whether its carries are forgotten."""
 
 
-# -------------------------------------------------------------------------------------------------------------- tasks
+# -------------------------------------------------------------------------------------------- tasks
 @dataclass(frozen=True)
 class Problem:
     """One problem.
@@ -77,7 +77,9 @@ class Task:
         """
         pool = self.draw(self.train + self.held_out)
         operands = pool[self.held_out :] if part == "train" else pool[: self.held_out]
-        return [Problem("+".join(f"{x:02d}" for x in o) + "=", self._answer(o), o) for o in operands]
+        return [
+            Problem("+".join(f"{x:02d}" for x in o) + "=", self._answer(o), o) for o in operands
+        ]
 
     def respond(self, problem: Problem) -> str:
         """Return the correct response, without the end token."""
@@ -143,15 +145,26 @@ def _after_mark(response: str) -> str | None:
 _TASKS = (
     # 57+68=  ->  521: the sum as three digits, the least significant first. All 10,000 problems.
     Task("arithmetic", 4, 0.7, 9_000, 1_000, _pairs, _three_digits, str, re.compile("[0-9]{3}")),
-    # 57+68+90=  ->  521;512#215: partial sums, the least significant digit first, then the total in usual order.
+    # 57+68+90=  ->  521;512#215: partial sums, the least significant digit first, then the total in
+    # usual order.
     Task(
-        "scratchpad", 12, 0.6, 20_000, 1_000, _twos_and_threes, _running_sums, _after_mark, re.compile("[^#]*#[0-9]+")
+        "scratchpad",
+        12,
+        0.6,
+        20_000,
+        1_000,
+        _twos_and_threes,
+        _running_sums,
+        _after_mark,
+        re.compile("[^#]*#[0-9]+"),
     ),
 )
 TASKS: dict[str, Task] = {task.name: task for task in _TASKS}
 
 
-def grade(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+def grade(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> dict[str, Any]:
     """Grade a response of either task (see ``graders``): 1 if its answer equals the correct one,
     character by character.
 
@@ -165,7 +178,12 @@ def grade(data_source: str, solution_str: str, ground_truth: str, extra_info: An
     task = TASKS[data_source]
     answer = task.read(solution_str)
     right = answer == ground_truth
-    return {"score": float(right), "acc": right, "pred": answer, "format": bool(task.form.fullmatch(solution_str))}
+    return {
+        "score": float(right),
+        "acc": right,
+        "pred": answer,
+        "format": bool(task.form.fullmatch(solution_str)),
+    }
 
 
 @dataclass(frozen=True)
@@ -182,7 +200,7 @@ class TaskGrader:
         return grade(self.task, solution_str, ground_truth, extra_info)
 
 
-# ------------------------------------------------------------------------------------------------------ demonstrations
+# ----------------------------------------------------------------------------------- demonstrations
 def demonstrations(
     task: Task, problems: Sequence[Problem], count: int, *, seed: int, forget: float | None = None
 ) -> list[tuple[str, str]]:
@@ -199,10 +217,15 @@ def demonstrations(
     """
     chance = task.forget if forget is None else forget
     rng = random.Random(seed)
-    return [(p.prompt, task.write(p.operands, lambda: rng.random() < chance)) for p in rng.choices(problems, k=count)]
+    return [
+        (p.prompt, task.write(p.operands, lambda: rng.random() < chance))
+        for p in rng.choices(problems, k=count)
+    ]
 
 
-def preferences(task: Task, problems: Sequence[Problem], count: int, *, seed: int) -> list[tuple[str, str, str]]:
+def preferences(
+    task: Task, problems: Sequence[Problem], count: int, *, seed: int
+) -> list[tuple[str, str, str]]:
     """Return (prompt, correct response, wrong response) of ``count`` problems, drawn with
     replacement.
 
@@ -210,7 +233,10 @@ def preferences(task: Task, problems: Sequence[Problem], count: int, *, seed: in
     any; the rest have one wrong digit in the answer.
     """
     rng = random.Random(seed)
-    return [(p.prompt, task.respond(p), _wrong(task, p, task.respond(p), rng)) for p in rng.choices(problems, k=count)]
+    return [
+        (p.prompt, task.respond(p), _wrong(task, p, task.respond(p), rng))
+        for p in rng.choices(problems, k=count)
+    ]
 
 
 def _wrong(task: Task, problem: Problem, right: str, rng: random.Random) -> str:
@@ -221,11 +247,13 @@ def _wrong(task: Task, problem: Problem, right: str, rng: random.Random) -> str:
         forgetful = task.write(problem.operands, lambda: rng.random() < task.forget)
         if forgetful != right:
             return forgetful
-    at = rng.randrange(len(right) - len(problem.answer), len(right))  # a response ends with the answer
+    at = rng.randrange(
+        len(right) - len(problem.answer), len(right)
+    )  # a response ends with the answer
     return right[:at] + rng.choice([c for c in "0123456789" if c != right[at]]) + right[at + 1 :]
 
 
-# -------------------------------------------------------------------------------------------------------------- tokens
+# ------------------------------------------------------------------------------------------- tokens
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character of VOCABULARY, which adds no special tokens.
 
@@ -243,7 +271,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words.decoder = decoders.Fuse()
     pad, bos, eos = VOCABULARY[:3]
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token=pad, bos_token=bos, eos_token=eos, clean_up_tokenization_spaces=False
+        tokenizer_object=words,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        clean_up_tokenization_spaces=False,
     )
 
 

@@ -31,7 +31,9 @@ def encoder(
         pix_fmt: Name of ffmpeg's pixel format.
         options: Further options of ffmpeg.
     """
-    write_frames: Any = imageio_ffmpeg.write_frames  # its annotations are narrower than its documentation
+    write_frames: Any = (
+        imageio_ffmpeg.write_frames
+    )  # its annotations are narrower than its documentation
     writer = write_frames(
         str(path),
         (size[1], size[0]),
@@ -42,7 +44,16 @@ def encoder(
         macro_block_size=1,
         output_params=[
             *options,
-            *("-threads", "1", "-fflags", "+bitexact", "-flags:v", "+bitexact", "-map_metadata", "-1"),
+            *(
+                "-threads",
+                "1",
+                "-fflags",
+                "+bitexact",
+                "-flags:v",
+                "+bitexact",
+                "-map_metadata",
+                "-1",
+            ),
         ],
     )
     writer.send(None)

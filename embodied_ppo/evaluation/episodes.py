@@ -1,4 +1,6 @@
-"""Evaluation of a policy in simulation: complete episodes from held-out seeds, means and confidence intervals."""
+"""Evaluation of a policy in simulation: complete episodes from held-out seeds, means and confidence
+intervals.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,17 @@ EVAL_SEED_BASE = TRAINING_SEEDS
 """Simulator seeds of evaluations are in [EVAL_SEED_BASE, 2**31); those of training are smaller."""
 
 EPISODES_PER_SEED = 1 << 16
-"""Simulator seeds that belong to one value of evaluation.seed: two values never share an episode."""
+"""Simulator seeds that belong to one value of evaluation.seed: two values never share an episode.
+"""
 
 LARGEST_SEED = (2**31 - EVAL_SEED_BASE) // EPISODES_PER_SEED - 1
 """Largest value of evaluation.seed; simulators take seeds of 31 bits."""
 
 GROUP = 16
-"""Rows of one policy call. The last bits of a matrix product depend on the number of rows, and a sampled action on the
-row's index. Therefore episode i is always row i % GROUP of a call with GROUP rows, and num_envs changes no result."""
+"""Rows of one policy call. The last bits of a matrix product depend on the number of rows, and a
+sampled action on the row's index. Therefore episode i is always row i % GROUP of a call with GROUP
+rows, and num_envs changes no result.
+"""
 
 ENDLESS = 20_000
 """Maximum steps of an episode of a task without max_episode_steps; more is an error."""
@@ -37,7 +42,7 @@ Z95 = 1.959964
 """97.5% quantile of the normal distribution."""
 
 
-# ------------------------------------------------------------------------------------------------------------- result
+# ------------------------------------------------------------------------------------------- result
 @dataclass(frozen=True, slots=True)
 class Episode:
     """One evaluated episode.
@@ -92,34 +97,51 @@ class EvaluationResult:
         return len({e.initial_state for e in self.episodes})
 
     def by_kind(self) -> list[EvaluationResult]:
-        """Return one result for each kind of episode, sorted by name; [self] if there is only one kind."""
+        """Return one result for each kind of episode, sorted by name; [self] if there is only one
+        kind.
+        """
         kinds = sorted({e.kind for e in self.episodes if e.kind is not None})
         parts = {k: tuple(e for e in self.episodes if e.kind == k) for k in kinds}
-        return [replace(self, task=f"{self.task}/{k}", episodes=part) for k, part in parts.items()] or [self]
+        return [
+            replace(self, task=f"{self.task}/{k}", episodes=part) for k, part in parts.items()
+        ] or [self]
 
     def metrics(self) -> Metrics:
-        """Return eval/return, eval/length and, if the task reports success, eval/success and eval/success/<kind>."""
-        metrics: Metrics = {"eval/return": Mean.of(self.returns), "eval/length": Mean.of(self.lengths)}
+        """Return eval/return, eval/length and, if the task reports success, eval/success and
+        eval/success/<kind>.
+        """
+        metrics: Metrics = {
+            "eval/return": Mean.of(self.returns),
+            "eval/length": Mean.of(self.lengths),
+        }
         if self.successes is not None:
             metrics["eval/success"] = Mean.of(map(float, self.successes))
             for part in self.by_kind() if self.episodes[0].kind is not None else ():
-                metrics[f"eval/success/{part.episodes[0].kind}"] = Mean.of(map(float, part.successes or ()))
+                metrics[f"eval/success/{part.episodes[0].kind}"] = Mean.of(
+                    map(float, part.successes or ())
+                )
         return metrics
 
     def intervals(self) -> dict[str, list[float]]:
-        """Return 95 % confidence intervals [low, high]: Student's t for means, Wilson's for the success rate."""
-        intervals = {"eval/return": mean_interval(self.returns), "eval/length": mean_interval(self.lengths)}
+        """Return 95 % confidence intervals [low, high]: Student's t for means, Wilson's for the
+        success rate.
+        """
+        intervals = {
+            "eval/return": mean_interval(self.returns),
+            "eval/length": mean_interval(self.lengths),
+        }
         if self.successes is not None:
             intervals["eval/success"] = wilson_interval(sum(self.successes), len(self.successes))
         return {tag: list(interval) for tag, interval in intervals.items() if interval is not None}
 
 
-# -------------------------------------------------------------------------------------------------------- measurement
+# -------------------------------------------------------------------------------------- measurement
 def evaluation_seeds(seed: int, episodes: int) -> list[int]:
     """Return the simulator seeds of episodes 0 to ``episodes - 1``.
 
-    Episode i of evaluation seed s has the simulator seed EVAL_SEED_BASE + s * EPISODES_PER_SEED + i. The blocks of
-    different seeds are disjoint, so evaluations with different seeds are independent samples.
+    Episode i of evaluation seed s has the simulator seed EVAL_SEED_BASE + s * EPISODES_PER_SEED +
+    i. The blocks of different seeds are disjoint, so evaluations with different seeds are
+    independent samples.
 
     Raises:
         EnvError: ``seed`` or ``episodes`` is out of range.
@@ -149,11 +171,13 @@ def evaluate(
     temperature: float | None = None,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> EvaluationResult:
-    """Evaluate ``policy`` in ``episodes`` episodes. The same policy and seed give the same result bit for bit.
+    """Evaluate ``policy`` in ``episodes`` episodes. The same policy and seed give the same result
+    bit for bit.
 
-    Episode i is the first episode of an environment with seed ``evaluation_seeds(seed, ..)[i]``, so it depends neither
-    on ``num_envs`` nor on ``episodes``. The environments run in blocks of ``num_envs``. A block runs until each of its
-    environments has finished its first episode; later episodes are ignored. The observation normaliser is not updated.
+    Episode i is the first episode of an environment with seed ``evaluation_seeds(seed, ..)[i]``, so
+    it depends neither on ``num_envs`` nor on ``episodes``. The environments run in blocks of
+    ``num_envs``. A block runs until each of its environments has finished its first episode; later
+    episodes are ignored. The observation normaliser is not updated.
 
     Args:
         policy: The policy; it is in evaluation mode during the call.
@@ -161,7 +185,8 @@ def evaluate(
         episodes: Number of episodes.
         num_envs: Environments in one block.
         seed: Seed of the evaluation.
-        deterministic: Act with the distribution's mode; False: sample, keyed by (seed, i // GROUP, step).
+        deterministic: Act with the distribution's mode; False: sample, keyed by (seed, i // GROUP,
+            step).
         temperature: Temperature of sampled actions, for policies that have one; None: the policy's.
         on_episode: Called when an episode ends.
 
@@ -213,7 +238,9 @@ def _run_block(
     limit = env.max_episode_steps or ENDLESS
     names: tuple[str, ...] = getattr(env, "task_names", ())
     for t in range(limit):
-        action = act(policy, obs, first=first, t=t, seed=seed, deterministic=deterministic, device=env.device)
+        action = act(
+            policy, obs, first=first, t=t, seed=seed, deterministic=deterministic, device=env.device
+        )
         with watchdog.stepping:
             step = env.step(action)
         obs = step.obs
@@ -223,7 +250,9 @@ def _run_block(
         reward = step_reward.cpu().where(counted, torch.zeros((), dtype=torch.float64))
         if not bool(reward.isfinite().all()):
             i = int((~reward.isfinite()).nonzero()[0])
-            raise EnvError(f"env.id={env.id}: reward {reward[i]:g} at step {t} of the episode with seed {seeds[i]}")
+            raise EnvError(
+                f"env.id={env.id}: reward {reward[i]:g} at step {t} of the episode with seed {seeds[i]}"
+            )
         total += reward
         length += primitive_steps
         if step.success is not None:
@@ -254,12 +283,20 @@ def _run_block(
 
 
 def act(
-    policy: Policy, obs: Obs, *, first: int, t: int, seed: int, deterministic: bool, device: torch.device
+    policy: Policy,
+    obs: Obs,
+    *,
+    first: int,
+    t: int,
+    seed: int,
+    deterministic: bool,
+    device: torch.device,
 ) -> Tensor:
-    """Return actions [N, ..] on ``device`` for observations [N, ..] of episodes first .. first+N-1 at step t.
+    """Return actions [N, ..] on ``device`` for observations [N, ..] of episodes first .. first+N-1
+    at step t.
 
-    The policy is called with GROUP rows on its own device. Rows of episodes outside this block repeat the observation
-    of the nearest row, and their actions are dropped.
+    The policy is called with GROUP rows on its own device. Rows of episodes outside this block
+    repeat the observation of the nearest row, and their actions are dropped.
     """
     n = next(tree.leaves(obs)).shape[0]
     own_device = policy_device(policy)
@@ -267,12 +304,17 @@ def act(
     actions: list[Tensor] = []
     for group in range(first // GROUP, (first + n - 1) // GROUP + 1):
         start = group * GROUP
-        low, high = max(first, start), min(first + n, start + GROUP)  # the group's episodes in this block
+        low, high = (
+            max(first, start),
+            min(first + n, start + GROUP),
+        )  # the group's episodes in this block
         rows = torch.arange(start, start + GROUP).clamp(low, high - 1) - first
         inputs = tree.map(lambda x, rows=rows: x[rows.to(x.device)].to(own_device), obs)
         noise = None
         if not deterministic:
-            noise = policy.noise(GROUP, generator.manual_seed(sampling_key(seed, "evaluate", group, t)))
+            noise = policy.noise(
+                GROUP, generator.manual_seed(sampling_key(seed, "evaluate", group, t))
+            )
         decision = policy.act(policy.encode(inputs), noise=noise)
         actions.append(decision.action[low - start : high - start])
     return torch.cat(actions).to(device)
@@ -300,7 +342,11 @@ def evaluation_mode(policy: Policy, temperature: float | None = None) -> Iterato
 
 def set_instructions(policy: Policy, sentences: Sequence[str]) -> None:
     """Set the sentences that the observation "instruction" indexes, if the policy reads sentences."""
-    if sentences and tuple(sentences) != getattr(policy, "sentences", None) and hasattr(policy, "tell"):
+    if (
+        sentences
+        and tuple(sentences) != getattr(policy, "sentences", None)
+        and hasattr(policy, "tell")
+    ):
         with torch.inference_mode(False):  # training uses these tensors later
             policy.tell(sentences)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -319,9 +365,10 @@ def fingerprint(obs: Obs) -> str:
     return digest.hexdigest()
 
 
-# --------------------------------------------------------------------------------------------------------- statistics
+# --------------------------------------------------------------------------------------- statistics
 def wilson_interval(successes: int, n: int, z: float = Z95) -> tuple[float, float]:
-    """Return Wilson's score interval of a proportion p = successes / n (Wilson 1927); [0, 1] if n = 0.
+    """Return Wilson's score interval of a proportion p = successes / n (Wilson 1927); [0, 1] if n =
+    0.
 
         (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)
 
@@ -363,10 +410,12 @@ def median(values: Sequence[float]) -> float:
 
 
 def t_quantile(p: float, freedom: int) -> float:
-    """Return the quantile of Student's t for 0.5 <= p < 1, by bisection of the exact distribution (integer ν).
+    """Return the quantile of Student's t for 0.5 <= p < 1, by bisection of the exact distribution
+    (integer ν).
 
     With θ = atan(t/√ν), P(|T| <= t) is (Abramowitz and Stegun 26.7.3, 26.7.4)
-        ν odd   2/π (θ + sin θ (cos θ + 2/3 cos³ θ + 2·4/(3·5) cos⁵ θ + .. up to cos^(ν-2) θ)),   ν = 1: 2θ/π
+        ν odd   2/π (θ + sin θ (cos θ + 2/3 cos³ θ + 2·4/(3·5) cos⁵ θ + .. up to cos^(ν-2) θ)),   ν
+        = 1: 2θ/π
         ν even  sin θ (1 + 1/2 cos² θ + 1·3/(2·4) cos⁴ θ + .. up to cos^(ν-2) θ)
     """
     if not 0.5 <= p < 1 or freedom < 1:

@@ -1,4 +1,6 @@
-"""Evaluation of a language model on held-out prompts: accuracy with standard errors for each data source."""
+"""Evaluation of a language model on held-out prompts: accuracy with standard errors for each data
+source.
+"""
 
 from __future__ import annotations
 
@@ -57,25 +59,29 @@ class PromptEvaluationResult:
         return self.sampling.temperature == 0
 
     def metrics(self) -> Metrics:
-        """Return eval/* over all prompts, and eval/accuracy/SOURCE if there are several data sources.
+        """Return eval/* over all prompts, and eval/accuracy/SOURCE if there are several data
+        sources.
 
-        These are accuracy (mean@n) and its standard error over prompts; for n > 1 unbiased pass@k for k = 2, 4, .., n,
-        and maj@n; score, length, truncated, format.
+        These are accuracy (mean@n) and its standard error over prompts; for n > 1 unbiased pass@k
+        for k = 2, 4, .., n, and maj@n; score, length, truncated, format.
         """
         statistics = self._statistics(range(len(self.prompts)))
         metrics: Metrics = {f"eval/{name}": x for name, x in statistics.items()}
         sources = self._sources()
         if len(sources) > 1:
             metrics |= {
-                f"eval/accuracy/{source}": self._statistics(rows)["accuracy"] for source, rows in sources.items()
+                f"eval/accuracy/{source}": self._statistics(rows)["accuracy"]
+                for source, rows in sources.items()
             }
         return metrics
 
     def results(self) -> list[EvaluationResult]:
-        """Return the input of ``report.write``: one result per data source, in which each answer is an episode.
+        """Return the input of ``report.write``: one result per data source, in which each answer is
+        an episode.
 
-        The episode's seed is the evaluation's, its initial state the sha256 of the prompt's text, its return the score
-        and its length the number of tokens. It is truncated if the response did not stop before the limit.
+        The episode's seed is the evaluation's, its initial state the sha256 of the prompt's text,
+        its return the score and its length the number of tokens. It is truncated if the response
+        did not stop before the limit.
         """
         results = []
         for source, rows in self._sources().items():
@@ -85,10 +91,11 @@ class PromptEvaluationResult:
         return results
 
     def samples(self, count: int = 20) -> list[dict[str, Any]]:
-        """Return ``count`` answers to read, in order: half right and half wrong if there are enough, evenly spaced.
+        """Return ``count`` answers to read, in order: half right and half wrong if there are
+        enough, evenly spaced.
 
-        Keys: prompt, response, ground_truth (texts), answer (extracted from the response, or None), score, right,
-        length (tokens), stopped, data_source.
+        Keys: prompt, response, ground_truth (texts), answer (extracted from the response, or None),
+        score, right, length (tokens), stopped, data_source.
         """
         right = [i for i, a in enumerate(self.answers) if a.right]
         wrong = [i for i, a in enumerate(self.answers) if not a.right]
@@ -99,7 +106,10 @@ class PromptEvaluationResult:
     def _sources(self) -> dict[str, list[int]]:
         """Return data_source -> indices of its prompts, sorted by name."""
         names = [p.data_source for p in self.prompts]
-        return {source: [i for i, name in enumerate(names) if name == source] for source in sorted(set(names))}
+        return {
+            source: [i for i, name in enumerate(names) if name == source]
+            for source in sorted(set(names))
+        }
 
     def _episode(self, index: int, answer: Answer) -> Episode:
         """Return an answer as an episode of the report."""
@@ -147,10 +157,14 @@ class PromptEvaluationResult:
         if self.n > 1:
             counts = [sum(a.right for a in group) for group in groups]
             ks = {2**i for i in range(1, self.n.bit_length()) if 2**i <= self.n} | {self.n}
-            statistics |= {f"pass@{k}": _mean([pass_at_k(self.n, c, k) for c in counts]) for k in sorted(ks)}
+            statistics |= {
+                f"pass@{k}": _mean([pass_at_k(self.n, c, k) for c in counts]) for k in sorted(ks)
+            }
             # A grader without extracted answers allows no majority vote.
             if all(a.grade.answer is not None or not a.right for a in flat):
-                votes = [majority([a.grade.answer for a in g], [a.right for a in g]) for g in groups]
+                votes = [
+                    majority([a.grade.answer for a in g], [a.right for a in g]) for g in groups
+                ]
                 statistics[f"maj@{self.n}"] = _mean([float(x) for x in votes])
         return statistics
 
@@ -191,16 +205,21 @@ def evaluate_prompts(
     generation = generator.generate([p.ids for p in repeated], sampling, seed=seed, samples=samples)
     lengths = generation.length.tolist()
     texts = [text(row[:k]) for row, k in zip(generation.token.tolist(), lengths, strict=True)]
-    responses = [(p.data_source, t, p.ground_truth, p.extra) for p, t in zip(repeated, texts, strict=True)]
+    responses = [
+        (p.data_source, t, p.ground_truth, p.extra) for p, t in zip(repeated, texts, strict=True)
+    ]
     grades = graders.grade(responses, repeated)
     stopped = generation.stopped.tolist()
-    answers = [Answer(i // n, texts[i], lengths[i], stopped[i], grade) for i, grade in enumerate(grades)]
+    answers = [
+        Answer(i // n, texts[i], lengths[i], stopped[i], grade) for i, grade in enumerate(grades)
+    ]
     return PromptEvaluationResult(prompts, answers, n, sampling, seed)
 
 
-# ----------------------------------------------------------------------------------------------------------- statistics
+# --------------------------------------------------------------------------------------- statistics
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return an unbiased estimate of pass@k from n samples, c of them right (Chen et al. 2021, eq. 1).
+    """Return an unbiased estimate of pass@k from n samples, c of them right (Chen et al. 2021, eq.
+    1).
 
         1 - C(n-c, k) / C(n, k)  =  1 - prod over i = n-c+1 .. n of (1 - k/i)
 
@@ -210,14 +229,17 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         ConfigError: Not 1 <= k <= n, or not 0 <= c <= n.
     """
     if not 1 <= k <= n:
-        raise ConfigError(f"pass@k: k = {k} must be >= 1 and <= n = {n} samples; draw more, or choose a smaller k")
+        raise ConfigError(
+            f"pass@k: k = {k} must be >= 1 and <= n = {n} samples; draw more, or choose a smaller k"
+        )
     if not 0 <= c <= n:
         raise ConfigError(f"pass@k: c = {c} right ones must be >= 0 and <= n = {n}")
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> bool:
-    """Return whether the most frequent answer is right (maj@k). Ties go to the answer that comes first.
+    """Return whether the most frequent answer is right (maj@k). Ties go to the answer that comes
+    first.
 
     Args:
         answers: Extracted answers; None (no answer) wins only if all are None.
@@ -227,7 +249,9 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> bool:
         ConfigError: The lengths differ or are 0.
     """
     if not answers or len(answers) != len(correct):
-        raise ConfigError(f"maj@k: {len(answers)} answers and {len(correct)} verdicts must be as many, and >= 1")
+        raise ConfigError(
+            f"maj@k: {len(answers)} answers and {len(correct)} verdicts must be as many, and >= 1"
+        )
     votes = Counter(answer for answer in answers if answer is not None)
     winner = votes.most_common(1)[0][0] if votes else None  # ties in order of first occurrence
     return bool(correct[answers.index(winner)])

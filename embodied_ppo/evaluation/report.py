@@ -31,7 +31,9 @@ SAMPLE_SHOWN = 600
 """Characters of a sample's text on the page; report.json has all."""
 
 Unit: TypeAlias = Literal["env_steps", "tokens"]
-"""What training is counted in: of a robot, or of a language model, whose episodes are responses to prompts."""
+"""What training is counted in: of a robot, or of a language model, whose episodes are responses to
+prompts.
+"""
 
 WORDS: dict[Unit, dict[str, str]] = {
     "env_steps": {
@@ -96,10 +98,13 @@ CURVES: dict[Unit, tuple[tuple[str, tuple[str, ...], float | None], ...]] = {
         ("Explained variance (cut at -1)", ("value/explained_variance",), -1.0),
     ),
 }
-"""Title, tags of metrics.jsonl drawn together, and the value below which a line is cut. Absent tags are left out."""
+"""Title, tags of metrics.jsonl drawn together, and the value below which a line is cut.
+
+Absent tags are left out.
+"""
 
 
-# ------------------------------------------------------------------------------------------------------------- report
+# ------------------------------------------------------------------------------------------- report
 @dataclass(frozen=True, slots=True)
 class Report:
     """What ``write`` wrote."""
@@ -131,7 +136,8 @@ def write(
     results   one per task, in the order to show them
     steps     of training so far, counted in ``unit``
     config    the resolved configuration, as JSON can hold it
-    task      of a user's task: "hash" of its files as executed, "hash_in_training", and "files", sha256 by name
+    task      of a user's task: "hash" of its files as executed, "hash_in_training", and "files",
+    sha256 by name
     samples   responses to read, as prompts.PromptEvaluationResult.samples gives them
     extra     further numbers (pass@4, ..) by their names
     curves    the rows of the run's metrics.jsonl
@@ -155,8 +161,12 @@ def write(
         extra=extra,
     )
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
-    page = _page(json.loads(text), unit=unit, charts=learning_curves(curves, unit=unit), video=video)
-    return Report(_replace(out / "report.json", text + "\n"), _replace(out / "report.html", page), content)
+    page = _page(
+        json.loads(text), unit=unit, charts=learning_curves(curves, unit=unit), video=video
+    )
+    return Report(
+        _replace(out / "report.json", text + "\n"), _replace(out / "report.html", page), content
+    )
 
 
 def describe(
@@ -175,8 +185,8 @@ def describe(
 ) -> dict[str, Any]:
     """report.json as a dictionary: everything measured, and what is needed to measure it again.
 
-    ``steps`` stands under the name of its unit. A robot's report has ``seeds``; ``numbers`` (null: not finite) and
-    ``samples`` are there where they are given.
+    ``steps`` stands under the name of its unit. A robot's report has ``seeds``; ``numbers`` (null:
+    not finite) and ``samples`` are there where they are given.
     """
     if not results or not all(r.episodes for r in results):
         raise ValueError("a report needs at least one task with at least one episode")
@@ -199,7 +209,9 @@ def describe(
         },
         "overall": {
             "episodes": len(seeds),
-            "distinct_initial_states": len({(r.task, e.initial_state) for r in results for e in r.episodes}),
+            "distinct_initial_states": len(
+                {(r.task, e.initial_state) for r in results for e in r.episodes}
+            ),
             "success": _success(episodes, unit),
         },
         "tasks": {r.task: statistics(r, unit) for r in results},
@@ -237,7 +249,8 @@ def _word(value: Any) -> Any:
 
 
 def statistics(result: EvaluationResult, unit: Unit = "env_steps") -> dict[str, Any]:
-    """One task's numbers. ci95 is [low, high], or null with a single episode; success is null if the task is silent.
+    """One task's numbers. ci95 is [low, high], or null with a single episode; success is null if
+    the task is silent.
 
     Responses to one prompt are not independent: a language model's intervals are over prompts.
     """
@@ -276,10 +289,12 @@ def _success(episodes: Sequence[Episode], unit: Unit) -> dict[str, Any] | None:
 
 
 def _design_effect(episodes: Sequence[Episode]) -> float:
-    """How many responses count as one, because those to one prompt are alike (Kish 1965): V / (p(1-p) / N), >= 1.
+    """How many responses count as one, because those to one prompt are alike (Kish 1965): V /
+    (p(1-p) / N), >= 1.
 
-    V = Σ over prompts (right - p · responses)² / N² is the variance of the accuracy p of N responses. Wilson's interval
-    of N / effect responses is that of N with z · √effect: it depends on z²/N only.
+    V = Σ over prompts (right - p · responses)² / N² is the variance of the accuracy p of N
+    responses. Wilson's interval of N / effect responses is that of N with z · √effect: it depends
+    on z²/N only.
     """
     groups, n = _by_prompt(episodes), len(episodes)
     if len(groups) == n:
@@ -352,9 +367,11 @@ def _replace(path: Path, text: str) -> Path:
     return path
 
 
-# ------------------------------------------------------------------------------------------------------------ numbers
+# ------------------------------------------------------------------------------------------ numbers
 def number(x: float, like: float | None = None) -> str:
-    """Four significant digits: 12,345 · 123.4 · 0.01235; with ``like``, as many decimals as that number gets."""
+    """Four significant digits: 12,345 · 123.4 · 0.01235; with ``like``, as many decimals as that
+    number gets.
+    """
     size = abs(x if like is None else like)
     if (size == 0 or float(size).is_integer()) and float(x).is_integer() and abs(x) < 1e6:
         return f"{x:,.0f}"
@@ -368,7 +385,9 @@ def percent(x: float) -> str:
 
 
 def cut(text: str, length: int = SAMPLE_SHOWN) -> str:
-    """At most ``length`` characters: the beginning and, behind …, the end, where a response has its answer."""
+    """At most ``length`` characters: the beginning and, behind …, the end, where a response has its
+    answer.
+    """
     head = 2 * length // 3
     return text if len(text) <= length else f"{text[:head]} … {text[head + 3 - length :]}"
 
@@ -392,7 +411,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
-# ------------------------------------------------------------------------------------------------------------- charts
+# ------------------------------------------------------------------------------------------- charts
 WIDTH, HEIGHT = 360, 210
 LEFT, RIGHT, TOP, BOTTOM = 48, 350, 10, 180
 """A picture's size and its axes, in SVG units."""
@@ -430,8 +449,11 @@ class Chart:
     """x of a vertical line."""
 
 
-def learning_curves(rows: Iterable[Mapping[str, Any]], *, unit: Unit = "env_steps", points: int = 300) -> list[Chart]:
-    """The charts of CURVES that the rows of metrics.jsonl have values for; long runs are averaged to ``points``.
+def learning_curves(
+    rows: Iterable[Mapping[str, Any]], *, unit: Unit = "env_steps", points: int = 300
+) -> list[Chart]:
+    """The charts of CURVES that the rows of metrics.jsonl have values for; long runs are averaged
+    to ``points``.
 
     The x axis is what the rows count in ``unit``, else updates.
     """
@@ -444,9 +466,13 @@ def learning_curves(rows: Iterable[Mapping[str, Any]], *, unit: Unit = "env_step
     for title, tags, floor in CURVES[unit]:
         series = {}
         for tag in tags:
-            values = [(float(row[key]), float(row[tag])) for row in rows if key in row and tag in row]
+            values = [
+                (float(row[key]), float(row[tag])) for row in rows if key in row and tag in row
+            ]
             if values:
-                series[tag] = _thin([(x, y if floor is None else max(floor, y)) for x, y in values], points)
+                series[tag] = _thin(
+                    [(x, y if floor is None else max(floor, y)) for x, y in values], points
+                )
         if series:
             charts.append(_lines(title, key.replace("env_steps", "environment steps"), series))
     return charts
@@ -515,7 +541,9 @@ def _lines(title: str, x_label: str, series: dict[str, list[tuple[float, float]]
 def histogram(values: list[float], unit: Unit = "env_steps") -> Chart:
     """How many episodes had which return; a vertical line at the mean."""
     episodes, what = WORDS[unit]["episode"] + "s", WORDS[unit]["return"]
-    edges = ticks(min(values), max(values), count=min(25, max(6, 2 * math.ceil(math.sqrt(len(values))))))
+    edges = ticks(
+        min(values), max(values), count=min(25, max(6, 2 * math.ceil(math.sqrt(len(values)))))
+    )
     counts = [0] * (len(edges) - 1)
     for value in values:  # a bin holds its lower edge; the last one its upper edge too
         counts[min(len(counts) - 1, sum(value >= edge for edge in edges[1:]))] += 1

@@ -38,7 +38,8 @@ class Video:
 
     path       the mp4, or None                         poster  PNG of its first frame
     frames     number of frames                         fps     frames per second
-    stride     steps from one frame to the next         step_s  seconds of simulation per step, None if unknown
+    stride     steps from one frame to the next         step_s  seconds of simulation per step, None
+    if unknown
     reason     why ``path`` is None, else ""
     """
 
@@ -67,20 +68,22 @@ def record_video(
     deadline_s: float = 300.0,
     notice: Callable[[str], None] | None = None,
 ) -> Video:
-    """Record the first ``steps`` steps of the first ``episodes`` evaluation episodes as an mp4 (H.264, yuv420p).
+    """Record the first ``steps`` steps of the first ``episodes`` evaluation episodes as an mp4
+    (H.264, yuv420p).
 
-    Recorded episode i is evaluated episode i: same seed, same actions. MuJoCo's shadows take 60 ms per frame without a
-    GPU. Therefore the first frames are timed, and the stride is the smallest one that keeps to 30 frames per second of
-    video and to about ``budget_s``. The video plays at the simulation's speed if the simulator has ``step_s``, else at
-    30 steps per second.
+    Recorded episode i is evaluated episode i: same seed, same actions. MuJoCo's shadows take 60 ms
+    per frame without a GPU. Therefore the first frames are timed, and the stride is the smallest
+    one that keeps to 30 frames per second of video and to about ``budget_s``. The video plays at
+    the simulation's speed if the simulator has ``step_s``, else at 30 steps per second.
 
-    A renderer without working OpenGL aborts its process. Therefore a separate process renders; if it fails or exceeds
-    the deadline, the reason goes to ``Video.reason`` and to ``notice``, and no exception is raised.
+    A renderer without working OpenGL aborts its process. Therefore a separate process renders; if
+    it fails or exceeds the deadline, the reason goes to ``Video.reason`` and to ``notice``, and no
+    exception is raised.
 
     Args:
         policy: The evaluated policy.
-        make_env: Creates environments *with rendering* from seeds; a module's function or a partial of one, because
-            it is pickled.
+        make_env: Creates environments *with rendering* from seeds; a module's function or a partial
+            of one, because it is pickled.
         path: Where the mp4 is written.
         seed: Seed of the evaluation.
         deterministic: As in the evaluation.
@@ -96,7 +99,18 @@ def record_video(
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".video") as folder:
         reason = _render_in_process(
-            _Request(policy, make_env, folder, seed, deterministic, temperature, episodes, steps, stride, budget_s),
+            _Request(
+                policy,
+                make_env,
+                folder,
+                seed,
+                deterministic,
+                temperature,
+                episodes,
+                steps,
+                stride,
+                budget_s,
+            ),
             deadline_s,
         )
         if not reason:
@@ -126,11 +140,19 @@ class _Request:
 
 def _render_in_process(request: _Request, deadline_s: float) -> str:
     """Run ``_render`` in a new interpreter; return "" or the reason why there is no video."""
-    if isinstance(request.policy, nn.Module) and evaluate.policy_device(request.policy).type != "cpu":
+    if (
+        isinstance(request.policy, nn.Module)
+        and evaluate.policy_device(request.policy).type != "cpu"
+    ):
         request = dataclasses.replace(request, policy=copy.deepcopy(request.policy).cpu())
     try:
         message = pickle.dumps(request)
-    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:  # RuntimeError: torch modules
+    except (
+        pickle.PicklingError,
+        AttributeError,
+        TypeError,
+        RuntimeError,
+    ) as error:  # RuntimeError: torch modules
         return f"policy or make_env cannot go to another process: {error}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
     # Mesa's software renderer takes a third less CPU time with one thread, and the same wall time.
@@ -158,7 +180,9 @@ def _render_in_process(request: _Request, deadline_s: float) -> str:
         return ""
     if (reason_file := Path(request.folder, "reason")).exists():
         return " ".join(reason_file.read_text().split())
-    lines = [line.strip() for line in errors.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip() for line in errors.read_text(errors="replace").splitlines() if line.strip()
+    ]
     return f"{lines[-1] if lines else 'the renderer ended without a word'} (exit status {child.returncode})"
 
 
@@ -192,7 +216,10 @@ def _render(request: _Request) -> None:
                 if stride is None:
                     steps = min(request.steps, env.max_episode_steps or request.steps)
                     max_frames = max(10, math.floor(request.budget_s / _frame_s(env)))
-                    stride = max(math.ceil(rate / 30 - 1e-9), math.ceil(request.episodes * steps / max_frames))
+                    stride = max(
+                        math.ceil(rate / 30 - 1e-9),
+                        math.ceil(request.episodes * steps / max_frames),
+                    )
                 for frame in _frames(env, obs, request, index, stride):
                     if writer is None:
                         imageio.imwrite(folder / "poster.png", frame)
@@ -200,9 +227,15 @@ def _render(request: _Request) -> None:
                     writer.send(frame)
                     frames += 1
             finally:
-                env.close()  # before the next one is created: a leaked OpenGL context blocks the next
+                # before the next one is created: a leaked OpenGL context blocks the next
+                env.close()
     writer.close()
-    facts = {"frames": frames, "fps": round(rate / stride, 2) if stride else 0.0, "stride": stride, "step_s": step_s}
+    facts = {
+        "frames": frames,
+        "fps": round(rate / stride, 2) if stride else 0.0,
+        "stride": stride,
+        "step_s": step_s,
+    }
     (folder / "video.json").write_text(json.dumps(facts))
 
 
@@ -215,13 +248,19 @@ def _frame_s(env: VectorEnv) -> float:
     return max(1e-6, (time.process_time() - start) / 3)
 
 
-def _frames(env: VectorEnv, obs: Obs, request: _Request, index: int, stride: int) -> Iterator[np.ndarray]:
-    """Yield uint8 [H, W, 3] at the start and after every ``stride`` steps; yuv420p needs even sides."""
+def _frames(
+    env: VectorEnv, obs: Obs, request: _Request, index: int, stride: int
+) -> Iterator[np.ndarray]:
+    """Yield uint8 [H, W, 3] at the start and after every ``stride`` steps; yuv420p needs even
+    sides.
+    """
     for t in range(request.steps):
         if t % stride == 0:
             image = env.render().cpu().numpy()
             height, width, _ = image.shape
-            yield np.ascontiguousarray(np.pad(image, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge"))
+            yield np.ascontiguousarray(
+                np.pad(image, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+            )
         action = evaluate.act(
             request.policy,
             obs,

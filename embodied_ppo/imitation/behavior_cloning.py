@@ -109,7 +109,9 @@ def clone(
         if config.foresight_steps:
             run.train(train, config.foresight_steps, "foresight", seed)
         loss = run.train(train, config.steps, "cloning", seed + 1)
-        return CloningResult(config.steps, loss, _held_out_loss(policy, demos, held_out), time.process_time() - start)
+        return CloningResult(
+            config.steps, loss, _held_out_loss(policy, demos, held_out), time.process_time() - start
+        )
     finally:
         policy.tell(sentences)
         policy.freeze(frozen)
@@ -127,24 +129,40 @@ class _CloningRun:
         notice: Callable[[str], None],
         advance: Advance,
     ) -> None:
-        self.policy, self.demos, self.config, self.notice, self.advance = policy, demos, config, notice, advance
+        self.policy, self.demos, self.config, self.notice, self.advance = (
+            policy,
+            demos,
+            config,
+            notice,
+            advance,
+        )
         self.device = policy.query.device
         future = demos.state[_along(demos.episode, FUTURE)].flatten(1)
-        self.future = (future - future.mean(0)) / future.std(0).clamp_min(LEAST_STD)  # [F, S·len(FUTURE)]
+        self.future = (future - future.mean(0)) / future.std(0).clamp_min(
+            LEAST_STD
+        )  # [F, S·len(FUTURE)]
         width = policy.query.shape[1]
         self.state_head: nn.Module | None = None
         self.cell_head: nn.Module | None = None
         if config.foresight_steps:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                head = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, self.future.shape[1]))
-                picture = nn.Sequential(nn.Linear(width // 2, width), nn.SiLU(), nn.Linear(width, 3))
+                head = nn.Sequential(
+                    nn.Linear(width, width), nn.SiLU(), nn.Linear(width, self.future.shape[1])
+                )
+                picture = nn.Sequential(
+                    nn.Linear(width // 2, width), nn.SiLU(), nn.Linear(width, 3)
+                )
             self.state_head = head.to(self.device)
             if isinstance(policy, VLA):
                 self.cell_head = picture.to(self.device)
-                self.cells = torch.cat([_cells(demos.images[name]) for name in policy.trunk.names], dim=1)
+                self.cells = torch.cat(
+                    [_cells(demos.images[name]) for name in policy.trunk.names], dim=1
+                )
                 self.last = _along(demos.episode, (1.0,))[:, 0]
-                sample = torch.randperm(len(self.last), generator=torch.Generator().manual_seed(seed))[:2048]
+                sample = torch.randperm(
+                    len(self.last), generator=torch.Generator().manual_seed(seed)
+                )[:2048]
                 self.change_std = self._change(sample).std().clamp_min(LEAST_STD)
 
     def train(self, frames: Tensor, steps: int, what: str, seed: int) -> float:
@@ -160,7 +178,9 @@ class _CloningRun:
         optimizer = torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.01, fused=True)
         recent: list[float] = []
         for step in range(steps):
-            optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 50) * (1 - 0.9 * step / steps)
+            optimizer.param_groups[0]["lr"] = (
+                lr * min(1.0, (step + 1) / 50) * (1 - 0.9 * step / steps)
+            )
             batch = frames[torch.randint(len(frames), (batch_size,), generator=generator)]
             reported, loss = self._loss(batch, what, noise)
             recent.append(float(reported.detach()))
@@ -168,12 +188,16 @@ class _CloningRun:
             loss.backward()
             norm = nn.utils.clip_grad_norm_(parameters, GRAD_NORM)
             if not torch.isfinite(norm):
-                raise TrainingError(f"{what}: the loss of step {step} is {float(loss):g}; lower cloning.lr={lr:g}")
+                raise TrainingError(
+                    f"{what}: the loss of step {step} is {float(loss):g}; lower cloning.lr={lr:g}"
+                )
             optimizer.step()
             self.advance(what, step + 1, steps)
             if (step + 1) % max(1, steps // 10) == 0:
                 recent = recent[-max(1, steps // 10) :]
-                self.notice(f"{what}: step {step + 1} of {steps}, loss {sum(recent) / len(recent):.3f}")
+                self.notice(
+                    f"{what}: step {step + 1} of {steps}, loss {sum(recent) / len(recent):.3f}"
+                )
         optimizer.zero_grad(set_to_none=True)
         return sum(recent) / max(1, len(recent))
 
@@ -187,7 +211,9 @@ class _CloningRun:
             return loss, loss
         action, executed = (x.to(self.device) for x in self.demos.chunk(frames, self.policy.chunk))
         loss, grounding = self.policy.bc_loss(inputs, action, executed, noise)
-        return loss, loss if self.state_head is None else loss + self._auxiliary_loss(grounding, frames)
+        return loss, loss if self.state_head is None else loss + self._auxiliary_loss(
+            grounding, frames
+        )
 
     def _auxiliary_loss(self, grounding: Grounding | None, frames: Tensor) -> Tensor:
         """Return the error of the predicted future states and colour changes."""
@@ -246,7 +272,9 @@ def check(policy: Family, demos: Demonstrations) -> None:
         )
     for name, spec in cameras.items():
         height, width = demos.images[name].shape[1:3]
-        shape = spec.shape if channels_last(spec) else (*spec.shape[1:], spec.shape[0])  # (H, W, channels)
+        shape = (
+            spec.shape if channels_last(spec) else (*spec.shape[1:], spec.shape[0])
+        )  # (H, W, channels)
         if shape[2] != 3:
             raise ConfigError(
                 f"cloning.dataset: camera {name!r} shows 3 channels (RGB), the task's {shape[2]}; use a task whose "
@@ -293,7 +321,9 @@ def _along(episode: Tensor, fractions: Sequence[float]) -> Tensor:
     """
     first = torch.searchsorted(episode, episode)
     length = torch.searchsorted(episode, episode, right=True) - 1 - first
-    return torch.stack([first + (length * fraction).round().long() for fraction in fractions], dim=1)
+    return torch.stack(
+        [first + (length * fraction).round().long() for fraction in fractions], dim=1
+    )
 
 
 @torch.no_grad()
@@ -305,19 +335,26 @@ def _held_out_loss(policy: Family, demos: Demonstrations, frames: Tensor) -> flo
     total, noise = 0.0, torch.Generator(policy.query.device).manual_seed(0)
     for part in frames.split(256):
         action, executed = (x.to(policy.query.device) for x in demos.chunk(part, policy.chunk))
-        total += float(policy.bc_loss(_inputs(policy, demos, part), action, executed, noise)[0]) * len(part)
+        total += float(
+            policy.bc_loss(_inputs(policy, demos, part), action, executed, noise)[0]
+        ) * len(part)
     return total / len(frames)
 
 
 class AuxiliaryCloningLoss:
-    """``config.coef`` times the cloning loss of frames that are drawn anew each time: what PPO should not unlearn."""
+    """``config.coef`` times the cloning loss of frames that are drawn anew each time: what PPO
+    should not unlearn.
+    """
 
     def __init__(self, policy: Family, demos: Demonstrations, config: CloningConfig) -> None:
         check(policy, demos)
         self.policy, self.demos, self.config = policy, demos, config
 
     def __call__(self, generator: torch.Generator) -> Tensor:
-        """A scalar with gradient; the generator is a CPU's. Uses the policy's normaliser as it is."""
+        """A scalar with gradient; the generator is a CPU's.
+
+        Uses the policy's normaliser as it is.
+        """
         policy, demos, device = self.policy, self.demos, self.policy.query.device
         frames = torch.randint(len(demos.state), (self.config.batch_size,), generator=generator)
         seed = int(torch.randint(2**62, (), generator=generator))

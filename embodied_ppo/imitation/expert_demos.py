@@ -73,10 +73,19 @@ def demonstrations(
     if c.dataset is not None:
         return Path(c.dataset)
     if env.id != "Tabletop":
-        raise ConfigError(f"cloning.dataset = null: env.id={env.id} has no expert of its own; name a folder")
+        raise ConfigError(
+            f"cloning.dataset = null: env.id={env.id} has no expert of its own; name a folder"
+        )
     _check_ranges(env)
-    request = {"kwargs": env.kwargs, "cameras": env.cameras, "size": env.image_size, "randomize": env.randomize}
-    request["episodes"] = c.episodes  # a recording that is continued has other episodes than one made at once
+    request = {
+        "kwargs": env.kwargs,
+        "cameras": env.cameras,
+        "size": env.image_size,
+        "randomize": env.randomize,
+    }
+    request["episodes"] = (
+        c.episodes
+    )  # a recording that is continued has other episodes than one made at once
     name = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:20]
     folder = compile.cache_folder() / "demonstrations" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -187,20 +196,31 @@ def record(
                     num_threads=env.num_threads or None,
                 ):
                     with whole():
-                        writer.add(episode.images, episode.state, episode.action, episode.instruction)
+                        writer.add(
+                            episode.images, episode.state, episode.action, episode.instruction
+                        )
                     families[episode.family] += 1
                     advance(writer.episodes, config.episodes)
     except OSError as error:
         cause = error.strerror or one_line(error)
         if families:
-            raise TrainingError(f"{folder}: cannot be written ({cause}); is the disk full? {SAFE}") from error
-        raise ConfigError(f"{folder}: cannot be written ({cause}); choose another folder") from error
+            raise TrainingError(
+                f"{folder}: cannot be written ({cause}); is the disk full? {SAFE}"
+            ) from error
+        raise ConfigError(
+            f"{folder}: cannot be written ({cause}); choose another folder"
+        ) from error
     except (ConfigError, EnvError) as error:
         if families:  # recording had begun, so this is not a refusal of the options
             raise TrainingError(str(error)) from error
         raise
     return Recorded(
-        existing, writer.episodes, writer.frames, tally.total(), tally[True], dict(sorted(families.items()))
+        existing,
+        writer.episodes,
+        writer.frames,
+        tally.total(),
+        tally[True],
+        dict(sorted(families.items())),
     )
 
 
@@ -219,12 +239,21 @@ def _check_request(config: DemosConfig, *, begun: bool) -> None:
         ConfigError: The options differ.
     """
     path, env = Path(config.out) / REQUEST, config.env
-    request = {"env.id": env.id, "env.kwargs": env.kwargs, "env.randomize": env.randomize, "noise": config.noise}
+    request = {
+        "env.id": env.id,
+        "env.kwargs": env.kwargs,
+        "env.randomize": env.randomize,
+        "noise": config.noise,
+    }
     request["seed"] = config.seed
     if begun:
         try:
             stored = dict(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):  # recorded by something else; the Writer has compared the features
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+        ):  # recorded by something else; the Writer has compared the features
             return
         for name, value in request.items():
             if name in stored and stored[name] != json.loads(json.dumps(value)):
@@ -264,19 +293,32 @@ def clone(
     folder = demonstrations(config, notice, advance)
     info = folder / "meta" / "info.json"
     if not folder.is_dir():
-        raise ConfigError(f"cloning.dataset={folder}: does not exist; record it (embodied-ppo demos), or name another")
+        raise ConfigError(
+            f"cloning.dataset={folder}: does not exist; record it (embodied-ppo demos), or name another"
+        )
     if not info.is_file():
-        raise ConfigError(f"cloning.dataset={folder}: holds no meta/info.json; name a dataset in LeRobot's layout")
+        raise ConfigError(
+            f"cloning.dataset={folder}: holds no meta/info.json; name a dataset in LeRobot's layout"
+        )
     weights = policy.state_dict()
-    settings = [loader.dump(replace(c, coef=0.0)), str(folder.resolve()), torch.__version__, config.seed]
+    settings = [
+        loader.dump(replace(c, coef=0.0)),
+        str(folder.resolve()),
+        torch.__version__,
+        config.seed,
+    ]
     model = replace(config.model, detach_value=True)  # cloning learns no value
     settings += [str(policy.query.device), loader.dump(model), config.env.cameras]
-    name = hashlib.sha256(json.dumps(settings).encode() + supervised_finetuning.digest_of(weights).encode())
+    name = hashlib.sha256(
+        json.dumps(settings).encode() + supervised_finetuning.digest_of(weights).encode()
+    )
     for file in sorted(
         path for path in info.parent.rglob("*") if path.is_file()
     ):  # includes the statistics of the data
         name.update(file.read_bytes())
-    for kind in sorted({type(m).__module__ for m in policy.modules()} | {behavior_cloning.__name__}):
+    for kind in sorted(
+        {type(m).__module__ for m in policy.modules()} | {behavior_cloning.__name__}
+    ):
         if kind.startswith("embodied_ppo."):
             name.update(Path(str(sys.modules[kind].__file__)).read_bytes())
     path = compile.cache_folder() / "cloned" / f"{name.hexdigest()[:20]}.safetensors"
@@ -284,8 +326,12 @@ def clone(
 
     def make() -> None:
         demos = read_demonstrations(folder, limit=c.episodes)
-        notice(f"cloning: {len(demos.state):,} frames of {int(demos.episode[-1]) + 1:,} demonstrations in {folder}")
-        result = behavior_cloning.clone(policy, demos, c, seed=config.seed, notice=notice, advance=advance)
+        notice(
+            f"cloning: {len(demos.state):,} frames of {int(demos.episode[-1]) + 1:,} demonstrations in {folder}"
+        )
+        result = behavior_cloning.clone(
+            policy, demos, c, seed=config.seed, notice=notice, advance=advance
+        )
         notice(
             f"cloning: loss {result.loss:.3f}, of held-out episodes {result.held_out_loss:.3f}, {result.cpu_s:.0f} CPU "
             "seconds"

@@ -73,16 +73,24 @@ def warm_start(
     return once(
         weights,
         path,
-        lambda: _train(policy, examples, steps=steps, batch_size=batch_size, lr=lr, lr_warmup=lr_warmup),
+        lambda: _train(
+            policy, examples, steps=steps, batch_size=batch_size, lr=lr, lr_warmup=lr_warmup
+        ),
         what="warm start",
         saying=f"{steps} supervised steps",
         notice=notice,
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ training
+# ----------------------------------------------------------------------------------------- training
 def _train(
-    policy: LanguagePolicy, examples: Sequence[Example], *, steps: int, batch_size: int, lr: float, lr_warmup: int
+    policy: LanguagePolicy,
+    examples: Sequence[Example],
+    *,
+    steps: int,
+    batch_size: int,
+    lr: float,
+    lr_warmup: int,
 ) -> None:
     """Minimise ``loss`` over consecutive batches."""
     parameters = list(policy.parameters())
@@ -91,7 +99,9 @@ def _train(
         optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / max(1, lr_warmup))
         value = loss(policy, examples[step * batch_size : (step + 1) * batch_size])
         if not torch.isfinite(value):
-            raise TrainingError(f"warm start: the loss of step {step} is {value.item():g}; lower its learning rate")
+            raise TrainingError(
+                f"warm start: the loss of step {step} is {value.item():g}; lower its learning rate"
+            )
         value.backward()
         torch.nn.utils.clip_grad_norm_(parameters, GRAD_NORM)
         optimizer.step()
@@ -120,7 +130,7 @@ def _batch(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
     return ids, (prompt - 1 + k).clamp(max=width - 2), k < response
 
 
-# ------------------------------------------------------------------------------------------------------------- on disk
+# ------------------------------------------------------------------------------------------ on disk
 def once(
     weights: Mapping[str, Tensor],
     path: Path,
@@ -155,7 +165,9 @@ def once(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{what}: {path.parent} cannot be written ({error.strerror}); name another folder") from error
+        raise ConfigError(
+            f"{what}: {path.parent} cannot be written ({error.strerror}); name another folder"
+        ) from error
     notice(f"{what}: {saying}, once; the result stays in {path.parent}")
     make()
     try:
@@ -166,7 +178,10 @@ def once(
 
 
 def _name(
-    policy: LanguagePolicy, weights: Mapping[str, Tensor], examples: Sequence[Example], numbers: Mapping[str, Any]
+    policy: LanguagePolicy,
+    weights: Mapping[str, Tensor],
+    examples: Sequence[Example],
+    numbers: Mapping[str, Any],
 ) -> str:
     """Return a digest of everything that the result depends on, 20 hex digits."""
     device = policy.model.lm_head.weight.device.type

@@ -102,7 +102,9 @@ def read(file: str, peer: str) -> Source:
     """
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(f"{file}: no such file; name a YAML file with {FRAMEWORKS[peer].name}'s options")
+        raise ConfigError(
+            f"{file}: no such file; name a YAML file with {FRAMEWORKS[peer].name}'s options"
+        )
     try:
         content = _content(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as e:
@@ -117,9 +119,17 @@ def read(file: str, peer: str) -> Source:
         if not pending:
             break
         node = pending.pop()
-        pending.extend(node.values() if isinstance(node, Mapping) else node if isinstance(node, (list, tuple)) else ())
+        pending.extend(
+            node.values()
+            if isinstance(node, Mapping)
+            else node
+            if isinstance(node, (list, tuple))
+            else ()
+        )
     else:
-        raise ConfigError(f"{file} has a section that contains itself, or more than {LIMIT:,} values; correct it")
+        raise ConfigError(
+            f"{file} has a section that contains itself, or more than {LIMIT:,} values; correct it"
+        )
     return _resolved(dict(_flat(content, "", FRAMEWORKS[peer].mappings)))
 
 
@@ -179,7 +189,9 @@ def _evaluate(text: str, path: str, values: Mapping[str, Any]) -> Any:
     name, colon, parameters = text.partition(":")
     try:
         arguments = (
-            [loader.plain_yaml(part) for part in parameters.split(",")] if colon and "\\" not in parameters else []
+            [loader.plain_yaml(part) for part in parameters.split(",")]
+            if colon and "\\" not in parameters
+            else []
         )
     except yaml.YAMLError:
         raise _Unresolved from None
@@ -222,7 +234,9 @@ def convert(peer: str, file: str) -> Migration:
     for path, value in source.values.items():
         rule = rule_of(framework.table, path)
         if rule is None:
-            migration.unknown.append({"theirs": path, "value": value, "why": f"not a known option of {framework.name}"})
+            migration.unknown.append(
+                {"theirs": path, "value": value, "why": f"not a known option of {framework.name}"}
+            )
         elif path in source.unresolved:
             _unresolved(migration, path, value, rule, source)
         else:
@@ -237,7 +251,9 @@ def convert(peer: str, file: str) -> Migration:
             {"theirs": path, "value": source.get(path, framework.defaults.get(path)), "why": why}
             for path, why in framework.differences(source).items()
         ]
-    migration.to_write = {path: what for path, what in NEEDED[migration.mode].items() if path not in migration.options}
+    migration.to_write = {
+        path: what for path, what in NEEDED[migration.mode].items() if path not in migration.options
+    }
     _drop_unread(migration, file)
     try:
         loaded = _composed(migration, file)
@@ -257,7 +273,10 @@ def rule_of(table: Table, path: str) -> Rule | None:
 
 def _recognise(source: Source, peer: str, file: str) -> None:
     """Raise ConfigError if the file is of another framework, or of none."""
-    known = {name: sum(rule_of(p.table, path) is not None for path in source.values) for name, p in FRAMEWORKS.items()}
+    known = {
+        name: sum(rule_of(p.table, path) is not None for path in source.values)
+        for name, p in FRAMEWORKS.items()
+    }
     likely, name, total = (
         max(known, key=lambda name: known[name]),
         FRAMEWORKS[peer].name,
@@ -302,7 +321,9 @@ def _apply(
     try:
         answer = rule(value, source)
     except INVALID_VALUE as e:
-        migration.refused.append({**row, "why": f"{show(value)} is not a valid value ({one_line(e)})"})
+        migration.refused.append(
+            {**row, "why": f"{show(value)} is not a valid value ({one_line(e)})"}
+        )
         return
     if isinstance(answer, str):
         if not default:
@@ -320,7 +341,9 @@ def _apply(
         if before == plain:
             accepted[target] = plain
         elif not default:
-            migration.refused.append({**row, "why": f"another option of the file sets {target} = {show(before)}"})
+            migration.refused.append(
+                {**row, "why": f"another option of the file sets {target} = {show(before)}"}
+            )
             return
     migration.options |= accepted
     if accepted:
@@ -329,9 +352,12 @@ def _apply(
 
 def _composed(migration: Migration, file: str) -> loader.Loaded[Config]:
     """Load what ``train experiment=..`` would, with a placeholder for every ???."""
-    base = yaml.safe_load((compose.shipped() / "mode" / f"{migration.mode}.yaml").read_text(encoding="utf-8"))
+    base = yaml.safe_load(
+        (compose.shipped() / "mode" / f"{migration.mode}.yaml").read_text(encoding="utf-8")
+    )
     written = {
-        path: {"data.train": ["-"], "data.eval": ["-"], "updates": 1}.get(path, "-") for path in migration.to_write
+        path: {"data.train": ["-"], "data.eval": ["-"], "updates": 1}.get(path, "-")
+        for path in migration.to_write
     }
     return loader.read(Config, [("configs/mode", base), (file, {**written, **migration.options})])
 
@@ -354,7 +380,9 @@ def _drop_unread(migration: Migration, file: str) -> None:
             del row["ours"][path]
             if not row["default"]:
                 why = f"{path} = {show(value)} is not read here; it needs {where}"
-                migration.meaningless.append({"theirs": row["theirs"], "value": row["value"], "why": why})
+                migration.meaningless.append(
+                    {"theirs": row["theirs"], "value": row["value"], "why": why}
+                )
     migration.mapped = [row for row in migration.mapped if row["ours"]]
 
 
@@ -373,7 +401,9 @@ def migrate(peer: str, file: str, out: str | None) -> dict[str, Any]:
         ConfigError: For an unknown framework, an unusable file, or an ``out`` that exists.
     """
     if peer not in FRAMEWORKS:
-        raise ConfigError(f"{peer}: no such framework; {choose(peer.lower(), list(FRAMEWORKS), 'there are: ')}")
+        raise ConfigError(
+            f"{peer}: no such framework; {choose(peer.lower(), list(FRAMEWORKS), 'there are: ')}"
+        )
     if out is not None and Path(out).exists():
         raise ConfigError(f"--out {out}: exists; name a new file, or remove it")
     migration = convert(peer, file)
@@ -384,5 +414,7 @@ def migrate(peer: str, file: str, out: str | None) -> dict[str, Any]:
             with open(out, "x", encoding="utf-8") as stream:
                 stream.write(text)
         except OSError as e:
-            raise ConfigError(f"--out {out}: cannot be written ({one_line(e)}); name another file") from e
+            raise ConfigError(
+                f"--out {out}: cannot be written ({one_line(e)}); name another file"
+            ) from e
     return {"peer": peer, "file": file, "out": out, **asdict(migration), "yaml": text}

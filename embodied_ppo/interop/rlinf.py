@@ -57,7 +57,11 @@ def _per_step(path: str) -> Rule:
     """Map a discount per decision to one per primitive step if rewards are given per chunk."""
 
     def rule(value: Any, source: Source) -> Answer:
-        per_chunk = _robot(source) and source.get("algorithm.reward_type") == "chunk_level" and _chunk(source) > 1
+        per_chunk = (
+            _robot(source)
+            and source.get("algorithm.reward_type") == "chunk_level"
+            and _chunk(source) > 1
+        )
         if not per_chunk or not isinstance(value, (int, float)):
             return {path: value}
         return {path: round(float(value) ** (1 / _chunk(source)), 8)}
@@ -198,7 +202,9 @@ def _placement(value: Any, source: Source) -> Answer:
     placement: dict[str, Any] = {}
     for entry, ranks in value.items():
         roles = [word.strip() for word in str(entry).split(",")]
-        kept = [role for role in roles if role != "inference"]  # the actor computes log-probabilities here
+        kept = [
+            role for role in roles if role != "inference"
+        ]  # the actor computes log-probabilities here
         if isinstance(ranks, Mapping):
             devices: Any = {"devices": _ranks(ranks.get("placement", "all"))}
             if ranks.get("node_group") is not None:
@@ -219,7 +225,9 @@ def _ranks(text: Any) -> Any:
 
 def _nodes(value: Any, source: Source) -> Answer:
     groups = value if isinstance(value, list) else []
-    if not groups or not all(isinstance(g, Mapping) and {"label", "node_ranks"} <= set(g) for g in groups):
+    if not groups or not all(
+        isinstance(g, Mapping) and {"label", "node_ranks"} <= set(g) for g in groups
+    ):
         return "write cluster.node_groups={label: machines}"
     return {"cluster.node_groups": {g["label"]: g["node_ranks"] for g in groups}}
 
@@ -251,7 +259,9 @@ def _optim(section: str) -> dict[str, Rule]:
     return {
         "lr": option(f"{section}.lr"),
         "value_lr": lambda value, source: (
-            {"algorithm.value_lr": value} if _robot(source) else "the critic's learning rate is critic.optim.lr"
+            {"algorithm.value_lr": value}
+            if _robot(source)
+            else "the critic's learning rate is critic.optim.lr"
         ),
         "weight_decay": option(f"{section}.weight_decay"),
         "clip_grad": option(f"{section}.max_grad_norm"),
@@ -259,7 +269,9 @@ def _optim(section: str) -> dict[str, Rule]:
         "min_lr_rate": option(f"{section}.lr_end"),
         "min_lr": no_option("the final learning rate is a fraction here: lr_end"),
         "total_training_steps": no_option("a schedule covers the whole run: updates"),
-        "optimizer": only_values("adam", "adamw", same="AdamW, as here", other="AdamW is the only optimiser here"),
+        "optimizer": only_values(
+            "adam", "adamw", same="AdamW, as here", other="AdamW is the only optimiser here"
+        ),
         **adam,
         **schedule,
         **no_options(
@@ -282,9 +294,13 @@ def _schedule(section: str) -> dict[str, Rule]:
     }
 
 
-_LEVELS = {f"algorithm.{name}_type": option(f"algorithm.{name}_type") for name in ("logprob", "entropy")}
+_LEVELS = {
+    f"algorithm.{name}_type": option(f"algorithm.{name}_type") for name in ("logprob", "entropy")
+}
 _SAMPLING: dict[str, Rule] = {
-    "do_sample": only_values(True, same="training samples, as here", other="training always samples here"),
+    "do_sample": only_values(
+        True, same="training samples, as here", other="training always samples here"
+    ),
     "top_k": lambda value, source: (
         "off, as here" if not value or value < 0 or value >= 1_000_000 else {"rollout.top_k": value}
     ),
@@ -300,7 +316,9 @@ _SAMPLING: dict[str, Rule] = {
         else {"evaluation.deterministic": True}
     ),
     "max_new_tokens": lambda value, source: (
-        {"algorithm.response_length": value} if not _robot(source) else "set by the model and env.action_chunk"
+        {"algorithm.response_length": value}
+        if not _robot(source)
+        else "set by the model and env.action_chunk"
     ),
     "min_new_tokens": only_values(
         0,
@@ -348,7 +366,9 @@ TABLE: dict[str, Rule] = {
     ),
     "algorithm.critic_warmup_steps": _critic_warmup,
     "algorithm.rollout_micro_batch_size": option("algorithm.rollout_micro_batch_size"),
-    "algorithm.logprob_forward_micro_batch_size": option("algorithm.logprob_forward_micro_batch_size"),
+    "algorithm.logprob_forward_micro_batch_size": option(
+        "algorithm.logprob_forward_micro_batch_size"
+    ),
     "algorithm.val_rollout_batch_size_per_gpu": no_option(MEMORY),
     "algorithm.rollout_batch_size_per_gpu": no_option(MEMORY),
     "algorithm.training_batch_size_per_gpu": option("algorithm.micro_batch_size"),
@@ -369,7 +389,9 @@ TABLE: dict[str, Rule] = {
         False, same="off, as here", other="algorithm.loss_agg_func sets how tokens are averaged"
     ),
     **prefixed("algorithm.sampling_params.", _SAMPLING),
-    "algorithm.length_params.*": no_option("the model and env.action_chunk set the number of tokens"),
+    "algorithm.length_params.*": no_option(
+        "the model and env.action_chunk set the number of tokens"
+    ),
     "algorithm.reward_coef": only_values(
         1,
         1.0,
@@ -385,7 +407,9 @@ TABLE: dict[str, Rule] = {
     "algorithm.staleness_threshold": no_option("cluster.max_lag sets how far rollouts run ahead"),
     "algorithm.behave_weight_threshold": option_if_set("algorithm.off_policy_cap", "null: none"),
     "actor.global_batch_size": lambda value, source: (
-        {"algorithm.global_batch_size": value} if _robot(source) else "set by their program from n_minibatches"
+        {"algorithm.global_batch_size": value}
+        if _robot(source)
+        else "set by their program from n_minibatches"
     ),
     "actor.micro_batch_size": option("algorithm.micro_batch_size"),
     "actor.seed": option("seed"),
@@ -408,22 +432,36 @@ TABLE: dict[str, Rule] = {
     "actor.model.num_steps": option("model.flow_steps"),
     "actor.model.openpi.num_steps": option("model.flow_steps"),
     "actor.model.openpi.noise_level": option("model.flow_eta"),
-    "actor.model.openpi.noise_method": option("model.flow_noise", values={"flow_sde": "sde", "flow_noise": "learned"}),
-    "actor.model.openpi.joint_logprob": lambda value, source: {"model.flow_chain": "mean" if value else "one"},
+    "actor.model.openpi.noise_method": option(
+        "model.flow_noise", values={"flow_sde": "sde", "flow_noise": "learned"}
+    ),
+    "actor.model.openpi.joint_logprob": lambda value, source: {
+        "model.flow_chain": "mean" if value else "one"
+    },
     "actor.model.openpi.train_expert_only": option("model.freeze_trunk"),
-    "actor.model.openpi.detach_critic_input": option_if_set("model.detach_value", "null: chosen by their code"),
+    "actor.model.openpi.detach_critic_input": option_if_set(
+        "model.detach_value", "null: chosen by their code"
+    ),
     "actor.model.add_value_head": only_values(
         True,
         same="there is always a value head",
         other="algorithm.loss_type=actor_critic has a value head",
     ),
-    "actor.model.value_type": no_option("algorithm.reward_type=action_level gives each action of a chunk a value"),
+    "actor.model.value_type": no_option(
+        "algorithm.reward_type=action_level gives each action of a chunk a value"
+    ),
     "actor.model.trust_remote_code": no_option(REMOTE),
-    "actor.model.*": no_option("read from the checkpoint, the task or the transformers config here"),
+    "actor.model.*": no_option(
+        "read from the checkpoint, the task or the transformers config here"
+    ),
     "actor.fsdp_config.gradient_checkpointing": lambda value, source: {
-        "model.gradient_checkpointing" if _robot(source) else "actor.model.gradient_checkpointing": value
+        "model.gradient_checkpointing"
+        if _robot(source)
+        else "actor.model.gradient_checkpointing": value
     },
-    "actor.tokenizer.tokenizer_model": option_if_set("actor.tokenizer", "null: the model's, as here"),
+    "actor.tokenizer.tokenizer_model": option_if_set(
+        "actor.tokenizer", "null: the model's, as here"
+    ),
     "actor.tokenizer.*": no_option("read from the tokenizer's directory"),
     "actor.*offload*": no_option(OFFLOAD),
     "actor.group_name": no_option("the names of roles are fixed here"),
@@ -436,12 +474,16 @@ TABLE: dict[str, Rule] = {
         ),
     ),
     "critic.use_critic_model": lambda value, source: (
-        "a robot policy has a value head, as there" if _robot(source) else {"critic.use_critic_model": value}
+        "a robot policy has a value head, as there"
+        if _robot(source)
+        else {"critic.use_critic_model": value}
     ),
     **prefixed("critic.optim.", _optim("critic")),
     **prefixed("critic.lr_sched.", _schedule("critic")),
     "critic.model.precision": dtype_option("critic.model.dtype"),
-    "critic.model.model_path": option_if_set("critic.model.path", "null: a copy of the actor, as here"),
+    "critic.model.model_path": option_if_set(
+        "critic.model.path", "null: a copy of the actor, as here"
+    ),
     "critic.*offload*": no_option(OFFLOAD),
     "critic.group_name": no_option("the names of roles are fixed here"),
     "critic.seed": no_option(SEEDS),
@@ -454,7 +496,9 @@ TABLE: dict[str, Rule] = {
         ),
     ),
     "env.train.env_type": _env,
-    "env.train.task_suite_name": lambda value, source: _env(source.get("env.train.env_type", "libero"), source),
+    "env.train.task_suite_name": lambda value, source: _env(
+        source.get("env.train.env_type", "libero"), source
+    ),
     "env.train.total_num_envs": _rollout,
     "env.train.rollout_epoch": _rollout,
     "env.train.auto_reset": _rollout,
@@ -473,16 +517,28 @@ TABLE: dict[str, Rule] = {
         same="1: rewards are not scaled, as here",
         other="rewards are not scaled here; scale them in the task, or write algorithm.reward_norm=running",
     ),
-    "env.train.use_*reset_state_ids": no_option("initial states are derived from seed; a group shares one"),
-    "env.train.video_cfg.*": no_option("videos are recorded in evaluations: evaluation.video_episodes=2"),
+    "env.train.use_*reset_state_ids": no_option(
+        "initial states are derived from seed; a group shares one"
+    ),
+    "env.train.video_cfg.*": no_option(
+        "videos are recorded in evaluations: evaluation.video_episodes=2"
+    ),
     "env.train.init_params.camera_heights": option("env.image_size"),
     "env.train.init_params.camera_widths": option("env.image_size"),
-    "env.train.init_params.*": no_option("read by the simulator's constructor; write its arguments into env.kwargs"),
-    "env.train.*": no_option("read by the simulator; write what its adapter reads into env.kwargs (docs/tasks.md)"),
+    "env.train.init_params.*": no_option(
+        "read by the simulator's constructor; write its arguments into env.kwargs"
+    ),
+    "env.train.*": no_option(
+        "read by the simulator; write what its adapter reads into env.kwargs (docs/tasks.md)"
+    ),
     "env.eval.total_num_envs": _evaluation,
     "env.eval.rollout_epoch": _evaluation,
-    "env.eval.video_cfg.save_video": lambda value, source: {"evaluation.video_episodes": 2 if value else 0},
-    "env.eval.*": no_option("evaluation uses the training environment; evaluation.env_kwargs changes its arguments"),
+    "env.eval.video_cfg.save_video": lambda value, source: {
+        "evaluation.video_episodes": 2 if value else 0
+    },
+    "env.eval.*": no_option(
+        "evaluation uses the training environment; evaluation.env_kwargs changes its arguments"
+    ),
     "env.*offload*": no_option(OFFLOAD),
     "env.group_name": no_option("the names of roles are fixed here"),
     **prefixed("rollout.sampling_params.", _SAMPLING),
@@ -522,22 +578,32 @@ TABLE: dict[str, Rule] = {
     "data.prompt_key": option("data.prompt_key"),
     "data.answer_key": option("data.answer_key"),
     "data.shuffle": option("data.shuffle"),
-    "data.apply_chat_template": lambda value, source: {"data.chat_template": "always" if value else "never"},
+    "data.apply_chat_template": lambda value, source: {
+        "data.chat_template": "always" if value else "never"
+    },
     "data.filter_prompt_by_length": no_option("longer prompts are always dropped, and counted"),
     "data.seed": no_option(SEEDS),
     **prefixed(
         "data.",
-        no_options("dataset_name num_workers type val_rollout_batch_size validation_shuffle", LOADER),
+        no_options(
+            "dataset_name num_workers type val_rollout_batch_size validation_shuffle", LOADER
+        ),
     ),
     "reward.use_reward_model": only_values(
         False, same="a function grades, as here", other="write reward.model.path=DIR"
     ),
-    "reward.reward_type": no_option("write reward.grader: math_verify, gsm8k_numeric, exact, or FILE.py:function"),
+    "reward.reward_type": no_option(
+        "write reward.grader: math_verify, gsm8k_numeric, exact, or FILE.py:function"
+    ),
     "reward.reward_scale": no_option(
         "a grader here returns 1 for a correct and 0 for a wrong answer, theirs +- this value"
     ),
-    "reward.*": no_option("write reward.grader or reward.model.path; the reward of a simulator comes from its task"),
-    "runner.task_type": lambda value, source: {"mode": "embodied" if _robot(source) else "reasoning"},
+    "reward.*": no_option(
+        "write reward.grader or reward.model.path; the reward of a simulator comes from its task"
+    ),
+    "runner.task_type": lambda value, source: {
+        "mode": "embodied" if _robot(source) else "reasoning"
+    },
     "runner.max_epochs": _length,
     "runner.max_steps": _length,
     "runner.val_check_interval": interval_option("eval_every"),
@@ -547,8 +613,12 @@ TABLE: dict[str, Rule] = {
     "runner.seq_length": no_option(
         "prompt and response have separate limits: algorithm.prompt_length, response_length"
     ),
-    "runner.enable_dynamic_batch_size": no_option("algorithm.micro_batch_tokens, if set, has this effect"),
-    "runner.max_tokens_per_mbs": read_if("runner.enable_dynamic_batch_size", option("algorithm.micro_batch_tokens")),
+    "runner.enable_dynamic_batch_size": no_option(
+        "algorithm.micro_batch_tokens, if set, has this effect"
+    ),
+    "runner.max_tokens_per_mbs": read_if(
+        "runner.enable_dynamic_batch_size", option("algorithm.micro_batch_tokens")
+    ),
     "runner.only_eval": no_option("embodied-ppo evaluate checkpoint=.. does that"),
     "runner.resume_dir": no_option(RESUME),
     "runner.ckpt_path": no_option("embodied-ppo evaluate checkpoint=.., or train resume=.."),

@@ -60,7 +60,11 @@ def _devices(value: Any) -> list[int] | None:
         low, high, step, single = match.groups()
         if not single and int(high) - int(low) > MAX_DEVICES:
             return None
-        devices += [int(d) for d in single.split(",")] if single else range(int(low), int(high), int(step or 1) or 1)
+        devices += (
+            [int(d) for d in single.split(",")]
+            if single
+            else range(int(low), int(high), int(step or 1) or 1)
+        )
     return sorted(set(devices))
 
 
@@ -95,16 +99,16 @@ def _placement(value: Any, source: Source) -> Answer:
     for theirs, role in used.items():
         mapping = source.get(f"{theirs}.device_mapping")
         if mapping is None:
-            return (
-                f"{theirs}.device_mapping is missing in the file; write cluster.component_placement, or placement=fused"
-            )
+            return f"{theirs}.device_mapping is missing in the file; write cluster.component_placement, or placement=fused"
         devices = _devices(mapping)
         if not devices:
             return f"{theirs}.device_mapping = {show(mapping)} is not understood; write cluster.component_placement"
         placement["rollout,reward" if role == "rollout" else role] = _compact(devices)
     if set(map(str, placement.values())) == {"0"}:
         return "one device needs one process: placement=local, the default"
-    last = max(d for theirs in used for d in _devices(source.get(f"{theirs}.device_mapping")) or [0])
+    last = max(
+        d for theirs in used for d in _devices(source.get(f"{theirs}.device_mapping")) or [0]
+    )
     each = int(source.get("num_gpus_per_node", 8))
     return {
         "cluster.component_placement": placement,
@@ -117,7 +121,9 @@ def _role_devices(role: str) -> Rule:
     def rule(value: Any, source: Source) -> Answer:
         if role == "critic" and source.get("adv_estimator", "gae") != "gae":
             return "this estimator has no critic"
-        if role == "reference" and not (source.get("use_kl_loss", False) or source.get("add_token_level_kl", False)):
+        if role == "reference" and not (
+            source.get("use_kl_loss", False) or source.get("add_token_level_kl", False)
+        ):
             return "without a KL term there is no reference"
         return _placement(value, source)
 
@@ -147,14 +153,20 @@ def _step(role: str, source: Source) -> int | None:
         for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
     )
     each = int(source.get(f"{arguments}per_device_train_batch_size", 8))
-    return each * int(source.get(f"{arguments}gradient_accumulation_steps", 1)) * max(1, len(devices) // split)
+    return (
+        each
+        * int(source.get(f"{arguments}gradient_accumulation_steps", 1))
+        * max(1, len(devices) // split)
+    )
 
 
 def _steps_per_update(role: str) -> Callable[[Source], float | None]:
     def steps(source: Source) -> float | None:
         step, group = _step(role, source), int(source.get("num_return_sequences_in_group", 1))
         prompts = source.get("rollout_batch_size", 128)
-        epochs = source.get("ppo_epochs", 1) if role == "actor_train" else 1  # their critic takes one epoch
+        epochs = (
+            source.get("ppo_epochs", 1) if role == "actor_train" else 1
+        )  # their critic takes one epoch
         return epochs * max(1.0, prompts * group / step) if step else None
 
     return steps
@@ -162,7 +174,9 @@ def _steps_per_update(role: str) -> Callable[[Source], float | None]:
 
 def _epochs(value: Any, source: Source) -> Answer:
     """Map the epochs; their critic always takes one (CriticWorker.train_step)."""
-    return {"algorithm.update_epoch": value} | ({"critic.update_epoch": 1} if _has_critic(source) else {})
+    return {"algorithm.update_epoch": value} | (
+        {"critic.update_epoch": 1} if _has_critic(source) else {}
+    )
 
 
 def _has_critic(source: Source) -> bool:
@@ -193,7 +207,9 @@ def _reward_clip(value: Any, source: Source) -> Answer:
     if not value:
         return {"algorithm.reward_clip": None}
     later = _has_penalty(source) or _normalizes(source)
-    return {"algorithm.reward_clip": value} | ({"algorithm.reward_clip_order": "after_norm"} if later else {})
+    return {"algorithm.reward_clip": value} | (
+        {"algorithm.reward_clip_order": "after_norm"} if later else {}
+    )
 
 
 SUM_NORM = "seq-mean-token-sum-norm"
@@ -201,7 +217,9 @@ SUM_NORM = "seq-mean-token-sum-norm"
 
 def _aggregation(value: Any, source: Source) -> Answer:
     factor = _sum_norm_factor(source) if value == SUM_NORM else None
-    return {"algorithm.loss_agg_func": value} | ({"algorithm.loss_scale_factor": factor} if factor else {})
+    return {"algorithm.loss_agg_func": value} | (
+        {"algorithm.loss_scale_factor": factor} if factor else {}
+    )
 
 
 def _sum_norm_factor(source: Source) -> float | None:
@@ -213,12 +231,18 @@ def _sum_norm_factor(source: Source) -> float | None:
     length, responses = source.get("sequence_length"), _step("actor_train", source)
     if length is None and source.get("response_length") is not None:
         length = source.get("response_length") + source.get("prompt_length", 1024)
-    if length is None or responses is None or source.get("actor_train.use_dynamic_batching_in_train"):
+    if (
+        length is None
+        or responses is None
+        or source.get("actor_train.use_dynamic_batching_in_train")
+    ):
         return None
     return (length - 1) / responses
 
 
-OLD_NORM = "of ROLL before 25 September 2025; later versions read norm_mean_type and norm_std_type instead"
+OLD_NORM = (
+    "of ROLL before 25 September 2025; later versions read norm_mean_type and norm_std_type instead"
+)
 
 
 def _old_norm(value: Any, source: Source) -> Answer:
@@ -264,7 +288,10 @@ def _clip(side: str) -> Rule:
         ranged = bool(source.get("use_pg_clip_range", False))
         if ranged != (side != "both"):
             return f"not read there either: use_pg_clip_range = {show(ranged)}"
-        return {f"algorithm.clip_ratio_{s}": value for s in (("low", "high") if side == "both" else (side,))}
+        return {
+            f"algorithm.clip_ratio_{s}": value
+            for s in (("low", "high") if side == "both" else (side,))
+        }
 
     return rule
 
@@ -324,7 +351,11 @@ def _response(value: Any, source: Source) -> Answer:
 
 def _training(role: str, section: str) -> dict[str, Rule]:
     path = f"{section}.global_batch_size"
-    adam = option if section == "algorithm" else lambda *paths: no_option("set for the actor: algorithm.adam_*")
+    adam = (
+        option
+        if section == "algorithm"
+        else lambda *paths: no_option("set for the actor: algorithm.adam_*")
+    )
     return {
         "learning_rate": option(f"{section}.lr"),
         "weight_decay": option(f"{section}.weight_decay"),
@@ -341,7 +372,9 @@ def _training(role: str, section: str) -> dict[str, Rule]:
         "seed": no_option(SEEDS),
         "data_seed": no_option(SEEDS),
         "dataloader_num_workers": no_option(LOADER),
-        **no_options("fp16 bf16 max_steps output_dir", "how their trainer runs; trained weights are float32"),
+        **no_options(
+            "fp16 bf16 max_steps output_dir", "how their trainer runs; trained weights are float32"
+        ),
     }
 
 
@@ -349,7 +382,9 @@ def _model(section: str) -> dict[str, Rule]:
     return {
         "model_name_or_path": option_if_set(f"{section}.model.path", "null: set by pretrain"),
         "dtype": dtype_option(f"{section}.model.dtype"),
-        "disable_gradient_checkpointing": lambda value, source: {f"{section}.model.gradient_checkpointing": not value},
+        "disable_gradient_checkpointing": lambda value, source: {
+            f"{section}.model.gradient_checkpointing": not value
+        },
         "lora_rank": LANGUAGE_LORA,
         **no_options(
             "additional_target autocast_adapter_dtype lora_alpha lora_dropout lora_target "
@@ -420,9 +455,15 @@ TABLE: dict[str, Rule] = {
     "reward_norm": _old_norm,
     "reward_shift": no_option("part of algorithm.reward_shift, if reward_norm is read"),
     "reward_scale": no_option("read with reward_norm=running only, which has no counterpart"),
-    "use_reward_scaling": only_values(False, same="off, as here", other="set by algorithm.reward_norm"),
-    "use_reward_norm": only_values(False, same="off, as here", other="set by algorithm.reward_norm"),
-    "add_len_reward": only_values(False, same="off, as here", other="write a grader that includes the length"),
+    "use_reward_scaling": only_values(
+        False, same="off, as here", other="set by algorithm.reward_norm"
+    ),
+    "use_reward_norm": only_values(
+        False, same="off, as here", other="set by algorithm.reward_norm"
+    ),
+    "add_len_reward": only_values(
+        False, same="off, as here", other="write a grader that includes the length"
+    ),
     "max_grad_norm": option("algorithm.max_grad_norm"),
     "l2": only_values(
         0,
@@ -451,7 +492,9 @@ TABLE: dict[str, Rule] = {
     "postive_loss_coef": no_option(OTHER_LOSS),
     "enable_reference": no_option("a reference exists if a KL term needs it"),
     "*old_logprobs_recompute": no_option("algorithm.recompute_log_probs=true recomputes them"),
-    "train_infer_correction.is_weight.enabled": no_option("algorithm.off_policy_correction, if set, has this effect"),
+    "train_infer_correction.is_weight.enabled": no_option(
+        "algorithm.off_policy_correction, if set, has this effect"
+    ),
     "train_infer_correction.is_weight.weight_type": read_if(
         "train_infer_correction.is_weight.enabled", option("algorithm.off_policy_correction")
     ),
@@ -468,7 +511,9 @@ TABLE: dict[str, Rule] = {
     "save_steps": option("save_every"),
     "eval_steps": option("eval_every"),
     "max_ckpt_to_keep": lambda value, source: (
-        {"keep_last": value} if value else "0: all; here the last keep_last checkpoints and the best"
+        {"keep_last": value}
+        if value
+        else "0: all; here the last keep_last checkpoints and the best"
     ),
     "seed": option("seed"),
     "exp_name": option("name"),
@@ -476,7 +521,9 @@ TABLE: dict[str, Rule] = {
     **prefixed("actor_train.training_args.", _training("actor_train", "algorithm")),
     **prefixed("actor_train.model_args.", _model("actor")),
     "actor_train.device_mapping": _role_devices("actor"),
-    "actor_train.use_dynamic_batching_in_train": no_option("algorithm.micro_batch_tokens, if set, has this effect"),
+    "actor_train.use_dynamic_batching_in_train": no_option(
+        "algorithm.micro_batch_tokens, if set, has this effect"
+    ),
     "actor_train.max_tokens_per_microbatch_in_train": read_if(
         "actor_train.use_dynamic_batching_in_train", option("algorithm.micro_batch_tokens")
     ),
@@ -486,7 +533,9 @@ TABLE: dict[str, Rule] = {
     "actor_infer.generating_args.top_p": sampling_option("top_p", 1, 1.0),
     "actor_infer.generating_args.top_k": sampling_option("top_k", 0, -1),
     "actor_infer.generating_args.repetition_penalty": sampling_option("repetition_penalty", 1, 1.0),
-    "actor_infer.generating_args.stop_strings": option_if_set("rollout.stop", "null: end tokens, as here"),
+    "actor_infer.generating_args.stop_strings": option_if_set(
+        "rollout.stop", "null: end tokens, as here"
+    ),
     "actor_infer.generating_args.num_beams": only_values(
         1, same="sampling, as here", other="training samples; beam search is not supported"
     ),
@@ -505,7 +554,9 @@ TABLE: dict[str, Rule] = {
     "actor_infer.device_mapping": _role_devices("rollout"),
     "actor_infer.model_args.*": no_option("the rollout uses the actor's weights"),
     "reference.device_mapping": _role_devices("reference"),
-    "reference.*": no_option("the reference is the actor at the start of training; it needs no options"),
+    "reference.*": no_option(
+        "the reference is the actor at the start of training; it needs no options"
+    ),
     **prefixed("critic.training_args.", _training("critic", "critic")),
     **prefixed("critic.model_args.", _model("critic")),
     "critic.device_mapping": _role_devices("critic"),
@@ -518,7 +569,9 @@ TABLE: dict[str, Rule] = {
         else {"evaluation.deterministic": True}
     ),
     "validation.generating_args.top_p": option("evaluation.top_p"),
-    "validation.generating_args.top_k": lambda value, source: {"evaluation.top_k": max(0, value or 0)},
+    "validation.generating_args.top_k": lambda value, source: {
+        "evaluation.top_k": max(0, value or 0)
+    },
     **prefixed(
         "validation.",
         no_options(
@@ -530,8 +583,12 @@ TABLE: dict[str, Rule] = {
     "val_greedy": lambda value, source: {"evaluation.deterministic": value},
     "val_n_sample": option("evaluation.n"),
     "val_*": no_option("changes no number here; evaluation.response_length is the longest answer"),
-    "rewards.*": no_option("write reward.grader (math_verify, gsm8k_numeric, FILE.py:function) or reward.model.path"),
-    "reward_model.*": no_option("reward.model.path is a directory of a sequence-classification model"),
+    "rewards.*": no_option(
+        "write reward.grader (math_verify, gsm8k_numeric, FILE.py:function) or reward.model.path"
+    ),
+    "reward_model.*": no_option(
+        "reward.model.path is a directory of a sequence-classification model"
+    ),
     "reward.*": no_option("write reward.grader or reward.model.path"),
     "num_gpus_per_node": no_option("written to cluster.devices_per_node if roles have devices"),
     "num_nodes": no_option("written to cluster.num_nodes if roles have devices"),
@@ -539,8 +596,12 @@ TABLE: dict[str, Rule] = {
     "generate_opt_level": no_option(ENGINE),
     "is_num_return_sequences_expand": no_option(ENGINE),
     "max_running_requests": no_option(ENGINE),
-    "is_use_additional_prompts": no_option("prompts are drawn once; filtered prompts are not replaced"),
-    "max_additional_running_prompts": no_option("prompts are drawn once; filtered prompts are not replaced"),
+    "is_use_additional_prompts": no_option(
+        "prompts are drawn once; filtered prompts are not replaced"
+    ),
+    "max_additional_running_prompts": no_option(
+        "prompts are drawn once; filtered prompts are not replaced"
+    ),
     "router_args*": no_option(ENGINE),
     "model_update_buffer_size_mb": no_option("cluster.weights sets how weights are transferred"),
     "model_download_type": no_option(DATASET),

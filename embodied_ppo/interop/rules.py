@@ -98,7 +98,9 @@ def interval_option(path: str) -> Rule:
 
 def dtype_option(path: str) -> Rule:
     """Map the name of a floating-point type."""
-    words = dict.fromkeys(("bf16", "bfloat16"), "bfloat16") | dict.fromkeys(("fp32", "32", 32, "float32"), "float32")
+    words = dict.fromkeys(("bf16", "bfloat16"), "bfloat16") | dict.fromkeys(
+        ("fp32", "32", 32, "float32"), "float32"
+    )
     return lambda value, source: (
         "null: chosen by their code" if value is None else option(path, values=words)(value, source)
     )
@@ -136,10 +138,14 @@ def no_options(names: str, why: str) -> dict[str, Rule]:
 
 def sampling_option(name: str, *neutral: Any) -> Rule:
     """Map a sampling filter such as top_k; unless it is off, our loader refuses it with a reason."""
-    return lambda value, source: "off, as here" if value is None or value in neutral else {f"rollout.{name}": value}
+    return lambda value, source: (
+        "off, as here" if value is None or value in neutral else {f"rollout.{name}": value}
+    )
 
 
-def warmup_steps(section: str, per_update: Callable[[Source], float | None] = lambda source: 1.0) -> Rule:
+def warmup_steps(
+    section: str, per_update: Callable[[Source], float | None] = lambda source: 1.0
+) -> Rule:
     """Map a learning-rate warm-up in steps to updates; an update has ``per_update`` steps."""
     path = f"{section}.lr_warmup"
 
@@ -147,7 +153,11 @@ def warmup_steps(section: str, per_update: Callable[[Source], float | None] = la
         if value is None or value < 0:
             return "negative: the ratio counts"
         each = per_update(source)
-        return {path: math.ceil(value / each)} if each else f"optimiser steps; write {path}, which counts updates"
+        return (
+            {path: math.ceil(value / each)}
+            if each
+            else f"optimiser steps; write {path}, which counts updates"
+        )
 
     return rule
 
@@ -197,8 +207,12 @@ SHUFFLE = "every epoch draws a fresh permutation here, from seed"
 RESUME = "on the command line: resume=auto or resume=DIR"
 SEEDS = "there is one seed here; all others are derived from it"
 LOADER = "the process that generates reads the prompts; there is no data loader to configure"
-DATASET = "nothing is downloaded; write data.train=[FILE] and data.eval=[FILE] (.jsonl, .json, .parquet)"
+DATASET = (
+    "nothing is downloaded; write data.train=[FILE] and data.eval=[FILE] (.jsonl, .json, .parquet)"
+)
 EPOCHS = "epochs of the data; write updates = epochs x prompts / algorithm.rollout_batch_size"
 TOOLS = "tools, images and multi-turn responses are not supported"
-LANGUAGE_LORA = only_values(0, None, same="no adapters, as here", other="adapters of language models are not supported")
+LANGUAGE_LORA = only_values(
+    0, None, same="no adapters, as here", other="adapters of language models are not supported"
+)
 OTHER_LOSS = "a loss other than PPO's; here the loss is the clipped surrogate with dual clip"

@@ -32,7 +32,9 @@ def _batch(source: Source) -> int:
     """Return the prompts of an update, each with one response."""
     if (total := source.get("batch_size")) is not None:
         return int(total)
-    each = int(source.get("per_device_train_batch_size", 8)) * int(source.get("gradient_accumulation_steps", 1))
+    each = int(source.get("per_device_train_batch_size", 8)) * int(
+        source.get("gradient_accumulation_steps", 1)
+    )
     return each * int(source.get("world_size", 1))
 
 
@@ -72,7 +74,9 @@ def _whitening(value: Any, source: Source) -> Answer:
 
 def _grad_norm(value: Any, source: Source) -> Answer:
     """Map the gradient norm; their loop does not clip gradients, DeepSpeed's engine does."""
-    return {f"{section}.max_grad_norm": value if source.has("deepspeed") else None for section in BOTH}
+    return {
+        f"{section}.max_grad_norm": value if source.has("deepspeed") else None for section in BOTH
+    }
 
 
 def _differences(source: Source) -> dict[str, str]:
@@ -88,7 +92,9 @@ def _differences(source: Source) -> dict[str, str]:
             "their whitening is separate in each process and includes one position more than the "
             "tokens, that of the score"
         )
-    accumulated, parts = (int(source.get(name, 1)) for name in ("gradient_accumulation_steps", "num_mini_batches"))
+    accumulated, parts = (
+        int(source.get(name, 1)) for name in ("gradient_accumulation_steps", "num_mini_batches")
+    )
     if accumulated > 1 and parts > 1:
         differences["num_mini_batches"] = (
             f"their optimiser steps once in gradient_accumulation_steps = {accumulated} backward "
@@ -106,7 +112,11 @@ def _steps(path: str) -> Rule:
         if not isinstance(value, (int, float)) or value >= 1:
             return {path: int(value) if isinstance(value, float) else value}
         updates = _updates(source)
-        return f"a fraction of all updates; write {path}" if updates is None else {path: math.ceil(updates * value)}
+        return (
+            f"a fraction of all updates; write {path}"
+            if updates is None
+            else {path: math.ceil(updates * value)}
+        )
 
     return rule
 
@@ -167,7 +177,9 @@ TABLE: dict[str, Rule] = {
         other="write rollout.stop_token_ids",
     ),
     "stop_token_id": lambda value, source: (
-        "null: the end tokens of model and tokenizer" if value is None else {"rollout.stop_token_ids": [value]}
+        "null: the end tokens of model and tokenizer"
+        if value is None
+        else {"rollout.stop_token_ids": [value]}
     ),
     "local_rollout_forward_batch_size": option("rollout.slots"),
     "sft_model_path": option("actor.model.path"),
@@ -181,14 +193,18 @@ TABLE: dict[str, Rule] = {
     "fp16": only_values(False, same="off, as here", other="float32 or bfloat16: actor.model.dtype"),
     "tf32": no_option("matmul_precision=high"),
     "gradient_checkpointing": option("actor.model.gradient_checkpointing"),
-    "gradient_checkpointing_kwargs*": no_option("only actor.model.gradient_checkpointing exists here"),
+    "gradient_checkpointing_kwargs*": no_option(
+        "only actor.model.gradient_checkpointing exists here"
+    ),
     "seed": option("seed"),
     "data_seed": no_option(SEEDS),
     "eval_steps": _steps("eval_every"),
     "eval_strategy": _strategy("eval_every"),
     "save_steps": _steps("save_every"),
     "save_strategy": _strategy("save_every"),
-    "save_total_limit": option_if_set("keep_last", "null: all; here the last keep_last checkpoints and the best"),
+    "save_total_limit": option_if_set(
+        "keep_last", "null: all; here the last keep_last checkpoints and the best"
+    ),
     "run_name": option_if_set("name", "null: the file's name"),
     "resume_from_checkpoint": no_option(RESUME),
     "output_dir": no_option(LOGGING),
@@ -201,7 +217,9 @@ TABLE: dict[str, Rule] = {
     "dataset_*": no_option(DATASET),
     "dataloader_*": no_option(LOADER),
     "per_device_eval_batch_size": no_option("changes no number here"),
-    "use_peft": only_values(False, same="no adapters, as here", other="adapters of language models are not supported"),
+    "use_peft": only_values(
+        False, same="no adapters, as here", other="adapters of language models are not supported"
+    ),
     "*_adapter_name": no_option("adapters of language models are not supported"),
     "lora_*": no_option("adapters of language models are not supported"),
     "load_in_*": no_option("trained weights are float32"),

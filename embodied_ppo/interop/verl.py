@@ -127,7 +127,9 @@ def _optim(section: str, grad_clip: str) -> dict[str, Rule]:
     return {
         "lr": option(f"{section}.lr"),
         "lr_warmup_steps": warmup_steps(section),
-        "lr_warmup_steps_ratio": _warmup_ratio(section, grad_clip.replace("grad_clip", "optim.lr_warmup_steps")),
+        "lr_warmup_steps_ratio": _warmup_ratio(
+            section, grad_clip.replace("grad_clip", "optim.lr_warmup_steps")
+        ),
         "lr_scheduler_type": schedule,
         "lr_decay_style": schedule,
         "warmup_style": option_if_set(f"{section}.lr_schedule", "null: set by lr_scheduler_type"),
@@ -138,7 +140,9 @@ def _optim(section: str, grad_clip: str) -> dict[str, Rule]:
         "weight_decay": option(f"{section}.weight_decay"),
         "betas": betas,
         "clip_grad": clip,
-        "optimizer": only_values("AdamW", "adam", same="AdamW, as here", other="AdamW is the only optimiser here"),
+        "optimizer": only_values(
+            "AdamW", "adam", same="AdamW, as here", other="AdamW is the only optimiser here"
+        ),
         "total_training_steps": no_option("set by their program; here updates sets the length"),
         **no_options(
             "optimizer_impl override_optimizer_config lr_warmup_init lr_decay_steps "
@@ -152,7 +156,9 @@ def _optim(section: str, grad_clip: str) -> dict[str, Rule]:
 def _warmup_ratio(section: str, steps: str) -> Rule:
     rule = warmup_fraction(section, _updates)
     return lambda value, source: (
-        "lr_warmup_steps takes precedence there, too" if source.get(steps, -1) >= 0 else rule(value, source)
+        "lr_warmup_steps takes precedence there, too"
+        if source.get(steps, -1) >= 0
+        else rule(value, source)
     )
 
 
@@ -182,7 +188,9 @@ def _model(section: str) -> dict[str, Rule]:
 _ACTOR: dict[str, Rule] = {
     "ppo_mini_batch_size": option("algorithm.global_batch_size"),
     "ppo_micro_batch_size": _micro,
-    "ppo_micro_batch_size_per_gpu": option_if_set("algorithm.micro_batch_size", "null: not set there"),
+    "ppo_micro_batch_size_per_gpu": option_if_set(
+        "algorithm.micro_batch_size", "null: not set there"
+    ),
     "use_dynamic_bsz": no_option("algorithm.micro_batch_tokens, if set, has this effect"),
     "ppo_max_token_len_per_gpu": read_if(
         "actor_rollout_ref.actor.use_dynamic_bsz", option("algorithm.micro_batch_tokens")
@@ -192,7 +200,9 @@ _ACTOR: dict[str, Rule] = {
     "clip_ratio_high": option_if_set("algorithm.clip_ratio_high", "null: clip_ratio"),
     "clip_ratio_c": option("algorithm.clip_ratio_c"),
     "loss_agg_mode": _aggregation,
-    "loss_scale_factor": option_if_set("algorithm.loss_scale_factor", "null: response_length, as here"),
+    "loss_scale_factor": option_if_set(
+        "algorithm.loss_scale_factor", "null: response_length, as here"
+    ),
     "entropy_coeff": option("algorithm.entropy_bonus"),
     "calculate_entropy": no_option("the entropy is always logged here: policy/entropy"),
     "use_kl_loss": option("algorithm.use_kl_loss"),
@@ -202,10 +212,14 @@ _ACTOR: dict[str, Rule] = {
     "grad_clip": option("algorithm.max_grad_norm"),
     "shuffle": no_option(SHUFFLE),
     "data_loader_seed": no_option(SEEDS),
-    "policy_loss.loss_mode": only_values("vanilla", same="PPO's clipped surrogate, as here", other=OTHER_LOSS),
+    "policy_loss.loss_mode": only_values(
+        "vanilla", same="PPO's clipped surrogate, as here", other=OTHER_LOSS
+    ),
     "policy_loss.*": no_option(OTHER_LOSS),
     "tau_*": no_option(OTHER_LOSS),
-    "rollout_correction.rollout_is": option_if_set("algorithm.off_policy_correction", "null: off, as here"),
+    "rollout_correction.rollout_is": option_if_set(
+        "algorithm.off_policy_correction", "null: off, as here"
+    ),
     "rollout_correction.rollout_is_threshold": option("algorithm.off_policy_cap"),
     "rollout_correction.*": no_option(
         "rejection of samples is not supported; algorithm.off_policy_correction weights samples"
@@ -219,7 +233,9 @@ _ACTOR: dict[str, Rule] = {
     "rollout_n": no_option("set by rollout.n"),
     "strategy": no_option(SHARDED),
     "load_weight": no_option(SHARDED),
-    "use_torch_compile": no_option("compile=always, auto or never; auto compiles nothing in this mode"),
+    "use_torch_compile": no_option(
+        "compile=always, auto or never; auto compiles nothing in this mode"
+    ),
     "profiler.*": no_option(PROFILE),
     **no_options(
         "calculate_sum_pi_squared sum_pi_squared_checkpointing entropy_checkpointing "
@@ -237,7 +253,9 @@ _ROLLOUT: dict[str, Rule] = {
     "top_k": sampling_option("top_k", -1, 0),
     "top_p": sampling_option("top_p", 1, 1.0),
     "repetition_penalty": sampling_option("repetition_penalty", 1, 1.0),
-    "do_sample": only_values(True, same="training samples, as here", other="training always samples here"),
+    "do_sample": only_values(
+        True, same="training samples, as here", other="training always samples here"
+    ),
     "prompt_length": no_option("set by data.max_prompt_length"),
     "response_length": no_option("set by data.max_response_length"),
     "ignore_eos": only_values(
@@ -286,7 +304,9 @@ _CRITIC: dict[str, Rule] = {
     "checkpoint.*": no_option("a checkpoint always holds everything that an exact resume needs"),
     "profiler.*": no_option(PROFILE),
     "rollout_n": no_option("set by rollout.n"),
-    **no_options("load_weight megatron nccl_timeout strategy ulysses_sequence_parallel_size", SHARDED),
+    **no_options(
+        "load_weight megatron nccl_timeout strategy ulysses_sequence_parallel_size", SHARDED
+    ),
 }
 TABLE: dict[str, Rule] = {
     **prefixed("actor_rollout_ref.actor.", _ACTOR),
@@ -298,7 +318,9 @@ TABLE: dict[str, Rule] = {
             **_model("actor"),
         },
     ),
-    "actor_rollout_ref.ref.*": no_option("the reference is the actor at the start of training; it needs no options"),
+    "actor_rollout_ref.ref.*": no_option(
+        "the reference is the actor at the start of training; it needs no options"
+    ),
     "actor_rollout_ref.hybrid_engine": only_values(
         True,
         same="placement sets which roles share a process",
@@ -338,7 +360,9 @@ TABLE: dict[str, Rule] = {
         same="data_source, as here",
         other="rows name their grader in data_source here",
     ),
-    "data.apply_chat_template_kwargs*": no_option("only data.chat_template and data.system exist here"),
+    "data.apply_chat_template_kwargs*": no_option(
+        "only data.chat_template and data.system exist here"
+    ),
     "data.dataloader_num_workers": no_option(LOADER),
     "data.use_shm": no_option(LOADER),
     "algorithm.gamma": option("algorithm.gamma"),
@@ -357,12 +381,16 @@ TABLE: dict[str, Rule] = {
         for name in ("type", "kl_coef", "horizon", "target_kl")
     },
     "algorithm.rollout_correction": no_option("null: algorithm.off_policy_correction is off, too"),
-    "algorithm.rollout_correction.rollout_is": option_if_set("algorithm.off_policy_correction", "null: off, as here"),
+    "algorithm.rollout_correction.rollout_is": option_if_set(
+        "algorithm.off_policy_correction", "null: off, as here"
+    ),
     "algorithm.rollout_correction.rollout_is_threshold": option("algorithm.off_policy_cap"),
     "algorithm.rollout_correction.*": no_option(
         "rejection of samples is not supported; algorithm.off_policy_correction weights samples"
     ),
-    "algorithm.use_pf_ppo": only_values(False, same="off, as here", other="samples are not weighted by their score"),
+    "algorithm.use_pf_ppo": only_values(
+        False, same="off, as here", other="samples are not weighted by their score"
+    ),
     "algorithm.pf_ppo.*": no_option("samples are not weighted by their score"),
     "reward_model.enable": no_option("reward.model.path, if set, has this effect"),
     "reward_model.model.path": read_if("reward_model.enable", option("reward.model.path")),
@@ -371,9 +399,13 @@ TABLE: dict[str, Rule] = {
         "reward.model.path, a directory of a sequence-classification model, is the only option"
     ),
     "reward_manager*": no_option("reward.grader grades by data source, in separate processes"),
-    "custom_reward_function.path": option_if_set("reward.path", "null: graders by data source, as here"),
+    "custom_reward_function.path": option_if_set(
+        "reward.path", "null: graders by data source, as here"
+    ),
     "custom_reward_function.name": read_if("custom_reward_function.path", option("reward.name")),
-    "custom_reward_function.*": no_option("a grader has four arguments; write your own function that wraps theirs"),
+    "custom_reward_function.*": no_option(
+        "a grader has four arguments; write your own function that wraps theirs"
+    ),
     "trainer.total_epochs": lambda value, source: (
         "trainer.total_training_steps takes precedence there, too" if _updates(source) else EPOCHS
     ),
@@ -387,13 +419,17 @@ TABLE: dict[str, Rule] = {
     "trainer.max_actor_ckpt_to_keep": option_if_set(
         "keep_last", "null: all; here the last keep_last=3 checkpoints and the best"
     ),
-    "trainer.max_critic_ckpt_to_keep": no_option("one checkpoint holds actor and critic: keep_last"),
+    "trainer.max_critic_ckpt_to_keep": no_option(
+        "one checkpoint holds actor and critic: keep_last"
+    ),
     "trainer.device": only_values(
         "cuda",
         same="device=auto selects it",
         other="the devices here are CPUs and CUDA GPUs: device=",
     ),
-    "trainer.val_before_train": no_option("there is always an evaluation before and after training"),
+    "trainer.val_before_train": no_option(
+        "there is always an evaluation before and after training"
+    ),
     "trainer.val_only": no_option("embodied-ppo evaluate checkpoint=.. does that"),
     "trainer.resume_*": no_option(RESUME),
     "trainer.ray_wait_register_center_timeout": option("cluster.start_timeout_s"),
@@ -410,8 +446,12 @@ TABLE: dict[str, Rule] = {
     ),
     "global_profiler.*": no_option(PROFILE),
     "transfer_queue.*": no_option("tensors are transferred between processes automatically"),
-    "ray_kwargs.*": no_option("cluster.address joins a Ray cluster; without it one is started for the run"),
-    "ray_init.*": no_option("cluster.address joins a Ray cluster; without it one is started for the run"),
+    "ray_kwargs.*": no_option(
+        "cluster.address joins a Ray cluster; without it one is started for the run"
+    ),
+    "ray_init.*": no_option(
+        "cluster.address joins a Ray cluster; without it one is started for the run"
+    ),
     "hydra*": no_option(HYDRA),
     "defaults": no_option(HYDRA),
     "*_target_": no_option(THEIR_CODE),

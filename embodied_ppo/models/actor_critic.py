@@ -6,7 +6,15 @@ import torch
 from torch import Generator, Tensor, nn
 
 from embodied_ppo.config.schema import ModelConfig
-from embodied_ppo.core.types import ActionSpec, ConfigError, Decision, Discrete, Evaluation, Obs, ObsSpec
+from embodied_ppo.core.types import (
+    ActionSpec,
+    ConfigError,
+    Decision,
+    Discrete,
+    Evaluation,
+    Obs,
+    ObsSpec,
+)
 from embodied_ppo.models import distributions as dist
 from embodied_ppo.models.backbone import Encoder, Trunk, linear
 
@@ -18,13 +26,20 @@ class ActorCritic(nn.Module):
     """
 
     def __init__(
-        self, obs_spec: ObsSpec, action_spec: ActionSpec, config: ModelConfig, *, chunk: int = 1, values: int = 1
+        self,
+        obs_spec: ObsSpec,
+        action_spec: ActionSpec,
+        config: ModelConfig,
+        *,
+        chunk: int = 1,
+        values: int = 1,
     ) -> None:
         """Build the networks.
 
         Args:
             obs_spec: Observations of one environment.
-            action_spec: Actions of one environment; of C actions of A dimensions each, where they come in chunks.
+            action_spec: Actions of one environment; of C actions of A dimensions each, where they
+                come in chunks.
             config: Options of the section ``model``.
             chunk: Actions of a chunk, C.
             values: Outputs of the value head: 1, V is [B]; C, V is [B, C].
@@ -40,10 +55,16 @@ class ActorCritic(nn.Module):
         self.encoder = Encoder(obs_spec, config)
         self.trunk = Trunk(self.encoder, config)
         self.value_trunk = None if config.shared_backbone else Trunk(self.encoder, config)
-        self.actions = size = action_spec.n if isinstance(action_spec, Discrete) else action_spec.size
+        self.actions = size = (
+            action_spec.n if isinstance(action_spec, Discrete) else action_spec.size
+        )
         outputs = 2 * size if self.kind != "categorical" and self.state_dependent_std else size
-        self.policy_head = linear(self.trunk.features, outputs, config.policy_gain, config.orthogonal_init)
-        self.value_head = linear(self.trunk.features, values, config.value_gain, config.orthogonal_init)
+        self.policy_head = linear(
+            self.trunk.features, outputs, config.policy_gain, config.orthogonal_init
+        )
+        self.value_head = linear(
+            self.trunk.features, values, config.value_gain, config.orthogonal_init
+        )
         self.log_std = None
         if self.kind != "categorical":
             if self.state_dependent_std:  # the bias sets the initial scale of all states
@@ -52,7 +73,7 @@ class ActorCritic(nn.Module):
             else:
                 self.log_std = nn.Parameter(torch.full((size,), float(config.init_log_std)))
 
-    # ---------------------------------------------------------------------------------------------- heads
+    # ---------------------------------------------------------------------------------------- heads
     def _policy(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return (mean, log_std) [B, A], or (logits [B, K], unused)."""
         out = self.policy_head(features)
@@ -77,7 +98,7 @@ class ActorCritic(nn.Module):
         """Reshape [B, C·A] to [B, C, A]."""
         return x.unflatten(-1, (self.chunk, -1))
 
-    # ------------------------------------------------------------------------------------------- protocol
+    # ------------------------------------------------------------------------------------- protocol
     def encode(self, obs: Obs) -> dict[str, Tensor]:
         """See ``Policy.encode``."""
         return self.encoder(obs)
@@ -106,7 +127,9 @@ class ActorCritic(nn.Module):
         log_prob = self._by_action(dist.squashed_log_prob(x, params, log_std))
         return Decision(x.tanh(), log_prob, value, {"pre_squash": x})
 
-    def evaluate(self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
+    def evaluate(
+        self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]
+    ) -> Evaluation:
         """See ``Policy.evaluate``."""
         features = self.trunk(inputs)
         value = self._value(inputs, features)
@@ -115,10 +138,16 @@ class ActorCritic(nn.Module):
             log_prob = dist.categorical_log_prob(action, params)
             return Evaluation(log_prob, dist.categorical_entropy(params), value, params)
         if self.kind == "gaussian":
-            log_prob, entropy = dist.gaussian_log_prob(action, params, log_std), dist.gaussian_entropy(params, log_std)
+            log_prob, entropy = (
+                dist.gaussian_log_prob(action, params, log_std),
+                dist.gaussian_entropy(params, log_std),
+            )
         else:
             u = replay["pre_squash"]
-            log_prob, entropy = dist.squashed_log_prob(u, params, log_std), dist.squashed_entropy(u, params, log_std)
+            log_prob, entropy = (
+                dist.squashed_log_prob(u, params, log_std),
+                dist.squashed_entropy(u, params, log_std),
+            )
         return Evaluation(self._by_action(log_prob), self._by_action(entropy), value)
 
     @torch.no_grad()
@@ -146,6 +175,12 @@ def _distribution(config: ModelConfig, spec: ActionSpec) -> str:
     if kind == "auto":
         return "categorical" if discrete else "gaussian"
     if discrete != (kind == "categorical"):
-        have, need = ("discrete", "categorical") if discrete else ("continuous", "gaussian or squashed_gaussian")
-        raise ConfigError(f"model.distribution={kind}: the task's actions are {have}; use {need}, or auto")
+        have, need = (
+            ("discrete", "categorical")
+            if discrete
+            else ("continuous", "gaussian or squashed_gaussian")
+        )
+        raise ConfigError(
+            f"model.distribution={kind}: the task's actions are {have}; use {need}, or auto"
+        )
     return kind

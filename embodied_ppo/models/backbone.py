@@ -48,7 +48,9 @@ class Encoder(nn.Module):
         self.vectors = {name: s for name, s in named.items() if not is_image(s)}
         self.vector_size = sum(math.prod(s.shape) for s in self.vectors.values())
         self.clip = config.obs_clip
-        self.moments = RunningMoments((self.vector_size,)) if config.normalize_obs and self.vectors else None
+        self.moments = (
+            RunningMoments((self.vector_size,)) if config.normalize_obs and self.vectors else None
+        )
 
     def _join(self, obs: Obs) -> Tensor:
         """Concatenate all vectors, [B, D]."""
@@ -62,7 +64,9 @@ class Encoder(nn.Module):
         inputs: dict[str, Tensor] = {}
         if self.vectors:
             x = self._join(obs).float()  # [B, D]
-            inputs[VECTOR] = self.moments.normalize(x, clip=self.clip) if self.moments is not None else x
+            inputs[VECTOR] = (
+                self.moments.normalize(x, clip=self.clip) if self.moments is not None else x
+            )
         for name, spec in self.images.items():
             x = obs if isinstance(obs, Tensor) else obs[name]
             inputs[name] = x.movedim(-1, -3) if channels_last(spec) else x
@@ -113,7 +117,11 @@ class NatureCNN(nn.Module):
             )
 
         def conv(size_in: int, size_out: int, kernel: int, stride: int) -> nn.Conv2d:
-            return _init(nn.Conv2d(size_in, size_out, kernel, stride), config.hidden_gain, config.orthogonal_init)
+            return _init(
+                nn.Conv2d(size_in, size_out, kernel, stride),
+                config.hidden_gain,
+                config.orthogonal_init,
+            )
 
         self.layers = nn.Sequential(
             conv(channels, 32, 8, 4),

@@ -72,7 +72,11 @@ class Attention:
             v: [B, groups, L, d].
             visible: bool [.., Q, L], keys that each query attends to. None: causal, with Q = L.
         """
-        if self.softcap is None and get_proxy_mode() is not None and q.shape[2] * k.shape[2] <= WRITTEN_OUT:
+        if (
+            self.softcap is None
+            and get_proxy_mode() is not None
+            and q.shape[2] * k.shape[2] <= WRITTEN_OUT
+        ):
             return self._written_out(q, k, v, visible)
         if self.softcap is None:
             return F.scaled_dot_product_attention(
@@ -127,13 +131,20 @@ class Decoder(nn.Module):
         self.base: Any = base
         config: Any = base.config
         self.hidden_size = int(config.hidden_size)
-        self.types: tuple[str | None, ...] = tuple(getattr(config, "layer_types", None) or [None] * len(self.layers))
-        self.attention = [self._attention(layer.self_attn, kind) for layer, kind in zip(self.layers, self.types)]
-        self.groups = [layer.self_attn.k_proj.out_features // layer.self_attn.head_dim for layer in self.layers]
+        self.types: tuple[str | None, ...] = tuple(
+            getattr(config, "layer_types", None) or [None] * len(self.layers)
+        )
+        self.attention = [
+            self._attention(layer.self_attn, kind) for layer, kind in zip(self.layers, self.types)
+        ]
+        self.groups = [
+            layer.self_attn.k_proj.out_features // layer.self_attn.head_dim for layer in self.layers
+        ]
         """Number of key heads of each layer."""
         self.head_dim = int(self.layers[0].self_attn.head_dim)
         self.recompute = False
-        """Whether activations are recomputed in the backward pass: less memory, a third more time."""
+        """Whether activations are recomputed in the backward pass: less memory, a third more time.
+        """
 
     @property
     def layers(self) -> Any:
@@ -141,10 +152,14 @@ class Decoder(nn.Module):
 
     @staticmethod
     def _attention(attention: Any, kind: str | None) -> Attention:
-        window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        window = getattr(
+            attention, "sliding_window", getattr(attention.config, "sliding_window", None)
+        )
         if kind not in (None, "sliding_attention"):
             window = None
-        return Attention(float(attention.scaling), window, getattr(attention, "attn_logit_softcapping", None))
+        return Attention(
+            float(attention.scaling), window, getattr(attention, "attn_logit_softcapping", None)
+        )
 
     def causal(self, length: int, place: Tensor | None, device: torch.device) -> Attend:
         """Return causal attention within each row.
@@ -167,7 +182,12 @@ class Decoder(nn.Module):
         return attend
 
     def forward(
-        self, ids: Tensor, positions: Tensor | None = None, *, attend: Attend | None = None, place: Tensor | None = None
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        *,
+        attend: Attend | None = None,
+        place: Tensor | None = None,
     ) -> Tensor:
         """Return the final hidden states [B, L, D], or [B, R, D] at ``place``.
 
@@ -220,7 +240,9 @@ class Decoder(nn.Module):
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             sizes = packing.start.diff().tolist()
             rows = zip(*(x.split(sizes, dim=2) for x in (q, k, v)), strict=True)
-            return torch.cat([self.causal(row[0].shape[2], None, q.device)(i, *row) for row in rows], dim=2)
+            return torch.cat(
+                [self.causal(row[0].shape[2], None, q.device)(i, *row) for row in rows], dim=2
+            )
 
         return attend
 
@@ -233,7 +255,18 @@ class Decoder(nn.Module):
             q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))  # [n, heads, d]
             window, gqa = (-1, 0), q.shape[1] != k.shape[1]  # all earlier keys, no later ones
             scale = self.attention[i].scale
-            out = kernel(q, k, v, start, start, longest, longest, scale=scale, window_size=window, enable_gqa=gqa)
+            out = kernel(
+                q,
+                k,
+                v,
+                start,
+                start,
+                longest,
+                longest,
+                scale=scale,
+                window_size=window,
+                enable_gqa=gqa,
+            )
             return out.transpose(0, 1).unsqueeze(0)
 
         return attend
@@ -249,21 +282,38 @@ class Decoder(nn.Module):
         dtype = self.layers[0].self_attn.v_proj.weight.dtype
         if dtype == torch.float32 and torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
-        plain = all(a.softcap is None and (a.window is None or a.window >= ids.shape[1]) for a in self.attention)
-        fits = dtype in (torch.bfloat16, torch.float16) and self.head_dim % 8 == 0 and self.head_dim <= 256
+        plain = all(
+            a.softcap is None and (a.window is None or a.window >= ids.shape[1])
+            for a in self.attention
+        )
+        fits = (
+            dtype in (torch.bfloat16, torch.float16)
+            and self.head_dim % 8 == 0
+            and self.head_dim <= 256
+        )
         return plain and fits and torch.cuda.get_device_capability(ids.device) >= (8, 0)
 
     def _rotation(self, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
         """Return cos and sin, [1 or B, L, d]."""
         rotary = self.base.rotary_emb
-        return rotary(x, positions, kind) if hasattr(rotary, "layer_types") else rotary(x, positions)
+        return (
+            rotary(x, positions, kind) if hasattr(rotary, "layer_types") else rotary(x, positions)
+        )
 
-    def _layer(self, i: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, place: Tensor | None) -> Tensor:
+    def _layer(
+        self, i: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, place: Tensor | None
+    ) -> Tensor:
         return gathered(self.layers[i], self._compute, i, x, cos, sin, attend, place)
 
     @staticmethod
     def _compute(
-        layer: Any, i: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, place: Tensor | None
+        layer: Any,
+        i: int,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        place: Tensor | None,
     ) -> Tensor:
         a = layer.self_attn
         h = layer.input_layernorm(x)
@@ -324,7 +374,9 @@ def pack(place: Tensor, width: int) -> Packing:
     inside = torch.arange(width, device=place.device) < length.unsqueeze(1)
     index = inside.flatten().nonzero().flatten()
     start = F.pad(length.cumsum(0), (1, 0))
-    return Packing(index, index % width, start.int(), place + start[:-1].unsqueeze(1), int(length.max()))
+    return Packing(
+        index, index % width, start.int(), place + start[:-1].unsqueeze(1), int(length.max())
+    )
 
 
 @cache
@@ -345,8 +397,10 @@ def _at(x: Tensor, place: Tensor) -> Tensor:
     return x.gather(1, place.unsqueeze(-1).expand(*place.shape, x.shape[-1]))
 
 
-# ------------------------------------------------------------------------------------------------------------- policy
-def precision(weight: Tensor, compute: torch.dtype, *, again: bool = True) -> AbstractContextManager[Any]:
+# ------------------------------------------------------------------------------------------- policy
+def precision(
+    weight: Tensor, compute: torch.dtype, *, again: bool = True
+) -> AbstractContextManager[Any]:
     """Return the context in which float32 weights like ``weight`` are multiplied in ``compute``.
 
     Inside such a context, or where no conversion is needed, it does nothing.
@@ -358,7 +412,11 @@ def precision(weight: Tensor, compute: torch.dtype, *, again: bool = True) -> Ab
             time.
     """
     kind = weight.device.type
-    if weight.dtype != torch.float32 or compute == torch.float32 or (again and torch.is_autocast_enabled(kind)):
+    if (
+        weight.dtype != torch.float32
+        or compute == torch.float32
+        or (again and torch.is_autocast_enabled(kind))
+    ):
         return nullcontext()
     return torch.autocast(kind, compute, cache_enabled=again)
 
@@ -381,7 +439,9 @@ class TokenView:
 class LanguagePolicy(nn.Module):
     """π(token | all tokens before it), at the temperature of the rollouts."""
 
-    def __init__(self, model: nn.Module, *, temperature: float = 1.0, compute: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, model: nn.Module, *, temperature: float = 1.0, compute: torch.dtype = torch.float32
+    ) -> None:
         """Wrap a causal language model of transformers.
 
         Args:
@@ -441,8 +501,12 @@ class LanguagePolicy(nn.Module):
             parts = [self._part(reference, *flat)]
         else:
             pieces = zip(*(x.split(size) for x in flat), strict=True)
-            parts = [checkpoint(self._part, reference, *piece, use_reentrant=False) for piece in pieces]
-        columns: Any = [torch.cat(x).view(shape) if x[0] is not None else None for x in zip(*parts, strict=True)]
+            parts = [
+                checkpoint(self._part, reference, *piece, use_reentrant=False) for piece in pieces
+            ]
+        columns: Any = [
+            torch.cat(x).view(shape) if x[0] is not None else None for x in zip(*parts, strict=True)
+        ]
         return TokenView(*columns)
 
     def view_where(
@@ -478,7 +542,11 @@ class LanguagePolicy(nn.Module):
         return TokenView(scatter(selected.log_prob), scatter(selected.entropy), distance)
 
     def _part(
-        self, reference: LanguagePolicy | None, hidden: Tensor, action: Tensor, ref_hidden: Tensor | None = None
+        self,
+        reference: LanguagePolicy | None,
+        hidden: Tensor,
+        action: Tensor,
+        ref_hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         log_p = (self.logits(hidden) / self.temperature).log_softmax(-1)  # [M, V]
         p = log_p.exp()
@@ -522,7 +590,9 @@ class LanguageCritic(nn.Module):
     def begin_as(self, policy: Mapping[str, Tensor]) -> None:
         """Copy all weights except the head from the state_dict of a ``LanguagePolicy``."""
         prefix = "model.model."
-        body = {name.removeprefix(prefix): x for name, x in policy.items() if name.startswith(prefix)}
+        body = {
+            name.removeprefix(prefix): x for name, x in policy.items() if name.startswith(prefix)
+        }
         self.decoder.base.load_state_dict(body)
 
     def units(self) -> list[nn.Module]:
@@ -547,11 +617,12 @@ class Aside(Generic[M]):
         self.module = module
 
     def __repr__(self) -> str:
-        # No memory address: the cache of compiled libraries uses the representation as part of its key.
+        # No memory address: the cache of compiled libraries uses the representation as part of its
+        # key.
         return f"Aside({type(self.module).__name__})"
 
 
-# ------------------------------------------------------------------------------------------------------------- loading
+# ------------------------------------------------------------------------------------------ loading
 def load(
     path: str | None,
     architecture: Mapping[str, Any],
@@ -592,7 +663,11 @@ def load(
                     "(hf download NAME --local-dir DIR), or leave path null for a new, small model"
                 )
             model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+                path,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
             )
         else:
             fields = dict(architecture)

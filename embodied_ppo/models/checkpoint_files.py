@@ -28,9 +28,10 @@ def config_errors(before: str, after: str = "", *, kind: bool = False) -> Iterat
         yield
     except (ConfigError, torch.OutOfMemoryError):
         raise
-    # The libraries do not document their exceptions. 400 invalid configurations raised RuntimeError,
-    # AttributeError, KeyError, ZeroDivisionError and two classes of huggingface_hub; safetensors has
-    # its own class, tokenizers raises Exception itself, and a chat template can raise anything.
+    # The libraries do not document their exceptions. 400 invalid configurations raised
+    # RuntimeError, AttributeError, KeyError, ZeroDivisionError and two classes of huggingface_hub;
+    # safetensors has its own class, tokenizers raises Exception itself, and a chat template can
+    # raise anything.
     except Exception as error:
         raise ConfigError(f"{before}{one_line(error, kind=kind)}{after}") from error
 
@@ -64,7 +65,9 @@ def read_json(file: Path, label: str, cure: str) -> dict[str, Any]:
         value = json.loads(file.read_text())
     except (ValueError, OSError) as error:
         cause = one_line(error, kind=True)
-        raise ConfigError(f"{label}{file.name} cannot be read ({cause}); download it again") from error
+        raise ConfigError(
+            f"{label}{file.name} cannot be read ({cause}); download it again"
+        ) from error
     if not isinstance(value, dict):
         raise ConfigError(f"{label}{file.name} must hold one JSON object; download it again")
     return value

@@ -17,7 +17,9 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 HALF_LOG_2PI_E = HALF_LOG_2PI + 0.5
 
 
-def gaussian_noise(shape: Sequence[int], generator: Generator | None, device: torch.device | None = None) -> Tensor:
+def gaussian_noise(
+    shape: Sequence[int], generator: Generator | None, device: torch.device | None = None
+) -> Tensor:
     """Return N(0, 1) numbers of ``shape``, float32, for ``gaussian_sample``."""
     return torch.randn(*shape, generator=generator, device=device)
 
@@ -69,7 +71,9 @@ def squashed_entropy(u: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     return gaussian_entropy(mean, log_std) + log_tanh_slope(mean + log_std.exp() * noise)
 
 
-def categorical_noise(shape: Sequence[int], generator: Generator | None, device: torch.device | None = None) -> Tensor:
+def categorical_noise(
+    shape: Sequence[int], generator: Generator | None, device: torch.device | None = None
+) -> Tensor:
     """Return Exp(1) numbers of ``shape``, float32, for ``categorical_sample``."""
     return (
         torch.empty(*shape, device=device).exponential_(generator=generator).clamp_(min=1e-30)

@@ -39,7 +39,7 @@ state_dict lacks.
 """
 
 
-# ------------------------------------------------------------------------------------------------------------ adapters
+# ----------------------------------------------------------------------------------------- adapters
 def adapt(module: nn.Module, *, rank: int, alpha: float) -> None:
     """Add adapters to every linear layer of ``module``, in place, and freeze its other parameters.
 
@@ -56,10 +56,14 @@ def adapt(module: nn.Module, *, rank: int, alpha: float) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ConfigError(f"model.lora_rank={rank} needs peft ({error}): pip install 'embodied-ppo[vla]'") from error
+        raise ConfigError(
+            f"model.lora_rank={rank} needs peft ({error}): pip install 'embodied-ppo[vla]'"
+        ) from error
     names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     if not names:
-        raise ConfigError(f"model.lora_rank={rank}: {type(module).__name__} has no linear layers; write lora_rank=0")
+        raise ConfigError(
+            f"model.lora_rank={rank}: {type(module).__name__} has no linear layers; write lora_rank=0"
+        )
     scale: Any = alpha  # peft declares an int but accepts any number
     config = LoraConfig(r=rank, lora_alpha=scale, lora_dropout=0.0, target_modules=names)
     module.requires_grad_(False)
@@ -68,7 +72,9 @@ def adapt(module: nn.Module, *, rank: int, alpha: float) -> None:
 
 def merge(module: nn.Module) -> None:
     """Replace adapted layers by linear layers with weight W + (alpha / rank) B A, in the type of W."""
-    adapted: list[tuple[str, Any]] = [(name, layer) for name, layer in module.named_modules() if _adapted(layer)]
+    adapted: list[tuple[str, Any]] = [
+        (name, layer) for name, layer in module.named_modules() if _adapted(layer)
+    ]
     for name, layer in adapted:
         layer.merge()
         parent, _, last = name.rpartition(".")
@@ -79,7 +85,7 @@ def _adapted(layer: nn.Module) -> bool:
     return hasattr(layer, "lora_A") and hasattr(layer, "get_base_layer")
 
 
-# ----------------------------------------------------------------------------------------------------------- precision
+# ---------------------------------------------------------------------------------------- precision
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     """Store frozen parameters in ``dtype`` and trained ones in float32.
 
@@ -94,10 +100,12 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
     Converted weights are not cached, because they change between the passes of an update.
     """
-    return torch.autocast(device.type, torch.bfloat16, enabled=dtype != torch.float32, cache_enabled=False)
+    return torch.autocast(
+        device.type, torch.bfloat16, enabled=dtype != torch.float32, cache_enabled=False
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- weights
+# ------------------------------------------------------------------------------------------ weights
 def digest(folder: str | Path) -> Tensor:
     """Return the sha256 of names and bytes of a directory's config.json and safetensors, uint8
     [32].
@@ -105,7 +113,11 @@ def digest(folder: str | Path) -> Tensor:
     Raises:
         OSError: A file cannot be read.
     """
-    files = [file for file in Path(folder).iterdir() if file.suffix == ".safetensors" or file.name == "config.json"]
+    files = [
+        file
+        for file in Path(folder).iterdir()
+        if file.suffix == ".safetensors" or file.name == "config.json"
+    ]
     files.sort()
 
     def file_digest(file: Path) -> bytes:
@@ -140,7 +152,9 @@ class Adapted(nn.Module):
         try:
             self.base, self.folder = digest(folder), str(folder)
         except OSError as error:
-            raise ConfigError(f"model.checkpoint={folder}: cannot be read ({error.strerror})") from error
+            raise ConfigError(
+                f"model.checkpoint={folder}: cannot be read ({error.strerror})"
+            ) from error
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
         """Return all weights, or with ``base`` the trained ones and its digest."""
@@ -150,7 +164,9 @@ class Adapted(nn.Module):
         frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
         return {name: x for name, x in state.items() if name not in frozen} | {BASE: self.base}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Load a state_dict.
 
         Raises:
@@ -167,7 +183,9 @@ class Adapted(nn.Module):
                 f"trained on {expected}; name the directory that the run named, as it was then"
             )
         if strict and (wrong := sorted(set(state) ^ (set(self.state_dict()) - {BASE}))):
-            raise CheckpointError(f"{wrong[0]}: missing or unexpected; use the model it was trained with")
+            raise CheckpointError(
+                f"{wrong[0]}: missing or unexpected; use the model it was trained with"
+            )
         return super().load_state_dict(state, strict=False, assign=assign)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Adapted:

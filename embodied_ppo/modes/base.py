@@ -29,10 +29,12 @@ from embodied_ppo.training import checkpoint
 from embodied_ppo.training.system import Records, RunSystem
 
 MemoryNeeds = dict[str, dict[str, int]]
-"""Group of a plan -> what the memory is for (weights, gradients, ...) -> bytes of one process at its peak."""
+"""Group of a plan -> what the memory is for (weights, gradients, ...) -> bytes of one process at
+its peak.
+"""
 
 
-# ----------------------------------------------------------------------------------------------------- data of a run
+# ------------------------------------------------------------------------------------ data of a run
 class TaskFile(Protocol):
     """One source file of a user's task."""
 
@@ -102,7 +104,8 @@ class RunComponents:
     Attributes:
         system: Collects, updates, evaluates and saves.
         title: Name of what is trained, for the first line of the log.
-        write: Writes the report of an evaluation ``(result, checkpoint, folder)``; returns the paths of its files.
+        write: Writes the report of an evaluation ``(result, checkpoint, folder)``; returns the
+            paths of its files.
         facts: Results of the steps before PPO (cloning), for the summary.
     """
 
@@ -115,8 +118,11 @@ class RunComponents:
 class MemoryEstimator(Protocol):
     """Predicts the memory of worker processes for any placement of a run, without starting it."""
 
-    def needs(self, placed: placement.Plan, micro: int | None = None, *, shard: bool | None = None) -> MemoryNeeds:
-        """Return the peak memory of one process of each group; simulators, graders and reward models not counted.
+    def needs(
+        self, placed: placement.Plan, micro: int | None = None, *, shard: bool | None = None
+    ) -> MemoryNeeds:
+        """Return the peak memory of one process of each group; simulators, graders and reward
+        models not counted.
 
         Args:
             micro: Samples (responses) of one forward and backward pass; None: as the options say.
@@ -126,7 +132,9 @@ class MemoryEstimator(Protocol):
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Samples (responses) that the options allow in one forward and backward pass; None: no limit."""
+        """Samples (responses) that the options allow in one forward and backward pass; None: no
+        limit.
+        """
         ...
 
     def with_micro_batch_size(self, algorithm: AlgorithmConfig, size: int) -> AlgorithmConfig:
@@ -136,7 +144,8 @@ class MemoryEstimator(Protocol):
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs of the roles, measured on this machine, and the prediction of an update's duration from them.
+    """Costs of the roles, measured on this machine, and the prediction of an update's duration from
+    them.
 
     Attributes:
         costs: Measurements.
@@ -148,12 +157,17 @@ class CostModel:
 
 
 Evaluator = Callable[[Path, Advance], dict[str, Any]]
-"""Evaluates a checkpoint and writes the report into a folder; returns metrics and paths of the report's files."""
+"""Evaluates a checkpoint and writes the report into a folder; returns metrics and paths of the
+report's files.
+"""
 
 
-# --------------------------------------------------------------------------------------------------------------- mode
+# --------------------------------------------------------------------------------------------- mode
 class Mode(ABC):
-    """A kind of training: its roles, how they are built and measured. Implementations hold no state."""
+    """A kind of training: its roles, how they are built and measured.
+
+    Implementations hold no state.
+    """
 
     name: ClassVar[Literal["embodied", "reasoning"]]
     unit: ClassVar[Literal["env_steps", "tokens"]]
@@ -169,9 +183,11 @@ class Mode(ABC):
     compiles_complete_minibatches_only: ClassVar[bool] = False
     """Whether micro-batches that cut minibatches switch compiled code off."""
     profiles_trained_policy: ClassVar[bool] = False
-    """Whether the supervised steps before PPO change the duration of an update, so that profiling includes them."""
+    """Whether the supervised steps before PPO change the duration of an update, so that profiling
+    includes them.
+    """
 
-    # ------------------------------------------------------------------------------------------------- placement
+    # ------------------------------------------------------------------------------------ placement
     def plan(self, config: Config, device: torch.device) -> placement.Plan | None:
         """Return where the roles run; None: all in this process.
 
@@ -206,10 +222,14 @@ class Mode(ABC):
 
     @abstractmethod
     def check_plan(self, config: Config, plan: placement.Plan) -> None:
-        """Raise ConfigError or PlacementError where the batches or roles of the options do not divide as planned."""
+        """Raise ConfigError or PlacementError where the batches or roles of the options do not
+        divide as planned.
+        """
 
     def shard_obstacle(self, config: Config, plan: placement.Plan) -> str:
-        """Return why learners cannot hold a part of the model each, and the cure; "" where they can."""
+        """Return why learners cannot hold a part of the model each, and the cure; "" where they
+        can.
+        """
         version = torch.__version__
         if [int(x) for x in version.split(".")[:2]] < [2, 13]:
             return f"needs torch 2.13, this is {version}; write cluster.shard=false"
@@ -226,9 +246,11 @@ class Mode(ABC):
 
     @abstractmethod
     def max_learners(self, config: Config) -> int:
-        """Return the largest number of processes that can share the work: one environment or prompt each."""
+        """Return the largest number of processes that can share the work: one environment or prompt
+        each.
+        """
 
-    # ---------------------------------------------------------------------------------------------------- memory
+    # --------------------------------------------------------------------------------------- memory
     @abstractmethod
     def can_estimate(self, config: Config, *, in_process: bool = False) -> bool:
         """Return whether memory can be estimated in this process before the run is built.
@@ -239,13 +261,17 @@ class Mode(ABC):
 
     @abstractmethod
     def memory_estimator(self, config: Config) -> MemoryEstimator:
-        """Build the models of the run on the CPU to estimate memory. Raises ConfigError, EnvError."""
+        """Build the models of the run on the CPU to estimate memory.
+
+        Raises ConfigError, EnvError.
+        """
 
     def check_memory(self, config: Config, plan: placement.Plan) -> MemoryNeeds:
         """Return the estimated memory.
 
         Raises:
-            PlacementError: It does not fit. The message proposes cluster.shard where that would suffice.
+            PlacementError: It does not fit. The message proposes cluster.shard where that would
+                suffice.
         """
         estimator, sharded = self.memory_estimator(config), None
         needs = estimator.needs(plan)
@@ -262,7 +288,7 @@ class Mode(ABC):
         """Return the number of samples that a micro-batch must be a multiple of."""
         return 1
 
-    # ----------------------------------------------------------------------------------------------------- build
+    # ---------------------------------------------------------------------------------------- build
     @abstractmethod
     def title(self, config: Config) -> str:
         """Return the name of what is trained, for the first line of the log."""
@@ -272,7 +298,9 @@ class Mode(ABC):
         """Return the steps (tokens) of one rollout."""
 
     def samples(self, result: Any) -> list[dict[str, Any]]:
-        """Return rows of a table with samples of an evaluation, for TensorBoard; empty where there are none."""
+        """Return rows of a table with samples of an evaluation, for TensorBoard; empty where there
+        are none.
+        """
         return []
 
     def checkpoint_info(self, config: Config) -> Mapping[str, Any]:
@@ -298,7 +326,9 @@ class Mode(ABC):
     def task_for_training(
         self, config: Config, source: checkpoint.Checkpoint | None, say: Callable[[str], None]
     ) -> TaskFiles | None:
-        """Return the files of the user's task that the run executes; None: there are none. Raises ConfigError."""
+        """Return the files of the user's task that the run executes; None: there are none. Raises
+        ConfigError.
+        """
         return None
 
     @abstractmethod
@@ -320,7 +350,8 @@ class Mode(ABC):
 
         Args:
             spec: Roles, ranks and connections of this process.
-            exchange: Receives requests of other processes; None where no other process sends requests.
+            exchange: Receives requests of other processes; None where no other process sends
+                requests.
 
         Returns:
             The worker, and facts for the summary.
@@ -329,7 +360,7 @@ class Mode(ABC):
             ConfigError, EnvError: An option is refused by what it configures.
         """
 
-    # ------------------------------------------------------------------------------------------------ checkpoints
+    # ---------------------------------------------------------------------------------- checkpoints
     @abstractmethod
     def evaluator(
         self,
@@ -365,16 +396,21 @@ class Mode(ABC):
         """Write the model of a checkpoint in the published layout, read it back and compare.
 
         Raises:
-            CheckpointError, ConfigError, EnvError: The model has no such layout, or cannot be written.
+            CheckpointError, ConfigError, EnvError: The model has no such layout, or cannot be
+                written.
         """
 
-    # -------------------------------------------------------------------------------------------------- profiling
+    # ------------------------------------------------------------------------------------ profiling
     @abstractmethod
-    def choices(self, config: Config, hardware: placement.Hardware, cores: int) -> list[cost_model.Choice]:
+    def choices(
+        self, config: Config, hardware: placement.Hardware, cores: int
+    ) -> list[cost_model.Choice]:
         """Return the placements that ``embodied-ppo tune`` compares on these devices and CPU cores."""
 
     @abstractmethod
-    def cost_model(self, request: RunRequest, update: int, plans: Sequence[placement.Plan | None]) -> CostModel:
+    def cost_model(
+        self, request: RunRequest, update: int, plans: Sequence[placement.Plan | None]
+    ) -> CostModel:
         """Time the roles of a run in this process, in the sizes that the plans need.
 
         Args:
@@ -386,7 +422,7 @@ class Mode(ABC):
         """
 
 
-# -------------------------------------------------------------------------------------------------------- compilation
+# -------------------------------------------------------------------------------------- compilation
 TURNS = "processes that take turns on a GPU move their tensors"
 """Why nothing is compiled there: a CUDA graph holds the addresses of its tensors."""
 
@@ -397,13 +433,17 @@ def check_compile(config: Config, plan: placement.Plan) -> None:
         return
     residency, learners = Residency(plan), plan.processes("actor")
     reason = f"{learners} processes learn together" if learners > 1 else ""
-    if any(residency.turns(plan.group(role)) for role in ("rollout", "actor", "critic") if plan.has(role)):
+    if any(
+        residency.turns(plan.group(role))
+        for role in ("rollout", "actor", "critic")
+        if plan.has(role)
+    ):
         reason = TURNS
     if reason:
         raise ConfigError(f"compile=always: {reason}; use compile=auto")
 
 
-# ------------------------------------------------------------------------------------------------------------- machine
+# ------------------------------------------------------------------------------------------ machine
 def select_device(name: str, threads: int) -> torch.device:
     """Return the device of the option ``device``, and set the number of torch's threads.
 
@@ -420,13 +460,17 @@ def select_device(name: str, threads: int) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device, count = torch.device(name), torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(f"device={name}: torch finds {count} CUDA devices; use device=cpu or auto")
+        raise ConfigError(
+            f"device={name}: torch finds {count} CUDA devices; use device=cpu or auto"
+        )
     return device
 
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Set the precision of float32 matrix products to the option ``matmul_precision`` within the block."""
+    """Set the precision of float32 matrix products to the option ``matmul_precision`` within the
+    block.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -436,7 +480,8 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def hardware_of(config: Config, device: torch.device) -> placement.Hardware:
-    """Return the devices that a placement can use: those of the options, else those of this machine.
+    """Return the devices that a placement can use: those of the options, else those of this
+    machine.
 
     Raises:
         PlacementError: There are too many, or cluster.node_groups names nodes that do not exist.

@@ -1,4 +1,6 @@
-"""Timing of this machine that both modes need: repeated calls, messages, memory copies, parallel cores."""
+"""Timing of this machine that both modes need: repeated calls, messages, memory copies, parallel
+cores.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ def time_messages(action: Tensor, answer: Mapping[str, Any]) -> dict[str, float]
 
 
 def time_copy(device: torch.device) -> float:
-    """Return the seconds of copying one byte of host memory to the device (CPU: to other host memory)."""
+    """Return the seconds of copying one byte of host memory to the device (CPU: to other host
+    memory).
+    """
     x = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def copy() -> tuple[float]:

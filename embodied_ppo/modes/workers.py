@@ -36,7 +36,10 @@ def build_workers(mode: Mode, request: RunRequest, plan: placement.Plan) -> RunC
 
 
 def start_workers(mode: Mode, request: RunRequest, plan: placement.Plan) -> ClusterSystem:
-    """Start the processes of a plan and build their roles. Raises as ``Mode.build_worker``, PlacementError."""
+    """Start the processes of a plan and build their roles.
+
+    Raises as ``Mode.build_worker``, PlacementError.
+    """
     from embodied_ppo.placement.ray_system import ClusterSystem  # importing Ray takes a second
 
     config = request.config
@@ -69,7 +72,9 @@ class WorkerFactory:
         """Return the factory for a request, without what only the driver can use."""
         sent = replace(
             request,
-            device=torch.device(request.device.type),  # Ray gives a process its own GPUs, numbered from 0
+            device=torch.device(
+                request.device.type
+            ),  # Ray gives a process its own GPUs, numbered from 0
             run_dir=request.run_dir.absolute(),
             notice=_ignore_line,
             progress=_ignore_line,
@@ -108,7 +113,8 @@ def _ignore_progress(task: str, completed: int, total: int) -> None:
 def shard_notice(model: nn.Module, ranks: Ranks) -> str:
     """Return the line of the log about the memory that cluster.shard saves."""
     full, local = (
-        memory_estimate.nbytes(list(tensors)) for tensors in (model.parameters(), map(ranks.local, model.parameters()))
+        memory_estimate.nbytes(list(tensors))
+        for tensors in (model.parameters(), map(ranks.local, model.parameters()))
     )
     return (
         f"cluster.shard: {ranks.world} processes of actor hold the model's "

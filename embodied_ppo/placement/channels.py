@@ -48,7 +48,15 @@ SIOCGIFADDR = 0x8915
 """Linux ioctl: the IPv4 address of a network interface."""
 MAX_HEADER = 64 << 20
 """Maximum size of the JSON header of a message, bytes."""
-INVALID_MESSAGE = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, OverflowError, RecursionError)
+INVALID_MESSAGE = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    OverflowError,
+    RecursionError,
+)
 """Exceptions that ``unpack`` raises for bytes that ``pack`` did not produce."""
 
 
@@ -176,18 +184,24 @@ class Connection:
         self.waited_s += time.monotonic() - start
         header_size, payload_size = PREFIX.unpack(prefix)
         if header_size > MAX_HEADER:
-            raise ProcessLost(f"{self.peer}: sent an invalid message (it announces a header of {header_size} bytes)")
+            raise ProcessLost(
+                f"{self.peer}: sent an invalid message (it announces a header of {header_size} bytes)"
+            )
         try:
             header, payload = bytearray(header_size), torch.empty(payload_size, dtype=torch.uint8)
         except (OverflowError, RuntimeError, TypeError) as error:  # RuntimeError: out of memory
-            raise ProcessLost(f"{self.peer}: announces {payload_size} bytes, more than memory holds") from error
+            raise ProcessLost(
+                f"{self.peer}: announces {payload_size} bytes, more than memory holds"
+            ) from error
         self._read(memoryview(header))
         if payload_size:
             self._read(payload.numpy().data)
         try:
             return unpack(bytes(header), payload)
         except INVALID_MESSAGE as error:
-            raise ProcessLost(f"{self.peer}: sent an invalid message ({one_line(error, kind=True)})") from error
+            raise ProcessLost(
+                f"{self.peer}: sent an invalid message ({one_line(error, kind=True)})"
+            ) from error
 
     def _read(self, buffer: memoryview) -> None:
         """Fill the buffer."""
@@ -205,7 +219,9 @@ class Connection:
     def _lost(self, error: OSError) -> ProcessLost:
         """The error of a connection that timed out or was closed."""
         if isinstance(error, TimeoutError):
-            return ProcessLost(f"{self.peer}: no answer for {self.timeout_s:g} s (cluster.step_timeout_s)")
+            return ProcessLost(
+                f"{self.peer}: no answer for {self.timeout_s:g} s (cluster.step_timeout_s)"
+            )
         return ProcessLost(f"{self.peer}: the process is gone ({error.strerror or error})")
 
     def close(self) -> None:
@@ -213,7 +229,9 @@ class Connection:
         self.socket.close()
 
 
-def connect(address: tuple[str, int], secret: str, name: str, *, peer: str, timeout_s: float) -> Connection:
+def connect(
+    address: tuple[str, int], secret: str, name: str, *, peer: str, timeout_s: float
+) -> Connection:
     """Connect to an ``Exchange``.
 
     Args:
@@ -317,7 +335,9 @@ class Exchange:
                 # _accept above may have dropped this greeting.
                 elif isinstance(key.data, _Greeting) and key.fileobj in self.greetings:
                     self._advance(key.data)
-            connection = next((key.data for key, _ in ready if isinstance(key.data, Connection)), None)
+            connection = next(
+                (key.data for key, _ in ready if isinstance(key.data, Connection)), None
+            )
             if connection is not None:
                 self.waited_s += time.monotonic() - start
                 return connection, connection.receive()
@@ -381,7 +401,7 @@ def interface(host: str) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------------ requests and replies
+# ----------------------------------------------------------------------------- requests and replies
 class RequestHandler(Protocol):
     """What a ``Server`` calls for each request."""
 
@@ -472,7 +492,9 @@ def serialize_state(state: Mapping[str, Any] | None) -> Tensor | None:
 
 def deserialize_state(data: Value) -> dict[str, Any]:
     """Return the state that ``serialize_state`` wrote, on the CPU, without unpickling code."""
-    return torch.load(io.BytesIO(as_tensor(data).numpy().tobytes()), map_location="cpu", weights_only=True)
+    return torch.load(
+        io.BytesIO(as_tensor(data).numpy().tobytes()), map_location="cpu", weights_only=True
+    )
 
 
 def as_tensor(value: Value) -> Tensor:

@@ -23,7 +23,7 @@ CALL_S = 0.002
 """Overhead of one round of calls by the driver, seconds (docs/experiments.md)."""
 
 
-# ------------------------------------------------------------------------------------------------------------- choices
+# ------------------------------------------------------------------------------------------ choices
 @dataclass(frozen=True)
 class Choice:
     """Options that determine where roles run.
@@ -96,10 +96,14 @@ def choices(
             count = len(spans[0]) * per_device
             if per_device > 1 and count > max(cores, hardware.total):
                 continue
-            placed: dict[str, Any] = {group: _devices(span) for group, span in zip(groups, spans, strict=True)}
+            placed: dict[str, Any] = {
+                group: _devices(span) for group, span in zip(groups, spans, strict=True)
+            }
             if per_device > 1:
                 placed["env"] = {"devices": placed["env"], "processes": count}
-            candidates += [Choice("local", placed, stages) for stages in ((1, 2) if pipelined else (1,))]
+            candidates += [
+                Choice("local", placed, stages) for stages in ((1, 2) if pipelined else (1,))
+            ]
     return candidates
 
 
@@ -148,11 +152,17 @@ def meaning(p: Plan) -> tuple[Any, ...]:
         # All device slots of one machine's CPU are equivalent.
         return tuple(p.hardware.node(d) for d in devices) if cpu else devices
 
-    groups = sorted((g.roles, tuple(sorted(locations(devices) for devices in g.ranks))) for g in p.groups)
-    return (p.stages, tuple(groups), tuple(p.weights_path(rank) for rank in range(p.processes("rollout"))))
+    groups = sorted(
+        (g.roles, tuple(sorted(locations(devices) for devices in g.ranks))) for g in p.groups
+    )
+    return (
+        p.stages,
+        tuple(groups),
+        tuple(p.weights_path(rank) for rank in range(p.processes("rollout"))),
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- measurements
+# ------------------------------------------------------------------------------------- measurements
 @dataclass(frozen=True)
 class Line:
     """Seconds for n items: fixed + each * n."""
@@ -253,14 +263,17 @@ class Measured(Machine):
 
     def summary(self) -> str:
         """See ``Machine``."""
-        n, act, learn = self.num_envs, *(list(costs.values())[-1] for costs in (self.act, self.learn))
+        n, act, learn = (
+            self.num_envs,
+            *(list(costs.values())[-1] for costs in (self.act, self.learn)),
+        )
         return (
             f"a step of {n} environments {self.simulate.wall(n) * 1e3:.3g} ms, deciding {act.wall(n) * 1e3:.3g} ms, "
             f"learning {learn.wall(n):.3g} s an update; {super().summary()}"
         )
 
 
-# ---------------------------------------------------------------------------------------------------------- prediction
+# --------------------------------------------------------------------------------------- prediction
 @dataclass(frozen=True)
 class Prediction:
     """Predicted seconds of an update and of its phases.
@@ -349,7 +362,10 @@ def prediction(
     collect, update = collect + CALL_S, update + CALL_S + _swaps(p, needs) * m.copy_byte_s
     whole = collect + update + publish
     if p.max_lag:
-        both = max(collecting.get(node, 0.0) + updating.get(node, 0.0) for node in collecting.keys() | updating.keys())
+        both = max(
+            collecting.get(node, 0.0) + updating.get(node, 0.0)
+            for node in collecting.keys() | updating.keys()
+        )
         whole = max(collect, update + publish, both / m.cores)
     return Prediction(collect, update, publish, whole)
 
@@ -407,7 +423,10 @@ def _cycle(p: Plan, m: Measured, act: Cost) -> float:
     of the busier resource and the latency of one stage through both.
     """
     s = _step(p, m)
-    acting, simulating = act.wall(s.rows) + s.servers * s.message_s / 2, m.simulate.wall(s.simulated) + s.message_s / 2
+    acting, simulating = (
+        act.wall(s.rows) + s.servers * s.message_s / 2,
+        m.simulate.wall(s.simulated) + s.message_s / 2,
+    )
     if p.fused("env", "rollout"):
         return p.stages * (acting + simulating)
     return max(p.stages * acting, p.stages * s.callers * simulating, acting + simulating)
@@ -457,11 +476,18 @@ def _swaps(p: Plan, needs: Mapping[str, Need]) -> int:
         for phase in ("collect", "update", "publish"):
             before = dict(residency.level)
             for g, level in residency.before(phase):
-                moved += abs(_resident_bytes(needs[g.name], level) - _resident_bytes(needs[g.name], before[g]))
+                moved += abs(
+                    _resident_bytes(needs[g.name], level)
+                    - _resident_bytes(needs[g.name], before[g])
+                )
     return moved
 
 
 def _resident_bytes(need: Need, level: int) -> int:
     """Bytes of a process on the device at a residency level, between phases."""
     weights = need.get("weights", 0)
-    return {ASLEEP: 0, WEIGHTS: weights, ALL: weights + need.get("gradients", 0) + need.get("optimiser", 0)}[level]
+    return {
+        ASLEEP: 0,
+        WEIGHTS: weights,
+        ALL: weights + need.get("gradients", 0) + need.get("optimiser", 0),
+    }[level]

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from embodied_ppo.core.collectives import CALL, Together, gathered
 
-# Our modules may return views. FSDP2 warns about in-place writes to them, which our code does not do.
+# Our modules may return views. FSDP2 warns about in-place writes to them, which our code does not
+# do.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
@@ -87,7 +88,9 @@ class Sharded(Together):
 
     def parts(self, module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
         shards = module.state_dict()
-        return {name: self.part(x, shards[name]) if name in shards else x for name, x in state.items()}
+        return {
+            name: self.part(x, shards[name]) if name in shards else x for name, x in state.items()
+        }
 
     def whole_state(self, state: Any) -> Any:
         def gather(x: DTensor) -> Tensor | None:

@@ -116,11 +116,18 @@ def sharded(model: Any, ranks: int, *, acts: bool = False) -> dict[str, int]:
     units = [sizes(unit.parameters()) for unit in model.units()]
     weights, gradients = sizes(model.parameters())
     gathered = [
-        min(total, total - sum(unit[i] for unit in units) + 2 * max((unit[i] for unit in units), default=0))
+        min(
+            total,
+            total
+            - sum(unit[i] for unit in units)
+            + 2 * max((unit[i] for unit in units), default=0),
+        )
         for i, total in enumerate((weights, gradients))
     ]
     return {
-        "weights": nbytes(list(model.buffers())) + weights // ranks + (weights if acts else gathered[0]),
+        "weights": nbytes(list(model.buffers()))
+        + weights // ranks
+        + (weights if acts else gathered[0]),
         "gradients": gradients // ranks + gathered[1],
         "optimiser": 2 * gradients // ranks,
     }
@@ -137,7 +144,9 @@ def fake_tensors(policy: nn.Module) -> Iterator[list[Tensor]]:
         yield [mode.from_tensor(x) for x in (*policy.parameters(), *policy.buffers())]
 
 
-def micro_batch(policy: Policy, device: torch.device, t: Trajectory, rows: int, c: AlgorithmConfig) -> Batch:
+def micro_batch(
+    policy: Policy, device: torch.device, t: Trajectory, rows: int, c: AlgorithmConfig
+) -> Batch:
     """Return a batch with the shapes of ``rows`` decisions of a trajectory, and arbitrary contents.
 
     Args:
@@ -165,7 +174,9 @@ def micro_batch(policy: Policy, device: torch.device, t: Trajectory, rows: int, 
 
 
 @torch.no_grad()
-def acting(policy: Policy, obs_spec: ObsSpec, device: torch.device, rows: int) -> tuple[int, Any, Any]:
+def acting(
+    policy: Policy, obs_spec: ObsSpec, device: torch.device, rows: int
+) -> tuple[int, Any, Any]:
     """Estimate the memory of acting.
 
     Args:
@@ -180,7 +191,10 @@ def acting(policy: Policy, obs_spec: ObsSpec, device: torch.device, rows: int) -
     assert isinstance(policy, nn.Module)
     specs = obs_spec if isinstance(obs_spec, dict) else {"obs": obs_spec}
     with fake_tensors(policy) as known:
-        named = {name: torch.empty(rows, *spec.shape, dtype=spec.dtype, device=device) for name, spec in specs.items()}
+        named = {
+            name: torch.empty(rows, *spec.shape, dtype=spec.dtype, device=device)
+            for name, spec in specs.items()
+        }
         obs = named if isinstance(obs_spec, dict) else named["obs"]
         noise = policy.noise(rows)
         with AllocationCounter([*known, *named.values()]) as counter:
@@ -224,7 +238,9 @@ def cache(policy: LanguagePolicy, slots: int, width: int) -> int:
     return 2 * slots * width * sum(decoder.groups) * decoder.head_dim * dtype.itemsize
 
 
-def language_step(model: LanguagePolicy | LanguageCritic, rows: int, width: int, length: int) -> int:
+def language_step(
+    model: LanguagePolicy | LanguageCritic, rows: int, width: int, length: int
+) -> int:
     """Estimate the memory of the forward and backward pass of a micro-batch.
 
     Args:
@@ -240,7 +256,11 @@ def language_step(model: LanguagePolicy | LanguageCritic, rows: int, width: int,
     def free_gradient(p: Tensor) -> None:
         p.grad = None
 
-    hooks = [p.register_post_accumulate_grad_hook(free_gradient) for p in model.parameters() if p.requires_grad]
+    hooks = [
+        p.register_post_accumulate_grad_hook(free_gradient)
+        for p in model.parameters()
+        if p.requires_grad
+    ]
     with fake_tensors(model) as known:
         ids = torch.zeros(rows, width, dtype=torch.int64)
         place, action = ids[:, -length:], ids[:, -length:]

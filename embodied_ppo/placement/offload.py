@@ -77,7 +77,9 @@ class TensorOffloader:
         for step in (ALL, WEIGHTS):  # optimiser state leaves before the weights
             if step > level and step not in self.offloaded:
                 storages = _storages(self.tensors(step))
-                self.offloaded[step] = [self._offload((step, i), storage) for i, storage in enumerate(storages)]
+                self.offloaded[step] = [
+                    self._offload((step, i), storage) for i, storage in enumerate(storages)
+                ]
                 moved += sum(len(host) for _, host in self.offloaded[step])
         for step in (WEIGHTS, ALL):
             if step <= level and step in self.offloaded:
@@ -92,11 +94,15 @@ class TensorOffloader:
             torch.cuda.empty_cache()
         return moved
 
-    def _offload(self, key: tuple[int, int], storage: torch.UntypedStorage) -> tuple[torch.UntypedStorage, Tensor]:
+    def _offload(
+        self, key: tuple[int, int], storage: torch.UntypedStorage
+    ) -> tuple[torch.UntypedStorage, Tensor]:
         """Copy a storage to the host and empty it."""
         host = self.host_buffers.get(key)
         if host is None or len(host) != storage.nbytes():
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+            host = torch.empty(
+                storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
+            )
             self.host_buffers[key] = host
         host.copy_(_bytes(storage))
         storage.resize_(0)

@@ -90,7 +90,9 @@ class Reservation:
                 self._connect(options)
         self.group: PlacementGroup | None = None
         try:
-            self.group = self._reserve("GPU" if plan.hardware.kind == "cuda" else "CPU", options, notice)
+            self.group = self._reserve(
+                "GPU" if plan.hardware.kind == "cuda" else "CPU", options, notice
+            )
         except BaseException:
             self.close()
             raise
@@ -122,26 +124,34 @@ class Reservation:
         except (OSError, ValueError, RuntimeError, OverflowError) as error:
             if isinstance(error, PlacementError):
                 raise
-            option = "cluster.address =" if options.address else "cluster.address is null, RAY_ADDRESS ="
+            option = (
+                "cluster.address =" if options.address else "cluster.address is null, RAY_ADDRESS ="
+            )
             raise PlacementError(
                 f"{option} {address}: Ray cannot be reached ({str(error).splitlines()[0]}); "
                 "check ray status there; if it asks for a token, RAY_AUTH_MODE=token is needed here, too"
             ) from error
 
-    def _reserve(self, unit: str, options: ClusterConfig, notice: Callable[[str], None]) -> PlacementGroup:
+    def _reserve(
+        self, unit: str, options: ClusterConfig, notice: Callable[[str], None]
+    ) -> PlacementGroup:
         """Reserve one bundle per device, and wait until all are free."""
         hardware = self.plan.hardware
         nodes = self._nodes(unit)
         bundle: dict[str, float] = {"CPU": 1.0} if unit == "CPU" else {"GPU": 1.0, "CPU": 1.0}
         bundles = [dict(bundle) for _ in range(hardware.total)]
-        selectors = [{"ray.io/node-id": nodes[hardware.node(device)]} for device in range(hardware.total)]
+        selectors = [
+            {"ray.io/node-id": nodes[hardware.node(device)]} for device in range(hardware.total)
+        ]
         group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
         start = noticed = time.monotonic()
         while not group.wait(1):
             now = time.monotonic()
             if now - start > options.start_timeout_s:
                 remove_placement_group(group)
-                raise PlacementError(f"{self._shortage(unit)} after {options.start_timeout_s:g} s; {CURE}")
+                raise PlacementError(
+                    f"{self._shortage(unit)} after {options.start_timeout_s:g} s; {CURE}"
+                )
             if now - noticed > 10:
                 noticed = now
                 notice(self._shortage(unit))
@@ -149,7 +159,10 @@ class Reservation:
 
     def _shortage(self, unit: str) -> str:
         """The line that compares needed, registered and free devices."""
-        registered, free = ray.cluster_resources().get(unit, 0), ray.available_resources().get(unit, 0)
+        registered, free = (
+            ray.cluster_resources().get(unit, 0),
+            ray.available_resources().get(unit, 0),
+        )
         need = self.plan.hardware.total
         return f"placement: needs {need} {unit}s, {registered:g} registered, {free:g} free"
 
@@ -268,7 +281,7 @@ class ClusterSystem(RunSystem):
             self.close()
             raise
 
-    # --------------------------------------------------------------------------------------------------------- start
+    # ---------------------------------------------------------------------------------------- start
     def _start(self) -> None:
         """Start the processes, and collect their addresses."""
         options, gpu = self.options, self.plan.hardware.kind == "cuda"
@@ -289,7 +302,9 @@ class ClusterSystem(RunSystem):
                     LOOPBACK if single_node else None,
                     self.secret,
                     options.step_timeout_s,
-                    serves=any(role in group.roles for caller in ASKS for role in self.plan.apart(caller)),
+                    serves=any(
+                        role in group.roles for caller in ASKS for role in self.plan.apart(caller)
+                    ),
                     meets="actor" in group.roles and rank == 0,
                 )
                 opened.append((group, call))
@@ -297,7 +312,9 @@ class ClusterSystem(RunSystem):
         self.addresses: dict[str, Address] = {}
         self.devices: dict[str, tuple[int, ...]] = {}
         for (group, call), endpoints in zip(opened, replies, strict=True):
-            handle = WorkerHandle(call.handle.actor, call.handle.name, endpoints.pid, endpoints.node)
+            handle = WorkerHandle(
+                call.handle.actor, call.handle.name, endpoints.pid, endpoints.node
+            )
             self.devices[handle.name] = group.ranks[len(self.processes.setdefault(group, []))]
             self.processes[group].append(handle)
             if endpoints.exchange is not None:
@@ -313,7 +330,12 @@ class ClusterSystem(RunSystem):
         """
         driver_node = ray.get_runtime_context().get_node_id()
         roles = [role for role in ("rollout", "actor", "critic") if self.plan.has(role)]
-        handles = [h for role in roles for h in self.processes[self.plan.group(role)] if h.node != driver_node]
+        handles = [
+            h
+            for role in roles
+            for h in self.processes[self.plan.group(role)]
+            if h.node != driver_node
+        ]
         handles = list(dict.fromkeys(handles))
         if not handles:
             return
@@ -325,7 +347,9 @@ class ClusterSystem(RunSystem):
                 calls = [h.start(RayWorker.sees, file.name) for h in handles]
                 visible = wait(calls, "start", self.options.start_timeout_s)
         except OSError as error:
-            raise PlacementError(f"run_dir={run_dir}: cannot be written ({error.strerror}); name another") from error
+            raise PlacementError(
+                f"run_dir={run_dir}: cannot be written ({error.strerror}); name another"
+            ) from error
         for handle, sees in zip(handles, visible, strict=True):
             if not sees:
                 raise PlacementError(
@@ -342,7 +366,9 @@ class ClusterSystem(RunSystem):
             servers[role] = handles[first : max(first + 1, (rank + 1) * n // count)]
         return servers
 
-    def _serve(self, callers: Sequence[WorkerHandle], *roles: str, during: str = "") -> list[Pending[Reply[None]]]:
+    def _serve(
+        self, callers: Sequence[WorkerHandle], *roles: str, during: str = ""
+    ) -> list[Pending[Reply[None]]]:
         """Have processes of these roles serve ``callers`` until those have finished.
 
         A worker runs one call at a time. It therefore cannot serve requests unless this call is
@@ -355,9 +381,14 @@ class ClusterSystem(RunSystem):
                     for role, servers in self._servers(caller, rank).items():
                         for server in servers if role in roles else ():
                             callers_of.setdefault(server, set()).add(handle)
-        return [server.call(Worker.serve, len(handles), during) for server, handles in callers_of.items()]
+        return [
+            server.call(Worker.serve, len(handles), during)
+            for server, handles in callers_of.items()
+        ]
 
-    def _connections(self, group: Group, rank: int, env_description: Mapping[str, Any] | None) -> WorkerConnections:
+    def _connections(
+        self, group: Group, rank: int, env_description: Mapping[str, Any] | None
+    ) -> WorkerConnections:
         """The spec of one process, and the addresses of the processes that it works with."""
         ranks = dict.fromkeys(group.roles, (rank, group.processes))
         roles_of: dict[str, list[str]] = {}
@@ -375,8 +406,12 @@ class ClusterSystem(RunSystem):
                 env_description=env_description,
                 tensors_move=self.residency.turns(group) or gathers_to_act,
             ),
-            servers=[(self.addresses[name], name, tuple(roles)) for name, roles in roles_of.items()],
-            process_groups={name: ranks[role] for name, role in process_groups.items() if role in ranks},
+            servers=[
+                (self.addresses[name], name, tuple(roles)) for name, roles in roles_of.items()
+            ],
+            process_groups={
+                name: ranks[role] for name, role in process_groups.items() if role in ranks
+            },
             store=self.store,
             secret=self.secret,
             timeout_s=self.options.step_timeout_s,
@@ -386,12 +421,16 @@ class ClusterSystem(RunSystem):
     def _build(self, build_worker: BuildWorker) -> None:
         """Build the workers: simulators, then rollouts, which connect to them, then others."""
         timeout_s = max(self.options.start_timeout_s, self.options.step_timeout_s)
-        first = [self.plan.group(role) for role in ("env", "rollout", "actor") if self.plan.has(role)]
+        first = [
+            self.plan.group(role) for role in ("env", "rollout", "actor") if self.plan.has(role)
+        ]
         rollout, actor = first[-2:]
         env_description: Mapping[str, Any] | None = None
         for group in dict.fromkeys((*first, *self.plan.groups)):
             calls = [
-                h.start(RayWorker.build, build_worker, self._connections(group, rank, env_description))
+                h.start(
+                    RayWorker.build, build_worker, self._connections(group, rank, env_description)
+                )
                 for rank, h in enumerate(self.processes[group])
             ]
             # A rollout process creates its simulators, and reads their spaces, while it is built.
@@ -436,7 +475,7 @@ class ClusterSystem(RunSystem):
             self._call(self.processes[group], Worker.move_to, level)
         self.swap_s += time.monotonic() - start
 
-    # -------------------------------------------------------------------------------------------------------- weights
+    # -------------------------------------------------------------------------------------- weights
     def _prepare_weight_sync(self, *, frozen: bool) -> None:
         """Agree on the tensors and transports of ``publish``.
 
@@ -454,15 +493,22 @@ class ClusterSystem(RunSystem):
         first = self.learners[0]
         layout = self._call([first], Worker.weight_layout, frozen=frozen)[0]
         sizes = self._call(
-            [*self.learners, *receivers], Worker.prepare_weight_sync, layout, receivers[0].name, frozen=frozen
+            [*self.learners, *receivers],
+            Worker.prepare_weight_sync,
+            layout,
+            receivers[0].name,
+            frozen=frozen,
         )
         self.moved_bytes = sizes[0] * len(receivers)
-        by_broadcast = [h for h, path in zip(self.actors, self.paths, strict=True) if path == "broadcast"]
+        by_broadcast = [
+            h for h, path in zip(self.actors, self.paths, strict=True) if path == "broadcast"
+        ]
         if by_broadcast and frozen:  # the first call
             members = [first, *by_broadcast]
             world, timeout_s = len(members), self.options.step_timeout_s
             calls = [
-                h.start(RayWorker.join, "weights", self.store, rank, world, timeout_s) for rank, h in enumerate(members)
+                h.start(RayWorker.join, "weights", self.store, rank, world, timeout_s)
+                for rank, h in enumerate(members)
             ]
             wait(calls, "start", self.options.start_timeout_s)
 
@@ -495,7 +541,10 @@ class ClusterSystem(RunSystem):
             senders = list(dict.fromkeys(sender_of.values()))
             calls += self._join_gather(senders)
             buffers = dict(zip(senders, self._call(senders, Worker.export_ipc), strict=True))
-            calls += [self.actors[r].call(Worker.import_ipc, version, buffers[sender_of[r]]) for r in ranks]
+            calls += [
+                self.actors[r].call(Worker.import_ipc, version, buffers[sender_of[r]])
+                for r in ranks
+            ]
         if self.plan.max_lag:
             # Rollout processes are collecting for a later update; waiting for them would end the
             # overlap.
@@ -522,7 +571,7 @@ class ClusterSystem(RunSystem):
                     f"version {expected_version} (cluster.check_weights); report this with the command"
                 )
 
-    # ---------------------------------------------------------------------------------------------------------- calls
+    # ---------------------------------------------------------------------------------------- calls
     def _call(
         self,
         handles: list[WorkerHandle],
@@ -553,7 +602,7 @@ class ClusterSystem(RunSystem):
                 self.peak_mb[tag] = max(self.peak_mb.get(tag, 0.0), mb)
         return replies
 
-    # --------------------------------------------------------------------------------------------------------- phases
+    # --------------------------------------------------------------------------------------- phases
     def collect(self, horizon: int, *, update: int) -> tuple[RemoteExperience, Metrics]:
         """Start collecting experience.
 
@@ -591,9 +640,12 @@ class ClusterSystem(RunSystem):
             self._collecting = [call for call in self._collecting if call.ref not in done]
         self._move_to_phase("update")
         calls = [
-            h.call(Worker.update, update, *self._share_of(i, experience.data)) for i, h in enumerate(self.learners)
+            h.call(Worker.update, update, *self._share_of(i, experience.data))
+            for i, h in enumerate(self.learners)
         ]
-        replies = self._wait([*calls, *self._serve(self.learners, *ASKS["actor"])], "update")[: len(calls)]
+        replies = self._wait([*calls, *self._serve(self.learners, *ASKS["actor"])], "update")[
+            : len(calls)
+        ]
         self.steps += sum(reply.result[1] for reply in replies)
         # Means are summed over the learners; other metrics are equal in all of them.
         for tag, value in replies[0].result[0].items():
@@ -654,7 +706,10 @@ class ClusterSystem(RunSystem):
         self._move_to_phase("save")
         handles = list(dict.fromkeys([*self.actors, *self.learners]))
         calls = [h.start(RayWorker.load, str(source.path.absolute())) for h in handles]
-        self._wait([*calls, *self._serve(self.actors, "env"), *self._serve(self.learners, *ASKS["actor"])], "load")
+        self._wait(
+            [*calls, *self._serve(self.actors, "env"), *self._serve(self.learners, *ASKS["actor"])],
+            "load",
+        )
 
     def cpu_s(self) -> dict[str, float]:
         """Return CPU seconds by phase; "process": of all processes besides the driver."""

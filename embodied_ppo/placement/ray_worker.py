@@ -38,7 +38,14 @@ from torch.distributed.distributed_c10d import PrefixStore
 from embodied_ppo.core import watchdog
 from embodied_ppo.core.collectives import Ranks, Together
 from embodied_ppo.core.errors import one_line
-from embodied_ppo.core.types import CheckpointError, ConfigError, EnvError, PlacementError, ProcessLost, TrainingError
+from embodied_ppo.core.types import (
+    CheckpointError,
+    ConfigError,
+    EnvError,
+    PlacementError,
+    ProcessLost,
+    TrainingError,
+)
 from embodied_ppo.placement.channels import Client, Exchange, connect, interface
 from embodied_ppo.placement.worker import Worker, WorkerSpec
 from embodied_ppo.training.logging import peak_rss_mb
@@ -48,9 +55,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 T_co = TypeVar("T_co", covariant=True)
 
-BuildWorker: TypeAlias = (
-    "Callable[[WorkerSpec, Exchange | None, Callable[[str], None]], tuple[Worker, Mapping[str, Any]]]"
-)
+BuildWorker: TypeAlias = "Callable[[WorkerSpec, Exchange | None, Callable[[str], None]], tuple[Worker, Mapping[str, Any]]]"
 """(spec, exchange for requests of other processes, log) -> worker, and facts for the run's summary.
 
 It is pickled.
@@ -167,7 +172,9 @@ class RayWorker:
         self.groups: dict[str, Any] = {}
         """Name -> torch.distributed process group."""
 
-    def open(self, host: str | None, secret: str, timeout_s: float, *, serves: bool, meets: bool) -> Endpoints:
+    def open(
+        self, host: str | None, secret: str, timeout_s: float, *, serves: bool, meets: bool
+    ) -> Endpoints:
         """Open the listening sockets of this process.
 
         Args:
@@ -192,7 +199,9 @@ class RayWorker:
             # TCPStore listens on all interfaces unless it is given a listening socket.
             listening = socket.create_server((own, 0))
             port, fd = listening.getsockname()[1], listening.detach()
-            self.store = TCPStore(own, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+            self.store = TCPStore(
+                own, port, is_master=True, wait_for_workers=False, master_listen_fd=fd
+            )
             endpoints = replace(endpoints, store=(own, port))
         return endpoints
 
@@ -251,13 +260,17 @@ class RayWorker:
                 f"{timeout_s:g} s (cluster.step_timeout_s): {one_line(error, kind=True)}"
             ) from error
 
-    def _form_group(self, name: str, address: Address, rank: int, world: int, timeout: timedelta) -> Any:
+    def _form_group(
+        self, name: str, address: Address, rank: int, world: int, timeout: timedelta
+    ) -> Any:
         if self.store is None or (self.store.host, self.store.port) != tuple(address):
             self.store = TCPStore(*address, is_master=False, timeout=timeout)
         store = PrefixStore(name, self.store)
         if name == "learners":  # fully_shard requires the default process group
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world, timeout=timeout
+            )
             self.groups[name] = dist.group.WORLD
         elif torch.cuda.is_available():
             nccl = dist.ProcessGroupNCCL.Options()
@@ -267,13 +280,18 @@ class RayWorker:
             self.groups[name] = dist.ProcessGroupGloo(store, rank, world, timeout)
         return self.groups[name]
 
-    # ------------------------------------------------------------------------------------- calls, see WorkerHandle
-    def call(self, method: Callable[Concatenate[Worker, P], T], *args: P.args, **options: P.kwargs) -> Reply[T]:
+    # ---------------------------------------------------------------------- calls, see WorkerHandle
+    def call(
+        self, method: Callable[Concatenate[Worker, P], T], *args: P.args, **options: P.kwargs
+    ) -> Reply[T]:
         """Call a method of the worker."""
         return self._timed(lambda: method(self._worker(), *args, **options))
 
     def call_split(
-        self, method: Callable[Concatenate[Worker, P], tuple[Any, T]], *args: P.args, **options: P.kwargs
+        self,
+        method: Callable[Concatenate[Worker, P], tuple[Any, T]],
+        *args: P.args,
+        **options: P.kwargs,
     ) -> tuple[Any, Reply[T]]:
         """Call a method that returns (data, result); they become two objects in Ray's store."""
         reply = self._timed(lambda: method(self._worker(), *args, **options))
@@ -281,7 +299,9 @@ class RayWorker:
         reply_without_data: Any = replace(reply, result=result)
         return data, reply_without_data
 
-    def call_for_data(self, method: Callable[Concatenate[Worker, P], Any], *args: P.args, **options: P.kwargs) -> Any:
+    def call_for_data(
+        self, method: Callable[Concatenate[Worker, P], Any], *args: P.args, **options: P.kwargs
+    ) -> Any:
         """Call a method whose result is sent to another worker; its resources are not recorded."""
         return method(self._worker(), *args, **options)
 
@@ -324,7 +344,9 @@ class RayWorker:
                 stack = traceback.format_stack(frame)
                 ours = [i for i, line in enumerate(stack) if "embodied" in line][-6:]
                 if ours:  # the last three frames show where a library waits
-                    lines = "".join(line for i, line in enumerate(stack) if i in ours or i >= len(stack) - 3)
+                    lines = "".join(
+                        line for i, line in enumerate(stack) if i in ours or i >= len(stack) - 3
+                    )
                     texts.append(f"thread {names.get(ident, ident)}:\n{lines}")
         return "\n".join(texts)
 
@@ -333,7 +355,7 @@ RayWorkerActor: Any = vars(ray)["remote"](concurrency_groups={"control": 1, "wat
 """``RayWorker`` as a class of Ray actors; ``WorkerHandle`` is its typed interface."""
 
 
-# -------------------------------------------------------------------------------------------------------------- driver
+# ------------------------------------------------------------------------------------------- driver
 @dataclass(frozen=True)
 class WorkerHandle:
     """The driver's reference to a ``RayWorker``.
@@ -349,7 +371,9 @@ class WorkerHandle:
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid}, node {self.node[:8]})"
 
-    def start(self, method: Callable[Concatenate[RayWorker, P], T], *args: P.args, **options: P.kwargs) -> Pending[T]:
+    def start(
+        self, method: Callable[Concatenate[RayWorker, P], T], *args: P.args, **options: P.kwargs
+    ) -> Pending[T]:
         """Start a method of the ``RayWorker``, given as ``RayWorker.NAME``."""
         return Pending(getattr(self.actor, method.__name__).remote(*args, **options), self)
 
@@ -363,7 +387,10 @@ class WorkerHandle:
         return Pending(self.actor.call.remote(method, *args, **options), self)
 
     def call_split(
-        self, method: Callable[Concatenate[Worker, P], tuple[Any, T]], *args: P.args, **options: P.kwargs
+        self,
+        method: Callable[Concatenate[Worker, P], tuple[Any, T]],
+        *args: P.args,
+        **options: P.kwargs,
     ) -> tuple[StoreRef, Pending[Reply[T]]]:
         """Start a method that returns (data, result); the data stay in Ray's store."""
         data, reply = self.actor.call_split.options(num_returns=2).remote(method, *args, **options)
@@ -393,7 +420,11 @@ class Pending(Generic[T_co]):
 
 
 def wait(
-    calls: Sequence[Pending[T]], phase: str, timeout_s: float, *, background: Sequence[Pending[Any]] = ()
+    calls: Sequence[Pending[T]],
+    phase: str,
+    timeout_s: float,
+    *,
+    background: Sequence[Pending[Any]] = (),
 ) -> list[T]:
     """Return the results of calls, in order.
 
@@ -414,7 +445,9 @@ def wait(
     pending, start = list(handles), time.monotonic()
     while wanted - results.keys():
         remaining_s = timeout_s - (time.monotonic() - start)
-        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, min(LOOK_EVERY_S, remaining_s)))
+        ready, pending = ray.wait(
+            pending, num_returns=1, timeout=max(0.0, min(LOOK_EVERY_S, remaining_s))
+        )
         for ref in ready:
             try:
                 results[ref] = ray.get(ref)
@@ -426,7 +459,11 @@ def wait(
 
 
 def _root_cause(
-    error: RayError, handle: WorkerHandle, pending: Sequence[Any], handles: Mapping[Any, WorkerHandle], phase: str
+    error: RayError,
+    handle: WorkerHandle,
+    pending: Sequence[Any],
+    handles: Mapping[Any, WorkerHandle],
+    phase: str,
 ) -> Exception:
     """The error to raise for the run.
 
@@ -450,7 +487,9 @@ def _root_cause(
 def _is_consequence(error: RayError) -> bool:
     """Whether an error only reports that a peer has ended (messages of channels and gloo)."""
     text = str(error)
-    return isinstance(error, RayTaskError) and ("the process is gone" in text or "gloo/transport" in text)
+    return isinstance(error, RayTaskError) and (
+        "the process is gone" in text or "gloo/transport" in text
+    )
 
 
 def _translated(error: RayError, handle: WorkerHandle, phase: str) -> Exception:
@@ -471,7 +510,9 @@ def _translated(error: RayError, handle: WorkerHandle, phase: str) -> Exception:
                 f"(cluster.step_timeout_s), or the network between them is gone: {one_line(cause, kind=True)}"
             )
         lines = [line for line in str(error).splitlines() if line.strip()]
-        return TrainingError(f"{handle}, {phase}: {one_line(cause, kind=True)}\n" + "\n".join(lines[-15:]))
+        return TrainingError(
+            f"{handle}, {phase}: {one_line(cause, kind=True)}\n" + "\n".join(lines[-15:])
+        )
     if isinstance(error, RayActorError):
         return ProcessLost(f"process lost: {handle}, {phase}: {_reason(error)}")
     return ProcessLost(f"{handle}, {phase}: {one_line(error, kind=True)[:400]}")
@@ -480,7 +521,11 @@ def _translated(error: RayError, handle: WorkerHandle, phase: str) -> Exception:
 def _reason(error: RayActorError) -> str:
     """The lines of Ray's message that contain the reason."""
     text = str(error)
-    if isinstance(error, ActorUnavailableError) or "node has died" in text or "node has crashed" in text:
+    if (
+        isinstance(error, ActorUnavailableError)
+        or "node has died" in text
+        or "node has crashed" in text
+    ):
         return NODE_LOST
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     words = ("cause", "exit", "killed", "died", "terminated")
@@ -501,7 +546,9 @@ def _timed_out(handles: Sequence[WorkerHandle], phase: str, timeout_s: float) ->
         try:
             lines.append(f"--- {call.handle}\n{ray.get(call.ref, timeout=5.0)}")
         except (GetTimeoutError, RayError):
-            lines.append(f"--- {call.handle}: no stacks either (the process is stopped, or the machine is overloaded)")
+            lines.append(
+                f"--- {call.handle}: no stacks either (the process is stopped, or the machine is overloaded)"
+            )
     return ProcessLost("\n".join(lines))
 
 

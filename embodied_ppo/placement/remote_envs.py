@@ -10,10 +10,36 @@ import torch
 from torch import Tensor
 
 from embodied_ppo.core import tree, watchdog
-from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, Discrete, EnvError, Obs, ObsSpec, Step, VectorEnv
-from embodied_ppo.placement.channels import Client, Message, as_tensor, deserialize_state, serialize_state
+from embodied_ppo.core.types import (
+    ActionSpec,
+    ArraySpec,
+    Box,
+    Discrete,
+    EnvError,
+    Obs,
+    ObsSpec,
+    Step,
+    VectorEnv,
+)
+from embodied_ppo.placement.channels import (
+    Client,
+    Message,
+    as_tensor,
+    deserialize_state,
+    serialize_state,
+)
 
-FIELDS = ("obs", "reward", "terminated", "truncated", "mask", "final_obs", "success", "executed", "task")
+FIELDS = (
+    "obs",
+    "reward",
+    "terminated",
+    "truncated",
+    "mask",
+    "final_obs",
+    "success",
+    "executed",
+    "task",
+)
 """Fields of a ``Step`` that are sent."""
 TEXTS = ("task_names", "instructions")
 """Optional attributes of a simulator that are sequences of strings."""
@@ -21,7 +47,7 @@ NUMBERS = ("gripper_closes", "step_s")
 """Optional attributes of a simulator that are numbers."""
 
 
-# ------------------------------------------------------------------------------------------- in the simulators' process
+# ----------------------------------------------------------------------- in the simulators' process
 class EnvService:
     """``RequestHandler`` that creates simulators and steps them."""
 
@@ -92,14 +118,22 @@ def describe_env(env: VectorEnv | EnvDescription) -> dict[str, Any]:
 
     obs, actions = env.obs_spec, env.action_spec
     description: dict[str, Any] = {"id": env.id, "max_episode_steps": env.max_episode_steps}
-    description["obs"] = array(obs) if isinstance(obs, ArraySpec) else {name: array(s) for name, s in obs.items()}
-    description["actions"] = actions.n if isinstance(actions, Discrete) else [list(actions.low), list(actions.high)]
-    description |= {name: list(texts) for name in TEXTS if (texts := getattr(env, name, None)) is not None}
-    description |= {name: number for name in NUMBERS if (number := getattr(env, name, None)) is not None}
+    description["obs"] = (
+        array(obs) if isinstance(obs, ArraySpec) else {name: array(s) for name, s in obs.items()}
+    )
+    description["actions"] = (
+        actions.n if isinstance(actions, Discrete) else [list(actions.low), list(actions.high)]
+    )
+    description |= {
+        name: list(texts) for name in TEXTS if (texts := getattr(env, name, None)) is not None
+    }
+    description |= {
+        name: number for name in NUMBERS if (number := getattr(env, name, None)) is not None
+    }
     return description | {"unstable": getattr(env, "unstable", None) is not None}
 
 
-# -------------------------------------------------------------------------------------------- in the rollout's process
+# ------------------------------------------------------------------------- in the rollout's process
 class EnvDescription:
     """The properties of simulators that a policy is built for, read from ``describe_env``."""
 
@@ -118,9 +152,13 @@ class EnvDescription:
             return ArraySpec(tuple(x[0]), getattr(torch, x[1]))
 
         obs, actions = description["obs"], description["actions"]
-        self.obs_spec: ObsSpec = {n: array(x) for n, x in obs.items()} if isinstance(obs, dict) else array(obs)
+        self.obs_spec: ObsSpec = (
+            {n: array(x) for n, x in obs.items()} if isinstance(obs, dict) else array(obs)
+        )
         discrete = isinstance(actions, int)
-        self.action_spec: ActionSpec = Discrete(actions) if discrete else Box(*(tuple(bound) for bound in actions))
+        self.action_spec: ActionSpec = (
+            Discrete(actions) if discrete else Box(*(tuple(bound) for bound in actions))
+        )
         for name in TEXTS:
             if name in description:
                 setattr(self, name, tuple(description[name]))
@@ -147,13 +185,17 @@ class _AsyncEnv(EnvDescription, ABC):
 
     def render(self) -> Tensor:
         """Raise EnvError: the process that writes the report renders with its own simulators."""
-        raise EnvError(f"env.id={self.id}: simulators in another process render no images for this one")
+        raise EnvError(
+            f"env.id={self.id}: simulators in another process render no images for this one"
+        )
 
 
 class RemoteEnv(_AsyncEnv):
     """``VectorEnv`` whose simulators run in an ``EnvService`` of another process."""
 
-    def __init__(self, client: Client, seeds: list[int], *, kind: str = "train", device: torch.device) -> None:
+    def __init__(
+        self, client: Client, seeds: list[int], *, kind: str = "train", device: torch.device
+    ) -> None:
         """Create the simulators in the other process.
 
         Args:
@@ -250,7 +292,9 @@ class ConcatenatedEnvs(_AsyncEnv):
 
     def reset_where(self, where: Tensor) -> Obs | None:
         """See ``VectorEnv``."""
-        obs = [env.reset_where(mask) for env, mask in zip(self.envs, self._split(where), strict=True)]
+        obs = [
+            env.reset_where(mask) for env, mask in zip(self.envs, self._split(where), strict=True)
+        ]
         return None if obs[0] is None else _concatenate(obs)
 
     def restart(self, seeds: list[int]) -> None:

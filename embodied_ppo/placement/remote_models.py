@@ -19,15 +19,25 @@ from embodied_ppo.algorithms.separate_critic_learner import FrozenReference, Loc
 from embodied_ppo.core import tree
 from embodied_ppo.data.prompts import Prompt
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
-from embodied_ppo.placement.channels import Client, Message, as_tensor, deserialize_state, serialize_state
+from embodied_ppo.placement.channels import (
+    Client,
+    Message,
+    as_tensor,
+    deserialize_state,
+    serialize_state,
+)
 from embodied_ppo.rewards.graders import Grade, Graders, Sample
 
 
-# ----------------------------------------------------------------------------------------------- in the models' process
+# --------------------------------------------------------------------------- in the models' process
 class ModelService:
     """``RequestHandler`` of the graders, critic and reference model of this process."""
 
-    PHASES: ClassVar[dict[str, str]] = {"grade": "grade", "values": "advantages", "view": "advantages"}
+    PHASES: ClassVar[dict[str, str]] = {
+        "grade": "grade",
+        "values": "advantages",
+        "view": "advantages",
+    }
 
     def __init__(
         self,
@@ -48,7 +58,13 @@ class ModelService:
             critic: Critic with its optimiser.
             reference: Reference model.
         """
-        self.device, self.judge, self.prompts, self.critic, self.reference = device, judge, prompts, critic, reference
+        self.device, self.judge, self.prompts, self.critic, self.reference = (
+            device,
+            judge,
+            prompts,
+            critic,
+            reference,
+        )
         self._last_values: tuple[Rows, Tensor, Tensor] | None = None
         """Rows, mask and values of the last request "values"; "learn" trains on these rows."""
 
@@ -101,11 +117,18 @@ class ModelService:
         """Grade responses to prompts, which are given by index."""
         assert self.judge is not None
         prompts = [self.prompts[i] for i in indices]
-        samples = [(p.data_source, text, p.ground_truth, p.extra) for p, text in zip(prompts, texts, strict=True)]
+        samples = [
+            (p.data_source, text, p.ground_truth, p.extra)
+            for p, text in zip(prompts, texts, strict=True)
+        ]
         failures_before = self.judge.failures
         grades = [astuple(grade) for grade in self.judge.grade(samples, prompts)]
         failed = self.judge.failures - failures_before
-        return {"grades": grades, "failed": failed, "why": self.judge.last_failure if failed else None}
+        return {
+            "grades": grades,
+            "failed": failed,
+            "why": self.judge.last_failure if failed else None,
+        }
 
     def _learn(self, returns: Tensor, update: int) -> dict[str, Any]:
         """Train the critic on the rows of the last request "values"."""
@@ -132,7 +155,7 @@ class ModelService:
                 component.close()
 
 
-# ----------------------------------------------------------------------------------------------- in the calling process
+# --------------------------------------------------------------------------- in the calling process
 class RemoteGraders:
     """``Graders`` of another process that holds the same prompts."""
 
@@ -164,7 +187,9 @@ class _RemoteModel:
 
     def initialize(self, actor: LanguagePolicy) -> None:
         """Send the actor's weights, which the model starts from."""
-        self.client.request("initialize", self.target, serialize_state(actor.state_dict()), role=self.role)
+        self.client.request(
+            "initialize", self.target, serialize_state(actor.state_dict()), role=self.role
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the state of the model in the other process."""
@@ -231,6 +256,10 @@ class RemoteReference(_RemoteModel):
 
     def view(self, obs: Rows, mask: Tensor, action: Tensor, *, hidden: bool) -> dict[str, Tensor]:
         """See ``Reference``."""
-        assert not hidden, "validation rejects the full KL with a reference model in another process"
-        value = self.client.request("view", self.target, {**obs, "mask": mask, "action": action}).value
+        assert not hidden, (
+            "validation rejects the full KL with a reference model in another process"
+        )
+        value = self.client.request(
+            "view", self.target, {**obs, "mask": mask, "action": action}
+        ).value
         return {"log_prob": as_tensor(value).to(self.device)}

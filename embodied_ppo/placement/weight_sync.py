@@ -40,13 +40,19 @@ class WeightLayout:
     @staticmethod
     def of(tensors: dict[str, Tensor]) -> WeightLayout:
         """Return the layout of named tensors."""
-        entries = ((name, str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items())
+        entries = (
+            (name, str(x.dtype).removeprefix("torch."), tuple(x.shape))
+            for name, x in tensors.items()
+        )
         return WeightLayout(tuple(entries))
 
     @property
     def sizes(self) -> list[int]:
         """Size of each tensor, padded to ``ALIGN``, bytes."""
-        sizes = (torch.Size(shape).numel() * getattr(torch, dtype).itemsize for _, dtype, shape in self.entries)
+        sizes = (
+            torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+            for _, dtype, shape in self.entries
+        )
         return [-(-size // ALIGN) * ALIGN for size in sizes]
 
     @property
@@ -59,7 +65,9 @@ class WeightLayout:
         views = []
         for chunk, (_, name, shape) in zip(buffer.split(self.sizes), self.entries, strict=True):
             dtype = getattr(torch, name)
-            views.append(chunk[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape))
+            views.append(
+                chunk[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+            )
         return views
 
     def check(self, other: WeightLayout, process: str) -> None:
@@ -94,7 +102,9 @@ def weight_tensors(policy: nn.Module, *, frozen: bool = False) -> dict[str, Tens
         policy: The model.
         frozen: Include parameters that are not trained.
     """
-    parameters = {name: p.detach() for name, p in policy.named_parameters() if frozen or p.requires_grad}
+    parameters = {
+        name: p.detach() for name, p in policy.named_parameters() if frozen or p.requires_grad
+    }
     return parameters | dict(policy.named_buffers())
 
 
@@ -102,7 +112,10 @@ class WeightBuffer:
     """Packs named tensors into bytes and unpacks them, again and again."""
 
     def __init__(
-        self, tensors: dict[str, Tensor], layout: WeightLayout | None = None, ranks: Ranks | None = None
+        self,
+        tensors: dict[str, Tensor],
+        layout: WeightLayout | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Pack and unpack ``tensors``.
 
@@ -161,7 +174,7 @@ class WeightBuffer:
         return digest.hexdigest()[:16]
 
 
-# ------------------------------------------------------------------------------------------------------- shared memory
+# ------------------------------------------------------------------------------------ shared memory
 class SharedWeightBuffer:
     """Bytes that other processes of the same user on this machine can map.
 

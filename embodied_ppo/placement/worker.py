@@ -101,11 +101,24 @@ class Worker:
             state_tensors: Returns tensors besides the policy's in nested containers; None: the
                 learner's state.
         """
-        self.spec, self.policy, self.rollout, self.learner, self.server = spec, policy, rollout, learner, server
-        self.count, self.measure, self._write, self.env_description = count, measure, write, env_description
+        self.spec, self.policy, self.rollout, self.learner, self.server = (
+            spec,
+            policy,
+            rollout,
+            learner,
+            server,
+        )
+        self.count, self.measure, self._write, self.env_description = (
+            count,
+            measure,
+            write,
+            env_description,
+        )
         self._initialize, self._on_weights_updated = initialize, on_weights_updated
         self._release_cache = release_cache
-        self._state_tensors = state_tensors or (lambda: {} if self.learner is None else self.learner.state())
+        self._state_tensors = state_tensors or (
+            lambda: {} if self.learner is None else self.learner.state()
+        )
         self.version = 0
         """Version of the weights: number of updates that they contain."""
         self.experience: dict[int, Trajectory] = {}
@@ -115,7 +128,7 @@ class Worker:
         self.imported_buffer: Tensor | None = None
         self.offloader: TensorOffloader | None = None
 
-    # ------------------------------------------------------------------------------------------------------- phases
+    # --------------------------------------------------------------------------------------- phases
     def initialize(self) -> None:
         """Send the initial weights to remote models; called once when all processes are built."""
         self._initialize()
@@ -160,7 +173,10 @@ class Worker:
         else:
             device = next(self._parameters()).device
             # Arrays in Ray's object store are read-only and shared, so they are copied.
-            chunks = [tree.map(lambda x: torch.from_numpy(x).to(device, copy=True), arrays) for arrays in experience]
+            chunks = [
+                tree.map(lambda x: torch.from_numpy(x).to(device, copy=True), arrays)
+                for arrays in experience
+            ]
             trajectory = chunks[0]
             if len(chunks) > 1:
                 trajectory = tree.map(lambda *xs: torch.cat(xs, dim=1), *chunks)
@@ -209,14 +225,16 @@ class Worker:
     def finish_requests(self, *roles: str) -> None:
         """Notify the servers of these roles that no request follows in this phase."""
         # A server may have several of the roles, but must be notified once: it counts callers.
-        for client in dict.fromkeys(client for role in roles for client in self.spec.clients.get(role, ())):
+        for client in dict.fromkeys(
+            client for role in roles for client in self.spec.clients.get(role, ())
+        ):
             client.finish()
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         assert self.policy is not None
         return self.policy.parameters()
 
-    # ------------------------------------------------------------------------------------------------------ weights
+    # -------------------------------------------------------------------------------------- weights
     def weight_layout(self, *, frozen: bool) -> WeightLayout:
         """Return the layout of the tensors to synchronise, with or without frozen parameters."""
         assert self.policy is not None
@@ -309,7 +327,7 @@ class Worker:
         buffer = WeightBuffer(weight_tensors(self.policy, frozen=True), ranks=self.spec.learners)
         return self.version, buffer.checksum()
 
-    # --------------------------------------------------------------------------------------------------- offloading
+    # ----------------------------------------------------------------------------------- offloading
     def move_to(self, level: int) -> int:
         """Move tensors so that the device holds those of a residency level; simulators stay.
 
@@ -340,9 +358,11 @@ class Worker:
         others = _tensors_in(self._state_tensors())
         others += [p.grad for p in self.policy.parameters() if p.grad is not None]
         others = map(learners.local, others)
-        return [x for x in others if x.ndim and x.untyped_storage().data_ptr() not in weight_storages]
+        return [
+            x for x in others if x.ndim and x.untyped_storage().data_ptr() not in weight_storages
+        ]
 
-    # --------------------------------------------------------------------------------------------------- checkpoint
+    # ----------------------------------------------------------------------------------- checkpoint
     def state(self) -> bytes:
         """Return the state of the rollout in the format of torch.save."""
         assert self.rollout is not None
@@ -365,7 +385,10 @@ class Worker:
         """
         assert self.policy is not None and self.learner is not None
         ranks = self.spec.learners
-        learner, policy = ranks.whole_state(self.learner.state()), ranks.whole_state(self.policy.state_dict())
+        learner, policy = (
+            ranks.whole_state(self.learner.state()),
+            ranks.whole_state(self.policy.state_dict()),
+        )
         self._gather_to_act()
         if ranks.rank:
             return ""
@@ -373,7 +396,11 @@ class Worker:
         rollout = states[0] if len(states) == 1 else {"processes": states}
         training = {"learner": learner, "rollout": rollout}
         self.finish_requests(*ASKS["actor"])
-        return str(checkpoint.save(Path(folder), update=update, policy=policy, training=training, **options))
+        return str(
+            checkpoint.save(
+                Path(folder), update=update, policy=policy, training=training, **options
+            )
+        )
 
     def load(self, path: str, notice: Callable[[str], None]) -> None:
         """Continue from a checkpoint.
@@ -401,7 +428,7 @@ class Worker:
         self.version = source.update
         self.finish_requests("env", *ASKS["actor"])
 
-    # --------------------------------------------------------------------------------------------------- statistics
+    # ----------------------------------------------------------------------------------- statistics
     def cpu_s(self) -> dict[str, float]:
         """Return the CPU seconds of this process so far, by phase of training."""
         components = [x.cpu_s for x in (self.rollout, self.learner, self.server) if x is not None]
@@ -410,7 +437,9 @@ class Worker:
 
     def waited_s(self) -> float:
         """Return the wall time, in seconds so far, in which this process waited for others."""
-        clients = dict.fromkeys(client for several in self.spec.clients.values() for client in several)
+        clients = dict.fromkeys(
+            client for several in self.spec.clients.values() for client in several
+        )
         waited_s = sum(client.connection.waited_s for client in clients)
         return waited_s + (0.0 if self.server is None else self.server.exchange.waited_s)
 
@@ -435,4 +464,8 @@ def _tensors_in(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, Mapping):
         return [x for inner in value.values() for x in _tensors_in(inner)]
-    return [x for inner in value for x in _tensors_in(inner)] if isinstance(value, (list, tuple)) else []
+    return (
+        [x for inner in value for x in _tensors_in(inner)]
+        if isinstance(value, (list, tuple))
+        else []
+    )

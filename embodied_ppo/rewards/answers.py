@@ -1,6 +1,8 @@
-"""Read the final answer of a response: the one number after ``####``, and the contents of ``\\boxed{}``.
+"""Read the final answer of a response: the one number after ``####``, and the contents of
+``\\boxed{}``.
 
-Everything here takes linear time: the responses of a policy are long, and graders run in the main process.
+Everything here takes linear time: the responses of a policy are long, and graders run in the main
+process.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# ------------------------------------------------------------------------------------------------- words with a meaning
+# ----------------------------------------------------------------------------- words with a meaning
 _NUMBER_WORDS = _words(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
     "sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety "
@@ -39,11 +41,13 @@ CHANGES_VALUE = _NUMBER_WORDS | _words(
 )
 """Words that change the value of a number beside them."""
 _CHANGES_NEXT = _words("over under above below beyond exceeding square cube log power")
-_GLUED_UNITS = _words("mm cm km in ft yd mi mg g kg lb lbs oz ml mL cl L s sec min h hr hrs mph kph")
+_GLUED_UNITS = _words(
+    "mm cm km in ft yd mi mg g kg lb lbs oz ml mL cl L s sec min h hr hrs mph kph"
+)
 _UNIT_LETTERS = _words("a m g l L s h")
 """Words of one letter after a number that are not factors: the article and units."""
 
-# ---------------------------------------------------------------------------------------------------------- one number
+# --------------------------------------------------------------------------------------- one number
 _MARKER = re.compile("#{4,}")
 _WORD = re.compile(f"{_LETTER}+")
 _NOT = re.compile(r"n['’]t\b")
@@ -63,9 +67,15 @@ _MARKUP = [
         (rf"(?<=[{_SIGNS}])[$€£¥₹](?=[.0-9])", ""),
         # A line break replaces everything else, because digits on its two sides stay apart.
         (r"<[|/]?[A-Za-z_]{1,32}\|?>", "\n"),  # <answer>, </answer>, <|im_end|>
-        (r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf|quad)(?![A-Za-z])|\\[()\[\],;:! ]|[{}$€£¥₹]", "\n"),
+        (
+            r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf|quad)(?![A-Za-z])|\\[()\[\],;:! ]|[{}$€£¥₹]",
+            "\n",
+        ),
         # Emphasis: **72**, __72__, `72`; its first half may stand before the marker.
-        (r"\A\s*[*`_]{1,3}(?=\s)|(?<![\w)*`])[*`_]{1,3}(?=[^\s*`_])|(?<=[^\s*`_])[*`_]{1,3}(?![\w*`])", "\n"),
+        (
+            r"\A\s*[*`_]{1,3}(?=\s)|(?<![\w)*`])[*`_]{1,3}(?=[^\s*`_])|(?<=[^\s*`_])[*`_]{1,3}(?![\w*`])",
+            "\n",
+        ),
     )
 ]
 
@@ -91,13 +101,17 @@ def read_number(text: str) -> str | None:
     for pattern, replacement in _MARKUP:
         text = pattern.sub(replacement, text)
     runs = list(_DIGIT_RUN.finditer(text))
-    if len(runs) != 1 or any(unicodedata.numeric(c, None) is not None for c in text if not c.isascii()):
+    if len(runs) != 1 or any(
+        unicodedata.numeric(c, None) is not None for c in text if not c.isascii()
+    ):
         return None
     digits = runs[0][0].rstrip(".,")
     label, unit = text[: runs[0].start()], text[runs[0].end() :]
     sign = label[-1] if label and label[-1] in _SIGNS else ""
     label = label.removesuffix(sign)
-    if not re.fullmatch(NUMBER, digits) or (label and not (label[-1].isspace() or label[-1] in ":=\"'“‘")):
+    if not re.fullmatch(NUMBER, digits) or (
+        label and not (label[-1].isspace() or label[-1] in ":=\"'“‘")
+    ):
         return None
     return spell_number(digits, sign) if _is_plain(label, unit) else None
 
@@ -142,10 +156,12 @@ def final_statement(response: str) -> str | None:
 
 def _has_number(text: str) -> bool:
     """Return whether ``text`` has a digit of any script or an English number word."""
-    return any(map(str.isnumeric, text)) or any(word.lower() in _NUMBER_WORDS for word in _WORD.findall(text))
+    return any(map(str.isnumeric, text)) or any(
+        word.lower() in _NUMBER_WORDS for word in _WORD.findall(text)
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- boxes
+# -------------------------------------------------------------------------------------------- boxes
 _TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\[A-Za-z]+|\\.|[{}]", re.DOTALL)
 LONGEST_BOX = 1000
 """Largest length of a box in characters. math-verify would exceed its time limit on longer ones."""
@@ -164,8 +180,9 @@ _RELATION = re.compile(
 def boxed_answers(text: str) -> list[str]:
     """Return the contents of each outermost ``\\boxed{}`` or ``\\fbox{}``.
 
-    ``\\boxed 7`` is a box as well. A box inside another one is part of the content of the other. A box without its
-    end, or with more than ``LONGEST_BOX`` characters, has the content "", which equals no answer.
+    ``\\boxed 7`` is a box as well. A box inside another one is part of the content of the other. A
+    box without its end, or with more than ``LONGEST_BOX`` characters, has the content "", which
+    equals no answer.
     """
     contents: list[str] = []
     start: int | None = None
@@ -184,7 +201,9 @@ def boxed_answers(text: str) -> list[str]:
             depth += 1 if match[0] == "{" else -1
             if depth == 0:
                 content = _BOX.sub("", text[start : match.start()])
-                group = re.fullmatch(r"\s*\{([^{}]*)\}\s*", content)  # math-verify reads {7} as a set
+                group = re.fullmatch(
+                    r"\s*\{([^{}]*)\}\s*", content
+                )  # math-verify reads {7} as a set
                 contents.append(group[1] if group else content)
                 start = None
     contents += [] if start is None else [""]
@@ -201,7 +220,8 @@ def plain_latex(text: str) -> str:
 def adds_meaning(answer: str, truth: str) -> bool:
     """Return whether a LaTeX answer has words or relations that the correct answer lacks.
 
-    math-verify ignores them: it reads ``7 \\text{ million}``, ``7 \\approx 12`` and ``7 \\text{ (12)}`` as 7.
+    math-verify ignores them: it reads ``7 \\text{ million}``, ``7 \\approx 12`` and ``7 \\text{
+    (12)}`` as 7.
     """
     texts = " ".join(_TEXT.findall(answer))
     digits_in_text = re.search("[0-9]", texts) and re.search("[0-9]", _TEXT.sub("", answer))
@@ -209,7 +229,9 @@ def adds_meaning(answer: str, truth: str) -> bool:
 
 
 def _marks(latex: str) -> set[str]:
-    words = {word.lower() for word in _WORD.findall(_COMMAND.sub(" ", latex)) if len(word) > 1}  # k may be a variable
+    words = {
+        word.lower() for word in _WORD.findall(_COMMAND.sub(" ", latex)) if len(word) > 1
+    }  # k may be a variable
     return words & CHANGES_VALUE | {match[0] for match in _RELATION.finditer(latex)}
 
 

@@ -23,7 +23,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from embodied_ppo.core.errors import ConfigError, choose  # not from types: a worker starts without torch
+from embodied_ppo.core.errors import (
+    ConfigError,
+    choose,
+)  # not from types: a worker starts without torch
 from embodied_ppo.rewards.answers import (
     NUMBER,
     adds_meaning,
@@ -77,7 +80,7 @@ class Grade:
 FAILED = Grade(0.0, failed=True)
 
 
-# ---------------------------------------------------------------------------------------------------- built-in graders
+# --------------------------------------------------------------------------------- built-in graders
 _SIGN = "(?P<sign>[-+\N{MINUS SIGN}]?)"
 _DIGITS = r"(?P<digits>[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
 _ANYWHERE = re.compile(rf"(?:(?<![\w)]){_SIGN})?[$€£]?{_DIGITS}")
@@ -97,7 +100,9 @@ def _gold(ground_truth: str) -> str:
     """
     match = _GOLD.fullmatch(ground_truth)
     if not match:
-        raise ValueError(f"ground_truth = {ground_truth[:60]!r} is no number; use exact or math_verify")
+        raise ValueError(
+            f"ground_truth = {ground_truth[:60]!r} is no number; use exact or math_verify"
+        )
     return _number(match)
 
 
@@ -106,13 +111,17 @@ def _verdict(answer: str | None, right: bool, **more: Any) -> dict[str, Any]:
     return {"score": float(right), "acc": right, "pred": answer, **more}
 
 
-def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+def exact(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> dict[str, Any]:
     """Grade 1 if the response equals the correct answer up to white space."""
     answer = " ".join(solution_str.split())
     return _verdict(answer, answer == " ".join(ground_truth.split()))
 
 
-def gsm8k_strict(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+def gsm8k_strict(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> dict[str, Any]:
     """Grade as verl's default for GSM8K.
 
     The last ``#### number`` of the last 300 characters is compared as text without commas. As in
@@ -124,7 +133,9 @@ def gsm8k_strict(data_source: str, solution_str: str, ground_truth: str, extra_i
     return _verdict(answer, answer == ground_truth.strip().replace(",", ""), format=bool(matches))
 
 
-def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+def gsm8k_flexible(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> dict[str, Any]:
     """Compare the value of the last number of the response, independent of the text around it.
 
     verl's version does not remove commas, keeps a full stop after the number and reads the last 300
@@ -135,7 +146,9 @@ def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra
     return _verdict(answer, answer == _gold(ground_truth))
 
 
-def gsm8k_numeric(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+def gsm8k_numeric(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> dict[str, Any]:
     """Compare the value of the only number in the final statement.
 
     The statement is the paragraph after the last ``####``. ``#### 72.00``, ``####72``, ``#### $72``
@@ -147,16 +160,22 @@ def gsm8k_numeric(data_source: str, solution_str: str, ground_truth: str, extra_
     return _verdict(answer, answer == _gold(ground_truth), format=answer is not None)
 
 
-def math_verify(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
-    """Compare as mathematics, by package math-verify: the contents of all boxes, or the last expression without a box.
+def math_verify(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> dict[str, Any]:
+    """Compare as mathematics, by package math-verify: the contents of all boxes, or the last
+    expression without a box.
 
-    Several boxes are right if each of them is. A percent sign is a unit: ``\\boxed{50\\%}`` is 50 and not 0.5. Words
-    and relations that the true answer lacks (``7 \\text{ million}``, ``7 \\approx 12``) make an answer wrong.
+    Several boxes are right if each of them is. A percent sign is a unit: ``\\boxed{50\\%}`` is 50
+    and not 0.5. Words and relations that the true answer lacks (``7 \\text{ million}``, ``7
+    \\approx 12``) make an answer wrong.
     """
     truth = plain_latex(ground_truth)
     gold = _parse(truth if re.search(r"(?<!\\)\$|\\boxed", truth) else f"\\boxed{{{truth}}}")
     if not gold:
-        raise ValueError(f"ground_truth = {ground_truth[:60]!r} cannot be read by math-verify; use exact")
+        raise ValueError(
+            f"ground_truth = {ground_truth[:60]!r} cannot be read by math-verify; use exact"
+        )
     boxes = list(dict.fromkeys(map(plain_latex, boxed_answers(solution_str))))
     if boxes:
         plain = not any(adds_meaning(box, truth) for box in boxes)
@@ -188,21 +207,27 @@ def _is_equal(gold: list[Any], truth: str, box: str) -> bool:
     """Return whether the content of a box, and each constant side of an equation in it, equals the
     correct answer.
     """
-    return all(_verify(gold, _parse(f"\\boxed{{{side}}}")) for side in [box, *constant_sides(box, truth)])
+    return all(
+        _verify(gold, _parse(f"\\boxed{{{side}}}")) for side in [box, *constant_sides(box, truth)]
+    )
 
 
 DEFAULTS: dict[str, Grader] = {"openai/gsm8k": gsm8k_numeric}
 """Default grader of each data_source."""
 
 
-def auto(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+def auto(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> dict[str, Any]:
     """Grade with the default grader of the data source.
 
     Raises:
         ConfigError: The data source has none.
     """
     if data_source not in DEFAULTS:
-        raise ConfigError(f"data_source = {data_source!r} has no grader of its own; name one of {', '.join(GRADERS)}")
+        raise ConfigError(
+            f"data_source = {data_source!r} has no grader of its own; name one of {', '.join(GRADERS)}"
+        )
     return DEFAULTS[data_source](data_source, solution_str, ground_truth, extra_info)
 
 
@@ -215,7 +240,7 @@ def is_cheap(spec: str | Grader) -> bool:
     return spec in GRADERS and spec != "math_verify"
 
 
-# ------------------------------------------------------------------------------------------------------- by their name
+# ------------------------------------------------------------------------------------ by their name
 def resolve(spec: str | Grader) -> Grader:
     """Return the grader that ``spec`` names, to be called with keywords.
 
@@ -234,8 +259,12 @@ def resolve(spec: str | Grader) -> Grader:
     try:
         inspect.signature(grader).bind(**dict.fromkeys(keywords))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{label}: {error}; it is called with the keywords {', '.join(keywords)}") from error
-    if inspect.iscoroutinefunction(grader) or inspect.iscoroutinefunction(getattr(grader, "__call__", None)):  # noqa: B004
+        raise ConfigError(
+            f"{label}: {error}; it is called with the keywords {', '.join(keywords)}"
+        ) from error
+    if inspect.iscoroutinefunction(grader) or inspect.iscoroutinefunction(
+        getattr(grader, "__call__", None)
+    ):  # noqa: B004
         return _synchronous(grader)
     return grader
 
@@ -261,19 +290,29 @@ def _named(spec: str) -> tuple[Grader, str]:
     label = f"reward.grader = {spec}"
     if spec in GRADERS:
         if spec == "math_verify":
-            logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that time limits are off
+            logging.getLogger("math_verify").setLevel(
+                logging.ERROR
+            )  # warns that time limits are off
             try:
                 math_verify("", "1", "1")  # import now, outside the time limit of the first sample
             except ImportError as error:
-                raise ConfigError(f"{label}: needs a package ({error}); pip install math-verify") from error
+                raise ConfigError(
+                    f"{label}: needs a package ({error}); pip install math-verify"
+                ) from error
         return GRADERS[spec], label
     place, name = _split(spec, label)
     try:
-        module = _file(Path(place).expanduser(), label) if place.endswith(".py") else _module(place, label)
+        module = (
+            _file(Path(place).expanduser(), label)
+            if place.endswith(".py")
+            else _module(place, label)
+        )
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{label}: {place} cannot be imported ({_cause(error)}); fix it") from error
+        raise ConfigError(
+            f"{label}: {place} cannot be imported ({_cause(error)}); fix it"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
@@ -288,7 +327,8 @@ def check_exists(spec: str) -> None:
     It takes milliseconds, where the run imports torch and transformers before it loads the grader.
 
     Raises:
-        ConfigError: the specification, the file, the module or a function of the standard library is missing.
+        ConfigError: the specification, the file, the module or a function of the standard library
+            is missing.
     """
     if spec in GRADERS:
         return
@@ -298,7 +338,9 @@ def check_exists(spec: str) -> None:
         _check_file(Path(place).expanduser(), label)
         return
     top = place.partition(".")[0]
-    if top in sys.stdlib_module_names or (top not in sys.modules and importlib.util.find_spec(top) is None):
+    if top in sys.stdlib_module_names or (
+        top not in sys.modules and importlib.util.find_spec(top) is None
+    ):
         resolve(spec)
 
 
@@ -314,7 +356,9 @@ def _split(spec: str, label: str) -> tuple[str, str]:
 def _check_file(path: Path, label: str) -> None:
     if not path.is_file():
         there = sorted(p.name for p in path.parent.glob("*.py"))
-        raise ConfigError(f"{label}: {path} is no file; {choose(path.name, there, 'in its folder: ')}")
+        raise ConfigError(
+            f"{label}: {path} is no file; {choose(path.name, there, 'in its folder: ')}"
+        )
 
 
 def _file(path: Path, label: str) -> ModuleType:
@@ -335,15 +379,23 @@ def _module(name: str, label: str) -> ModuleType:
         if not f"{name}.".startswith(f"{error.name}."):
             raise  # a module that this one imports is missing
         above, _, last = str(error.name).rpartition(".")
-        there = [m.name for m in pkgutil.iter_modules(sys.modules[above].__path__ if above else None)]
+        there = [
+            m.name for m in pkgutil.iter_modules(sys.modules[above].__path__ if above else None)
+        ]
         near = "".join(f"did you mean {n}? " for n in difflib.get_close_matches(last, there, n=1))
-        raise ConfigError(f"{label}: no module {error.name}; {near}set PYTHONPATH, or name FILE.py:NAME") from error
+        raise ConfigError(
+            f"{label}: no module {error.name}; {near}set PYTHONPATH, or name FILE.py:NAME"
+        ) from error
 
 
-# ------------------------------------------------------------------------------------------------------------ one grade
+# ---------------------------------------------------------------------------------------- one grade
 def _cause(error: BaseException) -> str:
     """Return type, message and place of an exception in one line."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and f.filename[0] != "<"]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if f.filename != __file__ and f.filename[0] != "<"
+    ]
     at = f", {Path(frames[-1].filename).name} line {frames[-1].lineno}" if frames else ""
     try:
         text = str(error)
@@ -360,7 +412,9 @@ def _real(name: str, value: Any) -> float:
     """
     value = value.item() if hasattr(value, "item") else value  # NumPy's and torch's scalars
     if not isinstance(value, Real) or not abs(float(value)) < LARGEST:
-        raise ValueError(f"{name} = {str(value)[:60]!r} of the grader is no finite number below {LARGEST:g}")
+        raise ValueError(
+            f"{name} = {str(value)[:60]!r} of the grader is no finite number below {LARGEST:g}"
+        )
     return float(value)
 
 
@@ -379,17 +433,25 @@ def as_grade(result: Any) -> Grade:
         return Grade(_real("result", result))
     entries = dict(result)
     if "score" not in entries:
-        raise ValueError(f"the grader's dictionary has no 'score'; its keys: {', '.join(map(str, entries)) or 'none'}")
+        raise ValueError(
+            f"the grader's dictionary has no 'score'; its keys: {', '.join(map(str, entries)) or 'none'}"
+        )
 
     def take(*names: str) -> Any:
         return next((v for v in [entries.pop(n, None) for n in names] if v is not None), None)
 
     score, answer = _real("score", entries.pop("score")), take("pred", "answer")
     right, form = take("acc", "correct"), take("format")
-    numbers = {str(k): v for k, v in entries.items() if isinstance(v, Real) or getattr(v, "shape", None) == ()}
+    numbers = {
+        str(k): v
+        for k, v in entries.items()
+        if isinstance(v, Real) or getattr(v, "shape", None) == ()
+    }
     return Grade(
         score,
-        answer=None if answer is None else " ".join(str(answer).encode(errors="replace").decode().split()),
+        answer=None
+        if answer is None
+        else " ".join(str(answer).encode(errors="replace").decode().split()),
         correct=None if right is None else _real("acc", right) >= 1,
         format_ok=None if form is None else _real("format", form) >= 1,
         extra={k: float(v) for k, v in numbers.items() if math.isfinite(float(v))},
@@ -400,7 +462,9 @@ def judge(grader: Grader, sample: Sample) -> tuple[Grade, str | None]:
     """Return the grade of one sample, and the cause if the grader failed."""
     source, response, truth, extra = sample
     try:
-        result = grader(data_source=source, solution_str=response, ground_truth=truth, extra_info=extra)
+        result = grader(
+            data_source=source, solution_str=response, ground_truth=truth, extra_info=extra
+        )
         return as_grade(result), None
     except (Exception, SystemExit) as error:
         return FAILED, _cause(error)

@@ -32,8 +32,10 @@ BATCH_TOKENS = 16384
 """Tokens that are scored at once, including padding."""
 
 
-# ------------------------------------------------------------------------------------------------------------- models
-def load(path: str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> tuple[Any, Any]:
+# ------------------------------------------------------------------------------------------- models
+def load(
+    path: str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[Any, Any]:
     """Load model and tokenizer that ``save_pretrained`` wrote to a directory.
 
     Args:
@@ -55,10 +57,13 @@ def load(path: str, *, dtype: torch.dtype = torch.float32, device: torch.device 
         )
     # Without tokenizer files transformers would create an empty tokenizer.
     if not [*Path(path).glob("tokenizer.*"), *Path(path).glob("vocab.*")]:
-        raise ConfigError(f"{option}: holds no tokenizer; save the one that the model was trained with there")
+        raise ConfigError(
+            f"{option}: holds no tokenizer; save the one that the model was trained with there"
+        )
     transformers = _transformers()
     AutoModel = transformers.AutoModelForSequenceClassification
-    # AutoTokenizer applies the splitting rules of the model family even if tokenizer.json has others.
+    # AutoTokenizer applies the splitting rules of the model family even if tokenizer.json has
+    # others.
     exact = Path(path, "tokenizer.json").is_file()
     Tokenizer = transformers.PreTrainedTokenizerFast if exact else transformers.AutoTokenizer
     transformers.utils.logging.set_verbosity_error()  # missing weights are reported below
@@ -75,11 +80,15 @@ def load(path: str, *, dtype: torch.dtype = torch.float32, device: torch.device 
             "would be random; name a reward model (…ForSequenceClassification with one label)"
         )
     if model.config.num_labels != 1:
-        raise ConfigError(f"{option}: has {model.config.num_labels} labels; name a model with num_labels=1")
+        raise ConfigError(
+            f"{option}: has {model.config.num_labels} labels; name a model with num_labels=1"
+        )
     _check_head(model, option)
     end, vocabulary = tokenizer.eos_token_id, model.get_input_embeddings().num_embeddings
     if end is None:
-        raise ConfigError(f"{option}: its tokenizer has no end token; set eos_token in tokenizer_config.json")
+        raise ConfigError(
+            f"{option}: its tokenizer has no end token; set eos_token in tokenizer_config.json"
+        )
     if max(tokenizer.get_vocab().values()) >= vocabulary:
         raise ConfigError(
             f"{option}: its tokenizer has {len(tokenizer)} tokens, the model {vocabulary}; save the one that the "
@@ -87,7 +96,9 @@ def load(path: str, *, dtype: torch.dtype = torch.float32, device: torch.device 
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # read by transformers only
+    model.config.get_text_config().pad_token_id = (
+        tokenizer.pad_token_id
+    )  # read by transformers only
     return model.to(device).eval(), tokenizer
 
 
@@ -103,7 +114,9 @@ def new(architecture: Mapping[str, Any], *, device: torch.device | str = "cpu") 
     fields = dict(architecture)
     try:
         config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields, num_labels=1)
-        model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        model = transformers.AutoModelForSequenceClassification.from_config(
+            config, dtype=torch.float32
+        )
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ConfigError(
             f"architecture={dict(architecture)}: transformers refuses a reward model: {one_line(error)}; "
@@ -119,7 +132,9 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError(f"reward.model needs transformers ({error}): pip install 'embodied-ppo[language]'") from error
+        raise ConfigError(
+            f"reward.model needs transformers ({error}): pip install 'embodied-ppo[language]'"
+        ) from error
     return transformers
 
 
@@ -132,7 +147,7 @@ def _check_head(model: Any, option: str) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------------- scores
+# ------------------------------------------------------------------------------------------- scores
 def _encode(tokenizer: Any, texts: Sequence[str], add_eos: bool) -> list[list[int]]:
     """Tokenise each text, with one end token at its end."""
     end = [tokenizer.eos_token_id] if add_eos else []
@@ -145,7 +160,11 @@ def _problem(model: Any, row: list[int]) -> str | None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not row:
         return "the text has no tokens"
-    return f"the text has {len(row)} tokens, the model's limit is {limit}" if limit and len(row) > limit else None
+    return (
+        f"the text has {len(row)} tokens, the model's limit is {limit}"
+        if limit and len(row) > limit
+        else None
+    )
 
 
 def _scores(model: Any, rows: Sequence[list[int]]) -> Tensor:
@@ -154,9 +173,13 @@ def _scores(model: Any, rows: Sequence[list[int]]) -> Tensor:
     The head computes in float32.
     """
     length = torch.tensor([len(row) for row in rows], device=model.device)
-    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(model.device)  # [B, L]; any id pads
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(
+        model.device
+    )  # [B, L]; any id pads
     mask = torch.arange(ids.shape[1], device=model.device) < length.unsqueeze(1)
-    hidden = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state  # [B, L, D]
+    hidden = model.base_model(
+        input_ids=ids, attention_mask=mask.long(), use_cache=False
+    ).last_hidden_state  # [B, L, D]
     last = hidden[torch.arange(len(rows), device=model.device), length - 1].float()
     bias = None if model.score.bias is None else model.score.bias.float()
     offset = getattr(
@@ -217,11 +240,15 @@ class RewardModel:
         answer, its correctness (else: score at least 1) and its format are part of the grade.
         """
         assert len(samples) == len(prompts)
-        rows = _encode(self.tokenizer, [p.text + s[1] for p, s in zip(prompts, samples)], self.add_eos)
+        rows = _encode(
+            self.tokenizer, [p.text + s[1] for p, s in zip(prompts, samples)], self.add_eos
+        )
         problems = [_problem(self.model, row) for row in rows]
         fit = [i for i, problem in enumerate(problems) if problem is None]
         grades = [FAILED] * len(samples)
-        for i, score in zip(fit, _score_all(self.model, [rows[i] for i in fit], self.batch_tokens).tolist()):
+        for i, score in zip(
+            fit, _score_all(self.model, [rows[i] for i in fit], self.batch_tokens).tolist()
+        ):
             if math.isfinite(score):
                 grades[i] = Grade(score)
             else:
@@ -232,18 +259,26 @@ class RewardModel:
             self.failures += len(failed)
             source, response, *_ = samples[failed[0]]
             sample = f"data_source = {source}, response = {response[:60]!r}"
-            self.last_failure = f"sample {failed[0]} of {len(samples)} ({sample}): {problems[failed[0]]}"
+            self.last_failure = (
+                f"sample {failed[0]} of {len(samples)} ({sample}): {problems[failed[0]]}"
+            )
         return grades
 
     def _add_rule(
-        self, rule: Graders, grades: list[Grade], samples: Sequence[Sample], prompts: Sequence[Prompt]
+        self,
+        rule: Graders,
+        grades: list[Grade],
+        samples: Sequence[Sample],
+        prompts: Sequence[Prompt],
     ) -> list[Grade]:
         """Add the results of the rule to the grades."""
         before = rule.failures
         rule_grades = rule.grade(samples, prompts)
         if rule.failures > before:
             self.failures += rule.failures - before
-            self.last_failure = f"only the rule failed, the model's score stands: {rule.last_failure}"
+            self.last_failure = (
+                f"only the rule failed, the model's score stands: {rule.last_failure}"
+            )
         return [
             replace(
                 grade,
@@ -260,7 +295,7 @@ class RewardModel:
             self.rule.close()
 
 
-# ----------------------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------- training
 def _loss(better: Tensor, worse: Tensor) -> Tensor:
     """Return −log σ(s_better − s_worse), mean over pairs.
 
@@ -306,7 +341,9 @@ def train(
     """
     assert model.dtype == torch.float32, "AdamW's steps are below the resolution of shorter types"
     if len(pairs) < 2:
-        raise ConfigError(f"reward.model.pairs={len(pairs)}: one to learn from and one held out are needed; write 1000")
+        raise ConfigError(
+            f"reward.model.pairs={len(pairs)}: one to learn from and one held out are needed; write 1000"
+        )
     better = _encode(tokenizer, [prompt + good for prompt, good, _ in pairs], add_eos)
     worse = _encode(tokenizer, [prompt + bad for prompt, _, bad in pairs], add_eos)
     for i, row in enumerate(row for both in zip(better, worse) for row in both):
@@ -325,7 +362,9 @@ def train(
         scores = _scores(model, [better[i] for i in batch] + [worse[i] for i in batch])
         loss = _loss(*scores.split(batch_size))
         if not torch.isfinite(loss):
-            raise TrainingError(f"reward model: the loss of step {step} is {loss.item()}; lower reward.model.lr={lr:g}")
+            raise TrainingError(
+                f"reward model: the loss of step {step} is {loss.item()}; lower reward.model.lr={lr:g}"
+            )
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -333,6 +372,8 @@ def train(
         if step % max(1, steps // 5) == 0:
             notice(f"reward model: step {step} of {steps}, loss {loss.item():.3f}")
     optimizer.zero_grad()
-    high, low = _score_all(model, better[count:] + worse[count:], BATCH_TOKENS).split(len(pairs) - count)
+    high, low = _score_all(model, better[count:] + worse[count:], BATCH_TOKENS).split(
+        len(pairs) - count
+    )
     model.config.reward_offset = float(torch.cat((high, low)).mean())
     return {"loss": float(_loss(high, low)), "accuracy": float((high > low).float().mean())}

@@ -14,7 +14,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
-from embodied_ppo.core.errors import ConfigError, one_line  # not from types: a worker starts without torch
+from embodied_ppo.core.errors import (
+    ConfigError,
+    one_line,
+)  # not from types: a worker starts without torch
 from embodied_ppo.rewards.graders import FAILED, Grade, Grader, Sample, is_cheap, judge, resolve
 
 if TYPE_CHECKING:
@@ -89,7 +92,11 @@ class _Worker:
         self.pipe.close()
         if code is None:
             return "the worker stopped answering"
-        return f"the worker died of {signal.Signals(-code).name}" if code < 0 else f"the worker exited with code {code}"
+        return (
+            f"the worker died of {signal.Signals(-code).name}"
+            if code < 0
+            else f"the worker exited with code {code}"
+        )
 
 
 class GraderPool:
@@ -126,7 +133,9 @@ class GraderPool:
                 for worker, message in self._events():
                     if isinstance(message, str):
                         raise ConfigError(
-                            message if message.startswith("reward.grader =") else f"reward.grader = {spec}: {message}"
+                            message
+                            if message.startswith("reward.grader =")
+                            else f"reward.grader = {spec}: {message}"
                         )
                     worker.ready = True
         except BaseException:
@@ -177,13 +186,18 @@ class GraderPool:
                 if starts == 0 or (not self._workers and starts < 3):
                     starts += 1
                     self._fill()
-                for worker in [w for w in self._workers if w.ready and w.sample is None][: len(pending)]:
+                for worker in [w for w in self._workers if w.ready and w.sample is None][
+                    : len(pending)
+                ]:
                     try:
                         worker.pipe.send(samples[pending[0]])
                     except OSError:  # the worker died before it got this sample
                         trouble = self._drop(worker)
                         continue
-                    worker.sample, worker.deadline = pending.popleft(), time.monotonic() + self.timeout_s
+                    worker.sample, worker.deadline = (
+                        pending.popleft(),
+                        time.monotonic() + self.timeout_s,
+                    )
                 if not self._workers and starts == 3:
                     results |= dict.fromkeys(pending, (FAILED, trouble))
                 for worker, message in self._events():
@@ -209,7 +223,9 @@ class GraderPool:
         busy = {w.pipe: w for w in self._workers if not w.ready or w.sample is not None}
         if not busy:
             return
-        readable = wait(list(busy), max(0.0, min(w.deadline for w in busy.values()) - time.monotonic()))
+        readable = wait(
+            list(busy), max(0.0, min(w.deadline for w in busy.values()) - time.monotonic())
+        )
         for pipe, worker in busy.items():
             if pipe in readable:
                 try:
@@ -222,5 +238,7 @@ class GraderPool:
                 yield worker, message
             elif time.monotonic() > worker.deadline:
                 self._drop(worker)
-                limit = f"timeout_s = {self.timeout_s:g}" if worker.ready else f"{START_S:g} s to load"
+                limit = (
+                    f"timeout_s = {self.timeout_s:g}" if worker.ready else f"{START_S:g} s to load"
+                )
                 yield worker, f"took longer than {limit}"

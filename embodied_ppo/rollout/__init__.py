@@ -1,7 +1,7 @@
 """Experience: acting in simulators, generating responses.
 
-Belongs here: ``simulation.Rollout``, where a simulator meets a policy, and ``language``, which generates and grades.
-Both return a ``core.types.Trajectory``.
+Belongs here: ``simulation.Rollout``, where a simulator meets a policy, and ``language``, which
+generates and grades. Both return a ``core.types.Trajectory``.
 
 Does not belong here: learning from the experience (``algorithms``), simulators (``embodied_envs``).
 """

@@ -33,9 +33,11 @@ def reader(decode: Callable[[list[int]], str], stop: Sequence[str]) -> Callable[
 class Truncation:
     """Treatment of responses that max_tokens truncated.
 
-    how               terminal: graded as they are; drop: graded for the metrics and excluded from the loss
+    how               terminal: graded as they are; drop: graded for the metrics and excluded from
+    the loss
     missing_eos       penalty subtracted from their score
-    overlong_buffer   tokens before max_tokens over which a penalty rises linearly from 0 to ``overlong_penalty``, also
+    overlong_buffer   tokens before max_tokens over which a penalty rises linearly from 0 to
+    ``overlong_penalty``, also
                       for responses that stopped (Yu et al. 2025, DAPO, eq. 13); 0: no penalty
     """
 
@@ -45,7 +47,9 @@ class Truncation:
     overlong_penalty: float = 1.0
 
     def penalty(self, length: Tensor, stopped: Tensor, max_tokens: int) -> Tensor:
-        """Return the penalty to subtract from the scores, float32 [N], from length int64 [N] and stopped bool [N]."""
+        """Return the penalty to subtract from the scores, float32 [N], from length int64 [N] and
+        stopped bool [N].
+        """
         penalty = self.missing_eos * (~stopped).float()
         if self.overlong_buffer:
             excess = (length - (max_tokens - self.overlong_buffer)).clamp(min=0)
@@ -111,7 +115,9 @@ class ReasoningRollout:
         self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
         self.cpu_s = {"generate": 0.0, "grade": 0.0}
         self.grade_s = 0.0
-        """Wall time of decoding text and grading; ``cpu_s`` has the CPU time of this process for it."""
+        """Wall time of decoding text and grading; ``cpu_s`` has the CPU time of this process for
+        it.
+        """
         self._failure_noticed = self._equal_scores_noticed = False
 
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
@@ -123,40 +129,54 @@ class ReasoningRollout:
             version: Version of the policy's weights.
 
         Returns:
-            Trajectory [T, N] with N = batch / world * group_size (the responses of a group are adjacent), and metrics.
-            Values are 0, because the critic computes them later. The score is the reward of the last token, which
-            ends the episode.
+            Trajectory [T, N] with N = batch / world * group_size (the responses of a group are
+            adjacent), and metrics. Values are 0, because the critic computes them later. The score
+            is the reward of the last token, which ends the episode.
 
         Raises:
             TrainingError: No response could be graded.
         """
         assert horizon == self.sampling.max_tokens
         rows = self.sampler.next()
-        own_rows = rows[self.rank * len(rows) // self.world : (self.rank + 1) * len(rows) // self.world]
+        own_rows = rows[
+            self.rank * len(rows) // self.world : (self.rank + 1) * len(rows) // self.world
+        ]
         prompts = [self.prompts[i] for i in own_rows for _ in range(self.group_size)]
         start = time.process_time()
         key, first = sampling_key(self.seed, update, "generate"), self.rank * len(prompts)
-        # Numbered over all processes, so that the noise of a response does not depend on their number.
+        # Numbered over all processes, so that the noise of a response does not depend on their
+        # number.
         samples = torch.arange(first, first + len(prompts))
-        generation = self.generator.generate([p.ids for p in prompts], self.sampling, seed=key, samples=samples)
+        generation = self.generator.generate(
+            [p.ids for p in prompts], self.sampling, seed=key, samples=samples
+        )
         generated, wall = time.process_time(), time.perf_counter()
         tokens, lengths = generation.token.tolist(), generation.length.tolist()
         texts = [self.text(row[:n]) for row, n in zip(tokens, lengths, strict=True)]
         failures = self.graders.failures
-        responses = [(p.data_source, text, p.ground_truth, p.extra) for p, text in zip(prompts, texts, strict=True)]
+        responses = [
+            (p.data_source, text, p.ground_truth, p.extra)
+            for p, text in zip(prompts, texts, strict=True)
+        ]
         grades = self.graders.grade(responses, prompts)
         self.cpu_s["generate"] += generated - start
         self.cpu_s["grade"] += time.process_time() - generated
         self.grade_s += time.perf_counter() - wall
-        if self.graders.failures > failures and not self._failure_noticed:  # rollout/grader_failures counts all
+        if (
+            self.graders.failures > failures and not self._failure_noticed
+        ):  # rollout/grader_failures counts all
             self._failure_noticed = True
             self.notice(f"reward: a response could not be graded: {self.graders.last_failure}")
         if all(g.failed for g in grades):
-            raise TrainingError(f"reward: none of {len(grades)} responses could be graded: {self.graders.last_failure}")
+            raise TrainingError(
+                f"reward: none of {len(grades)} responses could be graded: {self.graders.last_failure}"
+            )
         scores = torch.tensor([g.score for g in grades], device=generation.token.device)
         if bool((scores == scores[0]).all()) and not self._equal_scores_noticed:
             self._equal_scores_noticed = True
-            self.notice(f"reward: all {len(grades)} responses of an update scored {scores[0]:g}; that teaches nothing")
+            self.notice(
+                f"reward: all {len(grades)} responses of an update scored {scores[0]:g}; that teaches nothing"
+            )
         metrics = self._metrics(prompts, generation, grades, scores)
         return self._trajectory(prompts, generation, scores, version), metrics
 
@@ -180,7 +200,10 @@ class ReasoningRollout:
         score = scores - self.truncation.penalty(generation.length, generation.stopped, t)
         zero = torch.zeros(t, n, device=device)
         return Trajectory(
-            obs={"row": row[:, : self.width].T.contiguous(), "place": (starts.unsqueeze(1) - 1 + steps).T.contiguous()},
+            obs={
+                "row": row[:, : self.width].T.contiguous(),
+                "place": (starts.unsqueeze(1) - 1 + steps).T.contiguous(),
+            },
             action=generation.token.T.contiguous(),
             log_prob=generation.log_prob.T.contiguous(),
             value=zero,
@@ -208,7 +231,9 @@ class ReasoningRollout:
             "rollout/truncated": Mean(float((~generation.stopped).sum()), n),
             "rollout/prompt_length": Mean.of(len(p.ids) for p in prompts),
             "rollout/grader_failures": float(sum(g.failed for g in grades)),
-            "rollout/epoch": Mean(self.sampler.epoch, 1.0),  # a mean: equal in all processes, so not to be added
+            "rollout/epoch": Mean(
+                self.sampler.epoch, 1.0
+            ),  # a mean: equal in all processes, so not to be added
         }
         for tag, values in (
             ("rollout/success", [g.correct for g in grades if g.correct is not None]),
@@ -222,7 +247,9 @@ class ReasoningRollout:
         """Return the position in the data; all other state is derived from seed and update."""
         return {"sampler": self.sampler.state()}
 
-    def load_state(self, state: Mapping[str, Any], notice: Callable[[str], None] = lambda text: None) -> None:
+    def load_state(
+        self, state: Mapping[str, Any], notice: Callable[[str], None] = lambda text: None
+    ) -> None:
         """Continue from ``state()``; raise ConfigError if it belongs to other data."""
         self.sampler.load_state(state["sampler"])
 

@@ -16,7 +16,17 @@ from torch import Generator, Tensor, nn
 from embodied_ppo.core import compile, tree, watchdog
 from embodied_ppo.core.random import env_seeds, sampling_key
 from embodied_ppo.core.tree import in_parts
-from embodied_ppo.core.types import Decision, Mean, Metrics, Obs, Policy, Step, TrainingError, Trajectory, VectorEnv
+from embodied_ppo.core.types import (
+    Decision,
+    Mean,
+    Metrics,
+    Obs,
+    Policy,
+    Step,
+    TrainingError,
+    Trajectory,
+    VectorEnv,
+)
 
 T = TypeVar("T")
 WINDOW = 100
@@ -24,9 +34,12 @@ WINDOW = 100
 
 
 def _check_finite(values: Obs, id: str, update: int, name: str) -> None:
-    """Raise TrainingError if a tensor [T, N, ..] is not finite; ``name`` is "observation" or "reward"."""
+    """Raise TrainingError if a tensor [T, N, ..] is not finite; ``name`` is "observation" or
+    "reward".
+    """
     for x in tree.leaves(values):
-        # A sum keeps NaN and infinity and is cheaper than isfinite() on every element. It may overflow.
+        # A sum keeps NaN and infinity and is cheaper than isfinite() on every element. It may
+        # overflow.
         if not x.is_floating_point() or math.isfinite(float(x.sum())) or bool(x.isfinite().all()):
             continue
         t, i, *index = (~x.isfinite()).nonzero()[0].tolist()
@@ -37,7 +50,9 @@ def _check_finite(values: Obs, id: str, update: int, name: str) -> None:
 
 
 class _Act(nn.Module):
-    """``policy.act`` as a forward method, so that ``functional_call`` can pass the parameters as tensors."""
+    """``policy.act`` as a forward method, so that ``functional_call`` can pass the parameters as
+    tensors.
+    """
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -49,7 +64,9 @@ class _Act(nn.Module):
 
 
 class ActProgram:
-    """``policy.act`` as a function of tensors: (weights, noise, observation's leaves) -> the decision's leaves."""
+    """``policy.act`` as a function of tensors: (weights, noise, observation's leaves) -> the
+    decision's leaves.
+    """
 
     def __init__(self, policy: Policy, obs: Obs) -> None:
         """Create the program for observations with the structure of ``obs``."""
@@ -75,7 +92,9 @@ class ActProgram:
 class Acting:
     """The policy's ``encode`` and ``act``, as eager code first and later as compiled code."""
 
-    def __init__(self, policy: Policy, later: compile.CompileSchedule, rows: int | None = None) -> None:
+    def __init__(
+        self, policy: Policy, later: compile.CompileSchedule, rows: int | None = None
+    ) -> None:
         """Run at most ``rows`` observations in one forward pass of eager code; None: all."""
         self.policy, self.later, self.rows = policy, later, rows
         self.weights: list[Tensor] = []
@@ -102,19 +121,26 @@ class Acting:
         program = ActProgram(self.policy, obs)
         self.weights = program.weights()
         self.structure = self._act(obs, noise)
-        return compile.Example(program, self.weights, [noise, *(x.contiguous() for x in tree.leaves(obs))])
+        return compile.Example(
+            program, self.weights, [noise, *(x.contiguous() for x in tree.leaves(obs))]
+        )
 
 
 Experience: TypeAlias = "tuple[Trajectory, Metrics]"
 
 
 def split_by_action(
-    value: Tensor, next_value: Tensor, terminated: Tensor, truncated: Tensor, mask: Tensor, executed: Tensor
+    value: Tensor,
+    next_value: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    mask: Tensor,
+    executed: Tensor,
 ) -> dict[str, Tensor]:
     """Return the fields of a trajectory with an entry for each action of a chunk, [T, N, C].
 
-    V of the action that follows inside the chunk is the successor's value; the last executed action has the decision's
-    successor and its flags.
+    V of the action that follows inside the chunk is the successor's value; the last executed action
+    has the decision's successor and its flags.
 
     Args:
         value: [T, N, C], V of each action, given the observation that the chunk was decided on.
@@ -124,7 +150,9 @@ def split_by_action(
     """
     following = torch.cat([executed[..., 1:], torch.zeros_like(executed[..., :1])], dim=-1)
     last = executed & ~following
-    inside = torch.cat([value[..., 1:], value[..., :1]], dim=-1)  # the last column is never selected
+    inside = torch.cat(
+        [value[..., 1:], value[..., :1]], dim=-1
+    )  # the last column is never selected
     return {
         "next_value": torch.where(last, next_value.unsqueeze(-1), inside),
         "terminated": terminated.unsqueeze(-1) & last,
@@ -136,7 +164,8 @@ def split_by_action(
 def begin_step(env: VectorEnv, action: Tensor) -> Callable[[], Step]:
     """Pass an action to the simulator and return a function that waits for the step.
 
-    A simulator in another process (it has ``send`` and ``receive``) runs until then; a local one runs in that function.
+    A simulator in another process (it has ``send`` and ``receive``) runs until then; a local one
+    runs in that function.
     """
     send = getattr(env, "send", None)
     if send is None:
@@ -194,11 +223,14 @@ class Rollout:
             policy: The policy that acts.
             seed: Seed of the run.
             group_size: Environments that share a seed.
-            one_episode: Start new episodes in every ``collect``; only the first of each environment counts.
-            restart_every: Steps after which a simulator that cannot save its state starts new episodes (0: never).
-                Such a simulator is resumed by replaying all actions since its last restart.
-            stagger: Truncate the first episode of environment i after i/N of the time limit. Otherwise, in tasks
-                whose episodes always last until the time limit, all N environments would stay in the same phase.
+            one_episode: Start new episodes in every ``collect``; only the first of each environment
+                counts.
+            restart_every: Steps after which a simulator that cannot save its state starts new
+                episodes (0: never). Such a simulator is resumed by replaying all actions since its
+                last restart.
+            stagger: Truncate the first episode of environment i after i/N of the time limit.
+                Otherwise, in tasks whose episodes always last until the time limit, all N
+                environments would stay in the same phase.
             gamma: Discount of the rewards inside an action chunk, if a chunk has one reward.
             rows: Maximum of observations in one forward pass of the policy; None: all.
             later: Schedule of the switch to compiled code; None: never.
@@ -206,10 +238,16 @@ class Rollout:
             stages: Number of such parts, in all processes.
         """
         self.env, self.policy, self.seed, self.gamma = env, policy, seed, gamma
-        self.group_size, self.one_episode, self.restart_every = group_size, one_episode, restart_every
+        self.group_size, self.one_episode, self.restart_every = (
+            group_size,
+            one_episode,
+            restart_every,
+        )
         limit = env.max_episode_steps if stagger and group_size == 1 and not one_episode else None
         self.first, self.total = stage * env.num_envs, stages * env.num_envs
-        cut_step = (self.first + torch.arange(env.num_envs)) * (limit or 0) // self.total  # [N], 0: not cut
+        cut_step = (
+            (self.first + torch.arange(env.num_envs)) * (limit or 0) // self.total
+        )  # [N], 0: not cut
         self.cuts = {int(t): cut_step == t for t in cut_step.unique() if t > 0}
         self.steps = 0  # of each environment, since the last restart
         self.cpu_s = {"simulate": 0.0, "act": 0.0}  # CPU seconds of this process since its start
@@ -219,23 +257,33 @@ class Rollout:
         self.acting = Acting(policy, later or compile.CompileSchedule(None), rows)
         self.generator = Generator(device=self.device)
         self.obs: Obs | None = None
-        self.can_save: bool | None = None  # whether the simulator can save its state; None: unknown yet
-        self.running = torch.zeros(3, env.num_envs)  # return, length, success of the current episodes
+        self.can_save: bool | None = (
+            None  # whether the simulator can save its state; None: unknown yet
+        )
+        self.running = torch.zeros(
+            3, env.num_envs
+        )  # return, length, success of the current episodes
         self.finished: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
         self.has_success = False
         self.round = 0  # the update whose seeds the simulator was restarted with
-        # [T, N, ..] of every collect since the restart, for replay, unless the simulator can save its state.
+        # [T, N, ..] of every collect since the restart, for replay, unless the simulator can save
+        # its state.
         self.actions: list[Tensor] = []
 
     def restart(self, round_: int) -> None:
-        """Start new episodes everywhere, from seeds derived from (seed, round_). Current episodes are dropped."""
+        """Start new episodes everywhere, from seeds derived from (seed, round_).
+
+        Current episodes are dropped.
+        """
         seeds = env_seeds(self.seed, round_, self.total, self.group_size)
         with watchdog.resetting:
             self.env.restart(seeds[self.first : self.first + self.env.num_envs])
         self.obs, self.round, self.actions, self.steps = None, round_, [], 0
 
     def _cut(self, step: Step) -> tuple[Step, Tensor | None]:
-        """Truncate episodes that are staggered to end at this step; return the step and bool [N] of those."""
+        """Truncate episodes that are staggered to end at this step; return the step and bool [N] of
+        those.
+        """
         self.steps += 1
         cut = self.cuts.get(self.steps)
         if cut is None:
@@ -266,11 +314,17 @@ class Rollout:
         """
         return interleave([self.collecting(horizon, update=update, version=version)])[0]
 
-    def collecting(self, horizon: int, *, update: int, version: int) -> Steps[None, None, Experience]:
+    def collecting(
+        self, horizon: int, *, update: int, version: int
+    ) -> Steps[None, None, Experience]:
         """As ``collect``, but as a generator that yields while the simulator runs."""
         env, policy = self.env, self.policy
         watchdog.describe(env_id=env.id, during=f"update {update}")
-        is_due = self.restart_every and self.can_save is False and self.steps + horizon > self.restart_every
+        is_due = (
+            self.restart_every
+            and self.can_save is False
+            and self.steps + horizon > self.restart_every
+        )
         if self.one_episode or (is_due and self.steps):
             self.restart(update)
         if self.obs is None:
@@ -285,8 +339,9 @@ class Rollout:
         cuts: dict[int, Tensor] = {}
         now = time.process_time()
         keys = [sampling_key(self.seed, update, 0, t) for t in range(horizon)]
-        # Noise is drawn for the environments of all stages and then sliced, so that the noise of an environment does
-        # not depend on the number of stages. It is drawn before the loop, while the CPU caches are warm.
+        # Noise is drawn for the environments of all stages and then sliced, so that the noise of an
+        # environment does not depend on the number of stages. It is drawn before the loop, while
+        # the CPU caches are warm.
         own = slice(self.first, self.first + env.num_envs)
         noises = [policy.noise(self.total, self.generator.manual_seed(key))[own] for key in keys]
         for t, noise in enumerate(noises):
@@ -295,7 +350,10 @@ class Rollout:
             self.cpu_s["act"] += now - before
             wait_for_step = begin_step(env, decision[0])
             yield
-            now, wait_start = time.process_time(), time.perf_counter()  # excludes the other stages' time
+            now, wait_start = (
+                time.process_time(),
+                time.perf_counter(),
+            )  # excludes the other stages' time
             step, cut = self._cut(wait_for_step())
             before, now = now, time.process_time()
             self.cpu_s["simulate"] += now - before
@@ -312,7 +370,10 @@ class Rollout:
             self.actions.append(d.action)
         reward, mask = torch.stack([s.reward for s in steps]), torch.stack([s.mask for s in steps])
         _check_finite(reward, env.id, update, "reward")
-        terminated, truncated = torch.stack([s.terminated for s in steps]), torch.stack([s.truncated for s in steps])
+        terminated, truncated = (
+            torch.stack([s.terminated for s in steps]),
+            torch.stack([s.truncated for s in steps]),
+        )
         ended = terminated | truncated
         if self.one_episode:
             mask = mask & (ended.cumsum(0) - ended.long() == 0)  # up to and including the first end
@@ -321,11 +382,17 @@ class Rollout:
         count = None if executed is None else executed.sum(-1)  # [T, N]
         length = mask if count is None else count * mask
         undiscounted = reward if count is None else reward.sum(-1)
-        metrics = self._count_episodes(undiscounted, ended & mask, length, [s.success for s in steps], cuts)
-        per_action = d.value.ndim == 3  # each action of a chunk has a value, and so a reward and an advantage
+        metrics = self._count_episodes(
+            undiscounted, ended & mask, length, [s.success for s in steps], cuts
+        )
+        per_action = (
+            d.value.ndim == 3
+        )  # each action of a chunk has a value, and so a reward and an advantage
         if count is not None and not per_action:
             # One reward per chunk: sum over c of gamma^c r_c.
-            reward = reward @ self.gamma ** torch.arange(reward.shape[-1], dtype=reward.dtype, device=reward.device)
+            reward = reward @ self.gamma ** torch.arange(
+                reward.shape[-1], dtype=reward.dtype, device=reward.device
+            )
         trajectory = Trajectory(
             obs=obs,
             action=d.action,
@@ -342,20 +409,24 @@ class Rollout:
         )
         if per_action:
             assert executed is not None
-            fields = split_by_action(d.value, trajectory.next_value, terminated, truncated, mask, executed)
+            fields = split_by_action(
+                d.value, trajectory.next_value, terminated, truncated, mask, executed
+            )
             trajectory = replace(trajectory, **fields)
         return trajectory, metrics
 
     def _value(self, obs: Obs) -> Tensor:
-        """Return V [N] of raw observations; V of the first action if each action of a chunk has a value."""
+        """Return V [N] of raw observations; V of the first action if each action of a chunk has a
+        value.
+        """
         value = in_parts(lambda part: self.policy.value(self.policy.encode(part)), self.rows, obs)
         return value if value.ndim == 1 else value[:, 0]
 
     def _next_value(self, value: Tensor, steps: list[Step]) -> Tensor:
         """Return V of every row's true successor, [T, N].
 
-        The successor is the observation of row t+1, or ``final_obs`` if the simulator started a new episode in the
-        same step.
+        The successor is the observation of row t+1, or ``final_obs`` if the simulator started a new
+        episode in the same step.
         """
         assert self.obs is not None
         next_value = torch.cat([value[1:], self._value(self.obs).unsqueeze(0)])
@@ -367,12 +438,18 @@ class Rollout:
         return next_value
 
     def _count_episodes(
-        self, reward: Tensor, ended: Tensor, length: Tensor, success: list[Tensor | None], cuts: Mapping[int, Tensor]
+        self,
+        reward: Tensor,
+        ended: Tensor,
+        length: Tensor,
+        success: list[Tensor | None],
+        cuts: Mapping[int, Tensor],
     ) -> Metrics:
-        """Add the episodes that ended in these steps to the window; return their number and the window's means.
+        """Add the episodes that ended in these steps to the window; return their number and the
+        window's means.
 
-        ``length`` [T, N] counts primitive steps. ``cuts`` maps a row to the environments whose episode was cut for
-        staggering; these episodes are not counted.
+        ``length`` [T, N] counts primitive steps. ``cuts`` maps a row to the environments whose
+        episode was cut for staggering; these episodes are not counted.
         """
         reward, ended, length = reward.cpu(), ended.cpu(), length.cpu().float()
         count = 0
@@ -409,7 +486,9 @@ class Rollout:
         self.env.close()
 
     def state(self) -> dict[str, Any]:
-        """Return the state for resuming: that of the simulator, or all actions since its last restart."""
+        """Return the state for resuming: that of the simulator, or all actions since its last
+        restart.
+        """
         return {
             "env": self.env.state(),
             "round": self.round,
@@ -421,10 +500,13 @@ class Rollout:
             "has_success": self.has_success,
         }
 
-    def load_state(self, state: Mapping[str, Any], *, notice: Callable[[str], None] = lambda text: None) -> None:
+    def load_state(
+        self, state: Mapping[str, Any], *, notice: Callable[[str], None] = lambda text: None
+    ) -> None:
         """Continue from ``state``.
 
-        If replaying the actions does not reproduce the last observation, new episodes start and ``notice`` is called.
+        If replaying the actions does not reproduce the last observation, new episodes start and
+        ``notice`` is called.
         """
         self.finished = deque((tuple(e) for e in state["finished"]), maxlen=WINDOW)
         self.has_success = state["has_success"]
@@ -443,7 +525,9 @@ class Rollout:
             for action in actions:
                 self.obs = self._cut(begin_step(self.env, action)())[0].obs
             self.actions = [actions]
-            replayed, saved = (tree.leaves(tree.map(Tensor.cpu, obs)) for obs in (self.obs, state["obs"]))
+            replayed, saved = (
+                tree.leaves(tree.map(Tensor.cpu, obs)) for obs in (self.obs, state["obs"])
+            )
             if not all(map(torch.equal, replayed, saved)):
                 notice("resume: the simulator did not repeat itself; its episodes begin anew")
                 return self.restart(state["round"])
@@ -461,7 +545,9 @@ def add_metrics(metrics: Sequence[Metrics]) -> Metrics:
 
 
 class Staged:
-    """Several rollouts that take turns: while the simulator of one runs, the policy acts for the next."""
+    """Several rollouts that take turns: while the simulator of one runs, the policy acts for the
+    next.
+    """
 
     one_state = False
 
@@ -470,11 +556,15 @@ class Staged:
 
     @property
     def cpu_s(self) -> dict[str, float]:
-        return {phase: sum(r.cpu_s[phase] for r in self.rollouts) for phase in self.rollouts[0].cpu_s}
+        return {
+            phase: sum(r.cpu_s[phase] for r in self.rollouts) for phase in self.rollouts[0].cpu_s
+        }
 
     def collect(self, horizon: int, *, update: int, version: int) -> Experience:
         """As ``Rollout.collect``; the environments of the stages are concatenated."""
-        results = interleave([r.collecting(horizon, update=update, version=version) for r in self.rollouts])
+        results = interleave(
+            [r.collecting(horizon, update=update, version=version) for r in self.rollouts]
+        )
         trajectories, metrics = zip(*results, strict=True)
         trajectory = tree.map(lambda *xs: torch.cat(xs, dim=1), trajectories[0], *trajectories[1:])
         return trajectory, add_metrics(metrics)
@@ -482,7 +572,9 @@ class Staged:
     def state(self) -> dict[str, Any]:
         return {"stages": [r.state() for r in self.rollouts]}
 
-    def load_state(self, state: Mapping[str, Any], *, notice: Callable[[str], None] = lambda text: None) -> None:
+    def load_state(
+        self, state: Mapping[str, Any], *, notice: Callable[[str], None] = lambda text: None
+    ) -> None:
         """Continue from ``state`` of as many stages."""
         for r, s in zip(self.rollouts, state["stages"], strict=True):
             r.load_state(s, notice=notice)

@@ -1,9 +1,11 @@
 """Checkpoints: atomic directories with a manifest, checked byte for byte before anything is loaded.
 
     checkpoints/step_000050/   manifest.json  config.yaml  policy.pt  training.pt
-    checkpoints/latest         symbolic link to the newest, checkpoints/best to the best by evaluation
+    checkpoints/latest         symbolic link to the newest, checkpoints/best to the best by
+    evaluation
 
-A checkpoint is written under a temporary name, flushed to disk and renamed: a directory called step_* is complete.
+A checkpoint is written under a temporary name, flushed to disk and renamed: a directory called
+step_* is complete.
 """
 
 from __future__ import annotations
@@ -30,13 +32,30 @@ from embodied_ppo.core.types import CheckpointError, Metrics, PendingRow
 FORMAT = 1
 MANIFEST, CONFIG, POLICY, TRAINING = "manifest.json", "config.yaml", "policy.pt", "training.pt"
 ROW = "pending_row"
-"""Key of the manifest: the metrics of the update, which are logged after the checkpoint is written."""
+"""Key of the manifest: the metrics of the update, which are logged after the checkpoint is written.
+"""
 STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})", re.ASCII)
-"""Name of a checkpoint's directory: the update with at least six digits. Copies (step_000004_backup) do not match."""
+"""Name of a checkpoint's directory: the update with at least six digits.
+
+Copies (step_000004_backup) do not match.
+"""
 NO_ZIP = (zipfile.BadZipFile, UnicodeDecodeError, NotImplementedError)
-"""What opening raises for what is no archive, or a damaged one: all that three million damaged ones raised."""
-DAMAGED = (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError, OverflowError)
-"""What torch.load raises for damaged files, besides ``pickle.UnpicklingError``: found by scripts/fuzz.py."""
+"""What opening raises for what is no archive, or a damaged one: all that three million damaged ones
+raised.
+"""
+DAMAGED = (
+    RuntimeError,
+    EOFError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    OverflowError,
+)
+"""What torch.load raises for damaged files, besides ``pickle.UnpicklingError``: found by
+scripts/fuzz.py.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +78,9 @@ class Checkpoint:
         if (row := self.manifest.get(ROW)) is None:
             return None
         try:
-            metrics: Metrics = {str(k): math.nan if x is None else float(x) for k, x in row["metrics"].items()}
+            metrics: Metrics = {
+                str(k): math.nan if x is None else float(x) for k, x in row["metrics"].items()
+            }
             return PendingRow(metrics, bool(row["evaluation_due"]))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointError(
@@ -67,7 +88,9 @@ class Checkpoint:
             ) from error
 
     def arithmetic(self) -> dict[str, Any]:
-        """Return what the rounding of the run depended on; older versions recorded torch's version alone."""
+        """Return what the rounding of the run depended on; older versions recorded torch's version
+        alone.
+        """
         versions, settings = (self.manifest.get(key) for key in ("versions", "arithmetic"))
         torch_version = versions.get("torch") if isinstance(versions, dict) else None
         return {"torch": torch_version} | (settings if isinstance(settings, dict) else {})
@@ -83,13 +106,17 @@ class Checkpoint:
 
 
 def steps(folder: Path) -> dict[int, Path]:
-    """Return the checkpoint directories of ``folder`` by update, in increasing order; empty if there is no folder."""
+    """Return the checkpoint directories of ``folder`` by update, in increasing order; empty if
+    there is no folder.
+    """
     names = os.listdir(folder) if folder.is_dir() else []
-    matches = sorted((int(match[1]), folder / name) for name in names if (match := STEP.fullmatch(name)))
+    matches = sorted(
+        (int(match[1]), folder / name) for name in names if (match := STEP.fullmatch(name))
+    )
     return {update: path for update, path in matches if path.is_dir()}
 
 
-# -------------------------------------------------------------------------------------------------------------- write
+# -------------------------------------------------------------------------------------------- write
 def save(
     folder: Path,
     *,
@@ -100,7 +127,8 @@ def save(
     info: Mapping[str, Any],
     keep_last: int,
 ) -> Path:
-    """Write ``folder/step_<update>`` and point ``latest`` at it; delete all but ``keep_last`` and the best.
+    """Write ``folder/step_<update>`` and point ``latest`` at it; delete all but ``keep_last`` and
+    the best.
 
     ``info`` joins the manifest (env_steps, versions, seeds ..).
     Raises CheckpointError if the disk refuses; nothing older is touched then.
@@ -113,7 +141,11 @@ def save(
             shutil.rmtree(stale, ignore_errors=True)
         temporary.mkdir()
         files = {}
-        contents = {CONFIG: config_text.encode(), POLICY: _bytes(policy), TRAINING: _bytes(training)}
+        contents = {
+            CONFIG: config_text.encode(),
+            POLICY: _bytes(policy),
+            TRAINING: _bytes(training),
+        }
         for name, data in contents.items():
             _write(temporary / name, data)
             files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -149,11 +181,14 @@ def set_score(path: Path, score: float) -> None:
             _point(path.parent / "best", path.name)
     except OSError as error:
         new.unlink(missing_ok=True)
-        raise CheckpointError(f"{path}: its score cannot be written ({error.strerror}); free space") from error
+        raise CheckpointError(
+            f"{path}: its score cannot be written ({error.strerror}); free space"
+        ) from error
 
 
 def repair(run_dir: Path, newest: Checkpoint, notice: Callable[[str], None]) -> None:
-    """Make a run's directory agree with its newest sound checkpoint, after a kill or a damaged file.
+    """Make a run's directory agree with its newest sound checkpoint, after a kill or a damaged
+    file.
 
     Later checkpoints, which do not verify, are renamed; the links point to what exists.
     Raises CheckpointError if the disk refuses.
@@ -174,7 +209,9 @@ def repair(run_dir: Path, newest: Checkpoint, notice: Callable[[str], None]) -> 
             if _score(best) > -math.inf:
                 _point(folder / "best", best.name)
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written ({error.strerror}); free space") from error
+        raise CheckpointError(
+            f"{folder}: cannot be written ({error.strerror}); free space"
+        ) from error
 
 
 def _bytes(value: Mapping[str, Any]) -> bytes:
@@ -228,20 +265,29 @@ def _delete(path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-# --------------------------------------------------------------------------------------------------------------- read
+# --------------------------------------------------------------------------------------------- read
 def find(path: str | Path) -> Path:
-    """The checkpoint directory that ``path`` means: itself, a run's newest, or a link. Raises CheckpointError."""
+    """The checkpoint directory that ``path`` means: itself, a run's newest, or a link.
+
+    Raises CheckpointError.
+    """
     path = Path(path)
     if not path.exists():
-        raise CheckpointError(f"checkpoint={path}: does not exist; give a run directory or runs/../checkpoints/step_*")
+        raise CheckpointError(
+            f"checkpoint={path}: does not exist; give a run directory or runs/../checkpoints/step_*"
+        )
     if path.is_file():
-        raise CheckpointError(f"checkpoint={path}: is a file; give the directory that holds {MANIFEST}")
+        raise CheckpointError(
+            f"checkpoint={path}: is a file; give the directory that holds {MANIFEST}"
+        )
     if (path / MANIFEST).exists():
         return path.resolve()
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     checkpoints = list(steps(folder).values())
     if not checkpoints:
-        runs = sorted({manifest.parents[2] for manifest in path.glob(f"*/checkpoints/step_*/{MANIFEST}")})
+        runs = sorted(
+            {manifest.parents[2] for manifest in path.glob(f"*/checkpoints/step_*/{MANIFEST}")}
+        )
         if runs:
             raise CheckpointError(
                 f"checkpoint={path}: is no run, but holds {len(runs)}; name one, the last is {runs[-1]}"
@@ -253,7 +299,10 @@ def find(path: str | Path) -> Path:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Find and verify. Raises CheckpointError naming the file that is missing, truncated or altered."""
+    """Find and verify.
+
+    Raises CheckpointError naming the file that is missing, truncated or altered.
+    """
     folder = find(path)
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -265,7 +314,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"{folder / MANIFEST}: is missing; the directory is no complete checkpoint, use another"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{folder / MANIFEST}: is not a manifest ({error!r}); use another checkpoint") from error
+        raise CheckpointError(
+            f"{folder / MANIFEST}: is not a manifest ({error!r}); use another checkpoint"
+        ) from error
     if version != FORMAT:
         raise CheckpointError(
             f"{folder / MANIFEST}: format {version}, this version reads {FORMAT}; use the version that wrote it"
@@ -276,19 +327,24 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         size, digest = expected[name]  # of whatever else is listed nothing is read
         file = folder / name
         if not file.is_file():
-            raise CheckpointError(f"{file}: is missing (update {update}); use another checkpoint of the run")
+            raise CheckpointError(
+                f"{file}: is missing (update {update}); use another checkpoint of the run"
+            )
         data = file.read_bytes()
         if len(data) != size:
             raise CheckpointError(
                 f"{file}: has {len(data)} bytes, its manifest says {size}; it was cut short, use another checkpoint"
             )
         if hashlib.sha256(data).hexdigest() != digest:
-            raise CheckpointError(f"{file}: its contents do not match the manifest's sha256; use another checkpoint")
+            raise CheckpointError(
+                f"{file}: its contents do not match the manifest's sha256; use another checkpoint"
+            )
     return Checkpoint(folder, manifest)
 
 
 def newest_valid(run_dir: Path, notice: Any = lambda text: None) -> Checkpoint | None:
-    """The newest checkpoint of a run that verifies; ``notice`` hears of those that do not. None if none is there.
+    """The newest checkpoint of a run that verifies; ``notice`` hears of those that do not. None if
+    none is there.
 
     Raises CheckpointError if there are checkpoints and none verifies.
     """
@@ -308,9 +364,13 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise CheckpointError(f"{path}: is compressed, which torch.save never does; use another checkpoint")
+                raise CheckpointError(
+                    f"{path}: is compressed, which torch.save never does; use another checkpoint"
+                )
     except (OSError, *NO_ZIP) as error:
-        raise CheckpointError(f"{path}: is no file of torch.save ({error}); use another checkpoint") from error
+        raise CheckpointError(
+            f"{path}: is no file of torch.save ({error}); use another checkpoint"
+        ) from error
     try:
         value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -323,12 +383,16 @@ def _load(path: Path) -> dict[str, Any]:
             f"{path}: cannot be read ({one_line(error, kind=True)}); use another checkpoint"
         ) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {type(value).__name__}, not named tensors; use another checkpoint")
+        raise CheckpointError(
+            f"{path}: holds a {type(value).__name__}, not named tensors; use another checkpoint"
+        )
     return value
 
 
 def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: str | Path) -> None:
-    """``module.load_state_dict`` that names the first tensor that does not fit, in one line: CheckpointError."""
+    """``module.load_state_dict`` that names the first tensor that does not fit, in one line:
+    CheckpointError.
+    """
     own = module.state_dict()
     for name, tensor in own.items():
         if name not in weights:
@@ -336,7 +400,9 @@ def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: st
                 f"{source}: has no tensor {name!r}; it is another model's, use the model it was trained with"
             )
         if not isinstance(weights[name], torch.Tensor):
-            raise CheckpointError(f"{source}: {name!r} is no tensor; use a checkpoint written by embodied-ppo")
+            raise CheckpointError(
+                f"{source}: {name!r} is no tensor; use a checkpoint written by embodied-ppo"
+            )
         if weights[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{source}: tensor {name!r} is {tuple(weights[name].shape)}, this model needs {tuple(tensor.shape)}; "

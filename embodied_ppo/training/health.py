@@ -1,9 +1,11 @@
-"""What metrics are in healthy training, as docs/metrics.md tells, and what it means to be outside. Pure.
+"""What metrics are in healthy training, as docs/metrics.md tells, and what it means to be outside.
+Pure.
 
-Sources: the clipped objective and its epsilon of 0.2 by Schulman et al. 2017 (arXiv 1707.06347); watching KL, clipped
-fraction and explained variance by Huang et al. 2022, "The 37 Implementation Details of PPO", detail 12; early stopping
-at a KL of 0.01 to 0.05 by OpenAI's Spinning Up; ratio_max, and that slow is not ill, by the runs of
-docs/experiments.md, many of which learn well below 0.002 nats an update.
+Sources: the clipped objective and its epsilon of 0.2 by Schulman et al. 2017 (arXiv 1707.06347);
+watching KL, clipped fraction and explained variance by Huang et al. 2022, "The 37 Implementation
+Details of PPO", detail 12; early stopping at a KL of 0.01 to 0.05 by OpenAI's Spinning Up;
+ratio_max, and that slow is not ill, by the runs of docs/experiments.md, many of which learn well
+below 0.002 nats an update.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from statistics import median
 from typing import Any
 
 WINDOW = 5
-"""Newest values of a tag whose median is judged: a single odd update is no news, and the first few are always odd."""
+"""Newest values of a tag whose median is judged: a single odd update is no news, and the first few
+are always odd.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +95,21 @@ RANGES: tuple[Range, ...] = (
         0.1,
         above="response_length cuts many responses: raise it, or set missing_eos_penalty",
     ),
-    Range("rollout/grader_failures", None, 0.0, above="the grader raises, hangs or dies: log.txt has the first cause"),
+    Range(
+        "rollout/grader_failures",
+        None,
+        0.0,
+        above="the grader raises, hangs or dies: log.txt has the first cause",
+    ),
     Range(
         "rollout/unstable",
         None,
         0.0,
         above="worlds blew up and were reset: shorten the model's timestep, or soften its contacts",
     ),
-    Range("device/idle", None, 0.5, above="devices wait more than they work: try another placement"),
+    Range(
+        "device/idle", None, 0.5, above="devices wait more than they work: try another placement"
+    ),
 )
 
 
@@ -115,11 +126,15 @@ class Verdict:
 
 
 def judge(rows: Iterable[Mapping[str, Any]]) -> list[Verdict]:
-    """What ``rows`` of metrics.jsonl, oldest first, say about each tag of RANGES that has WINDOW values."""
+    """What ``rows`` of metrics.jsonl, oldest first, say about each tag of RANGES that has WINDOW
+    values.
+    """
     rows = list(rows)
     verdicts = []
     for r in RANGES:
-        values = [x for row in rows if isinstance(x := row.get(r.tag), (int, float)) and not math.isnan(x)]
+        values = [
+            x for row in rows if isinstance(x := row.get(r.tag), (int, float)) and not math.isnan(x)
+        ]
         if len(values) < WINDOW:
             continue
         x = median(values[-WINDOW:])
@@ -133,18 +148,23 @@ def judge(rows: Iterable[Mapping[str, Any]]) -> list[Verdict]:
     return verdicts
 
 
-# ------------------------------------------------------------------------------------------------------- while it runs
+# ------------------------------------------------------------------------------------ while it runs
 HISTORY = 50
 """Updates that a warning about change looks back on."""
 
 PHASES = ("time/collect_s", "time/update_s", "time/publish_s")
 
 SLOW_S = 10.0
-"""Seconds that WINDOW updates must have taken before their speed is judged: that of shorter ones is noise."""
+"""Seconds that WINDOW updates must have taken before their speed is judged: that of shorter ones is
+noise.
+"""
 
 
 class Watch:
-    """Sees every update's metrics; says each kind of trouble once. Of all but the newest it keeps a few numbers."""
+    """Sees every update's metrics; says each kind of trouble once.
+
+    Of all but the newest it keeps a few numbers.
+    """
 
     def __init__(self) -> None:
         self._newest: deque[Mapping[str, float]] = deque(maxlen=HISTORY)
@@ -172,7 +192,9 @@ class Watch:
         return list(new.values())
 
     def _ends(self, tag: str) -> tuple[float, float] | None:
-        """Medians of the first and of the newest WINDOW values; None before there are four times as many."""
+        """Medians of the first and of the newest WINDOW values; None before there are four times as
+        many.
+        """
         first, newest = self._first[tag], self._values(tag)
         if len(first) < 4 * WINDOW or len(newest) < WINDOW:
             return None
@@ -191,7 +213,9 @@ class Watch:
             return ""
         newest = list(self._newest)[-WINDOW:]
         usual, now = values[len(values) // 2], median([row.get(tag, 0.0) for row in newest])
-        seconds = sum(row.get(t, 0.0) for row in newest for t in ("time/collect_s", "time/update_s"))
+        seconds = sum(
+            row.get(t, 0.0) for row in newest for t in ("time/collect_s", "time/update_s")
+        )
         if now >= 0.5 * usual or seconds < SLOW_S:
             return ""
         phases = [t for t in PHASES if t in last and self._ordered[t]]
@@ -219,7 +243,11 @@ class Watch:
     def _exploded(self) -> str:
         """A value loss far above its beginning that explains nothing."""
         loss, explained = self._ends("value/loss"), self._ends("value/explained_variance")
-        if loss is None or loss[1] <= 100 * max(loss[0], 1e-8) or (explained is not None and explained[1] > 0.2):
+        if (
+            loss is None
+            or loss[1] <= 100 * max(loss[0], 1e-8)
+            or (explained is not None and explained[1] > 0.2)
+        ):
             return ""
         return (
             f"value/loss has grown from {loss[0]:.3g} to {loss[1]:.3g}: the critic does not follow; scale rewards "
@@ -227,10 +255,16 @@ class Watch:
         )
 
     def _dead(self) -> str:
-        """HISTORY updates without a success, all returns equal; a run that rose to them has learnt all there is."""
+        """HISTORY updates without a success, all returns equal; a run that rose to them has learnt
+        all there is.
+        """
         returns, successes = self._values("rollout/return"), self._values("rollout/success")
         ever = self._ordered["rollout/return"]
-        if len(returns) < HISTORY or any(successes) or max(returns) - min(returns) > 1e-6 * max(1.0, abs(returns[0])):
+        if (
+            len(returns) < HISTORY
+            or any(successes)
+            or max(returns) - min(returns) > 1e-6 * max(1.0, abs(returns[0]))
+        ):
             return ""
         if not successes and ever[0] < returns[0] >= ever[-1]:
             return ""

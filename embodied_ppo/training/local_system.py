@@ -62,7 +62,9 @@ class LocalSystem(RunSystem):
     def _save(self, update: int, rest: Mapping[str, Any]) -> Path:
         training = {"learner": self.learner.state(), "rollout": self.rollout.state()}
         policy = self.module.state_dict()
-        return checkpoint.save(self.records.checkpoints, update=update, policy=policy, training=training, **rest)
+        return checkpoint.save(
+            self.records.checkpoints, update=update, policy=policy, training=training, **rest
+        )
 
     def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
         resume(source, notice, policy=self.module, rollout=self.rollout, learner=self.learner)

@@ -1,4 +1,6 @@
-"""What a run tells: TensorBoard, metrics.jsonl, log.txt, and one console line or progress bar; and the Timer."""
+"""What a run tells: TensorBoard, metrics.jsonl, log.txt, and one console line or progress bar; and
+the Timer.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ CELL = 400
 
 
 class Timer:
-    """Wall and CPU seconds by phase; phases do not nest. ``wall`` counts since the last ``take``, the rest the run."""
+    """Wall and CPU seconds by phase; phases do not nest.
+
+    ``wall`` counts since the last ``take``, the rest the run.
+    """
 
     def __init__(self) -> None:
         self.wall: dict[str, float] = defaultdict(float)
@@ -81,7 +86,10 @@ def process_age_s() -> float:
 
 def numbers(metrics: Metrics) -> dict[str, float]:
     """Tags to plain finite-or-NaN floats."""
-    return {tag: value.value if isinstance(value, Mean) else float(value) for tag, value in metrics.items()}
+    return {
+        tag: value.value if isinstance(value, Mean) else float(value)
+        for tag, value in metrics.items()
+    }
 
 
 def finite(row: Mapping[str, float]) -> dict[str, float | None]:
@@ -101,12 +109,15 @@ class Log:
         unit: Literal["env_steps", "tokens"] = "env_steps",
         quiet: bool = False,
     ) -> None:
-        """``first_update``: the updates that a resumed run has done already; what was written after them is dropped.
-        ``unit``: what progress is counted in."""
+        """``first_update``: the updates that a resumed run has done already; what was written after
+        them is dropped. ``unit``: what progress is counted in."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir, self.total_updates, self.quiet = run_dir, total_updates, quiet
         threading.excepthook = _thread_failed
-        self.unit, self.speed = unit, f"speed/{unit}_per_s"  # every update's row holds that tag, and no other row
+        self.unit, self.speed = (
+            unit,
+            f"speed/{unit}_per_s",
+        )  # every update's row holds that tag, and no other row
         self._text: TextIO = open(run_dir / "log.txt", "a", buffering=1)  # noqa: SIM115  (closed by close)
         watchdog.log_to(run_dir / "log.txt")
         self._open(first_update)
@@ -132,14 +143,20 @@ class Log:
         self._watch = Watch()
 
     def row(self, update: int) -> dict[str, Any]:
-        """What metrics.jsonl holds of an update; nothing where it was lost, or another run's directory has it."""
-        rows = (json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines())
+        """What metrics.jsonl holds of an update; nothing where it was lost, or another run's
+        directory has it.
+        """
+        rows = (
+            json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        )
         return next((row for row in rows if row["update"] == update), {})
 
-    # ------------------------------------------------------------------------------------------------- messages
+    # ------------------------------------------------------------------------------------- messages
     def say(self, text: str, *, show: bool = True) -> None:
         """One line for the user, on stderr (unless they have seen it: not ``show``) and in log.txt."""
-        with suppress(OSError):  # a full disk: what is said is still shown, and metrics() tells of it
+        with suppress(
+            OSError
+        ):  # a full disk: what is said is still shown, and metrics() tells of it
             self._text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         if show and not self.quiet:
             if self._bar is not None:
@@ -147,15 +164,20 @@ class Log:
             else:
                 print(text, file=sys.stderr, flush=True)
 
-    # -------------------------------------------------------------------------------------------------- metrics
+    # -------------------------------------------------------------------------------------- metrics
     def metrics(self, metrics: Metrics, *, update: int, steps: int) -> None:
-        """One row of metrics.jsonl and one point in TensorBoard per tag. x axis: steps, in ``unit``.
+        """One row of metrics.jsonl and one point in TensorBoard per tag. x axis: steps, in
+        ``unit``.
 
         Raises OSError where the disk refuses.
         """
         row = numbers(metrics)
-        values = [Summary.Value(tag=tag, simple_value=x) for tag, x in row.items() if math.isfinite(x)]
-        self._write(Summary(value=values), steps)  # one event: a tenth of the time of one for each tag
+        values = [
+            Summary.Value(tag=tag, simple_value=x) for tag, x in row.items() if math.isfinite(x)
+        ]
+        self._write(
+            Summary(value=values), steps
+        )  # one event: a tenth of the time of one for each tag
         if "time/save_s" in row:  # a resume starts here and does not write these points again
             self.board.flush()
         # The row comes last: a resumed run that finds it takes the update for complete.
@@ -172,9 +194,14 @@ class Log:
             return
         if self.speed not in row:  # an evaluation beside the training
             return
-        if update == self.first_update + 1 < self.total_updates:  # whoever watches sees the time left after each
+        if (
+            update == self.first_update + 1 < self.total_updates
+        ):  # whoever watches sees the time left after each
             ends = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + self._left(update)))
-            self.say(f"update {update} is done; all {self.total_updates} will be at about {ends}", show=False)
+            self.say(
+                f"update {update} is done; all {self.total_updates} will be at about {ends}",
+                show=False,
+            )
         if not self.quiet:
             self._show(update)
 
@@ -189,12 +216,17 @@ class Log:
             self._bar = _progress_bar(self.total_updates, self.first_update)
             self._bar.start()
         robot = self.unit == "env_steps"
-        tags, form = ("rollout/return", "eval/return" if robot else "eval/accuracy"), ".1f" if robot else ".3f"
+        tags, form = (
+            ("rollout/return", "eval/return" if robot else "eval/accuracy"),
+            ".1f" if robot else ".3f",
+        )
         ret, evaluated = (_word(self._last.get(tag), form) for tag in tags)
         evaluated += f" (at {self._evaluated_at})" if evaluated != "-" else ""
         rate = _word(self._last.get(self.speed), ",.0f") + (" steps/s" if robot else " tokens/s")
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=update, ret=ret, evaluated=evaluated, rate=rate)
+            self._bar.update(
+                self._bar.task_ids[0], completed=update, ret=ret, evaluated=evaluated, rate=rate
+            )
             return
         now = time.perf_counter()
         if now - self._last_line < LINE_EVERY_S and update < self.total_updates:
@@ -209,21 +241,31 @@ class Log:
 
     def hyper_parameters(self, flat: Mapping[str, Any], results: Mapping[str, float]) -> None:
         """TensorBoard's HPARAMS tab: options against final results."""
-        plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flat.items()}
+        plain = {
+            k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flat.items()
+        }
         self.board.add_hparams(plain, dict(results), run_name="hparams")
 
     def video(self, tag: str, path: str | Path, *, steps: int) -> None:
-        """An mp4 into TensorBoard, as the animated GIF its image tab plays (every second frame, 10 per second)."""
+        """An mp4 into TensorBoard, as the animated GIF its image tab plays (every second frame, 10
+        per second).
+        """
         import imageio.v3 as imageio
 
         frames = imageio.imread(path)[::2]  # [T, H, W, 3]
         gif = imageio.imwrite("<bytes>", frames, extension=".gif", loop=0, duration=100)
-        picture = Summary.Image(height=frames.shape[1], width=frames.shape[2], colorspace=3, encoded_image_string=gif)
+        picture = Summary.Image(
+            height=frames.shape[1], width=frames.shape[2], colorspace=3, encoded_image_string=gif
+        )
         self._write(Summary(value=[Summary.Value(tag=tag, image=picture)]), steps)
 
     def table(self, tag: str, rows: Sequence[Mapping[str, Any]], *, steps: int) -> None:
-        """One row or more, of the same keys, into TensorBoard's text tab; a cell is cut to CELL characters."""
-        head, *body = [" | ".join(map(_cell, row)) for row in (rows[0], *(row.values() for row in rows))]
+        """One row or more, of the same keys, into TensorBoard's text tab; a cell is cut to CELL
+        characters.
+        """
+        head, *body = [
+            " | ".join(map(_cell, row)) for row in (rows[0], *(row.values() for row in rows))
+        ]
         lines = (head, " | ".join("---" for _ in rows[0]), *body)
         self.board.add_text(tag, "\n".join(f"| {line} |" for line in lines), steps)
 
@@ -245,7 +287,9 @@ class Log:
 
 
 def _thread_failed(args: threading.ExceptHookArgs) -> None:
-    """TensorBoard writes in a thread, which prints what ``metrics`` raises after it: that is told once."""
+    """TensorBoard writes in a thread, which prints what ``metrics`` raises after it: that is told
+    once.
+    """
     if not isinstance(args.exc_value, OSError):
         threading.__excepthook__(args)
 
@@ -263,10 +307,12 @@ def _word(value: float | None, form: str) -> str:
 
 
 def _open_rows(path: Path, first_update: int, unit: str) -> tuple[TextIO, int | None]:
-    """metrics.jsonl without rows after ``first_update`` (they are about to be repeated) and without a torn last line.
+    """metrics.jsonl without rows after ``first_update`` (they are about to be repeated) and without
+    a torn last line.
 
-    Also the first step (in ``unit``) that TensorBoard has to forget; None where the rows that would tell are lost. A
-    new run (``first_update`` 0) keeps nothing of one that was left in the directory before its first checkpoint.
+    Also the first step (in ``unit``) that TensorBoard has to forget; None where the rows that would
+    tell are lost. A new run (``first_update`` 0) keeps nothing of one that was left in the
+    directory before its first checkpoint.
     """
     kept: list[str] = []
     purge_step = None if first_update else 0
@@ -287,7 +333,13 @@ def _open_rows(path: Path, first_update: int, unit: str) -> tuple[TextIO, int | 
 
 def _progress_bar(total: int, done: int) -> Any:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     bar = Progress(
         TextColumn("training"),

@@ -32,7 +32,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of the loop: completed updates, whether it was interrupted, and the metrics of the last update."""
+    """Result of the loop: completed updates, whether it was interrupted, and the metrics of the
+    last update.
+    """
 
     updates: int
     interrupted: bool
@@ -58,8 +60,8 @@ def train(
         first_update: Updates that a resumed run has completed before.
         should_stop: Called between updates; if it returns True, the loop saves and ends.
         timer: Timer of the phases.
-        after_first: Called after the first update, which builds the simulators and loads compiled code. Measurements
-            of speed start there.
+        after_first: Called after the first update, which builds the simulators and loads compiled
+            code. Measurements of speed start there.
 
     Returns:
         Completed updates and the last metrics.
@@ -83,9 +85,13 @@ def train(
         seconds = timer.wall["collect"] + timer.wall["update"] + timer.wall["publish"]
         metrics |= {f"speed/{system.unit}_per_s": (system.steps - before) / seconds}
         last = done == schedule.updates
-        row = PendingRow(metrics, last or bool(schedule.eval_every and done % schedule.eval_every == 0))
+        row = PendingRow(
+            metrics, last or bool(schedule.eval_every and done % schedule.eval_every == 0)
+        )
         if row.evaluation_due or (schedule.save_every and done % schedule.save_every == 0):
-            with timer("save"):  # before the evaluation, so that its failure does not lose the update
+            with timer(
+                "save"
+            ):  # before the evaluation, so that its failure does not lose the update
                 system.save(done, row)
             saved = done
         metrics = evaluate_and_log(system, log, timer, row, update=done)
@@ -96,10 +102,13 @@ def train(
     return Outcome(done, done < schedule.updates, metrics)
 
 
-def evaluate_and_log(system: System, log: Log, timer: Timer, row: PendingRow, *, update: int) -> Metrics:
+def evaluate_and_log(
+    system: System, log: Log, timer: Timer, row: PendingRow, *, update: int
+) -> Metrics:
     """Complete an update: evaluate if due, then log. Return all metrics of the row.
 
-    A resumed run calls this first if its checkpoint was saved and the row was not logged before the interruption.
+    A resumed run calls this first if its checkpoint was saved and the row was not logged before the
+    interruption.
     """
     metrics = row.metrics
     if row.evaluation_due:

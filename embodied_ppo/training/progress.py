@@ -16,14 +16,17 @@ from embodied_ppo.training.logging import LINE_EVERY_S, Timer
 def _signals() -> list[signal.Signals]:
     """Return the signals that end a run: SIGINT, SIGTERM and, unless nohup ignores it, SIGHUP."""
     candidates = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    return [s for s in candidates if s is not signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]
+    return [
+        s for s in candidates if s is not signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN
+    ]
 
 
 @contextmanager
 def stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
     """Let a signal stop the run after the current update.
 
-    A second signal, or one during an evaluation or while waiting for the compiler, raises KeyboardInterrupt at once.
+    A second signal, or one during an evaluation or while waiting for the compiler, raises
+    KeyboardInterrupt at once.
 
     Yields:
         A function that returns whether a signal has arrived.
@@ -49,7 +52,8 @@ def stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
 
 
 class Interrupts:
-    """Context in which signals raise KeyboardInterrupt, at once or at the end of an ``uninterrupted`` block.
+    """Context in which signals raise KeyboardInterrupt, at once or at the end of an
+    ``uninterrupted`` block.
 
     A second signal raises it at once in both cases.
     """
@@ -87,7 +91,9 @@ class Interrupts:
 
 
 class Progress:
-    """Progress of long tasks other than training, on stderr: a bar on a terminal, else a line every LINE_EVERY_S."""
+    """Progress of long tasks other than training, on stderr: a bar on a terminal, else a line every
+    LINE_EVERY_S.
+    """
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
@@ -104,7 +110,9 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
     def advance(self, task: str, completed: int, total: int) -> None:
-        """Show that ``completed`` of ``total`` units of ``task`` are done; a new name starts a new task."""
+        """Show that ``completed`` of ``total`` units of ``task`` are done; a new name starts a new
+        task.
+        """
         if self.quiet:
             return
         now = time.perf_counter()
@@ -117,8 +125,12 @@ class Progress:
             self._bar.update(self._bar.task_ids[-1], completed=completed)
         elif now - self._last_line >= LINE_EVERY_S:
             self._last_line = now
-            remaining_s = (now - self._start) / max(1, completed - self._first) * (total - completed)
-            print(f"{task} {completed}/{total}  {remaining_s:.0f} s left", file=sys.stderr, flush=True)
+            remaining_s = (
+                (now - self._start) / max(1, completed - self._first) * (total - completed)
+            )
+            print(
+                f"{task} {completed}/{total}  {remaining_s:.0f} s left", file=sys.stderr, flush=True
+            )
 
     def __enter__(self) -> Progress:
         return self
@@ -132,9 +144,20 @@ class Progress:
 def _bar() -> Any:
     """Start a progress bar of rich."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     bar = Progress(*columns, console=Console(stderr=True))
     bar.start()
     return bar

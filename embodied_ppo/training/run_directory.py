@@ -28,13 +28,27 @@ from embodied_ppo.core import watchdog
 from embodied_ppo.core.types import CheckpointError, ConfigError
 from embodied_ppo.training import checkpoint
 
-# Options that may differ between a run and its continuation without a word; every other difference is told.
-FREE_ON_RESUME = ("updates", "env_steps", "save_every", "keep_last", "eval_every", "evaluation", "run_dir", "resume")
+# Options that may differ between a run and its continuation without a word; every other difference
+# is told.
+FREE_ON_RESUME = (
+    "updates",
+    "env_steps",
+    "save_every",
+    "keep_last",
+    "eval_every",
+    "evaluation",
+    "run_dir",
+    "resume",
+)
 FREE_ON_RESUME += ("name", "description", "allow_changed_task")
 ROUNDING_OPTIONS = ("device", "threads", "matmul_precision", "compile")
 """Options that change results by rounding alone: one line names all that differ."""
 FIXED_ON_RESUME = ("mode", "algorithm.horizon", "env.num_envs", "seed")
-FIXED_ON_RESUME += ("model.activation", "model.heads", "model.decode")  # the same weights would mean something else
+FIXED_ON_RESUME += (
+    "model.activation",
+    "model.heads",
+    "model.decode",
+)  # the same weights would mean something else
 
 
 LOCK = ".lock"
@@ -42,7 +56,9 @@ LOCK = ".lock"
 
 
 def absolute(config: Config) -> Config:
-    """Models, tokenizers, data, demonstrations and graders by full path: the run may be evaluated from anywhere."""
+    """Models, tokenizers, data, demonstrations and graders by full path: the run may be evaluated
+    from anywhere.
+    """
 
     def full(path: str | None) -> str | None:
         return None if path is None else str(Path(path).expanduser().absolute())
@@ -56,9 +72,17 @@ def absolute(config: Config) -> Config:
         config,
         model=replace(config.model, checkpoint=full(config.model.checkpoint)),
         cloning=replace(config.cloning, dataset=full(config.cloning.dataset)),
-        actor=replace(actor, model=replace(actor.model, path=full(actor.model.path)), tokenizer=full(actor.tokenizer)),
+        actor=replace(
+            actor,
+            model=replace(actor.model, path=full(actor.model.path)),
+            tokenizer=full(actor.tokenizer),
+        ),
         critic=replace(critic, model=replace(critic.model, path=full(critic.model.path))),
-        data=replace(data, train=tuple(map(str, map(full, data.train))), eval=tuple(map(str, map(full, data.eval)))),
+        data=replace(
+            data,
+            train=tuple(map(str, map(full, data.train))),
+            eval=tuple(map(str, map(full, data.eval))),
+        ),
         reward=replace(
             reward,
             grader=grader(reward.grader),
@@ -80,7 +104,9 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def new_run_dir(config: Config) -> Path:
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")[:-3]  # jobs of a sweep start in the same second
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")[
+        :-3
+    ]  # jobs of a sweep start in the same second
     path = Path("runs") / config.name / f"{stamp}-{config.seed}"
     for i in range(1, 1000):
         if not path.exists():
@@ -96,7 +122,9 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
         if run_dir.exists() and not run_dir.is_dir():
             raise ConfigError(f"run_dir={run_dir}: is a file; name a directory")
         if checkpoint.steps(run_dir / "checkpoints"):
-            raise ConfigError(f"run_dir={run_dir}: holds a run already; continue it with resume=auto or name another")
+            raise ConfigError(
+                f"run_dir={run_dir}: holds a run already; continue it with resume=auto or name another"
+            )
         return run_dir, None
     if config.resume == "auto":
         if config.run_dir:
@@ -105,7 +133,9 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
             runs = sorted((Path("runs") / config.name).glob(f"*-{config.seed}"))
             run_dir = next((r for r in reversed(runs) if checkpoint.steps(r / "checkpoints")), None)
         if run_dir is None or not checkpoint.steps(run_dir / "checkpoints"):
-            say(f"resume=auto: no checkpoint of {config.name!r} with seed {config.seed} yet; starting anew")
+            say(
+                f"resume=auto: no checkpoint of {config.name!r} with seed {config.seed} yet; starting anew"
+            )
             return run_dir or new_run_dir(config), None
         return run_dir, "newest"
     if (Path(config.resume) / "checkpoints").is_dir() and not config.run_dir:
@@ -115,9 +145,13 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
     run_dir = Path(config.run_dir) if config.run_dir else home
     if run_dir.resolve() != home:
         if checkpoint.steps(run_dir / "checkpoints"):
-            raise ConfigError(f"run_dir={run_dir}: holds another run already; name a new one, or leave it out")
+            raise ConfigError(
+                f"run_dir={run_dir}: holds another run already; name a new one, or leave it out"
+            )
         return run_dir, str(found)
-    newest = next((step.name for step in reversed(checkpoint.steps(found.parent).values())), found.name)
+    newest = next(
+        (step.name for step in reversed(checkpoint.steps(found.parent).values())), found.name
+    )
     if newest != found.name:
         raise ConfigError(
             f"resume={config.resume}: the run has gone on to {newest}, which continuing here would mix up; "
@@ -131,14 +165,20 @@ def stored_options(source: checkpoint.Checkpoint) -> dict[str, Any]:
     try:
         options = loader.plain_yaml(source.config_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: is no YAML ({' '.join(str(error).split())}); use another checkpoint") from error
+        raise CheckpointError(
+            f"{file}: is no YAML ({' '.join(str(error).split())}); use another checkpoint"
+        ) from error
     if not isinstance(options, dict):
         raise CheckpointError(f"{file}: holds no options; use another checkpoint")
     return options
 
 
 def check_resume(
-    config: Config, source: checkpoint.Checkpoint, updates: int, device: torch.device, say: Callable[[str], None]
+    config: Config,
+    source: checkpoint.Checkpoint,
+    updates: int,
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> None:
     """Tell every option that differs from the checkpoint's; refuse those that cannot."""
     old = loader.flat(stored_options(source))
@@ -155,17 +195,27 @@ def check_resume(
     if then.keys() <= {"torch"}:  # written by an older version: its options are what is known
         now |= {name: getattr(config, name) for name in ROUNDING_OPTIONS}
         then |= {name: old.get(name, now[name]) for name in ROUNDING_OPTIONS}
-    if changes := [f"{name} was {then[name]}, is {now[name]}" for name in now if then.get(name) != now[name]]:
-        say(f"resume: {', '.join(changes)}: results differ by rounding from those of an uninterrupted run")
+    if changes := [
+        f"{name} was {then[name]}, is {now[name]}" for name in now if then.get(name) != now[name]
+    ]:
+        say(
+            f"resume: {', '.join(changes)}: results differ by rounding from those of an uninterrupted run"
+        )
     schedule = config.algorithm.lr_schedule
     length = [
-        total_updates(loader.load(Config, stored_options(source) | {"resume": None}, source=loader.STORED)),
+        total_updates(
+            loader.load(Config, stored_options(source) | {"resume": None}, source=loader.STORED)
+        ),
         updates,
     ]
     if schedule in ("linear", "cosine") and length[0] != length[1]:
-        say(f"resume: the run was to have {length[0]} updates, now {length[1]}: lr_schedule={schedule} spans them anew")
+        say(
+            f"resume: the run was to have {length[0]} updates, now {length[1]}: lr_schedule={schedule} spans them anew"
+        )
     if source.update > updates:
-        raise ConfigError(f"updates={updates}: the checkpoint {source.path} has done {source.update}; ask for more")
+        raise ConfigError(
+            f"updates={updates}: the checkpoint {source.path} has done {source.update}; ask for more"
+        )
 
 
 @contextmanager
@@ -176,13 +226,16 @@ def claimed(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path, 
     """
     run_dir, _ = locate(config, lambda line: None)
     with locked(run_dir):
-        pinned = replace(config, run_dir=str(run_dir)) if config.resume in (None, "auto") else config
+        pinned = (
+            replace(config, run_dir=str(run_dir)) if config.resume in (None, "auto") else config
+        )
         yield locate(pinned, say)
 
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Make the directory and let one process train in it; a new one that stays empty is removed again.
+    """Make the directory and let one process train in it; a new one that stays empty is removed
+    again.
 
     Raises ConfigError where another process trains in it or it cannot be written.
     """
@@ -193,7 +246,9 @@ def locked(run_dir: Path) -> Iterator[None]:
         _remove_empty(absent)
         raise
     with file:
-        with suppress(OSError):  # a full disk: the owner's name is only for the message of a refused process
+        with suppress(
+            OSError
+        ):  # a full disk: the owner's name is only for the message of a refused process
             file.truncate(0)
             file.write(f"pid {watchdog.command_pid()} on {socket.gethostname()}\n".encode())
         try:
@@ -241,7 +296,16 @@ def _lock(run_dir: Path) -> FileIO:
     raise ConfigError(f"run_dir={run_dir}: is removed as soon as it is made; name another")
 
 
-PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "envpool", "hydra-core", "tensorboard", "transformers")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "gymnasium",
+    "mujoco",
+    "envpool",
+    "hydra-core",
+    "tensorboard",
+    "transformers",
+)
 
 
 def arithmetic(config: Config, device: torch.device) -> dict[str, Any]:
@@ -251,7 +315,9 @@ def arithmetic(config: Config, device: torch.device) -> dict[str, Any]:
         "threads": config.threads or torch.get_num_threads(),
         "matmul_precision": config.matmul_precision,
         "compile": config.compile,
-        "device": torch.cuda.get_device_name(device) if cuda else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
+        "device": torch.cuda.get_device_name(device)
+        if cuda
+        else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
         "torch": versions()["torch"],
     }
 

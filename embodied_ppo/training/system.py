@@ -1,4 +1,6 @@
-"""Base class of the systems of a run: evaluate, save and load checkpoints, independent of the placement."""
+"""Base class of the systems of a run: evaluate, save and load checkpoints, independent of the
+placement.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,12 @@ class Collector(Protocol):
 class Records:
     """What is written about a run.
 
-    unit         unit of experience                score      tag of an evaluation that selects the best checkpoint
-    checkpoints  folder of the checkpoints         keep_last  number of checkpoints to keep besides the best
-    config_text  content of config.yaml            info       entries of every manifest: versions, hash, ..
+    unit         unit of experience                score      tag of an evaluation that selects the
+    best checkpoint
+    checkpoints  folder of the checkpoints         keep_last  number of checkpoints to keep besides
+    the best
+    config_text  content of config.yaml            info       entries of every manifest: versions,
+    hash, ..
     """
 
     unit: Literal["env_steps", "tokens"]
@@ -109,7 +114,9 @@ class RunSystem(ABC):
         """Load the state of all parts with ``resume``."""
 
     def evaluate(self, update: int) -> Metrics:
-        """Evaluate the policy, and write the score into the checkpoint of this update if there is one."""
+        """Evaluate the policy, and write the score into the checkpoint of this update if there is
+        one.
+        """
         self.result = self._measure()
         metrics: Metrics = self.result.metrics()
         if self.saved is not None and self.saved_update == update:
@@ -118,12 +125,16 @@ class RunSystem(ABC):
         return metrics
 
     def save(self, update: int, row: PendingRow | None = None) -> Path:
-        """Save a checkpoint with ``row``, the metrics of the update that are not logged yet; return its folder."""
+        """Save a checkpoint with ``row``, the metrics of the update that are not logged yet; return
+        its folder.
+        """
         r = self.records
         info = {**r.info, r.unit: self.steps}
         if row is not None:
             info[checkpoint.ROW] = vars(row) | {"metrics": finite(numbers(row.metrics))}
-        self.saved = self._save(update, {"config_text": r.config_text, "info": info, "keep_last": r.keep_last})
+        self.saved = self._save(
+            update, {"config_text": r.config_text, "info": info, "keep_last": r.keep_last}
+        )
         self.saved_update = update
         return self.saved
 
@@ -184,7 +195,9 @@ def resume(
             if len(states) == world or rollout.one_state:
                 rollout.load_state(states[0 if rollout.one_state else rank], notice=notice)
             else:
-                count = f"{len(states)} process{'es' * (len(states) > 1)} simulated before, now {world}"
+                count = (
+                    f"{len(states)} process{'es' * (len(states) > 1)} simulated before, now {world}"
+                )
                 notice(f"resume: {count} {'do' if world > 1 else 'does'}; episodes begin anew")
     except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from embodied_envs import task_files, tasks
-from embodied_envs.adapters import envpool_env, gymnasium_env, libero_env, mjlab_env, spaces, torch_env
+from embodied_envs.adapters import (
+    envpool_env,
+    gymnasium_env,
+    libero_env,
+    mjlab_env,
+    spaces,
+    torch_env,
+)
 from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.checks import check_env
 from embodied_ppo.core.types import EnvError, VectorEnv
@@ -24,7 +31,9 @@ FAMILIES = {"our tasks": ("mujoco", "warp"), "envpool": ("envpool",), "gymnasium
 
 
 def recorder() -> ModuleType:
-    """Return ``embodied_envs.tasks.expert_recorder``: Tabletop's expert and the format of its demonstrations."""
+    """Return ``embodied_envs.tasks.expert_recorder``: Tabletop's expert and the format of its
+    demonstrations.
+    """
     return importlib.import_module("embodied_envs.tasks.expert_recorder")
 
 
@@ -52,20 +61,22 @@ def make(
     """Create ``num_envs`` environments of task ``id`` that are stepped together.
 
     Args:
-        id: Name of one of our tasks (tasks.OWN), of EnvPool's or of Gymnasium's; "package.module:Class" for your own
-            Task, "package.module:Name-v0" for a task that this module registers with Gymnasium,
-            "package.module:function" for simulator torch.
+        id: Name of one of our tasks (tasks.OWN), of EnvPool's or of Gymnasium's;
+            "package.module:Class" for your own Task, "package.module:Name-v0" for a task that this
+            module registers with Gymnasium, "package.module:function" for simulator torch.
         num_envs: Number of environments, N.
         seeds: One seed per environment, each in [0, 2**31).
-        simulator: "mujoco" (our engine on CPU threads), "warp" (our engine on a GPU), "envpool", "gymnasium", "torch"
-            (a function that creates a batched environment of tensors), "mjlab" or "libero"; "auto" selects the first
+        simulator: "mujoco" (our engine on CPU threads), "warp" (our engine on a GPU), "envpool",
+            "gymnasium", "torch" (a function that creates a batched environment of tensors), "mjlab"
+            or "libero"; "auto" selects the first
             that has the id: our tasks (engine by ``device``), then EnvPool before Gymnasium.
         num_threads: Threads of EnvPool or of our engine; None: the cores this process may use.
         max_episode_steps: Time limit in primitive steps; None: the task's default.
         action_mapping: "rescale", "clip" or "none" for continuous actions, see ``actions.mapper``.
-        success_key: Entry of the info that means success; None: "success" or "is_success", if the task has one.
-        obs_keys: Entries of a dictionary of observations to use; None: all, which is an error if one of them is
-            privileged (``spaces.PRIVILEGED``).
+        success_key: Entry of the info that means success; None: "success" or "is_success", if the
+            task has one.
+        obs_keys: Entries of a dictionary of observations to use; None: all, which is an error if
+            one of them is privileged (``spaces.PRIVILEGED``).
         action_chunk: Primitive steps of one action (``ChunkedActions``).
         cameras: Cameras of the model; observations are then {"state": .., camera: uint8 [3, H, W]}.
         image_size: (H, W) of the cameras' images.
@@ -93,7 +104,9 @@ def make(
         if number is not None and number < 1:
             raise EnvError(f"env.id={id}: {name}={number} must be at least 1")
     if min(render_size) < 1:
-        raise EnvError(f"env.id={id}: render_size={render_size} must be (height, width), at least 1 each")
+        raise EnvError(
+            f"env.id={id}: render_size={render_size} must be (height, width), at least 1 each"
+        )
     spaces.check_seeds(id, seeds, num_envs)
     if ranges and not randomize:
         raise EnvError(f"env.id={id}: ranges={dict(ranges)} have no effect without randomize=true")
@@ -114,7 +127,9 @@ def make(
     if action_chunk == 1:
         return env
     # Imports MuJoCo, which takes half a second to load.
-    return importlib.import_module("embodied_envs.adapters.action_chunking").ChunkedActions(env, action_chunk)
+    return importlib.import_module("embodied_envs.adapters.action_chunking").ChunkedActions(
+        env, action_chunk
+    )
 
 
 def _make_env(
@@ -136,7 +151,9 @@ def _make_env(
         engine = simulator
         if simulator == "auto":
             engine = "warp" if torch.device(options.device).type == "cuda" else "mujoco"
-        make_module = importlib.import_module("embodied_envs.physics.make")  # MuJoCo takes half a second to load
+        make_module = importlib.import_module(
+            "embodied_envs.physics.make"
+        )  # MuJoCo takes half a second to load
         return make_module.make(
             id,
             options,
@@ -149,7 +166,9 @@ def _make_env(
     is_libero = simulator == "libero" or (simulator == "auto" and libero_env.has_task(id))
     for name, value in (("cameras", () if is_libero else cameras), ("randomize", randomize)):
         if value:
-            raise EnvError(f"env.id={id}: {name}={value} is for tasks of ours: {', '.join(tasks.OWN)}")
+            raise EnvError(
+                f"env.id={id}: {name}={value} is for tasks of ours: {', '.join(tasks.OWN)}"
+            )
     if is_libero:
         return libero_env.LiberoEnv(id, options, cameras=tuple(cameras), image_size=image_size)
     if simulator == "mjlab" or (simulator == "auto" and mjlab_env.has_task(id)):
@@ -161,13 +180,23 @@ def _make_env(
     if simulator == "torch" or (simulator == "auto" and torch_env.factory(id) is not None):
         return torch_env.TorchVectorEnv(id, options)
     families = {
-        name: similar for name, similar in nearest(id).items() if simulator == "auto" or simulator in FAMILIES[name]
+        name: similar
+        for name, similar in nearest(id).items()
+        if simulator == "auto" or simulator in FAMILIES[name]
     }
-    hints = "; ".join(f"nearest in {name}: {', '.join(ids) or 'none'}" for name, ids in families.items())
+    hints = "; ".join(
+        f"nearest in {name}: {', '.join(ids) or 'none'}" for name, ids in families.items()
+    )
     raise EnvError(f"env.id={id} is unknown to {' and '.join(families)}; {hints}{tasks.hint(id)}")
 
 
 def nearest(id: str, n: int = 3) -> dict[str, list[str]]:
     """Return for each family of tasks the ``n`` ids most similar to ``id``, best first."""
-    families = {"our tasks": list(tasks.OWN), "envpool": envpool_env.ids(), "gymnasium": gymnasium_env.ids()}
-    return {name: difflib.get_close_matches(id, ids, n=n, cutoff=0.6) for name, ids in families.items()}
+    families = {
+        "our tasks": list(tasks.OWN),
+        "envpool": envpool_env.ids(),
+        "gymnasium": gymnasium_env.ids(),
+    }
+    return {
+        name: difflib.get_close_matches(id, ids, n=n, cutoff=0.6) for name, ids in families.items()
+    }

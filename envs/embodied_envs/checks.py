@@ -1,4 +1,6 @@
-"""Whether a simulator adapter keeps the contract of ``VectorEnv``: run it on your own before you train with it."""
+"""Whether a simulator adapter keeps the contract of ``VectorEnv``: run it on your own before you
+train with it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from torch import Tensor
 
 from embodied_envs.adapters.user_code import wrap_errors
 from embodied_ppo.core import tree
-from embodied_ppo.core.types import ArraySpec, Box, Discrete, EnvError, Obs, ObsSpec, Step, VectorEnv
+from embodied_ppo.core.types import (
+    ArraySpec,
+    Box,
+    Discrete,
+    EnvError,
+    Obs,
+    ObsSpec,
+    Step,
+    VectorEnv,
+)
 
 Factory = Callable[[list[int]], VectorEnv]
 
@@ -23,8 +34,10 @@ class Report:
     """What ``check_env`` saw of an environment that passed.
 
     id          the task                       num_envs   N
-    steps       vector steps of the main run   rows       of them, rows that count (mask True), over all environments
-    episodes    that ended                     longest    steps of the longest of them; 0 without any
+    steps       vector steps of the main run   rows       of them, rows that count (mask True), over
+    all environments
+    episodes    that ended                     longest    steps of the longest of them; 0 without
+    any
     seeded      whether other seeds gave another stream
     notes       what could not be checked, one sentence each
     """
@@ -40,14 +53,17 @@ class Report:
 
 
 def check_env(env_or_factory: VectorEnv | Factory, *, steps: int = 200) -> Report:
-    """Step an environment with random actions and compare what it answers with the contract of ``VectorEnv``.
+    """Step an environment with random actions and compare what it answers with the contract of
+    ``VectorEnv``.
 
-    Give a factory (seeds, one per environment -> a new VectorEnv) where you can: then two new environments are compared
-    with each other too, and ``close`` is checked. A factory is called with [0, 1, 2, 3]; it may make fewer environments
-    than that, with the first of these seeds. An environment that is given as it is gets ``restart``ed, and is left open
-    and in need of ``reset``.
+    Give a factory (seeds, one per environment -> a new VectorEnv) where you can: then two new
+    environments are compared with each other too, and ``close`` is checked. A factory is called
+    with [0, 1, 2, 3]; it may make fewer environments than that, with the first of these seeds. An
+    environment that is given as it is gets ``restart``ed, and is left open and in need of
+    ``reset``.
 
-    steps   vector steps of the main run. It should see a few episodes end: make the environment with a small
+    steps   vector steps of the main run. It should see a few episodes end: make the environment
+    with a small
             ``max_episode_steps``.
 
     Returns a Report; raises EnvError with the first thing that is wrong, where, and how to cure it.
@@ -58,7 +74,9 @@ def check_env(env_or_factory: VectorEnv | Factory, *, steps: int = 200) -> Repor
         factory = env_or_factory
         made = factory([0, 1, 2, 3])
     if missing := _missing(made):
-        raise EnvError(f"check_env: a {type(made).__name__} is no VectorEnv: it lacks {', '.join(missing)}")
+        raise EnvError(
+            f"check_env: a {type(made).__name__} is no VectorEnv: it lacks {', '.join(missing)}"
+        )
     env: VectorEnv = made
     _check_declarations(env)
 
@@ -111,7 +129,7 @@ def check_env(env_or_factory: VectorEnv | Factory, *, steps: int = 200) -> Repor
     )
 
 
-# ------------------------------------------------------------------------------------------------------- declarations
+# ------------------------------------------------------------------------------------- declarations
 _ATTRIBUTES = ("id", "num_envs", "obs_spec", "action_spec", "max_episode_steps", "device")
 _METHODS = ("reset", "step", "reset_where", "restart", "state", "load_state", "render", "close")
 
@@ -119,7 +137,11 @@ _METHODS = ("reset", "step", "reset_where", "restart", "state", "load_state", "r
 def _missing(candidate: Any) -> list[str]:
     """What a candidate lacks to be a VectorEnv; a class lacks everything."""
     names = _ATTRIBUTES + _METHODS
-    return list(names) if inspect.isclass(candidate) else [name for name in names if not hasattr(candidate, name)]
+    return (
+        list(names)
+        if inspect.isclass(candidate)
+        else [name for name in names if not hasattr(candidate, name)]
+    )
 
 
 def _check_declarations(env: VectorEnv) -> None:
@@ -130,18 +152,32 @@ def _check_declarations(env: VectorEnv) -> None:
         _fail(env, f"device is {env.device!r}", "it must be a torch.device: torch.device('cpu')")
     limit = env.max_episode_steps
     if limit is not None and (not isinstance(limit, int) or limit < 1):
-        _fail(env, f"max_episode_steps is {limit!r}", "it must be a whole number of steps, or None without a clock")
+        _fail(
+            env,
+            f"max_episode_steps is {limit!r}",
+            "it must be a whole number of steps, or None without a clock",
+        )
     for name, spec in _named(env.obs_spec).items():
         if not isinstance(spec, ArraySpec):
-            _fail(env, f"obs_spec{name} is {spec!r}", "it must be an ArraySpec, or a flat dictionary of them")
+            _fail(
+                env,
+                f"obs_spec{name} is {spec!r}",
+                "it must be an ArraySpec, or a flat dictionary of them",
+            )
     action = env.action_spec
     if isinstance(action, Box):
         if not action.low or len(action.low) != len(action.high):
             _fail(
-                env, f"action_spec has {len(action.low)} low and {len(action.high)} high bounds", "give one pair each"
+                env,
+                f"action_spec has {len(action.low)} low and {len(action.high)} high bounds",
+                "give one pair each",
             )
         if any(not low < high for low, high in zip(action.low, action.high, strict=True)):
-            _fail(env, f"action_spec bounds {action.low} .. {action.high} are not in order", "low must be below high")
+            _fail(
+                env,
+                f"action_spec bounds {action.low} .. {action.high} are not in order",
+                "low must be below high",
+            )
     elif not isinstance(action, Discrete):
         _fail(env, f"action_spec is {action!r}", "it must be a Box or a Discrete")
     elif action.n < 1:
@@ -149,15 +185,21 @@ def _check_declarations(env: VectorEnv) -> None:
 
 
 def _actions(env: VectorEnv, steps: int) -> list[Tensor]:
-    """``steps`` random actions, the same at every call: float32 [N, A] within [-1, 1], or int64 [N]."""
+    """``steps`` random actions, the same at every call: float32 [N, A] within [-1, 1], or int64
+    [N].
+    """
     generator = torch.Generator().manual_seed(0)
     spec, n = env.action_spec, env.num_envs
     if isinstance(spec, Discrete):
-        return [torch.randint(spec.n, (n,), generator=generator).to(env.device) for _ in range(steps)]
-    return [(torch.rand(n, spec.size, generator=generator) * 2 - 1).to(env.device) for _ in range(steps)]
+        return [
+            torch.randint(spec.n, (n,), generator=generator).to(env.device) for _ in range(steps)
+        ]
+    return [
+        (torch.rand(n, spec.size, generator=generator) * 2 - 1).to(env.device) for _ in range(steps)
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------------ one run
+# ------------------------------------------------------------------------------------------ one run
 class _Run:
     """What one run answered, copied, and what its episodes looked like."""
 
@@ -169,7 +211,9 @@ class _Run:
         self.boundaries: list[_Boundary] = []
 
     def difference(self, other: _Run) -> tuple[str, int] | None:
-        """What differs first and at which step (-1: in the answer of reset), as far as both go; None if nothing."""
+        """What differs first and at which step (-1: in the answer of reset), as far as both go;
+        None if nothing.
+        """
         for t, (a, b) in enumerate(zip(self.stream, other.stream, strict=False)):
             if (name := _first_difference(a, b)) is not None:
                 return name, t - 1
@@ -179,14 +223,23 @@ class _Run:
         """Raise EnvError where a run that should be equal first differs."""
         if found := self.difference(other):
             name, t = found
-            _fail(self.env, f"{circumstances}, {name} differs {f'at step {t}' if t >= 0 else 'in reset()'}", cure)
+            _fail(
+                self.env,
+                f"{circumstances}, {name} differs {f'at step {t}' if t >= 0 else 'in reset()'}",
+                cure,
+            )
 
     def compare_scrambled(self, other: _Run) -> None:
-        """Raise EnvError where a run with other actions on masked rows and overwritten old answers first differs."""
+        """Raise EnvError where a run with other actions on masked rows and overwritten old answers
+        first differs.
+        """
         if (found := self.difference(other)) is None:
             return
         name, t = found
-        if any(isinstance(answer, Step) and not bool(answer.mask.all()) for answer in self.stream[max(t, 0) : t + 2]):
+        if any(
+            isinstance(answer, Step) and not bool(answer.mask.all())
+            for answer in self.stream[max(t, 0) : t + 2]
+        ):
             _fail(
                 self.env,
                 f"another action on a masked row changes {name} at step {t}",
@@ -217,15 +270,21 @@ class _Run:
     def notes(self) -> list[str]:
         out = []
         if not self.lengths:
-            out.append(f"no episode ended in {len(self.stream) - 1} steps: nothing about ends was checked")
+            out.append(
+                f"no episode ended in {len(self.stream) - 1} steps: nothing about ends was checked"
+            )
         elif not any(b.moved for b in self.boundaries):
-            out.append("observations never changed within an episode: last and first ones cannot be told apart")
+            out.append(
+                "observations never changed within an episode: last and first ones cannot be told apart"
+            )
         return out
 
 
 @dataclass(frozen=True)
 class _Boundary:
-    """The end of one episode: was the last observation also the next episode's first, and did any other change?"""
+    """The end of one episode: was the last observation also the next episode's first, and did any
+    other change?
+    """
 
     same_step: bool
     repeats: bool
@@ -235,7 +294,8 @@ class _Boundary:
 def _run(env: VectorEnv, actions: list[Tensor], steps: int, *, scramble: bool = False) -> _Run:
     """``reset``, then ``steps`` steps, every answer checked by itself and against the one before.
 
-    ``scramble``: another action on masked rows, and old answers overwritten, neither of which may change anything.
+    ``scramble``: another action on masked rows, and old answers overwritten, neither of which may
+    change anything.
     """
     run = _Run(env)
     n = env.num_envs
@@ -245,7 +305,9 @@ def _run(env: VectorEnv, actions: list[Tensor], steps: int, *, scramble: bool = 
     run.stream.append(_copy(obs))
     lengths = torch.zeros(n, dtype=torch.int64)
     moved = torch.zeros(n, dtype=torch.bool)
-    awaiting = torch.zeros(n, dtype=torch.bool)  # ended without final_obs: the next row must be masked
+    awaiting = torch.zeros(
+        n, dtype=torch.bool
+    )  # ended without final_obs: the next row must be masked
     for t in range(steps):
         action = actions[t].clone()
         if scramble:
@@ -288,7 +350,11 @@ def _check_step(env: VectorEnv, step: Any, t: int) -> None:
     """Types, shapes, values and flags of one answer."""
     where = f"step {t}"
     if not isinstance(step, Step):
-        _fail(env, f"step() answered a {type(step).__name__}", "it must be an embodied_ppo.core.types.Step")
+        _fail(
+            env,
+            f"step() answered a {type(step).__name__}",
+            "it must be an embodied_ppo.core.types.Step",
+        )
     _check_obs(env, step.obs, where)
     n = (env.num_envs,)
     _check_array(env, step.reward, n, torch.float32, f"reward of {where}")
@@ -300,41 +366,79 @@ def _check_step(env: VectorEnv, step: Any, t: int) -> None:
     if step.final_obs is not None:
         _check_obs(env, step.final_obs, f"{where} (final_obs)", rows=ended)
     if bool((step.terminated & step.truncated).any()):
-        _fail(env, f"terminated and truncated are both True at {where}", "terminated counts; then truncated is False")
+        _fail(
+            env,
+            f"terminated and truncated are both True at {where}",
+            "terminated counts; then truncated is False",
+        )
     masked = ~step.mask
     if bool((step.reward[masked] != 0).any()):
         _fail(env, f"a masked row has a reward at {where}", "reward must be 0 where mask is False")
     if bool(ended[masked].any()):
-        _fail(env, f"a masked row ends an episode at {where}", "flags must be False where mask is False")
+        _fail(
+            env,
+            f"a masked row ends an episode at {where}",
+            "flags must be False where mask is False",
+        )
     if step.success is not None and bool(step.success[masked].any()):
-        _fail(env, f"a masked row is a success at {where}", "success must be False where mask is False")
+        _fail(
+            env,
+            f"a masked row is a success at {where}",
+            "success must be False where mask is False",
+        )
 
 
 def _check_obs(env: VectorEnv, obs: Any, where: str, rows: Tensor | None = None) -> None:
     """Names, shapes, types, device and finiteness (of ``rows`` only, if given)."""
     if isinstance(env.obs_spec, dict) != isinstance(obs, dict):
-        _fail(env, f"observation of {where} is a {type(obs).__name__}", f"obs_spec says {_kind(env.obs_spec)}")
+        _fail(
+            env,
+            f"observation of {where} is a {type(obs).__name__}",
+            f"obs_spec says {_kind(env.obs_spec)}",
+        )
     specs, arrays = _named(env.obs_spec), _named(obs)
     if set(specs) != set(arrays):
         _fail(env, f"observation of {where} has {sorted(arrays)}", f"obs_spec says {sorted(specs)}")
     for name, spec in specs.items():
         array = arrays[name]
-        _check_array(env, array, (env.num_envs, *spec.shape), spec.dtype, f"observation{name} of {where}", rows)
+        _check_array(
+            env,
+            array,
+            (env.num_envs, *spec.shape),
+            spec.dtype,
+            f"observation{name} of {where}",
+            rows,
+        )
 
 
 def _check_array(
-    env: VectorEnv, x: Any, shape: tuple[int, ...], dtype: torch.dtype, what: str, rows: Tensor | None = None
+    env: VectorEnv,
+    x: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    what: str,
+    rows: Tensor | None = None,
 ) -> None:
     if not isinstance(x, Tensor):
         _fail(env, f"{what} is a {type(x).__name__}", "it must be a torch.Tensor")
     if tuple(x.shape) != shape:
-        _fail(env, f"{what} has shape {list(x.shape)}", f"it must be {list(shape)}: environments first, then the spec")
+        _fail(
+            env,
+            f"{what} has shape {list(x.shape)}",
+            f"it must be {list(shape)}: environments first, then the spec",
+        )
     if x.dtype != dtype:
         _fail(env, f"{what} is {x.dtype}", f"it must be {dtype}")
-    if x.device.type != env.device.type or (env.device.index is not None and x.device.index != env.device.index):
+    if x.device.type != env.device.type or (
+        env.device.index is not None and x.device.index != env.device.index
+    ):
         _fail(env, f"{what} is on {x.device}", f"it must be on env.device, {env.device}")
     if dtype.is_floating_point and not bool(torch.isfinite(x if rows is None else x[rows]).all()):
-        _fail(env, f"{what} is not finite (NaN or infinity)", "find out which quantity of the simulator diverges")
+        _fail(
+            env,
+            f"{what} is not finite (NaN or infinity)",
+            "find out which quantity of the simulator diverges",
+        )
 
 
 def _check_mask(env: VectorEnv, mask: Tensor, awaiting: Tensor, t: int) -> None:
@@ -378,18 +482,30 @@ def _check_aliases(env: VectorEnv, handed_out: Any, copied: Any, step: Step, t: 
     """What was handed out before stays as it was, and shares no memory with the new answer."""
     old, new = _leaves(handed_out), _leaves(step)
     if (name := _first_difference(handed_out, copied)) is not None:
-        _fail(env, f"step {t} overwrote {name} of the answer before it", "hand out a copy of a buffer that is reused")
+        _fail(
+            env,
+            f"step {t} overwrote {name} of the answer before it",
+            "hand out a copy of a buffer that is reused",
+        )
     taken = {x.data_ptr(): name for name, x in old.items() if x.numel()}
     for name, x in new.items():
         if x.numel() and x.data_ptr() in taken:
-            _fail(env, f"{name} of step {t} lies in the memory of {taken[x.data_ptr()]} before it", "hand out a copy")
+            _fail(
+                env,
+                f"{name} of step {t} lies in the memory of {taken[x.data_ptr()]} before it",
+                "hand out a copy",
+            )
 
 
-# ------------------------------------------------------------------------------------------------ reset, state, close
+# ------------------------------------------------------------------------------ reset, state, close
 def _check_reset(env: VectorEnv, actions: list[Tensor]) -> None:
-    """``reset`` in the middle of episodes begins new ones: no row is masked, and the clocks start at 0."""
+    """``reset`` in the middle of episodes begins new ones: no row is masked, and the clocks start
+    at 0.
+    """
     env.reset()
-    for action in actions:  # Up to where an adapter that forgets to clear its flags would have some set.
+    for (
+        action
+    ) in actions:  # Up to where an adapter that forgets to clear its flags would have some set.
         step = env.step(action)
         if bool((step.terminated | step.truncated).any()):
             break
@@ -400,17 +516,25 @@ def _check_reset(env: VectorEnv, actions: list[Tensor]) -> None:
         step = env.step(actions[t])
         _check_step(env, step, t)
         if t == 0 and not bool(step.mask.all()):
-            _fail(env, "the first step after reset() is masked", "reset() itself must begin every episode")
+            _fail(
+                env,
+                "the first step after reset() is masked",
+                "reset() itself must begin every episode",
+            )
         if limit is not None and t + 1 < limit and bool(step.truncated.any()):
             _fail(
-                env, f"truncated {t + 1} steps after reset(), and max_episode_steps is {limit}", "reset the clocks too"
+                env,
+                f"truncated {t + 1} steps after reset(), and max_episode_steps is {limit}",
+                "reset the clocks too",
             )
         if bool((step.terminated | step.truncated).any()):
             return
 
 
 def _check_reset_where(env: VectorEnv, actions: list[Tensor], seeds: list[int]) -> bool:
-    """``reset_where`` of environment 0 begins its episode and touches no other; False where it is None."""
+    """``reset_where`` of environment 0 begins its episode and touches no other; False where it is
+    None.
+    """
     where = torch.zeros(env.num_envs, dtype=torch.bool, device=env.device)
     where[0] = True
 
@@ -431,10 +555,18 @@ def _check_reset_where(env: VectorEnv, actions: list[Tensor], seeds: list[int]) 
     begin()
     plain = _leaves(_copy(env.step(actions[1])))
     if not bool(cut.mask[0]):
-        _fail(env, "the first step after reset_where() is masked", "reset_where() itself must begin the episode")
+        _fail(
+            env,
+            "the first step after reset_where() is masked",
+            "reset_where() itself must begin the episode",
+        )
     for name, x in _leaves(cut).items():
         if not name.startswith("final_obs") and not torch.equal(x[1:], plain[name][1:]):
-            _fail(env, f"reset_where() of environment 0 changes {name} of another", "let the others stand still")
+            _fail(
+                env,
+                f"reset_where() of environment 0 changes {name} of another",
+                "let the others stand still",
+            )
     return True
 
 
@@ -450,7 +582,11 @@ def _check_state(env: VectorEnv, actions: list[Tensor]) -> bool:
     state, here = copy.deepcopy(state), _copy(obs)
     expected = [_copy(env.step(action)) for action in actions[half:]]
     if (name := _first_difference(_copy(env.load_state(state)), here)) is not None:
-        _fail(env, f"load_state() answered another {name} than the one at state()", "return the observation to act on")
+        _fail(
+            env,
+            f"load_state() answered another {name} than the one at state()",
+            "return the observation to act on",
+        )
     for t, (action, want) in enumerate(zip(actions[half:], expected, strict=True)):
         if (name := _first_difference(_copy(env.step(action)), want)) is not None:
             _fail(
@@ -467,16 +603,22 @@ def _check_close(env: VectorEnv, action: Tensor) -> None:
         with wrap_errors(""):
             env.close()
     except EnvError as error:
-        raise EnvError(f"env.id={env.id}: a second close() raises {error}; closing twice must do nothing") from error
+        raise EnvError(
+            f"env.id={env.id}: a second close() raises {error}; closing twice must do nothing"
+        ) from error
     with wrap_errors(f"env.id={env.id}: step() after close() raises ", "; raise EnvError instead"):
         try:
             env.step(action)
         except EnvError:
             return
-    _fail(env, "step() works after close()", "raise EnvError: whoever holds it still has made a mistake")
+    _fail(
+        env,
+        "step() works after close()",
+        "raise EnvError: whoever holds it still has made a mistake",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ helpers
+# ------------------------------------------------------------------------------------------ helpers
 def _fail(env: VectorEnv, what: str, cure: str) -> Any:
     raise EnvError(f"env.id={env.id}: {what}; {cure}")
 
@@ -487,7 +629,11 @@ def _kind(spec: ObsSpec) -> str:
 
 def _named(value: Any) -> dict[str, Any]:
     """{"['name']": leaf} of a dictionary, {"": leaf} of a leaf: names as they read in a message."""
-    return {f"[{name!r}]": leaf for name, leaf in value.items()} if isinstance(value, dict) else {"": value}
+    return (
+        {f"[{name!r}]": leaf for name, leaf in value.items()}
+        if isinstance(value, dict)
+        else {"": value}
+    )
 
 
 def _obs_of(answer: Any) -> Obs:

@@ -1,4 +1,6 @@
-"""The files that a user's task consists of: their hashes, copies of them in the run, and which of both are executed."""
+"""The files that a user's task consists of: their hashes, copies of them in the run, and which of
+both are executed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from embodied_envs import tasks
 from embodied_ppo.core.errors import CheckpointError, ConfigError, EnvError
 
 KEPT_BYTES = 64 << 20
-"""Largest sum of the copies in a run, bytes. Sources and XML are copied first; files beyond it have a hash only."""
+"""Largest sum of the copies in a run, bytes.
+
+Sources and XML are copied first; files beyond it have a hash only.
+"""
 HASHED_BYTES = 256 << 20
 """A larger file is compared by its size, not by its contents."""
 MOST_FILES = 2000
@@ -74,9 +79,11 @@ class TaskFiles:
         """Whether every file is copied, so that the task can run without its originals."""
         return all(file.data is not None for file in self.files)
 
-    # --------------------------------------------------------------------------------------------------------- copies
+    # --------------------------------------------------------------------------------------- copies
     def saved(self, run_dir: Path) -> TaskFiles:
-        """Write copies and manifest into run_dir/task/HASH unless they are there; returns this with ``store``."""
+        """Write copies and manifest into run_dir/task/HASH unless they are there; returns this with
+        ``store``.
+        """
         store = run_dir.absolute() / "task" / self.hash
         if not (store / MANIFEST).exists():
             for file in self.files:
@@ -86,9 +93,16 @@ class TaskFiles:
                     path.write_bytes(file.data)
             (store / "files" / (self.cwd or ".")).mkdir(parents=True, exist_ok=True)
             rows = [
-                {"name": f.name, "digest": f.digest, "module": f.module, "kept": f.data is not None} for f in self.files
+                {"name": f.name, "digest": f.digest, "module": f.module, "kept": f.data is not None}
+                for f in self.files
             ]
-            content = {"format": 1, "id": self.id, "root": str(self.root), "cwd": self.cwd, "files": rows}
+            content = {
+                "format": 1,
+                "id": self.id,
+                "root": str(self.root),
+                "cwd": self.cwd,
+                "files": rows,
+            }
             temporary = store / f"{MANIFEST}.new"
             store.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(content, indent=1) + "\n")
@@ -100,9 +114,11 @@ class TaskFiles:
         files = tuple(replace(file, data=None) for file in self.files)
         return replace(self, files=files, store=run_dir.absolute() / "task" / self.hash)
 
-    # -------------------------------------------------------------------------------------------------------- originals
+    # ------------------------------------------------------------------------------------ originals
     def originals(self) -> dict[str, Path] | None:
-        """Return where each file would be read from in this process, by name; None: the task is not importable here."""
+        """Return where each file would be read from in this process, by name; None: the task is not
+        importable here.
+        """
         module = self.id.rpartition(":")[0]
         own = next((file for file in self.files if module and file.module == module), None)
         if own is None:
@@ -111,25 +127,33 @@ class TaskFiles:
         if place is None:
             return None
         above, folder = os.path.dirname(os.path.realpath(place)), os.path.dirname(own.name) or "."
-        paths = {file.name: os.path.join(above, os.path.relpath(file.name, folder)) for file in self.files}
+        paths = {
+            file.name: os.path.join(above, os.path.relpath(file.name, folder))
+            for file in self.files
+        }
         return {name: Path(os.path.normpath(path)) for name, path in paths.items()}
 
     def changes(self, places: Mapping[str, Path]) -> list[Path]:
         """Return the originals that differ from this, or are missing."""
-        return [places[file.name] for file in self.files if _digest(places[file.name]) != file.digest]
+        return [
+            places[file.name] for file in self.files if _digest(places[file.name]) != file.digest
+        ]
 
-    # ------------------------------------------------------------------------------------------------------- execution
+    # ------------------------------------------------------------------------------------ execution
     def use_copies(self) -> None:
         """Execute the run's copies in this process from now on, wherever the originals are."""
         assert self.store is not None
         _install(self, self.store / "files")
 
     def use_originals(self, *, changed: bool = False) -> None:
-        """Execute the originals in this process from now on; ``changed``: they are not those of before."""
+        """Execute the originals in this process from now on; ``changed``: they are not those of
+        before.
+        """
         _install(self, None, again=changed)
 
     def activate(self, say: Say = lambda line: None) -> None:
-        """Execute what the run began with, in this process: the originals if they are the same, else the copies.
+        """Execute what the run began with, in this process: the originals if they are the same,
+        else the copies.
 
         Raises EnvError where neither is here, CheckpointError for damaged copies.
         """
@@ -145,15 +169,18 @@ class TaskFiles:
                 f"env.id={self.id}: {changed} is not the file that the run began with (task {self.hash}), and the "
                 "run's copy is not readable here; put the same file there"
             )
-        say(f"task: executing the run's copies in {kept.store}: the originals are changed or missing here")
+        say(
+            f"task: executing the run's copies in {kept.store}: the originals are changed or missing here"
+        )
         return kept.use_copies()
 
 
-# ----------------------------------------------------------------------------------------------------------- decisions
+# ---------------------------------------------------------------------------------------- decisions
 def for_evaluation(
     id: str, kwargs: Mapping[str, Any], kept: TaskFiles | None, *, allow: bool, say: Say
 ) -> TaskFiles | None:
-    """Decide which files of a trained task are executed, and report it: the run's copies where the task has changed.
+    """Decide which files of a trained task are executed, and report it: the run's copies where the
+    task has changed.
 
     Args:
         kept: What the run kept; None: nothing.
@@ -165,7 +192,9 @@ def for_evaluation(
     if kept is None:
         found = collect(id, kwargs)
         if found is not None:
-            say(f"task: the run keeps no copy of its files; executing {_shown(found.root / found.files[0].name)}")
+            say(
+                f"task: the run keeps no copy of its files; executing {_shown(found.root / found.files[0].name)}"
+            )
         return found
     places = kept.originals()
     changed = [] if places is None else kept.changes(places)
@@ -173,7 +202,9 @@ def for_evaluation(
         kept.use_originals()
         return kept
     if places is None and not kept.complete:
-        raise EnvError(f"env.id={id}: cannot be imported here, and the run keeps no complete copy; set PYTHONPATH")
+        raise EnvError(
+            f"env.id={id}: cannot be imported here, and the run keeps no complete copy; set PYTHONPATH"
+        )
     if changed and (allow or not kept.complete):
         why = "allow_changed_task=true" if allow else "the run keeps no complete copy"
         say(f"task: {_listed(changed)} changed since training; executing the changed files ({why})")
@@ -181,7 +212,9 @@ def for_evaluation(
         return collect(id, kwargs) or kept
     kept.use_copies()
     if places is None:
-        say(f"task: {id} cannot be imported from here; executing the run's copies in {_shown(kept.store)}")
+        say(
+            f"task: {id} cannot be imported from here; executing the run's copies in {_shown(kept.store)}"
+        )
     else:
         say(
             f"task: {_listed(changed)} changed since training; executing the run's copies in {_shown(kept.store)}; "
@@ -208,14 +241,20 @@ def for_training(
             f"{_shown(kept.store)}), or write allow_changed_task=true"
         )
     if changed:
-        say(f"resume: {_listed(changed)} changed since the checkpoint; training goes on with the changed task")
+        say(
+            f"resume: {_listed(changed)} changed since the checkpoint; training goes on with the changed task"
+        )
         kept.use_originals(changed=True)
         return collect(id, kwargs)
     if places is None:
         if not kept.complete:
-            raise EnvError(f"env.id={id}: cannot be imported here, and the run keeps no complete copy; set PYTHONPATH")
+            raise EnvError(
+                f"env.id={id}: cannot be imported here, and the run keeps no complete copy; set PYTHONPATH"
+            )
         kept.use_copies()
-        say(f"resume: {id} cannot be imported from here; executing the run's copies in {_shown(kept.store)}")
+        say(
+            f"resume: {id} cannot be imported from here; executing the run's copies in {_shown(kept.store)}"
+        )
     else:
         kept.use_originals()
     return kept
@@ -231,38 +270,55 @@ def _shown(path: Path | None) -> str:
     """Relative to the current folder where it lies below it."""
     assert path is not None
     here = Path.cwd()
-    return str(path.relative_to(here)) if here != here.parent and path.is_relative_to(here) else str(path)
+    return (
+        str(path.relative_to(here))
+        if here != here.parent and path.is_relative_to(here)
+        else str(path)
+    )
 
 
 def read(store: Path) -> TaskFiles | None:
-    """Return what a run keeps in run_dir/task/HASH, checked; None: nothing is there. Raises CheckpointError."""
+    """Return what a run keeps in run_dir/task/HASH, checked; None: nothing is there. Raises
+    CheckpointError.
+    """
     try:
         content = json.loads((store / MANIFEST).read_text())
-        rows = [(str(row["name"]), str(row["digest"]), row["module"], bool(row["kept"])) for row in content["files"]]
+        rows = [
+            (str(row["name"]), str(row["digest"]), row["module"], bool(row["kept"]))
+            for row in content["files"]
+        ]
         root, id, cwd = Path(content["root"]), str(content["id"]), content["cwd"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{store / MANIFEST}: is not a manifest ({error!r}); remove {store}") from error
+        raise CheckpointError(
+            f"{store / MANIFEST}: is not a manifest ({error!r}); remove {store}"
+        ) from error
     files = []
     for name in (*(name for name, *_ in rows), cwd or "."):
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise CheckpointError(f"{store / MANIFEST}: {name!r} lies outside of the folder; remove {store}")
+            raise CheckpointError(
+                f"{store / MANIFEST}: {name!r} lies outside of the folder; remove {store}"
+            )
     for name, digest, module, kept in rows:
         path = store / "files" / name
         if kept and _digest(path) != digest:
-            raise CheckpointError(f"{path}: is not the file that the run wrote (sha256); remove {store}")
+            raise CheckpointError(
+                f"{path}: is not the file that the run wrote (sha256); remove {store}"
+            )
         files.append(File(name, digest, module, path.read_bytes() if kept else None))
     return TaskFiles(id, root, tuple(files), cwd, store)
 
 
-# ---------------------------------------------------------------------------------------------------------- collection
+# --------------------------------------------------------------------------------------- collection
 def collect(id: str, kwargs: Mapping[str, Any]) -> TaskFiles | None:
-    """Return the files of a task as they are now; None for a task of an installed package, whose version says it.
+    """Return the files of a task as they are now; None for a task of an installed package, whose
+    version says it.
 
-    These are: the module before the colon of ``env.id``, what it imports that is neither installed nor Python's own,
-    files that its sources name (a string, or strings joined by ``/`` or in one call), the MJCF that a ``Task`` loads,
-    files that ``env.kwargs`` names, and what an XML file among them includes or refers to.
+    These are: the module before the colon of ``env.id``, what it imports that is neither installed
+    nor Python's own, files that its sources name (a string, or strings joined by ``/`` or in one
+    call), the MJCF that a ``Task`` loads, files that ``env.kwargs`` names, and what an XML file
+    among them includes or refers to.
     """
     module = id.rpartition(":")[0]
     sources = _sources(module) if module else {}
@@ -272,7 +328,9 @@ def collect(id: str, kwargs: Mapping[str, Any]) -> TaskFiles | None:
         if isinstance(value, str) and (path := Path(value)).suffix and _is_file(path):
             named.append(path.absolute())
             relative |= not path.is_absolute()
-    found: dict[Path, str | None] = {Path(os.path.realpath(path)): name for name, path in sources.items()}
+    found: dict[Path, str | None] = {
+        Path(os.path.realpath(path)): name for name, path in sources.items()
+    }
     for path in sources.values():
         named += _named(path)
     while named and len(found) < MOST_FILES:
@@ -283,9 +341,13 @@ def collect(id: str, kwargs: Mapping[str, Any]) -> TaskFiles | None:
     if not found:
         return None
     here = Path.cwd()
-    root = Path(os.path.commonpath([*(path.parent for path in found), *([here] if relative else [])]))
+    root = Path(
+        os.path.commonpath([*(path.parent for path in found), *([here] if relative else [])])
+    )
     first = next(iter(found)) if sources else None
-    ordered = sorted(found, key=lambda path: (path != first, path.suffix not in (".py", ".xml"), str(path)))
+    ordered = sorted(
+        found, key=lambda path: (path != first, path.suffix not in (".py", ".xml"), str(path))
+    )
     files, size = [], 0
     for path in ordered:
         bytes_ = path.stat().st_size
@@ -294,7 +356,9 @@ def collect(id: str, kwargs: Mapping[str, Any]) -> TaskFiles | None:
         size += bytes_ if keeps else 0
         digest = _digest(path) if data is None else hashlib.sha256(data).hexdigest()
         files.append(File(path.relative_to(root).as_posix(), str(digest), found[path], data))
-    task = TaskFiles(id, root, tuple(files), here.relative_to(root).as_posix() if relative else None)
+    task = TaskFiles(
+        id, root, tuple(files), here.relative_to(root).as_posix() if relative else None
+    )
     _install(task, None, again=False)
     return task
 
@@ -326,11 +390,15 @@ def _installed(path: Path) -> bool:
 
 
 def _located(module: str) -> Path | None:
-    """The file that ``import module`` would execute, without importing it; copies of a run do not count."""
+    """The file that ``import module`` would execute, without importing it; copies of a run do not
+    count.
+    """
     paths: list[str] | None = None
     spec = None
     parts = module.split(".")
-    finders: list[Any] = [x for x in sys.meta_path if hasattr(x, "find_spec") and not isinstance(x, _Copies)]
+    finders: list[Any] = [
+        x for x in sys.meta_path if hasattr(x, "find_spec") and not isinstance(x, _Copies)
+    ]
     for i in range(len(parts)):
         name = ".".join(parts[: i + 1])
         try:
@@ -340,7 +408,11 @@ def _located(module: str) -> Path | None:
         if spec is None:
             return None
         paths = list(spec.submodule_search_locations or ())
-    return Path(spec.origin).absolute() if spec is not None and spec.has_location and spec.origin else None
+    return (
+        Path(spec.origin).absolute()
+        if spec is not None and spec.has_location and spec.origin
+        else None
+    )
 
 
 def _sources(module: str) -> dict[str, Path]:
@@ -383,10 +455,14 @@ def _imports(path: Path, package: str) -> list[str]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            above = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             base = ".".join([*filter(None, above), *filter(None, [node.module])])
             names += [base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)]
-    return [name for name in names if name and name.partition(".")[0] not in sys.stdlib_module_names]
+    return [
+        name for name in names if name and name.partition(".")[0] not in sys.stdlib_module_names
+    ]
 
 
 def _named(path: Path) -> list[Path]:
@@ -397,15 +473,25 @@ def _named(path: Path) -> list[Path]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             parts = [node.value]
         elif isinstance(node, ast.Call):
-            parts = [x.value for x in node.args if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+            parts = [
+                x.value
+                for x in node.args
+                if isinstance(x, ast.Constant) and isinstance(x.value, str)
+            ]
         while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             if isinstance(node.right, ast.Constant) and isinstance(node.right.value, str):
                 parts.insert(0, node.right.value)
             node = node.left
-        if parts and sum(map(len, parts)) < 300 and PurePosixPath(parts[-1]).suffix not in ("", ".py"):
+        if (
+            parts
+            and sum(map(len, parts)) < 300
+            and PurePosixPath(parts[-1]).suffix not in ("", ".py")
+        ):
             texts.add("/".join(parts))
     folders = (path.parent, path.parent.parent)
-    return [folder / text for text in sorted(texts) for folder in folders if _is_file(folder / text)]
+    return [
+        folder / text for text in sorted(texts) for folder in folders if _is_file(folder / text)
+    ]
 
 
 def _models(id: str, kwargs: Mapping[str, Any]) -> tuple[list[Path], bool]:
@@ -420,7 +506,9 @@ def _models(id: str, kwargs: Mapping[str, Any]) -> tuple[list[Path], bool]:
     with contextlib.ExitStack() as stack:
         for cls, name in ((mujoco.MjSpec, "from_file"), (mujoco.MjModel, "from_xml_path")):
             stack.enter_context(_recorded(cls, name, loaded))
-        with contextlib.suppress(Exception):  # any: the user's code; the engine reports it when it makes the task
+        with contextlib.suppress(
+            Exception
+        ):  # any: the user's code; the engine reports it when it makes the task
             tasks.make(id, kind, own).spec()
     return [Path(path).absolute() for path in loaded if _is_file(Path(path))], any(
         not os.path.isabs(path) for path in loaded
@@ -434,7 +522,9 @@ def _recorded(cls: Any, name: str, into: list[str]) -> Iterator[None]:
     call = getattr(cls, name)
 
     def noted(*args: Any, **options: Any) -> Any:
-        into.extend(str(x) for x in (*args[:1], options.get("filename")) if isinstance(x, str | Path))
+        into.extend(
+            str(x) for x in (*args[:1], options.get("filename")) if isinstance(x, str | Path)
+        )
         return call(*args, **options)
 
     setattr(cls, name, staticmethod(noted))
@@ -444,7 +534,9 @@ def _recorded(cls: Any, name: str, into: list[str]) -> Iterator[None]:
         setattr(cls, name, own)
 
 
-def _referred(path: Path, main: Path | None = None, folders: Sequence[str] = (), depth: int = 0) -> list[Path]:
+def _referred(
+    path: Path, main: Path | None = None, folders: Sequence[str] = (), depth: int = 0
+) -> list[Path]:
     """Files that an MJCF or URDF refers to: includes, meshes, textures, height fields, skins."""
     if depth > 20 or path.suffix.lower() not in (".xml", ".mjcf", ".urdf"):
         return []
@@ -454,7 +546,10 @@ def _referred(path: Path, main: Path | None = None, folders: Sequence[str] = (),
         return []
     main = main or path
     keys = ("meshdir", "texturedir", "assetdir")
-    folders = [*folders, *(node.attrib[key] for node in nodes for key in keys if key in node.attrib)]
+    folders = [
+        *folders,
+        *(node.attrib[key] for node in nodes for key in keys if key in node.attrib),
+    ]
     bases = [main.parent, path.parent, *(main.parent / folder for folder in folders)]
     found: list[Path] = []
     for node in nodes:
@@ -463,11 +558,13 @@ def _referred(path: Path, main: Path | None = None, folders: Sequence[str] = (),
                 there = [base / value for base in bases if _is_file(base / value)][:1]
                 found += there
                 if node.tag == "include":
-                    found += [x for file in there for x in _referred(file, main, folders, depth + 1)]
+                    found += [
+                        x for file in there for x in _referred(file, main, folders, depth + 1)
+                    ]
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------ execution
+# ---------------------------------------------------------------------------------------- execution
 @dataclass(frozen=True)
 class _Active:
     """The task that this process executes, and the folder of its copies; None: the originals."""
@@ -507,7 +604,9 @@ class _Source(importlib.machinery.SourceFileLoader):
 
 
 def _forget_others(sources: Mapping[str, Path]) -> None:
-    """Drop modules of ``sources`` that were imported from a run's copies, or whose file was another then."""
+    """Drop modules of ``sources`` that were imported from a run's copies, or whose file was another
+    then.
+    """
     global _active
     if _active is None:
         return
@@ -522,7 +621,9 @@ def _forget_others(sources: Mapping[str, Path]) -> None:
 
 
 def _install(task: TaskFiles, copies: Path | None, *, again: bool = False) -> None:
-    """Execute ``task`` from now on; ``again``: import its modules anew even if they are the same files."""
+    """Execute ``task`` from now on; ``again``: import its modules anew even if they are the same
+    files.
+    """
     global _active
     before, _active = _active, _Active(task, copies)
     if not any(isinstance(finder, _Copies) for finder in sys.meta_path):
@@ -536,7 +637,9 @@ def _install(task: TaskFiles, copies: Path | None, *, again: bool = False) -> No
 
 @contextlib.contextmanager
 def working_folder() -> Iterator[None]:
-    """While an environment is made: the copy of the folder that the task's relative paths start from, if copies run."""
+    """While an environment is made: the copy of the folder that the task's relative paths start
+    from, if copies run.
+    """
     if _active is None or _active.copies is None or _active.task.cwd is None:
         yield
         return

@@ -1,10 +1,12 @@
 """Train in an environment of your own: N copies of it in one batch of tensors.
 
-    cd scripts/examples && embodied-ppo train env.id=own_environment:make env.simulator=torch env.num_envs=64 updates=20
+    cd scripts/examples && embodied-ppo train env.id=own_environment:make env.simulator=torch
+    env.num_envs=64 updates=20
 
-``env.id=MODULE:FUNCTION`` names a function that returns N environments which take and return tensors in the shape of
-``gymnasium.vector``. For an environment that steps one at a time, register it with Gymnasium in your module instead and
-write ``env.id=MODULE:ID``. For a robot, `embodied-ppo new-task` starts from its MJCF.
+``env.id=MODULE:FUNCTION`` names a function that returns N environments which take and return
+tensors in the shape of ``gymnasium.vector``. For an environment that steps one at a time, register
+it with Gymnasium in your module instead and write ``env.id=MODULE:ID``. For a robot, `embodied-ppo
+new-task` starts from its MJCF.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class Cursor:
     def __init__(self, num_envs: int) -> None:
         self.num_envs = num_envs
 
-    def reset(self, *, seed: Sequence[int] | None = None, options: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
+    def reset(
+        self, *, seed: Sequence[int] | None = None, options: Any = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return observations [N, 2], metres. ``seed``: one for each environment."""
         if seed is not None:
             self.generators = [torch.Generator().manual_seed(s) for s in seed]
@@ -37,8 +41,12 @@ class Cursor:
     def _start(self) -> torch.Tensor:
         return torch.stack([2.0 * torch.rand(2, generator=g) - 1.0 for g in self.generators])
 
-    def step(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict]:
-        """Return observation, reward, terminated, truncated and info; finished environments start anew at once."""
+    def step(
+        self, action: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict]:
+        """Return observation, reward, terminated, truncated and info; finished environments start
+        anew at once.
+        """
         self.position = (self.position + action.cpu()).clamp(-2.0, 2.0)
         self.steps += 1
         reward = -self.position.norm(dim=-1)

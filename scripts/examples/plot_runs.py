@@ -2,8 +2,8 @@
 
     python scripts/examples/plot_runs.py eval/return curves.png runs/quickstart/*
 
-``metrics.jsonl`` in a run directory has one JSON object per update; docs/metrics.md explains the tags. Updates without
-the metric (an evaluation happens every ``eval_every`` updates) are skipped.
+``metrics.jsonl`` in a run directory has one JSON object per update; docs/metrics.md explains the
+tags. Updates without the metric (an evaluation happens every ``eval_every`` updates) are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from matplotlib import pyplot
 def curve(run_dir: Path, tag: str) -> tuple[list[float], list[float]]:
     """Return steps (tokens for a language model) and values of a metric."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    points = [(row.get("env_steps", row.get("tokens")), row[tag]) for row in rows if row.get(tag) is not None]
+    points = [
+        (row.get("env_steps", row.get("tokens")), row[tag])
+        for row in rows
+        if row.get(tag) is not None
+    ]
     return [float(x) for x, _ in points], [float(y) for _, y in points]
 
 

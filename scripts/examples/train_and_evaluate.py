@@ -2,8 +2,9 @@
 
     python scripts/examples/train_and_evaluate.py [RUN_DIR]
 
-The same as `embodied-ppo train env.id=CartPole-v1 ..` followed by `embodied-ppo evaluate`. Every option of the command
-line is a field of ``Config``; ``load`` refuses unknown names and wrong values.
+The same as `embodied-ppo train env.id=CartPole-v1 ..` followed by `embodied-ppo evaluate`. Every
+option of the command line is a field of ``Config``; ``load`` refuses unknown names and wrong
+values.
 """
 
 from __future__ import annotations
@@ -24,12 +25,19 @@ def main(run_dir: str = "runs/example", updates: int = 30) -> dict[str, float]:
             "run_dir": run_dir,
             "updates": updates,
             "env": {"id": "CartPole-v1", "num_envs": 8},
-            "algorithm": {"horizon": 32, "global_batch_size": 64, "update_epoch": 4, "value_clip": None},
+            "algorithm": {
+                "horizon": 32,
+                "global_batch_size": 64,
+                "update_epoch": 4,
+                "value_clip": None,
+            },
             "evaluation": {"episodes": 5, "video_episodes": 0},
         },
     )
     summary = run.train(config, quiet=True)
-    print(f"return before training {summary['initial_return']:.1f}, after {summary['final_return']:.1f}")
+    print(
+        f"return before training {summary['initial_return']:.1f}, after {summary['final_return']:.1f}"
+    )
     result = run.evaluate(EvaluateConfig(checkpoint=run_dir, episodes=20, video=False), quiet=True)
     print(f"20 new episodes: {result['eval/return']:.1f}, report {result['report']}")
     return result

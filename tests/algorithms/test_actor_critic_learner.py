@@ -1,4 +1,6 @@
-"""The learner's invariants: what must not change a number, what must, and what every metric says in a known case."""
+"""The learner's invariants: what must not change a number, what must, and what every metric says in
+a known case.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +21,59 @@ from embodied_ppo.config import loader
 from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.random import sampling_key
-from embodied_ppo.core.types import ArraySpec, Box, ConfigError, Discrete, Mean, Metrics, TrainingError, Trajectory
+from embodied_ppo.core.types import (
+    ArraySpec,
+    Box,
+    ConfigError,
+    Discrete,
+    Mean,
+    Metrics,
+    TrainingError,
+    Trajectory,
+)
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.backbone import VECTOR
 
 T, N, OBS, ACTIONS = 8, 8, 5, 3
-PLAIN = {"normalize_advantages": False, "max_grad_norm": None, "update_epoch": 1, "global_batch_size": T * N}
+PLAIN = {
+    "normalize_advantages": False,
+    "max_grad_norm": None,
+    "update_epoch": 1,
+    "global_batch_size": T * N,
+}
 """One step on the whole rollout, nothing rescaled: numbers can be computed by hand."""
 
 
-def make(options: dict[str, Any] | None = None, *, discrete: bool = False, seed: int = 0, **rest: Any) -> Learner:
-    """A learner of a small policy; ``model`` in ``rest`` are model options, the others go to the learner."""
+def make(
+    options: dict[str, Any] | None = None, *, discrete: bool = False, seed: int = 0, **rest: Any
+) -> Learner:
+    """A learner of a small policy; ``model`` in ``rest`` are model options, the others go to the
+    learner.
+    """
     model = loader.load(ModelConfig, {"hidden": [16], "policy_gain": 0.5, **rest.pop("model", {})})
-    config = loader.load(AlgorithmConfig, {"global_batch_size": 16, "update_epoch": 2, **(options or {})})
+    config = loader.load(
+        AlgorithmConfig, {"global_batch_size": 16, "update_epoch": 2, **(options or {})}
+    )
     torch.manual_seed(seed)
     actions = Discrete(4) if discrete else Box((-1.0,) * ACTIONS, (1.0,) * ACTIONS)
     policy = ActorCritic(ArraySpec((OBS,)), actions, model).to(rest.pop("device", "cpu"))
-    return actor_critic_learner(policy, config, **{"num_envs": N, "updates": 10, "seed": seed, **rest})
+    return actor_critic_learner(
+        policy, config, **{"num_envs": N, "updates": 10, "seed": seed, **rest}
+    )
 
 
 @torch.no_grad()
 def experience(learner: Learner, *, seed: int = 0, noise: float = 0.0, rows: int = T) -> Trajectory:
-    """What a rollout could have been. With ``noise`` on log-probabilities and values, another policy acted."""
+    """What a rollout could have been.
+
+    With ``noise`` on log-probabilities and values, another policy acted.
+    """
     g = torch.Generator().manual_seed(seed)
     obs = torch.randn(rows, N, OBS, generator=g) * 2 + 1
     inputs = learner.policy.encode(obs.flatten(0, 1))
-    decision = learner.policy.act(inputs, noise=learner.policy.noise(obs.shape[0] * obs.shape[1], g))
+    decision = learner.policy.act(
+        inputs, noise=learner.policy.noise(obs.shape[0] * obs.shape[1], g)
+    )
     d = tree.map(lambda x: x.unflatten(0, (rows, N)), decision)
     value = d.value + noise * torch.randn(rows, N, generator=g)
     terminated = torch.rand(rows, N, generator=g) < 0.15
@@ -86,7 +115,12 @@ def gradients(learner: Learner) -> list[Tensor]:
     def note(*_: Any) -> None:
         parameters = [p for group in learner.optimizer.adamw.param_groups for p in group["params"]]
         seen.append(
-            torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
+            torch.cat(
+                [
+                    torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
+                    for p in parameters
+                ]
+            )
         )
 
     learner.optimizer.adamw.register_step_pre_hook(note)
@@ -108,9 +142,15 @@ def assert_close(a: dict[str, float], b: dict[str, float], rel: float) -> None:
         assert b[tag] == pytest.approx(value, rel=rel, abs=1e-7), tag
 
 
-# --------------------------------------------------------------------------------------- memory must not change numbers
+# ------------------------------------------------------------------- memory must not change numbers
 EVERYTHING: dict[str, Any] = {
-    **{"clip_ratio_c": 1.5, "entropy_bonus": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.5, "max_grad_norm": None},
+    **{
+        "clip_ratio_c": 1.5,
+        "entropy_bonus": 0.01,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.5,
+        "max_grad_norm": None,
+    },
     **{"use_kl_in_reward": True, "update_epoch": 1, "global_batch_size": T * N},
 }
 MICRO_CASES = [
@@ -120,7 +160,12 @@ MICRO_CASES = [
     ({"minibatch_unit": "column", "off_policy_correction": "sequence"}, False),
     *(
         ({"minibatch_unit": "column", "loss_agg_func": how}, False)
-        for how in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+        for how in (
+            "token-mean",
+            "seq-mean-token-sum",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum-norm",
+        )
     ),
 ]
 
@@ -144,7 +189,10 @@ def test_micro_batches_change_no_number(options, discrete):
     if "off_policy_correction" in options:
         assert expected["policy/off_policy_weight"] != 1.0
     else:
-        assert 0 < expected["policy/clip_fraction"] < 1 and 0 < expected["policy/dual_clip_fraction"] < 1
+        assert (
+            0 < expected["policy/clip_fraction"] < 1
+            and 0 < expected["policy/dual_clip_fraction"] < 1
+        )
 
 
 def test_micro_batches_over_epochs():
@@ -157,9 +205,12 @@ def test_micro_batches_over_epochs():
         torch.testing.assert_close(runs[1][1][name], x, rtol=1e-4, atol=1e-6)
 
 
-# --------------------------------------------------------------------------------------------------- order of rewards
+# --------------------------------------------------------------------------------- order of rewards
 def test_rewards_are_clipped_and_whitened_where_the_options_say():
-    """Scores 0, 4 and 8; the penalty is 1 on the first, 0 on the others. Mean 4, unbiased deviation 4."""
+    """Scores 0, 4 and 8; the penalty is 1 on the first, 0 on the others.
+
+    Mean 4, unbiased deviation 4.
+    """
     score, kept = torch.tensor([[0.0, 4.0, 8.0]]), torch.ones(1, 3).bool()
     penalty = torch.tensor([[1.0, 0.0, 0.0]])
 
@@ -170,14 +221,19 @@ def test_rewards_are_clipped_and_whitened_where_the_options_say():
         return shaped_after_kl(before - penalty, kept, c)[0].tolist()
 
     clipped = {"reward_clip": 0.5, "reward_norm": "batch"}
-    # clamp to 0.5: 0, 0.5, 0.5; mean 1/3, deviation 0.5/sqrt(3): -2/sqrt(3), 1/sqrt(3), 1/sqrt(3); minus the penalty
+    # clamp to 0.5: 0, 0.5, 0.5; mean 1/3, deviation 0.5/sqrt(3): -2/sqrt(3), 1/sqrt(3), 1/sqrt(3);
+    # minus the penalty
     root = 3**0.5
     assert rewards(**clipped) == pytest.approx([-2 / root - 1, 1 / root, 1 / root], abs=1e-6)
     # -1, 0, 1 clamped to 0.5; minus the penalty -1.5, clamped again
-    assert rewards(**clipped, reward_clip_order="after_norm") == pytest.approx([-0.5, 0.0, 0.5], abs=1e-6)
+    assert rewards(**clipped, reward_clip_order="after_norm") == pytest.approx(
+        [-0.5, 0.0, 0.5], abs=1e-6
+    )
     # -1 + 4, 0 + 4, 1 + 4; minus the penalty
     assert rewards(whiten_rewards=True) == pytest.approx([2.0, 4.0, 5.0], abs=1e-6)
-    assert rewards(whiten_rewards=True, whiten_subtract_mean=True) == pytest.approx([-2.0, 0.0, 1.0], abs=1e-6)
+    assert rewards(whiten_rewards=True, whiten_subtract_mean=True) == pytest.approx(
+        [-2.0, 0.0, 1.0], abs=1e-6
+    )
     # -1, 4, 8: mean 11/3, squares 196/9 + 1/9 + 169/9 = 366/9, variance 61/3
     mean, deviation = 11 / 3, (61 / 3) ** 0.5
     after = [(x - mean) / deviation for x in (-1.0, 4.0, 8.0)]
@@ -187,7 +243,7 @@ def test_rewards_are_clipped_and_whitened_where_the_options_say():
     assert rewards(**trl) == pytest.approx([x + mean for x in after], abs=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------- masks change nothing
+# ----------------------------------------------------------------------------- masks change nothing
 def padded(t: Trajectory, rows: int) -> Trajectory:
     """``rows`` masked rows of garbage below; rewards, successors and flags may even be NaN."""
     g = torch.Generator().manual_seed(9)
@@ -209,7 +265,12 @@ def padded(t: Trajectory, rows: int) -> Trajectory:
 @pytest.mark.parametrize("unit", ["step", "column"])
 @pytest.mark.parametrize("reward_norm", [None, "batch", "running"])
 def test_masked_rows_change_nothing(unit, reward_norm):
-    options = {**EVERYTHING, "minibatch_unit": unit, "whiten_rewards": True, "reward_norm": reward_norm}
+    options = {
+        **EVERYTHING,
+        "minibatch_unit": unit,
+        "whiten_rewards": True,
+        "reward_norm": reward_norm,
+    }
     outcomes = []
     for extra in (0, 3):
         learner = make({**options, "global_batch_size": (T + extra) * N})
@@ -221,7 +282,9 @@ def test_masked_rows_change_nothing(unit, reward_norm):
     assert (gradient - other).norm() <= 1e-5 * gradient.norm()
     assert_close(metrics, others, rel=1e-5)
     for name in ("mean", "var", "count"):  # nor the normaliser
-        torch.testing.assert_close(state[f"encoder.moments.{name}"], other_state[f"encoder.moments.{name}"])
+        torch.testing.assert_close(
+            state[f"encoder.moments.{name}"], other_state[f"encoder.moments.{name}"]
+        )
 
 
 def test_minibatches_of_columns_do_not_see_padding():
@@ -238,7 +301,9 @@ def test_minibatches_of_columns_do_not_see_padding():
 
 
 def test_dummy_rows_change_nothing():
-    """A simulator that resets on the next step inserts a masked row after each end: the numbers are those without."""
+    """A simulator that resets on the next step inserts a masked row after each end: the numbers are
+    those without.
+    """
     outcomes = []
     for dummies in (False, True):
         learner = make({**EVERYTHING, "global_batch_size": (T + dummies) * N})
@@ -257,7 +322,14 @@ def test_dummy_rows_change_nothing():
 
 
 def test_nothing_unmasked_trains_nothing():
-    learner = make({"use_kl_in_reward": True, "entropy_bonus": 0.01, "entropy_target": 1.0, "lr_schedule": "adaptive"})
+    learner = make(
+        {
+            "use_kl_in_reward": True,
+            "entropy_bonus": 0.01,
+            "entropy_target": 1.0,
+            "lr_schedule": "adaptive",
+        }
+    )
     learner.update(experience(learner), update=0)  # momentum that would go on moving weights
     before, t = weights(learner), experience(learner)
     metrics = numbers(learner.update(replace(t, mask=torch.zeros_like(t.mask)), update=1))
@@ -273,13 +345,15 @@ def test_nothing_unmasked_trains_nothing():
     assert len(seen) == 1 and not math.isnan(metrics["policy/loss"])
 
 
-# --------------------------------------------------------------------------------------------------------- permutations
+# ------------------------------------------------------------------------------------- permutations
 @pytest.mark.parametrize("unit", ["step", "column"])
 def test_every_epoch_is_a_fresh_permutation(unit):
     learner = make({"minibatch_unit": unit, "update_epoch": 3}, model={"normalize_obs": False})
     seen: list[Tensor] = []
     assert isinstance(learner.policy, ActorCritic)
-    learner.policy.trunk.register_forward_pre_hook(lambda module, args: seen.append(args[0][VECTOR][:, 0].clone()))
+    learner.policy.trunk.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0][VECTOR][:, 0].clone())
+    )
     orders = []
     for update in range(2):
         t = full(experience(learner))
@@ -293,13 +367,17 @@ def test_every_epoch_is_a_fresh_permutation(unit):
     assert len({tuple(order) for order in orders}) == 6
     if unit == "column":  # a minibatch is two whole columns
         assert all({i % N for i in order[:16]} == {order[0] % N, order[1] % N} for order in orders)
-    generator = torch.Generator().manual_seed(sampling_key(0, 1, "shuffle", 2))  # (seed, update, stage, epoch)
+    generator = torch.Generator().manual_seed(
+        sampling_key(0, 1, "shuffle", 2)
+    )  # (seed, update, stage, epoch)
     if unit == "step":
         assert orders[5] == torch.randperm(T * N, generator=generator).tolist()
 
 
-# --------------------------------------------------------------------------------------------------------------- a twin
-def plain_ppo(policy: ActorCritic, t: Trajectory, c: AlgorithmConfig, *, update: int, seed: int) -> None:
+# ------------------------------------------------------------------------------------------- a twin
+def plain_ppo(
+    policy: ActorCritic, t: Trajectory, c: AlgorithmConfig, *, update: int, seed: int
+) -> None:
     """PPO as CleanRL writes it, on a policy without normaliser; no masks."""
     advantage, carry = torch.zeros(T, N), torch.zeros(N)
     for r in reversed(range(T)):
@@ -314,7 +392,8 @@ def plain_ppo(policy: ActorCritic, t: Trajectory, c: AlgorithmConfig, *, update:
     optimizer = torch.optim.Adam(policy.parameters(), lr=c.lr, eps=c.adam_eps)
     for epoch in range(c.update_epoch):
         order = torch.randperm(
-            T * N, generator=torch.Generator().manual_seed(sampling_key(seed, update, "shuffle", epoch))
+            T * N,
+            generator=torch.Generator().manual_seed(sampling_key(seed, update, "shuffle", epoch)),
         )
         for i in order.split(c.global_batch_size):
             features = policy.trunk({VECTOR: obs[i]})
@@ -326,7 +405,11 @@ def plain_ppo(policy: ActorCritic, t: Trajectory, c: AlgorithmConfig, *, update:
             policy_loss = torch.max(-advantage[i] * ratio, -advantage[i] * clipped).mean()
             near = value[i] + (new - value[i]).clamp(-0.2, 0.2)
             value_loss = 0.5 * torch.max((new - returns[i]) ** 2, (near - returns[i]) ** 2).mean()
-            loss = policy_loss - c.entropy_bonus * normal.entropy().sum(-1).mean() + c.value_loss_coef * value_loss
+            loss = (
+                policy_loss
+                - c.entropy_bonus * normal.entropy().sum(-1).mean()
+                + c.value_loss_coef * value_loss
+            )
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
@@ -334,7 +417,13 @@ def plain_ppo(policy: ActorCritic, t: Trajectory, c: AlgorithmConfig, *, update:
 
 
 def test_ppo_as_cleanrl_writes_it():
-    options = {"entropy_bonus": 0.01, "value_loss_coef": 0.5, "huber_delta": None, "update_epoch": 4, "lr": 1e-3}
+    options = {
+        "entropy_bonus": 0.01,
+        "value_loss_coef": 0.5,
+        "huber_delta": None,
+        "update_epoch": 4,
+        "lr": 1e-3,
+    }
     learner, twin = (make(options, model={"normalize_obs": False}) for _ in range(2))
     assert isinstance(twin.policy, ActorCritic)
     t = full(experience(learner, noise=0.1))
@@ -342,18 +431,24 @@ def test_ppo_as_cleanrl_writes_it():
     learner.update(t, update=2)
     before = weights(make(options, model={"normalize_obs": False}))
     for name, x in weights(twin).items():
-        torch.testing.assert_close(learner.optimizer.model.state_dict()[name], x, rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(
+            learner.optimizer.model.state_dict()[name], x, rtol=1e-4, atol=2e-6
+        )
         assert (x - before[name]).abs().max() > 1e-3  # 16 steps of 1e-3
 
 
-# ------------------------------------------------------------------------------------------------------------- failures
+# ----------------------------------------------------------------------------------------- failures
 @pytest.mark.parametrize("spoil", ["reward", "obs"])
 def test_non_finite_batches_stop_training_before_the_weights(spoil, tmp_path):
-    learner = make({} if spoil == "reward" else {"global_batch_size": T * N}, dump_dir=tmp_path / "run")
+    learner = make(
+        {} if spoil == "reward" else {"global_batch_size": T * N}, dump_dir=tmp_path / "run"
+    )
     t = full(experience(learner))
     before = weights(learner)
     (t.reward if spoil == "reward" else t.obs)[2, 3] = torch.nan
-    with pytest.raises(TrainingError, match=r"update 4, epoch 0: .*not finite.*bad_batch.pt; lower algorithm.lr"):
+    with pytest.raises(
+        TrainingError, match=r"update 4, epoch 0: .*not finite.*bad_batch.pt; lower algorithm.lr"
+    ):
         learner.update(t, update=4)
     assert all(torch.equal(x, before[name]) for name, x in weights(learner).items())
     dump = torch.load(tmp_path / "run" / "bad_batch.pt", weights_only=True)
@@ -361,7 +456,9 @@ def test_non_finite_batches_stop_training_before_the_weights(spoil, tmp_path):
     assert dump["batch"]["inputs"][VECTOR].shape == (*dump["batch"]["advantage"].shape, OBS)
     learner.optimizer.model.load_state_dict(dump["policy"])
     assert [f.name for f in (tmp_path / "run").iterdir()] == ["bad_batch.pt"]
-    with pytest.raises(TrainingError, match="not finite"):  # without a directory the cause is told all the same
+    with pytest.raises(
+        TrainingError, match="not finite"
+    ):  # without a directory the cause is told all the same
         make().update(t, update=0)
 
 
@@ -384,10 +481,13 @@ def test_a_rollout_too_small_to_normalise_is_told():
     assert told == ["algorithm.normalize_advantages: skipped, fewer than 2 samples in the rollout"]
 
 
-# --------------------------------------------------------------------------------------------------- steering the steps
+# ------------------------------------------------------------------------------- steering the steps
 @pytest.mark.parametrize("shared", [True, False])
 def test_critic_warmup_moves_the_critic_alone(shared):
-    learner = make({"critic_warmup": 2, "weight_decay": 0.1, "use_kl_loss": True}, model={"shared_backbone": shared})
+    learner = make(
+        {"critic_warmup": 2, "weight_decay": 0.1, "use_kl_loss": True},
+        model={"shared_backbone": shared},
+    )
     critic = {id(p) for p in learner.optimizer.critic}
     start = {name: p.detach().clone() for name, p in learner.optimizer.model.named_parameters()}
     for update in range(2):
@@ -397,7 +497,9 @@ def test_critic_warmup_moves_the_critic_alone(shared):
         assert metrics["policy/grad_norm"] == 0 < metrics["value/grad_norm"]
         assert metrics["policy/clip_fraction"] == 0 and metrics["policy/approx_kl"] < 1e-9
     learner.update(experience(learner, seed=2), update=2)
-    assert not any(torch.equal(p, start[name]) for name, p in learner.optimizer.model.named_parameters())
+    assert not any(
+        torch.equal(p, start[name]) for name, p in learner.optimizer.model.named_parameters()
+    )
 
 
 def test_target_kl_stop():
@@ -418,9 +520,13 @@ def test_learning_rate_schedules_by_hand():
 
     assert factors(10, [0, 9, 50], lr_schedule="constant") == [1, 1, 1]
     assert factors(10, [0, 5, 10, 99], lr_schedule="linear") == pytest.approx([1, 0.5, 0, 0])
-    assert factors(10, [0, 5, 9, 10], lr_schedule="linear", lr_end=0.2) == pytest.approx([1, 0.6, 0.28, 0.2])
+    assert factors(10, [0, 5, 9, 10], lr_schedule="linear", lr_end=0.2) == pytest.approx(
+        [1, 0.6, 0.28, 0.2]
+    )
     # half a cosine: (1 + cos(pi/4))/2 = 0.853553 ; 0.1 + 0.9 x that = 0.868198
-    assert factors(8, [0, 2, 4, 8], lr_schedule="cosine", lr_end=0.1) == pytest.approx([1, 0.8681981, 0.55, 0.1])
+    assert factors(8, [0, 2, 4, 8], lr_schedule="cosine", lr_end=0.1) == pytest.approx(
+        [1, 0.8681981, 0.55, 0.1]
+    )
     assert factors(10, [0, 1, 2, 3, 4], lr_warmup=3) == pytest.approx([0.25, 0.5, 0.75, 1, 1])
     assert factors(10, [0, 5], lr_warmup=1, lr_schedule="linear") == pytest.approx([0.5, 0.5])
     learner = make({"lr": 0.01, "value_lr": 0.04, "lr_schedule": "linear"})
@@ -432,15 +538,22 @@ def test_learning_rate_schedules_by_hand():
 
 def test_learning_rates_reach_their_parameters():
     """Adam's first step moves every weight by the learning rate."""
-    for options, actor, critic in (({"lr": 1e-3}, 1e-3, 1e-3), ({"lr": 1e-3, "value_lr": 1e-5}, 1e-3, 1e-5)):
+    for options, actor, critic in (
+        ({"lr": 1e-3}, 1e-3, 1e-3),
+        ({"lr": 1e-3, "value_lr": 1e-5}, 1e-3, 1e-5),
+    ):
         learner = make({**PLAIN, **options, "adam_eps": 1e-12})
         start = [p.detach().clone() for p in (*learner.optimizer.actor, *learner.optimizer.critic)]
         learner.update(full(experience(learner, noise=0.1)), update=0)
         moved = [
             (p - q).abs().max().item()
-            for p, q in zip((*learner.optimizer.actor, *learner.optimizer.critic), start, strict=True)
+            for p, q in zip(
+                (*learner.optimizer.actor, *learner.optimizer.critic), start, strict=True
+            )
         ]
-        assert moved[: len(learner.optimizer.actor)] == pytest.approx([actor] * len(learner.optimizer.actor), rel=1e-3)
+        assert moved[: len(learner.optimizer.actor)] == pytest.approx(
+            [actor] * len(learner.optimizer.actor), rel=1e-3
+        )
         assert moved[len(learner.optimizer.actor) :] == pytest.approx(
             [critic] * len(learner.optimizer.critic), rel=1e-2
         )
@@ -458,7 +571,13 @@ def test_adaptive_learning_rate():
     assert learner.optimizer.adaptive_factor == 30.0  # the limit
     kl = numbers(make().update(experience(make()), update=0))["policy/approx_kl"]
     # the band in which it stays: half to twice the wish
-    for wish, factor in ((kl / 2.1, 1 / 1.5), (kl / 1.9, 1.0), (kl, 1.0), (kl / 0.55, 1.0), (kl / 0.45, 1.5)):
+    for wish, factor in (
+        (kl / 2.1, 1 / 1.5),
+        (kl / 1.9, 1.0),
+        (kl, 1.0),
+        (kl / 0.55, 1.0),
+        (kl / 0.45, 1.5),
+    ):
         learner = make({"lr_schedule": "adaptive", "desired_kl": wish})
         learner.update(experience(learner), update=0)
         assert learner.optimizer.adaptive_factor == pytest.approx(factor)
@@ -473,7 +592,9 @@ def test_max_grad_norm():
     free = make(PLAIN)
     unclipped = gradients(free)
     free.update(t, update=0)
-    norm = math.hypot(metrics["policy/grad_norm"], metrics["value/grad_norm"])  # reported before clipping
+    norm = math.hypot(
+        metrics["policy/grad_norm"], metrics["value/grad_norm"]
+    )  # reported before clipping
     assert norm == pytest.approx(unclipped[0].norm().item(), rel=1e-5) and norm > 0.05
     torch.testing.assert_close(seen[0] * norm / 0.05, unclipped[0], rtol=1e-3, atol=1e-6)
 
@@ -483,12 +604,17 @@ def test_entropy_target_steers_the_bonus():
     entropy = ACTIONS * (0.5 * math.log(2 * math.pi * math.e))  # log_std = 0: 4.2568
     for target, direction in ((entropy + 5, 1), (entropy - 5, -1)):
         learner = make({**options, "entropy_target": target})
-        coefs = [numbers(learner.update(experience(learner), update=u))["policy/entropy_coef"] for u in range(3)]
-        assert coefs == pytest.approx([0.01 * math.exp(0.1 * direction * u) for u in range(3)], rel=1e-6)
+        coefs = [
+            numbers(learner.update(experience(learner), update=u))["policy/entropy_coef"]
+            for u in range(3)
+        ]
+        assert coefs == pytest.approx(
+            [0.01 * math.exp(0.1 * direction * u) for u in range(3)], rel=1e-6
+        )
     assert "policy/entropy_coef" not in make(options).update(experience(make()), update=0)
 
 
-# -------------------------------------------------------------------------------------------------------- the reference
+# ------------------------------------------------------------------------------------ the reference
 def test_kl_in_the_reward_is_subtracted_from_it():
     """The same as handing in rewards r - beta (lp - lp_ref)."""
     learner = make({"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.3}})
@@ -497,7 +623,9 @@ def test_kl_in_the_reward_is_subtracted_from_it():
     assert isinstance(learner.actor.reference, ActorCritic)
     with torch.no_grad():
         flat = tree.flatten_time(t)
-        ref = learner.actor.reference.evaluate(learner.actor.reference.encode(flat.obs), flat.action, flat.replay)
+        ref = learner.actor.reference.evaluate(
+            learner.actor.reference.encode(flat.obs), flat.action, flat.replay
+        )
     distance = t.log_prob.sum((2, 3)) - ref.log_prob.sum((1, 2)).reshape(T, N)
     other = make()
     metrics = numbers(learner.update(t, update=0))
@@ -513,7 +641,14 @@ def test_kl_in_the_reward_is_subtracted_from_it():
 def test_adaptive_kl_coefficient(how):
     """e = clip(KL/target - 1, +-0.2) ; beta *= 1 + e n / horizon, whatever the loss aggregates."""
     ctrl = {"type": "adaptive", "kl_coef": 0.1, "horizon": 80, "target_kl": 1.0}
-    learner = make({"use_kl_in_reward": True, "kl_ctrl": ctrl, "loss_agg_func": how, "minibatch_unit": "column"})
+    learner = make(
+        {
+            "use_kl_in_reward": True,
+            "kl_ctrl": ctrl,
+            "loss_agg_func": how,
+            "minibatch_unit": "column",
+        }
+    )
     metrics = numbers(learner.update(experience(learner), update=0))
     assert metrics["kl/coef"] == 0.1  # the value before the update
     assert abs(metrics["kl/to_reference"]) < 1e-5  # the policy training began with acted
@@ -553,7 +688,7 @@ def test_the_reference_is_the_policy_training_began_with():
     assert found == pytest.approx(k3, rel=1e-4) and k3 > 1e-4
 
 
-# -------------------------------------------------------------------------------------------------------- another acted
+# ------------------------------------------------------------------------------------ another acted
 def test_off_policy_weights_by_hand():
     """lp_acted = lp - s: weights e^s capped at 1.5, and the ratio starts at 1, not at e^s."""
     shift = torch.tensor([0.1, -0.2, 1.0, 0.0] * 2)  # per column
@@ -585,27 +720,36 @@ def test_off_policy_weights_scale_the_policy_gradient():
     torch.testing.assert_close(found[1], 1.25 * found[0], rtol=1e-4, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------- metrics, known cases
+# ----------------------------------------------------------------------------- metrics, known cases
 def test_policy_metrics_by_hand():
-    """One step on the whole rollout with gamma = 0: A = r - V; the ratio is e^{-s} where lp_old = lp + s."""
+    """One step on the whole rollout with gamma = 0: A = r - V; the ratio is e^{-s} where lp_old =
+    lp + s.
+    """
     learner = make({**PLAIN, "gamma": 0.0, "clip_ratio_c": 1.3, "clip_ratio_high": 0.1})
     t = full(experience(learner))
     shift = torch.tensor([0.0, 0.4, -0.4, -0.15, 0.0, 0.4, -0.4, -0.15]).expand(T, N)
     old = t.log_prob.clone()
     old[..., 0, 1] += shift
     advantage = torch.where(torch.arange(N) < 4, 1.0, -2.0).expand(T, N)
-    metrics = numbers(learner.update(replace(t, log_prob=old, reward=t.value + advantage), update=0))
-    # r = 1, 0.670, 1.492, 1.162. A = 1: clipped above 1.1 (two of four). A = -2: below 0.8 (one of four).
+    metrics = numbers(
+        learner.update(replace(t, log_prob=old, reward=t.value + advantage), update=0)
+    )
+    # r = 1, 0.670, 1.492, 1.162. A = 1: clipped above 1.1 (two of four). A = -2: below 0.8 (one of
+    # four).
     assert metrics["policy/clip_fraction"] == pytest.approx(3 / 8)
     # A = -2: l = 2 r against 2 x 1.3: r = 1.492 alone is bounded
     assert metrics["policy/dual_clip_fraction"] == pytest.approx(1 / 8)
     assert metrics["policy/ratio_max"] == pytest.approx(math.exp(0.4), rel=1e-4)
     r = [math.exp(-s) for s in (0.0, 0.4, -0.4, -0.15)]
-    assert metrics["policy/approx_kl"] == pytest.approx(sum(x - 1 - math.log(x) for x in r) / 4, rel=1e-4)
+    assert metrics["policy/approx_kl"] == pytest.approx(
+        sum(x - 1 - math.log(x) for x in r) / 4, rel=1e-4
+    )
     positive = -(1 + r[1] + 1.1 + 1.1) / 4  # -min(A r, A clip(r))
     negative = 2 * (1 + 0.8 + 1.3 + r[3]) / 4
     assert metrics["policy/loss"] == pytest.approx((positive + negative) / 2, rel=1e-4)
-    assert metrics["policy/entropy"] == pytest.approx(ACTIONS * 0.5 * math.log(2 * math.pi * math.e), rel=1e-5)
+    assert metrics["policy/entropy"] == pytest.approx(
+        ACTIONS * 0.5 * math.log(2 * math.pi * math.e), rel=1e-5
+    )
     assert metrics["policy/epochs"] == 1 and metrics["policy/lr"] == pytest.approx(3e-4)
     assert metrics["policy/grad_norm"] > 0
     # before any normalisation: half +1, half -2; unbiased deviation sqrt(1.5^2 x 64 / 63)
@@ -622,9 +766,16 @@ def test_clipped_rewards_and_advantages_by_hand():
     metrics = numbers(learner.update(t, update=0))
     assert metrics["advantage/mean"] == pytest.approx(3 * (6 - 2) / 8)
     assert metrics["policy/loss"] == pytest.approx(-1.5, rel=1e-5)
-    # mean 1.5, deviation sqrt(6.75): (3 - 1.5)/2.598 = 0.577 and -1.732 are both clamped: -(6 - 2)/8 x 0.25
+    # mean 1.5, deviation sqrt(6.75): (3 - 1.5)/2.598 = 0.577 and -1.732 are both clamped: -(6 -
+    # 2)/8 x 0.25
     learner = make(
-        {**PLAIN, "gamma": 0.0, "reward_clip": 3.0, "advantage_clip": 0.25, "normalize_advantages": True},
+        {
+            **PLAIN,
+            "gamma": 0.0,
+            "reward_clip": 3.0,
+            "advantage_clip": 0.25,
+            "normalize_advantages": True,
+        },
         model={"value_gain": 0.0},
     )
     metrics = numbers(learner.update(t, update=0))
@@ -640,18 +791,25 @@ def test_value_metrics_by_hand():
     reward = t.value + torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 4.0])
     metrics = numbers(learner.update(replace(t, value=t.value + off, reward=reward), update=0))
     assert metrics["value/clip_fraction"] == pytest.approx(3 / 8)
-    # R - V = 0 but in column 7: h(4) = 1 x (4 - 1/2); clipped: V_c is off by 0.1 in columns 0 .. 2: h(0.1) = 0.005
+    # R - V = 0 but in column 7: h(4) = 1 x (4 - 1/2); clipped: V_c is off by 0.1 in columns 0 .. 2:
+    # h(0.1) = 0.005
     assert metrics["value/loss"] == pytest.approx((3.5 + 3 * 0.005) / 8, rel=1e-4)
     error, spread = (reward - t.value - off).var(unbiased=False), reward.var(unbiased=False)
-    assert metrics["value/explained_variance"] == pytest.approx((1 - error / spread).item(), rel=1e-5)
+    assert metrics["value/explained_variance"] == pytest.approx(
+        (1 - error / spread).item(), rel=1e-5
+    )
     assert 0.05 < abs(metrics["value/explained_variance"]) < 0.99
     assert metrics["advantage/zero_fraction"] == 3 / 8  # columns 4 .. 6
     assert "value/clip_fraction" not in make({"value_clip": None}).update(t, update=0)
 
 
-@pytest.mark.parametrize("adv_type", ["grpo", "rloo", "reinforce_plus_plus_baseline", "reinforce_plus_plus"])
+@pytest.mark.parametrize(
+    "adv_type", ["grpo", "rloo", "reinforce_plus_plus_baseline", "reinforce_plus_plus"]
+)
 def test_group_advantages(adv_type):
-    """Columns 0 .. 3 return the same: nothing to learn from them. mean and std are those before normalisation."""
+    """Columns 0 .. 3 return the same: nothing to learn from them. mean and std are those before
+    normalisation.
+    """
     learner = make({"adv_type": adv_type, "group_size": 4, "normalize_advantages": True})
     t = full(experience(learner))
     t.terminated[:], t.truncated[:] = False, False
@@ -660,15 +818,29 @@ def test_group_advantages(adv_type):
     metrics = numbers(learner.update(t, update=0))
     assert metrics["advantage/zero_fraction"] == pytest.approx(0.5)
     assert metrics["advantage/std"] > 0 and metrics["advantage/std"] != pytest.approx(1.0, abs=1e-3)
-    before, raw = weights(learner), make({"adv_type": adv_type, "group_size": 4, "normalize_advantages": False})
+    before, raw = (
+        weights(learner),
+        make({"adv_type": adv_type, "group_size": 4, "normalize_advantages": False}),
+    )
     raw.update(t, update=0)
-    assert any(not torch.equal(x, before[name]) for name, x in weights(raw).items())  # the option is read
+    assert any(
+        not torch.equal(x, before[name]) for name, x in weights(raw).items()
+    )  # the option is read
 
 
-# ----------------------------------------------------------------------------------------------------------- checkpoint
+# --------------------------------------------------------------------------------------- checkpoint
 STATEFUL: dict[str, Any] = {
-    **{"lr_schedule": "adaptive", "reward_norm": "running", "use_kl_in_reward": True, "use_kl_loss": True},
-    **{"kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "horizon": 50.0}, "entropy_bonus": 0.01, "entropy_target": 3.0},
+    **{
+        "lr_schedule": "adaptive",
+        "reward_norm": "running",
+        "use_kl_in_reward": True,
+        "use_kl_loss": True,
+    },
+    **{
+        "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "horizon": 50.0},
+        "entropy_bonus": 0.01,
+        "entropy_target": 3.0,
+    },
 }
 
 
@@ -683,7 +855,11 @@ def test_state_continues_bit_for_bit():
     saved = torch.load(buffer, weights_only=True)
     resumed.optimizer.model.load_state_dict(saved["policy"])
     resumed.load_state(saved["learner"])
-    assert learner.optimizer.adaptive_factor != 1.0 and learner.kl.coef != 0.1 and learner.entropy.coef != 0.01
+    assert (
+        learner.optimizer.adaptive_factor != 1.0
+        and learner.kl.coef != 0.1
+        and learner.entropy.coef != 0.01
+    )
     a: dict[str, float] = {}
     for update in range(2, 4):
         t = experience(learner, seed=update)
@@ -705,45 +881,81 @@ def test_what_does_not_adapt_follows_the_configuration():
     changed = make(options)
     changed.load_state(learner.state())
     metrics = numbers(changed.update(experience(changed), update=1))
-    assert metrics["policy/lr"] == 0.123 and metrics["kl/coef"] == 0.9 and changed.entropy.coef == 0.7
+    assert (
+        metrics["policy/lr"] == 0.123 and metrics["kl/coef"] == 0.9 and changed.entropy.coef == 0.7
+    )
     assert changed.optimizer.adamw.param_groups[0]["weight_decay"] == 0.5
     assert changed.optimizer.adamw.param_groups[0]["betas"] == (0.5, 0.999)
 
 
-# --------------------------------------------------------------------------------------------------------------- golden
+# ------------------------------------------------------------------------------------------- golden
 @pytest.mark.gpu
 @pytest.mark.parametrize("discrete", [False, True])
 def test_on_a_gpu_the_numbers_are_the_same(discrete):
     found = []
     for device in ("cpu", "cuda"):
-        options = {**EVERYTHING, **STATEFUL, "off_policy_correction": "token", "reward_norm": "running"}
+        options = {
+            **EVERYTHING,
+            **STATEFUL,
+            "off_policy_correction": "token",
+            "reward_norm": "running",
+        }
         learner = make(options, discrete=discrete, device=device)
-        t = tree.map(lambda x, device=device: x.to(device), experience(make(options, discrete=discrete), noise=0.3))
+        t = tree.map(
+            lambda x, device=device: x.to(device),
+            experience(make(options, discrete=discrete), noise=0.3),
+        )
         found.append(numbers(learner.update(t, update=0)))
         assert all(p.is_cuda == (device == "cuda") for p in learner.optimizer.model.parameters())
     assert_close(found[0], found[1], rel=1e-3)
 
 
-GOLDEN_TAGS = ("policy/loss", "value/loss", "policy/entropy", "policy/approx_kl", "advantage/std", "policy/grad_norm")
+GOLDEN_TAGS = (
+    "policy/loss",
+    "value/loss",
+    "policy/entropy",
+    "policy/approx_kl",
+    "advantage/std",
+    "policy/grad_norm",
+)
 GOLDEN = {  # those, and the sum of all weights' absolute values
     "gaussian": [-0.034117233, 4.505033, 4.2714901, 0.0094506652, 2.3729406, 2.2682903, 31.386405],
-    "categorical": [-0.023480248, 5.1803288, 1.3553469, 0.0047311342, 2.5351651, 2.2558212, 32.628648],
+    "categorical": [
+        -0.023480248,
+        5.1803288,
+        1.3553469,
+        0.0047311342,
+        2.5351651,
+        2.2558212,
+        32.628648,
+    ],
     "columns": [-0.16615319, 0.22671288, 28.789072, 0.0093913321, 0.646361, 9.6150904, 31.089889],
 }
 
 
 @pytest.mark.parametrize("name", ["gaussian", "categorical", "columns"])
 def test_golden(name):
-    """Fixed seeds: a refactor moves none of these numbers. To set them anew run pytest -s, and say why they moved."""
+    """Fixed seeds: a refactor moves none of these numbers.
+
+    To set them anew run pytest -s, and say why they moved.
+    """
     options = {
         "gaussian": {"entropy_bonus": 0.01, "lr_schedule": "cosine"},
         "categorical": {"clip_ratio_c": 2.0, "use_kl_loss": True, "kl_loss_coef": 0.1},
-        "columns": {"minibatch_unit": "column", "loss_agg_func": "seq-mean-token-sum", "reward_norm": "running"},
+        "columns": {
+            "minibatch_unit": "column",
+            "loss_agg_func": "seq-mean-token-sum",
+            "reward_norm": "running",
+        },
     }[name]
     learner, metrics = make({"lr": 1e-3, **options}, discrete=name == "categorical"), {}
     for update in range(3):
-        metrics = numbers(learner.update(experience(learner, seed=update, noise=0.1), update=update))
-    total = sum(float(p.detach().double().abs().sum()) for p in learner.optimizer.model.parameters())
+        metrics = numbers(
+            learner.update(experience(learner, seed=update, noise=0.1), update=update)
+        )
+    total = sum(
+        float(p.detach().double().abs().sum()) for p in learner.optimizer.model.parameters()
+    )
     found = [*(metrics[tag] for tag in GOLDEN_TAGS), total]
     print(name, [float(f"{value:.8g}") for value in found])
     assert found == pytest.approx(GOLDEN[name], rel=1e-5, abs=1e-6)

@@ -1,4 +1,6 @@
-"""Advantages: hand-computed cases, float64 twins that cut masked rows out, and the properties users rely on."""
+"""Advantages: hand-computed cases, float64 twins that cut masked rows out, and the properties users
+rely on.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ GAMMA: dict[str, Any] = {"gamma": 0.99, "gae_lambda": 0.95}
 NAN = float("nan")
 
 
-def random_rows(T: int, N: int, seed: int, *, holes: float = 0.3, ends: float = 0.2) -> dict[str, Tensor]:
+def random_rows(
+    T: int, N: int, seed: int, *, holes: float = 0.3, ends: float = 0.2
+) -> dict[str, Tensor]:
     """What ``gae`` takes; flags and masks fall anywhere, masked rows among done ones included."""
     g = torch.Generator().manual_seed(seed)
     done = torch.rand(T, N, generator=g) < ends
@@ -43,7 +47,11 @@ def column(*, mask: list[int] | None = None, **rows: list[float]) -> dict[str, T
     out = {name: torch.tensor(x, dtype=torch.float32).unsqueeze(1) for name, x in rows.items()}
     for flag in ("terminated", "truncated"):
         out[flag] = out.get(flag, torch.zeros(T, 1)).bool()
-    out["mask"] = torch.ones(T, 1, dtype=torch.bool) if mask is None else torch.tensor(mask).bool().unsqueeze(1)
+    out["mask"] = (
+        torch.ones(T, 1, dtype=torch.bool)
+        if mask is None
+        else torch.tensor(mask).bool().unsqueeze(1)
+    )
     return out
 
 
@@ -56,7 +64,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-6) -> None:
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-# ---------------------------------------------------------------------------------------------------------------- gae
+# ---------------------------------------------------------------------------------------------- gae
 def test_gae_by_hand():
     rows = column(
         reward=[1.0, 2.0, 3.0, 4.0],
@@ -79,7 +87,12 @@ def test_gae_by_hand():
         (0, 1, "standard", 2 + 0.5 * 10 - 3.0),  # the clock: V of the final observation counts
         (1, 0, "always", 2 + 0.5 * 10 - 3.0),
         (0, 1, "always", 2 + 0.5 * 10 - 3.0),
-        (0, 0, "always", 2 + 0.5 * 10 - 3.0 + 0.25 * 100),  # and only here the carry passes: δ of the next row is 100
+        (
+            0,
+            0,
+            "always",
+            2 + 0.5 * 10 - 3.0 + 0.25 * 100,
+        ),  # and only here the carry passes: δ of the next row is 100
     ],
 )
 def test_ends_of_episodes(terminated, truncated, bootstrap_type, expected):
@@ -90,7 +103,9 @@ def test_ends_of_episodes(terminated, truncated, bootstrap_type, expected):
         terminated=[terminated, 0],
         truncated=[truncated, 0],
     )
-    advantage, returns = advantages.gae(**rows, gamma=0.5, gae_lambda=0.5, bootstrap_type=bootstrap_type)
+    advantage, returns = advantages.gae(
+        **rows, gamma=0.5, gae_lambda=0.5, bootstrap_type=bootstrap_type
+    )
     assert advantage[0].item() == pytest.approx(expected)
     assert returns[0].item() == pytest.approx(expected + 3.0)
 
@@ -139,7 +154,9 @@ def test_lambda_0_is_the_td_error():
 
 
 def test_lambda_1_is_monte_carlo():
-    """With consistent values the returns are discounted rewards, plus the value where the clock or the rollout cuts."""
+    """With consistent values the returns are discounted rewards, plus the value where the clock or
+    the rollout cuts.
+    """
     T = 12
     g = torch.Generator().manual_seed(2)
     reward, value = torch.randn(T, 1, generator=g), torch.randn(T, 1, generator=g)
@@ -158,7 +175,8 @@ def test_lambda_1_is_monte_carlo():
     for start, end, last in ((0, 3, 0.0), (4, 7, -2.0), (8, 11, 5.0)):
         for t in range(start, end + 1):
             monte_carlo = (
-                sum(0.9 ** (i - t) * reward[i].item() for i in range(t, end + 1)) + 0.9 ** (end + 1 - t) * last
+                sum(0.9 ** (i - t) * reward[i].item() for i in range(t, end + 1))
+                + 0.9 ** (end + 1 - t) * last
             )
             assert returns[t].item() == pytest.approx(monte_carlo, abs=1e-5)
 
@@ -173,7 +191,7 @@ def test_a_chunk_of_k_steps_discounts_k_times():
     close(same, advantages.gae(**rows, gamma=0.125, gae_lambda=0.125)[0])
 
 
-# --------------------------------------------------------------------------------------------------------------- masks
+# -------------------------------------------------------------------------------------------- masks
 @pytest.mark.parametrize("seed", range(8))
 def test_masked_rows_may_hold_anything(seed):
     rows = random_rows(15, 4, seed)
@@ -191,7 +209,9 @@ def test_masked_rows_may_hold_anything(seed):
 
 
 def test_a_dummy_reset_row_is_transparent():
-    """Embodied: the row before the dummy is done and keeps its own next_value; the next episode begins after it."""
+    """Embodied: the row before the dummy is done and keeps its own next_value; the next episode
+    begins after it.
+    """
     with_dummy = column(
         reward=[1.0, 2.0, NAN, 3.0],
         value=[1.0, 1.0, 50.0, 4.0],
@@ -202,11 +222,15 @@ def test_a_dummy_reset_row_is_transparent():
     without = {name: x[[0, 1, 3]] for name, x in with_dummy.items()}
     advantage = advantages.gae(**with_dummy, **GAMMA)[0]
     assert advantage[[0, 1, 3]].equal(advantages.gae(**without, **GAMMA)[0])
-    assert advantage[1].item() == pytest.approx(2 + 0.99 * 9 - 1)  # the value of the final observation
+    assert advantage[1].item() == pytest.approx(
+        2 + 0.99 * 9 - 1
+    )  # the value of the final observation
 
 
 def test_a_hole_inside_a_response_is_transparent():
-    """Reasoning: two tool tokens between two of the policy's; next_value is the following token's value."""
+    """Reasoning: two tool tokens between two of the policy's; next_value is the following token's
+    value.
+    """
     value = [1.0, 2.0, 30.0, 40.0, 5.0, 6.0]
     with_hole = column(
         reward=[0.0, 0.0, 7.0, 7.0, 0.0, 1.0],
@@ -228,7 +252,10 @@ def test_a_hole_inside_a_response_is_transparent():
 
 def test_a_hole_to_the_end_of_the_rollout_keeps_the_last_rows_own_next_value():
     cut = column(reward=[1.0, 0.0], value=[2.0, 30.0], next_value=[4.0, 50.0], mask=[1, 0])
-    assert advantages.gae(**cut, gamma=0.5, gae_lambda=0.9)[0].flatten().tolist() == [1.0, 0.0]  # 1 + ½·4 − 2
+    assert advantages.gae(**cut, gamma=0.5, gae_lambda=0.9)[0].flatten().tolist() == [
+        1.0,
+        0.0,
+    ]  # 1 + ½·4 − 2
 
 
 def test_columns_do_not_meet():
@@ -243,9 +270,14 @@ def test_columns_do_not_meet():
 def test_padding_length_changes_nothing(adv_type):
     rows = random_rows(8, 4, 4)
     rows["terminated"][-1], rows["truncated"][-1], rows["mask"][-1] = True, False, True
-    pad = {name: torch.full((20, 4), NAN if x.dtype == torch.float32 else 0).to(x.dtype) for name, x in rows.items()}
+    pad = {
+        name: torch.full((20, 4), NAN if x.dtype == torch.float32 else 0).to(x.dtype)
+        for name, x in rows.items()
+    }
     padded = {name: torch.cat([x, pad[name]]) for name, x in rows.items()}
-    short, long = (advantages.estimate(adv_type, **r, **GAMMA, group_size=2) for r in (rows, padded))
+    short, long = (
+        advantages.estimate(adv_type, **r, **GAMMA, group_size=2) for r in (rows, padded)
+    )
     assert short[0].equal(long[0][:8]) and (long[0][8:] == 0).all()
     assert short[1].equal(long[1][:8])
 
@@ -256,7 +288,7 @@ def test_nothing_carries_gradient():
     assert not any(x.requires_grad for x in advantages.gae(**rows, **GAMMA))
 
 
-# -------------------------------------------------------------------------------------------------------- critic-free
+# -------------------------------------------------------------------------------------- critic-free
 SCORE = torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0, 5.0, 1.0, 2.0])
 
 
@@ -277,10 +309,14 @@ def test_rloo_by_hand():
 def test_group_twins(group_size, groups, seed):
     score = torch.randn(group_size * groups, generator=torch.Generator().manual_seed(seed))
     s = score.tolist()
-    assert advantages.grpo(score, group_size).tolist() == pytest.approx(twins.grpo(s, group_size), abs=1e-6, rel=1e-6)
+    assert advantages.grpo(score, group_size).tolist() == pytest.approx(
+        twins.grpo(s, group_size), abs=1e-6, rel=1e-6
+    )
     plain = advantages.grpo(score, group_size, normalize_std=False)
     assert plain.tolist() == pytest.approx(twins.grpo(s, group_size, normalize_std=False), abs=1e-6)
-    assert advantages.rloo(score, group_size).tolist() == pytest.approx(twins.rloo(s, group_size), abs=1e-6)
+    assert advantages.rloo(score, group_size).tolist() == pytest.approx(
+        twins.rloo(s, group_size), abs=1e-6
+    )
     close(plain.reshape(groups, group_size).sum(1), torch.zeros(groups), 1e-5)
 
 
@@ -293,22 +329,30 @@ def test_groups_ignore_columns_without_a_row(estimator):
 
 
 def test_groups_are_refused_with_the_cure():
-    with pytest.raises(ConfigError, match=r"group_size = 1: .* >= 2 columns .* set algorithm.group_size"):
+    with pytest.raises(
+        ConfigError, match=r"group_size = 1: .* >= 2 columns .* set algorithm.group_size"
+    ):
         advantages.grpo(SCORE, 1)
     with pytest.raises(ConfigError, match=r"group_size = 3: must divide the 8 columns"):
         advantages.rloo(SCORE, 3)
 
 
 def test_return_to_go_by_hand():
-    rows = column(reward=[1.0, 2.0, 9.0, 4.0], value=[0.0] * 4, truncated=[0, 1, 0, 0], mask=[1, 1, 0, 1])
+    rows = column(
+        reward=[1.0, 2.0, 9.0, 4.0], value=[0.0] * 4, truncated=[0, 1, 0, 0], mask=[1, 1, 0, 1]
+    )
     del rows["value"]
     # 4 ; masked: 0 ; the clock stops it: 2 ; 1 + ½·2
     assert advantages.return_to_go(**rows, gamma=0.5).flatten().tolist() == [2.0, 2.0, 0.0, 4.0]
 
 
 def test_reinforce_by_hand():
-    """The discounted return-to-go as it is: no value, no whitening; a cut by the clock ends the sum."""
-    rows = column(reward=[1.0, 2.0, 9.0, 4.0], value=[7.0] * 4, truncated=[0, 1, 0, 0], mask=[1, 1, 0, 1])
+    """The discounted return-to-go as it is: no value, no whitening; a cut by the clock ends the
+    sum.
+    """
+    rows = column(
+        reward=[1.0, 2.0, 9.0, 4.0], value=[7.0] * 4, truncated=[0, 1, 0, 0], mask=[1, 1, 0, 1]
+    )
     rows["next_value"] = torch.full_like(rows["reward"], 5.0)
     # 4 ; masked: 0 ; 2 ; 1 + 0.5 x 2
     advantage, _ = advantages.estimate("reinforce", **rows, gamma=0.5, gae_lambda=0.9)
@@ -322,7 +366,11 @@ def test_reinforce_plus_plus_twin(seed):
     raw = twins.return_to_go(rows["reward"].tolist(), done.tolist(), mask, gamma=0.9)
     options = {name: rows[name] for name in ("reward", "terminated", "truncated", "mask")}
     close(advantages.reinforce_plus_plus(**options, gamma=0.9, whiten=False), torch.tensor(raw))
-    close(advantages.reinforce_plus_plus(**options, gamma=0.9), torch.tensor(twins.standardise(raw, mask)), 2e-6)
+    close(
+        advantages.reinforce_plus_plus(**options, gamma=0.9),
+        torch.tensor(twins.standardise(raw, mask)),
+        2e-6,
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -333,18 +381,24 @@ def test_reinforce_plus_plus_baseline_twin(seed):
     mask = rows["mask"].tolist()
     centred = twins.grpo(score.tolist(), 2, normalize_std=False)
     raw = [[c if keep else 0.0 for c, keep in zip(centred, row)] for row in mask]
-    close(advantages.reinforce_plus_plus_baseline(score, rows["mask"], 2, whiten=False), torch.tensor(raw))
+    close(
+        advantages.reinforce_plus_plus_baseline(score, rows["mask"], 2, whiten=False),
+        torch.tensor(raw),
+    )
     expected = torch.tensor(twins.standardise(raw, mask))
     close(advantages.reinforce_plus_plus_baseline(score, rows["mask"], 2), expected, 2e-6)
 
 
-# ------------------------------------------------------------------------------------------------------------ estimate
+# ----------------------------------------------------------------------------------------- estimate
 def test_estimate_dispatches():
     rows = random_rows(6, 4, 7)
     rows["mask"][:, 3] = False  # an empty column: counts in no group
     mask = rows["mask"]
     gae = advantages.gae(**rows, **GAMMA)
-    out = {name: advantages.estimate(name, **rows, **GAMMA, group_size=2) for name in advantages.ADV_TYPES}
+    out = {
+        name: advantages.estimate(name, **rows, **GAMMA, group_size=2)
+        for name in advantages.ADV_TYPES
+    }
     assert out["gae"][0].equal(gae[0]) and out["gae"][1].equal(gae[1])
     score = torch.where(mask, rows["reward"], 0.0).sum(0)
     for name, estimator in (("grpo", advantages.grpo), ("rloo", advantages.rloo)):
@@ -371,9 +425,16 @@ def test_whitening_may_be_left_to_a_caller_who_knows_all_ranks():
     rows = random_rows(6, 8, 9)
     for adv_type in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         whole = advantages.estimate(adv_type, **rows, **GAMMA, group_size=2)[0]
-        ranks = [{name: x[:, cut] for name, x in rows.items()} for cut in (slice(0, 4), slice(4, 8))]
-        raw = [advantages.estimate(adv_type, **r, **GAMMA, group_size=2, whiten=False)[0] for r in ranks]
-        shared = running_stats.merge_moments([running_stats.masked_moments(a, r["mask"]) for a, r in zip(raw, ranks)])
+        ranks = [
+            {name: x[:, cut] for name, x in rows.items()} for cut in (slice(0, 4), slice(4, 8))
+        ]
+        raw = [
+            advantages.estimate(adv_type, **r, **GAMMA, group_size=2, whiten=False)[0]
+            for r in ranks
+        ]
+        shared = running_stats.merge_moments(
+            [running_stats.masked_moments(a, r["mask"]) for a, r in zip(raw, ranks)]
+        )
         parts = [advantages.normalize(a, r["mask"], moments=shared)[0] for a, r in zip(raw, ranks)]
         close(torch.cat(parts, 1), whole)
 
@@ -382,11 +443,13 @@ def test_unknown_names_are_refused():
     rows = random_rows(3, 2, 0)
     with pytest.raises(ConfigError, match=r"adv_type = vtrace: must be one of gae, grpo"):
         advantages.estimate("vtrace", **rows, **GAMMA)
-    with pytest.raises(ConfigError, match=r"bootstrap_type = never: must be one of standard, always"):
+    with pytest.raises(
+        ConfigError, match=r"bootstrap_type = never: must be one of standard, always"
+    ):
         advantages.gae(**rows, **GAMMA, bootstrap_type="never")
 
 
-# ------------------------------------------------------------------------------------------------------ normalisation
+# ------------------------------------------------------------------------------------ normalisation
 def test_normalize_by_hand():
     a = torch.tensor([[1.0, 3.0], [50.0, 5.0]])
     mask = torch.tensor([[True, True], [False, True]])
@@ -426,21 +489,26 @@ def test_clip():
     assert advantages.clip(x, None) is x
 
 
-# ------------------------------------------------------------------------------------------------------------- rewards
+# ------------------------------------------------------------------------------------------ rewards
 REWARD = torch.tensor([[1.0, 3.0, 10.0, 10.0], [2.0, 99.0, 30.0, 10.0]])
 KEPT = torch.tensor([[True, True, True, True], [True, False, True, True]])
 
 
 def test_whiten_rewards_keeps_the_mean():
     out = advantages.whiten_rewards(REWARD, KEPT)
-    before, after = running_stats.masked_moments(REWARD, KEPT), running_stats.masked_moments(out, KEPT)
+    before, after = (
+        running_stats.masked_moments(REWARD, KEPT),
+        running_stats.masked_moments(out, KEPT),
+    )
     assert after.mean.item() == pytest.approx(before.mean.item(), rel=1e-6)
     assert after.var.item() == pytest.approx(1.0, rel=1e-5) and before.var.item() > 50
     assert out[1, 1].item() == 99.0
     # 0, 4: mean 2, unbiased deviation √8
     two = advantages.whiten_rewards(torch.tensor([[0.0, 4.0]]), torch.ones(1, 2).bool())
     assert two.tolist() == [pytest.approx([2 - 2 / 8**0.5, 2 + 2 / 8**0.5])]
-    centred = advantages.whiten_rewards(torch.tensor([[0.0, 4.0]]), torch.ones(1, 2).bool(), keep_mean=False)
+    centred = advantages.whiten_rewards(
+        torch.tensor([[0.0, 4.0]]), torch.ones(1, 2).bool(), keep_mean=False
+    )
     assert centred.tolist() == [pytest.approx([-2 / 8**0.5, 2 / 8**0.5])]
     one = torch.tensor([[7.0]])
     assert advantages.whiten_rewards(one, torch.ones(1, 1).bool()).equal(one)
@@ -493,9 +561,14 @@ def test_rewards_without_spread_are_not_blown_up():
 
 
 def test_reward_norm_refusals():
-    with pytest.raises(ConfigError, match="reward_norm = layer: must be null, batch, group or running"):
+    with pytest.raises(
+        ConfigError, match="reward_norm = layer: must be null, batch, group or running"
+    ):
         advantages.shape_rewards(REWARD, KEPT, norm="layer")
-    with pytest.raises(ConfigError, match=r"reward_shift = true: must be false with algorithm.reward_norm = running"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reward_shift = true: must be false with algorithm.reward_norm = running",
+    ):
         advantages.shape_rewards(REWARD, KEPT, norm="running", shift=True, running_std=1.0)
     with pytest.raises(ConfigError, match="needs the running deviation"):
         advantages.shape_rewards(REWARD, KEPT, norm="running")
@@ -503,17 +576,22 @@ def test_reward_norm_refusals():
         advantages.shape_rewards(REWARD, KEPT, norm="group")
 
 
-# ------------------------------------------------------------------------------------------------------ return scaling
+# ----------------------------------------------------------------------------------- return scaling
 def test_return_scaler_by_hand():
     s = advantages.ReturnScaler(1)
     assert s.std.item() == s.scale.item() == 1.0
-    flags = {"done": torch.tensor([[0], [1], [0], [0]]).bool(), "mask": torch.tensor([[1], [1], [0], [1]]).bool()}
+    flags = {
+        "done": torch.tensor([[0], [1], [0], [0]]).bool(),
+        "mask": torch.tensor([[1], [1], [0], [1]]).bool(),
+    }
     s.update(torch.tensor([[2.0], [3.0], [NAN], [6.0]]), **flags, gamma=0.5)
     # G: 2 ; 3 + ½·2 = 4, done ; masked ; 6 -> mean 4, population variance (4 + 0 + 4)/3
     assert s.moments.mean.item() == pytest.approx(4.0) and s.moments.count.item() == 3
     assert s.std.item() == pytest.approx((8 / 3) ** 0.5)
     assert s.running.item() == 6.0
-    s.update(torch.tensor([[1.0]]), torch.tensor([[True]]), torch.tensor([[True]]), 0.5)  # 1 + ½·6 = 4, done
+    s.update(
+        torch.tensor([[1.0]]), torch.tensor([[True]]), torch.tensor([[True]]), 0.5
+    )  # 1 + ½·6 = 4, done
     assert s.moments.var.item() == pytest.approx(8 / 4) and s.running.item() == 0.0
 
 

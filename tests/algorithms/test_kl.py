@@ -25,7 +25,7 @@ def value_and_gradient(delta: float, kind: str) -> tuple[float, float]:
     return out.item(), lp.grad.item()
 
 
-# ---------------------------------------------------------------------------------------------------------- estimators
+# --------------------------------------------------------------------------------------- estimators
 @pytest.mark.parametrize(
     ("kind", "value", "gradient"),
     [  # Δ = −0.5
@@ -44,29 +44,40 @@ def test_value_and_gradient_by_hand(kind, value, gradient):
 
 
 def test_k3_clamps():
-    # Δ = −3: e^3 − 4 = 16.09 -> 10, without gradient ; Δ = 15: e^{−15} + 14 -> 10 ; Δ = ±50 stays finite
+    # Δ = −3: e^3 − 4 = 16.09 -> 10, without gradient ; Δ = 15: e^{−15} + 14 -> 10 ; Δ = ±50 stays
+    # finite
     assert value_and_gradient(-3.0, "k3") == (10.0, 0.0)
     assert value_and_gradient(15.0, "k3") == (10.0, 0.0)
     assert value_and_gradient(-50.0, "k3") == (10.0, 0.0)
     assert value_and_gradient(-50.0, "k3+") == (10.0, -50.0)  # the '+' form still pulls back
-    assert value_and_gradient(1e-9, "k3")[0] == pytest.approx(5e-19, rel=1e-3)  # ½Δ²: not lost in e^x − 1
+    assert value_and_gradient(1e-9, "k3")[0] == pytest.approx(
+        5e-19, rel=1e-3
+    )  # ½Δ²: not lost in e^x − 1
 
 
 @given(st.floats(-60, 60), st.floats(-60, 60), st.sampled_from(SAMPLED), st.booleans())
 def test_estimator_twin(lp, ref, kind, plus):
-    out = kl.estimate(torch.tensor(lp, dtype=torch.float64), torch.tensor(ref, dtype=torch.float64), kind + "+" * plus)
+    out = kl.estimate(
+        torch.tensor(lp, dtype=torch.float64),
+        torch.tensor(ref, dtype=torch.float64),
+        kind + "+" * plus,
+    )
     assert out.item() == pytest.approx(twins.kl(lp, ref, kind), rel=1e-9, abs=1e-12)
 
 
 def test_expectations_under_the_policy_are_the_exact_kl():
-    """Sums over a categorical's actions, no sampling: E[k1] = E[k3] = KL, E[k2] is close but biased."""
+    """Sums over a categorical's actions, no sampling: E[k1] = E[k3] = KL, E[k2] is close but
+    biased.
+    """
     logits = torch.tensor([0.3, -0.4, 1.1, 0.0], dtype=torch.float64)
     ref_logits = torch.tensor([0.1, 0.2, 0.6, -0.5], dtype=torch.float64)
     p, lp, ref = logits.softmax(-1), logits.log_softmax(-1), ref_logits.log_softmax(-1)
     exact = twins.categorical_kl(p.tolist(), ref.exp().tolist())
     full = kl.estimate(lp, None, "full", logits=logits, ref_logits=ref_logits)
     assert full.item() == pytest.approx(exact, abs=1e-12)
-    expected = {kind: (p * kl.estimate(lp, ref, kind)).sum().item() for kind in kl.KINDS if kind != "full"}
+    expected = {
+        kind: (p * kl.estimate(lp, ref, kind)).sum().item() for kind in kl.KINDS if kind != "full"
+    }
     assert expected["k1"] == expected["k1+"] == pytest.approx(exact, abs=1e-12)
     assert expected["k3"] == expected["k3+"] == pytest.approx(exact, abs=1e-12)
     assert expected["k2"] == pytest.approx(exact, rel=0.2) and abs(expected["k2"] - exact) > 1e-4
@@ -74,7 +85,9 @@ def test_expectations_under_the_policy_are_the_exact_kl():
 
 
 def test_expected_gradients_as_a_loss():
-    """Σ_a π(a)·∂kl/∂lp(a)·∇lp(a), with π(a) as a weight: 0 for k1, KL's own for k2 and '+', KL(ref || π)'s for k3."""
+    """Σ_a π(a)·∂kl/∂lp(a)·∇lp(a), with π(a) as a weight: 0 for k1, KL's own for k2 and '+', KL(ref
+    || π)'s for k3.
+    """
     ref_logits = torch.tensor([0.1, 0.2, 0.6, -0.5], dtype=torch.float64)
 
     def gradient(loss_of):
@@ -89,12 +102,20 @@ def test_expected_gradients_as_a_loss():
 
         return gradient(loss)
 
-    forward = gradient(lambda x: kl.estimate(x, None, "full", logits=x, ref_logits=ref_logits).sum())
+    forward = gradient(
+        lambda x: kl.estimate(x, None, "full", logits=x, ref_logits=ref_logits).sum()
+    )
     assert forward.abs().max() > 0.01
     learning = ref_logits.clone().requires_grad_()
-    assert not kl.estimate(learning, None, "full", logits=ref_logits, ref_logits=learning).requires_grad
-    reverse = gradient(lambda x: (ref_logits.softmax(-1) * (ref_logits.log_softmax(-1) - x.log_softmax(-1))).sum())
-    torch.testing.assert_close(sampled("k1"), torch.zeros(4, dtype=torch.float64), atol=1e-12, rtol=0)
+    assert not kl.estimate(
+        learning, None, "full", logits=ref_logits, ref_logits=learning
+    ).requires_grad
+    reverse = gradient(
+        lambda x: (ref_logits.softmax(-1) * (ref_logits.log_softmax(-1) - x.log_softmax(-1))).sum()
+    )
+    torch.testing.assert_close(
+        sampled("k1"), torch.zeros(4, dtype=torch.float64), atol=1e-12, rtol=0
+    )
     for kind in ("k2", "k1+", "abs+", "k2+", "k3+"):
         torch.testing.assert_close(sampled(kind), forward, atol=1e-12, rtol=1e-9)
     torch.testing.assert_close(sampled("k3"), reverse, atol=1e-12, rtol=1e-9)
@@ -105,7 +126,9 @@ def test_full_by_hand_with_an_impossible_action():
     ref_logits = torch.tensor([[math.log(0.25), math.log(0.75), float("-inf")]])
     out = kl.estimate(torch.zeros(1), None, "full", logits=logits, ref_logits=ref_logits)
     # ½·ln(½/¼) + ½·ln(½/¾) = ½·(0.6931 − 0.4055) = 0.1438
-    assert out.shape == (1,) and out.item() == pytest.approx(0.5 * (math.log(2) + math.log(2 / 3)), rel=1e-6)
+    assert out.shape == (1,) and out.item() == pytest.approx(
+        0.5 * (math.log(2) + math.log(2 / 3)), rel=1e-6
+    )
     out.sum().backward()
     assert logits.grad is not None and logits.grad.isfinite().all()
 
@@ -118,7 +141,9 @@ def test_refusals():
         kl.estimate(x, x, "full", logits=torch.zeros(2, 3))
     with pytest.raises(ConfigError, match="k3: needs the reference"):
         kl.estimate(x, None, "k3")
-    with pytest.raises(ConfigError, match=r"kl_loss_type = k1: its expected gradient is zero.* k2, k3 or k1\+"):
+    with pytest.raises(
+        ConfigError, match=r"kl_loss_type = k1: its expected gradient is zero.* k2, k3 or k1\+"
+    ):
         kl.check_loss_type("k1")
     with pytest.raises(ConfigError, match="kl_loss_type = k4"):
         kl.check_loss_type("k4")
@@ -127,7 +152,7 @@ def test_refusals():
             kl.check_loss_type(kind)
 
 
-# ------------------------------------------------------------------------------------------------------------- penalty
+# ------------------------------------------------------------------------------------------ penalty
 def test_penalize():
     reward = torch.tensor([[1.0, 2.0], [0.0, 5.0]])
     mask = torch.tensor([[True, True], [True, False]])
@@ -137,10 +162,12 @@ def test_penalize():
         pytest.approx([-0.2, 5.0]),
     ]
     parts = torch.stack([divergence * 0.25, divergence * 0.75], -1).unsqueeze(2)  # [T, N, C=1, A=2]
-    assert kl.penalize(reward, parts, mask, coef=0.1).equal(kl.penalize(reward, divergence, mask, coef=0.1))
+    assert kl.penalize(reward, parts, mask, coef=0.1).equal(
+        kl.penalize(reward, divergence, mask, coef=0.1)
+    )
 
 
-# --------------------------------------------------------------------------------------------------------- controllers
+# -------------------------------------------------------------------------------------- controllers
 def test_adaptive_controller_by_hand():
     c = kl.AdaptiveKL(0.5, target=0.1, horizon=1000)
     c.update(0.11, 50)  # e = 0.1: 0.5·(1 + 0.1·50/1000)
@@ -163,7 +190,10 @@ def test_the_adaptive_controller_reaches_its_target():
 
 
 def test_controllers_resume():
-    a, b = kl.AdaptiveKL(0.5, target=0.1, horizon=1000), kl.AdaptiveKL(9.0, target=0.1, horizon=1000)
+    a, b = (
+        kl.AdaptiveKL(0.5, target=0.1, horizon=1000),
+        kl.AdaptiveKL(9.0, target=0.1, horizon=1000),
+    )
     a.update(0.3, 64)
     b.load_state_dict(a.state_dict())
     a.update(0.05, 64)
@@ -183,7 +213,9 @@ def test_controller_by_name():
 
 
 def test_controller_refusals():
-    with pytest.raises(ConfigError, match=r"kl_ctrl.horizon = 10: must be > 0.2 x 64 .* set it to 640"):
+    with pytest.raises(
+        ConfigError, match=r"kl_ctrl.horizon = 10: must be > 0.2 x 64 .* set it to 640"
+    ):
         kl.AdaptiveKL(0.1, target=0.1, horizon=10).update(0.1, 64)
     with pytest.raises(ConfigError, match=r"kl_ctrl.target_kl = 0: must be > 0"):
         kl.AdaptiveKL(0.1, target=0.0, horizon=10)

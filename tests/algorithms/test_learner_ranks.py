@@ -1,4 +1,7 @@
-"""Processes that learn together: their number changes no number. Ranks are threads here, over real gloo."""
+"""Processes that learn together: their number changes no number.
+
+Ranks are threads here, over real gloo.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,15 @@ from torch import Tensor, nn
 from embodied_ppo.core import tree
 from embodied_ppo.core.collectives import Ranks, Together
 from embodied_ppo.core.types import Mean, Metrics, TrainingError, Trajectory
-from tests.algorithms.test_actor_critic_learner import EVERYTHING, N, T, disturb_reference, experience, make, weights
+from tests.algorithms.test_actor_critic_learner import (
+    EVERYTHING,
+    N,
+    T,
+    disturb_reference,
+    experience,
+    make,
+    weights,
+)
 
 
 def together(world: int, work: Any) -> list[Any]:
@@ -46,7 +57,9 @@ def merged(metrics: list[Metrics]) -> dict[str, float]:
     return found
 
 
-def learned(world: int, options: dict[str, Any], trajectory: Trajectory, **rest: Any) -> tuple[list[Any], list[Any]]:
+def learned(
+    world: int, options: dict[str, Any], trajectory: Trajectory, **rest: Any
+) -> tuple[list[Any], list[Any]]:
     """Weights and metrics of every rank after two updates."""
     learners = []
 
@@ -72,7 +85,12 @@ CASES: dict[str, dict[str, Any]] = {
     "column": {"minibatch_unit": "column", "loss_agg_func": "seq-mean-token-mean"},
     "groups": {"adv_type": "grpo", "group_size": 2, "normalize_advantages": False},
     "running": {"reward_norm": "running"},
-    "whitened": {"reward_norm": "batch", "reward_shift": True, "reward_scale": True, "whiten_rewards": True},
+    "whitened": {
+        "reward_norm": "batch",
+        "reward_shift": True,
+        "reward_scale": True,
+        "whiten_rewards": True,
+    },
     "kl in reward": {
         "use_kl_in_reward": True,
         "kl_penalty": "k2",
@@ -94,7 +112,9 @@ def test_the_number_of_ranks_changes_no_number(case: str, world: int) -> None:
     theirs, metrics = learned(world, options, trajectory)
     for name, x in alone[0].items():
         for other in theirs:
-            assert torch.equal(other[name], theirs[0][name]), name  # the same on every rank, bit for bit
+            assert torch.equal(other[name], theirs[0][name]), (
+                name
+            )  # the same on every rank, bit for bit
         torch.testing.assert_close(theirs[0][name], x, rtol=1e-5, atol=1e-6, msg=name)
     for update in range(2):
         one, many = merged([m[update] for m in told]), merged([m[update] for m in metrics])
@@ -156,7 +176,9 @@ def test_gradients_are_added_where_there_are_any() -> None:
         assert a.tolist() == [3.0, 3.0] and b.tolist() == [1.0, 1.0] and c is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8]
+)
 def test_columns_of_all_ranks_and_back(dtype: torch.dtype) -> None:
     whole = torch.arange(24).reshape(3, 4, 2).to(dtype)
 

@@ -1,4 +1,6 @@
-"""Losses: hand-computed cases, float64 twins, gradients, and that neither cut nor padding changes a number."""
+"""Losses: hand-computed cases, float64 twins, gradients, and that neither cut nor padding changes a
+number.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def loss_of(ratio: float, advantage: float, **options: float | None) -> tuple[float, dict[str, float], float]:
+def loss_of(
+    ratio: float, advantage: float, **options: float | None
+) -> tuple[float, dict[str, float], float]:
     """Loss, statistics and d loss / d log-prob of one element whose probability ratio is ``ratio``."""
     lp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     old, a = torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
@@ -32,7 +36,7 @@ def loss_of(ratio: float, advantage: float, **options: float | None) -> tuple[fl
     return loss.item(), {name: s.item() for name, s in stats.items()}, lp.grad.item()
 
 
-# ------------------------------------------------------------------------------------------------------------- policy
+# ------------------------------------------------------------------------------------------- policy
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient", "clipped"),
     [
@@ -77,11 +81,20 @@ def test_dual_clip_only_where_the_advantage_is_negative():
 def test_the_log_ratio_is_clamped():
     new, old = torch.tensor([500.0, -500.0, 3.0]), torch.zeros(3)
     assert losses.log_ratio(new, old).tolist() == [20.0, -20.0, 3.0]
-    loss, stats = losses.policy_loss(new, old, -torch.ones(3), torch.ones(3, dtype=torch.bool), **CLIP)
-    assert loss.isfinite().all() and stats["ratio_max"].item() == pytest.approx(math.exp(20), rel=1e-6)
+    loss, stats = losses.policy_loss(
+        new, old, -torch.ones(3), torch.ones(3, dtype=torch.bool), **CLIP
+    )
+    assert loss.isfinite().all() and stats["ratio_max"].item() == pytest.approx(
+        math.exp(20), rel=1e-6
+    )
 
 
-element = st.tuples(st.floats(-30, 30, width=32), st.floats(-5, 5, width=32), st.floats(-4, 4, width=32), st.booleans())
+element = st.tuples(
+    st.floats(-30, 30, width=32),
+    st.floats(-5, 5, width=32),
+    st.floats(-4, 4, width=32),
+    st.booleans(),
+)
 
 
 @settings(max_examples=80, deadline=None)
@@ -102,7 +115,9 @@ def test_policy_loss_twin(elements, low, high, c):
         clip_ratio_high=high,
         clip_ratio_c=c,
     )
-    expected, (clipped, dual, k3, count), largest = twins.policy_loss(lp, old, advantage, mask, low=low, high=high, c=c)
+    expected, (clipped, dual, k3, count), largest = twins.policy_loss(
+        lp, old, advantage, mask, low=low, high=high, c=c
+    )
     assert loss.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert stats["clip_fraction"].item() == clipped
     assert stats["dual_clip_fraction"].item() == dual
@@ -129,7 +144,9 @@ def test_masked_elements_have_no_loss_no_statistics_and_no_gradient():
     lp = torch.tensor([0.1, float("nan"), float("-inf"), 9.0], requires_grad=True)
     mask = torch.tensor([True, False, False, False])
     advantage = torch.tensor([1.0, float("nan"), 2.0, -3.0])
-    loss, stats = losses.policy_loss(lp, torch.zeros(4), advantage, mask, **CLIP, weight=torch.full((4,), 0.5))
+    loss, stats = losses.policy_loss(
+        lp, torch.zeros(4), advantage, mask, **CLIP, weight=torch.full((4,), 0.5)
+    )
     losses.aggregate(loss, mask).backward()
     assert lp.grad is not None
     assert lp.grad.tolist() == pytest.approx([-0.5 * math.exp(0.1), 0.0, 0.0, 0.0])
@@ -158,15 +175,20 @@ def test_advantages_broadcast_over_finer_log_probabilities():
             one, _ = losses.policy_loss(lp[:, c, a], old[:, c, a], advantage, mask, **CLIP)
             torch.testing.assert_close(loss[:, c, a], one)
     assert stats["count"].item() == 4 * 3 * 2
-    per_action, _ = losses.policy_loss(lp, old, advantage[:, None].expand(5, 3), mask[:, None].expand(5, 3), **CLIP)
+    per_action, _ = losses.policy_loss(
+        lp, old, advantage[:, None].expand(5, 3), mask[:, None].expand(5, 3), **CLIP
+    )
     torch.testing.assert_close(per_action, loss)
 
 
-# ------------------------------------------------------------------------------------------------------------- levels
+# ------------------------------------------------------------------------------------------- levels
 def test_reduce_log_prob():
     x = torch.arange(12.0).reshape(2, 3, 2)  # [B, C, A]
     assert losses.reduce_log_prob(x, "token_level", batch_dims=1) is x
-    assert losses.reduce_log_prob(x, "action_level", batch_dims=1).tolist() == [[1, 5, 9], [13, 17, 21]]
+    assert losses.reduce_log_prob(x, "action_level", batch_dims=1).tolist() == [
+        [1, 5, 9],
+        [13, 17, 21],
+    ]
     assert losses.reduce_log_prob(x, "chunk_level", batch_dims=1).tolist() == [15, 51]
     actions = x.sum(-1)  # [B, C]
     assert losses.reduce_log_prob(actions, "action_level", batch_dims=1) is actions
@@ -189,15 +211,26 @@ def test_levels_that_can_be_multiplied():
                     legal.add((lp[0], entropy[0], reward[0]))
                 except ConfigError as error:
                     assert "algorithm." in str(error) and "use " in str(error)
-    # chunk rewards go with everything (9), action rewards with token and action levels (4), token rewards do not exist
-    assert legal == {(a, b, "c") for a in "tac" for b in "tac"} | {(a, b, "a") for a in "ta" for b in "ta"}
-    with pytest.raises(ConfigError, match=r"algorithm.logprob_type = chunk_level: .*reward_type = action_level"):
-        losses.check_levels(logprob_type="chunk_level", entropy_type="action_level", reward_type="action_level")
-    with pytest.raises(ConfigError, match=r"algorithm.entropy_type = fine: must be one of token_level"):
-        losses.check_levels(logprob_type="action_level", entropy_type="fine", reward_type="chunk_level")
+    # chunk rewards go with everything (9), action rewards with token and action levels (4), token
+    # rewards do not exist
+    assert legal == {(a, b, "c") for a in "tac" for b in "tac"} | {
+        (a, b, "a") for a in "ta" for b in "ta"
+    }
+    with pytest.raises(
+        ConfigError, match=r"algorithm.logprob_type = chunk_level: .*reward_type = action_level"
+    ):
+        losses.check_levels(
+            logprob_type="chunk_level", entropy_type="action_level", reward_type="action_level"
+        )
+    with pytest.raises(
+        ConfigError, match=r"algorithm.entropy_type = fine: must be one of token_level"
+    ):
+        losses.check_levels(
+            logprob_type="action_level", entropy_type="fine", reward_type="chunk_level"
+        )
 
 
-# -------------------------------------------------------------------------------------------------------------- value
+# -------------------------------------------------------------------------------------------- value
 def test_value_loss_by_hand():
     value, old = torch.tensor([1.0, 1.0, 0.1, 1.0]), torch.zeros(4)
     returns = torch.tensor([2.0, 0.0, 1.0, -12.0])
@@ -216,7 +249,8 @@ def test_value_loss_gradient():
     loss, _ = losses.value_loss(value, torch.zeros(4), returns, value_clip=0.2, huber_delta=10.0)
     loss.sum().backward()
     assert value.grad is not None
-    # unclipped: V − R = -0.9 ; the clipped branch is larger: 0 ; plain is larger: V − R = 1 ; linear part: δ = 10
+    # unclipped: V − R = -0.9 ; the clipped branch is larger: 0 ; plain is larger: V − R = 1 ;
+    # linear part: δ = 10
     assert value.grad.tolist() == pytest.approx([-0.9, 0.0, 1.0, 10.0])
 
 
@@ -229,17 +263,21 @@ def test_value_loss_gradient():
 def test_value_loss_twin(elements, clip, delta):
     value, old, returns = (list(x) for x in zip(*elements, strict=True))
     loss, flags = losses.value_loss(
-        *(torch.tensor(x, dtype=torch.float64) for x in (value, old, returns)), value_clip=clip, huber_delta=delta
+        *(torch.tensor(x, dtype=torch.float64) for x in (value, old, returns)),
+        value_clip=clip,
+        huber_delta=delta,
     )
     expected, clipped = twins.value_loss(value, old, returns, clip=clip, delta=delta)
     assert loss.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert flags.tolist() == clipped
 
 
-# -------------------------------------------------------------------------------------------------------- aggregation
+# -------------------------------------------------------------------------------------- aggregation
 def test_aggregate_by_hand():
     x = torch.tensor([[1.0, 10.0, 7.0], [2.0, 99.0, 7.0], [3.0, 99.0, 7.0]])
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool)  # 3 tokens, 1 token, an empty sequence
+    mask = torch.tensor(
+        [[1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool
+    )  # 3 tokens, 1 token, an empty sequence
     by_hand = {
         "token-mean": 16 / 4,  # (1 + 2 + 3 + 10)/4
         "seq-mean-token-sum": (6 + 10) / 2,  # the empty sequence does not count
@@ -277,7 +315,9 @@ def test_micro_batches_change_nothing(how, trailing, micro):
     divisor = losses.denominator(mask, how=how)
     total = 0.0
     for columns in torch.arange(8).split(micro):
-        part = losses.aggregate(parts[:, columns], mask[:, columns], how=how, denominator=divisor, length=7)
+        part = losses.aggregate(
+            parts[:, columns], mask[:, columns], how=how, denominator=divisor, length=7
+        )
         part.backward()
         total += part.item()
     assert total == pytest.approx(losses.aggregate(x, mask, how=how, length=7).item(), abs=1e-6)
@@ -294,7 +334,8 @@ def test_ranks_change_nothing(how):
     cuts = [slice(0, 4), slice(4, 6)]
     divisor = torch.stack([losses.denominator(mask[:, c], how=how) for c in cuts]).sum()
     total = sum(
-        losses.aggregate(x[:, c], mask[:, c], how=how, denominator=float(divisor), length=5).item() for c in cuts
+        losses.aggregate(x[:, c], mask[:, c], how=how, denominator=float(divisor), length=5).item()
+        for c in cuts
     )
     assert total == pytest.approx(losses.aggregate(x, mask, how=how, length=5).item(), abs=1e-6)
 
@@ -304,27 +345,38 @@ def test_padding_changes_nothing(how):
     g = generator(4)
     x, mask = torch.randn(5, 4, generator=g), torch.rand(5, 4, generator=g) < 0.7
     junk = torch.full((30, 4), float("nan"))
-    padded, longer = torch.cat([x, junk]).requires_grad_(), torch.cat([mask, torch.zeros(30, 4, dtype=torch.bool)])
+    padded, longer = (
+        torch.cat([x, junk]).requires_grad_(),
+        torch.cat([mask, torch.zeros(30, 4, dtype=torch.bool)]),
+    )
     loss = losses.aggregate(padded, longer, how=how, length=5)
     loss.backward()
-    assert loss.item() == pytest.approx(losses.aggregate(x, mask, how=how, length=5).item(), abs=1e-7)
+    assert loss.item() == pytest.approx(
+        losses.aggregate(x, mask, how=how, length=5).item(), abs=1e-7
+    )
     assert padded.grad is not None and padded.grad[~longer].abs().sum().item() == 0.0
 
 
 def test_a_minibatch_of_steps_has_no_sequences():
     x, mask = torch.randn(4, 2), torch.ones(4, dtype=torch.bool)
     assert losses.aggregate(x, mask).item() == pytest.approx(x.mean().item())
-    with pytest.raises(ConfigError, match=r"seq-mean-token-mean: needs whole columns.*minibatch_unit=column"):
+    with pytest.raises(
+        ConfigError, match=r"seq-mean-token-mean: needs whole columns.*minibatch_unit=column"
+    ):
         losses.aggregate(x, mask, how="seq-mean-token-mean")
     with pytest.raises(ConfigError, match=r"needs whole columns"):
         losses.denominator(mask, how="seq-mean-token-sum")
     with pytest.raises(ConfigError, match=r"loss_agg_func = mean: must be one of token-mean"):
         losses.aggregate(x, mask, how="mean")
-    with pytest.raises(ConfigError, match=r"needs a constant length > 0, got None; set algorithm.response_length"):
-        losses.aggregate(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool), how="seq-mean-token-sum-norm")
+    with pytest.raises(
+        ConfigError, match=r"needs a constant length > 0, got None; set algorithm.response_length"
+    ):
+        losses.aggregate(
+            torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool), how="seq-mean-token-sum-norm"
+        )
 
 
-# --------------------------------------------------------------------------------------------------------- off policy
+# --------------------------------------------------------------------------------------- off policy
 def test_off_policy_weight_by_hand():
     trainer = torch.tensor([[0.5, 0.0], [-0.2, 1.0], [9.0, 9.0]]).log1p()  # only differences matter
     rollout = torch.tensor([[0.5, 0.0], [-0.2, 1.0], [0.0, 0.0]]).log1p() - torch.tensor(
@@ -332,16 +384,25 @@ def test_off_policy_weight_by_hand():
     )
     mask = torch.tensor([[1, 1], [1, 1], [0, 0]], dtype=torch.bool)
     token = losses.off_policy_weight(trainer, rollout, mask, kind="token")
-    expected = [[math.exp(0.3), math.exp(0.1)], [math.exp(-0.5), 2.0], [1.0, 1.0]]  # e^5 is capped at 2
+    expected = [
+        [math.exp(0.3), math.exp(0.1)],
+        [math.exp(-0.5), 2.0],
+        [1.0, 1.0],
+    ]  # e^5 is capped at 2
     torch.testing.assert_close(token, torch.tensor(expected))
     # columns: 0.3 − 0.5 = −0.2 and 0.1 + 5 = 5.1, capped
     sequence = losses.off_policy_weight(trainer, rollout, mask, kind="sequence", cap=3.0)
-    torch.testing.assert_close(sequence, torch.tensor([[math.exp(-0.2), 3.0], [math.exp(-0.2), 3.0], [1.0, 1.0]]))
+    torch.testing.assert_close(
+        sequence, torch.tensor([[math.exp(-0.2), 3.0], [math.exp(-0.2), 3.0], [1.0, 1.0]])
+    )
 
 
 def test_off_policy_weight_of_finer_log_probabilities_and_without_gradient():
     g = generator()
-    trainer, rollout = torch.randn(3, 2, 2, generator=g, requires_grad=True), torch.randn(3, 2, 2, generator=g)
+    trainer, rollout = (
+        torch.randn(3, 2, 2, generator=g, requires_grad=True),
+        torch.randn(3, 2, 2, generator=g),
+    )
     mask = torch.ones(3, 2, dtype=torch.bool)
     weight = losses.off_policy_weight(trainer, rollout, mask, kind="sequence", cap=1e9)
     assert weight.shape == (3, 2, 2) and not weight.requires_grad
@@ -355,7 +416,7 @@ def test_off_policy_weight_of_finer_log_probabilities_and_without_gradient():
         losses.off_policy_weight(trainer, rollout, mask, kind="token", cap=0.0)
 
 
-# ------------------------------------------------------------------------------------------------------------ entropy
+# ------------------------------------------------------------------------------------------ entropy
 def test_entropy_controller_moves_towards_its_target():
     c = losses.EntropyController(0.01, target=1.0, rate=0.1)
     c.update(0.5)  # half a nat too little: e^{0.1·0.5}
@@ -375,7 +436,10 @@ def test_entropy_controller_without_target_and_its_state():
     constant = losses.EntropyController(0.0)
     constant.update(float("nan"))
     assert constant.coef == 0.0
-    c, resumed = losses.EntropyController(0.01, target=1.0), losses.EntropyController(0.5, target=1.0)
+    c, resumed = (
+        losses.EntropyController(0.01, target=1.0),
+        losses.EntropyController(0.5, target=1.0),
+    )
     c.update(0.3)
     resumed.load_state_dict(c.state_dict())
     c.update(0.2)

@@ -1,4 +1,6 @@
-"""One optimiser step as a function of tensors equals the learner's eager step, whatever the options."""
+"""One optimiser step as a function of tensors equals the learner's eager step, whatever the
+options.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,42 @@ from tests.algorithms.test_actor_critic_learner import N, T, experience, full, m
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
-    "clipped": ({"clip_ratio_c": 1.1, "value_clip": 0.1, "huber_delta": 0.5, "clip_ratio_low": 0.05}, {}),
-    "no clipping of gradients": ({"max_grad_norm": None, "value_clip": None, "huber_delta": None}, {}),
+    "clipped": (
+        {"clip_ratio_c": 1.1, "value_clip": 0.1, "huber_delta": 0.5, "clip_ratio_low": 0.05},
+        {},
+    ),
+    "no clipping of gradients": (
+        {"max_grad_norm": None, "value_clip": None, "huber_delta": None},
+        {},
+    ),
     "tight clipping of gradients": ({"max_grad_norm": 0.01}, {}),
-    "adam": ({"adam_beta1": 0.5, "adam_beta2": 0.9, "adam_eps": 0.1, "weight_decay": 0.1, "value_lr": 1e-2}, {}),
-    "entropy": ({"entropy_bonus": 0.1, "logprob_type": "token_level", "entropy_type": "token_level"}, {}),
+    "adam": (
+        {
+            "adam_beta1": 0.5,
+            "adam_beta2": 0.9,
+            "adam_eps": 0.1,
+            "weight_decay": 0.1,
+            "value_lr": 1e-2,
+        },
+        {},
+    ),
+    "entropy": (
+        {"entropy_bonus": 0.1, "logprob_type": "token_level", "entropy_type": "token_level"},
+        {},
+    ),
     "kl": ({"use_kl_loss": True, "kl_loss_coef": 0.5}, {}),
-    "kl full": ({"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.5}, {"discrete": True}),
+    "kl full": (
+        {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.5},
+        {"discrete": True},
+    ),
     "off-policy": ({"off_policy_correction": "token"}, {}),
     "columns": ({"minibatch_unit": "column", "loss_agg_func": "seq-mean-token-sum"}, {}),
     "categorical": ({"entropy_bonus": 0.1}, {"discrete": True}),
     "squashed": ({"entropy_bonus": 0.1}, {"model": {"distribution": "squashed_gaussian"}}),
-    "separate trunks": ({}, {"model": {"shared_backbone": False, "layer_norm": True, "state_dependent_std": True}}),
+    "separate trunks": (
+        {},
+        {"model": {"shared_backbone": False, "layer_norm": True, "state_dependent_std": True}},
+    ),
 }
 
 
@@ -37,9 +63,14 @@ def prepared(learner: Learner, **options: Any) -> Batch:
     return learner._prepare(t)[0]
 
 
-def program_steps(learner: Learner, batch: Batch, indices: list[torch.Tensor]) -> list[torch.Tensor]:
+def program_steps(
+    learner: Learner, batch: Batch, indices: list[torch.Tensor]
+) -> list[torch.Tensor]:
     program = MinibatchStep(
-        learner.optimizer.loss, learner.optimizer.names["actor"], learner.optimizer.names["critic"], batch
+        learner.optimizer.loss,
+        learner.optimizer.names["actor"],
+        learner.optimizer.names["critic"],
+        batch,
     )
     learner.optimizer.statistics = program.statistics()
     state = _adam_state(learner.optimizer.adamw)
@@ -55,7 +86,9 @@ def program_steps(learner: Learner, batch: Batch, indices: list[torch.Tensor]) -
     )
     assert settings.shape == (len(indices), len(SETTINGS))
     tensors = [*state.parameters, *state.first, *state.second]
-    return [program(*tensors, s, i, *tree.leaves(batch)) for s, i in zip(settings, indices, strict=True)]
+    return [
+        program(*tensors, s, i, *tree.leaves(batch)) for s, i in zip(settings, indices, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -74,7 +107,9 @@ def test_program_equals_the_eager_step(case: str) -> None:
             take(batch, index, unit), critic_only=False, entropy_coef=eager.entropy.coef, where=""
         )
         torch.testing.assert_close(told[i], expected, rtol=1e-5, atol=1e-5)
-    for a, b, before in zip(eager.policy.parameters(), fast.policy.parameters(), start, strict=True):
+    for a, b, before in zip(
+        eager.policy.parameters(), fast.policy.parameters(), start, strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         assert not torch.equal(a, before)
     one, other = _adam_state(eager.optimizer.adamw), _adam_state(fast.optimizer.adamw)
@@ -83,17 +118,29 @@ def test_program_equals_the_eager_step(case: str) -> None:
 
 
 def test_settings_are_those_of_torch() -> None:
-    """After 3 steps of the actor and 5 of the critic (a warm-up of 2): bias corrections of steps 4 and 6."""
+    """After 3 steps of the actor and 5 of the critic (a warm-up of 2): bias corrections of steps 4
+    and 6.
+    """
     learner = make({"adam_beta1": 0.9, "adam_beta2": 0.99, "weight_decay": 0.1})
     row = dict(
         zip(
             SETTINGS,
-            adamw_settings(learner.config, 2, lr=[0.1, 0.2], steps=[3, 5], entropy_coef=0.3)[0].tolist(),
+            adamw_settings(learner.config, 2, lr=[0.1, 0.2], steps=[3, 5], entropy_coef=0.3)[
+                0
+            ].tolist(),
             strict=True,
         )
     )
-    expected = {"actor_step": 0.1 / (1 - 0.9**4), "critic_step": 0.2 / (1 - 0.9**6), "actor_decay": 0.01}
-    expected |= {"actor_inv": (1 - 0.99**4) ** -0.5, "critic_inv": (1 - 0.99**6) ** -0.5, "critic_decay": 0.02}
+    expected = {
+        "actor_step": 0.1 / (1 - 0.9**4),
+        "critic_step": 0.2 / (1 - 0.9**6),
+        "actor_decay": 0.01,
+    }
+    expected |= {
+        "actor_inv": (1 - 0.99**4) ** -0.5,
+        "critic_inv": (1 - 0.99**6) ** -0.5,
+        "critic_decay": 0.02,
+    }
     assert row == pytest.approx(expected | {"entropy_coef": 0.3}, rel=1e-6)
 
 
@@ -106,7 +153,9 @@ def test_nothing_changes_where_a_loss_is_not_finite(leaf: str) -> None:
     before = copy.deepcopy(learner.optimizer.model.state_dict())
     (stats,) = program_steps(learner, batch, [torch.arange(T * N)])
     assert not stats[-1].isfinite() and learner.optimizer.statistics[-1] == "finite"
-    assert all(torch.equal(x, before[name]) for name, x in learner.optimizer.model.state_dict().items())
+    assert all(
+        torch.equal(x, before[name]) for name, x in learner.optimizer.model.state_dict().items()
+    )
     state = _adam_state(learner.optimizer.adamw)
     assert all(not x.any() for x in (*state.first, *state.second))
 
@@ -118,5 +167,9 @@ def test_the_eager_step_raises_before_training_on_it(tmp_path: Any) -> None:
     before = copy.deepcopy(learner.optimizer.model.state_dict())
     with pytest.raises(TrainingError, match="not finite"):
         learner.update(t, update=0)
-    changed = [name for name, x in learner.optimizer.model.state_dict().items() if not torch.equal(x, before[name])]
+    changed = [
+        name
+        for name, x in learner.optimizer.model.state_dict().items()
+        if not torch.equal(x, before[name])
+    ]
     assert (tmp_path / "bad_batch.pt").exists() and changed == []

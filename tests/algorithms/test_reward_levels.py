@@ -1,4 +1,6 @@
-"""Chunks of actions: rewards, values, advantages, ratios and masks of each action, against numbers computed by hand."""
+"""Chunks of actions: rewards, values, advantages, ratios and masks of each action, against numbers
+computed by hand.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def make_learner(options: dict[str, Any], *, values: int = C, samples: int = T *
 
 
 def test_advantages_of_actions_by_hand() -> None:
-    """Discount 0.5, trace 0.5 x 0.5 = 0.25, two decisions of 3 actions; the first ends at its second action.
+    """Discount 0.5, trace 0.5 x 0.5 = 0.25, two decisions of 3 actions; the first ends at its
+    second action.
 
     Column 0 terminates there, column 1 is cut by the clock and its true successor has V = 10.
     """
@@ -51,7 +54,8 @@ def test_advantages_of_actions_by_hand() -> None:
         log_prob=torch.zeros(2, 2, C, A),
         value=values.unsqueeze(1).expand(2, 2, C),
         replay={},
-        # V of what follows each action: the plan's next action, or the true successor of the last one executed
+        # V of what follows each action: the plan's next action, or the true successor of the last
+        # one executed
         next_value=torch.tensor([[[2.0, 0, 0], [2, 10, 0]], [[5, 6, 8], [5, 6, 8]]]),
         reward=torch.tensor([[1.0, 4, 0], [1, 1, 1]]).unsqueeze(1).expand(2, 2, C),
         terminated=torch.tensor([[[0, 1, 0], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]]).bool(),
@@ -59,18 +63,26 @@ def test_advantages_of_actions_by_hand() -> None:
         mask=torch.tensor([[[1, 1, 0], [1, 1, 0]], [[1, 1, 1], [1, 1, 1]]]).bool(),
         version=torch.zeros(2, 2, dtype=torch.int64),
     )
-    options = {"reward_type": "action_level", "gamma": 0.5, "gae_lambda": 0.5, "minibatch_unit": "column"}
+    options = {
+        "reward_type": "action_level",
+        "gamma": 0.5,
+        "gae_lambda": 0.5,
+        "minibatch_unit": "column",
+    }
     batch, _ = make_learner(options, samples=4)._prepare(trajectory)
     # decision 1 of both: deltas 1 + 2.5 - 4, 1 + 3 - 5, 1 + 4 - 6
     last = [-0.5 + 0.25 * -1.25, -1.0 + 0.25 * -1.0, -1.0]
-    # decision 0: deltas 1 + 1 - 1 = 1 and, where it terminates, 4 - 2 = 2; where the clock cuts it, 4 + 5 - 2 = 7
+    # decision 0: deltas 1 + 1 - 1 = 1 and, where it terminates, 4 - 2 = 2; where the clock cuts it,
+    # 4 + 5 - 2 = 7
     expected = [[[1 + 0.25 * 2, 2.0, 0.0], [1 + 0.25 * 7, 7.0, 0.0]], [last, last]]
     torch.testing.assert_close(batch.advantage, torch.tensor(expected))
     torch.testing.assert_close(batch.returns, torch.tensor(expected) + trajectory.value)
 
 
 def random_trajectory(learner: Learner, *, seed: int = 0) -> Trajectory:
-    """Decisions of the learner's policy with rewards, ends and masks of every action drawn at random."""
+    """Decisions of the learner's policy with rewards, ends and masks of every action drawn at
+    random.
+    """
     g = torch.Generator().manual_seed(seed)
     obs = torch.randn(T, N, OBS, generator=g)
     flat = learner.policy.encode(obs.flatten(0, 1))
@@ -117,10 +129,16 @@ def reference_loss(learner: Learner, t: Trajectory, level: str) -> Tensor:
             advantage = delta + (0.0 if end else c.gamma * c.gae_lambda * following)
             following = advantage
             now, before = log_prob[k, n, i], t.log_prob[k, n, i].double()
-            parts = [(now.sum(), before.sum())] if level == "action_level" else list(zip(now, before, strict=True))
+            parts = (
+                [(now.sum(), before.sum())]
+                if level == "action_level"
+                else list(zip(now, before, strict=True))
+            )
             for new, acted in parts:
                 ratio = (new - acted).exp()
-                policy_terms.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+                policy_terms.append(
+                    -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                )
             near = old + (value[k, n, i] - old).clamp(-0.2, 0.2)
             errors = ((old + advantage - x) ** 2 / 2 for x in (value[k, n, i], near))
             value_terms.append(torch.maximum(*errors))
@@ -130,9 +148,16 @@ def reference_loss(learner: Learner, t: Trajectory, level: str) -> Tensor:
 
 
 @pytest.mark.parametrize("level", ["action_level", "token_level"])
-@pytest.mark.parametrize("more", [{}, {"minibatch_unit": "column"}, {"micro_batch_size": 5}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"minibatch_unit": "column"}, {"micro_batch_size": 5}], ids=str
+)
 def test_the_gradient_is_that_of_a_float64_reference(level: str, more: dict[str, Any]) -> None:
-    options = {"reward_type": "action_level", "logprob_type": level, "entropy_bonus": 0.01, "huber_delta": None}
+    options = {
+        "reward_type": "action_level",
+        "logprob_type": level,
+        "entropy_bonus": 0.01,
+        "huber_delta": None,
+    }
     learner = make_learner({**options, **more})
     t = random_trajectory(learner)
     module: Any = learner.policy
@@ -153,19 +178,30 @@ def test_actions_after_an_end_change_nothing() -> None:
     """What an unexecuted action holds, NaN included, reaches neither loss nor normaliser."""
     outcomes = []
     for spoil in (False, True):
-        options = {"reward_type": "action_level", "normalize_advantages": True, "reward_norm": "running"}
+        options = {
+            "reward_type": "action_level",
+            "normalize_advantages": True,
+            "reward_norm": "running",
+        }
         learner = make_learner({**options, "use_kl_in_reward": True, "use_kl_loss": True})
         t = random_trajectory(learner)
         if spoil:
             t.reward[~t.mask] = torch.nan
             t.next_value[~t.mask] = torch.inf
             t.log_prob[~t.mask] = -5.0
-        outcomes.append({k: v if isinstance(v, float) else v.value for k, v in learner.update(t, update=0).items()})
+        outcomes.append(
+            {
+                k: v if isinstance(v, float) else v.value
+                for k, v in learner.update(t, update=0).items()
+            }
+        )
     assert outcomes[0] == pytest.approx(outcomes[1])
 
 
 class CountingActions(toys.CountingPolicy):
-    """V of action i of a plan is that of the observation and i/8; the plan is C actions of one number."""
+    """V of action i of a plan is that of the observation and i/8; the plan is C actions of one
+    number.
+    """
 
     def _values(self, inputs: Tensor) -> Tensor:
         return toys.value_of(inputs).unsqueeze(1) + torch.arange(C) / 8
@@ -183,19 +219,33 @@ class CountingActions(toys.CountingPolicy):
 
 @pytest.mark.parametrize("same_step", [False, True])
 def test_a_rollout_has_rows_of_actions_where_the_policy_values_them(same_step: bool) -> None:
-    """Episodes of 2 steps (terminates) and 4 (clock) in decisions of 3 actions; V = 1000 i + 100 episode + step + 1/2
-    + action/8. The simulator of column 0 begins episode 1 inside the chunk, where nothing counts, then episode 2."""
+    """Episodes of 2 steps (terminates) and 4 (clock) in decisions of 3 actions; V = 1000 i + 100
+    episode + step + 1/2
+    + action/8. The simulator of column 0 begins episode 1 inside the chunk, where nothing counts,
+      then episode 2.
+    """
     env = ChunkedActions(toys.ScriptedEnv([2, 4], [False, True], same_step=same_step), C)
     t, _ = Rollout(env, CountingActions(), seed=0, gamma=0.5).collect(2, update=0, version=0)
     assert t.steps is None and t.version.shape == (2, 2)
-    assert t.mask.tolist() == [[[True, True, False], [True] * 3], [[True, True, False], [True, False, False]]]
+    assert t.mask.tolist() == [
+        [[True, True, False], [True] * 3],
+        [[True, True, False], [True, False, False]],
+    ]
     assert t.reward.tolist() == [[[1, 2, 0], [101, 102, 103]], [[21, 22, 0], [104, 0, 0]]]
-    assert t.terminated.tolist() == [[[False, True, False], [False] * 3], [[False, True, False], [False] * 3]]
+    assert t.terminated.tolist() == [
+        [[False, True, False], [False] * 3],
+        [[False, True, False], [False] * 3],
+    ]
     assert t.truncated.tolist() == [[[False] * 3, [False] * 3], [[False] * 3, [True, False, False]]]
-    torch.testing.assert_close(t.value[:, 0, :], torch.tensor([[0.5, 0.625, 0.75], [200.5, 200.625, 200.75]]))
+    torch.testing.assert_close(
+        t.value[:, 0, :], torch.tensor([[0.5, 0.625, 0.75], [200.5, 200.625, 200.75]])
+    )
     # column 0 ends at its second action, whose successor is step 2 of that episode
-    torch.testing.assert_close(t.next_value[:, 0, :2], torch.tensor([[0.625, 2.5], [200.625, 202.5]]))
-    # column 1: inside the plan its next action, then what the next decision sees; cut at step 4 of its episode
+    torch.testing.assert_close(
+        t.next_value[:, 0, :2], torch.tensor([[0.625, 2.5], [200.625, 202.5]])
+    )
+    # column 1: inside the plan its next action, then what the next decision sees; cut at step 4 of
+    # its episode
     torch.testing.assert_close(t.next_value[0, 1], torch.tensor([1000.625, 1000.75, 1003.5]))
     assert float(t.next_value[1, 1, 0]) == 1004.5
 
@@ -208,7 +258,9 @@ def trained(options: dict[str, Any]) -> dict[str, float]:
 
 
 def test_levels_of_an_actor_critic_differ() -> None:
-    """Each level of ratio, entropy and reward trains other weights; a chunk is [B, C, A], not one action of C x A."""
+    """Each level of ratio, entropy and reward trains other weights; a chunk is [B, C, A], not one
+    action of C x A.
+    """
     base = trained({})
     plain = trained({"algorithm.chunk_reward": "sum"})
     runs = {
@@ -220,9 +272,13 @@ def test_levels_of_an_actor_critic_differ() -> None:
     assert len(set(runs.values())) == len(runs), runs
     assert plain["rollout/episodes"] == base["rollout/episodes"]
     learner = make_learner({}, values=1)
-    view = learner.policy.evaluate(learner.policy.encode(torch.zeros(2, OBS)), torch.zeros(2, C * A), {})
+    view = learner.policy.evaluate(
+        learner.policy.encode(torch.zeros(2, OBS)), torch.zeros(2, C * A), {}
+    )
     assert view.log_prob.shape == view.entropy.shape == (2, C, A) and view.value.shape == (2,)
-    levels = {level: losses.reduce_log_prob(view.entropy, level, batch_dims=1) for level in losses.LEVELS}
+    levels = {
+        level: losses.reduce_log_prob(view.entropy, level, batch_dims=1) for level in losses.LEVELS
+    }
     assert [x.shape[1:].numel() for x in levels.values()] == [C * A, C, 1]
 
 
@@ -252,10 +308,12 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: st
 
 
 def test_detach_value_of_an_actor_critic() -> None:
-    """null and false are what it does: the value loss trains the shared trunk. A stored ``true`` of an earlier version
-    is read as before."""
+    """null and false are what it does: the value loss trains the shared trunk. A stored ``true`` of
+    an earlier version is read as before."""
     toys.config({"model.detach_value": False})
-    stored = loader.load(loader.Config, toys.nested({"updates": 1, "model.detach_value": True}), source=loader.STORED)
+    stored = loader.load(
+        loader.Config, toys.nested({"updates": 1, "model.detach_value": True}), source=loader.STORED
+    )
     assert stored.model.detach_value is True
     learner = make_learner({}, values=1)
     policy: Any = learner.policy
@@ -263,9 +321,13 @@ def test_detach_value_of_an_actor_critic() -> None:
     assert sum(float(p.grad.abs().sum()) for p in policy.trunk.parameters()) > 0
 
 
-# ----------------------------------------------------------------------------------------- rows of one forward pass
+# ------------------------------------------------------------------------- rows of one forward pass
 LIMITS = {"algorithm.rollout_micro_batch_size": 3, "algorithm.logprob_forward_micro_batch_size": 5}
-RECOMPUTED = {"algorithm.use_kl_loss": True, "algorithm.use_kl_in_reward": True, "model.normalize_obs": False}
+RECOMPUTED = {
+    "algorithm.use_kl_loss": True,
+    "algorithm.use_kl_in_reward": True,
+    "model.normalize_obs": False,
+}
 
 
 def test_limits_bound_forward_passes_and_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +340,9 @@ def test_limits_bound_forward_passes_and_change_no_number(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ActorCritic, "_policy", counted)
     before = toys.tiny_training(toys.config(RECOMPUTED))
-    assert max(rows[False]) == 16 and 4 in rows[False]  # 4 environments; recomputation: global_batch_size
+    assert (
+        max(rows[False]) == 16 and 4 in rows[False]
+    )  # 4 environments; recomputation: global_batch_size
     rows[False].clear()
     after = toys.tiny_training(toys.config({**RECOMPUTED, **LIMITS}))
     assert set(rows[False]) == {3, 1, 5, 2}, "4 = 3 + 1 environments; 32 = 6 x 5 + 2 samples"
@@ -300,11 +364,19 @@ def test_a_block_of_rlinf_trains_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/block.yaml").write_text(BLOCK.lstrip())
-    few = ["env.num_envs=4", "algorithm.horizon=8", "algorithm.global_batch_size=16", "env.max_episode_steps=10"]
+    few = [
+        "env.num_envs=4",
+        "algorithm.horizon=8",
+        "algorithm.global_batch_size=16",
+        "env.max_episode_steps=10",
+    ]
     few += ["updates=1", "evaluation.episodes=1", "run_dir=run", "threads=1"]
     assert main.main(["train", "--quiet", "--config-dir", "mine", "experiment=block", *few]) == 0
     stored = Path("run/config.yaml").read_text()
-    assert "rollout_micro_batch_size: 256" in stored and "logprob_forward_micro_batch_size: 16" in stored
+    assert (
+        "rollout_micro_batch_size: 256" in stored
+        and "logprob_forward_micro_batch_size: 16" in stored
+    )
     assert "  micro_batch_size: null" in stored
 
 

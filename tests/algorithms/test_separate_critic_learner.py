@@ -13,7 +13,11 @@ from torch import Tensor
 from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.algorithms.optimizer import _adam_state
 from embodied_ppo.algorithms.ppo_loss import MinibatchStep, adamw_settings
-from embodied_ppo.algorithms.separate_critic_learner import FrozenReference, LocalCritic, separate_critic_learner
+from embodied_ppo.algorithms.separate_critic_learner import (
+    FrozenReference,
+    LocalCritic,
+    separate_critic_learner,
+)
 from embodied_ppo.config.schema import AlgorithmConfig, KLControlConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ConfigError, TrainingError, Trajectory
@@ -27,11 +31,19 @@ PROMPT = [3, 5, 2, 4, 3, 5, 2, 4]
 LENGTH = [6, 1, 4, 2, 3, 6, 5, 1]
 """Tokens of each prompt and response."""
 BASE = AlgorithmConfig(
-    gamma=0.99, gae_lambda=0.9, update_epoch=2, global_batch_size=4, value_clip=0.5, huber_delta=None, lr=1e-3
+    gamma=0.99,
+    gae_lambda=0.9,
+    update_epoch=2,
+    global_batch_size=4,
+    value_clip=0.5,
+    huber_delta=None,
+    lr=1e-3,
 )
 
 
-def experience(policy: LanguagePolicy, *, more: int = 0, seed: int = 0, noise: float = 0.0) -> Trajectory:
+def experience(
+    policy: LanguagePolicy, *, more: int = 0, seed: int = 0, noise: float = 0.0
+) -> Trajectory:
     """Ragged rows, with ``more`` columns of padding behind prompts and responses; one score a row."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, 50, (N, 12), generator=g)
@@ -68,7 +80,11 @@ def learner(config: AlgorithmConfig = BASE, *, critic: bool = True, **options: A
     """``options`` of both; critic_config, critic_columns and concurrent of the critic alone."""
     policy = make()
     both: dict[str, Any] = {"length": T, "columns": 4, "updates": 10, "seed": 0}
-    both |= {name: x for name, x in options.items() if name in ("length", "columns", "tokens", "updates", "seed")}
+    both |= {
+        name: x
+        for name, x in options.items()
+        if name in ("length", "columns", "tokens", "updates", "seed")
+    }
     values = None
     if critic:
         model = LanguageCritic(copy.deepcopy(policy.model))
@@ -77,7 +93,11 @@ def learner(config: AlgorithmConfig = BASE, *, critic: bool = True, **options: A
         own = both | {"columns": options.get("critic_columns", both["columns"])}
         own |= {"concurrent": options.get("concurrent", False), "ranks": options.get("ranks")}
         values = LocalCritic(model, options.get("critic_config", config), **own)
-    rest = {name: x for name, x in options.items() if name in ("recompute", "dump_dir", "notice", "ranks")}
+    rest = {
+        name: x
+        for name, x in options.items()
+        if name in ("recompute", "dump_dir", "notice", "ranks")
+    }
     return separate_critic_learner(policy, values, config, num_sequences=N, **both, **rest)
 
 
@@ -100,14 +120,19 @@ def differences(a: Learner, b: Learner) -> float:
     return max(float((p - q).abs().max()) for p, q in zip(weights(a), weights(b), strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------- what is read
+# ------------------------------------------------------------------------------------- what is read
 def test_advantages_are_those_of_each_row_alone() -> None:
-    """A float64 twin, row by row without padding: values at the token before the action, the score on the last one."""
+    """A float64 twin, row by row without padding: values at the token before the action, the score
+    on the last one.
+    """
     x = learner()
     t = experience(x.policy)
     batch, metrics = x._prepare(t)
     assert isinstance(t.obs, dict)
-    advantage, returns = torch.zeros(T, N, dtype=torch.float64), torch.zeros(T, N, dtype=torch.float64)
+    advantage, returns = (
+        torch.zeros(T, N, dtype=torch.float64),
+        torch.zeros(T, N, dtype=torch.float64),
+    )
     critic: Any = critic_of(x).module
     for i, (p, r) in enumerate(zip(PROMPT, LENGTH, strict=True)):
         ids = t.obs["row"][: p + r - 1, i].unsqueeze(0)
@@ -144,7 +169,8 @@ def test_kl_in_the_reward_is_per_token(kl: Any) -> None:
         p, q = (m.logits(h).log_softmax(-1) for m, h in ((x.policy, own), (reference_of(x), other)))
     delta = (p - q).gather(-1, t.action.T.unsqueeze(-1)).squeeze(-1).T
     distance = {"k1": delta, "k2": delta.square() / 2, "full": (p.exp() * (p - q)).sum(-1).T}[kl]
-    # returns differ by the discounted sum of penalties with λ-traces; with γ = λ = 1 exactly their sum
+    # returns differ by the discounted sum of penalties with λ-traces; with γ = λ = 1 exactly their
+    # sum
     y = learner(replace(c, gamma=1.0, gae_lambda=1.0))
     reference_of(y).load_state_dict(reference_of(x).state_dict())
     found = y._prepare(t)[0].returns
@@ -167,9 +193,11 @@ def test_scores_are_normalised_as_scores() -> None:
         torch.testing.assert_close(found[:r, i], expected[i].expand(r), rtol=0, atol=1e-5)
 
 
-# -------------------------------------------------------------------------------------------------------- denominators
+# ------------------------------------------------------------------------------------- denominators
 def test_value_loss_averages_over_sequences_where_the_critic_says_so() -> None:
-    """seq-mean-token-mean: the mean over rows of each row's mean of (R - V)^2 / 2; null: the mean over tokens."""
+    """seq-mean-token-mean: the mean over rows of each row's mean of (R - V)^2 / 2; null: the mean
+    over tokens.
+    """
     whole = replace(BASE, update_epoch=1, global_batch_size=N, value_clip=None)
     for how in ("token-mean", "seq-mean-token-mean"):
         x = learner(whole, columns=N, critic_config=replace(whole, loss_agg_func=how))
@@ -192,14 +220,16 @@ def test_loss_scale_factor_replaces_the_response_length() -> None:
     single = [
         numbers(x.update(experience(x.policy, noise=0.3), update=0))["policy/loss"]
         for x in (
-            learner(replace(c, global_batch_size=N, loss_scale_factor=f), columns=N, critic_config=BASE)
+            learner(
+                replace(c, global_batch_size=N, loss_scale_factor=f), columns=N, critic_config=BASE
+            )
             for f in (2.0, 8.0)
         )
     ]
     assert single[0] == pytest.approx(4 * single[1], rel=1e-5) and single[0] != 0
 
 
-# ----------------------------------------------------------------------------------------------- what changes nothing
+# ----------------------------------------------------------------------------- what changes nothing
 OPTIONS: dict[str, Any] = {
     "plain": {},
     "everything": {
@@ -210,7 +240,11 @@ OPTIONS: dict[str, Any] = {
         "loss_agg_func": "seq-mean-token-mean",
         "off_policy_correction": "sequence",
     },
-    "full KL": {"use_kl_loss": True, "kl_loss_type": "full", "loss_agg_func": "seq-mean-token-sum-norm"},
+    "full KL": {
+        "use_kl_loss": True,
+        "kl_loss_type": "full",
+        "loss_agg_func": "seq-mean-token-sum-norm",
+    },
     "sums": {"loss_agg_func": "seq-mean-token-sum", "entropy_bonus": 0.01},
 }
 
@@ -232,7 +266,10 @@ def test_micro_batches_change_nothing(case: str, tokens: int) -> None:
 def test_padding_changes_nothing(case: str) -> None:
     c = replace(BASE, **OPTIONS[case])
     short, long = learner(c), learner(c)
-    told = [numbers(x.update(experience(x.policy, more=m), update=0)) for x, m in ((short, 0), (long, 3))]
+    told = [
+        numbers(x.update(experience(x.policy, more=m), update=0))
+        for x, m in ((short, 0), (long, 3))
+    ]
     assert differences(short, long) < 2e-5
     assert told[0] == pytest.approx(told[1], rel=1e-4, abs=1e-5)
 
@@ -247,20 +284,31 @@ def test_the_program_equals_the_eager_step(case: str, which: str) -> None:
     index = torch.tensor([5, 0, 3, 6])
     batches = [x._prepare(t)[0] for x in (eager, program)]
     if which == "critic":
-        batches = [replace(b, log_prob=b.value, weight=None, ref_log_prob=None, ref_logits=None) for b in batches]
+        batches = [
+            replace(b, log_prob=b.value, weight=None, ref_log_prob=None, ref_logits=None)
+            for b in batches
+        ]
     one, two = ((x if which == "actor" else critic_of(x)).optimizer for x in (eager, program))
     step = one._eager_step(batches[0], critic_only=False, entropy_coef=0.01)
-    one.statistics = MinibatchStep(one.loss, one.names["actor"], one.names["critic"], batches[0]).statistics()
+    one.statistics = MinibatchStep(
+        one.loss, one.names["actor"], one.names["critic"], batches[0]
+    ).statistics()
     expected = step(index, "")
-    compute = MinibatchStep(two.loss, two.names["actor"], two.names["critic"], batches[1], two.buffers)
+    compute = MinibatchStep(
+        two.loss, two.names["actor"], two.names["critic"], batches[1], two.buffers
+    )
     state = _adam_state(two.adamw)
-    settings = adamw_settings(two.config, 1, lr=[two.config.lr] * 2, steps=[0, 0], entropy_coef=0.01)[0]
-    found = compute(*state.parameters, *state.first, *state.second, settings, index, *two._constants(batches[1]))
+    settings = adamw_settings(
+        two.config, 1, lr=[two.config.lr] * 2, steps=[0, 0], entropy_coef=0.01
+    )[0]
+    found = compute(
+        *state.parameters, *state.first, *state.second, settings, index, *two._constants(batches[1])
+    )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert differences(eager, program) < 2e-5 and compute.statistics() == one.statistics
 
 
-# --------------------------------------------------------------------------------------------------------- what learns
+# -------------------------------------------------------------------------------------- what learns
 def test_critic_warmup_skips_exactly_so_many_actor_updates() -> None:
     x = learner(replace(BASE, critic_warmup=2))
     t, modules = experience(x.policy), (x.policy, critic_of(x).module)
@@ -269,7 +317,8 @@ def test_critic_warmup_skips_exactly_so_many_actor_updates() -> None:
         x.update(t, update=update)
         now = [list(m.parameters()) for m in modules]
         moved = [
-            any(not torch.equal(p, q) for p, q in zip(a, b, strict=True)) for a, b in zip(before, now, strict=True)
+            any(not torch.equal(p, q) for p, q in zip(a, b, strict=True))
+            for a, b in zip(before, now, strict=True)
         ]
         assert moved == [update >= 2, True]
 
@@ -284,7 +333,9 @@ def test_the_reference_stays_and_is_only_there_where_it_is_asked_for() -> None:
     assert later["kl/to_reference"] > first["kl/to_reference"] >= 0
 
 
-@pytest.mark.parametrize("adv_type", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize(
+    "adv_type", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+)
 def test_estimators_without_a_critic(adv_type: Any) -> None:
     x = learner(replace(BASE, adv_type=adv_type, group_size=4, gamma=1.0), critic=False)
     before = weights(x)
@@ -294,7 +345,9 @@ def test_estimators_without_a_critic(adv_type: Any) -> None:
 
 
 def test_gae_needs_a_critic() -> None:
-    with pytest.raises(ConfigError, match=r"adv_type = gae: needs a critic; write critic\.use_critic_model=true"):
+    with pytest.raises(
+        ConfigError, match=r"adv_type = gae: needs a critic; write critic\.use_critic_model=true"
+    ):
         learner(critic=False)
 
 
@@ -367,7 +420,9 @@ def test_products_in_bfloat16_leave_weights_and_log_probabilities_in_float32() -
     assert 1e-5 < error < 0.3  # rounded it is, to 8 bits
     before = weights(rounded)
     metrics, plain = numbers(rounded.update(t, update=0)), numbers(exact.update(t, update=0))
-    assert all(x.dtype == torch.float32 for x in weights(rounded)) and differences(exact, rounded) > 0
+    assert (
+        all(x.dtype == torch.float32 for x in weights(rounded)) and differences(exact, rounded) > 0
+    )
     assert any(not torch.equal(a, b) for a, b in zip(before, weights(rounded), strict=True))
     assert metrics["policy/approx_kl"] == pytest.approx(plain["policy/approx_kl"], rel=0.3)
     assert metrics["value/loss"] == pytest.approx(plain["value/loss"], rel=0.1)
@@ -382,7 +437,9 @@ def test_rows_in_a_forward_pass_change_nothing(size: int) -> None:
     assert differences(whole, parts) < 1e-6
 
 
-def test_values_and_recomputed_log_probabilities_have_limits_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_and_recomputed_log_probabilities_have_limits_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rows of forward passes without gradient: of the critic, and of policy and reference."""
     rows: dict[str, set[int]] = {}
 
@@ -437,7 +494,9 @@ def test_running_reward_normalisation_sees_each_response_once() -> None:
         scores = scores if clip is None else scores.clamp(-clip, clip)
         x._prepare(t)
         assert int(x.returns.moments.count) == N
-        assert float(x.returns.std) == pytest.approx(float(scores.double().std(correction=0)), rel=1e-3)
+        assert float(x.returns.std) == pytest.approx(
+            float(scores.double().std(correction=0)), rel=1e-3
+        )
 
 
 def test_without_a_critic_nothing_is_said_of_values() -> None:
@@ -450,7 +509,7 @@ def test_another_number_of_responses_may_continue() -> None:
     y.load_state(x.state())
 
 
-# ------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 @pytest.mark.parametrize("who", ["actor", "critic"])
 def test_the_memory_of_a_step_is_foretold(who: str) -> None:
     """Within a fifth of what operations make in a real forward and backward pass of the loss."""

@@ -1,4 +1,5 @@
-"""Language models that learn in several processes: their number changes no number, wherever critic and reference are.
+"""Language models that learn in several processes: their number changes no number, wherever critic
+and reference are.
 
 Ranks are threads here, over real gloo and real lines.
 """
@@ -23,11 +24,23 @@ from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.types import Metrics
 from embodied_ppo.data.prompts import Prompt
 from embodied_ppo.placement.channels import Client, Exchange, Server, connect
-from embodied_ppo.placement.remote_models import ModelService, RemoteCritic, RemoteGraders, RemoteReference
+from embodied_ppo.placement.remote_models import (
+    ModelService,
+    RemoteCritic,
+    RemoteGraders,
+    RemoteReference,
+)
 from embodied_ppo.rewards.graders import Grade, Sample
 from embodied_ppo.rewards.worker_pool import GraderPool
 from tests.algorithms.test_learner_ranks import merged, together
-from tests.algorithms.test_separate_critic_learner import BASE, N, critic_of, experience, learner, reference_of
+from tests.algorithms.test_separate_critic_learner import (
+    BASE,
+    N,
+    critic_of,
+    experience,
+    learner,
+    reference_of,
+)
 
 CPU = torch.device("cpu")
 KL = {"use_kl_loss": True, "use_kl_in_reward": True, "kl_penalty": "k2"}
@@ -55,14 +68,22 @@ def disturbed(x: Learner) -> Learner:
 def state(x: Learner) -> dict[str, Tensor]:
     found = {f"actor {name}": p.detach().clone() for name, p in x.policy.named_parameters()}
     if x.critic is not None:
-        found |= {f"critic {name}": p.clone() for name, p in x.critic.state()["critic_weights"].items()}
+        found |= {
+            f"critic {name}": p.clone() for name, p in x.critic.state()["critic_weights"].items()
+        }
     return found
 
 
-def learned(world: int, config: AlgorithmConfig, *, critic: bool) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
-    """Weights, which are the same everywhere, and metrics after two updates of one minibatch an epoch."""
+def learned(
+    world: int, config: AlgorithmConfig, *, critic: bool
+) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    """Weights, which are the same everywhere, and metrics after two updates of one minibatch an
+    epoch.
+    """
     whole = replace(config, global_batch_size=N)
-    made = [disturbed(learner(whole, critic=critic, columns=N, critic_columns=N)) for _ in range(world)]
+    made = [
+        disturbed(learner(whole, critic=critic, columns=N, critic_columns=N)) for _ in range(world)
+    ]
     trajectory = experience(made[0].policy, noise=0.2)
 
     def work(ranks: Ranks) -> tuple[dict[str, Tensor], list[Metrics]]:
@@ -110,7 +131,7 @@ def test_a_minibatch_has_the_configured_size_over_all_ranks(world: int) -> None:
     assert together(world, work) == [[2.0, 2.0]] * world  # two minibatches of N / 2 sequences
 
 
-# ------------------------------------------------------------------------------------------------------ other processes
+# ---------------------------------------------------------------------------------- other processes
 @contextmanager
 def serving(services: ModelService) -> Iterator[Client]:
     """A desk at a server that answers in a thread, over a real connection."""
@@ -149,7 +170,9 @@ def test_critic_and_reference_elsewhere_learn_the_same_bit_for_bit(case: str) ->
         if reference is not None:
             there.actor.reference = RemoteReference(desk, CPU)
         for update in range(2):
-            ours, theirs = (x.update(experience(x.policy, noise=0.2), update=update) for x in (here, there))
+            ours, theirs = (
+                x.update(experience(x.policy, noise=0.2), update=update) for x in (here, there)
+            )
             assert ours == theirs
         a, b = state(here), state(there)
         assert all(torch.equal(a[name], b[name]) for name in a)
@@ -192,10 +215,13 @@ def test_graders_elsewhere_say_the_same() -> None:
     chosen = [prompts[i] for i in (2, 0, 0, 1)]
     texts = ["2", "no", "crash", "1\ud800"]
     samples: list[Sample] = [
-        (p.data_source, text, p.ground_truth, p.extra) for p, text in zip(chosen, texts, strict=True)
+        (p.data_source, text, p.ground_truth, p.extra)
+        for p, text in zip(chosen, texts, strict=True)
     ]
     here = GraderPool(fails, workers=0, timeout_s=1.0)
-    services = ModelService(device=CPU, judge=GraderPool(fails, workers=0, timeout_s=1.0), prompts=prompts)
+    services = ModelService(
+        device=CPU, judge=GraderPool(fails, workers=0, timeout_s=1.0), prompts=prompts
+    )
     with serving(services) as desk:
         there = RemoteGraders(desk, prompts)
         for _ in range(2):

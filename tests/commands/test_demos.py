@@ -1,4 +1,6 @@
-"""`embodied-ppo demos` and `clone`: what they write is read back, continued, interrupted and improved by PPO."""
+"""`embodied-ppo demos` and `clone`: what they write is read back, continued, interrupted and
+improved by PPO.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "cwd")
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[dict[str, Any], str]:
+def run(
+    capsys: pytest.CaptureFixture[str], *words: str, code: int = 0
+) -> tuple[dict[str, Any], str]:
     """What a command says with --json, and stderr."""
     found = main.main([words[0], "--json", *words[1:]])
     out = capsys.readouterr()
@@ -65,7 +69,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# -------------------------------------------------------------------------------------------------------------- demos
+# -------------------------------------------------------------------------------------------- demos
 def test_demonstrations_are_recorded_and_continued(capsys: pytest.CaptureFixture[str]) -> None:
     told, err = run(capsys, "demos", "out=d", "episodes=5", "env.image_size=16")
     assert err == "recording 5 demonstrations into d\n"
@@ -79,13 +83,24 @@ def test_demonstrations_are_recorded_and_continued(capsys: pytest.CaptureFixture
         "recorded": 5,
         "families": {"reach": 5},
     }
-    assert demos.images["front"].shape[1:] == (16, 16, 3) and demos.state.shape[1] == 12 and int(demos.episode[-1]) == 4
+    assert (
+        demos.images["front"].shape[1:] == (16, 16, 3)
+        and demos.state.shape[1] == 12
+        and int(demos.episode[-1]) == 4
+    )
 
     told, err = run(capsys, "demos", "out=d", "episodes=7", "env.image_size=16")
     assert err == "recording 2 demonstrations into d, which holds 5\n"
-    assert (told["found"], told["recorded"], told["episodes"], told["families"]) == (5, 2, 7, {"reach": 2})
+    assert (told["found"], told["recorded"], told["episodes"], told["families"]) == (
+        5,
+        2,
+        7,
+        {"reach": 2},
+    )
     longer = read("d")
-    assert torch.equal(longer.state[: len(demos.state)], demos.state) and int(longer.episode[-1]) == 6
+    assert (
+        torch.equal(longer.state[: len(demos.state)], demos.state) and int(longer.episode[-1]) == 6
+    )
     starts = [longer.state[longer.episode == i][0, :3] for i in range(7)]
     assert len({tuple(start.tolist()) for start in starts}) > 1
 
@@ -115,7 +130,10 @@ def test_the_seed_decides_what_is_recorded(capsys: pytest.CaptureFixture[str]) -
     [
         ("noise=0.1", "d: holds demonstrations with noise=0.05, not 0.1; choose another folder"),
         ("seed=3", "d: holds demonstrations with seed=0, not 3"),
-        ("env.kwargs.families=[push]", "env.kwargs={families: [reach], obs: language}, not {families: [push]"),
+        (
+            "env.kwargs.families=[push]",
+            "env.kwargs={families: [reach], obs: language}, not {families: [push]",
+        ),
         ("env.randomize=true", "env.randomize=false, not true"),
         ("env.image_size=32", "observation.images.front=.*16, 16, 3.* not .*32, 32, 3"),
     ],
@@ -125,7 +143,9 @@ def test_a_folder_holds_what_was_asked_for_in_one_way(
 ) -> None:
     run(capsys, "demos", "out=d", "episodes=2", "env.image_size=16")
     before = {path: path.read_bytes() for path in Path("d").rglob("*") if path.is_file()}
-    _, err = run(capsys, "demos", "out=d", "episodes=3", "env.image_size=16", *words.split(), code=2)
+    _, err = run(
+        capsys, "demos", "out=d", "episodes=3", "env.image_size=16", *words.split(), code=2
+    )
     assert err.startswith("error: d: holds") and err.count("\n") == 1
     assert re.search(says if ".*" in says else re.escape(says), err)
     assert {path: path.read_bytes() for path in Path("d").rglob("*") if path.is_file()} == before
@@ -150,15 +170,22 @@ def test_an_interrupted_recording_loses_nothing_that_is_finished(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["demos", "out=d", "episodes=100000", "env.image_size=16"]
-    process = subprocess.Popen(command(*words), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(*words), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline and not [*Path("d/data").rglob("*.parquet")]:
+    while (
+        process.poll() is None
+        and time.monotonic() < deadline
+        and not [*Path("d/data").rglob("*.parquet")]
+    ):
         time.sleep(0.05)
     process.send_signal(number)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130 and out == "", err
     last = re.fullmatch(
-        r"interrupted; (\d+) of 100000 demonstrations are safe in d; the same command goes on", err.splitlines()[-1]
+        r"interrupted; (\d+) of 100000 demonstrations are safe in d; the same command goes on",
+        err.splitlines()[-1],
     )
     assert last is not None and "Traceback" not in err
     safe = int(last[1])
@@ -168,7 +195,9 @@ def test_an_interrupted_recording_loses_nothing_that_is_finished(
     assert not [*Path("d").rglob("*.part")]
 
 
-def test_a_full_disk_is_one_line_and_what_is_finished_is_safe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_one_line_and_what_is_finished_is_safe(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """No file may grow beyond half of the largest one so far: the next one cannot be finished."""
     run(capsys, "demos", "out=d", "episodes=64", "env.image_size=16")
     largest = max(path.stat().st_size for path in Path("d").rglob("*") if path.is_file())
@@ -185,7 +214,9 @@ def test_a_full_disk_is_one_line_and_what_is_finished_is_safe(capsys: pytest.Cap
     )
     assert done.returncode == 3, done.stderr
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: d") and "is the disk full? What was finished before is safe" in last
+    assert (
+        last.startswith("error: d") and "is the disk full? What was finished before is safe" in last
+    )
     assert "Traceback" not in done.stderr
     told, _ = run(capsys, "demos", "out=d", "episodes=65", "env.image_size=16")
     assert told["found"] == 64 and int(read("d").episode[-1]) == 64
@@ -209,7 +240,14 @@ def in_a_terminal(*words: str) -> str:
 def test_a_terminal_shows_bars() -> None:
     shown = in_a_terminal("demos", "out=d", "episodes=3", "env.image_size=16")
     assert "recording 3 demonstrations into d" in shown and re.search(r"recording .*━.*3/3", shown)
-    shown = in_a_terminal("train", "experiment=tabletop_token", *SMALL, "env.image_size=16", "updates=1", "run_dir=run")
+    shown = in_a_terminal(
+        "train",
+        "experiment=tabletop_token",
+        *SMALL,
+        "env.image_size=16",
+        "updates=1",
+        "run_dir=run",
+    )
     assert re.search(r"foresight .*━.*2/2", shown) and re.search(r"cloning .*━.*3/3", shown)
     shown = in_a_terminal("demos", "out=d", "episodes=4", "env.image_size=16", "--quiet")
     assert shown == ""
@@ -225,7 +263,7 @@ def test_the_options_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["cloning.steps"]["value"] > 0 and rows["name"]["value"] == "tabletop_token"
 
 
-# -------------------------------------------------------------------------------------------------------------- clone
+# -------------------------------------------------------------------------------------------- clone
 @pytest.mark.parametrize("policy", ["token", "flow", "gaussian"])
 def test_a_clone_is_measured_and_improved_as_if_train_had_cloned(
     policy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -236,9 +274,15 @@ def test_a_clone_is_measured_and_improved_as_if_train_had_cloned(
     told, err = run(capsys, "clone", *words, *film, "run_dir=clone")
     assert "foresight: step 2 of 2" in err and "cloning: step 3 of 3" in err
     assert told == json.loads(Path("clone/summary.json").read_text())
-    assert told["updates"] == 0 and told["cloning_loss"] == told["cloning_loss"] and told["held_out_loss"] is not None
+    assert (
+        told["updates"] == 0
+        and told["cloning_loss"] == told["cloning_loss"]
+        and told["held_out_loss"] is not None
+    )
     assert told["checkpoint"] == "clone/checkpoints/step_000000" and Path(told["report"]).is_file()
-    assert (told["video"] is not None) == bool(film) and (not film or Path(told["video"]).stat().st_size > 0)
+    assert (told["video"] is not None) == bool(film) and (
+        not film or Path(told["video"]).stat().st_size > 0
+    )
     (row,) = map(json.loads, Path("clone/metrics.jsonl").read_text().splitlines())
     assert (row["update"], row["eval/success"]) == (0, told["final_success"])
     saved = checkpoint.open_checkpoint("clone")
@@ -248,14 +292,20 @@ def test_a_clone_is_measured_and_improved_as_if_train_had_cloned(
     assert (stored["updates"], stored["env_steps"]) == (None, 250000)  # of the experiment, for PPO
 
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    measured, err = run(capsys, "evaluate", "checkpoint=clone", "episodes=4", "num_envs=4", "video=false")
+    measured, err = run(
+        capsys, "evaluate", "checkpoint=clone", "episodes=4", "num_envs=4", "video=false"
+    )
     assert [line for line in err.splitlines() if "left" in line][-1] == "episodes 4/4  0 s left"
     assert measured["eval/return"] == told["final_return"]
     assert Path("clone/reports/step_000000-4x0").is_dir()
 
-    again, err = run(capsys, "clone", *words, "run_dir=again")  # the losses are remembered with the weights
+    again, err = run(
+        capsys, "clone", *words, "run_dir=again"
+    )  # the losses are remembered with the weights
     assert "cloning: taken from" in err and same(weights("again"), weights("clone"))
-    assert [again[x] for x in ("cloning_loss", "held_out_loss")] == [told[x] for x in ("cloning_loss", "held_out_loss")]
+    assert [again[x] for x in ("cloning_loss", "held_out_loss")] == [
+        told[x] for x in ("cloning_loss", "held_out_loss")
+    ]
 
     _, err = run(capsys, "train", "resume=clone", "run_dir=ppo", "updates=2")
     assert "cloning" not in err and "updates 1 to 2" in err
@@ -266,10 +316,14 @@ def test_a_clone_is_measured_and_improved_as_if_train_had_cloned(
     assert checkpoint.open_checkpoint("clone").update == 1
 
     _, err = run(capsys, "clone", *words, "run_dir=clone", code=2)
-    assert err.startswith("error: run_dir=clone: holds a run already; name another, or go on with PPO")
+    assert err.startswith(
+        "error: run_dir=clone: holds a run already; name another, or go on with PPO"
+    )
 
 
-def test_another_dataset_of_the_same_name_is_cloned_anew(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_dataset_of_the_same_name_is_cloned_anew(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run(capsys, "demos", "out=d", "episodes=4")
     run(capsys, "clone", *SMALL, "run_dir=a")
     Path("d").rename("old")
@@ -279,7 +333,9 @@ def test_another_dataset_of_the_same_name_is_cloned_anew(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_clone_leaves_no_run(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_clone_leaves_no_run(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(capsys, "demos", "out=d", "episodes=4")
     words = [*SMALL, "cloning.steps=1000000", "run_dir=run"]
     process = subprocess.Popen(command("clone", *words), stderr=subprocess.PIPE, text=True)
@@ -289,5 +345,9 @@ def test_an_interrupted_clone_leaves_no_run(number: signal.Signals, capsys: pyte
             break
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and err.splitlines()[-1] == "error: interrupted" and "Traceback" not in err
+    assert (
+        process.returncode == 130
+        and err.splitlines()[-1] == "error: interrupted"
+        and "Traceback" not in err
+    )
     assert not Path("run").exists()

@@ -1,4 +1,6 @@
-"""`embodied-ppo doctor` on this machine, and with each thing broken on purpose: its line, and the cure."""
+"""`embodied-ppo doctor` on this machine, and with each thing broken on purpose: its line, and the
+cure.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ ROOT = Path(__file__).parents[2]
 def command(*argv: str, **environment: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """Exit code and rows of ``embodied-ppo doctor --json`` in a process of its own."""
     line = [sys.executable, "-m", "embodied_ppo.commands.main", "doctor", "--json", *argv]
-    done = subprocess.run(line, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        line, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout, done.stderr
     return done.returncode, {row["name"]: row for row in json.loads(done.stdout)}
 
@@ -37,7 +41,12 @@ def stub(folder: Path, name: str, text: str) -> str:
     """A module ``name`` before the real one; $PYTHONPATH with it."""
     (folder / f"{name}.py").write_text(text)
     return os.pathsep.join(
-        [str(folder), *filter(None, [os.environ.get("PYTHONPATH", "")]), str(ROOT), str(ROOT / "envs")]
+        [
+            str(folder),
+            *filter(None, [os.environ.get("PYTHONPATH", "")]),
+            str(ROOT),
+            str(ROOT / "envs"),
+        ]
     )
 
 
@@ -46,22 +55,45 @@ def only(rows: Any) -> Row:
     return row
 
 
-# -------------------------------------------------------------------------------------------------------- this machine
+# ------------------------------------------------------------------------------------- this machine
 def test_a_healthy_machine() -> None:
     code, rows = command()
     broken = [row for row in rows.values() if row["state"] == "problem" and row["needed"]]
     assert code == 0 and not broken, broken
-    for name in ("python", "packages", "torch", "compiler", "mujoco", "picture egl", "pictures", "envpool", "ray"):
-        assert rows[name]["state"] == "ok" and rows[name]["found"] and not rows[name]["cure"], rows[name]
+    for name in (
+        "python",
+        "packages",
+        "torch",
+        "compiler",
+        "mujoco",
+        "picture egl",
+        "pictures",
+        "envpool",
+        "ray",
+    ):
+        assert rows[name]["state"] == "ok" and rows[name]["found"] and not rows[name]["cure"], rows[
+            name
+        ]
     assert rows["pictures"]["found"] == "training uses egl (MUJOCO_GL)"
     assert re.fullmatch(r"a frame of 64 x 48 in [\d.]+ s", rows["picture egl"]["found"])
-    assert {"picture osmesa", "picture glfw", "warp", "disk here", "shared memory", "port 6379"} <= rows.keys()
+    assert {
+        "picture osmesa",
+        "picture glfw",
+        "warp",
+        "disk here",
+        "shared memory",
+        "port 6379",
+    } <= rows.keys()
     assert all(row["cure"] for row in rows.values() if row["state"] == "problem")
 
 
 def test_the_tested_versions_are_those_of_the_files() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    tested = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "scripts/constraints.txt").read_text(), re.MULTILINE))
+    tested = dict(
+        re.findall(
+            r"^([\w.-]+)==(\S+)", (ROOT / "scripts/constraints.txt").read_text(), re.MULTILINE
+        )
+    )
     wanted = [("", line) for line in project["dependencies"]]
     seen = set[str]()
     for extra in filter(None, doctor.RECIPES):
@@ -73,14 +105,16 @@ def test_the_tested_versions_are_those_of_the_files() -> None:
         seen.add(one.name)
         about = doctor.VERSIONS[one.name]
         limits = {(s.operator, s.version) for s in one.specifier}
-        assert limits == {(">=", about.least)} | ({("<", about.below)} if about.below else set()), one.name
+        assert limits == {(">=", about.least)} | ({("<", about.below)} if about.below else set()), (
+            one.name
+        )
         assert (about.tested, about.extra) == (tested[one.name.lower()], extra), one.name
     assert seen == doctor.VERSIONS.keys()
     least, below = doctor.PYTHON
     assert project["requires-python"] == f">={least[0]}.{least[1]},<{below[0]}.{below[1]}"
 
 
-# ---------------------------------------------------------------------------------------- broken on purpose, for real
+# ---------------------------------------------------------------------- broken on purpose, for real
 def test_three_things_broken_in_a_real_process(tmp_path: Path) -> None:
     """No compiler on the path, a MUJOCO_GL that is none, and an EnvPool that does not load."""
     empty = tmp_path / "bin"
@@ -89,12 +123,17 @@ def test_three_things_broken_in_a_real_process(tmp_path: Path) -> None:
     environment = {"PATH": str(empty), "MUJOCO_GL": "nonsense", "PYTHONPATH": paths}
     code, rows = command(**{**environment, "CXX": ""})
     assert code == 1
-    assert rows["compiler"]["state"] == "absent" and "no g++ on the path" in rows["compiler"]["found"]
+    assert (
+        rows["compiler"]["state"] == "absent" and "no g++ on the path" in rows["compiler"]["found"]
+    )
     assert "conda install -c conda-forge gxx" in rows["compiler"]["cure"]
     assert "invalid value for environment variable MUJOCO_GL" in rows["mujoco"]["found"]
     assert rows["mujoco"]["cure"] == rows["pictures"]["cure"] == "unset MUJOCO_GL"
     assert rows["picture egl"]["state"] == "ok"  # each backend is asked by its own name
-    assert rows["envpool"]["found"] == "ImportError: libGLEW.so: cannot open" and rows["envpool"]["state"] == "problem"
+    assert (
+        rows["envpool"]["found"] == "ImportError: libGLEW.so: cannot open"
+        and rows["envpool"]["state"] == "problem"
+    )
     assert rows["envpool"]["cure"] == "pip install --force-reinstall --no-deps envpool==1.2.5"
     assert "packages" not in rows and rows["extra language"]["state"] == "ok"
     human = subprocess.run(
@@ -102,12 +141,16 @@ def test_three_things_broken_in_a_real_process(tmp_path: Path) -> None:
         env={**os.environ, **environment}, capture_output=True,
         text=True, timeout=300,
     )  # fmt: skip
-    assert human.returncode == 1 and re.search(r"^problem  envpool +ImportError: libGLEW", human.stdout, re.MULTILINE)
+    assert human.returncode == 1 and re.search(
+        r"^problem  envpool +ImportError: libGLEW", human.stdout, re.MULTILINE
+    )
     assert re.search(r"^ +cure: unset MUJOCO_GL$", human.stdout, re.MULTILINE)
     assert human.stdout.splitlines()[-1].startswith("broken, and the default recipes need it: ")
 
 
-def test_what_hangs_is_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_hangs_is_ended_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The probe and the process that it started."""
     child = tmp_path / "child"
     text = (
@@ -141,7 +184,11 @@ def test_what_crashes_takes_nothing_down(
 def test_a_package_that_crashes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", stub(tmp_path, "jinja2", "import os; os.abort()"))
     found = list(doctor._packages(doctor._ask(["imports"])["imports"]))
-    assert found[0].name == "imports" and found[0].state == "problem" and "crashed (SIGABRT), at " in found[0].found
+    assert (
+        found[0].name == "imports"
+        and found[0].state == "problem"
+        and "crashed (SIGABRT), at " in found[0].found
+    )
 
 
 def test_a_backend_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,12 +196,17 @@ def test_a_backend_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", "/nowhere.json")
     answer = doctor._ask(["egl"])["egl"]
     assert answer.error
-    rows = {row.name: row for row in doctor._pictures({"egl": answer, "osmesa": Answer(error="none")})}
-    assert rows["picture egl"].state == "absent" and "apt-get install libegl1" in rows["picture egl"].cure
+    rows = {
+        row.name: row for row in doctor._pictures({"egl": answer, "osmesa": Answer(error="none")})
+    }
+    assert (
+        rows["picture egl"].state == "absent"
+        and "apt-get install libegl1" in rows["picture egl"].cure
+    )
     assert rows["pictures"].state == "problem" and "conda install" in rows["pictures"].cure
 
 
-# --------------------------------------------------------------------------------------- broken on purpose, one by one
+# -------------------------------------------------------------------- broken on purpose, one by one
 @pytest.mark.parametrize(
     ("named", "works", "state", "found", "cure"),
     [
@@ -162,16 +214,36 @@ def test_a_backend_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", ("osmesa",), "ok", "training uses osmesa", ""),
         ("osmesa", ("egl", "osmesa"), "ok", "training uses osmesa (MUJOCO_GL)", ""),
         ("disabled", ("egl",), "ok", "training uses egl", ""),
-        ("osmesa", ("egl",), "problem", "MUJOCO_GL = osmesa does not render", "export MUJOCO_GL=egl"),
-        ("egel", ("egl",), "problem", "MUJOCO_GL = egel is not one of egl, osmesa, glfw", "unset MUJOCO_GL"),
+        (
+            "osmesa",
+            ("egl",),
+            "problem",
+            "MUJOCO_GL = osmesa does not render",
+            "export MUJOCO_GL=egl",
+        ),
+        (
+            "egel",
+            ("egl",),
+            "problem",
+            "MUJOCO_GL = egel is not one of egl, osmesa, glfw",
+            "unset MUJOCO_GL",
+        ),
         ("", ("glfw",), "problem", "no backend works without a screen", "apt-get install libegl1"),
     ],
 )
 def test_what_training_will_draw_with(
-    named: str, works: tuple[str, ...], state: str, found: str, cure: str, monkeypatch: pytest.MonkeyPatch
+    named: str,
+    works: tuple[str, ...],
+    state: str,
+    found: str,
+    cure: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MUJOCO_GL", named)
-    answers = {name: Answer("a frame") if name in works else Answer(error="no library") for name in doctor.BACKENDS}
+    answers = {
+        name: Answer("a frame") if name in works else Answer(error="no library")
+        for name in doctor.BACKENDS
+    }
     rows = {row.name: row for row in doctor._pictures(answers)}
     row = rows.pop("pictures")
     assert (
@@ -180,7 +252,9 @@ def test_what_training_will_draw_with(
         and row.cure.startswith(cure)
         and bool(row.cure) == bool(cure)
     )
-    assert [row.state for row in rows.values()] == ["ok" if name in works else "absent" for name in doctor.BACKENDS]
+    assert [row.state for row in rows.values()] == [
+        "ok" if name in works else "absent" for name in doctor.BACKENDS
+    ]
 
 
 @pytest.mark.parametrize("now", [(3, 10, 12), (3, 14, 0)])
@@ -217,7 +291,11 @@ def test_versions(
     extra = doctor.VERSIONS[name].extra
     title = name if state == "problem" and now else f"extra {extra}" if extra else "packages"
     row = {row.name: row for row in doctor._packages(Answer({}))}[title]
-    assert (row.state, row.found) == (state, found) and cure in row.cure and bool(cure) == bool(row.cure)
+    assert (
+        (row.state, row.found) == (state, found)
+        and cure in row.cure
+        and bool(cure) == bool(row.cure)
+    )
 
 
 def nvidia_smi(folder: Path, text: str) -> None:
@@ -229,8 +307,18 @@ def nvidia_smi(folder: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("cuda", "reason", "visible", "parts"),
     [
-        (None, "", None, ("built for CPU only; the driver has NVIDIA L4 (driver 535.1)", "torch==2.13.0")),
-        ("13.0", "driver too old", None, ("built for CUDA 13.0", "torch finds none: driver too old", "whl/cu126")),
+        (
+            None,
+            "",
+            None,
+            ("built for CPU only; the driver has NVIDIA L4 (driver 535.1)", "torch==2.13.0"),
+        ),
+        (
+            "13.0",
+            "driver too old",
+            None,
+            ("built for CUDA 13.0", "torch finds none: driver too old", "whl/cu126"),
+        ),
         ("13.0", "", "-1", ("CUDA_VISIBLE_DEVICES = '-1'", "unset CUDA_VISIBLE_DEVICES")),
     ],
 )
@@ -243,20 +331,33 @@ def test_torch_that_does_not_see_the_gpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    row = only(doctor._gpu(Answer({"version": "2.13.0", "cuda": cuda, "gpus": [], "reason": reason})))
+    row = only(
+        doctor._gpu(Answer({"version": "2.13.0", "cuda": cuda, "gpus": [], "reason": reason}))
+    )
     assert row.state == "problem" and row.needed
     for part in parts:
         assert part in f"{row.found} {row.cure}"
 
 
-def test_gpus_that_others_use_and_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_others_use_and_a_driver_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nvidia_smi(tmp_path, "echo 'could not communicate with the driver'; exit 9")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     gpus = [{"name": "L4", "free": 20e9, "total": 24e9}, {"name": "L4", "free": 2e9, "total": 24e9}]
-    torch, free, full = doctor._gpu(Answer({"version": "2.13.0", "cuda": "13.0", "gpus": gpus, "reason": ""}))
-    assert (torch.state, free.state, full.state) == ("ok", "ok", "problem") and "2.0 of 24.0 GB free" in full.found
+    torch, free, full = doctor._gpu(
+        Answer({"version": "2.13.0", "cuda": "13.0", "gpus": gpus, "reason": ""})
+    )
+    assert (torch.state, free.state, full.state) == (
+        "ok",
+        "ok",
+        "problem",
+    ) and "2.0 of 24.0 GB free" in full.found
     assert "nvidia-smi" in full.cure and not full.needed
-    assert [row.state for row in doctor._gpu(Answer({"version": "2", "cuda": None, "gpus": [], "reason": ""}))] == [
+    assert [
+        row.state
+        for row in doctor._gpu(Answer({"version": "2", "cuda": None, "gpus": [], "reason": ""}))
+    ] == [
         "ok",
         "absent",
     ]
@@ -269,10 +370,18 @@ def test_compilers_that_do_not_compile(tmp_path: Path, monkeypatch: pytest.Monke
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     row = doctor._compiler()
-    assert row.state == "problem" and "cannot compile with OpenMP: omp.h: No such file" in row.found and row.cure
+    assert (
+        row.state == "problem"
+        and "cannot compile with OpenMP: omp.h: No such file" in row.found
+        and row.cure
+    )
     monkeypatch.setenv("CXX", "/nowhere/g++")
     row = doctor._compiler()
-    assert row.state == "problem" and "CXX = /nowhere/g++" in row.found and row.cure.startswith("unset CXX")
+    assert (
+        row.state == "problem"
+        and "CXX = /nowhere/g++" in row.found
+        and row.cure.startswith("unset CXX")
+    )
 
 
 def test_disks_that_are_full_or_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,9 +390,15 @@ def test_disks_that_are_full_or_closed(tmp_path: Path, monkeypatch: pytest.Monke
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000_000))
     rows = {row.name: row for row in doctor._disks()}
-    assert rows["disk here"].found == f"{tmp_path}: 0.0 GB free, less than 2" and rows["disk here"].needed
+    assert (
+        rows["disk here"].found == f"{tmp_path}: 0.0 GB free, less than 2"
+        and rows["disk here"].needed
+    )
     assert rows["disk here"].cure == "run_dir=/another/disk/run"
-    assert "cannot be written" in rows["disk cache"].found and "EMBODIED_PPO_CACHE" in rows["disk cache"].cure
+    assert (
+        "cannot be written" in rows["disk cache"].found
+        and "EMBODIED_PPO_CACHE" in rows["disk cache"].cure
+    )
     assert rows["shared memory"].state == "problem" and "--shm-size" in rows["shared memory"].cure
 
 
@@ -295,13 +410,19 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, "PORTS", {port: ("tensorboard", "tensorboard --port 6007")})
         loopback, row = doctor._ports()
     assert loopback.state == "ok" and row == Row(
-        f"port {port}", "problem", "tensorboard: Address already in use", "tensorboard --port 6007", needed=False
+        f"port {port}",
+        "problem",
+        "tensorboard: Address already in use",
+        "tensorboard --port 6007",
+        needed=False,
     )
 
 
 def test_without_optional_packages_it_is_well() -> None:
     assert doctor._of_warp(None).state == "absent" and "'.[warp]'" in doctor._of_warp(None).cure
-    assert doctor._of("ray", Answer(error="no"), "cure", needed=False) == Row("ray", "problem", "no", "cure", False)
+    assert doctor._of("ray", Answer(error="no"), "cure", needed=False) == Row(
+        "ray", "problem", "no", "cure", False
+    )
 
 
 def test_it_reads_no_options(capsys: pytest.CaptureFixture[str]) -> None:

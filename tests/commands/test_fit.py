@@ -1,4 +1,6 @@
-"""`embodied-ppo fit`: the written recipe learns the same on fewer devices; what changed, and what cannot fit."""
+"""`embodied-ppo fit`: the written recipe learns the same on fewer devices; what changed, and what
+cannot fit.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def _resolved(words: tuple[str, ...]) -> str:
 
 
 def learned(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Weights after the update, and the optimisers' first moments: after one step (1 - beta1) x the gradient."""
+    """Weights after the update, and the optimisers' first moments: after one step (1 - beta1) x the
+    gradient.
+    """
     source = checkpoint.open_checkpoint(run_dir / "checkpoints" / "step_000001")
     found = dict(source.policy())
 
@@ -93,7 +97,10 @@ def same(one: Path, other: Path) -> None:
     ours, theirs = learned(one), learned(other)
     assert ours.keys() == theirs.keys()
     for name, x in ours.items():
-        assert torch.allclose(x, theirs[name], rtol=0, atol=1e-6), (name, (x - theirs[name]).abs().max())
+        assert torch.allclose(x, theirs[name], rtol=0, atol=1e-6), (
+            name,
+            (x - theirs[name]).abs().max(),
+        )
     moved = [name for name in ours if "exp_avg" in name and ours[name].abs().max() > 1e-4]
     assert moved  # there is a gradient
 
@@ -112,13 +119,21 @@ FITTED = ["--config-dir", "mine", "experiment=small"]
 
 
 @pytest.mark.parametrize("unit", ["step", "column"])
-def test_several_passes_train_what_one_does(unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_passes_train_what_one_does(
+    unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Four minibatches of 512, whole and in parts."""
     words = [*ROBOT, "algorithm.global_batch_size=512", f"algorithm.minibatch_unit={unit}"]
     (whole,) = needed(*words)
     few = (sum(whole.values()) - 0.6 * whole["activations"]) / 0.92 / 1e9
     told = fit(
-        capsys, *words, "--devices", "1", f"cluster.device_memory_gb={few}", "--out", "mine/experiment/small.yaml"
+        capsys,
+        *words,
+        "--devices",
+        "1",
+        f"cluster.device_memory_gb={few}",
+        "--out",
+        "mine/experiment/small.yaml",
     )
     ((option, (old, micro)),) = changed(told).items()
     assert (option, old) == ("algorithm.micro_batch_size", None) and 64 <= micro < 512
@@ -126,7 +141,10 @@ def test_several_passes_train_what_one_does(unit: str, tmp_path: Path, capsys: p
     assert told["command"] == "embodied-ppo train --config-dir mine experiment=small"
     # the largest that fits: one pass less does not
     passes = -(-512 // micro)
-    (now,), (more,) = (needed(*words, f"algorithm.micro_batch_size={m}") for m in (micro, _even(512, passes - 1, unit)))
+    (now,), (more,) = (
+        needed(*words, f"algorithm.micro_batch_size={m}")
+        for m in (micro, _even(512, passes - 1, unit))
+    )
     assert sum(now.values()) <= 0.92 * few * 1e9 < sum(more.values())
     run("train", *words, f"run_dir={tmp_path / 'large'}", "--quiet")
     run("train", *FITTED, "run_dir=small", "--quiet")
@@ -143,19 +161,34 @@ def _even(batch: int, passes: int, unit: str) -> int:
 
 @pytest.mark.usefixtures("eight_slots")
 def test_two_devices_become_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two processes that learn together, without parts; then one, with parts: the same gradient, the same weights."""
-    words = [*ROBOT, "algorithm.global_batch_size=2048", "placement=disaggregated", "cluster.devices_per_node=4"]
+    """Two processes that learn together, without parts; then one, with parts: the same gradient,
+    the same weights.
+    """
+    words = [
+        *ROBOT,
+        "algorithm.global_batch_size=2048",
+        "placement=disaggregated",
+        "cluster.devices_per_node=4",
+    ]
     (whole,) = needed(*ROBOT, "algorithm.global_batch_size=2048")
     memory = f"cluster.device_memory_gb={(sum(whole.values()) - 0.4 * whole['activations']) / 0.92 / 1e9}"
     told = fit(capsys, *words, memory, "--devices", "1", "--out", "mine/experiment/small.yaml")
     found = changed(told)
-    many = changed(fit(capsys, *words, "--devices", "1000"))  # tried are only as many as there are environments
-    assert many["placement"] == ("disaggregated", "fused") and many["cluster.devices_per_node"][1] < 1000
-    assert found.pop("placement") == ("disaggregated", "local") and found.pop("cluster.devices_per_node") == (4, 0)
+    many = changed(
+        fit(capsys, *words, "--devices", "1000")
+    )  # tried are only as many as there are environments
+    assert (
+        many["placement"] == ("disaggregated", "fused")
+        and many["cluster.devices_per_node"][1] < 1000
+    )
+    assert found.pop("placement") == ("disaggregated", "local") and found.pop(
+        "cluster.devices_per_node"
+    ) == (4, 0)
     assert found.pop("algorithm.micro_batch_size")[0] is None and not found
     whys = {change["option"]: change["why"] for change in told["changes"]}
     assert (
-        "needs 2 devices, and there is 1" in whys["placement"] and "more than 92%" in whys["algorithm.micro_batch_size"]
+        "needs 2 devices, and there is 1" in whys["placement"]
+        and "more than 92%" in whys["algorithm.micro_batch_size"]
     )
     run("train", *words, f"run_dir={tmp_path / 'large'}", "--quiet")
     run("train", *FITTED, "run_dir=small", "--quiet")
@@ -163,12 +196,20 @@ def test_two_devices_become_one(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("limited", ["responses", "tokens"])
-def test_a_language_model_in_parts(limited: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_language_model_in_parts(
+    limited: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*LANGUAGE, *(["algorithm.micro_batch_tokens=100000"] if limited == "tokens" else [])]
     (whole,) = needed(*words)
     few = (sum(whole.values()) - 0.6 * whole["activations"]) / 0.92 / 1e9
     told = fit(
-        capsys, *words, "--devices", "1", f"cluster.device_memory_gb={few}", "--out", "mine/experiment/small.yaml"
+        capsys,
+        *words,
+        "--devices",
+        "1",
+        f"cluster.device_memory_gb={few}",
+        "--out",
+        "mine/experiment/small.yaml",
     )
     ((option, (_, new)),) = changed(told).items()
     assert option == f"algorithm.micro_batch_{'tokens' if limited == 'tokens' else 'size'}"
@@ -180,12 +221,21 @@ def test_a_language_model_in_parts(limited: str, tmp_path: Path, capsys: pytest.
 
 def test_what_fits_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     told = fit(capsys, *ROBOT, "algorithm.micro_batch_size=64", "compile=always", "--devices", "1")
-    assert told["changes"] == [] and told["file"] is None and told["recipe"]["algorithm"]["micro_batch_size"] == 64
+    assert (
+        told["changes"] == []
+        and told["file"] is None
+        and told["recipe"]["algorithm"]["micro_batch_size"] == 64
+    )
     told = fit(capsys, *ROBOT, "placement=fused", "cluster.devices_per_node=4", "--devices", "2")
-    assert changed(told) == {"cluster.devices_per_node": (4, 2)} and told["recipe"]["placement"] == "fused"
+    assert (
+        changed(told) == {"cluster.devices_per_node": (4, 2)}
+        and told["recipe"]["placement"] == "fused"
+    )
     assert told["notes"][0].startswith("2 learning now")
     given = "cluster.component_placement={env: 0-1, rollout: 2, actor: 3}"
-    told = fit(capsys, *ROBOT, given, "cluster.devices_per_node=4", "cluster.max_lag=1", "--devices", "3")
+    told = fit(
+        capsys, *ROBOT, given, "cluster.devices_per_node=4", "cluster.max_lag=1", "--devices", "3"
+    )
     found = changed(told)  # 32 environments cannot be dealt out over 3
     assert found["cluster.devices_per_node"] == (4, 2) and found["placement"] == ("local", "fused")
     assert found["cluster.max_lag"] == (1, 0) and told["notes"][0] == "uses 2 of 3 devices"
@@ -196,13 +246,23 @@ def test_compiled_minibatches_have_one_shape(capsys: pytest.CaptureFixture[str])
     words = [*ROBOT, "algorithm.global_batch_size=2048"]
     (whole,) = needed(*words)
     few = (sum(whole.values()) - 0.5 * whole["activations"]) / 0.92 / 1e9
-    told = fit(capsys, *words, "compile=always", f"cluster.device_memory_gb={few}", "--devices", "1")
+    told = fit(
+        capsys, *words, "compile=always", f"cluster.device_memory_gb={few}", "--devices", "1"
+    )
     assert changed(told)["compile"] == ("always", "auto")
     assert "compiled code is not used where micro-batches cut minibatches" in told["notes"]
 
 
 def test_to_stdout_and_for_a_gpu_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["fit", "experiment=halfcheetah", "seed=3", "device=cuda", "cluster.device_memory_gb=16", "--devices", "1"]
+    words = [
+        "fit",
+        "experiment=halfcheetah",
+        "seed=3",
+        "device=cuda",
+        "cluster.device_memory_gb=16",
+        "--devices",
+        "1",
+    ]
     run(*words)
     out, err = capsys.readouterr()
     assert err.splitlines()[0] == "nothing has to change" and "minibatches of" in err
@@ -217,8 +277,15 @@ def test_to_stdout_and_for_a_gpu_that_is_elsewhere(capsys: pytest.CaptureFixture
 
 
 def test_the_recipe_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    """Read back it is what was fitted, also where a shipped experiment sets what another flag leaves unread."""
-    words = ["experiment=arithmetic", "algorithm.adv_type=grpo", "algorithm.group_size=4", "device=cpu"]
+    """Read back it is what was fitted, also where a shipped experiment sets what another flag
+    leaves unread.
+    """
+    words = [
+        "experiment=arithmetic",
+        "algorithm.adv_type=grpo",
+        "algorithm.group_size=4",
+        "device=cpu",
+    ]
     run("fit", *words, "--devices", "1", "--out", "mine/experiment/small.yaml")
     capsys.readouterr()
 
@@ -233,23 +300,43 @@ def test_the_recipe_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "line"),
     [
         ([*ROBOT, "--devices", "0"], "0 is not an integer >= 1"),
-        ([*ROBOT, "--devices", "1000000000"], "cluster.devices_per_node = 1000000000 devices, more than 16384"),
+        (
+            [*ROBOT, "--devices", "1000000000"],
+            "cluster.devices_per_node = 1000000000 devices, more than 16384",
+        ),
         (ROBOT, "the following arguments are required: --devices"),
-        ([*ROBOT, "--devices", "1", "--out", "small.yaml"], "write --out my_configs/experiment/small.yaml"),
-        ([*ROBOT, "--devices", "1", "--out", "mine/experiment/a,b=c.yaml"], "no experiment can be called 'a,b=c'"),
+        (
+            [*ROBOT, "--devices", "1", "--out", "small.yaml"],
+            "write --out my_configs/experiment/small.yaml",
+        ),
+        (
+            [*ROBOT, "--devices", "1", "--out", "mine/experiment/a,b=c.yaml"],
+            "no experiment can be called 'a,b=c'",
+        ),
         ([*ROBOT, "--devices", "1", "resume=auto"], "resume = auto: fit writes a recipe"),
-        ([*ROBOT, "--devices", "1", "cluster.stages=2"], "cluster.stages = 2: is not read with placement=local"),
+        (
+            [*ROBOT, "--devices", "1", "cluster.stages=2"],
+            "cluster.stages = 2: is not read with placement=local",
+        ),
         (
             [*ROBOT, "--devices", "1", "cluster.device_memory_gb=0.0001"],
             "more than 92% of its 0.1 MB; one process of env,rollout,actor: .. lower algorithm.horizon or env.num_envs",
         ),
         (
-            [*LANGUAGE, "--devices", "1", "cluster.device_memory_gb=0.0003", "algorithm.rollout_batch_size=256"],
+            [
+                *LANGUAGE,
+                "--devices",
+                "1",
+                "cluster.device_memory_gb=0.0003",
+                "algorithm.rollout_batch_size=256",
+            ],
             "more than 92% of its 0.3 MB .. lower rollout.slots",
         ),
     ],
 )
-def test_what_is_refused(words: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(
+    words: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.main(["fit", *words]) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     for part in line.split(" .. "):

@@ -93,7 +93,9 @@ def values(rows: dict[str, dict[str, Any]], *paths: str) -> list[Any]:
 
 
 def cpu_of_children() -> float:
-    """Seconds of processor time; on a shared machine a clock on the wall tells about the neighbours."""
+    """Seconds of processor time; on a shared machine a clock on the wall tells about the
+    neighbours.
+    """
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -102,10 +104,13 @@ def command(*argv: object) -> list[str]:
     return [sys.executable, "-m", "embodied_ppo.commands.main", *map(str, argv)]
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# ----------------------------------------------------------------------------------------- refusals
 REFUSALS = [
     # typos
-    ("train algorithm.gama=0.9", "algorithm.gama = 0.9 (command line): no such option; did you mean algorithm.gamma?"),
+    (
+        "train algorithm.gama=0.9",
+        "algorithm.gama = 0.9 (command line): no such option; did you mean algorithm.gamma?",
+    ),
     ("train gamma=0.9", "gamma = 0.9 .. gamma belongs to algorithm.gamma .. default 0.99"),
     ("train +foo=1", "foo = 1 .. no such option; the top level has: mode"),
     (
@@ -115,13 +120,22 @@ REFUSALS = [
     ("train env.kwarg.x=1", "env.kwarg.x = 1 .. no such option"),
     ("train model.rnn_type=lstm", "model.rnn_type = lstm (command line): no such option"),
     ("train algorithm.adv_type=gea", "did you mean algorithm.adv_type=gae?"),
-    ("train experiment=quickstrat", "experiment = quickstrat: no such experiment; did you mean quickstart?"),
-    ("train algorithm=mujocco", "algorithm = mujocco: no such algorithm; did you mean mujoco? there are: atari"),
+    (
+        "train experiment=quickstrat",
+        "experiment = quickstrat: no such experiment; did you mean quickstart?",
+    ),
+    (
+        "train algorithm=mujocco",
+        "algorithm = mujocco: no such algorithm; did you mean mujoco? there are: atari",
+    ),
     ("train model=resnet", "model = resnet: no such model; there are: cnn"),
     ("train mode=embodid", "mode = embodid: no such mode; did you mean embodied?"),
     ("train experimnt=hopper", "experimnt = hopper .. no such option"),
     # types and limits
-    ("train algorithm.gamma=1.5", "algorithm.gamma = 1.5 (command line) must be .. >= 0 and <= 1; .. =0.99"),
+    (
+        "train algorithm.gamma=1.5",
+        "algorithm.gamma = 1.5 (command line) must be .. >= 0 and <= 1; .. =0.99",
+    ),
     ("train algorithm.gamma=", "algorithm.gamma = '' .. number"),
     ("train algorithm.gamma=null", "algorithm.gamma = null .. number"),
     ("train algorithm.lr=nan", "algorithm.lr = nan .. finite"),
@@ -138,44 +152,116 @@ REFUSALS = [
     ("train name=7", "name = 7 .. text; quote it"),
     ("train seed=-1", "seed = -1 .. >= 0"),
     # conflicts
-    ("train algorithm.clip_ratio=0.1 algorithm.clip_ratio_low=0.2", "clip_ratio = 0.1 .. different values; keep one"),
-    ("train algorithm.vf_coef=1.5 algorithm.c1=2", "vf_coef = 1.5 .. c1 = 2 .. algorithm.value_loss_coef"),
-    ("train experiment=null algorithm.global_batch_size=300", "32 x 64 = 2048 .. = 300; nearest: 256, 512"),
+    (
+        "train algorithm.clip_ratio=0.1 algorithm.clip_ratio_low=0.2",
+        "clip_ratio = 0.1 .. different values; keep one",
+    ),
+    (
+        "train algorithm.vf_coef=1.5 algorithm.c1=2",
+        "vf_coef = 1.5 .. c1 = 2 .. algorithm.value_loss_coef",
+    ),
+    (
+        "train experiment=null algorithm.global_batch_size=300",
+        "32 x 64 = 2048 .. = 300; nearest: 256, 512",
+    ),
     ("train algorithm.adv_type=grpo", "adv_type = grpo .. algorithm.group_size=4"),
-    ("train algorithm.desired_kl=0.01", "algorithm.desired_kl = 0.01 is set but not read; it needs .. =adaptive"),
+    (
+        "train algorithm.desired_kl=0.01",
+        "algorithm.desired_kl = 0.01 is set but not read; it needs .. =adaptive",
+    ),
     ("train algorithm.loss_type=actor", "algorithm.loss_type=actor_critic"),
-    ("train algorithm.use_kl_loss=true algorithm.kl_loss_type=kl", "kl_loss_type = k1 .. k2, k3 or k1+"),
+    (
+        "train algorithm.use_kl_loss=true algorithm.kl_loss_type=kl",
+        "kl_loss_type = k1 .. k2, k3 or k1+",
+    ),
     ("train env_steps=null updates=null", "updates = null and env_steps = null"),
-    ("train mode=reasoning updates=null", "updates = null: nothing says how long to train; write updates=100"),
-    ("train mode=reasoning experiment=hopper", "env.id = Hopper-v4 is set but not read; it needs mode=embodied"),
+    (
+        "train mode=reasoning updates=null",
+        "updates = null: nothing says how long to train; write updates=100",
+    ),
+    (
+        "train mode=reasoning experiment=hopper",
+        "env.id = Hopper-v4 is set but not read; it needs mode=embodied",
+    ),
     ("train mode=embodied experiment=arithmetic", "is set but not read; it needs mode=reasoning"),
-    ("train experiment=arithmetic env.num_envs=3", "env.num_envs = 3 is set but not read; it needs mode=embodied"),
+    (
+        "train experiment=arithmetic env.num_envs=3",
+        "env.num_envs = 3 is set but not read; it needs mode=embodied",
+    ),
     ("train experiment=arithmetic algorithm.clip_ratio_c=1", "algorithm.clip_ratio_c = 1 .. > 1"),
-    ("train experiment=arithmetic algorithm.adv_type=rloo", "compares responses .. algorithm.group_size=4"),
-    ("train experiment=arithmetic algorithm.global_batch_size=100", "= 256 is not a multiple .. nearest: 64, 128"),
-    ("train experiment=arithmetic rollout.top_p=0.9", "rollout.top_p = 0.9 .. refused .. evaluation.top_p"),
-    ("train mode=reasoning updates=1 actor.model.path=x", "data.train = [] .. data.train=[FILE.jsonl]"),
-    ("train mode=reasoning actor.model.path=x data.train=x.jsonl", "must be a list .. write data.train=[x.jsonl]"),
+    (
+        "train experiment=arithmetic algorithm.adv_type=rloo",
+        "compares responses .. algorithm.group_size=4",
+    ),
+    (
+        "train experiment=arithmetic algorithm.global_batch_size=100",
+        "= 256 is not a multiple .. nearest: 64, 128",
+    ),
+    (
+        "train experiment=arithmetic rollout.top_p=0.9",
+        "rollout.top_p = 0.9 .. refused .. evaluation.top_p",
+    ),
+    (
+        "train mode=reasoning updates=1 actor.model.path=x",
+        "data.train = [] .. data.train=[FILE.jsonl]",
+    ),
+    (
+        "train mode=reasoning actor.model.path=x data.train=x.jsonl",
+        "must be a list .. write data.train=[x.jsonl]",
+    ),
     ("train experiment=gsm8k_qwen2_5_0_5b", "actor.model.path = ??? .. has no value yet"),
-    ("train experiment=arithmetic critic.use_critic_model=false", "adv_type = gae needs a critic .. =grpo"),
+    (
+        "train experiment=arithmetic critic.use_critic_model=false",
+        "adv_type = gae needs a critic .. =grpo",
+    ),
     ("train experiment=arithmetic data.task=null", "data.train = [] .. data.task=arithmetic"),
-    ("train experiment=arithmetic algorithm.loss_type=actor_critic", "write algorithm.loss_type=actor"),
+    (
+        "train experiment=arithmetic algorithm.loss_type=actor_critic",
+        "write algorithm.loss_type=actor",
+    ),
     ("train experiment=arithmetic evaluation.n=4", "evaluation.deterministic=false"),
-    ("train experiment=arithmetic component_placement={actor:all,critic:all}", "no device for rollout"),
-    ("train experiment=arithmetic component_placement='{\"actor,critc\":all}'", "did you mean critic?"),
-    ("train placement=fuzed", "placement = fuzed: no such placement; did you mean fused? there are: colocated"),
+    (
+        "train experiment=arithmetic component_placement={actor:all,critic:all}",
+        "no device for rollout",
+    ),
+    (
+        "train experiment=arithmetic component_placement='{\"actor,critc\":all}'",
+        "did you mean critic?",
+    ),
+    (
+        "train placement=fuzed",
+        "placement = fuzed: no such placement; did you mean fused? there are: colocated",
+    ),
     (
         "train placement=fused cluster.devices_per_node=1 cluster.stages=3",
         "env.num_envs = 64: cannot be dealt out evenly .. write env.num_envs=63",
     ),
-    ("train experiment=arithmetic placement=hybrid", "sets the simulators apart .. use fused, colocated or"),
-    ("train algorithm.train_batch_size=8", "algorithm.rollout_batch_size = 8 .. needs mode=reasoning"),
+    (
+        "train experiment=arithmetic placement=hybrid",
+        "sets the simulators apart .. use fused, colocated or",
+    ),
+    (
+        "train algorithm.train_batch_size=8",
+        "algorithm.rollout_batch_size = 8 .. needs mode=reasoning",
+    ),
     ("train cluster.num_nodes=2", "cluster.num_nodes = 2 .. placement=local"),
-    ("train placement=fused cluster.num_nodes=2 cluster.devices_per_node=1", "cluster.num_nodes = 2: no Ray cluster"),
-    ("tune experiment=arithmetic compile=always", "compile = always: tune times language models without the compiler"),
+    (
+        "train placement=fused cluster.num_nodes=2 cluster.devices_per_node=1",
+        "cluster.num_nodes = 2: no Ray cluster",
+    ),
+    (
+        "tune experiment=arithmetic compile=always",
+        "compile = always: tune times language models without the compiler",
+    ),
     ("tune experiment=arithmetic placement=fused", "placement = fused: is searched by tune"),
-    ("tune placement=hybrid", "placement = hybrid: is searched by tune; leave it out, or try it with train"),
-    ("tune cluster.shard=true", "cluster.shard = true: tune cannot predict the cost of gathering a sharded model"),
+    (
+        "tune placement=hybrid",
+        "placement = hybrid: is searched by tune; leave it out, or try it with train",
+    ),
+    (
+        "tune cluster.shard=true",
+        "cluster.shard = true: tune cannot predict the cost of gathering a sharded model",
+    ),
     ("tune cluster.stages=2", "cluster.stages = 2: is searched by tune; leave it out"),
     (
         "tune component_placement={actor:0,rollout:0,env:0}",
@@ -185,7 +271,10 @@ REFUSALS = [
     ("tune device=cuda:99", "device=cuda:99: torch finds .. CUDA devices"),
     ("tune cluster.num_nodes=2", "cluster.num_nodes = 2: no Ray cluster is named"),
     ("tune cluster.max_lag=1 cluster.weights=ipc", "only cluster.weights=store keeps for them"),
-    ("tune cluster.device_memory_gb=1e-5", "tune: no placement is left; local: placement: node 0 needs 1 x"),
+    (
+        "tune cluster.device_memory_gb=1e-5",
+        "tune: no placement is left; local: placement: node 0 needs 1 x",
+    ),
     (
         "train experiment=cartpole env.num_envs=100000000 algorithm.global_batch_size=100000000",
         "placement: node 0 needs 1 x .. to collect, more than 92% of its .. lower algorithm.horizon or env.num_envs",
@@ -209,12 +298,18 @@ REFUSALS = [
     ("train run_dir=", "run_dir = '' (command line) must be text that is not empty, or null"),
     ("train env.id=", "env.id = '' (command line) must be text that is not empty"),
     ("train resume=", "resume = '' (command line) must be text that is not empty, or null"),
-    ("train env.num_envs=1000000000001", "env.num_envs = 1000000000001 .. >= 1 and <= 1,000,000,000"),
+    (
+        "train env.num_envs=1000000000001",
+        "env.num_envs = 1000000000001 .. >= 1 and <= 1,000,000,000",
+    ),
     (
         "train experiment=null env.num_envs=1000000000",
         "32 x 1000000000 = 32000000000 steps must be <= 10,000,000,000",
     ),
-    ("train algorithm.horizon=1000000000000000003", "algorithm.horizon = 1000000000000000003 .. <= 1,000,000,000"),
+    (
+        "train algorithm.horizon=1000000000000000003",
+        "algorithm.horizon = 1000000000000000003 .. <= 1,000,000,000",
+    ),
     (
         "train mode=reasoning algorithm.rollout_batch_size=1000000000000000003",
         "algorithm.rollout_batch_size = 1000000000000000003 .. <= 10,000,000",
@@ -225,18 +320,48 @@ REFUSALS = [
     ),
     ("train threads=100000000", "threads = 100000000 .. <= 1,024"),
     ("train env.image_size=1000000", "env.image_size = 1000000 .. <= 4,096"),
-    ("train algorithm.lr=${algorithm.lr}", "algorithm.lr = ${algorithm.lr} (command line): Recursive interpolation"),
-    ("train algorithm.lr=${nothing.there}", "algorithm.lr = ${nothing.there} .. Interpolation key 'nothing.there'"),
-    ("train env.id=${oc.env:NO_SUCH_VARIABLE}", "env.id = ${oc.env:NO_SUCH_VARIABLE} (command line): .. not found"),
-    ("train model.hidden=[8,${nothing}]", "model.hidden = [8, ${nothing}] (command line): .. 'nothing' not found"),
-    ("train env.kwargs=[1]", "env.kwargs = [1] (command line) must be a section of names and values"),
-    ("train env.kwargs=[${seed}]", "env.kwargs = [${seed}] (command line) must be a section of names and values"),
+    (
+        "train algorithm.lr=${algorithm.lr}",
+        "algorithm.lr = ${algorithm.lr} (command line): Recursive interpolation",
+    ),
+    (
+        "train algorithm.lr=${nothing.there}",
+        "algorithm.lr = ${nothing.there} .. Interpolation key 'nothing.there'",
+    ),
+    (
+        "train env.id=${oc.env:NO_SUCH_VARIABLE}",
+        "env.id = ${oc.env:NO_SUCH_VARIABLE} (command line): .. not found",
+    ),
+    (
+        "train model.hidden=[8,${nothing}]",
+        "model.hidden = [8, ${nothing}] (command line): .. 'nothing' not found",
+    ),
+    (
+        "train env.kwargs=[1]",
+        "env.kwargs = [1] (command line) must be a section of names and values",
+    ),
+    (
+        "train env.kwargs=[${seed}]",
+        "env.kwargs = [${seed}] (command line) must be a section of names and values",
+    ),
     ("train env=[1]", "env = [1] (command line) is a section, not a value"),
-    ("train algorithm.nosuch=1", "algorithm.nosuch = 1 (command line): no such option; algorithm has: .. in all)"),
-    ("train experiment=arithmetic reward.grader=os:path", "reward.grader = os:path: path is no function"),
-    ("train experiment=arithmetic reward.format='('", "reward.format = ( is no regular expression .. =null"),
+    (
+        "train algorithm.nosuch=1",
+        "algorithm.nosuch = 1 (command line): no such option; algorithm has: .. in all)",
+    ),
+    (
+        "train experiment=arithmetic reward.grader=os:path",
+        "reward.grader = os:path: path is no function",
+    ),
+    (
+        "train experiment=arithmetic reward.format='('",
+        "reward.format = ( is no regular expression .. =null",
+    ),
     # syntax
-    ("train algorithm.gamma", "algorithm.gamma is not of the form option=value; write algorithm.gamma=VALUE"),
+    (
+        "train algorithm.gamma",
+        "algorithm.gamma is not of the form option=value; write algorithm.gamma=VALUE",
+    ),
     ("train quickstart", "quickstart is not of the form option=value; write experiment=quickstart"),
     ("train =3", "=3 .. no option's name; write section.option=value"),
     ("train .gamma=3", ".gamma=3 .. no option's name"),
@@ -246,11 +371,17 @@ REFUSALS = [
     ("train placement=[0.5]", "placement = 0.5: no such placement; there are: "),
     ("train run_dir=${nowhere}", "Interpolation key 'nowhere' not found"),
     ("train seed=0,1", "seed=0,1 names several values; add --multirun"),
-    ("train hydra.verbose=true", "hydra.verbose=true is set but not read; hydra.* is for --multirun"),
+    (
+        "train hydra.verbose=true",
+        "hydra.verbose=true is set but not read; hydra.* is for --multirun",
+    ),
     ("train ~algorithm.adam_eps", "~algorithm.adam_eps: no file sets algorithm.adam_eps"),
     ("train algorithm@x=atari", "algorithm@x"),
     # commands, flags and paths
-    ("", "no command; commands: train, demos, clone, evaluate, plan, tune, watch, fit, doctor, .. new-task"),
+    (
+        "",
+        "no command; commands: train, demos, clone, evaluate, plan, tune, watch, fit, doctor, .. new-task",
+    ),
     ("trian", "trian: no such command; did you mean train?"),
     ("plann experiment=hopper", "plann: no such command; did you mean plan? commands: train"),
     ("tun", "tun: no such command; did you mean tune? commands: train"),
@@ -264,7 +395,10 @@ REFUSALS = [
         "train --config-name mine",
         "--config-name mine: no such config; .. there are: clone, demos, evaluate, export, train",
     ),
-    ("train resume=true", "resume = true (command line) must be text .. resume=auto for what run_dir holds"),
+    (
+        "train resume=true",
+        "resume = true (command line) must be text .. resume=auto for what run_dir holds",
+    ),
     ("train resume=nowhere", "resume = nowhere: no such directory; .. resume=auto"),
     ("evaluate", "checkpoint = '' .. checkpoint=runs/"),
     ("evaluate checkpoint=nowhere", "nowhere"),
@@ -273,10 +407,16 @@ REFUSALS = [
     ("export runs/x", "write checkpoint=runs/x"),
     ("evaluate checkpoint=x episods=3", "episods = 3 .. did you mean episodes?"),
     ("evaluate checkpoint=x episodes=0", "episodes = 0 .. >= 1"),
-    ("evaluate checkpoint=x env.max_episode_step=3", "env.max_episode_step = 3 .. env.max_episode_steps"),
+    (
+        "evaluate checkpoint=x env.max_episode_step=3",
+        "env.max_episode_step = 3 .. env.max_episode_steps",
+    ),
     # demonstrations and cloning
     ("demos", "out = '' must name a folder to record into; write out=demos/reach"),
-    ("demos out=x episods=3", "episods = 3 (command line): no such option; did you mean episodes? .. default 2000"),
+    (
+        "demos out=x episods=3",
+        "episods = 3 (command line): no such option; did you mean episodes? .. default 2000",
+    ),
     (
         "demos out=x episodes=0",
         "episodes = 0 (command line) must be a whole number >= 1 and <= 1,000,000,000; give episodes",
@@ -286,7 +426,10 @@ REFUSALS = [
         "demos out=x seed=-1",
         "seed = -1 (command line) must be .. >= 0 and <= 9,223,372,036,854,775,807; the default is seed=0",
     ),
-    ("demos out=x algorithm.lam=0.9", "algorithm.gae_lambda = 0.9 (command line) is set but not read by demos"),
+    (
+        "demos out=x algorithm.lam=0.9",
+        "algorithm.gae_lambda = 0.9 (command line) is set but not read by demos",
+    ),
     (
         "demos out=x algorithm=mujoco",
         "algorithm = .. is set but not read by demos; leave it out. Read are out, episodes",
@@ -297,16 +440,40 @@ REFUSALS = [
     ("demos out=x env.camera=[a]", "env.camera = [a] .. did you mean env.cameras?"),
     ("demos out=x env.cameras=[]", "env.cameras = []: .. write env.cameras=[front]"),
     ("demos out=x env.cameras=[back]", "the model has no camera 'back'; it has front"),
-    ("demos out=x env.kwargs.families=[fly]", "families has 'fly', which is unknown; there are reach"),
+    (
+        "demos out=x env.kwargs.families=[fly]",
+        "families has 'fly', which is unknown; there are reach",
+    ),
     ("demos out=x env.kwargs.obs=state", "env.kwargs.obs = state .. write env.kwargs.obs=language"),
-    ("demos out=x env.randomize=true env.ranges.mass=[0.5,1]", "env.ranges = .. is set but not read by demos"),
-    ("demos out=x experiment=hopper", "env.id = Hopper-v4: has no expert .. experiment=tabletop_token .. LeRobot"),
-    ("demos out=x experiment=arithmetic", "mode = reasoning: demos records a robot's expert; write experiment="),
+    (
+        "demos out=x env.randomize=true env.ranges.mass=[0.5,1]",
+        "env.ranges = .. is set but not read by demos",
+    ),
+    (
+        "demos out=x experiment=hopper",
+        "env.id = Hopper-v4: has no expert .. experiment=tabletop_token .. LeRobot",
+    ),
+    (
+        "demos out=x experiment=arithmetic",
+        "mode = reasoning: demos records a robot's expert; write experiment=",
+    ),
     ("demos out=x resume=auto", "resume = auto .. is set but not read by demos"),
-    ("clone cloning.steps=0", "cloning.steps = 0: nothing would be learned; write cloning.steps=1500"),
-    ("clone experiment=hopper", "model.policy = actor_critic: cannot be cloned; write model.policy=token, flow or"),
-    ("clone experiment=arithmetic", "mode = reasoning: clone is for robot policies .. warm_start.steps"),
-    ("clone updates=3", "updates = 3 (command line) is set but not read by clone .. resume=RUN run_dir=NEW updates="),
+    (
+        "clone cloning.steps=0",
+        "cloning.steps = 0: nothing would be learned; write cloning.steps=1500",
+    ),
+    (
+        "clone experiment=hopper",
+        "model.policy = actor_critic: cannot be cloned; write model.policy=token, flow or",
+    ),
+    (
+        "clone experiment=arithmetic",
+        "mode = reasoning: clone is for robot policies .. warm_start.steps",
+    ),
+    (
+        "clone updates=3",
+        "updates = 3 (command line) is set but not read by clone .. resume=RUN run_dir=NEW updates=",
+    ),
     ("clone env_steps=3", "env_steps = 3 (command line) is set but not read by clone"),
     ("clone resume=nowhere", "resume = nowhere: clone begins anew; leave it out"),
     ("clone cloning.dataset=nowhere", "cwd/nowhere: does not exist; record it"),
@@ -319,10 +486,16 @@ REFUSALS = [
     ("train experiment=tabletop_token model.checkpoint=", "model.checkpoint = '': is empty"),
     ("train experiment=openvla_7b", "no value yet; give it text, or null: model.checkpoint=.."),
     # sweeps: no job starts when one of them is refused
-    ("train --multirun seed=0,1 algorithm.gama=1", "job 0 (seed=0 algorithm.gama=1): algorithm.gama = 1"),
+    (
+        "train --multirun seed=0,1 algorithm.gama=1",
+        "job 0 (seed=0 algorithm.gama=1): algorithm.gama = 1",
+    ),
     ("train --multirun algorithm.gamma=0.9,2", "job 1 (algorithm.gamma=2): algorithm.gamma = 2"),
     ("train --multirun placement=local,fuzed", "job 1 (placement=fuzed): placement = fuzed"),
-    ("train --multirun seed=0,1 run_dir=here", "run_dir = here is that of job 0 and of job 1; leave run_dir out"),
+    (
+        "train --multirun seed=0,1 run_dir=here",
+        "run_dir = here is that of job 0 and of job 1; leave run_dir out",
+    ),
     ("train --multirun seed=range(0,", "seed=range(0, is not understood"),
     ("train --multirun hydra.nothing=1", "hydra.nothing"),
 ]
@@ -333,8 +506,12 @@ def test_a_number_of_thousands_of_digits(capsys: pytest.CaptureFixture[str]) -> 
     assert "is not understood (Exceeds the limit (4300 digits)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("line", "parts"), REFUSALS, ids=[line or "(nothing)" for line, _ in REFUSALS])
-def test_one_line_and_nothing_written(line: str, parts: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("line", "parts"), REFUSALS, ids=[line or "(nothing)" for line, _ in REFUSALS]
+)
+def test_one_line_and_nothing_written(
+    line: str, parts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = main.main(line.split(" ") if line else [])
     out = capsys.readouterr()
     assert code == 2, out.err
@@ -345,8 +522,12 @@ def test_one_line_and_nothing_written(line: str, parts: str, capsys: pytest.Capt
     assert written() == []
 
 
-@pytest.mark.parametrize("option", ["model.rnn_type", "env.robot", "algorithm.whatever", "optimizer"])
-def test_no_suggestion_where_nothing_is_near(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "option", ["model.rnn_type", "env.robot", "algorithm.whatever", "optimizer"]
+)
+def test_no_suggestion_where_nothing_is_near(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.main(["config", f"{option}=x"]) == 2
     assert "did you mean" not in (err := capsys.readouterr().err) and f"{option} = x" in err
 
@@ -374,7 +555,9 @@ def test_a_users_own_config_is_refused_in_one_line(
     assert written() == []
 
 
-def test_a_current_folder_that_is_gone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_current_folder_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("gone").mkdir()
     here = Path.cwd()
     monkeypatch.chdir("gone")
@@ -383,33 +566,49 @@ def test_a_current_folder_that_is_gone(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert main.main(["train", "experiment=cartpole"]) == 2
     finally:
         os.chdir(here)
-    assert capsys.readouterr().err == "error: the current folder has been deleted; change to an existing one\n"
+    assert (
+        capsys.readouterr().err
+        == "error: the current folder has been deleted; change to an existing one\n"
+    )
 
 
 def test_refusals_of_a_real_process() -> None:
-    for line, part in (("train algorithm.gama=0.9", "algorithm.gamma"), ("trian", "did you mean train?")):
+    for line, part in (
+        ("train algorithm.gama=0.9", "algorithm.gamma"),
+        ("trian", "did you mean train?"),
+    ):
         before = cpu_of_children()
         done = subprocess.run(command(*line.split()), capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and part in done.stderr
+        assert (
+            done.stderr.startswith("error: ")
+            and done.stderr.count("\n") == 1
+            and part in done.stderr
+        )
         assert cpu_of_children() - before < 2, "seconds of processor time"
     assert written() == []
 
 
-# ---------------------------------------------------------------------------------------------------------------- plan
+# --------------------------------------------------------------------------------------------- plan
 def test_a_plan_is_told_and_nothing_is_started(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "experiment=bench_wide", "compile=auto", "placement=pipelined"]
     words += ["cluster.devices_per_node=2", "device=cpu"]
     assert main.main(words) == 0
     told = capsys.readouterr().out
-    assert "cpu 1   0     -       rank 0   rank 1" in told and "weights travel by                      ipc (1)" in told
+    assert (
+        "cpu 1   0     -       rank 0   rank 1" in told
+        and "weights travel by                      ipc (1)" in told
+    )
     assert main.main([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["facts"]["samples of an actor process in a step"] == 512
     assert told["facts"]["takes turns"][-1] == "actor with env and rollout"
     assert told["memory"][0] == ["one process needs", "env", "rollout", "actor"]
     rows = {row[0]: row[1:] for row in told["memory"]}
-    assert rows["weights"][0] == "0 MB" and rows["weights"][1] == rows["weights"][2] == rows["gradients"][2]
+    assert (
+        rows["weights"][0] == "0 MB"
+        and rows["weights"][1] == rows["weights"][2] == rows["gradients"][2]
+    )
     assert rows["gradients"][1] == rows["optimiser"][1] == "0 MB"
     assert written() == []
     words[-1] = "cluster.device_memory_gb=0.001"
@@ -418,11 +617,21 @@ def test_a_plan_is_told_and_nothing_is_started(capsys: pytest.CaptureFixture[str
 
 
 def test_a_plan_of_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
-    where = 'cluster.component_placement={"rollout,reward": 0, "actor": 1, "critic": 1, "reference": 0}'
+    where = (
+        'cluster.component_placement={"rollout,reward": 0, "actor": 1, "critic": 1, "reference": 0}'
+    )
     words = ["plan", "--json", "experiment=arithmetic", "cluster.devices_per_node=2", "device=cpu"]
-    assert main.main([*words, where, "algorithm.use_kl_loss=true"]) == 0  # a dictionary as JSON has it
+    assert (
+        main.main([*words, where, "algorithm.use_kl_loss=true"]) == 0
+    )  # a dictionary as JSON has it
     told = json.loads(capsys.readouterr().out)
-    assert told["memory"][0] == ["one process needs", "rollout,reward", "actor", "critic", "reference"]
+    assert told["memory"][0] == [
+        "one process needs",
+        "rollout,reward",
+        "actor",
+        "critic",
+        "reference",
+    ]
     rows = {row[0]: row[1:] for row in told["memory"]}
     assert rows["gradients"][0] == rows["gradients"][3] == "0 MB" and rows["gradients"][1] != "0 MB"
     assert rows["cache"][0] != "0 MB" and rows["cache"][1:] == ["0 MB"] * 3
@@ -432,21 +641,36 @@ def test_a_plan_of_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
         "critic with actor",
         "reference with rollout,reward",
     ]
-    assert told["weights"] == {"rollout rank 0": "broadcast"} and told["facts"]["responses an update"] == 256
+    assert (
+        told["weights"] == {"rollout rank 0": "broadcast"}
+        and told["facts"]["responses an update"] == 256
+    )
     assert main.main([word for word in words if not word.startswith("cluster.")]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone["memory"][0] == ["one process needs", "rollout,actor,critic,reward"]
     assert main.main([*words, "placement=fused", "cluster.device_memory_gb=0.01"]) == 2
     assert "cache 1.31 MB" in capsys.readouterr().err
-    assert main.main(["plan", "--json", *words[2:3], "algorithm.adv_type=grpo", "algorithm.group_size=4"]) == 0
-    assert json.loads(capsys.readouterr().out)["memory"][0][1] == "rollout,actor,reward"  # no critic
+    assert (
+        main.main(
+            ["plan", "--json", *words[2:3], "algorithm.adv_type=grpo", "algorithm.group_size=4"]
+        )
+        == 0
+    )
+    assert (
+        json.loads(capsys.readouterr().out)["memory"][0][1] == "rollout,actor,reward"
+    )  # no critic
 
 
-# --------------------------------------------------------------------------------------------------------- composition
+# -------------------------------------------------------------------------------------- composition
 def test_defaults_come_from_config_py(capsys: pytest.CaptureFixture[str]) -> None:
     rows = config(capsys, "experiment=null")
-    assert {path for path, row in rows.items() if row["source"] != "config.py"} == {"mode", "placement"}
-    assert set(rows) == {path for path in strict.describe(Config) if readers.mode_of(path) != "reasoning"}
+    assert {path for path, row in rows.items() if row["source"] != "config.py"} == {
+        "mode",
+        "placement",
+    }
+    assert set(rows) == {
+        path for path in strict.describe(Config) if readers.mode_of(path) != "reasoning"
+    }
     assert rows["algorithm.gamma"] == {
         "value": 0.99,
         "default": 0.99,
@@ -465,28 +689,52 @@ def test_quickstart_is_what_train_trains(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_who_set_it(capsys: pytest.CaptureFixture[str], mine: Path) -> None:
-    rows = config(capsys, "--config-dir", mine, "--config-name", "mine", "algorithm.lam=0.9", "seed=3")
+    rows = config(
+        capsys, "--config-dir", mine, "--config-name", "mine", "algorithm.lam=0.9", "seed=3"
+    )
     sources = {path: row["source"] for path, row in rows.items()}
-    assert sources["env.id"] == "configs/experiment/hopper.yaml" and rows["env.id"]["value"] == "Hopper-v4"
+    assert (
+        sources["env.id"] == "configs/experiment/hopper.yaml"
+        and rows["env.id"]["value"] == "Hopper-v4"
+    )
     assert sources["algorithm.value_loss_coef"] == str(mine / "mine.yaml")
-    assert sources["algorithm.gae_lambda"] == "command line" and rows["algorithm.gae_lambda"]["value"] == 0.9
+    assert (
+        sources["algorithm.gae_lambda"] == "command line"
+        and rows["algorithm.gae_lambda"]["value"] == 0.9
+    )
     assert sources["mode"] == "configs/mode/embodied.yaml"
     assert sources["algorithm.adam_eps"] == "config.py"
     assert sources["seed"] == "command line"
     assert rows["name"]["value"] == "hopper"
 
 
-def test_a_flag_beats_a_file_whatever_name_either_uses(capsys: pytest.CaptureFixture[str], mine: Path) -> None:
+def test_a_flag_beats_a_file_whatever_name_either_uses(
+    capsys: pytest.CaptureFixture[str], mine: Path
+) -> None:
     rows = config(
-        capsys, "--config-dir", mine, "experiment=own", "algorithm.pg_clip=0.3", "algorithm.dual_clip_loss=true"
+        capsys,
+        "--config-dir",
+        mine,
+        "experiment=own",
+        "algorithm.pg_clip=0.3",
+        "algorithm.dual_clip_loss=true",
     )
-    paths = ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "algorithm.clip_ratio_c", "algorithm.gamma")
+    paths = (
+        "algorithm.clip_ratio_low",
+        "algorithm.clip_ratio_high",
+        "algorithm.clip_ratio_c",
+        "algorithm.gamma",
+    )
     assert values(rows, *paths) == [0.3, 0.3, 1.6, 0.9]
-    rows = config(capsys, "--config-dir", mine, "--config-name", "mine", "algorithm.value_loss_coef=2")
+    rows = config(
+        capsys, "--config-dir", mine, "--config-name", "mine", "algorithm.value_loss_coef=2"
+    )
     assert rows["algorithm.value_loss_coef"]["value"] == 2.0
 
 
-def test_a_group_chosen_by_flag_beats_the_experiment(capsys: pytest.CaptureFixture[str], mine: Path) -> None:
+def test_a_group_chosen_by_flag_beats_the_experiment(
+    capsys: pytest.CaptureFixture[str], mine: Path
+) -> None:
     paths = ("algorithm.lr", "algorithm.gamma")
     assert values(config(capsys, "--config-dir", mine, "experiment=tuned"), *paths) == [2e-3, 0.95]
     rows = config(capsys, "--config-dir", mine, "experiment=tuned", "algorithm=slow")
@@ -500,9 +748,18 @@ def test_a_group_chosen_by_flag_beats_the_experiment(capsys: pytest.CaptureFixtu
 
 
 def test_values_of_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["env.kwargs.a=1", "env.kwargs.b=[x,2]", "model.hidden=[8,4]", "run_dir=runs/${algorithm.gamma}-${seed}"]
-    rows = config(capsys, "experiment=null", *flags, "+seed=4", "++updates=2", "algorithm={gamma: 0.5}")
-    assert values(rows, "env.kwargs", "model.hidden", "run_dir", "seed", "updates", "algorithm.gamma") == [
+    flags = [
+        "env.kwargs.a=1",
+        "env.kwargs.b=[x,2]",
+        "model.hidden=[8,4]",
+        "run_dir=runs/${algorithm.gamma}-${seed}",
+    ]
+    rows = config(
+        capsys, "experiment=null", *flags, "+seed=4", "++updates=2", "algorithm={gamma: 0.5}"
+    )
+    assert values(
+        rows, "env.kwargs", "model.hidden", "run_dir", "seed", "updates", "algorithm.gamma"
+    ) == [
         {"a": 1, "b": ["x", 2]},
         [8, 4],
         "runs/0.5-4",
@@ -513,11 +770,16 @@ def test_values_of_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_deleting_goes_back_to_the_default(capsys: pytest.CaptureFixture[str]) -> None:
-    assert config(capsys, "experiment=cartpole", "~algorithm.gamma")["algorithm.gamma"]["source"] == "config.py"
+    assert (
+        config(capsys, "experiment=cartpole", "~algorithm.gamma")["algorithm.gamma"]["source"]
+        == "config.py"
+    )
     assert config(capsys, "~experiment")["env.id"]["source"] == "config.py"
 
 
-def test_steps_by_flag_are_not_lost_to_updates_of_a_file(capsys: pytest.CaptureFixture[str], mine: Path) -> None:
+def test_steps_by_flag_are_not_lost_to_updates_of_a_file(
+    capsys: pytest.CaptureFixture[str], mine: Path
+) -> None:
     (mine / "experiment" / "short.yaml").write_text("# @package _global_\nupdates: 3\n")
     flags = ["--config-dir", str(mine), "experiment=short", "env_steps=100000"]
     assert main.main(["config", *flags]) == 2
@@ -527,18 +789,34 @@ def test_steps_by_flag_are_not_lost_to_updates_of_a_file(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("name", [e["name"] for e in experiments(None)])
-def test_every_experiment_that_ships_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    needs = ["actor.model.path=x", "data.train=[x]", "data.eval=[x]"] if name == "gsm8k_qwen2_5_0_5b" else []
+def test_every_experiment_that_ships_is_valid(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs = (
+        ["actor.model.path=x", "data.train=[x]", "data.eval=[x]"]
+        if name == "gsm8k_qwen2_5_0_5b"
+        else []
+    )
     text = (shipped() / "experiment" / f"{name}.yaml").read_text()
-    needs += [f"{s}.{x}=x" for s, x in (("model", "checkpoint"), ("cloning", "dataset")) if f"  {x}: ???" in text]
+    needs += [
+        f"{s}.{x}=x"
+        for s, x in (("model", "checkpoint"), ("cloning", "dataset"))
+        if f"  {x}: ???" in text
+    ]
     rows = config(capsys, f"experiment={name}", *needs)
     assert rows["name"]["value"] == name and rows["description"]["value"]
 
 
 def test_config_prints_value_source_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["config", "experiment=cartpole", "algorithm.lam=0.9", "--only", "gae_lambda"]) == 0
+    assert (
+        main.main(["config", "experiment=cartpole", "algorithm.lam=0.9", "--only", "gae_lambda"])
+        == 0
+    )
     out = capsys.readouterr()
-    assert out.out == "algorithm\n  gae_lambda  0.9  command line  Decay of the advantage estimator's trace.\n"
+    assert (
+        out.out
+        == "algorithm\n  gae_lambda  0.9  command line  Decay of the advantage estimator's trace.\n"
+    )
     assert out.err == "algorithm.lam is read as algorithm.gae_lambda\n"
     for mode, other in (("embodied", "reasoning"), ("reasoning", "embodied")):
         assert main.main(["config", f"mode={mode}"]) == 0
@@ -567,12 +845,19 @@ def test_config_shows_what_is_yours_to_write(capsys: pytest.CaptureFixture[str])
     asked = {path: row["source"] for path, row in json.loads(out).items() if row["value"] == "???"}
     assert asked == dict.fromkeys(GSM8K, "configs/experiment/gsm8k_qwen2_5_0_5b.yaml")
     assert err == f"yours to write, and until then nothing is checked: {', '.join(GSM8K)}\n"
-    assert main.main(["config", "--json", "experiment=gsm8k_qwen2_5_0_5b", "actor.model.path=x", "seed=-1"]) == 2
+    assert (
+        main.main(
+            ["config", "--json", "experiment=gsm8k_qwen2_5_0_5b", "actor.model.path=x", "seed=-1"]
+        )
+        == 2
+    )
     assert "seed = -1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", OWN_OPTIONS)
-def test_help_of_a_command_with_options_of_its_own_lists_them(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_command_with_options_of_its_own_lists_them(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.main([name, "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for path, option in strict.describe(OWN_OPTIONS[name]).items():
@@ -581,7 +866,9 @@ def test_help_of_a_command_with_options_of_its_own_lists_them(name: str, capsys:
 
 
 @pytest.mark.parametrize("name", OWN_OPTIONS)
-def test_config_by_the_name_of_a_primary_config_is_that_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_by_the_name_of_a_primary_config_is_that_commands(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert config(capsys, "--config-name", name) == config(capsys, name)
     assert set(config(capsys, name)) == set(strict.describe(OWN_OPTIONS[name]))
 
@@ -599,7 +886,7 @@ def test_json_is_strict() -> None:
     )
 
 
-# --------------------------------------------------------------------------------------------------------- experiments
+# -------------------------------------------------------------------------------------- experiments
 def test_streams_that_are_closed_are_read_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stdout", "stderr"):  # as Python has them after >&- 2>&-
         monkeypatch.setattr(sys, name, None)
@@ -608,7 +895,9 @@ def test_streams_that_are_closed_are_read_by_nobody(monkeypatch: pytest.MonkeyPa
         stream.close()
 
 
-def test_experiments_lists_what_ships_and_what_is_mine(capsys: pytest.CaptureFixture[str], mine: Path) -> None:
+def test_experiments_lists_what_ships_and_what_is_mine(
+    capsys: pytest.CaptureFixture[str], mine: Path
+) -> None:
     assert main.main(["experiments"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(re.match(r"quickstart +\S.*", line) for line in lines)
@@ -621,14 +910,23 @@ def test_experiments_lists_what_ships_and_what_is_mine(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    "line", ["--help", "--version", "train --help", "evaluate --help", "experiments", "trian", "train --jsn"]
+    "line",
+    [
+        "--help",
+        "--version",
+        "train --help",
+        "evaluate --help",
+        "experiments",
+        "trian",
+        "train --jsn",
+    ],
 )
 def test_quick_answers_load_neither_torch_nor_hydra(line: str) -> None:
-    code = (
-        f"import sys; from embodied_ppo.commands import main; main.main({line.split()!r}); print(sorted(sys.modules))"
-    )
+    code = f"import sys; from embodied_ppo.commands import main; main.main({line.split()!r}); print(sorted(sys.modules))"
     before = cpu_of_children()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     modules = done.stdout.splitlines()[-1]
     assert "'torch'" not in modules and "'hydra'" not in modules
     assert cpu_of_children() - before < 0.5, "seconds of processor time"
@@ -641,13 +939,17 @@ def test_help_lists_the_commands_that_exist(capsys: pytest.CaptureFixture[str]) 
         assert re.search(rf"^  {name} ", text, re.M)
         assert main.main([name, "--help"]) == 0
         assert f"usage: embodied-ppo {name}" in capsys.readouterr().out
-    assert main.main(["--version"]) == 0 and re.match(r"embodied-ppo \d+\.\d+", capsys.readouterr().out)
+    assert main.main(["--version"]) == 0 and re.match(
+        r"embodied-ppo \d+\.\d+", capsys.readouterr().out
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- real runs
+# ---------------------------------------------------------------------------------------- real runs
 def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     pole = "gymnasium.envs.classic_control:CartPoleEnv"
-    noise = f"print('a simulator speaks')\nimport gymnasium\ngymnasium.register('Pole-v0', '{pole}')\n"
+    noise = (
+        f"print('a simulator speaks')\nimport gymnasium\ngymnasium.register('Pole-v0', '{pole}')\n"
+    )
     Path("noisy.py").write_text(noise)
     words = [*TINY, "env.id=noisy:Pole-v0", "env.max_episode_steps=20"]
     assert main.main(["train", "--json", *words, "run_dir=run", "algorithm.vf_coef=0.7"]) == 0
@@ -657,7 +959,8 @@ def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     assert (summary["updates"], summary["env_steps"]) == (1, 32)
     assert "algorithm.vf_coef is read as algorithm.value_loss_coef" in out.err
     assert (
-        "compiled code: never (compile=auto starts after 8192 optimiser steps, in update 8193, and the run" in out.err
+        "compiled code: never (compile=auto starts after 8192 optimiser steps, in update 8193, and the run"
+        in out.err
     )
     stored = Path("run/config.yaml")
     assert yaml.safe_load(stored.read_text())["algorithm"]["value_loss_coef"] == 0.7
@@ -665,7 +968,12 @@ def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     # without an experiment, a resumed run is configured as it was
     for resume in ("run", "run/checkpoints/latest"):
         rows = config(capsys, f"resume={resume}", "seed=0", "updates=2")
-        assert values(rows, "env.num_envs", "algorithm.value_loss_coef", "updates", "resume") == [4, 0.7, 2, resume]
+        assert values(rows, "env.num_envs", "algorithm.value_loss_coef", "updates", "resume") == [
+            4,
+            0.7,
+            2,
+            resume,
+        ]
         assert rows["env.num_envs"]["source"] == f"{strict.STORED}, {resume}/config.yaml"
         assert rows["updates"]["source"] == "command line" and rows["run_dir"]["value"] is None
     assert config(capsys, "resume=run", "experiment=hopper")["env.id"]["value"] == "Hopper-v4"
@@ -676,7 +984,17 @@ def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^updates +2$", out.out, re.M) and out.err == ""
 
     assert (
-        main.main(["evaluate", "--json", "checkpoint=run", "episodes=2", "num_envs=2", "video=false", "out=report"])
+        main.main(
+            [
+                "evaluate",
+                "--json",
+                "checkpoint=run",
+                "episodes=2",
+                "num_envs=2",
+                "video=false",
+                "out=report",
+            ]
+        )
         == 0
     )
     found = json.loads(capsys.readouterr().out)
@@ -684,16 +1002,25 @@ def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     low, high = found["ci95"]["eval/return"]
     assert low <= found["eval/return"] <= high
     output.print_summary(found)
-    assert re.search(rf"^eval/return +\S+ \({low:.6g} to {high:.6g}, 95 %\)$", capsys.readouterr().out, re.M)
+    assert re.search(
+        rf"^eval/return +\S+ \({low:.6g} to {high:.6g}, 95 %\)$", capsys.readouterr().out, re.M
+    )
     assert main.main(["export", "checkpoint=run", "out=exported"]) == 2
     err = capsys.readouterr().err
-    for part in ("is a robot policy (model.policy=actor_critic)", "model.policy=token", "/policy.pt", "tutorial.md"):
+    for part in (
+        "is a robot policy (model.policy=actor_critic)",
+        "model.policy=token",
+        "/policy.pt",
+        "tutorial.md",
+    ):
         assert part in err
     assert {p.name for p in Path.cwd().iterdir()} - {"__pycache__"} == {"noisy.py", "report", "run"}
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "- 1", "\x00"])
-def test_a_run_whose_config_is_damaged(text: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_config_is_damaged(
+    text: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("run").mkdir()
     if text is not None:
         Path("run/config.yaml").write_text(text)
@@ -705,11 +1032,21 @@ def test_a_run_whose_config_is_damaged(text: str | None, capsys: pytest.CaptureF
 
 
 def test_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--multirun", "--json", "--quiet", *TINY, "seed=0,1", "algorithm.clip_ratio=0.3", "name=mine"]
+    flags = [
+        "--multirun",
+        "--json",
+        "--quiet",
+        *TINY,
+        "seed=0,1",
+        "algorithm.clip_ratio=0.3",
+        "name=mine",
+    ]
     assert main.main(["train", *flags]) == 0
     jobs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [job["job"] for job in jobs] == [0, 1] and jobs[1]["options"] == {"seed": "1"}
-    assert jobs[1]["startup_s"] < 0.5 * jobs[1]["wall_s"] + jobs[0]["wall_s"], "without the time of job 0"
+    assert jobs[1]["startup_s"] < 0.5 * jobs[1]["wall_s"] + jobs[0]["wall_s"], (
+        "without the time of job 0"
+    )
     (folder,) = Path("runs/sweeps/mine").iterdir()
     assert ["seed=0" in jobs[0]["overrides"], "seed=1" in jobs[1]["overrides"]] == [True, True]
     for i in (0, 1):
@@ -718,7 +1055,10 @@ def test_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["multirun.yaml", "seed-0", "seed-1"]
     assert [p.name for p in Path.cwd().iterdir()] == ["runs"]
     files = {p.name for p in (folder / "seed-0").iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "summary.json"} <= files and not {".hydra", "embodied-ppo.log"} & files
+    assert {"config.yaml", "metrics.jsonl", "summary.json"} <= files and not {
+        ".hydra",
+        "embodied-ppo.log",
+    } & files
 
 
 def test_a_sweep_ends_with_a_table_by_arm(capsys: pytest.CaptureFixture[str]) -> None:
@@ -726,8 +1066,12 @@ def test_a_sweep_ends_with_a_table_by_arm(capsys: pytest.CaptureFixture[str]) ->
     assert main.main(["train", *flags, "hydra.sweep.dir=sweep"]) == 0
     assert {p.name for p in Path("sweep").iterdir()} == {"seed-0", "seed-1", "multirun.yaml"}
     head, row = capsys.readouterr().out.split("\n\n")[-1].splitlines()
-    assert re.match(r"arm +runs +final_return mean +final_return std +final_return min +final_return max$", head)
-    returns = [json.loads(Path(f"sweep/seed-{i}/summary.json").read_text())["final_return"] for i in (0, 1)]
+    assert re.match(
+        r"arm +runs +final_return mean +final_return std +final_return min +final_return max$", head
+    )
+    returns = [
+        json.loads(Path(f"sweep/seed-{i}/summary.json").read_text())["final_return"] for i in (0, 1)
+    ]
     mean, low, high = (f"{x:.4g}" for x in (sum(returns) / 2, min(returns), max(returns)))
     cells = row.split()
     assert cells[:3] == ["all", "2", mean] and cells[4:] == [low, high]
@@ -737,7 +1081,9 @@ def test_arms_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     def result(value: float | None, **options: str) -> dict[str, Any]:
         return {"options": options, "final_return": value, "final_success": None}
 
-    train.print_arms([result(1.0, lr="0.1", seed="0"), result(3.0, lr="0.1", seed="1"), result(None, lr="0.2")])
+    train.print_arms(
+        [result(1.0, lr="0.1", seed="0"), result(3.0, lr="0.1", seed="1"), result(None, lr="0.2")]
+    )
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["lr=0.1", "2", "2", "1.414", "1", "3"],  # the deviation of 1 and 3: sqrt(2)
@@ -751,28 +1097,39 @@ def test_arms_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
         ({}, "3"),
         ({"algorithm.lr": "1e-3", "seed": "0"}, "lr-1e-3_seed-0"),
         ({"actor.lr": "0.1", "critic.lr": "0.2"}, "actor.lr-0.1_critic.lr-0.2"),
-        ({"model.hidden": "[64,64]", "env.id": "my_module:MyTask-v0"}, "hidden-64-64_id-my_module-MyTask-v0"),
+        (
+            {"model.hidden": "[64,64]", "env.id": "my_module:MyTask-v0"},
+            "hidden-64-64_id-my_module-MyTask-v0",
+        ),
         ({"experiment": "../x/y"}, "experiment-..-x-y"),
         ({"description": "a b, 'c' $HOME é"}, "description-a-b-c-HOME"),
         ({"taken": "1"}, "taken-1-3"),
         ({"description": "x" * 500}, f"description-{'x' * 108}-3"),
     ],
 )
-def test_the_folder_of_a_job_is_named_after_the_options_that_differ(options: dict[str, str], name: str) -> None:
+def test_the_folder_of_a_job_is_named_after_the_options_that_differ(
+    options: dict[str, str], name: str
+) -> None:
     Path("sweep/taken-1").mkdir(parents=True)
     folder = compose.job_folder(Path("sweep"), options, 3)
     assert folder == Path("sweep") / name
-    loader, _ = compose.loader_of(argparse.Namespace(config_dir=None, config_name=None, command="train"))
+    loader, _ = compose.loader_of(
+        argparse.Namespace(config_dir=None, config_name=None, command="train")
+    )
     (override,) = compose.parse([f"resume={folder}"], loader)
     assert override.value() == str(folder), "a command line needs no quotes"
 
 
-def test_a_sweep_goes_on_after_a_failing_job_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_goes_on_after_a_failing_job_and_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     flags = ["env.id=Nowhere-v1,CartPole-v1", "run_dir=runs/${env.id}"]
     assert main.main(["train", "-m", "--json", "--quiet", *TINY, *flags]) == 2
     out = capsys.readouterr()
     assert out.err.splitlines()[-1].startswith("error: ") and "Nowhere-v1" in out.err
-    assert re.search(r"^job 0 \(.*env.id=Nowhere-v1.*\) failed: .*Nowhere-v1 is unknown", out.err, re.MULTILINE)
+    assert re.search(
+        r"^job 0 \(.*env.id=Nowhere-v1.*\) failed: .*Nowhere-v1 is unknown", out.err, re.MULTILINE
+    )
     assert json.loads(out.out)["job"] == 1
     assert Path("runs/CartPole-v1/summary.json").is_file() and not Path("runs/Nowhere-v1").exists()
 
@@ -801,7 +1158,9 @@ PATHS = (
 
 
 @pytest.mark.parametrize("words", PATHS, ids=lambda words: words[-1][:12])
-def test_a_path_that_is_too_long_is_refused_in_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_is_too_long_is_refused_in_one_line(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "has 300 bytes, the limit is 255); shorten it" in line and len(line) < 200
@@ -820,13 +1179,17 @@ def test_a_config_that_is_not_utf8_is_named(capsys: pytest.CaptureFixture[str]) 
     assert "(not UTF-8)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("limit", "words", "code"), [(1_200_000, "train", 2), (250_000, "plan", 3)])
+@pytest.mark.parametrize(
+    ("limit", "words", "code"), [(1_200_000, "train", 2), (250_000, "plan", 3)]
+)
 def test_too_little_address_space_is_one_line(limit: int, words: str, code: int) -> None:
     shell = f"ulimit -v {limit}; exec {shlex.join(command(words))}"
     done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
     assert done.returncode == code and len(line) <= 300
-    assert line.startswith("error: ulimit -v is 1200000: " if code == 2 else "error: out of memory (")
+    assert line.startswith(
+        "error: ulimit -v is 1200000: " if code == 2 else "error: out of memory ("
+    )
 
 
 def test_an_unexpected_failure_keeps_its_traceback(
@@ -847,7 +1210,9 @@ def test_stacks_of_other_processes_are_not_in_the_last_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lost(_: Any) -> None:
-        raise ProcessLost("no answer for 8 s: actor rank 0, update\n--- actor rank 0\nFile process.py, in wait")
+        raise ProcessLost(
+            "no answer for 8 s: actor rank 0, update\n--- actor rank 0\nFile process.py, in wait"
+        )
 
     monkeypatch.setattr(train, "run", lost)
     assert main.main(["train"]) == 3
@@ -859,7 +1224,11 @@ def test_interrupt_saves_and_exits_130() -> None:
     flags = [*TINY[:-4], "updates=100000", "evaluation.episodes=1", "device=cpu", "run_dir=run"]
     process = subprocess.Popen(command("train", *flags), stderr=subprocess.PIPE, text=True, env=env)
     metrics, deadline = Path("run/metrics.jsonl"), time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
+    while (
+        process.poll() is None
+        and time.monotonic() < deadline
+        and not (metrics.exists() and metrics.stat().st_size)
+    ):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

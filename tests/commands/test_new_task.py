@@ -1,4 +1,6 @@
-"""embodied-ppo new-task: what it writes for a robot works as it stands, and what makes no task is refused."""
+"""embodied-ppo new-task: what it writes for a robot works as it stands, and what makes no task is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ SHELL = "v 0 0 0\nv .1 0 0\nv 0 .1 0\nv 0 0 .1\nf 1 3 2\nf 1 2 4\nf 1 4 3\nf 2 3
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with robots in a folder beside it; modules found there are forgotten afterwards."""
+    """The current folder, with robots in a folder beside it; modules found there are forgotten
+    afterwards.
+    """
     robots = tmp_path / "robots"
     (robots / "meshes").mkdir(parents=True)
     (robots / "balance.xml").write_text(BALANCE)
@@ -76,9 +80,15 @@ def run(command: str) -> str:
 
 @pytest.mark.slow
 def test_the_printed_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["new-task", "my_robot", "--mjcf", "../robots/balance.xml", "--out", "a folder"]) == 0
+    assert (
+        main.main(["new-task", "my_robot", "--mjcf", "../robots/balance.xml", "--out", "a folder"])
+        == 0
+    )
     out = capsys.readouterr().out
-    assert "hinge: no range and no actuator, and gravity moves it, so an episode ends 1 (rad, m) from home" in out
+    assert (
+        "hinge: no range and no actuator, and gravity moves it, so an episode ends 1 (rad, m) from home"
+        in out
+    )
     assert "push has no ctrlrange: its action is from -1 to 1, [-1.0, 1.0]" in out
     assert "all 1 sensors are observed (1 numbers)" in out
     test, train, evaluate = (line.strip() for line in out.split("next:\n")[1].splitlines())
@@ -89,12 +99,14 @@ def test_the_printed_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_walker_with_meshes_passes_its_test_and_says_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_walker_with_meshes_passes_its_test_and_says_what_was_assumed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main.main(["new-task", "--json", "my_walker", "--mjcf", "../robots/walker.xml"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["files"] == [f"my_walker/{x}" for x in ("my_walker.py", "configs/experiment/my_walker.yaml")] + [
-        "my_walker/test_my_walker.py"
-    ]
+    assert told["files"] == [
+        f"my_walker/{x}" for x in ("my_walker.py", "configs/experiment/my_walker.yaml")
+    ] + ["my_walker/test_my_walker.py"]
     said = "; ".join(told["assumed"])
     for part in (
         "at home front are in the middle of their range",
@@ -112,13 +124,20 @@ def test_a_walker_with_meshes_passes_its_test_and_says_what_was_assumed(capsys: 
 
 
 def test_what_the_task_computes() -> None:
-    """Home is worth 1 a step, less the effort; away from it less; a fallen trunk and a joint out of range end it."""
+    """Home is worth 1 a step, less the effort; away from it less; a fallen trunk and a joint out of
+    range end it.
+    """
     new_task.write("my_walker", Path("../robots/walker.xml"))
     sys.path.append("my_walker")
     env = embodied_envs.make("my_walker:MyWalker", num_envs=1, seeds=[0])
-    assert env.action_spec.low == (0.1745, -1.0, -1.0) and env.action_spec.high == (1.0472, 1.0, 2.0)
+    assert env.action_spec.low == (0.1745, -1.0, -1.0) and env.action_spec.high == (
+        1.0472,
+        1.0,
+        2.0,
+    )
     task, s = env.task, {k: x.clone() for k, x in env.s.items()}
-    # 7 of the cube, 5 of the trunk (no x, y), 2 hinges, 4 of the neck; 6 + 6 + 2 + 3 velocities; 1 filter; 4 of sensors
+    # 7 of the cube, 5 of the trunk (no x, y), 2 hinges, 4 of the neck; 6 + 6 + 2 + 3 velocities; 1
+    # filter; 4 of sensors
     assert env.obs_spec.shape == (18 + 17 + 1 + 4,)
     s["qpos"][0] = task.home
     still = torch.zeros(1, 3, dtype=torch.float64)
@@ -131,9 +150,14 @@ def test_what_the_task_computes() -> None:
     s["qpos"][0, front] += 0.3
     assert task.terminated(s), "0.61 + 0.6 is beyond 1.05 by over a tenth of 0.87"
     s["qpos"][0] = task.home
-    s["qpos"][0, 10:14] = torch.tensor([0.0, 0.0, 0.0, 1.0])  # the trunk turned by half a turn: 1 / (1 + 10 ..)
+    s["qpos"][0, 10:14] = torch.tensor(
+        [0.0, 0.0, 0.0, 1.0]
+    )  # the trunk turned by half a turn: 1 / (1 + 10 ..)
     assert task.turns[-1].tolist() == [10, 11, 12, 13]
-    s["qpos"][0, 10:14], expected = torch.tensor([0.5, 0.0, 0.0, 0.75**0.5]), 1 - 0.25  # by 120 degrees: cos² 60
+    s["qpos"][0, 10:14], expected = (
+        torch.tensor([0.5, 0.0, 0.0, 0.75**0.5]),
+        1 - 0.25,
+    )  # by 120 degrees: cos² 60
     away = 1 / task.reward({}, s, still).item() - 1
     assert away == pytest.approx(10 * expected)
     s["qpos"][0] = task.home
@@ -151,7 +175,9 @@ POSITIONS = """<sensor>
 
 
 def test_positions_in_the_world_are_not_observed_through_sensors() -> None:
-    text = WALKER.replace("<sensor>", POSITIONS).replace("<worldbody>", '<worldbody><site name="start" pos="1 1 0"/>')
+    text = WALKER.replace("<sensor>", POSITIONS).replace(
+        "<worldbody>", '<worldbody><site name="start" pos="1 1 0"/>'
+    )
     Path("../robots/lost.xml").write_text(text)
     written = new_task.write("my_lost", Path("../robots/lost.xml"))
     line = "4 of 8 sensors are observed (10 numbers); not place, mass, to_start, touched: positions in the world"
@@ -185,10 +211,15 @@ FINGER = """<mujoco model="finger"><worldbody>
 
 
 def test_wheels_and_objects_may_turn() -> None:
-    """Only what gravity moves on the robot itself ends an episode; a spinner beside the robot is an object."""
+    """Only what gravity moves on the robot itself ends an episode; a spinner beside the robot is an
+    object.
+    """
     Path("finger.xml").write_text(FINGER)
     said = "; ".join(new_task.write("my_finger", Path("finger.xml"), Path(".")).assumed)
-    assert "spinner, drawer: objects, observed, not part of the reward" in said and "so an episode ends" not in said
+    assert (
+        "spinner, drawer: objects, observed, not part of the reward" in said
+        and "so an episode ends" not in said
+    )
     assert "upper, wheel: no range, so it never ends an episode" in said
     sys.path.append(".")
     env = embodied_envs.make("my_finger:MyFinger", num_envs=1, seeds=[0])
@@ -204,7 +235,10 @@ def test_wheels_and_objects_may_turn() -> None:
 def test_the_home_pose_is_the_keyframe_of_that_name() -> None:
     keys = '<keyframe><key name="other" qpos="1 0"/><key name="home" qpos=".5 .25"/></keyframe></mujoco>'
     Path("robot.xml").write_text(BALANCE.replace("</mujoco>", keys))
-    assert new_task.write("posed", Path("robot.xml"), Path(".")).assumed[0] == "the home pose is keyframe 'home'"
+    assert (
+        new_task.write("posed", Path("robot.xml"), Path(".")).assumed[0]
+        == "the home pose is keyframe 'home'"
+    )
     sys.path.append(".")
     env = embodied_envs.make("posed:Posed", num_envs=8, seeds=list(range(8)))
     away = env.reset()[:, :2] - torch.tensor([0.5, 0.25])
@@ -221,11 +255,23 @@ URDF = """<robot name="arm"><link name="base"/><link name="arm"><inertial><mass 
 <limit lower="-1" upper="1" effort="10" velocity="3"/></joint></robot>"""
 REFUSED = [
     ("robot.xml", "<mujoco><worldbody></mujoco>", "robot.xml: MuJoCo refuses it: XML parse error"),
-    ("robot.xml", WALKER, r"MuJoCo refuses it: .*shell.obj.* \(meshes and textures are searched from .*here\)"),
+    (
+        "robot.xml",
+        WALKER,
+        r"MuJoCo refuses it: .*shell.obj.* \(meshes and textures are searched from .*here\)",
+    ),
     ("robot.xml", "<mujoco/>", "nothing in it can move"),
-    ("robot.xml", f"<mujoco><worldbody>{ARM}</worldbody></mujoco>", "it has no actuators, .*<motor name="),
+    (
+        "robot.xml",
+        f"<mujoco><worldbody>{ARM}</worldbody></mujoco>",
+        "it has no actuators, .*<motor name=",
+    ),
     ("robot.xml", BALL.format("", ARM, MOTOR), "body ball floats freely above nothing"),
-    ("robot.xml", BALL.format("", ARM, MOTOR).replace(' name="ball"', ""), "the free body 1 has no name"),
+    (
+        "robot.xml",
+        BALL.format("", ARM, MOTOR).replace(' name="ball"', ""),
+        "the free body 1 has no name",
+    ),
     (
         "robot.urdf",
         URDF,
@@ -265,7 +311,9 @@ def test_the_cure_for_a_urdf_makes_an_mjcf_that_lacks_actuators_only() -> None:
     assert code is not None
     subprocess.run([sys.executable, "-c", code[1]], check=True, timeout=60)
     text = Path("robot.xml").read_text()
-    Path("robot.xml").write_text(text.replace("</mujoco>", '<actuator><motor name="m" joint="j"/></actuator></mujoco>'))
+    Path("robot.xml").write_text(
+        text.replace("</mujoco>", '<actuator><motor name="m" joint="j"/></actuator></mujoco>')
+    )
     assert new_task.write("my_robot", Path("robot.xml")).files
 
 
@@ -314,7 +362,10 @@ def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     assert "my_robot/my_robot.py exists and is not overwritten" in capsys.readouterr().err
     assert Path("my_robot/my_robot.py").read_text() == "mine"
     Path("file").touch()
-    for out, said in (("file", "is a file; name a folder"), ("file/x", "cannot be written (Not a directory); name")):
+    for out, said in (
+        ("file", "is a file; name a folder"),
+        ("file/x", "cannot be written (Not a directory); name"),
+    ):
         assert main.main([*command, "--out", out]) == 2 and said in capsys.readouterr().err
     assert main.main(["new-task", "x", "--mjcf", "nowhere.xml"]) == 2
     assert "--mjcf nowhere.xml: no such file" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Ends of a command that no exception reports: crashes, foreign exits, calls that never return, lost memory."""
+"""Ends of a command that no exception reports: crashes, foreign exits, calls that never return,
+lost memory.
+"""
 
 from __future__ import annotations
 
@@ -42,22 +44,45 @@ def command(body: str) -> list[str]:
     [
         ("print('result')", 0, ""),
         ("return 2", 2, ""),
-        (IN_STEP + "os._exit(0)", 3, "env.id=Task-v0: step(): the process was ended with exit code 0 (os._exit"),
-        (IN_STEP + "ctypes.string_at(0)", 3, "env.id=Task-v0: step(): the process was ended by SIGSEGV (update 4)"),
-        ("os.kill(os.getpid(), 9)", 3, "the process was ended by SIGKILL (the kernel does so where memory runs out"),
+        (
+            IN_STEP + "os._exit(0)",
+            3,
+            "env.id=Task-v0: step(): the process was ended with exit code 0 (os._exit",
+        ),
+        (
+            IN_STEP + "ctypes.string_at(0)",
+            3,
+            "env.id=Task-v0: step(): the process was ended by SIGSEGV (update 4)",
+        ),
+        (
+            "os.kill(os.getpid(), 9)",
+            3,
+            "the process was ended by SIGKILL (the kernel does so where memory runs out",
+        ),
         (  # PyDLL keeps the interpreter's lock: no thread of the process could report it
             "watchdog.limit(0.2)\n    with watchdog.resetting: ctypes.PyDLL(None).sleep(60)",
-            *(3, "env.id=Task-v0: reset() has not returned for 0.2 s (env.step_timeout_s) (update 4)"),
+            *(
+                3,
+                "env.id=Task-v0: reset() has not returned for 0.2 s (env.step_timeout_s) (update 4)",
+            ),
         ),
         ("os.kill(os.getppid(), 15)\n    time.sleep(60)", 130, "interrupted"),
-        ("import atexit; atexit.register(os.abort); return 2", 2, ""),  # a library that crashes at the end
+        (
+            "import atexit; atexit.register(os.abort); return 2",
+            2,
+            "",
+        ),  # a library that crashes at the end
     ],
 )
-def test_every_end_has_a_line_and_an_exit_code(body: str, code: int, last: str, tmp_path: Path) -> None:
+def test_every_end_has_a_line_and_an_exit_code(
+    body: str, code: int, last: str, tmp_path: Path
+) -> None:
     start = time.monotonic()
     done = subprocess.run(command(body), capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == code, done.stderr
-    assert (done.stderr.splitlines() or [""])[-1].startswith(f"error: {last}" if last else ""), done.stderr
+    assert (done.stderr.splitlines() or [""])[-1].startswith(f"error: {last}" if last else ""), (
+        done.stderr
+    )
     assert last or not done.stderr
     assert done.stdout.count("result") == body.count("result")
     assert time.monotonic() - start < 30
@@ -79,7 +104,9 @@ REQUESTS = """
 
 @pytest.mark.parametrize("receiver", ["command", "group", "child", "group twice"])
 def test_a_signal_is_one_request_whoever_receives_it(receiver: str) -> None:
-    run = subprocess.Popen(command(REQUESTS), stdout=subprocess.PIPE, text=True, start_new_session=True)
+    run = subprocess.Popen(
+        command(REQUESTS), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert run.stdout is not None
     child = int(run.stdout.readline().split()[1])
     assert child != run.pid
@@ -94,7 +121,9 @@ def test_a_signal_is_one_request_whoever_receives_it(receiver: str) -> None:
 
 
 def test_the_child_ends_with_the_command() -> None:
-    run = subprocess.Popen(command(REQUESTS.replace("1.0", "60")), stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        command(REQUESTS.replace("1.0", "60")), stdout=subprocess.PIPE, text=True
+    )
     assert run.stdout is not None
     child = int(run.stdout.readline().split()[1])
     run.kill()
@@ -105,7 +134,9 @@ def test_the_child_ends_with_the_command() -> None:
 def test_time_in_which_the_user_had_stopped_the_command_does_not_count(tmp_path: Path) -> None:
     """Ctrl-Z stops the whole group in the middle of a simulator's call."""
     body = "watchdog.limit(1.0)\n    with watchdog.stepping: print('ready', flush=True); time.sleep(0.5)"
-    run = subprocess.Popen(command(body), stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True)
+    run = subprocess.Popen(
+        command(body), stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
+    )
     assert run.stdout is not None and run.stdout.readline() == "ready\n"
     os.killpg(run.pid, signal.SIGSTOP)
     time.sleep(6.0)
@@ -116,13 +147,17 @@ def test_time_in_which_the_user_had_stopped_the_command_does_not_count(tmp_path:
 
 
 def test_a_run_that_begins_forgets_the_log_of_the_one_before(record: Any, tmp_path: Path) -> None:
-    """The jobs of a sweep share a process: a crash while the next one is built is no end of the last one."""
+    """The jobs of a sweep share a process: a crash while the next one is built is no end of the
+    last one.
+    """
     record.log_to(tmp_path / "log.txt")
     record.describe(env_id="Old-v0", during="update 9")
     record.forget()
     record.describe(env_id="New-v0")
     with record.making:
-        assert record.cause("crashed").startswith("env.id=New-v0: its constructor: the process crashed; resume")
+        assert record.cause("crashed").startswith(
+            "env.id=New-v0: its constructor: the process crashed; resume"
+        )
     assert record.log_path() is None
 
 
@@ -147,7 +182,9 @@ def test_only_calls_beyond_their_limit_are_overdue(record: Any) -> None:
     assert not record.overdue()
     with record.stepping:
         assert not record.overdue()
-        with pytest.raises(ProcessLost, match=r"step\(\) has not returned for 0\.05 s \(env\.step_timeout_s\)"):
+        with pytest.raises(
+            ProcessLost, match=r"step\(\) has not returned for 0\.05 s \(env\.step_timeout_s\)"
+        ):
             record.wait_until_overdue()
         record.limit(None)
         assert not record.overdue()

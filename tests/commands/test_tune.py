@@ -1,4 +1,6 @@
-"""`embodied-ppo tune` for real: roles timed, placements tried over Ray, and the line that it prints trains."""
+"""`embodied-ppo tune` for real: roles timed, placements tried over Ray, and the line that it prints
+trains.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def tuned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_line_that_is_printed_trains_in_the_best_placement(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_that_is_printed_trains_in_the_best_placement(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     told = tuned(capsys, "num_nodes=1", "cluster.devices_per_node=2", "+seed=3")
     rows = {row["placement"]: row for row in told["placements"]}
     assert {"local", "fused", "hybrid, 2 stages", "env: 0-1 | rollout,actor: 0"} <= set(rows)
@@ -71,7 +75,13 @@ def test_the_line_that_is_printed_trains_in_the_best_placement(capsys: pytest.Ca
     assert told["best"] == min(tried, key=lambda name: tried[name])
     assert told["file"] == "my_configs/placement/tuned_cartpole.yaml"
     flags = [*SMALL, "+seed=3", "placement=tuned_cartpole"]
-    assert shlex.split(told["command"]) == ["embodied-ppo", "train", "--config-dir", "my_configs", *flags]
+    assert shlex.split(told["command"]) == [
+        "embodied-ppo",
+        "train",
+        "--config-dir",
+        "my_configs",
+        *flags,
+    ]
     trained(capsys, told)
 
 
@@ -100,14 +110,24 @@ def test_a_language_models_four_models_are_placed(capsys: pytest.CaptureFixture[
     rows = {row["placement"]: row for row in told["placements"]}
     apart = "rollout,actor,reference,reward: 0 | critic: 0"
     assert {"local", "fused", "colocated", apart} <= set(rows) and rows[apart]["processes"] == 2
-    assert all(row["collect_s"] > 0 and row["update_s"] > 0 and row["memory_gb"] > 0 for row in rows.values())
-    assert any(r["placement"] == "disaggregated" and "needs 2 devices" in r["reason"] for r in told["refused"])
+    assert all(
+        row["collect_s"] > 0 and row["update_s"] > 0 and row["memory_gb"] > 0
+        for row in rows.values()
+    )
+    assert any(
+        r["placement"] == "disaggregated" and "needs 2 devices" in r["reason"]
+        for r in told["refused"]
+    )
     costs = told["measured"]
     assert costs["responses"] == 16 and costs["steps"] == costs["critic_steps"] == 4
     for role in ("generate", "grade", "view", "values", "learn", "teach"):
         assert costs[role]["wall"]["fixed"] + costs[role]["wall"]["each"] > 0, role
     tried = {name: row["measured_s"] for name, row in rows.items() if row["measured_s"] is not None}
-    assert "local" in tried and len(tried) <= 2 and told["best"] == min(tried, key=lambda name: tried[name])
+    assert (
+        "local" in tried
+        and len(tried) <= 2
+        and told["best"] == min(tried, key=lambda name: tried[name])
+    )
     assert "measured: of 16 responses generating " in said.err and ", the critic's " in said.err
     trained(capsys, told)
 
@@ -125,12 +145,17 @@ def test_a_language_model_that_generates_ahead(capsys: pytest.CaptureFixture[str
     assert main.main(["tune", "--quiet", "--json", *words]) == 0, capsys.readouterr().err
     told = json.loads(capsys.readouterr().out)
     assert {row["placement"] for row in told["placements"]} == {"disaggregated"}
-    assert told["measured"]["view"] is told["measured"]["values"] is None and told["measured"]["responses"] == 32
+    assert (
+        told["measured"]["view"] is told["measured"]["values"] is None
+        and told["measured"]["responses"] == 32
+    )
 
 
 def trained(capsys: pytest.CaptureFixture[str], told: dict[str, Any]) -> dict[str, Any]:
     """Run the printed line; the run's options, which are those of the file."""
-    assert main.main([*shlex.split(told["command"])[1:], "--quiet", "--json"]) == 0, capsys.readouterr().err
+    assert main.main([*shlex.split(told["command"])[1:], "--quiet", "--json"]) == 0, (
+        capsys.readouterr().err
+    )
     said = capsys.readouterr()
     assert said.out.startswith("{"), said
     summary = json.loads(said.out)
@@ -143,14 +168,26 @@ def trained(capsys: pytest.CaptureFixture[str], told: dict[str, Any]) -> dict[st
     return options
 
 
-def test_a_run_that_runs_ahead_does_so_where_it_is_placed(capsys: pytest.CaptureFixture[str]) -> None:
-    told = tuned(capsys, "cluster.max_lag=1", "cluster.devices_per_node=2", "cluster.check_weights=true")
-    assert {"placement": "local", "reason": "cluster.max_lag = 1: one process cannot run ahead of itself"} in told[
-        "refused"
-    ]
-    assert all("actor: " in row["placement"] or row["placement"] == "disaggregated" for row in told["placements"])
+def test_a_run_that_runs_ahead_does_so_where_it_is_placed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = tuned(
+        capsys, "cluster.max_lag=1", "cluster.devices_per_node=2", "cluster.check_weights=true"
+    )
+    assert {
+        "placement": "local",
+        "reason": "cluster.max_lag = 1: one process cannot run ahead of itself",
+    } in told["refused"]
+    assert all(
+        "actor: " in row["placement"] or row["placement"] == "disaggregated"
+        for row in told["placements"]
+    )
     cluster = trained(capsys, told)["cluster"]
-    assert (cluster["max_lag"], cluster["check_weights"], cluster["devices_per_node"]) == (1, True, 2)
+    assert (cluster["max_lag"], cluster["check_weights"], cluster["devices_per_node"]) == (
+        1,
+        True,
+        2,
+    )
 
 
 @pytest.mark.usefixtures("one_try")
@@ -170,14 +207,24 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert main.main(["tune", *SMALL, "cluster.devices_per_node=1"]) == 0
     told = capsys.readouterr()
     lines = told.out.splitlines()
-    assert " ".join(lines[0].split()) == "predicted s collect update publish measured s GB placement"
+    assert (
+        " ".join(lines[0].split()) == "predicted s collect update publish measured s GB placement"
+    )
     assert any(line.endswith("  local") and len(line.split()) == 7 for line in lines)
-    assert any(line.startswith("refused  hybrid  ") and "needs 2 devices" in line for line in lines), told.out
-    assert lines[-1].startswith("embodied-ppo train --config-dir my_configs experiment=cartpole env.num_envs=8 ")
+    assert any(
+        line.startswith("refused  hybrid  ") and "needs 2 devices" in line for line in lines
+    ), told.out
+    assert lines[-1].startswith(
+        "embodied-ppo train --config-dir my_configs experiment=cartpole env.num_envs=8 "
+    )
     assert lines[-1].endswith(" placement=tuned_cartpole")
     assert "measured: a step of 8 environments " in told.err and "trying local, " in told.err
     # nothing else is left of it
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["my_configs", "placement", "tuned_cartpole.yaml"]
+    assert sorted(p.name for p in tmp_path.rglob("*")) == [
+        "my_configs",
+        "placement",
+        "tuned_cartpole.yaml",
+    ]
     assert ray.is_initialized()
 
 
@@ -185,7 +232,9 @@ def test_what_does_not_fit_is_refused_with_the_sum() -> None:
     cpu = torch.device("cpu")
     free = replace(toys.config(), cluster=ClusterConfig(devices_per_node=2))
     offers, refused = tuning.candidates(free, cpu)
-    alone, both = (next(o.memory for o in offers if o.choice.name == name) for name in ("local", "colocated"))
+    alone, both = (
+        next(o.memory for o in offers if o.choice.name == name) for name in ("local", "colocated")
+    )
     assert not [why for _, why in refused if "node 0 needs" in why] and alone < both
     tight = replace(free.cluster, device_memory_gb=(alone + both) / 2 / 0.92 / 1e9)
     offers, refused = tuning.candidates(replace(free, cluster=tight), cpu)
@@ -194,7 +243,9 @@ def test_what_does_not_fit_is_refused_with_the_sum() -> None:
     assert why.startswith("placement: node 0 needs 2 x ") and "one process of actor: weights" in why
 
 
-def test_devices_that_others_have_are_missed_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_that_others_have_are_missed_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     taken = placement_group([{"CPU": 1.0}] * 7)
     assert taken.wait(20)
     try:
@@ -210,11 +261,22 @@ def test_devices_that_others_have_are_missed_before_anything_is_measured(capsys:
 def test_a_placement_that_breaks_is_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody answers within a millisecond; one process waits for nobody."""
     told = tuned(capsys, "cluster.devices_per_node=2", "cluster.step_timeout_s=0.001")
-    assert told["best"] == "local" and sum(row["measured_s"] is not None for row in told["placements"]) == 1
+    assert (
+        told["best"] == "local"
+        and sum(row["measured_s"] is not None for row in told["placements"]) == 1
+    )
     failed = [row for row in told["refused"] if "(cluster.step_timeout_s)" in row["reason"]]
     assert len(failed) == 3
     assert (
-        main.main(["tune", *SMALL, "cluster.devices_per_node=2", "cluster.step_timeout_s=0.001", "cluster.max_lag=1"])
+        main.main(
+            [
+                "tune",
+                *SMALL,
+                "cluster.devices_per_node=2",
+                "cluster.step_timeout_s=0.001",
+                "cluster.max_lag=1",
+            ]
+        )
         == 3
     )
     assert "placements failed; " in capsys.readouterr().err
@@ -223,9 +285,13 @@ def test_a_placement_that_breaks_is_passed_over(capsys: pytest.CaptureFixture[st
 
 def test_one_process_is_always_tried() -> None:
     config = replace(toys.config(), cluster=ClusterConfig(devices_per_node=2))
-    offers = {offer.choice.name: offer for offer in tuning.candidates(config, torch.device("cpu"))[0]}
+    offers = {
+        offer.choice.name: offer for offer in tuning.candidates(config, torch.device("cpu"))[0]
+    }
     expected = {"fused": 1.0, "hybrid": 2.0, "colocated": 3.0, "local": 4.0}
-    ranked = [(offers[name], cost_model.Prediction(s / 2, s / 2, 0.0, s)) for name, s in expected.items()]
+    ranked = [
+        (offers[name], cost_model.Prediction(s / 2, s / 2, 0.0, s)) for name, s in expected.items()
+    ]
 
     def following(tried: dict[str, float], failed: tuple[str, ...] = ()) -> str | None:
         found = tuning._next(ranked, tried, dict.fromkeys(failed, ""))
@@ -234,14 +300,21 @@ def test_one_process_is_always_tried() -> None:
     assert following({}) == "fused" and following({"fused": 1.0}) == "hybrid"
     assert following({"fused": 3.9, "hybrid": 5.0}) == "local"
     assert following({"fused": 3.9, "hybrid": 5.0, "local": 6.0}) is None
-    assert following({}, ("fused",)) == "hybrid" and following({"hybrid": 3.0}, ("fused",)) == "colocated"
+    assert (
+        following({}, ("fused",)) == "hybrid"
+        and following({"hybrid": 3.0}, ("fused",)) == "colocated"
+    )
     assert following({"local": 4.0}, ("fused", "hybrid", "colocated")) is None
 
 
 def test_cores_are_counted_by_threads_that_use_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread begins with as many as the machine has, whatever others were told: two would wait for each other."""
+    """A thread begins with as many as the machine has, whatever others were told: two would wait
+    for each other.
+    """
     seen, multiply, before = set[int](), torch.mm, torch.get_num_threads()
-    monkeypatch.setattr(profile.torch, "mm", lambda a, b: (seen.add(torch.get_num_threads()), multiply(a, b)))
+    monkeypatch.setattr(
+        profile.torch, "mm", lambda a, b: (seen.add(torch.get_num_threads()), multiply(a, b))
+    )
     torch.set_num_threads(2)
     try:
         assert 1 <= profile.parallel_cores() <= (os.cpu_count() or 1)
@@ -251,23 +324,37 @@ def test_cores_are_counted_by_threads_that_use_one_each(monkeypatch: pytest.Monk
     assert seen == {1}
 
 
-def test_a_folder_that_cannot_be_written_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_is_said_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("my_configs").write_text("")
     assert main.main(["tune", *SMALL]) == 2
     assert "my_configs/placement/tuned_cartpole.yaml: cannot be written" in capsys.readouterr().err
 
 
-def test_another_file_that_places_the_run_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_another_file_that_places_the_run_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Taken away for tune it would come back to train."""
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     text = "# @package _global_\ndefaults: [cartpole]\ncluster: {component_placement: {env: 0, 'rollout,actor': 0}}\n"
     (tmp_path / "mine" / "experiment" / "own.yaml").write_text(text)
-    words = ["tune", "--quiet", "--config-dir", "mine", *SMALL, "experiment=own", "~cluster.component_placement"]
+    words = [
+        "tune",
+        "--quiet",
+        "--config-dir",
+        "mine",
+        *SMALL,
+        "experiment=own",
+        "~cluster.component_placement",
+    ]
     assert main.main([*words, "cluster.devices_per_node=1"]) == 2
     assert "is written, but another file sets cluster, too" in capsys.readouterr().err
 
 
 def test_the_policy_on_a_machine_without_room_is_a_placement_error() -> None:
     c = replace(toys.config(), cluster=ClusterConfig(devices_per_node=1, device_memory_gb=1e-6))
-    with pytest.raises(PlacementError, match="tune: no placement is left; local: placement: node 0 needs"):
+    with pytest.raises(
+        PlacementError, match="tune: no placement is left; local: placement: node 0 needs"
+    ):
         tuning.candidates(c, torch.device("cpu"))

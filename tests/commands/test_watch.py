@@ -45,11 +45,17 @@ def write(log: Log, first: int, last: int, kl: float = 0.01) -> None:
         log.metrics(numbers(update, kl), update=update, steps=100 * update)
 
 
-def make_run(folder: Path, *, updates: int = 40, total: int = 100, kl: float = 0.01, **config: Any) -> Log:
+def make_run(
+    folder: Path, *, updates: int = 40, total: int = 100, kl: float = 0.01, **config: Any
+) -> Log:
     """A run under way, by the writer that training has."""
     log = Log(folder, total_updates=total, quiet=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": 0, "run_dir": str(folder)} | config))
-    log.say(f"test: CartPole-v1, 4 environments, 100 steps an update, updates 1 to {total}, in {folder}")
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({"seed": 0, "run_dir": str(folder)} | config)
+    )
+    log.say(
+        f"test: CartPole-v1, 4 environments, 100 steps an update, updates 1 to {total}, in {folder}"
+    )
     write(log, 1, updates, kl)
     return log
 
@@ -78,7 +84,9 @@ def serve() -> Iterator[Any]:
         server.server_close()
 
 
-def get(server: watch.Server, path: str, words: Any = (), **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
+def get(
+    server: watch.Server, path: str, words: Any = (), **headers: str
+) -> tuple[int, http.client.HTTPMessage, bytes]:
     connection = http.client.HTTPConnection(*server.server_address[:2], timeout=10)
     connection.request("GET", f"{path}?{urlencode(words)}", headers=headers)
     answer = connection.getresponse()
@@ -93,7 +101,7 @@ def told(server: watch.Server, path: str, words: Any = ()) -> Any:
     return json.loads(body, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
 
 
-# --------------------------------------------------------------------------------------------------------- the reading
+# -------------------------------------------------------------------------------------- the reading
 def test_a_growing_file_is_read_once(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"update": 1}\n{"update": 2}\n{"upd')
@@ -105,21 +113,30 @@ def test_a_growing_file_is_read_once(tmp_path: Path) -> None:
     second = watch.read_on(file, first["next"], first["mark"])
     assert second["from"] == 28 and [row["update"] for row in second["rows"]] == [3]
     third = watch.read_on(file, second["next"], second["mark"])
-    assert third["rows"] == [] and (third["next"], third["mark"]) == (second["next"], second["mark"])
+    assert third["rows"] == [] and (third["next"], third["mark"]) == (
+        second["next"],
+        second["mark"],
+    )
 
 
-@pytest.mark.parametrize("now", ["", '{"update": 1}\n', '{"update": 9, "x": 1}\n' * 50], ids=["empty", "cut", "anew"])
+@pytest.mark.parametrize(
+    "now", ["", '{"update": 1}\n', '{"update": 9, "x": 1}\n' * 50], ids=["empty", "cut", "anew"]
+)
 def test_a_file_cut_or_written_anew_is_read_anew(tmp_path: Path, now: str) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(f'{{"update": {i}}}\n' for i in range(20)))
     before = watch.read_on(file, 0, "")
     file.write_text(now)
     after = watch.read_on(file, before["next"], before["mark"])
-    assert after["from"] == 0 and len(after["rows"]) == now.count("\n") and after["next"] == len(now)
+    assert (
+        after["from"] == 0 and len(after["rows"]) == now.count("\n") and after["next"] == len(now)
+    )
 
 
 def test_a_rewind_that_has_grown_past_the_place_is_noticed(tmp_path: Path) -> None:
-    """A run of 40 updates goes on from its 10th: the head of the file stays, and soon it is longer than before."""
+    """A run of 40 updates goes on from its 10th: the head of the file stays, and soon it is longer
+    than before.
+    """
     log = make_run(tmp_path / "run")
     file = tmp_path / "run" / "metrics.jsonl"
     before = watch.read_on(file, 0, "")
@@ -137,8 +154,13 @@ def test_lines_that_are_no_numbers(tmp_path: Path) -> None:
         b'{"a": NaN, "b": -Infinity, "c": 1e999, "d": null, "e": "x", "f": 2}\n{"torn\n[1]\n\xff\n{"f": 3}\n'
     )
     found = watch.read_on(file, 0, "")
-    assert found["rows"] == [{"a": None, "b": None, "c": None, "d": None, "f": 2}, {"f": 3}] and found["broken"] == 3
-    file.write_text("[" * 100_000 + '\n{"a": 1' + "0" * 400 + "}\n")  # deeper than Python goes; no float
+    assert (
+        found["rows"] == [{"a": None, "b": None, "c": None, "d": None, "f": 2}, {"f": 3}]
+        and found["broken"] == 3
+    )
+    file.write_text(
+        "[" * 100_000 + '\n{"a": 1' + "0" * 400 + "}\n"
+    )  # deeper than Python goes; no float
     found = watch.read_on(file, 0, "")
     assert found["rows"] == [{"a": None}] and found["broken"] == 1
 
@@ -179,9 +201,17 @@ def test_an_endless_line_is_skipped_in_bounded_memory(
         f.truncate(3 << 30)  # a sparse line of 3 GB
     peak_mb()
     first = watch.read_on(file, 0, "")
-    assert [row["update"] for row in first["rows"]] == [1, 2, 3] and first["next"] == size and first["more"]
+    assert (
+        [row["update"] for row in first["rows"]] == [1, 2, 3]
+        and first["next"] == size
+        and first["more"]
+    )
     second = watch.read_on(file, size, first["mark"])
-    assert (second["next"], second["rows"], second["broken"]) == (size + watch.CHUNK, [], 1) and second["more"]
+    assert (second["next"], second["rows"], second["broken"]) == (
+        size + watch.CHUNK,
+        [],
+        1,
+    ) and second["more"]
     third = watch.read_on(file, second["next"], second["mark"])
     assert third["from"] == second["next"] and third["broken"] == 0, "it is counted once"
     assert watch.status(run)["state"] == "running"
@@ -201,7 +231,9 @@ def test_an_endless_line_is_skipped_in_bounded_memory(
 
 
 @pytest.mark.parametrize("name", ["summary.json", "config.yaml"])
-def test_large_files_and_links_of_a_run_are_not_read(tmp_path: Path, name: str, peak_mb: Callable[[], float]) -> None:
+def test_large_files_and_links_of_a_run_are_not_read(
+    tmp_path: Path, name: str, peak_mb: Callable[[], float]
+) -> None:
     for run in ("a", "b"):
         make_run(tmp_path / run, seed=run).close()
     file = tmp_path / "a" / name
@@ -223,7 +255,9 @@ def test_large_files_and_links_of_a_run_are_not_read(tmp_path: Path, name: str, 
     file.symlink_to(tmp_path / "elsewhere")
     assert "is a link, which is not followed" in reason() and "secret" not in reason()
     state = watch.status(tmp_path / "a")["state"]
-    assert state == ("unreadable" if name == "summary.json" else "running"), "the rows are still shown"
+    assert state == ("unreadable" if name == "summary.json" else "running"), (
+        "the rows are still shown"
+    )
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "log.txt"])
@@ -244,8 +278,16 @@ def test_runs_are_found_in_folders(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "metrics.jsonl").touch()
     found = watch.find([tmp_path, tmp_path / "a"])
-    assert [str(path.relative_to(tmp_path)) for path in found.values()] == ["a/1", "a/2", "b", "x/x/x/4"]
-    assert set(watch.labels([str(tmp_path / "a/1"), str(tmp_path / "a/2")]).values()) == {"a/1", "a/2"}
+    assert [str(path.relative_to(tmp_path)) for path in found.values()] == [
+        "a/1",
+        "a/2",
+        "b",
+        "x/x/x/4",
+    ]
+    assert set(watch.labels([str(tmp_path / "a/1"), str(tmp_path / "a/2")]).values()) == {
+        "a/1",
+        "a/2",
+    }
     assert set(watch.labels([str(tmp_path / "a/1")]).values()) == {"a/1"}
 
 
@@ -253,7 +295,12 @@ def test_how_a_run_stands(tmp_path: Path) -> None:
     run = tmp_path / "run"
     log = make_run(run)
     now = watch.status(run)
-    assert (now["state"], now["update"], now["updates"], now["update_s"]) == ("running", 40, 100, 1.0)
+    assert (now["state"], now["update"], now["updates"], now["update_s"]) == (
+        "running",
+        40,
+        100,
+        1.0,
+    )
     for name in os.listdir(run):
         os.utime(run / name, (time.time() - 90, time.time() - 90))
     now = watch.status(run)
@@ -286,7 +333,12 @@ def test_real_runs_tell_how_they_ended(tmp_path: Path) -> None:
     ]
     tiny += ["evaluation.episodes=2", "evaluation.num_envs=2", "compile=never", "--quiet"]
     assert main.main(["train", *tiny, f"run_dir={tmp_path / 'good'}"]) == 0
-    assert main.main(["train", *tiny, "updates=20", "algorithm.lr=1e38", f"run_dir={tmp_path / 'bad'}"]) == 3
+    assert (
+        main.main(
+            ["train", *tiny, "updates=20", "algorithm.lr=1e38", f"run_dir={tmp_path / 'bad'}"]
+        )
+        == 3
+    )
     good, bad = watch.status(tmp_path / "good"), watch.status(tmp_path / "bad")
     assert (good["state"], good["update"], good["updates"]) == ("finished", 2, 2)
     assert good["report"]["name"] == "reports/step_000002/report.html"
@@ -294,29 +346,42 @@ def test_real_runs_tell_how_they_ended(tmp_path: Path) -> None:
 
 
 def test_options_that_differ(tmp_path: Path) -> None:
-    make_run(tmp_path / "a", env={"id": "X", "kwargs": {}}, algorithm={"lr": 0.1, "gamma": 0.9}).close()
-    make_run(tmp_path / "b", env={"id": "X", "kwargs": {}}, algorithm={"lr": 0.2, "gamma": 0.9, "n": None}).close()
+    make_run(
+        tmp_path / "a", env={"id": "X", "kwargs": {}}, algorithm={"lr": 0.1, "gamma": 0.9}
+    ).close()
+    make_run(
+        tmp_path / "b",
+        env={"id": "X", "kwargs": {}},
+        algorithm={"lr": 0.2, "gamma": 0.9, "n": None},
+    ).close()
     assert watch.differences([tmp_path / "a", tmp_path / "b"]) == [
         {"option": "algorithm.lr", "values": ["0.1", "0.2"]},
         {"option": "algorithm.n", "values": [None, "null"]},
     ]
     make_run(tmp_path / "c", env={"id": "Y", "kwargs": {}}).close()
-    for damage, words in ((b"a: [", "is not YAML"), (b"\xff", "utf-8")):  # of the third: the others are still compared
+    for damage, words in (
+        (b"a: [", "is not YAML"),
+        (b"\xff", "utf-8"),
+    ):  # of the third: the others are still compared
         (tmp_path / "c" / "config.yaml").write_bytes(damage)
         first, second, third = watch.differences([tmp_path / name for name in "abc"])
         assert first == {"option": "algorithm.lr", "values": ["0.1", "0.2", None]}
         assert second == {"option": "algorithm.n", "values": [None, "null", None]}
-        assert third["option"] == "config.yaml" and third["values"][:2] == [None, None] and words in third["values"][2]
+        assert (
+            third["option"] == "config.yaml"
+            and third["values"][:2] == [None, None]
+            and words in third["values"][2]
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------- the server
+# --------------------------------------------------------------------------------------- the server
 def test_the_server_tells_of_runs_that_appear(tmp_path: Path, serve: Any) -> None:
     make_run(tmp_path / "a", kl=2.0).close()
     server = serve(tmp_path)
     (run,) = told(server, "/runs")["runs"]
-    assert run["run"] == str(tmp_path / "a") and [v["tag"] for v in run["health"] if v["warning"]] == [
-        "policy/approx_kl"
-    ]
+    assert run["run"] == str(tmp_path / "a") and [
+        v["tag"] for v in run["health"] if v["warning"]
+    ] == ["policy/approx_kl"]
     make_run(tmp_path / "b", seed=1).close()
     answer = told(server, "/runs")
     assert len(answer["runs"]) == 2 and answer["ranges"][0]["tag"] == "policy/approx_kl"
@@ -334,7 +399,14 @@ def test_only_this_machine_is_answered(tmp_path: Path, serve: Any) -> None:
     assert server.server_address[0] == "127.0.0.1"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
-    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "", "evil@127.0.0.1", "[::1]"):
+    for host in (
+        "evil.example",
+        f"evil.example:{port}",
+        "127.0.0.1.evil.example",
+        "",
+        "evil@127.0.0.1",
+        "[::1]",
+    ):
         for path in ("/", "/runs", "/data", "/file"):
             assert get(server, path, Host=host)[0] == 403, host
     for host in (f"127.0.0.1:{port}", "localhost", "localhost:1"):  # 1: through a tunnel
@@ -347,11 +419,20 @@ def test_every_answer_forbids_other_origins(tmp_path: Path, serve: Any) -> None:
     for path in ("/", "/runs", "/nothing"):
         _, headers, _ = get(server, path)
         policy = headers["Content-Security-Policy"]
-        assert policy.startswith("default-src 'none'") and "unsafe" not in policy and "http" not in policy
-        assert headers["Cross-Origin-Resource-Policy"] == "same-origin" and "Access-Control-Allow-Origin" not in headers
+        assert (
+            policy.startswith("default-src 'none'")
+            and "unsafe" not in policy
+            and "http" not in policy
+        )
+        assert (
+            headers["Cross-Origin-Resource-Policy"] == "same-origin"
+            and "Access-Control-Allow-Origin" not in headers
+        )
 
 
-def test_files_outside_the_films_and_reports_of_a_run_are_refused(tmp_path: Path, serve: Any) -> None:
+def test_files_outside_the_films_and_reports_of_a_run_are_refused(
+    tmp_path: Path, serve: Any
+) -> None:
     make_run(tmp_path / "runs" / "a").close()
     run = tmp_path / "runs" / "a"
     report = run / "reports" / "step_000001" / "report.html"
@@ -367,14 +448,27 @@ def test_files_outside_the_films_and_reports_of_a_run_are_refused(tmp_path: Path
     (run / "reports" / "step_000001" / "link.html").symlink_to(tmp_path / "secret.html")
     (run / "reports" / "out").symlink_to(tmp_path / "reports" / "s")
     server = serve(tmp_path / "runs")
-    names = ["../../secret.html", "reports/../../../secret.html", "reports/../config.yaml", "config.yaml", "", ".", "/"]
+    names = [
+        "../../secret.html",
+        "reports/../../../secret.html",
+        "reports/../config.yaml",
+        "config.yaml",
+        "",
+        ".",
+        "/",
+    ]
     names += [
         str(tmp_path / "secret.html"),
         "reports/step_000001/link.html",
         "reports/out/secret.html",
         "videos/no.mp4",
     ]
-    names += ["checkpoints/x.html", "reports/..%2F..%2F..%2Fsecret.html", "reports/step_000001/report.html\n", "a\0b"]
+    names += [
+        "checkpoints/x.html",
+        "reports/..%2F..%2F..%2Fsecret.html",
+        "reports/step_000001/report.html\n",
+        "a\0b",
+    ]
     names += [
         "reports/step_000001/../../../../secret.html",
         "reports//step_000001/../secret.html",
@@ -391,7 +485,9 @@ def test_files_outside_the_films_and_reports_of_a_run_are_refused(tmp_path: Path
     with socket.create_connection(server.server_address[:2], timeout=10) as plain:
         plain.sendall(raw)
         assert plain.recv(100).startswith(b"HTTP/1.1 404")
-    status, headers, body = get(server, "/file", {"run": run, "name": "reports/step_000001/report.html"})
+    status, headers, body = get(
+        server, "/file", {"run": run, "name": "reports/step_000001/report.html"}
+    )
     assert (status, body) == (200, b"<p>report") and "sandbox" in headers["Content-Security-Policy"]
 
 
@@ -401,7 +497,13 @@ def test_parts_of_a_film(tmp_path: Path, serve: Any) -> None:
     (tmp_path / "a" / "videos" / "step_1.mp4").write_bytes(bytes(range(100)))
     server = serve(tmp_path / "a")
     words = {"run": tmp_path / "a", "name": "videos/step_1.mp4"}
-    for asked, first, last in (("0-", 0, 99), ("10-19", 10, 19), ("90-500", 90, 99), ("-5", 95, 99), ("-500", 0, 99)):
+    for asked, first, last in (
+        ("0-", 0, 99),
+        ("10-19", 10, 19),
+        ("90-500", 90, 99),
+        ("-5", 95, 99),
+        ("-500", 0, 99),
+    ):
         status, headers, body = get(server, "/file", words, Range=f"bytes={asked}")
         assert status == 206 and headers["Content-Range"] == f"bytes {first}-{last}/100"
         assert body == bytes(range(first, last + 1)) and headers["Content-Type"] == "video/mp4"
@@ -423,7 +525,12 @@ def test_a_film_of_30_gb_is_streamed(
     server = serve(tmp_path / "a")
     peak_mb()
     connection = http.client.HTTPConnection(*server.server_address[:2], timeout=10)
-    connection.request("GET", f"/file?{urlencode({'run': tmp_path / 'a', 'name': 'videos/step_1.mp4'})}", None, headers)
+    connection.request(
+        "GET",
+        f"/file?{urlencode({'run': tmp_path / 'a', 'name': 'videos/step_1.mp4'})}",
+        None,
+        headers,
+    )
     answer = connection.getresponse()
     assert int(answer.headers["Content-Length"]) == 30 << 30 and answer.read(6) == b"begins"
     connection.close()
@@ -455,7 +562,10 @@ def test_bad_questions_get_a_line(tmp_path: Path, serve: Any) -> None:
         os.mkfifo(tmp_path / name / file)
     (tmp_path / "a" / "videos").mkdir()
     os.mkfifo(tmp_path / "a" / "videos" / "x.mp4")
-    assert [row["state"] for row in told(server, "/runs")["runs"]] == ["running", *["unreadable"] * 3]
+    assert [row["state"] for row in told(server, "/runs")["runs"]] == [
+        "running",
+        *["unreadable"] * 3,
+    ]
     status, _, body = get(server, "/data", {"run": str(tmp_path / "d")})
     assert status == 500 and b"metrics.jsonl" in body
     (tmp_path / "a" / "config.yaml").write_text("a: [")
@@ -463,8 +573,10 @@ def test_bad_questions_get_a_line(tmp_path: Path, serve: Any) -> None:
     assert status == 200 and b"config.yaml" in body and b"is not YAML" in body and b"\n" not in body
 
 
-# --------------------------------------------------------------------------------------------------------- the command
-def test_bad_input_is_one_line_with_the_cure(tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+# -------------------------------------------------------------------------------------- the command
+def test_bad_input_is_one_line_with_the_cure(
+    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_run(tmp_path / "a").close()
     port = serve(tmp_path).server_address[1]
     (tmp_path / "none").mkdir()
@@ -474,9 +586,18 @@ def test_bad_input_is_one_line_with_the_cure(tmp_path: Path, serve: Any, capsys:
             [tmp_path / "none"],
             f"{tmp_path}/none: is not a run and contains none (metrics.jsonl is missing); name a run",
         ),
-        ([tmp_path, "--port", port], f"--port {port}: is in use; name another port, or leave it out"),
-        ([tmp_path, "--port", 70000], "--port 70000: is not from 0 to 65535; leave it out for a free port"),
-        ([tmp_path, "--port", "x"], "argument --port: invalid int value: 'x'; see embodied-ppo watch --help"),
+        (
+            [tmp_path, "--port", port],
+            f"--port {port}: is in use; name another port, or leave it out",
+        ),
+        (
+            [tmp_path, "--port", 70000],
+            "--port 70000: is not from 0 to 65535; leave it out for a free port",
+        ),
+        (
+            [tmp_path, "--port", "x"],
+            "argument --port: invalid int value: 'x'; see embodied-ppo watch --help",
+        ),
         ([tmp_path, "--prot", 1], "unrecognized arguments: --prot 1; did you mean --port?"),
     ):
         assert main.main(["watch", *map(str, words)]) == 2
@@ -488,7 +609,9 @@ def started(folder: Path, *form: str) -> tuple[subprocess.Popen[str], str]:
     code = "import sys; from embodied_ppo.commands import main; code = main.main(['watch', *sys.argv[1:]]); "
     code += "sys.exit(9 if 'torch' in sys.modules else code)"
     command = [sys.executable, "-c", code, *form]
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout
     line = process.stdout.readline().strip()
     return process, json.loads(line)["address"] if form else line
@@ -509,7 +632,7 @@ def test_ctrl_c_ends_it_cleanly(tmp_path: Path, form: tuple[str, ...]) -> None:
     connection.close()
 
 
-# --------------------------------------------------------------------------------------------------------- the browser
+# -------------------------------------------------------------------------------------- the browser
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     opened = Browser(tmp_path_factory.mktemp("browser"))
@@ -528,9 +651,7 @@ def page(browser: Browser) -> Browser:
 
 def shown(page: Browser, tag: str) -> dict[str, int]:
     """Run's directory -> points of its curve."""
-    found = (
-        f"[...document.querySelectorAll('[data-tag=\"{tag}\"] path.main')].map(p => [p.dataset.run, +p.dataset.points])"
-    )
+    found = f"[...document.querySelectorAll('[data-tag=\"{tag}\"] path.main')].map(p => [p.dataset.run, +p.dataset.points])"
     return {Path(run).name: points for run, points in page.evaluate(found)}
 
 
@@ -557,7 +678,9 @@ def test_the_page_follows_runs(tmp_path: Path, serve: Any, page: Browser) -> Non
         "[...document.querySelectorAll('#diff tbody tr')].map(r => [...r.children].map(c => c.innerText))"
     )
     assert diff == [["seed", "4", "3"]]
-    bars = page.evaluate("[...document.querySelectorAll('.bar')].map(b => b.getAttribute('aria-label'))")
+    bars = page.evaluate(
+        "[...document.querySelectorAll('.bar')].map(b => b.getAttribute('aria-label'))"
+    )
     assert bars == ["collect 250 ms, update 750 ms"] * 2, "swapping is part of the others"
 
     page.evaluate("window.before = true")
@@ -575,12 +698,14 @@ def test_the_page_follows_runs(tmp_path: Path, serve: Any, page: Browser) -> Non
     until(page, "rollout/return", {"good": 40, "bad": 20, "new": 5})
     assert page.evaluate("window.before"), "all that without loading the page again"
 
-    (tmp_path / "new" / "metrics.jsonl").write_text('{"update": 1, "env_steps": 1, "rollout/return": NaN}\n{"upd')
+    (tmp_path / "new" / "metrics.jsonl").write_text(
+        '{"update": 1, "env_steps": 1, "rollout/return": NaN}\n{"upd'
+    )
     until(page, "rollout/return", {"good": 40, "bad": 20})
     assert page.problems == []
-    assert page.requests and {urlsplit(url).netloc for url in page.requests if not url.startswith("data:")} == {
-        urlsplit(server.address).netloc
-    }
+    assert page.requests and {
+        urlsplit(url).netloc for url in page.requests if not url.startswith("data:")
+    } == {urlsplit(server.address).netloc}
     for log in (good, bad, new):
         log.close()
 
@@ -621,7 +746,10 @@ def test_settings_by_keyboard(tmp_path: Path, serve: Any, page: Browser) -> None
     assert page.evaluate(label) == "s of run time"
     page.key("Tab")
     page.key("ArrowRight")
-    assert text(page, "#amount") == "0.02" and page.evaluate("document.querySelectorAll('path.faint').length") > 0
+    assert (
+        text(page, "#amount") == "0.02"
+        and page.evaluate("document.querySelectorAll('path.faint').length") > 0
+    )
     for _ in range(30):
         page.key("Tab")
         if page.evaluate(f"{focus}.dataset.tag === 'rollout/return'"):
@@ -638,7 +766,9 @@ def test_it_fits(tmp_path: Path, serve: Any, page: Browser, width: int, dark: bo
     for i in range(6):
         kwargs = {"text": "long " * 40, "i": i}
         make_run(
-            tmp_path / f"experiment_with_a_long_name_{i}" / "2026-11-22_14-15-18.931-0", kl=0.2, env=kwargs
+            tmp_path / f"experiment_with_a_long_name_{i}" / "2026-11-22_14-15-18.931-0",
+            kl=0.2,
+            env=kwargs,
         ).close()
     page.open(serve(tmp_path).address, width=width, dark=dark)
     page.wait(
@@ -678,7 +808,9 @@ def test_film_and_report(tmp_path: Path, serve: Any, page: Browser) -> None:
     )
     page.open(serve(run).address)
     page.wait("document.querySelector('video')?.readyState >= 1")
-    assert page.evaluate("[video = document.querySelector('video'), video.videoWidth, video.duration].slice(1)") == [
+    assert page.evaluate(
+        "[video = document.querySelector('video'), video.videoWidth, video.duration].slice(1)"
+    ) == [
         64,
         2,
     ]
@@ -689,10 +821,14 @@ def test_film_and_report(tmp_path: Path, serve: Any, page: Browser) -> None:
     assert page.problems == []
     page.open(page.evaluate("document.querySelector('#films a').href"))
     page.wait("document.title == 'report'")
-    assert any("Blocked script" in p or "Content Security Policy" in p for p in page.problems), "scripts are not run"
+    assert any("Blocked script" in p or "Content Security Policy" in p for p in page.problems), (
+        "scripts are not run"
+    )
 
 
-def test_names_from_files_are_text_and_nothing_leaves(tmp_path: Path, serve: Any, page: Browser) -> None:
+def test_names_from_files_are_text_and_nothing_leaves(
+    tmp_path: Path, serve: Any, page: Browser
+) -> None:
     evil = "<img src=x onerror=document.title='owned'>"
     for name in ("a", f"b {evil.replace('/', '')}"):
         run = tmp_path / name
@@ -700,8 +836,13 @@ def test_names_from_files_are_text_and_nothing_leaves(tmp_path: Path, serve: Any
         with open(run / "metrics.jsonl", "a") as f:
             f.write(json.dumps({"update": 41, "env_steps": 4100, f"evil/{evil}": 1.0}) + "\n")
     page.open(serve(tmp_path).address)
-    page.wait("document.querySelectorAll('#diff td').length == 2 && document.querySelectorAll('figure').length > 7")
-    assert page.evaluate("document.title") == "embodied-ppo watch" and page.evaluate("document.images.length") == 0
+    page.wait(
+        "document.querySelectorAll('#diff td').length == 2 && document.querySelectorAll('figure').length > 7"
+    )
+    assert (
+        page.evaluate("document.title") == "embodied-ppo watch"
+        and page.evaluate("document.images.length") == 0
+    )
     assert page.problems == []
     elsewhere = serve(tmp_path).address  # another origin
     assert page.evaluate(f"fetch('{elsewhere}').then(() => 'came', () => 'refused')") == "refused"

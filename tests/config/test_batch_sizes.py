@@ -14,7 +14,12 @@ from embodied_ppo.config.batch_sizes import batches, lines
 from embodied_ppo.config.rules.base import Passes
 from embodied_ppo.config.schema import Config
 
-ROBOT = {"env.id": "CartPole-v1", "env.num_envs": 32, "algorithm.horizon": 32, "algorithm.global_batch_size": 128}
+ROBOT = {
+    "env.id": "CartPole-v1",
+    "env.num_envs": 32,
+    "algorithm.horizon": 32,
+    "algorithm.global_batch_size": 128,
+}
 LANGUAGE = {
     "mode": "reasoning",
     "data.task": "arithmetic",
@@ -41,7 +46,13 @@ def test_a_robots_update() -> None:
 
 def test_chunks_and_micro_batches() -> None:
     c = toys.config(
-        {**ROBOT, "env.action_chunk": 5, "algorithm.micro_batch_size": 48, "algorithm.update_epoch": 1, "updates": 2}
+        {
+            **ROBOT,
+            "env.action_chunk": 5,
+            "algorithm.micro_batch_size": 48,
+            "algorithm.update_epoch": 1,
+            "updates": 2,
+        }
     )
     assert lines(c) == [
         "32 environments x 32 decisions = 1,024 samples an update",
@@ -72,8 +83,15 @@ def test_a_language_models_update() -> None:
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_a_run_tells_it_once_before_it_trains(quiet: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = {"env.num_envs": 4, "algorithm.horizon": 8, "algorithm.global_batch_size": 32, "updates": 2}
+def test_a_run_tells_it_once_before_it_trains(
+    quiet: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {
+        "env.num_envs": 4,
+        "algorithm.horizon": 8,
+        "algorithm.global_batch_size": 32,
+        "updates": 2,
+    }
     c = toys.config({**ROBOT, **small, "run_dir": str(tmp_path / "run"), "evaluation.episodes": 1})
     summary = run.train(c, quiet=quiet)
     told, err = (tmp_path / "run" / "log.txt").read_text(), capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Strict loading: what is accepted becomes the right value, what is refused says path, value, limit and cure."""
+"""Strict loading: what is accepted becomes the right value, what is refused says path, value, limit
+and cure.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import yaml
 from embodied_ppo.config import loader, validation
 from embodied_ppo.config.aliases import ALIASES, CURES, REFUSED, VALUE_ALIASES
 from embodied_ppo.config.schema import Config, EnvConfig, EvaluateConfig
-from embodied_ppo.core.errors import LONGEST_LINE, ConfigError, PlacementError, listed, shortened, show
+from embodied_ppo.core.errors import (
+    LONGEST_LINE,
+    ConfigError,
+    PlacementError,
+    listed,
+    shortened,
+    show,
+)
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +57,9 @@ def get(config: Any, path: str) -> Any:
     return config
 
 
-def refused(cls: type, flat: dict[str, Any], error: type[ValueError] = ConfigError, source: str = "my.yaml") -> str:
+def refused(
+    cls: type, flat: dict[str, Any], error: type[ValueError] = ConfigError, source: str = "my.yaml"
+) -> str:
     """The one line of a refusal."""
     with pytest.raises(error) as caught:
         loader.load(cls, nested(flat), source=source)
@@ -57,7 +68,7 @@ def refused(cls: type, flat: dict[str, Any], error: type[ValueError] = ConfigErr
     return line
 
 
-# ------------------------------------------------------------------------------------------------------- description
+# -------------------------------------------------------------------------------------- description
 @pytest.mark.parametrize("cls", [Config, EvaluateConfig])
 def test_every_option_has_a_meaning_a_type_and_a_valid_default(cls: type) -> None:
     options = loader.describe(cls)
@@ -90,7 +101,14 @@ def test_dump_is_plain_and_load_is_its_inverse(cls: type) -> None:
 
 
 def test_dump_of_a_changed_config_loads_to_the_same() -> None:
-    changed = nested({"model.hidden": [32, 16], "env.kwargs": {"a": {"b": [1]}}, "updates": 3, "algorithm.lr": 1e-3})
+    changed = nested(
+        {
+            "model.hidden": [32, 16],
+            "env.kwargs": {"a": {"b": [1]}},
+            "updates": 3,
+            "algorithm.lr": 1e-3,
+        }
+    )
     config = loader.load(Config, changed)
     assert loader.dump(config)["model"]["hidden"] == [32, 16]
     assert loader.load(Config, loader.dump(config)) == config
@@ -101,7 +119,7 @@ def test_configs_are_frozen() -> None:
         loader.load(Config, {}).seed = 1
 
 
-# ---------------------------------------------------------------------------------------------------------- accepted
+# ----------------------------------------------------------------------------------------- accepted
 @pytest.mark.parametrize(
     ("path", "written", "value"),
     [
@@ -117,7 +135,11 @@ def test_configs_are_frozen() -> None:
         ("model.hidden", [256, 128], (256, 128)),
         ("model.hidden", (8,), (8,)),
         ("model.hidden", [], ()),
-        ("env.kwargs", {"frame_skip": 4, "deep": {"x": None}}, {"frame_skip": 4, "deep": {"x": None}}),
+        (
+            "env.kwargs",
+            {"frame_skip": 4, "deep": {"x": None}},
+            {"frame_skip": 4, "deep": {"x": None}},
+        ),
         ("env.max_episode_steps", 10, 10),
         ("resume", "auto", "auto"),
         ("seed", 0, 0),
@@ -136,10 +158,12 @@ def test_loaded_values_share_nothing_with_what_was_written() -> None:
 
 
 def test_an_empty_heading_is_no_value() -> None:
-    assert loader.load(Config, {"algorithm": None, "env": {}, "model": {"hidden": [8]}}).model.hidden == (8,)
+    assert loader.load(
+        Config, {"algorithm": None, "env": {}, "model": {"hidden": [8]}}
+    ).model.hidden == (8,)
 
 
-# ----------------------------------------------------------------------------------------------------- refused values
+# ----------------------------------------------------------------------------------- refused values
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
@@ -173,7 +197,11 @@ def test_an_empty_heading_is_no_value() -> None:
         ("algorithm.adv_type", "geo", ["geo", "gae, grpo", "algorithm.adv_type=gae"]),
         ("algorithm.adv_type", None, ["null", "gae"]),
         ("algorithm.lr_schedule", "linea", ["did you mean algorithm.lr_schedule=linear?"]),
-        ("algorithm.reward_norm", "runing", ["batch, group, running, or null", "algorithm.reward_norm=running"]),
+        (
+            "algorithm.reward_norm",
+            "runing",
+            ["batch, group, running, or null", "algorithm.reward_norm=running"],
+        ),
         ("algorithm.kl_loss_type", "k9", ["k9", "k1+", "k3"]),
         ("model.hidden", 64, ["= 64", "list", "model.hidden=[64]"]),
         ("model.hidden", [64, 0], ["model.hidden[1] = 0", ">= 1"]),
@@ -187,7 +215,11 @@ def test_an_empty_heading_is_no_value() -> None:
         ("device", "gpu", ["gpu", "cpu, cuda or cuda:N", "device=cpu"]),
         ("name", "a/b", ["a/b", "without /", "name=custom"]),
         ("name", "", ["''", "name=custom"]),
-        ("mode", "reasoning", ["actor_critic is that of one model", "write algorithm.loss_type=actor"]),
+        (
+            "mode",
+            "reasoning",
+            ["actor_critic is that of one model", "write algorithm.loss_type=actor"],
+        ),
     ],
 )
 def test_bad_value(path: str, value: object, words: list[str]) -> None:
@@ -205,33 +237,53 @@ def test_the_line_says_where_the_value_was_set() -> None:
 @pytest.mark.parametrize(("value", "cure"), [("fuzed", "did you mean placement=fused?"), (3, "")])
 def test_placements_that_are_not_there(value: object, cure: str) -> None:
     line = refused(Config, {"placement": value}, PlacementError)
-    for word in ("placement", str(value), "local, fused, colocated, disaggregated, hybrid, pipelined", cure):
+    for word in (
+        "placement",
+        str(value),
+        "local, fused, colocated, disaggregated, hybrid, pipelined",
+        cure,
+    ):
         assert word in line
 
 
 def test_what_says_where_roles_run() -> None:
     where = {"env,rollout,actor": "0-3"}
-    assert loader.load(Config, {"cluster": {"component_placement": where}}).cluster.component_placement == where
-    line = refused(Config, {"placement": "fused", "cluster": {"component_placement": where}}, PlacementError)
+    assert (
+        loader.load(Config, {"cluster": {"component_placement": where}}).cluster.component_placement
+        == where
+    )
+    line = refused(
+        Config, {"placement": "fused", "cluster": {"component_placement": where}}, PlacementError
+    )
     assert "placement = fused: cluster.component_placement places the roles too; leave one" in line
     line = refused(Config, {"cluster": {"stages": 2}}, PlacementError)
-    assert "cluster.stages = 2: is not read with placement=local" in line and "choose a placement (fused," in line
+    assert (
+        "cluster.stages = 2: is not read with placement=local" in line
+        and "choose a placement (fused," in line
+    )
 
 
 def test_long_messages_keep_their_beginning_and_their_end() -> None:
     assert shortened("x" * 300) == "x" * 300
     line = shortened("env.id = " + "x" * 5000 + " must be short; write env.id=a")
-    assert len(line) == LONGEST_LINE and line.startswith("env.id = xxx") and line.endswith("write env.id=a")
+    assert (
+        len(line) == LONGEST_LINE
+        and line.startswith("env.id = xxx")
+        and line.endswith("write env.id=a")
+    )
     assert listed(["a", "b"]) == "a, b" and listed([]) == "none"
     assert listed(["aaaa", "bbbb", "cccc"], limit=9) == "aaaa, .. (3 in all)"
     assert len(listed(["x" * 500, "y"], limit=50)) < 70
 
 
-# -------------------------------------------------------------------------------------------------------- unknown keys
+# ------------------------------------------------------------------------------------- unknown keys
 @pytest.mark.parametrize(
     ("path", "suggestion"),
     [
-        ("algorithm.gama", "did you mean algorithm.gamma? (a finite number >= 0 and <= 1; default 0.99)"),
+        (
+            "algorithm.gama",
+            "did you mean algorithm.gamma? (a finite number >= 0 and <= 1; default 0.99)",
+        ),
         ("gamma", "gamma belongs to algorithm.gamma"),
         ("env.gamma", "gamma belongs to algorithm.gamma"),
         ("algo.gamma", "gamma belongs to algorithm.gamma"),
@@ -250,15 +302,30 @@ def test_long_messages_keep_their_beginning_and_their_end() -> None:
             "clip_coef",
             "clip_coef belongs to algorithm.clip_coef (= algorithm.clip_ratio_low, algorithm.clip_ratio_high)",
         ),
-        ("update_epochs", "update_epochs belongs to algorithm.update_epochs (= algorithm.update_epoch)"),
-        ("num_learning_epochs", "belongs to algorithm.num_learning_epochs (= algorithm.update_epoch)"),
+        (
+            "update_epochs",
+            "update_epochs belongs to algorithm.update_epochs (= algorithm.update_epoch)",
+        ),
+        (
+            "num_learning_epochs",
+            "belongs to algorithm.num_learning_epochs (= algorithm.update_epoch)",
+        ),
         ("agent.algorithm.clip_param", "clip_param belongs to algorithm.clip_param"),
-        ("num_minibatches", "algorithm.global_batch_size = algorithm.horizon x env.num_envs / that number"),
-        ("algorithm.num_minibatches", "algorithm.global_batch_size = algorithm.horizon x env.num_envs / that number"),
+        (
+            "num_minibatches",
+            "algorithm.global_batch_size = algorithm.horizon x env.num_envs / that number",
+        ),
+        (
+            "algorithm.num_minibatches",
+            "algorithm.global_batch_size = algorithm.horizon x env.num_envs / that number",
+        ),
         ("agent.algorithm.num_mini_batches", "write algorithm.global_batch_size"),
         ("algorithm.clip_vloss", "write algorithm.value_clip=0.2, or null"),
         ("algorithm.use_clipped_value_loss", "write algorithm.value_clip=0.2, or null"),
-        ("anneal_lr", "true is algorithm.lr_schedule=linear here, false algorithm.lr_schedule=constant"),
+        (
+            "anneal_lr",
+            "true is algorithm.lr_schedule=linear here, false algorithm.lr_schedule=constant",
+        ),
         ("algorithm.norm_adv", "algorithm.normalize_advantages=true, or false"),
         ("algorithm.schedule", "adaptive is algorithm.lr_schedule=adaptive"),
         ("desired_kl", "desired_kl belongs to algorithm.desired_kl"),
@@ -272,7 +339,9 @@ def test_unknown_key(path: str, suggestion: str) -> None:
     assert suggestion in line, line
 
 
-@pytest.mark.parametrize("path", [p for p in loader.describe(Config) if len(p.rpartition(".")[2]) > 3])
+@pytest.mark.parametrize(
+    "path", [p for p in loader.describe(Config) if len(p.rpartition(".")[2]) > 3]
+)
 def test_a_missing_letter_finds_the_option(path: str) -> None:
     section, dot, leaf = path.rpartition(".")
     wrong = f"{section}{dot}{leaf[:1]}{leaf[2:]}"
@@ -302,7 +371,9 @@ def test_the_other_modes_options_are_not_read() -> None:
     ):
         ((path, value),) = flat.items()
         line = refused(Config, {**(LANGUAGE if mode == "reasoning" else {}), **flat})
-        assert line == f"{path} = {value} is set but not read; it needs mode={other}, or leave it out"
+        assert (
+            line == f"{path} = {value} is set but not read; it needs mode={other}, or leave it out"
+        )
 
 
 @pytest.mark.parametrize("mode", ["embodied", "reasoning"])
@@ -317,9 +388,15 @@ def test_relevant_is_what_one_mode_reads(mode: str) -> None:
 PLACED = [
     ({"actor,critic,rollout,reward": "all"}, None),
     ({"actor, critic, rollout, reward": 0}, None),
-    ({"actor,critc": "all"}, "critc is no role of mode=reasoning; did you mean critic? roles: rollout, actor"),
+    (
+        {"actor,critc": "all"},
+        "critc is no role of mode=reasoning; did you mean critic? roles: rollout, actor",
+    ),
     ({"env": "all"}, "env is no role of mode=reasoning"),
-    ({"actor,critic": "all"}, "no device for rollout; join it to an entry, as 'actor,critic,rollout', or give"),
+    (
+        {"actor,critic": "all"},
+        "no device for rollout; join it to an entry, as 'actor,critic,rollout', or give",
+    ),
     ({"actor,critic,rollout,reward,reference": 0}, "this run has no reference; leave it out"),
     ({"actor,critic,rollout,reward": "0-3"}, None),
     ({"actor,reward,rollout": "all", "critic": "all"}, None),
@@ -345,7 +422,7 @@ def test_several_nodes_need_a_placement() -> None:
     assert line.startswith("cluster.num_nodes = 2: is not read with placement=local")
 
 
-# ------------------------------------------------------------------------------------------------------------ aliases
+# ------------------------------------------------------------------------------------------ aliases
 OPTIONS_MD = {
     # every alias of OPTIONS.md -> what it sets; a value that is not the default
     "algorithm.adv_estimator": ("rloo", ["adv_type"]),
@@ -407,18 +484,30 @@ def test_alias_of_options_md(alias: str) -> None:
 
 
 def test_every_alias_names_options_that_exist() -> None:
-    known = {alias: targets for alias, targets in loader.alias_paths(Config).items() if alias != loader.DUAL_CLIP}
-    written = {f"{section}.{alias}".lstrip(".") for section, table in ALIASES.items() for alias in table}
+    known = {
+        alias: targets
+        for alias, targets in loader.alias_paths(Config).items()
+        if alias != loader.DUAL_CLIP
+    }
+    written = {
+        f"{section}.{alias}".lstrip(".") for section, table in ALIASES.items() for alias in table
+    }
     assert written == set(known)
-    assert all(target in loader.describe(Config) for targets in known.values() for target in targets)
+    assert all(
+        target in loader.describe(Config) for targets in known.values() for target in targets
+    )
     assert not set(known) & set(loader.describe(Config))
 
 
 def test_a_cure_is_of_no_name_that_is_read_and_names_options_that_exist() -> None:
-    read = {path.rpartition(".")[2] for path in (*loader.describe(Config), *loader.alias_paths(Config))}
+    read = {
+        path.rpartition(".")[2] for path in (*loader.describe(Config), *loader.alias_paths(Config))
+    }
     assert not set(CURES) & read
     for cure in CURES.values():
-        for path, value in re.findall(r"((?:algorithm|model|evaluation)\.\w+|device)=([^\s,;]+(?:,\d+\])?)", cure):
+        for path, value in re.findall(
+            r"((?:algorithm|model|evaluation)\.\w+|device)=([^\s,;]+(?:,\d+\])?)", cure
+        ):
             assert loader.load(Config, nested({path: yaml.safe_load(value)})), cure
 
 
@@ -426,13 +515,20 @@ def test_lengths_and_names_of_cleanrl_and_rsl_rl() -> None:
     theirs = {"total_timesteps": 5000, "max_iterations": 7, "save_interval": 3, "exp_name": "mine"}
     loaded = loader.read(Config, [("file", theirs)])
     config = loaded.config
-    assert (config.env_steps, config.updates, config.save_every, config.name) == (5000, 7, 3, "mine")
+    assert (config.env_steps, config.updates, config.save_every, config.name) == (
+        5000,
+        7,
+        3,
+        "mine",
+    )
     assert dict(loaded.aliases) == {
         "total_timesteps": "env_steps", "max_iterations": "updates", "save_interval": "save_every", "exp_name": "name"
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "word"), [(p, w) for p, words in VALUE_ALIASES.items() for w in words])
+@pytest.mark.parametrize(
+    ("path", "word"), [(p, w) for p, words in VALUE_ALIASES.items() for w in words]
+)
 def test_alias_of_a_value(path: str, word: str) -> None:
     loaded = loader.read(Config, [("", nested({path: word}))])
     assert get(loaded.config, path) == VALUE_ALIASES[path][word]
@@ -449,18 +545,27 @@ def test_dual_clip_switch_is_one_plus_two_clip_ratios() -> None:
     assert c(dual_clip_loss=False) is None
     assert (
         loader.read(
-            Config, [("file", {"algorithm": {"clip_ratio_c": 3.0}}), ("flag", {"algorithm": {"dual_clip_loss": False}})]
+            Config,
+            [
+                ("file", {"algorithm": {"clip_ratio_c": 3.0}}),
+                ("flag", {"algorithm": {"dual_clip_loss": False}}),
+            ],
         ).config.algorithm.clip_ratio_c
         is None
     )
     assert "true or false" in refused(Config, {"algorithm.dual_clip_loss": 3})
-    assert "keep one" in refused(Config, {"algorithm.dual_clip_loss": True, "algorithm.clip_ratio_c": 3.0})
+    assert "keep one" in refused(
+        Config, {"algorithm.dual_clip_loss": True, "algorithm.clip_ratio_c": 3.0}
+    )
     assert "number" in refused(Config, {"algorithm.clip_ratio_c": True})
 
 
-# ------------------------------------------------------------------------------------------------------------- layers
+# ------------------------------------------------------------------------------------------- layers
 def test_later_layers_win_whatever_name_they_use() -> None:
-    low = {"algorithm": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "vf_coef": 0.5}, "env": {"kwargs": {"a": 1}}}
+    low = {
+        "algorithm": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "vf_coef": 0.5},
+        "env": {"kwargs": {"a": 1}},
+    }
     high = {"algorithm": {"clip_ratio": 0.3}, "env": {"kwargs": {"b": 2}}}
     loaded = loader.read(Config, [("low", low), ("high", high)])
     a = loaded.config.algorithm
@@ -469,27 +574,38 @@ def test_later_layers_win_whatever_name_they_use() -> None:
     assert loaded.origin["algorithm.clip_ratio_low"] == "high"
     assert loaded.origin["algorithm.value_loss_coef"] == "low"
     # an alias below, one of its names above
-    a = loader.read(Config, [("high", high), ("flag", {"algorithm": {"clip_ratio_high": 0.28}})]).config.algorithm
+    a = loader.read(
+        Config, [("high", high), ("flag", {"algorithm": {"clip_ratio_high": 0.28}})]
+    ).config.algorithm
     assert (a.clip_ratio_low, a.clip_ratio_high) == (0.3, 0.28)
 
 
 def test_deliberate_is_what_differs_or_was_said_by_flag() -> None:
-    loaded = loader.read(Config, [("file", {"seed": 0, "updates": 3}), ("flag", {"save_every": 50})])
+    loaded = loader.read(
+        Config, [("file", {"seed": 0, "updates": 3}), ("flag", {"save_every": 50})]
+    )
     assert loaded.deliberate() == {"updates"}
     assert loaded.deliberate({"flag"}) == {"updates", "save_every"}
 
 
-# ----------------------------------------------------------------------------------------------------------- evaluate
+# ----------------------------------------------------------------------------------------- evaluate
 def test_evaluate_needs_a_checkpoint() -> None:
     assert "checkpoint=runs/" in refused(EvaluateConfig, {})
     assert loader.load(EvaluateConfig, {"checkpoint": "runs/x"}).episodes == 100
 
 
 def test_changes_to_the_environment_are_typed_and_named_like_training() -> None:
-    config = loader.load(EvaluateConfig, nested({"checkpoint": "x", "env.env_id": "A-v1", "env.max_episode_steps": 5}))
+    config = loader.load(
+        EvaluateConfig,
+        nested({"checkpoint": "x", "env.env_id": "A-v1", "env.max_episode_steps": 5}),
+    )
     assert config.env == {"id": "A-v1", "max_episode_steps": 5}
-    assert "env.max_episode_steps = 0" in refused(EvaluateConfig, {"checkpoint": "x", "env.max_episode_steps": 0})
-    assert "env.max_episode_steps" in refused(EvaluateConfig, {"checkpoint": "x", "env.max_episode_step": 5})
+    assert "env.max_episode_steps = 0" in refused(
+        EvaluateConfig, {"checkpoint": "x", "env.max_episode_steps": 0}
+    )
+    assert "env.max_episode_steps" in refused(
+        EvaluateConfig, {"checkpoint": "x", "env.max_episode_step": 5}
+    )
     assert "set num_envs" in refused(EvaluateConfig, {"checkpoint": "x", "env.num_envs": 4})
     assert "belongs to env.id" not in refused(EvaluateConfig, {"checkpoint": "x", "episods": 4})
 

@@ -1,4 +1,7 @@
-"""Plans of placements: the grammar, every refusal's text, presets on 1 to 16 devices. Nothing is started."""
+"""Plans of placements: the grammar, every refusal's text, presets on 1 to 16 devices.
+
+Nothing is started.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +131,9 @@ BAD: list[tuple[Any, Hardware, str]] = [
 
 
 @pytest.mark.parametrize(("placement", "hardware", "text"), BAD)
-def test_refusals_name_path_value_limit_and_cure(placement: Any, hardware: Hardware, text: str) -> None:
+def test_refusals_name_path_value_limit_and_cure(
+    placement: Any, hardware: Hardware, text: str
+) -> None:
     with pytest.raises(PlacementError) as caught:
         plan(placement, hardware)
     assert str(caught.value) == text
@@ -136,16 +141,20 @@ def test_refusals_name_path_value_limit_and_cure(placement: Any, hardware: Hardw
 
 def test_a_label_for_a_node_that_is_not_there() -> None:
     with pytest.raises(
-        PlacementError, match=r"^cluster.node_groups = \{train: 1\}: 1 needs node 1, but there is 1 \(0\)"
+        PlacementError,
+        match=r"^cluster.node_groups = \{train: 1\}: 1 needs node 1, but there is 1 \(0\)",
     ):
         EmbodiedMode().plan(
-            toys.config({"placement": "fused", "cluster.node_groups": {"sim": 0, "train": 1}}), torch.device("cpu")
+            toys.config({"placement": "fused", "cluster.node_groups": {"sim": 0, "train": 1}}),
+            torch.device("cpu"),
         )
 
 
 def test_presets_of_simulators_are_refused_for_language_models() -> None:
     for name in ("hybrid", "pipelined"):
-        with pytest.raises(PlacementError, match="mode=reasoning has none; use fused, colocated or disaggregated"):
+        with pytest.raises(
+            PlacementError, match="mode=reasoning has none; use fused, colocated or disaggregated"
+        ):
             plan(name, EIGHT, mode="reasoning")
 
 
@@ -203,12 +212,22 @@ def test_roles_that_a_run_lacks_are_left_out_of_presets_and_refused_elsewhere() 
     p = plan("colocated", EIGHT, mode="reasoning", without=("critic", "reference"))
     assert [g.name for g in p.groups] == ["rollout,reward", "actor"]
     with pytest.raises(PlacementError, match="this run has no critic; leave it out"):
-        plan({"rollout,actor,reward,critic": "all"}, EIGHT, mode="reasoning", without=("critic", "reference"))
+        plan(
+            {"rollout,actor,reward,critic": "all"},
+            EIGHT,
+            mode="reasoning",
+            without=("critic", "reference"),
+        )
 
 
 def test_running_ahead_needs_devices_of_its_own() -> None:
     assert plan("disaggregated", EIGHT, max_lag=2).max_lag == 2
-    for name, role in (("fused", "env"), ("colocated", "env"), ("hybrid", "rollout"), ("pipelined", "env")):
+    for name, role in (
+        ("fused", "env"),
+        ("colocated", "env"),
+        ("hybrid", "rollout"),
+        ("pipelined", "env"),
+    ):
         with pytest.raises(PlacementError) as caught:
             plan(name, EIGHT, max_lag=1)
         device = 4 if name == "hybrid" else 0
@@ -233,14 +252,21 @@ NUMBERS: list[tuple[Any, dict[str, int], str]] = [
 
 
 @pytest.mark.parametrize(("placement", "numbers", "text"), NUMBERS)
-def test_environments_and_samples_are_dealt_out_evenly(placement: Any, numbers: dict[str, int], text: str) -> None:
+def test_environments_and_samples_are_dealt_out_evenly(
+    placement: Any, numbers: dict[str, int], text: str
+) -> None:
     with pytest.raises(PlacementError) as caught:
-        check_numbers(plan(placement, EIGHT), **{"num_envs": 64, "group_size": 1, "global_batch_size": 1024, **numbers})
+        check_numbers(
+            plan(placement, EIGHT),
+            **{"num_envs": 64, "group_size": 1, "global_batch_size": 1024, **numbers},
+        )
     assert str(caught.value) == text
 
 
 def test_a_plan_is_told_as_a_table() -> None:
-    p = plan({"env": {"node": "sim", "devices": "0-1"}, "rollout": "4-5", "actor": "4-7"}, TWO_NODES)
+    p = plan(
+        {"env": {"node": "sim", "devices": "0-1"}, "rollout": "4-5", "actor": "4-7"}, TWO_NODES
+    )
     assert lines(p.rows()) == [
         "device  node  env     rollout  actor",
         "cuda 0  0     rank 0  -        -",
@@ -260,7 +286,7 @@ def test_positions_are_counted_within_what_there_is() -> None:
     assert ranges(" 0 - 1 ", (4, 5, 6), "here") == (4, 5)
 
 
-# -------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 NEEDS = {
     "env": dict.fromkeys(("weights", "activations"), 0),
     "rollout": {"weights": 2_000_000_000, "activations": 500_000_000},
@@ -272,7 +298,9 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
     def of(memory: int, kind: str = "cuda") -> Plan:
         return plan("colocated", Hardware((2,), kind, memory=memory))
 
-    check_memory(of(14_000_000_000), NEEDS)  # 11 GB for the actor while the others sleep, and three contexts
+    check_memory(
+        of(14_000_000_000), NEEDS
+    )  # 11 GB for the actor while the others sleep, and three contexts
     check_memory(plan("colocated", Hardware((2,), "cuda")), NEEDS)  # not known: not judged
     with pytest.raises(PlacementError) as caught:
         check_memory(of(13_000_000_000), NEEDS)
@@ -283,19 +311,30 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
     )
     apart = plan("disaggregated", Hardware((2,), "cuda", memory=13_000_000_000))
     check_memory(apart, {"env,rollout": NEEDS["rollout"], "actor": NEEDS["actor"]})
-    with pytest.raises(PlacementError, match=r"node 0 needs 2 x 0 MB \(env\) \+ 2 x 2\.5 GB \(rollout\) \+ 2 x 11 GB"):
+    with pytest.raises(
+        PlacementError,
+        match=r"node 0 needs 2 x 0 MB \(env\) \+ 2 x 2\.5 GB \(rollout\) \+ 2 x 11 GB",
+    ):
         check_memory(of(15_000_000_000, "cpu"), NEEDS)  # all share it
 
 
 def test_whether_parts_of_a_model_would_fit_is_said() -> None:
     p = plan("fused", Hardware((4,), "cuda", memory=10_000_000_000))
-    whole: dict[str, Any] = {"env,rollout,actor": {"weights": 2_000_000_000, "optimiser": 9_000_000_000}}
-    some: dict[str, Any] = {"env,rollout,actor": {"weights": 2_500_000_000, "optimiser": 2_250_000_000}}
+    whole: dict[str, Any] = {
+        "env,rollout,actor": {"weights": 2_000_000_000, "optimiser": 9_000_000_000}
+    }
+    some: dict[str, Any] = {
+        "env,rollout,actor": {"weights": 2_500_000_000, "optimiser": 2_250_000_000}
+    }
     cure = "write cluster.shard=true: 4 processes of actor then hold a part of the model each"
-    with pytest.raises(PlacementError, match=rf"more than 92% of its 10 GB; one process .*; {cure}$"):
+    with pytest.raises(
+        PlacementError, match=rf"more than 92% of its 10 GB; one process .*; {cure}$"
+    ):
         check_memory(p, whole, lambda: some)
     for no_cure in (None, lambda: whole):
-        with pytest.raises(PlacementError, match=r"; train adapters \(model\.lora_rank\), or give roles devices"):
+        with pytest.raises(
+            PlacementError, match=r"; train adapters \(model\.lora_rank\), or give roles devices"
+        ):
             check_memory(p, whole, no_cure)
     check_memory(p, some)
 
@@ -318,7 +357,10 @@ def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.Monk
         sum(map(int, needs.values()))
         for shard in (False, True)
         for c in [toys.config({"placement": "fused", "cluster.shard": shard, **wide})]
-        for needs in EmbodiedMode().memory_estimator(c).needs(plan("fused", Hardware((4,)))).values()
+        for needs in EmbodiedMode()
+        .memory_estimator(c)
+        .needs(plan("fused", Hardware((4,))))
+        .values()
     )
     assert parts < 0.9 * whole
     between = int(4 * (parts + whole) / 2 / ROOM)
@@ -329,18 +371,25 @@ def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.Monk
     assert "cluster.shard" not in refused(int(3.9 * parts), **wide, **{"cluster.shard": True})
 
 
-def test_parts_are_refused_where_there_is_nobody_to_share_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_refused_where_there_is_nobody_to_share_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refused(devices: int) -> str:
         monkeypatch.setattr(base, "hardware_of", lambda config, device: Hardware((devices,)))
         with pytest.raises((ConfigError, PlacementError)) as told:
-            EmbodiedMode().plan(toys.config({"placement": "fused", "cluster.shard": True}), torch.device("cpu"))
+            EmbodiedMode().plan(
+                toys.config({"placement": "fused", "cluster.shard": True}), torch.device("cpu")
+            )
         return str(told.value)
 
     assert refused(1).startswith(
         "cluster.shard = true: one process learns, and has no other to share a model with; give"
     )
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
-    assert refused(2) == "cluster.shard = true: needs torch 2.13, this is 2.9.1+cpu; write cluster.shard=false"
+    assert (
+        refused(2)
+        == "cluster.shard = true: needs torch 2.13, this is 2.9.1+cpu; write cluster.shard=false"
+    )
 
 
 def test_memory_is_told_as_a_table() -> None:

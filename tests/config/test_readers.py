@@ -36,7 +36,10 @@ def test_a_command_may_declare_the_same_option_differently() -> None:
     [
         ("critic.lr", ["algorithm.adv_type=gae"]),  # of the section
         ("critic.model.architecture", ["algorithm.adv_type=gae"]),
-        ("critic.lr_end", ["critic.lr_schedule=linear or cosine"]),  # its own replaces that of the section
+        (
+            "critic.lr_end",
+            ["critic.lr_schedule=linear or cosine"],
+        ),  # its own replaces that of the section
         ("actor.model.architecture", ["actor.model.path=null"]),  # of this use of a shared section
         ("actor.model.path", []),
         ("critic", []),  # a section is no option

@@ -1,4 +1,6 @@
-"""Options compared with each other: what goes together, what is read under a condition, what excludes or needs what."""
+"""Options compared with each other: what goes together, what is read under a condition, what
+excludes or needs what.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,18 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
             {"algorithm.group_size": 5},
             "env.num_envs = 64 is not a multiple of algorithm.group_size = 5; nearest: 4, 8",
         ),
-        ({"algorithm.adv_type": "grpo"}, "adv_type = grpo .. algorithm.group_size = 1; .. algorithm.group_size=4"),
-        ({"algorithm.adv_type": "rloo"}, "adv_type = rloo .. algorithm.group_size = 1; .. algorithm.group_size=4"),
-        ({"algorithm.adv_type": "reinforce_plus_plus_baseline"}, "group_size = 1; .. algorithm.group_size=4"),
+        (
+            {"algorithm.adv_type": "grpo"},
+            "adv_type = grpo .. algorithm.group_size = 1; .. algorithm.group_size=4",
+        ),
+        (
+            {"algorithm.adv_type": "rloo"},
+            "adv_type = rloo .. algorithm.group_size = 1; .. algorithm.group_size=4",
+        ),
+        (
+            {"algorithm.adv_type": "reinforce_plus_plus_baseline"},
+            "group_size = 1; .. algorithm.group_size=4",
+        ),
         ({"algorithm.reward_norm": "group"}, "reward_norm = group .. algorithm.group_size = 1; "),
         (
             {"algorithm.adv_type": "grpo", "algorithm.group_size": 4},
@@ -68,9 +79,16 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
             "kl_loss_type = k1 .. algorithm.kl_loss_type=k2, k3 or k1+",
         ),
         ({"algorithm.loss_type": "actor"}, "loss_type = actor .. algorithm.loss_type=actor_critic"),
-        ({"algorithm.clip_ratio_low": 1.0}, "clip_ratio_low = 1 must be < 1 .. algorithm.clip_ratio_low=0.2"),
         (
-            {"algorithm.reward_norm": "batch", "algorithm.reward_shift": True, "algorithm.reward_scale": True},
+            {"algorithm.clip_ratio_low": 1.0},
+            "clip_ratio_low = 1 must be < 1 .. algorithm.clip_ratio_low=0.2",
+        ),
+        (
+            {
+                "algorithm.reward_norm": "batch",
+                "algorithm.reward_shift": True,
+                "algorithm.reward_scale": True,
+            },
             "reward_shift = true .. reward_scale = true .. leave both false",
         ),
         (
@@ -88,9 +106,18 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
         ({"model.min_log_std": 3.0}, "model.min_log_std = 3 must be < model.max_log_std = 2"),
         ({"model.init_log_std": 3.0}, "model.init_log_std = 3 .. model.max_log_std = 2"),
         ({"model.init_log_std": -6.0}, "model.init_log_std = -6 must be >= model.min_log_std = -5"),
-        ({**TOKENS, "model.shared_backbone": False}, "model.shared_backbone = false: model.policy=token has one trunk"),
-        ({**TOKENS, "model.width": 100, "model.heads": 4}, "width = 100: .. 2 x model.heads = 8; write 96"),
-        ({**TOKENS, "model.width": 4, "model.heads": 4}, "width = 4: .. 2 x model.heads = 8; write 8"),
+        (
+            {**TOKENS, "model.shared_backbone": False},
+            "model.shared_backbone = false: model.policy=token has one trunk",
+        ),
+        (
+            {**TOKENS, "model.width": 100, "model.heads": 4},
+            "width = 100: .. 2 x model.heads = 8; write 96",
+        ),
+        (
+            {**TOKENS, "model.width": 4, "model.heads": 4},
+            "width = 4: .. 2 x model.heads = 8; write 8",
+        ),
         ({"env_steps": None}, "updates = null and env_steps = null: .. updates=100"),
         (
             {
@@ -111,7 +138,11 @@ def test_options_that_exclude_each_other(flat: dict[str, Any], line: str) -> Non
 @pytest.mark.parametrize(
     "flat",
     [
-        {"algorithm.minibatch_unit": "column", "algorithm.global_batch_size": 64, "algorithm.micro_batch_size": 32},
+        {
+            "algorithm.minibatch_unit": "column",
+            "algorithm.global_batch_size": 64,
+            "algorithm.micro_batch_size": 32,
+        },
         {"algorithm.micro_batch_size": 100},
         {"algorithm.adv_type": "grpo", **GROUPS},
         {"algorithm.reward_norm": "group", **GROUPS},
@@ -129,7 +160,13 @@ def test_options_that_agree(flat: dict[str, Any]) -> None:
     loader.load(Config, nested(flat))
 
 
-FILES = {**LANGUAGE, "data.task": None, "data.train": ["a"], "data.eval": ["b"], "actor.tokenizer": "x"}
+FILES = {
+    **LANGUAGE,
+    "data.task": None,
+    "data.train": ["a"],
+    "data.eval": ["b"],
+    "actor.tokenizer": "x",
+}
 NO_VALUE = {**LANGUAGE, "algorithm.adv_type": "grpo", "algorithm.group_size": 2}
 UNREAD = {
     # option -> (a value, what makes it read; None: it is by default)
@@ -142,16 +179,28 @@ UNREAD = {
         {"algorithm.reward_clip": 1.0, "algorithm.reward_norm": "batch"},
     ),
     "algorithm.whiten_subtract_mean": (True, {"algorithm.whiten_rewards": True}),
-    "algorithm.whiten_after_kl": (True, {"algorithm.whiten_rewards": True, "algorithm.use_kl_in_reward": True}),
-    "algorithm.loss_scale_factor": (100.0, {**LANGUAGE, "algorithm.loss_agg_func": "seq-mean-token-sum-norm"}),
+    "algorithm.whiten_after_kl": (
+        True,
+        {"algorithm.whiten_rewards": True, "algorithm.use_kl_in_reward": True},
+    ),
+    "algorithm.loss_scale_factor": (
+        100.0,
+        {**LANGUAGE, "algorithm.loss_agg_func": "seq-mean-token-sum-norm"},
+    ),
     "evaluation.randomize": (True, {"env.randomize": True}),
     "algorithm.kl_loss_coef": (0.1, {"algorithm.use_kl_loss": True}),
     "algorithm.kl_loss_type": ("k2", {"algorithm.use_kl_loss": True}),
     "algorithm.kl_penalty": ("k2", {"algorithm.use_kl_in_reward": True}),
     "algorithm.kl_ctrl.type": ("adaptive", {"algorithm.use_kl_in_reward": True}),
     "algorithm.kl_ctrl.kl_coef": (0.1, {"algorithm.use_kl_in_reward": True}),
-    "algorithm.kl_ctrl.horizon": (500, {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}),
-    "algorithm.kl_ctrl.target_kl": (0.2, {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}),
+    "algorithm.kl_ctrl.horizon": (
+        500,
+        {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
+    ),
+    "algorithm.kl_ctrl.target_kl": (
+        0.2,
+        {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
+    ),
     "algorithm.off_policy_cap": (3.0, {"algorithm.off_policy_correction": "token"}),
     "algorithm.gae_lambda": (0.9, None),  # read by default
     "model.hidden_gain": (2.0, None),
@@ -248,7 +297,10 @@ UNREAD = {
 NOT_READ = {
     "algorithm.entropy_bonus": {"model.policy": "flow"},
     "algorithm.entropy_target": {"model.policy": "flow", "model.flow_noise": "sde"},
-    **dict.fromkeys((f"model.{x}" for x in ("backbone", "hidden", "activation", "layer_norm", "distribution")), TOKENS),
+    **dict.fromkeys(
+        (f"model.{x}" for x in ("backbone", "hidden", "activation", "layer_norm", "distribution")),
+        TOKENS,
+    ),
     "algorithm.gae_lambda": {"algorithm.adv_type": "reinforce_plus_plus"},
     "model.hidden_gain": {"model.orthogonal_init": False},
     "model.policy_gain": {"model.orthogonal_init": False},
@@ -258,19 +310,33 @@ NOT_READ = {
     "model.init_log_std": {"model.distribution": "categorical"},
     "model.min_log_std": {"model.distribution": "categorical"},
     "model.max_log_std": {"model.distribution": "categorical"},
-    **dict.fromkeys((f"evaluation.{x}" for x in ("temperature", "top_k", "top_p", "min_p")), LANGUAGE),
     **dict.fromkeys(
-        (f"critic.model.{x}" for x in ("path", "architecture", "dtype", "gradient_checkpointing")), NO_VALUE
+        (f"evaluation.{x}" for x in ("temperature", "top_k", "top_p", "min_p")), LANGUAGE
+    ),
+    **dict.fromkeys(
+        (f"critic.model.{x}" for x in ("path", "architecture", "dtype", "gradient_checkpointing")),
+        NO_VALUE,
     ),
     **dict.fromkeys(
         (
             f"critic.{x}"
-            for x in ("concurrent", "loss_agg_func", "update_epoch", "global_batch_size", "lr", "lr_schedule")
+            for x in (
+                "concurrent",
+                "loss_agg_func",
+                "update_epoch",
+                "global_batch_size",
+                "lr",
+                "lr_schedule",
+            )
         ),
         NO_VALUE,
     ),
-    **dict.fromkeys((f"critic.{x}" for x in ("lr_warmup", "max_grad_norm", "weight_decay")), NO_VALUE),
-    **dict.fromkeys((f"algorithm.{x}" for x in ("critic_warmup", "value_clip", "huber_delta")), NO_VALUE),
+    **dict.fromkeys(
+        (f"critic.{x}" for x in ("lr_warmup", "max_grad_norm", "weight_decay")), NO_VALUE
+    ),
+    **dict.fromkeys(
+        (f"algorithm.{x}" for x in ("critic_warmup", "value_clip", "huber_delta")), NO_VALUE
+    ),
     "critic.lr_end": LANGUAGE,
     "algorithm.prompt_length": LANGUAGE,
     "reward.timeout_s": {**LANGUAGE, "reward.workers": 0},
@@ -309,15 +375,22 @@ def test_check_flags_defaults_only_where_they_were_said() -> None:
     validation.check(Config())
     with pytest.raises(ConfigError, match=r"desired_kl = 0\.01 is set but not read"):
         validation.check(Config(), explicit={"algorithm.desired_kl"})
-    validation.check(Config(), explicit={"algorithm.reward_shift"})  # false: said to be off, and it is
+    validation.check(
+        Config(), explicit={"algorithm.reward_shift"}
+    )  # false: said to be off, and it is
     config = loader.load(Config, nested(NO_VALUE))
-    with pytest.raises(ConfigError, match=r"use_critic_model = true is set but not read; it needs algorithm.adv_type"):
+    with pytest.raises(
+        ConfigError,
+        match=r"use_critic_model = true is set but not read; it needs algorithm.adv_type",
+    ):
         validation.check(config, explicit={"critic.use_critic_model"})
 
 
 def test_what_ships_may_go_unread_after_a_flag() -> None:
     def deliberate(label: str, flat: dict[str, Any]) -> frozenset[str]:
-        return loader.read(Config, [(label, nested(flat)), ("flag", nested(NO_VALUE))]).deliberate({"flag"})
+        return loader.read(Config, [(label, nested(flat)), ("flag", nested(NO_VALUE))]).deliberate(
+            {"flag"}
+        )
 
     file = {"critic.lr": 0.1, "env.id": "Hopper-v4"}
     assert "critic.lr" in deliberate("my.yaml", file)

@@ -1,4 +1,6 @@
-"""Compiled code: the same numbers, from the same update on in every repetition, and a word where it cannot be had."""
+"""Compiled code: the same numbers, from the same update on in every repetition, and a word where it
+cannot be had.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from tests.integration.test_resume import assert_same, contents, rows, tiny
 from tests.models.test_causal_lm import make as language_model
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None and "NO_SKIPS" not in os.environ, reason="no C++ compiler (Debian: apt-get install g++)"
+    shutil.which("g++") is None and "NO_SKIPS" not in os.environ,
+    reason="no C++ compiler (Debian: apt-get install g++)",
 )
 
 
@@ -49,8 +52,10 @@ class Refuses(Double):
         return x if float(x.sum()) > 0 else y
 
 
-# ------------------------------------------------------------------------------------------------------------- library
-def test_a_library_computes_writes_into_its_arguments_and_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+# ------------------------------------------------------------------------------------------ library
+def test_a_library_computes_writes_into_its_arguments_and_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK")
     assert compile.obstacle() == ""
     x, y = torch.zeros(3), torch.ones(3)
@@ -71,36 +76,57 @@ def test_fingerprints_differ_with_program_options_and_shapes() -> None:
     x = torch.zeros(3)
     base = compile.fingerprint(Double(), [x, x])
     assert base == compile.fingerprint(Double(), [x + 1, x])
-    others = [(Double("b"), [x, x]), (Refuses(), [x, x]), (Double(), [torch.zeros(4), x]), (Double(), [x.double(), x])]
+    others = [
+        (Double("b"), [x, x]),
+        (Refuses(), [x, x]),
+        (Double(), [torch.zeros(4), x]),
+        (Double(), [x.double(), x]),
+    ]
     assert len({base, *(compile.fingerprint(p, e) for p, e in others)}) == 5
-    learners = [make(o) for o in ({}, {"clip_ratio_low": 0.1}, {"adam_eps": 1e-3}, {})] + [make(model={"hidden": [8]})]
+    learners = [make(o) for o in ({}, {"clip_ratio_low": 0.1}, {"adam_eps": 1e-3}, {})] + [
+        make(model={"hidden": [8]})
+    ]
     batch = learners[0]._prepare(experience(learners[0]))[0]
     steps = [
-        MinibatchStep(one.optimizer.loss, one.optimizer.names["actor"], one.optimizer.names["critic"], batch)
+        MinibatchStep(
+            one.optimizer.loss, one.optimizer.names["actor"], one.optimizer.names["critic"], batch
+        )
         for one in learners
     ]
     assert len({compile.fingerprint(step, [x]) for step in steps}) == 4  # two of them are equal
 
 
 def test_fingerprints_of_language_models_depend_on_what_they_compute_alone() -> None:
-    """Not on where in memory a model lies: every run would compile anew. What is held aside counts."""
+    """Not on where in memory a model lies: every run would compile anew.
+
+    What is held aside counts.
+    """
     x = torch.zeros(3)
     found, batch = [], (one := make())._prepare(experience(one))[0]
     for eps in (1e-6, 1e-6, 1e-5):
-        objective = ActorLoss(language_model(), AlgorithmConfig(), length=4, reference=language_model(rms_norm_eps=eps))
+        objective = ActorLoss(
+            language_model(),
+            AlgorithmConfig(),
+            length=4,
+            reference=language_model(rms_norm_eps=eps),
+        )
         step = MinibatchStep(objective, [], [], batch)
         found.append(compile.fingerprint(step, [x]))
     assert found[0] == found[1] != found[2]
 
 
 def test_a_damaged_library_is_made_again() -> None:
-    """With another at once, in folders of their own: torch names files by the code's hash and packs them later."""
+    """With another at once, in folders of their own: torch names files by the code's hash and packs
+    them later.
+    """
     x = torch.zeros(3)
     library = compile.Library(Double(), [x, x])  # as of the first test
     library.load()
     whole = library.path.read_bytes()
     middle = len(whole) // 2
-    empty = b"PK\5\6" + bytes(18)  # an archive without files, which a check of its files finds whole
+    empty = b"PK\5\6" + bytes(
+        18
+    )  # an archive without files, which a check of its files finds whole
     flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
     for bad in (b"no archive", whole[:middle], empty, flipped):
         library.close()
@@ -120,8 +146,12 @@ def test_a_whole_library_that_does_not_load_stays(tmp_path: Path) -> None:
     library = compile.Library(Double(), [x, x])  # as of the first test
     library.load()
     path = library.path
-    script = f"import torch; torch._C._aoti.AOTIModelPackageLoader({str(path)!r}, 'model', False, 1, -1)"
-    done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path / "nowhere")})
+    script = (
+        f"import torch; torch._C._aoti.AOTIModelPackageLoader({str(path)!r}, 'model', False, 1, -1)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path / "nowhere")}
+    )
     assert done.returncode and path.exists() and not compile.Library(Double(), [x, x]).busy()
 
 
@@ -144,7 +174,10 @@ def test_what_cannot_be_compiled_is_told_once() -> None:
     assert said[0].startswith("compile: waiting for the compiler") and len(said) == 2
     assert "the compiler failed (" in said[1] and "training goes on without" in said[1]
     later = compile.CompileSchedule(0, required=True, notice=said.append)
-    with pytest.raises(TrainingError, match=r"compile=always: the compiler failed \(.*; mend it, or use compile=auto"):
+    with pytest.raises(
+        TrainingError,
+        match=r"compile=always: the compiler failed \(.*; mend it, or use compile=auto",
+    ):
         later.get(0, lambda: compile.Example(Refuses(), [x], [x]))
     assert compile.CompileSchedule.waiting == 0
 
@@ -177,7 +210,9 @@ library.load()
 
 
 def test_a_run_that_is_killed_leaves_no_compiler_and_no_folder(tmp_path: Path) -> None:
-    """A compiler that hangs, and a run ended with SIGKILL; leftovers of earlier kills are removed, too."""
+    """A compiler that hangs, and a run ended with SIGKILL; leftovers of earlier kills are removed,
+    too.
+    """
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\nsleep 1000\n")
     compiler.chmod(0o755)
@@ -188,7 +223,9 @@ def test_a_run_that_is_killed_leaves_no_compiler_and_no_folder(tmp_path: Path) -
     os.utime(old, (0, 0))
     environment = os.environ | {"EMBODIED_PPO_CACHE": str(cache), "CXX": str(compiler)}
     script = KILLED.format(root=str(Path(__file__).parents[2]))
-    run = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True
+    )
     assert run.stdout is not None
     pid, work = run.stdout.readline().split()
     assert Path(work).parent == cache and not old.exists() and new.exists()
@@ -204,10 +241,14 @@ def test_a_run_that_is_killed_leaves_no_compiler_and_no_folder(tmp_path: Path) -
 
 def test_a_compilation_has_a_time_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the run waits: the compiling process ends itself and what it started."""
-    monkeypatch.setattr(compile, "__name__", "tests.core.test_compile")  # the module whose entry the process runs
+    monkeypatch.setattr(
+        compile, "__name__", "tests.core.test_compile"
+    )  # the module whose entry the process runs
     x = torch.zeros(7)
     library = compile.Library(Double("slow"), [x, x])
-    with pytest.raises(RuntimeError, match=r"the compiler failed \(TimeoutError: not compiled after 0\.1 s\)"):
+    with pytest.raises(
+        RuntimeError, match=r"the compiler failed \(TimeoutError: not compiled after 0\.1 s\)"
+    ):
         library.load()
 
 
@@ -217,18 +258,26 @@ def _build_stdin() -> None:
     compile._build_stdin()
 
 
-def test_libraries_of_others_are_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_libraries_of_others_are_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path))
     folder, x = tmp_path / "compiled", torch.zeros(3)
     assert compile.obstacle() == "" and folder.stat().st_mode & 0o777 == 0o700
     for mode in (0o770, 0o707):
         folder.chmod(mode)
-        assert f"others can write in {folder} (mode {mode:o}), and what is there runs: chmod go-w" in compile.obstacle()
+        assert (
+            f"others can write in {folder} (mode {mode:o}), and what is there runs: chmod go-w"
+            in compile.obstacle()
+        )
         with pytest.raises(RuntimeError, match="others can write"):
             compile.Library(Double("theirs"), [x, x])
     folder.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
-    assert f"{folder} is another user's (uid {folder.stat().st_uid}); EMBODIED_PPO_CACHE names" in compile.obstacle()
+    assert (
+        f"{folder} is another user's (uid {folder.stat().st_uid}); EMBODIED_PPO_CACHE names"
+        in compile.obstacle()
+    )
 
 
 @pytest.mark.parametrize("what", ["compiler", "cache"])
@@ -250,15 +299,23 @@ def test_obstacles(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_from_which_update() -> None:
-    """8192 optimiser steps; 3 epochs x 2 minibatches an update: after 1366 updates, however long the run is."""
+    """8192 optimiser steps; 3 epochs x 2 minibatches an update: after 1366 updates, however long
+    the run is.
+    """
 
     def decided(**options: Any) -> tuple[int | None, str]:
-        return embodied.compile_from(toys.config({"updates": 2000, **options}), torch.device("cpu"), pytest.fail)
+        return embodied.compile_from(
+            toys.config({"updates": 2000, **options}), torch.device("cpu"), pytest.fail
+        )
 
     def since(**options: Any) -> int | None:
         return decided(**options)[0]
 
-    assert since() == 1366 and since(updates=5000) == 1366 and since(**{"algorithm.update_epoch": 6}) == 683
+    assert (
+        since() == 1366
+        and since(updates=5000) == 1366
+        and since(**{"algorithm.update_epoch": 6}) == 683
+    )
     assert since(updates=1366) is None  # too short to use it
     assert since(compile="always") == 0 and decided(compile="never") == (None, "compile=never")
     reason = "compile=auto starts after 8192 optimiser steps, in update 1367, and the run has 1366"
@@ -268,16 +325,24 @@ def test_from_which_update() -> None:
     why = embodied.compile_from(c, torch.device("cpu"), said.append)[1]
     assert why.startswith("algorithm.micro_batch_size cuts minibatches") and why in said[0]
     assert (
-        embodied.compile_from(toys.config({"updates": 2000}), torch.device("cuda"), pytest.fail)[0] == 0
+        embodied.compile_from(toys.config({"updates": 2000}), torch.device("cuda"), pytest.fail)[0]
+        == 0
     )  # a CUDA graph
 
 
-# --------------------------------------------------------------------------------------------------- learner and acting
+# ------------------------------------------------------------------------------- learner and acting
 @pytest.mark.parametrize("discrete", [False, True])
 def test_compiled_updates_equal_eager_ones(discrete: bool) -> None:
-    options = {"update_epoch": 2, "entropy_bonus": 0.01, "critic_warmup": 1, "clip_ratio_c": 1.5, "value_clip": 0.1}
+    options = {
+        "update_epoch": 2,
+        "entropy_bonus": 0.01,
+        "critic_warmup": 1,
+        "clip_ratio_c": 1.5,
+        "value_clip": 0.1,
+    }
     eager, fast = (
-        make(options, discrete=discrete, compile_schedule=compile.CompileSchedule(since)) for since in (None, 1)
+        make(options, discrete=discrete, compile_schedule=compile.CompileSchedule(since))
+        for since in (None, 1)
     )
     for update in range(4):  # the critic's warm-up, then three updates of compiled code
         t = experience(eager, seed=update, noise=0.2)
@@ -288,7 +353,8 @@ def test_compiled_updates_equal_eager_ones(discrete: bool) -> None:
     for name, x in weights(eager).items():
         torch.testing.assert_close(weights(fast)[name], x, rtol=1e-5, atol=1e-5)
     steps = [
-        float(fast.optimizer.adamw.state[group[0]]["step"]) for group in (fast.optimizer.actor, fast.optimizer.critic)
+        float(fast.optimizer.adamw.state[group[0]]["step"])
+        for group in (fast.optimizer.actor, fast.optimizer.critic)
     ]
     assert steps == [
         float(eager.optimizer.adamw.state[group[0]]["step"])
@@ -302,7 +368,8 @@ def test_compiled_updates_equal_eager_ones(discrete: bool) -> None:
 def test_updates_as_a_cuda_graph_equal_eager_ones(discrete: bool) -> None:
     options = {"update_epoch": 2, "entropy_bonus": 0.01, "clip_ratio_c": 1.5, "value_clip": 0.1}
     eager, fast = (
-        make(options, discrete=discrete, compile_schedule=compile.CompileSchedule(s), device="cuda") for s in (None, 1)
+        make(options, discrete=discrete, compile_schedule=compile.CompileSchedule(s), device="cuda")
+        for s in (None, 1)
     )
     for update in range(4):
         t = experience(make(options, discrete=discrete), seed=update, noise=0.2)
@@ -333,13 +400,23 @@ def test_minibatches_on_a_gpu_wait_for_nothing() -> None:
 
 
 def test_compiled_updates_stop_before_they_train_on_a_nan(tmp_path: Path) -> None:
-    options = {"update_epoch": 2, "entropy_bonus": 0.01, "critic_warmup": 1, "clip_ratio_c": 1.5, "value_clip": 0.1}
-    learner = make(options, compile_schedule=compile.CompileSchedule(0), dump_dir=tmp_path)  # the same library as above
+    options = {
+        "update_epoch": 2,
+        "entropy_bonus": 0.01,
+        "critic_warmup": 1,
+        "clip_ratio_c": 1.5,
+        "value_clip": 0.1,
+    }
+    learner = make(
+        options, compile_schedule=compile.CompileSchedule(0), dump_dir=tmp_path
+    )  # the same library as above
     learner.update(experience(learner), update=1)
     before = weights(learner)
     t = experience(learner)
     t.reward[:] = torch.nan
-    with pytest.raises(TrainingError, match=r"update 2, epoch 0: loss nan, gradient norm nan \(not finite\)"):
+    with pytest.raises(
+        TrainingError, match=r"update 2, epoch 0: loss nan, gradient norm nan \(not finite\)"
+    ):
         learner.update(t, update=2)
     assert all(torch.equal(x, before[name]) for name, x in weights(learner).items())
     assert (tmp_path / "bad_batch.pt").exists()
@@ -364,12 +441,16 @@ def test_compiled_acting_equals_eager_acting_and_follows_the_weights() -> None:
         policy.observe(obs, torch.ones(6, dtype=torch.bool))
 
 
-# --------------------------------------------------------------------------------------------------------- whole runs
+# --------------------------------------------------------------------------------------- whole runs
 def test_a_run_repeats_and_resumes_bit_for_bit_across_the_switch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Compiled from update 5 of 8 on, whether the cache is cold or warm, and also in a run resumed at 4 or at 6."""
-    monkeypatch.setattr(embodied, "COMPILE_AFTER", 5 * 2 * (16 * 8 // 32))  # updates x epochs x minibatches
+    """Compiled from update 5 of 8 on, whether the cache is cold or warm, and also in a run resumed
+    at 4 or at 6.
+    """
+    monkeypatch.setattr(
+        embodied, "COMPILE_AFTER", 5 * 2 * (16 * 8 // 32)
+    )  # updates x epochs x minibatches
     whole = tiny(tmp_path / "whole", save_every=2)
     assert embodied.compile_from(whole, torch.device("cpu"), pytest.fail)[0] == 5
     build.train(whole, quiet=False)  # cold
@@ -378,14 +459,20 @@ def test_a_run_repeats_and_resumes_bit_for_bit_across_the_switch(
     assert "compile:" not in capfd.readouterr().err
     for at in (4, 6):
         source = tmp_path / "whole" / "checkpoints" / f"step_{at:06d}"
-        build.train(replace(whole, run_dir=str(tmp_path / f"from{at}"), resume=str(source)), quiet=True)
+        build.train(
+            replace(whole, run_dir=str(tmp_path / f"from{at}"), resume=str(source)), quiet=True
+        )
     for other in ("again", "from4", "from6"):
-        for a, b in zip(contents(tmp_path / "whole", 8), contents(tmp_path / other, 8), strict=True):
+        for a, b in zip(
+            contents(tmp_path / "whole", 8), contents(tmp_path / other, 8), strict=True
+        ):
             assert_same(a, b)
     assert rows(tmp_path / "whole") == rows(tmp_path / "again")
     eager = replace(whole, run_dir=str(tmp_path / "eager"), compile="never")
     build.train(eager, quiet=True)
-    x, y = (torch.tensor([r["policy/loss"] for r in rows(tmp_path / d)[1:]]) for d in ("whole", "eager"))
+    x, y = (
+        torch.tensor([r["policy/loss"] for r in rows(tmp_path / d)[1:]]) for d in ("whole", "eager")
+    )
     assert torch.equal(x[:5], y[:5]) and not torch.equal(x, y)
     torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
 
@@ -393,9 +480,22 @@ def test_a_run_repeats_and_resumes_bit_for_bit_across_the_switch(
 def test_an_interrupt_ends_the_wait_for_the_compiler(tmp_path: Path) -> None:
     """Nothing eager is learned in the meantime, and nobody is left behind."""
     env = os.environ | {"EMBODIED_PPO_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "embodied_ppo.commands.main", "train", "experiment=cartpole", "compile=always"]
-    command += ["evaluation.episodes=2", "evaluation.video_episodes=0", f"run_dir={tmp_path / 'run'}"]
-    run = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "embodied_ppo.commands.main",
+        "train",
+        "experiment=cartpole",
+        "compile=always",
+    ]
+    command += [
+        "evaluation.episodes=2",
+        "evaluation.video_episodes=0",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    run = subprocess.Popen(
+        command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert run.stderr is not None
     for line in run.stderr:
         if "waiting for the compiler" in line:
@@ -421,11 +521,15 @@ def test_no_process_is_left(tmp_path: Path) -> None:
     assert not os.path.exists(f"/proc/{pid}")
 
 
-def test_matmul_precision_holds_while_training_and_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmul_precision_holds_while_training_and_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[str] = []
     update = embodied.Learner.update
 
-    def note(self: embodied.Learner, trajectory: Any, *, update: int, _original: Any = update) -> Any:
+    def note(
+        self: embodied.Learner, trajectory: Any, *, update: int, _original: Any = update
+    ) -> Any:
         seen.append(torch.get_float32_matmul_precision())
         return _original(self, trajectory, update=update)
 

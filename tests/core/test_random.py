@@ -33,7 +33,9 @@ def test_twin() -> None:
 def test_uniform(dtype: torch.dtype) -> None:
     u = uniform(SEEDS, 0, torch.zeros_like(SEEDS), 1000, dtype)
     assert u.dtype == dtype and float(u.min()) >= 0 and float(u.max()) < 1
-    assert float(u.mean()) == pytest.approx(0.5, abs=0.002) and float(u.var()) == pytest.approx(1 / 12, abs=0.001)
+    assert float(u.mean()) == pytest.approx(0.5, abs=0.002) and float(u.var()) == pytest.approx(
+        1 / 12, abs=0.001
+    )
     assert u.flatten().histc(20, 0, 1).sub(12800).abs().max() < 600
     # rows and columns are independent: correlations as small as 256 x 1000 numbers allow
     for x in (u, u.T[:200]):
@@ -43,7 +45,11 @@ def test_uniform(dtype: torch.dtype) -> None:
 
 def test_streams_and_counts_are_independent() -> None:
     zeros = torch.zeros_like(SEEDS)
-    parts = [uniform(SEEDS, 0, zeros, 400), uniform(SEEDS, 1, zeros, 400), uniform(SEEDS, 0, zeros + 1, 400)]
+    parts = [
+        uniform(SEEDS, 0, zeros, 400),
+        uniform(SEEDS, 1, zeros, 400),
+        uniform(SEEDS, 0, zeros + 1, 400),
+    ]
     parts.append(uniform(SEEDS + 1, 0, zeros, 400))
     c = torch.corrcoef(torch.stack([x.flatten() for x in parts])).fill_diagonal_(0)
     assert float(c.abs().max()) < 0.02
@@ -52,5 +58,7 @@ def test_streams_and_counts_are_independent() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_normal(dtype: torch.dtype) -> None:
     n = normal(uniform(SEEDS, 0, torch.zeros_like(SEEDS), 1000, dtype))
-    assert float(n.mean()) == pytest.approx(0, abs=0.01) and float(n.std()) == pytest.approx(1, abs=0.01)
+    assert float(n.mean()) == pytest.approx(0, abs=0.01) and float(n.std()) == pytest.approx(
+        1, abs=0.01
+    )
     assert bool(normal(torch.tensor([0.0, 1 - 2.0**-24], dtype=dtype)).isfinite().all())

@@ -1,4 +1,6 @@
-"""Moments: against the standard library's statistics, hand-computed cases, merging, and the float32 copies."""
+"""Moments: against the standard library's statistics, hand-computed cases, merging, and the float32
+copies.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,11 @@ def test_nothing_and_one_entry():
     x, none = torch.tensor([2.0, 3.0]), torch.zeros(2, dtype=torch.bool)
     assert running_stats.masked_sum(x, none).item() == 0.0
     assert [v.item() for v in running_stats.masked_moments(x, none)] == [0.0, 0.0, 0.0]
-    assert [v.item() for v in running_stats.masked_moments(x, torch.tensor([True, False]))] == [2.0, 0.0, 1.0]
+    assert [v.item() for v in running_stats.masked_moments(x, torch.tensor([True, False]))] == [
+        2.0,
+        0.0,
+        1.0,
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,7 +66,9 @@ def test_merging_parts_is_one_pass_over_all(parts, unbiased):
     kept = [x for part in parts for x, keep in part if keep]
     made = [
         running_stats.masked_moments(
-            torch.tensor([x for x, _ in part]), torch.tensor([k for _, k in part], dtype=torch.bool), unbiased=unbiased
+            torch.tensor([x for x, _ in part]),
+            torch.tensor([k for _, k in part], dtype=torch.bool),
+            unbiased=unbiased,
         )
         for part in parts
     ]
@@ -69,7 +77,9 @@ def test_merging_parts_is_one_pass_over_all(parts, unbiased):
     if kept:
         assert mean.item() == pytest.approx(fmean(kept), rel=1e-9, abs=1e-9)
     if len(kept) > 1:
-        assert var.item() == pytest.approx(variance(kept) if unbiased else pvariance(kept), rel=1e-9, abs=1e-7)
+        assert var.item() == pytest.approx(
+            variance(kept) if unbiased else pvariance(kept), rel=1e-9, abs=1e-7
+        )
     else:
         assert var.item() == 0.0
 
@@ -78,15 +88,22 @@ def test_explained_variance_by_hand():
     returns = torch.tensor([1.0, 2.0, 3.0, 99.0])
     value = torch.tensor([1.0, 2.0, 4.0, -5.0])
     mask = torch.tensor([True, True, True, False])
-    # Var(R) = 2/3 ; errors 0, 0, -1 have mean -1/3 and variance 1/3 - 1/9 = 2/9 ; 1 - (2/9)/(2/3) = 2/3
+    # Var(R) = 2/3 ; errors 0, 0, -1 have mean -1/3 and variance 1/3 - 1/9 = 2/9 ; 1 - (2/9)/(2/3) =
+    # 2/3
     assert running_stats.explained_variance(value, returns, mask).item() == pytest.approx(2 / 3)
-    assert running_stats.explained_variance(returns + 7.0, returns, mask).item() == pytest.approx(1.0)  # a constant off
-    assert running_stats.explained_variance(torch.zeros(4), returns, mask).item() == pytest.approx(0.0)
-    assert running_stats.explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)  # errors 2R: 1 - 4
+    assert running_stats.explained_variance(returns + 7.0, returns, mask).item() == pytest.approx(
+        1.0
+    )  # a constant off
+    assert running_stats.explained_variance(torch.zeros(4), returns, mask).item() == pytest.approx(
+        0.0
+    )
+    assert running_stats.explained_variance(-returns, returns, mask).item() == pytest.approx(
+        -3.0
+    )  # errors 2R: 1 - 4
     assert running_stats.explained_variance(value, torch.ones(4), mask).isnan()
 
 
-# ---------------------------------------------------------------------------------------------------- running moments
+# ---------------------------------------------------------------------------------- running moments
 def test_running_moments_by_hand():
     m = RunningMoments((1,), eps=0.0)
     m.update(torch.tensor([[1.0], [3.0]]))
@@ -103,7 +120,9 @@ def test_running_moments_by_hand():
 def test_running_moments_are_those_of_everything_seen(parts):
     m = RunningMoments()
     for part in parts:
-        m.update(torch.tensor([x for x, _ in part]), torch.tensor([k for _, k in part], dtype=torch.bool))
+        m.update(
+            torch.tensor([x for x, _ in part]), torch.tensor([k for _, k in part], dtype=torch.bool)
+        )
     kept = [x for part in parts for x, keep in part if keep]
     assert m.count.item() == len(kept)
     if kept:
@@ -137,11 +156,15 @@ def test_identity_until_something_is_merged(eps):
     assert m.normalize(x, clip=5.0).tolist() == [[3.0, -5.0]]
     m.load_state_dict(RunningMoments((2,)).state_dict())  # a checkpoint from before the first merge
     assert m.normalize(x).equal(x)
-    m.update(torch.full((3, 2), float("nan")), torch.zeros(3, dtype=torch.bool))  # nothing: masked rows hold anything
+    m.update(
+        torch.full((3, 2), float("nan")), torch.zeros(3, dtype=torch.bool)
+    )  # nothing: masked rows hold anything
     assert m.normalize(x).equal(x) and m.count.item() == 0.0
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
+)
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_normalize_gives_float32_of_any_type(dtype, shape):
     m = RunningMoments(shape)
@@ -172,7 +195,16 @@ def test_state_dict_is_the_state_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    "how", ["load", "assign", "assign to a new one", "inside another module", "copy in place", "deepcopy", "to cpu"]
+    "how",
+    [
+        "load",
+        "assign",
+        "assign to a new one",
+        "inside another module",
+        "copy in place",
+        "deepcopy",
+        "to cpu",
+    ],
 )
 def test_normalize_follows_the_state_however_it_arrives(how):
     source, target, x = _trained(1), _trained(2), torch.randn(5, 4)
@@ -180,9 +212,14 @@ def test_normalize_follows_the_state_however_it_arrives(how):
         target.load_state_dict(source.state_dict())
     elif how == "assign":
         target.load_state_dict(copy.deepcopy(source.state_dict()), assign=True)
-    elif how == "assign to a new one":  # neither has been written to in place: torch counts 0 writes on both sides
+    elif (
+        how == "assign to a new one"
+    ):  # neither has been written to in place: torch counts 0 writes on both sides
         target = RunningMoments((4,))
-        new = {name: torch.tensor(x.tolist(), dtype=torch.float64) for name, x in source.state_dict().items()}
+        new = {
+            name: torch.tensor(x.tolist(), dtype=torch.float64)
+            for name, x in source.state_dict().items()
+        }
         target.load_state_dict(new, assign=True)
     elif how == "inside another module":
         nn.Sequential(target).load_state_dict(nn.Sequential(source).state_dict())

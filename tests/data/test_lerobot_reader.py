@@ -28,13 +28,20 @@ from embodied_ppo.data.lerobot_reader import Demonstrations, read
 from embodied_ppo.data.lerobot_writer import Writer
 
 H, W = 16, 24
-OPTIONS: dict[str, Any] = {"fps": 20, "state": ("x", "y", "z"), "action": ("u", "v"), "cameras": {"front": (H, W)}}
+OPTIONS: dict[str, Any] = {
+    "fps": 20,
+    "state": ("x", "y", "z"),
+    "action": ("u", "v"),
+    "cameras": {"front": (H, W)},
+}
 LENGTHS = (4, 7, 5, 3, 6)
 FRAMES = sum(LENGTHS)
 
 
 def episode(i: int) -> dict[str, Any]:
-    """Identifiable numbers: state 100 i + t, action i + t / 100 and its negative, noise for pictures."""
+    """Identifiable numbers: state 100 i + t, action i + t / 100 and its negative, noise for
+    pictures.
+    """
     length, rng = LENGTHS[i % len(LENGTHS)], np.random.default_rng(i)
     t = np.arange(length, dtype=np.float32)
     return {
@@ -60,15 +67,20 @@ def check(data: Demonstrations, episodes: int = 5) -> None:
         assert torch.equal(data.images["front"][here], torch.from_numpy(wanted["images"]["front"]))
         assert torch.equal(data.state[here], torch.from_numpy(wanted["state"]))
         assert torch.equal(data.action[here], torch.from_numpy(wanted["action"]))
-        assert {data.instructions[k] for k in data.instruction[here].tolist()} == {wanted["instruction"]}
+        assert {data.instructions[k] for k in data.instruction[here].tolist()} == {
+            wanted["instruction"]
+        }
 
 
-# ---------------------------------------------------------------------------------------------------------- round trip
+# --------------------------------------------------------------------------------------- round trip
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     folder = written(tmp_path)
     data = read(folder)
     check(data)
-    assert data.images["front"].shape == (FRAMES, H, W, 3) and data.images["front"].dtype == torch.uint8
+    assert (
+        data.images["front"].shape == (FRAMES, H, W, 3)
+        and data.images["front"].dtype == torch.uint8
+    )
     assert data.state.dtype == data.action.dtype == torch.float32 and data.fps == 20
     assert data.instructions == ("lift it", "put it down")
     assert not list(tmp_path.rglob("*.part"))
@@ -79,7 +91,11 @@ def test_the_layout_is_lerobots(tmp_path: Path) -> None:
     """What LeRobot looks for, by its documentation of v3.0."""
     written(tmp_path)
     info = json.loads((tmp_path / "meta/info.json").read_text())
-    assert info["codebase_version"] == "v3.0" and info["fps"] == 20 and info["splits"] == {"train": "0:5"}
+    assert (
+        info["codebase_version"] == "v3.0"
+        and info["fps"] == 20
+        and info["splits"] == {"train": "0:5"}
+    )
     assert (info["total_episodes"], info["total_frames"], info["total_tasks"]) == (5, FRAMES, 2)
     assert info["features"]["observation.images.front"]["shape"] == [H, W, 3]
     for i in range(3):
@@ -96,11 +112,22 @@ def test_the_layout_is_lerobots(tmp_path: Path) -> None:
     row = rows[1]  # episode 3 has 3 frames, after the 5 of episode 2
     assert (row["episode_index"], row["length"], row["tasks"]) == (3, 3, ["put it down"])
     assert (row["dataset_from_index"], row["dataset_to_index"]) == (16, 19)
-    assert (row["data/chunk_index"], row["data/file_index"], row["meta/episodes/file_index"]) == (0, 1, 1)
-    video = {k.rsplit("/", 1)[1]: x for k, x in row.items() if k.startswith("videos/observation.images.front/")}
+    assert (row["data/chunk_index"], row["data/file_index"], row["meta/episodes/file_index"]) == (
+        0,
+        1,
+        1,
+    )
+    video = {
+        k.rsplit("/", 1)[1]: x
+        for k, x in row.items()
+        if k.startswith("videos/observation.images.front/")
+    }
     assert video == {"chunk_index": 0, "file_index": 1, "from_timestamp": 0.25, "to_timestamp": 0.4}
     tasks = pq.read_table(tmp_path / "meta/tasks.parquet")
-    assert tasks.to_pylist() == [{"task_index": 0, "task": "lift it"}, {"task_index": 1, "task": "put it down"}]
+    assert tasks.to_pylist() == [
+        {"task_index": 0, "task": "lift it"},
+        {"task_index": 1, "task": "put it down"},
+    ]
     assert tasks.schema.pandas_metadata["index_columns"] == ["task"]
 
 
@@ -109,7 +136,10 @@ def test_statistics_are_those_of_all_frames(tmp_path: Path) -> None:
     stats = json.loads((tmp_path / "meta/stats.json").read_text())
     state = np.concatenate([episode(i)["state"] for i in range(5)]).astype(np.float64)
     pixels = np.concatenate([episode(i)["images"]["front"] for i in range(5)]) / 255
-    for key, x, axes in (("observation.state", state, 0), ("observation.images.front", pixels, (0, 1, 2))):
+    for key, x, axes in (
+        ("observation.state", state, 0),
+        ("observation.images.front", pixels, (0, 1, 2)),
+    ):
         for name in ("min", "max", "mean", "std"):
             found = np.array(stats[key][name])
             assert found.shape == ((3, 1, 1) if x.ndim == 4 else (3,))
@@ -119,12 +149,18 @@ def test_statistics_are_those_of_all_frames(tmp_path: Path) -> None:
 
 def test_without_cameras_and_with_one_number(tmp_path: Path) -> None:
     with Writer(tmp_path, fps=10, state=["x"], action=["u"], cameras={}) as writer:
-        writer.add({}, np.array([[1.0], [2.0]], np.float32), np.array([[3.0], [4.0]], np.float32), "go")
+        writer.add(
+            {}, np.array([[1.0], [2.0]], np.float32), np.array([[3.0], [4.0]], np.float32), "go"
+        )
     data = read(tmp_path)
-    assert data.images == {} and data.state.tolist() == [[1], [2]] and data.action.tolist() == [[3], [4]]
+    assert (
+        data.images == {}
+        and data.state.tolist() == [[1], [2]]
+        and data.action.tolist() == [[3], [4]]
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- resume
+# ------------------------------------------------------------------------------------------- resume
 def test_a_folder_is_continued(tmp_path: Path) -> None:
     written(tmp_path / "once")
     for episodes in (0, 2, 3, 5):  # a file with one episode in the middle
@@ -132,9 +168,13 @@ def test_a_folder_is_continued(tmp_path: Path) -> None:
         with Writer(tmp_path / "parts", **OPTIONS) as writer:
             assert writer.episodes == episodes and writer.frames == sum(LENGTHS[:episodes])
     check(read(tmp_path / "parts"))
-    one, two = (json.loads((tmp_path / name / "meta/info.json").read_text()) for name in ("once", "parts"))
+    one, two = (
+        json.loads((tmp_path / name / "meta/info.json").read_text()) for name in ("once", "parts")
+    )
     assert one == two
-    one, two = (json.loads((tmp_path / name / "meta/stats.json").read_text()) for name in ("once", "parts"))
+    one, two = (
+        json.loads((tmp_path / name / "meta/stats.json").read_text()) for name in ("once", "parts")
+    )
     np.testing.assert_allclose(one["action"]["std"], two["action"]["std"], rtol=1e-12)
 
 
@@ -153,7 +193,9 @@ time.sleep(60)
 def test_killed_in_the_middle_only_the_unfinished_file_is_lost(tmp_path: Path) -> None:
     code = KILLED.format(tests=str(Path(__file__).parents[2]), folder=str(tmp_path))
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "recorded\n"
         with pytest.raises(ConfigError, match="another process records into it"):
             Writer(tmp_path, **OPTIONS)
@@ -166,18 +208,27 @@ def test_killed_in_the_middle_only_the_unfinished_file_is_lost(tmp_path: Path) -
     (tmp_path / "data/chunk-000/file-001.parquet").write_bytes(b"half")
     with Writer(tmp_path, **OPTIONS) as writer:
         assert writer.episodes == 2
-    assert not list(tmp_path.rglob("*.part")) and not (tmp_path / "data/chunk-000/file-001.parquet").exists()
+    assert (
+        not list(tmp_path.rglob("*.part"))
+        and not (tmp_path / "data/chunk-000/file-001.parquet").exists()
+    )
     check(read(written(tmp_path)))
 
 
-@pytest.mark.parametrize("per_file", [2, 200])  # found out when the file is finished, when a picture is sent
-def test_without_its_ffmpeg_a_recording_ends_and_can_be_continued(tmp_path: Path, per_file: int) -> None:
+@pytest.mark.parametrize(
+    "per_file", [2, 200]
+)  # found out when the file is finished, when a picture is sent
+def test_without_its_ffmpeg_a_recording_ends_and_can_be_continued(
+    tmp_path: Path, per_file: int
+) -> None:
     written(tmp_path, 2)
     with Writer(tmp_path, **OPTIONS, episodes_per_file=per_file) as writer:
         writer.add(**episode(2))
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         os.kill(int(children[-1]), signal.SIGKILL)
-        with pytest.raises(ConfigError, match=r"is the disk full\? What was finished before is safe"):
+        with pytest.raises(
+            ConfigError, match=r"is the disk full\? What was finished before is safe"
+        ):
             for _ in range(100):  # until no pipe is left that takes them
                 writer.add(**{**episode(3), "instruction": "lost"})
         assert writer.episodes == 2
@@ -190,12 +241,16 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
     written(tmp_path, 1)
     with pytest.raises(ConfigError, match=r"fps=20, not 10; choose another folder"):
         Writer(tmp_path, **{**OPTIONS, "fps": 10})
-    with pytest.raises(ConfigError, match=r"observation.images.front=.*\[16, 24, 3\].* not .*\[8, 8, 3\]"):
+    with pytest.raises(
+        ConfigError, match=r"observation.images.front=.*\[16, 24, 3\].* not .*\[8, 8, 3\]"
+    ):
         Writer(tmp_path, **{**OPTIONS, "cameras": {"front": (8, 8)}})
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match=r"holds thesis.tex but no meta/info.json; choose an empty folder"):
+    with pytest.raises(
+        ConfigError, match=r"holds thesis.tex but no meta/info.json; choose an empty folder"
+    ):
         Writer(other, **OPTIONS)
 
 
@@ -204,12 +259,23 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
     [
         ({"instruction": ""}, "episode 0 has 4 frames and instruction=''"),
         ({"images": {}}, r"pictures of \[\]; they must be of \['front'\]"),
-        ({"state": np.zeros((4, 2), np.float32)}, r"observation.state is \[4, 2\]; it must be \[4, 3\]"),
-        ({"action": np.array([[0, 0], [0, 0], [0, np.nan], [0, 0]])}, r"action \[1\] is nan in frame 2"),
-        ({"images": {"front": np.zeros((4, H, W, 3))}}, r"shows float64 .* must be uint8 \[4, 16, 24, 3\]"),
+        (
+            {"state": np.zeros((4, 2), np.float32)},
+            r"observation.state is \[4, 2\]; it must be \[4, 3\]",
+        ),
+        (
+            {"action": np.array([[0, 0], [0, 0], [0, np.nan], [0, 0]])},
+            r"action \[1\] is nan in frame 2",
+        ),
+        (
+            {"images": {"front": np.zeros((4, H, W, 3))}},
+            r"shows float64 .* must be uint8 \[4, 16, 24, 3\]",
+        ),
     ],
 )
-def test_bad_episodes_are_not_recorded(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_bad_episodes_are_not_recorded(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     with Writer(tmp_path, **OPTIONS) as writer:
         with pytest.raises(ConfigError, match=message):
             writer.add(**{**episode(0), **change})
@@ -218,11 +284,13 @@ def test_bad_episodes_are_not_recorded(tmp_path: Path, change: dict[str, Any], m
     check(read(tmp_path), 1)
 
 
-# ------------------------------------------------------------------------------------------------------ chunk and split
+# ---------------------------------------------------------------------------------- chunk and split
 def numbers() -> Demonstrations:
     state = torch.from_numpy(np.concatenate([episode(i)["state"] for i in range(5)]))
     action = torch.from_numpy(np.concatenate([episode(i)["action"] for i in range(5)]))
-    index = torch.repeat_interleave(torch.tensor([0, 1, 4, 6, 7]), torch.tensor(LENGTHS))  # some were taken out
+    index = torch.repeat_interleave(
+        torch.tensor([0, 1, 4, 6, 7]), torch.tensor(LENGTHS)
+    )  # some were taken out
     return Demonstrations({}, state, action, index, torch.zeros_like(index), ("go",), 20.0)
 
 
@@ -231,7 +299,11 @@ def test_chunks_are_those_of_a_plain_loop(C: int) -> None:
     data = numbers()
     frames = torch.randperm(FRAMES)
     action, executed = data.chunk(frames, C)
-    assert action.shape == (FRAMES, C, 2) and executed.shape == (FRAMES, C) and executed.dtype == torch.bool
+    assert (
+        action.shape == (FRAMES, C, 2)
+        and executed.shape == (FRAMES, C)
+        and executed.dtype == torch.bool
+    )
     for b, f in enumerate(frames.tolist()):
         at = f
         for c in range(C):
@@ -249,18 +321,23 @@ def test_whole_episodes_are_held_out() -> None:
     assert not set(data.episode[train].tolist()) & set(data.episode[held].tolist())
     assert torch.equal(held, data.split(0.4, seed=0)[1])
     assert any(not torch.equal(held, data.split(0.4, seed=i)[1]) for i in range(1, 9))
-    assert len(data.split(0.0, seed=0)[1]) == 0 and len(data.episode[data.split(0.01, seed=0)[1]].unique()) == 1
+    assert (
+        len(data.split(0.0, seed=0)[1]) == 0
+        and len(data.episode[data.split(0.01, seed=0)[1]].unique()) == 1
+    )
     with pytest.raises(ConfigError, match=r"fraction=0.95: 5 of 5 episodes would be held out"):
         data.split(0.95, seed=0)
 
 
-# -------------------------------------------------------------------------------------------------------- bad datasets
+# ------------------------------------------------------------------------------------- bad datasets
 def info(folder: Path, **changes: Any) -> None:
     path = folder / "meta/info.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def rewritten(folder: Path, name: str, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+def rewritten(
+    folder: Path, name: str, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+) -> None:
     path = folder / name
     pq.write_table(pa.Table.from_pylist(change(pq.read_table(path).to_pylist())), path)
 
@@ -292,17 +369,34 @@ def damaged(folder: Path) -> None:
 def playlist(folder: Path) -> None:
     """What ffmpeg would take for a list of other files, whatever its name."""
     other = folder / SHORT
-    (folder / VIDEO).write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{other}\n#EXT-X-ENDLIST\n")
+    (folder / VIDEO).write_text(
+        f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{other}\n#EXT-X-ENDLIST\n"
+    )
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no info": (lambda f: (f / "meta/info.json").unlink(), r"info.json is missing, so this is no folder of demonst"),
-    "info": (lambda f: (f / "meta/info.json").write_text("{"), r"info.json: is no JSON that can be read"),
-    "version": (lambda f: info(f, codebase_version="v1.6"), r"codebase_version='v1.6' is unknown; this reads v3.0, v2"),
+    "no info": (
+        lambda f: (f / "meta/info.json").unlink(),
+        r"info.json is missing, so this is no folder of demonst",
+    ),
+    "info": (
+        lambda f: (f / "meta/info.json").write_text("{"),
+        r"info.json: is no JSON that can be read",
+    ),
+    "version": (
+        lambda f: info(f, codebase_version="v1.6"),
+        r"codebase_version='v1.6' is unknown; this reads v3.0, v2",
+    ),
     "features": (lambda f: info(f, features={}), r"has no feature observation.state; it has none"),
-    "path": (lambda f: info(f, data_path="{nowhere}"), r"episode 0 does not say where it is \(KeyError: 'nowhere'\)"),
+    "path": (
+        lambda f: info(f, data_path="{nowhere}"),
+        r"episode 0 does not say where it is \(KeyError: 'nowhere'\)",
+    ),
     "no data": (lambda f: (f / DATA).unlink(), DATA + " is missing; copy or download"),
-    "data": (lambda f: (f / DATA).write_bytes(b"PAR1 or not"), DATA + ": is no parquet file that can be read"),
+    "data": (
+        lambda f: (f / DATA).write_bytes(b"PAR1 or not"),
+        DATA + ": is no parquet file that can be read",
+    ),
     "no tasks": (lambda f: (f / "meta/tasks.parquet").unlink(), r"meta/tasks.parquet is missing"),
     "no episodes": (lambda f: (f / EPISODES).unlink(), r"meta/episodes: has 3 of the 5 episodes"),
     "no video": (lambda f: (f / VIDEO).unlink(), VIDEO + " is missing"),
@@ -313,10 +407,15 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         VIDEO + r": ends after 6 frames, at episode 3, frame 1 of 3",
     ),
     "size": (
-        lambda f: imageio.imwrite(f / VIDEO, np.zeros((8, 48, 48, 3), np.uint8), macro_block_size=16),
+        lambda f: imageio.imwrite(
+            f / VIDEO, np.zeros((8, 48, 48, 3), np.uint8), macro_block_size=16
+        ),
         VIDEO + ": shows 48 x 48 pixels; meta/info.json says 16 x 24",
     ),
-    "lost frame": (lambda f: rewritten(f, DATA, without(6)), DATA + r": episode 3 should have 3 .* frame 1 is missing"),
+    "lost frame": (
+        lambda f: rewritten(f, DATA, without(6)),
+        DATA + r": episode 3 should have 3 .* frame 1 is missing",
+    ),
     "nan": (
         lambda f: rewritten(f, DATA, setting(3, action=[0.0, float("inf")])),
         DATA + r": episode 2: action \[1\] is inf in frame 3",
@@ -329,13 +428,24 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: rewritten(f, DATA, setting(6, action=[1.0])),
         DATA + r": episode 3, frame 1: action has 1 numbers; meta/info.json says 2",
     ),
-    "task": (lambda f: rewritten(f, DATA, setting(0, task_index=7)), r"episode 2 has task_index=7, which meta/tasks"),
-    "twice": (lambda f: rewritten(f, EPISODES, setting(1, episode_index=2)), r"episode 2 is there twice"),
+    "task": (
+        lambda f: rewritten(f, DATA, setting(0, task_index=7)),
+        r"episode 2 has task_index=7, which meta/tasks",
+    ),
+    "twice": (
+        lambda f: rewritten(f, EPISODES, setting(1, episode_index=2)),
+        r"episode 2 is there twice",
+    ),
     "outside": (
-        lambda f: info(f, data_path="../good0/data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"),
+        lambda f: info(
+            f, data_path="../good0/data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+        ),
         r"episode 0 does not say where it is \(ValueError: '\.\./good0/data.*' lies outside the folder\)",
     ),
-    "elsewhere": (lambda f: info(f, video_path="/etc/passwd"), r"'/etc/passwd' lies outside the folder"),
+    "elsewhere": (
+        lambda f: info(f, video_path="/etc/passwd"),
+        r"'/etc/passwd' lies outside the folder",
+    ),
     "a wide template": (
         lambda f: info(f, data_path="{chunk_index:9999999999d}"),
         r"\{chunk_index:9999999999d\} is no pl",
@@ -350,7 +460,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"1125899906842\d+ frames x .* GiB of pictures and numbers, more than half",
     ),
     "no fps": (lambda f: info(f, fps=float("nan")), r"fps=nan must be > 0"),
-    "no number": (lambda f: rewritten(f, EPISODES, setting(0, episode_index=-1)), r"episode_index=-1 is no number"),
+    "no number": (
+        lambda f: rewritten(f, EPISODES, setting(0, episode_index=-1)),
+        r"episode_index=-1 is no number",
+    ),
 }
 
 
@@ -369,9 +482,16 @@ def test_bad_datasets_are_refused(good: Path, tmp_path: Path, name: str) -> None
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_too_little_memory_is_told_with_the_sum(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lerobot_reader, "_free_bytes", lambda: 20000.0)  # 25 frames of 1172 bytes are 29300
-    with pytest.raises(ConfigError, match=r"25 frames x \(16 x 24 x 3 \+ 5 x 4\) bytes = .* limit=1 of its 5 episodes"):
+def test_too_little_memory_is_told_with_the_sum(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        lerobot_reader, "_free_bytes", lambda: 20000.0
+    )  # 25 frames of 1172 bytes are 29300
+    with pytest.raises(
+        ConfigError,
+        match=r"25 frames x \(16 x 24 x 3 \+ 5 x 4\) bytes = .* limit=1 of its 5 episodes",
+    ):
         read(good)
     check(read(good, limit=1), 1)
 
@@ -383,9 +503,11 @@ def test_pyarrow_is_asked_for(good: Path, monkeypatch: pytest.MonkeyPatch) -> No
         read(good)
 
 
-# ----------------------------------------------------------------------------------------------------------------- v2.1
+# --------------------------------------------------------------------------------------------- v2.1
 def in_tables(folder: Path, encoded: list[list[bytes]], size: tuple[int, int]) -> Path:
-    """A dataset of v2.1 whose pictures, one file each, stand in its tables: ``encoded`` by episode and frame."""
+    """A dataset of v2.1 whose pictures, one file each, stand in its tables: ``encoded`` by episode
+    and frame.
+    """
     key, meta = "observation.images.front", folder / "meta"
     for path in (meta, folder / "data"):
         path.mkdir(parents=True)
@@ -394,8 +516,15 @@ def in_tables(folder: Path, encoded: list[list[bytes]], size: tuple[int, int]) -
         "observation.state": {"dtype": "float32", "shape": [3]},
         "action": {"dtype": "float32", "shape": [2]},
     }
-    whole = {"codebase_version": "v2.1", "fps": 10, "total_episodes": len(encoded), "features": features}
-    (meta / "info.json").write_text(json.dumps(whole | {"data_path": "data/{episode_index}.parquet", "video_path": ""}))
+    whole = {
+        "codebase_version": "v2.1",
+        "fps": 10,
+        "total_episodes": len(encoded),
+        "features": features,
+    }
+    (meta / "info.json").write_text(
+        json.dumps(whole | {"data_path": "data/{episode_index}.parquet", "video_path": ""})
+    )
     (meta / "tasks.jsonl").write_text(json.dumps({"task_index": 0, "task": "lift it"}))
     rows = [{"episode_index": i, "length": len(pictures)} for i, pictures in enumerate(encoded)]
     (meta / "episodes.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -403,13 +532,19 @@ def in_tables(folder: Path, encoded: list[list[bytes]], size: tuple[int, int]) -
         length = len(pictures)
         columns: dict[str, Any] = {key: [{"bytes": x, "path": None} for x in pictures]}
         columns |= {"observation.state": [[0.0] * 3] * length, "action": [[0.0] * 2] * length}
-        columns |= {"frame_index": list(range(length)), "episode_index": [i] * length, "task_index": [0] * length}
+        columns |= {
+            "frame_index": list(range(length)),
+            "episode_index": [i] * length,
+            "task_index": [0] * length,
+        }
         pq.write_table(pa.table(columns), folder / f"data/{i}.parquet")
     return folder
 
 
 @pytest.mark.parametrize("kind", [".png", ".jpeg", ".webp"])
-def test_damaged_pictures_in_tables_are_told_with_file_episode_and_frame(tmp_path: Path, kind: str) -> None:
+def test_damaged_pictures_in_tables_are_told_with_file_episode_and_frame(
+    tmp_path: Path, kind: str
+) -> None:
     whole = imageio.imwrite("<bytes>", episode(0)["images"]["front"][0], extension=kind)
     good = in_tables(tmp_path / "good", [[whole] * 2] * 2, (H, W))
     assert read(good).images["front"].shape == (4, H, W, 3)
@@ -421,24 +556,28 @@ def test_damaged_pictures_in_tables_are_told_with_file_episode_and_frame(tmp_pat
     }
     for name, data in spoiled.items():
         folder = in_tables(tmp_path / name, [[whole] * 2, [whole, data]], (H, W))
-        message = (
-            r"data/1\.parquet: episode 1, frame 1: observation\.images\.front cannot be decoded .*; record or down"
-        )
+        message = r"data/1\.parquet: episode 1, frame 1: observation\.images\.front cannot be decoded .*; record or down"
         with pytest.raises(ConfigError, match=message) as caught:
             read(folder)
         assert str(folder) in str(caught.value) and "unexpected keyword" not in str(caught.value)
 
 
 def test_whatever_a_damaged_picture_raises_is_told(tmp_path: Path) -> None:
-    """Bytes changed at random in animated pictures, whose frames pillow reads with the fewest checks."""
+    """Bytes changed at random in animated pictures, whose frames pillow reads with the fewest
+    checks.
+    """
     frames = np.stack([episode(i)["images"]["front"][0] for i in range(3)])
     rng, refused = np.random.default_rng(0), 0
     for kind in (".gif", ".webp", ".png"):
-        whole = np.frombuffer(imageio.imwrite("<bytes>", frames, extension=kind, plugin="pillow"), np.uint8)
+        whole = np.frombuffer(
+            imageio.imwrite("<bytes>", frames, extension=kind, plugin="pillow"), np.uint8
+        )
         for i in range(100):
             data = whole.copy()
             data[rng.integers(0, len(data), 5)] = rng.integers(0, 256, 5)
-            folder = in_tables(tmp_path / f"{i}{kind}", [[data[: rng.integers(1, len(data))].tobytes()]], (H, W))
+            folder = in_tables(
+                tmp_path / f"{i}{kind}", [[data[: rng.integers(1, len(data))].tobytes()]], (H, W)
+            )
             try:
                 read(folder)
             except ConfigError as error:
@@ -454,14 +593,20 @@ def test_pictures_run_no_programs_and_do_not_unfold(tmp_path: Path) -> None:
     held = io.BytesIO()
     Image.new("1", (10_000, 8_000)).save(held, "PNG")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ConfigError, match=r"is \[8000, 10000, 3\]; meta/info.json says \[16, 24, 3\]"):
+    with pytest.raises(
+        ConfigError, match=r"is \[8000, 10000, 3\]; meta/info.json says \[16, 24, 3\]"
+    ):
         read(in_tables(tmp_path / "bomb", [[held.getvalue()]], (H, W)))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB; its pixels would be 240 MB
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+    )  # KiB; its pixels would be 240 MB
 
 
 @pytest.mark.parametrize("kind", ["video", "image"])
 def test_v2_1_is_read(tmp_path: Path, kind: str) -> None:
-    """As LeRobot wrote it until 2025; pictures in videos (with loss, flat colours) or in the tables."""
+    """As LeRobot wrote it until 2025; pictures in videos (with loss, flat colours) or in the
+    tables.
+    """
     key, size = "observation.images.front", (H, 32)
     meta, colour = tmp_path / "meta", lambda i: (40 * i + 10, 100, 200 - 30 * i)
     meta.mkdir()
@@ -485,19 +630,28 @@ def test_v2_1_is_read(tmp_path: Path, kind: str) -> None:
     (meta / "info.json").write_text(json.dumps(whole))
     tasks = [{"task_index": 4, "task": "lift it"}, {"task_index": 9, "task": "put it down"}]
     (meta / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
-    rows = [{"episode_index": i, "tasks": [tasks[i % 2]["task"]], "length": LENGTHS[i]} for i in range(3)]
+    rows = [
+        {"episode_index": i, "tasks": [tasks[i % 2]["task"]], "length": LENGTHS[i]}
+        for i in range(3)
+    ]
     (meta / "episodes.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for i in range(3):
         length, e = LENGTHS[i], episode(i)
         pictures = np.broadcast_to(np.array(colour(i), np.uint8), (length, *size, 3))
-        columns: dict[str, Any] = {"observation.state": e["state"].tolist(), "action": e["action"].tolist()}
+        columns: dict[str, Any] = {
+            "observation.state": e["state"].tolist(),
+            "action": e["action"].tolist(),
+        }
         columns |= {
             "frame_index": list(range(length)),
             "episode_index": [i] * length,
             "task_index": [[4, 9][i % 2]] * length,
         }
         if kind == "image":
-            columns[key] = [{"bytes": imageio.imwrite("<bytes>", x, extension=".png"), "path": None} for x in pictures]
+            columns[key] = [
+                {"bytes": imageio.imwrite("<bytes>", x, extension=".png"), "path": None}
+                for x in pictures
+            ]
         else:
             path = tmp_path / f"videos/chunk-00{i // 2}/{key}/episode_00000{i}.mp4"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -513,7 +667,9 @@ def test_v2_1_is_read(tmp_path: Path, kind: str) -> None:
         assert torch.equal(data.action[here], torch.from_numpy(episode(i)["action"]))
         assert set(data.instruction[here].tolist()) == {i % 2}
         error = (data.images["front"][here].int() - torch.tensor(colour(i))).abs().max()
-        assert data.images["front"][here].shape == (LENGTHS[i], *size, 3) and error <= (0 if kind == "image" else 4)
+        assert data.images["front"][here].shape == (LENGTHS[i], *size, 3) and error <= (
+            0 if kind == "image" else 4
+        )
     (meta / "episodes.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"episodes.jsonl is missing"):
         read(tmp_path)

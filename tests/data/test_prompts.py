@@ -25,7 +25,10 @@ GSM8K = [
         "question": "Ida packs 12 crates a day. How many in 100 days?",
         "answer": "100*12=<<100*12=1200>>1200\n#### 1,200",
     },
-    {"question": "It is 3 degrees and falls by 8. What is it?", "answer": "3-8=<<3-8=-5>>-5\n#### -5"},
+    {
+        "question": "It is 3 degrees and falls by 8. What is it?",
+        "answer": "3-8=<<3-8=-5>>-5\n#### -5",
+    },
 ]
 VERL = [
     {
@@ -63,7 +66,11 @@ def tokenizer() -> Any:
     core.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     core.post_processor = TemplateProcessing(single="[bos] $A", special_tokens=[("[bos]", 1)])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="[pad]", bos_token="[bos]", eos_token="[eos]", unk_token="[unk]"
+        tokenizer_object=core,
+        pad_token="[pad]",
+        bos_token="[bos]",
+        eos_token="[eos]",
+        unk_token="[unk]",
     )
 
 
@@ -74,26 +81,46 @@ def chatty(tokenizer: Any) -> Any:
     tokenizer.chat_template = None
 
 
-# ------------------------------------------------------------------------------------------------------------- layouts
+# ------------------------------------------------------------------------------------------ layouts
 def test_gsm8k(tmp_path: Path) -> None:
     rows = read_rows(write(tmp_path / "train.jsonl", GSM8K))
     assert [r.ground_truth for r in rows] == ["1200", "-5"]
     assert {(r.data_source, r.suffix) for r in rows} == {("openai/gsm8k", GSM8K_SUFFIX)}
-    assert rows[1].prompt == GSM8K[1]["question"] and rows[1].where == f"{tmp_path}/train.jsonl:2" and not rows[1].extra
+    assert (
+        rows[1].prompt == GSM8K[1]["question"]
+        and rows[1].where == f"{tmp_path}/train.jsonl:2"
+        and not rows[1].extra
+    )
     assert GSM8K_SUFFIX == ' Let\'s think step by step and output the final answer after "####".'
 
 
 def test_plain_rows(tmp_path: Path) -> None:
-    rows = read_rows(write(tmp_path / "sums.jsonl", [{"prompt": "1+1=", "answer": 2, "level": "easy"}]))
-    assert (rows[0].prompt, rows[0].ground_truth, rows[0].data_source, rows[0].suffix) == ("1+1=", "2", "sums", "")
+    rows = read_rows(
+        write(tmp_path / "sums.jsonl", [{"prompt": "1+1=", "answer": 2, "level": "easy"}])
+    )
+    assert (rows[0].prompt, rows[0].ground_truth, rows[0].data_source, rows[0].suffix) == (
+        "1+1=",
+        "2",
+        "sums",
+        "",
+    )
     assert rows[0].extra == {"level": "easy"}
-    both = [{"prompt": [{"role": "user", "content": "hi"}], "ground_truth": "a", "answer": "b", "data_source": "mine"}]
+    both = [
+        {
+            "prompt": [{"role": "user", "content": "hi"}],
+            "ground_truth": "a",
+            "answer": "b",
+            "data_source": "mine",
+        }
+    ]
     (row,) = read_rows(write(tmp_path / "both.jsonl", both))
     assert (row.ground_truth, row.data_source, row.prompt) == ("a", "mine", both[0]["prompt"])
     (row,) = read_rows(tmp_path / "both.jsonl", answer_key="answer")
     assert row.ground_truth == "b"
     (row,) = read_rows(
-        write(tmp_path / "own.jsonl", [{"problem": "p", "gold": "g"}]), prompt_key="problem", answer_key="gold"
+        write(tmp_path / "own.jsonl", [{"problem": "p", "gold": "g"}]),
+        prompt_key="problem",
+        answer_key="gold",
     )
     assert (row.prompt, row.ground_truth, row.extra) == ("p", "g", {})
     # all of a solution, where asked for by name; a question without ####
@@ -110,7 +137,10 @@ def test_verl_rows_in_every_format(tmp_path: Path) -> None:
     for file in (write(tmp_path / "l.jsonl", VERL), array):
         rows = read_rows(str(file))
         assert [(r.prompt, r.ground_truth) for r in rows] == expected
-        assert rows[2].extra == {"split": "train", "index": 2} and rows[2].data_source == "openai/gsm8k"
+        assert (
+            rows[2].extra == {"split": "train", "index": 2}
+            and rows[2].data_source == "openai/gsm8k"
+        )
     assert read_rows(array)[2].where == f"{array} row 2"
 
 
@@ -122,10 +152,17 @@ def test_parquet(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(VERL * 50), file, row_group_size=40)
     rows = read_rows(file)
     assert len(rows) == 150 and [r.ground_truth for r in rows[:4]] == ["1", "2", "3", "1"]
-    assert rows[149].extra == {"split": "train", "index": 2} and rows[149].where == f"{file} row 149"
+    assert (
+        rows[149].extra == {"split": "train", "index": 2} and rows[149].where == f"{file} row 149"
+    )
     assert rows[0].prompt == VERL[0]["prompt"]
-    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "answer": None}, {"prompt": "b", "answer": "c"}]), file)
-    with pytest.raises(ConfigError, match=r"train.parquet row 0: none of .* is there; its keys: prompt, answer"):
+    pq.write_table(
+        pa.Table.from_pylist([{"prompt": "a", "answer": None}, {"prompt": "b", "answer": "c"}]),
+        file,
+    )
+    with pytest.raises(
+        ConfigError, match=r"train.parquet row 0: none of .* is there; its keys: prompt, answer"
+    ):
         read_rows(file)
     file.write_text("not parquet")
     with pytest.raises(ConfigError, match=r"train.parquet: is no parquet file"):
@@ -136,7 +173,9 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     for name in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=r"a.parquet: parquet needs pyarrow .*; pip install pyarrow"):
+    with pytest.raises(
+        ConfigError, match=r"a.parquet: parquet needs pyarrow .*; pip install pyarrow"
+    ):
         read_rows(tmp_path)
 
 
@@ -145,13 +184,23 @@ def test_several_files_and_directories(tmp_path: Path) -> None:
         write(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": "1"}] * 2)
     write(tmp_path / "c.txt", [{"prompt": "c", "answer": "1"}])
     assert [r.prompt for r in read_rows(tmp_path)] == ["a", "a", "b", "b"]
-    assert [r.prompt for r in read_rows([tmp_path / "c.txt", tmp_path])] == ["c", "a", "a", "b", "b"]
+    assert [r.prompt for r in read_rows([tmp_path / "c.txt", tmp_path])] == [
+        "c",
+        "a",
+        "a",
+        "b",
+        "b",
+    ]
 
 
 def test_odd_but_right_text(tmp_path: Path) -> None:
-    """A byte order mark, blank lines, Windows' line ends and U+2028, which Python's splitlines would cut at."""
+    """A byte order mark, blank lines, Windows' line ends and U+2028, which Python's splitlines
+    would cut at.
+    """
     file = tmp_path / "odd.jsonl"
-    file.write_bytes('\ufeff{"prompt": "a\u2028b", "answer": "1"}\r\n\r\n{"prompt": "c", "answer": "2"}\r\n'.encode())
+    file.write_bytes(
+        '\ufeff{"prompt": "a\u2028b", "answer": "1"}\r\n\r\n{"prompt": "c", "answer": "2"}\r\n'.encode()
+    )
     assert [(r.prompt, r.where[-2:]) for r in read_rows(file)] == [("a\u2028b", ":1"), ("c", ":3")]
 
 
@@ -161,7 +210,10 @@ ROW = '{"prompt": "p", "answer": "1"}'
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (ROW + '\n{"prompt": \n', r"f.jsonl:2: '\{\"prompt\": ' is no JSON .*; one object per line"),
+        (
+            ROW + '\n{"prompt": \n',
+            r"f.jsonl:2: '\{\"prompt\": ' is no JSON .*; one object per line",
+        ),
         ("", r"f.jsonl: holds no rows"),
         ("\n \n", r"f.jsonl: holds no rows"),
         ("[]", r"f.jsonl: holds no rows"),
@@ -171,17 +223,29 @@ ROW = '{"prompt": "p", "answer": "1"}'
             '{"promt": "p", "answer": "1"}',
             r"f.jsonl:1: none of prompt, question is there; its keys: promt, answer;.*prompt_key=KEY",
         ),
-        ('{"prompt": "p", "anwser": "1"}', r"f.jsonl:1: none of reward_model, ground_truth, answer .*answer_key=KEY"),
+        (
+            '{"prompt": "p", "anwser": "1"}',
+            r"f.jsonl:1: none of reward_model, ground_truth, answer .*answer_key=KEY",
+        ),
         ('{"prompt": "", "answer": "1"}', r"f.jsonl:1: prompt = '' must be a text or messages"),
         ('{"prompt": [], "answer": "1"}', r"f.jsonl:1: prompt = \[\] must be"),
-        ('{"prompt": ["p"], "answer": "1"}', r"f.jsonl:1: prompt\[0\] = 'p' must have a text under 'role'"),
+        (
+            '{"prompt": ["p"], "answer": "1"}',
+            r"f.jsonl:1: prompt\[0\] = 'p' must have a text under 'role'",
+        ),
         (
             '{"prompt": [{"role": "user", "content": [1]}], "answer": "1"}',
             r"prompt\[0\] = .* under 'content'; texts only",
         ),
         ('{"prompt": "p", "answer": true}', r"f.jsonl:1: answer = True must be a text or a number"),
-        ('{"prompt": "p", "reward_model": {"style": "rule"}}', r"f.jsonl:1: reward_model.ground_truth = None must be"),
-        ('{"prompt": "p", "reward_model": "rule"}', r"f.jsonl:1: reward_model.ground_truth = None must be"),
+        (
+            '{"prompt": "p", "reward_model": {"style": "rule"}}',
+            r"f.jsonl:1: reward_model.ground_truth = None must be",
+        ),
+        (
+            '{"prompt": "p", "reward_model": "rule"}',
+            r"f.jsonl:1: reward_model.ground_truth = None must be",
+        ),
         (
             '{"prompt": "p", "answer": "\\ud800"}',
             r"f.jsonl:1: .* is no Unicode text \(surrogates not allowed\); fix it",
@@ -189,7 +253,10 @@ ROW = '{"prompt": "p", "answer": "1"}'
         ("[" * 100_000, r"f.jsonl: begins like a JSON array and is none"),
         ('{"prompt": ' + "[" * 100_000, r"f.jsonl:1: .* is no JSON"),
         ('{"prompt": "p", "answer": "1", "data_source": 3}', r"data_source = 3 must be a text"),
-        ('{"prompt": "p", "answer": "1", "extra_info": "x"}', r"extra_info = 'x' must be an object"),
+        (
+            '{"prompt": "p", "answer": "1", "extra_info": "x"}',
+            r"extra_info = 'x' must be an object",
+        ),
         (
             '{"question": "q", "answer": "s\\n#### 1"}\n{"question": "q", "answer": "so 5"}',
             r"f.jsonl:2: answer = 'so 5' has no answer after '####' .* take all of it with answer_key=answer",
@@ -204,10 +271,13 @@ def test_mistakes_in_rows(tmp_path: Path, text: str, message: str) -> None:
 def test_keys_that_are_not_there(tmp_path: Path) -> None:
     file = lines(tmp_path / "f.jsonl", ROW + '\n{"prompt": "p", "answer": null}')
     with pytest.raises(
-        ConfigError, match=r"f.jsonl:1: answer_key = anser is not there; did you mean answer\? its keys"
+        ConfigError,
+        match=r"f.jsonl:1: answer_key = anser is not there; did you mean answer\? its keys",
     ):
         read_rows(file, answer_key="anser")
-    with pytest.raises(ConfigError, match=r"f.jsonl:1: prompt_key = text is not there; its keys: prompt, answer"):
+    with pytest.raises(
+        ConfigError, match=r"f.jsonl:1: prompt_key = text is not there; its keys: prompt, answer"
+    ):
         read_rows(file, prompt_key="text")
     with pytest.raises(ConfigError, match=r"f.jsonl:2: answer_key = answer is null"):
         read_rows(file, answer_key="answer")
@@ -215,7 +285,9 @@ def test_keys_that_are_not_there(tmp_path: Path) -> None:
 
 def test_mistakes_in_paths(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", GSM8K)
-    with pytest.raises(ConfigError, match=r"trian.jsonl: does not exist; did you mean train.jsonl\?"):
+    with pytest.raises(
+        ConfigError, match=r"trian.jsonl: does not exist; did you mean train.jsonl\?"
+    ):
         read_rows(tmp_path / "trian.jsonl")
     with pytest.raises(ConfigError, match=r"nowhere/x.jsonl: does not exist; in its folder: none"):
         read_rows(tmp_path / "nowhere" / "x.jsonl")
@@ -231,10 +303,15 @@ def test_mistakes_in_paths(tmp_path: Path) -> None:
         read_rows(tmp_path / "b.jsonl")
 
 
-# ------------------------------------------------------------------------------------------------------------- prompts
+# ------------------------------------------------------------------------------------------ prompts
 def test_plain_prompts(tokenizer: Any, tmp_path: Path) -> None:
-    file = write(tmp_path / "sums.jsonl", [{"prompt": p, "answer": "x", "level": 1} for p in ("1+1=", "10+10=", "2=")])
-    prompts, left_out = load_prompts(file, tokenizer, prompt_length=5, chat_template="auto", system=None)
+    file = write(
+        tmp_path / "sums.jsonl",
+        [{"prompt": p, "answer": "x", "level": 1} for p in ("1+1=", "10+10=", "2=")],
+    )
+    prompts, left_out = load_prompts(
+        file, tokenizer, prompt_length=5, chat_template="auto", system=None
+    )
     assert left_out == 1 and [(p.index, p.text) for p in prompts] == [(0, "1+1="), (2, "2=")]
     first = prompts[0]
     assert first.ids == (1, *(4 + ord(c) - 32 for c in "1+1="))  # [bos], as the tokenizer wants it
@@ -243,10 +320,15 @@ def test_plain_prompts(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_chat_prompts(chatty: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "train.jsonl", GSM8K)
-    prompts, left_out = load_prompts(file, chatty, prompt_length=200, chat_template="auto", system="Be brief.")
+    prompts, left_out = load_prompts(
+        file, chatty, prompt_length=200, chat_template="auto", system="Be brief."
+    )
     text = f"<s>Be brief.|<u>{GSM8K[1]['question']}{GSM8K_SUFFIX}|<a>"
     assert left_out == 0 and prompts[1].text == text
-    assert chatty.decode(prompts[1].ids).replace(" ", "") == text.replace(" ", "") and prompts[1].ids[0] != 1
+    assert (
+        chatty.decode(prompts[1].ids).replace(" ", "") == text.replace(" ", "")
+        and prompts[1].ids[0] != 1
+    )
     assert prompts[1].ids == tuple(
         chatty.apply_chat_template(
             [
@@ -256,29 +338,43 @@ def test_chat_prompts(chatty: Any, tmp_path: Path) -> None:
             add_generation_prompt=True,
         )["input_ids"]
     )
-    (never, _), _ = load_prompts(file, chatty, prompt_length=200, chat_template="never", system=None, suffix="")
+    (never, _), _ = load_prompts(
+        file, chatty, prompt_length=200, chat_template="never", system=None, suffix=""
+    )
     assert never.text == GSM8K[0]["question"] and never.ids[0] == 1
 
 
 def test_suffix_and_messages(chatty: Any, tmp_path: Path) -> None:
-    chat = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    chat = [
+        {"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"))
+    ]
     file = write(tmp_path / "f.jsonl", [{"prompt": chat, "answer": "1"}])
-    (prompt,), _ = load_prompts(file, chatty, prompt_length=99, chat_template="always", system=None, suffix="!")
+    (prompt,), _ = load_prompts(
+        file, chatty, prompt_length=99, chat_template="always", system=None, suffix="!"
+    )
     assert prompt.text == "<u>a|<a>b|<u>c!|<a>"
     (prompt,), _ = load_prompts(file, chatty, prompt_length=99, chat_template="never", system=None)
     assert prompt.text == "a\nb\nc"
     file = write(tmp_path / "g.jsonl", [{"prompt": chat[1:2], "answer": "1"}])
-    with pytest.raises(ConfigError, match=r"g.jsonl:1: no message has the role 'user' that suffix = '!' could end"):
+    with pytest.raises(
+        ConfigError, match=r"g.jsonl:1: no message has the role 'user' that suffix = '!' could end"
+    ):
         load_prompts(file, chatty, prompt_length=99, chat_template="auto", system=None, suffix="!")
 
 
 def test_mistakes_with_the_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
-    file = write(tmp_path / "f.jsonl", [{"prompt": "12345678"[:n], "answer": "1"} for n in (8, 6, 7)])
+    file = write(
+        tmp_path / "f.jsonl", [{"prompt": "12345678"[:n], "answer": "1"} for n in (8, 6, 7)]
+    )
     with pytest.raises(
-        ConfigError, match=r"prompt_length = 6: all 3 prompts are longer, the shortest has 7 tokens, the longest 9"
+        ConfigError,
+        match=r"prompt_length = 6: all 3 prompts are longer, the shortest has 7 tokens, the longest 9",
     ):
         load_prompts(file, tokenizer, prompt_length=6, chat_template="auto", system=None)
-    with pytest.raises(ConfigError, match=r"chat_template = always: the tokenizer has none; write chat_template=never"):
+    with pytest.raises(
+        ConfigError,
+        match=r"chat_template = always: the tokenizer has none; write chat_template=never",
+    ):
         load_prompts(file, tokenizer, prompt_length=9, chat_template="always", system=None)
     with pytest.raises(ConfigError, match=r"system = 'x' is set but not read"):
         load_prompts(file, tokenizer, prompt_length=9, chat_template="never", system="x")
@@ -288,20 +384,28 @@ def test_mistakes_with_the_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
 
 
 def test_mistakes_with_templates(chatty: Any, tmp_path: Path) -> None:
-    file = write(tmp_path / "f.jsonl", [{"prompt": [{"role": "system", "content": "s"}], "answer": "1"}])
-    with pytest.raises(ConfigError, match=r"f.jsonl:1: begins with a system message of its own; leave system out"):
+    file = write(
+        tmp_path / "f.jsonl", [{"prompt": [{"role": "system", "content": "s"}], "answer": "1"}]
+    )
+    with pytest.raises(
+        ConfigError, match=r"f.jsonl:1: begins with a system message of its own; leave system out"
+    ):
         load_prompts(file, chatty, prompt_length=9, chat_template="auto", system="x")
     chatty.chat_template = "{{ raise_exception('system is not supported') }}"
-    with pytest.raises(ConfigError, match=r"f.jsonl:1: .* refuses 's' \(TemplateError: system is not supported\)"):
+    with pytest.raises(
+        ConfigError, match=r"f.jsonl:1: .* refuses 's' \(TemplateError: system is not supported\)"
+    ):
         load_prompts(file, chatty, prompt_length=9, chat_template="auto", system=None)
 
 
-# ------------------------------------------------------------------------------------------------------------- sampler
+# ------------------------------------------------------------------------------------------ sampler
 def test_every_row_once_an_epoch_in_a_new_order() -> None:
     sampler = Sampler(10, 4, seed=3)
     rows = [i for _ in range(15) for i in sampler.next()]  # 60 = 6 epochs
     epochs = [rows[i : i + 10] for i in range(0, 60, 10)]
-    assert all(sorted(e) == list(range(10)) for e in epochs) and len({tuple(e) for e in epochs}) == 6
+    assert (
+        all(sorted(e) == list(range(10)) for e in epochs) and len({tuple(e) for e in epochs}) == 6
+    )
     for number, epoch in enumerate(epochs):  # from (seed, epoch) only
         generator = torch.Generator().manual_seed(sampling_key(3, "prompts", number))
         assert epoch == torch.randperm(10, generator=generator).tolist()

@@ -35,7 +35,7 @@ def needs_carry(a: int, b: int) -> bool:
     return a % 10 + b % 10 > 9 or a // 10 % 10 + b // 10 % 10 > 9
 
 
-# -------------------------------------------------------------------------------------------------------------- tasks
+# -------------------------------------------------------------------------------------------- tasks
 @pytest.mark.parametrize(
     ("operands", "right", "forgetful"),
     [
@@ -68,7 +68,9 @@ def test_scratchpad_by_hand() -> None:
 def test_problems(task: Task) -> None:
     train, held_out = SPLITS[task.name]
     assert (len(train), len(held_out)) == (task.train, task.held_out) and task.held_out == 1_000
-    assert len({p.prompt for p in train} | {p.prompt for p in held_out}) == len(train) + len(held_out), "disjoint"
+    assert len({p.prompt for p in train} | {p.prompt for p in held_out}) == len(train) + len(
+        held_out
+    ), "disjoint"
     assert len({p.operands for p in train + held_out}) == len(train) + len(held_out)
     assert max(len(task.respond(p)) for p in train + held_out) + 1 == task.response_length
     if task is ARITHMETIC:
@@ -117,18 +119,29 @@ def test_one_more_or_less_in_the_answer_is_wrong(task: Task) -> None:
 
 @pytest.mark.parametrize("chance", [None, 0.2])
 def test_how_often_the_demonstrator_forgets(chance: float | None) -> None:
-    """Seen where a carry is needed: 4 standard errors of sqrt(p (1 - p) / n) with n > 6,000 are below 0.025."""
-    pairs = synthetic_tasks.demonstrations(ARITHMETIC, SPLITS["arithmetic"][0], 10_000, seed=1, forget=chance)
+    """Seen where a carry is needed: 4 standard errors of sqrt(p (1 - p) / n) with n > 6,000 are
+    below 0.025.
+    """
+    pairs = synthetic_tasks.demonstrations(
+        ARITHMETIC, SPLITS["arithmetic"][0], 10_000, seed=1, forget=chance
+    )
     seen = [
         response == ARITHMETIC.write((a, b), always)
         for prompt, response in pairs
         for a, b in [tuple(map(int, prompt[:-1].split("+")))]
         if needs_carry(a, b)
     ]
-    assert len(seen) > 6_000 and abs(sum(seen) / len(seen) - (0.7 if chance is None else chance)) < 0.025
+    assert (
+        len(seen) > 6_000
+        and abs(sum(seen) / len(seen) - (0.7 if chance is None else chance)) < 0.025
+    )
     wrong = both = 0
-    three = [p for p in SPLITS["scratchpad"][0] if len(p.operands) == 3 and needs_carry(*p.operands[:2])]
-    for prompt, response in synthetic_tasks.demonstrations(SCRATCHPAD, three, 8_000, seed=1, forget=chance):
+    three = [
+        p for p in SPLITS["scratchpad"][0] if len(p.operands) == 3 and needs_carry(*p.operands[:2])
+    ]
+    for prompt, response in synthetic_tasks.demonstrations(
+        SCRATCHPAD, three, 8_000, seed=1, forget=chance
+    ):
         a, b, c = map(int, prompt[:-1].split("+"))
         sums = [int(s[::-1]) for s in response.partition("#")[0].split(";")]
         assert len(sums) == 2 and int(response.partition("#")[2]) == sums[1]
@@ -136,7 +149,9 @@ def test_how_often_the_demonstrator_forgets(chance: float | None) -> None:
         both += sums[0] != a + b and needs_carry(sums[0], c) and sums[1] != sums[0] + c
     chance = 0.6 if chance is None else chance
     assert abs(wrong / 8_000 - chance) < 0.025
-    assert 0 < both / wrong < chance, "the second sum is forgotten independently, and seen where it needs a carry"
+    assert 0 < both / wrong < chance, (
+        "the second sum is forgotten independently, and seen where it needs a carry"
+    )
 
 
 def test_demonstrations_depend_on_the_seed_and_are_quick() -> None:
@@ -144,7 +159,9 @@ def test_demonstrations_depend_on_the_seed_and_are_quick() -> None:
     began = time.process_time()
     many = synthetic_tasks.demonstrations(SCRATCHPAD, train, 64_000, seed=0)
     assert time.process_time() - began < 3 and len(many) == 64_000
-    assert synthetic_tasks.demonstrations(SCRATCHPAD, train, 100, seed=0) != many[:100], "another count, another draw"
+    assert synthetic_tasks.demonstrations(SCRATCHPAD, train, 100, seed=0) != many[:100], (
+        "another count, another draw"
+    )
     assert synthetic_tasks.demonstrations(SCRATCHPAD, train, 64_000, seed=0)[:100] == many[:100]
     assert synthetic_tasks.demonstrations(SCRATCHPAD, train, 64_000, seed=1)[:100] != many[:100]
 
@@ -166,7 +183,7 @@ def test_preferences(task: Task) -> None:
     assert forgetful > 400, "the mistakes that the demonstrator makes are among them"
 
 
-# -------------------------------------------------------------------------------------------------------------- grader
+# ------------------------------------------------------------------------------------------- grader
 def test_grades() -> None:
     grader = graders.resolve("embodied_ppo.data.synthetic_tasks:grade")
 
@@ -179,15 +196,21 @@ def test_grades() -> None:
     assert judged("arithmetic", "52", "521") == graders.Grade(0.0, "52", False, False)
     # what stands before the mark is not looked at
     assert judged("scratchpad", "123#215", "215") == graders.Grade(1.0, "215", True, True)
-    assert judged("scratchpad", "1#2#215", "215") == graders.Grade(1.0, "215", True, False), "two marks: no format"
-    assert judged("scratchpad", "521#512", "215") == graders.Grade(0.0, "512", False, True), "the digits turned round"
+    assert judged("scratchpad", "1#2#215", "215") == graders.Grade(1.0, "215", True, False), (
+        "two marks: no format"
+    )
+    assert judged("scratchpad", "521#512", "215") == graders.Grade(0.0, "512", False, True), (
+        "the digits turned round"
+    )
     assert judged("scratchpad", "215", "215") == graders.Grade(0.0, None, False, False)
     assert judged("scratchpad", "521#", "215") == graders.Grade(0.0, "", False, False)
     failed, cause = graders.judge(grader, ("gsm8k", "1", "1", {}))
-    assert failed.failed and cause is not None and "'gsm8k' is none of arithmetic, scratchpad" in cause
+    assert (
+        failed.failed and cause is not None and "'gsm8k' is none of arithmetic, scratchpad" in cause
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- tokens
+# ------------------------------------------------------------------------------------------- tokens
 def test_a_character_is_a_token(tmp_path: Path) -> None:
     assert len(VOCABULARY) == len(TOKENIZER) == 24
     TOKENIZER.save_pretrained(tmp_path)

@@ -1,6 +1,8 @@
-"""What can befall a run from outside: a full or read-only disk, a second process, clocks that jump. Nothing is lost.
+"""What can befall a run from outside: a full or read-only disk, a second process, clocks that jump.
+Nothing is lost.
 
-Kills and damaged checkpoints are in integration/test_resume.py, lost processes in drills/test_placement_failures.py.
+Kills and damaged checkpoints are in integration/test_resume.py, lost processes in
+drills/test_placement_failures.py.
 """
 
 from __future__ import annotations
@@ -20,7 +22,16 @@ import pytest
 
 from embodied_ppo import run
 from embodied_ppo.training import checkpoint, run_directory
-from tests.integration.test_resume import OVERRIDES, assert_same, command, contents, rows, start, tiny, wait_for
+from tests.integration.test_resume import (
+    OVERRIDES,
+    assert_same,
+    command,
+    contents,
+    rows,
+    start,
+    tiny,
+    wait_for,
+)
 
 INSIDE = """
 mount -t tmpfs -o size={size} tmpfs "$1" && cd "$1" && shift
@@ -37,24 +48,44 @@ CONSTANT = "algorithm.lr_schedule=constant"
 def on_a_small_disk(tmp_path: Path, size: str, *words: str) -> subprocess.CompletedProcess[str]:
     """A training on a disk of its own; its run directory is in ``tmp_path/out`` afterwards."""
     (tmp_path / "disk").mkdir()
-    shell = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", INSIDE.format(size=size), "sh"]
+    shell = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        INSIDE.format(size=size),
+        "sh",
+    ]
     environment = os.environ | {"OUT": str(tmp_path / "out")}
     words = (str(tmp_path / "disk"), *command(*OVERRIDES, CONSTANT, "run_dir=run", *words))
-    return subprocess.run([*shell, *words], capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run(
+        [*shell, *words], capture_output=True, text=True, env=environment, timeout=120
+    )
 
 
-namespaces = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True)
+namespaces = subprocess.run(
+    ["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True
+)
 needs_a_disk = pytest.mark.skipif(
-    namespaces.returncode != 0, reason="a disk of its own needs user namespaces (unshare --user --mount)"
+    namespaces.returncode != 0,
+    reason="a disk of its own needs user namespaces (unshare --user --mount)",
 )
 
 
 @needs_a_disk
-def test_a_disk_that_fills_up_ends_the_run_in_one_line_and_what_was_saved_goes_on(tmp_path: Path) -> None:
-    done = on_a_small_disk(tmp_path, "600k", "save_every=1", "keep_last=1000", "updates=400", "eval_every=0")
+def test_a_disk_that_fills_up_ends_the_run_in_one_line_and_what_was_saved_goes_on(
+    tmp_path: Path,
+) -> None:
+    done = on_a_small_disk(
+        tmp_path, "600k", "save_every=1", "keep_last=1000", "updates=400", "eval_every=0"
+    )
     assert done.returncode == 3, done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert re.search(r"error: .*cannot be written \(No space left on device\); free space", last), done.stderr
+    assert re.search(r"error: .*cannot be written \(No space left on device\); free space", last), (
+        done.stderr
+    )
     assert "Traceback" not in done.stderr
     steps = sorted((tmp_path / "out" / "checkpoints").glob("step_*"))
     assert len(steps) > 1
@@ -64,7 +95,11 @@ def test_a_disk_that_fills_up_ends_the_run_in_one_line_and_what_was_saved_goes_o
     words = command(*OVERRIDES, CONSTANT, f"updates={update + 1}", "eval_every=0")
     for where in (f"resume={tmp_path / 'out'}", f"run_dir={tmp_path / 'whole'}"):
         subprocess.run([*words, where], check=True, timeout=120)
-    for a, b in zip(contents(tmp_path / "out", update + 1), contents(tmp_path / "whole", update + 1), strict=True):
+    for a, b in zip(
+        contents(tmp_path / "out", update + 1),
+        contents(tmp_path / "whole", update + 1),
+        strict=True,
+    ):
         assert_same(a, b)
 
 
@@ -76,7 +111,9 @@ def test_a_disk_that_fills_up_with_logs_says_so_too(tmp_path: Path) -> None:
     assert "free space, then continue with the same command" in done.stderr
 
 
-@pytest.mark.parametrize("earlier", [None, "config.yaml"])  # what is written before the disk is full
+@pytest.mark.parametrize(
+    "earlier", [None, "config.yaml"]
+)  # what is written before the disk is full
 def test_a_disk_that_is_full_at_the_start_is_refused(
     tmp_path: Path, earlier: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,14 +123,18 @@ def test_a_disk_that_is_full_at_the_start_is_refused(
 
     def full(setup: Any, stack: Any) -> Any:
         system = assembled(setup, stack)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))  # bytes: less than TensorBoard's first
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (16, limits[1])
+        )  # bytes: less than TensorBoard's first
         return system
 
     monkeypatch.setattr(run, "_build", full)
     if earlier:
         monkeypatch.setattr(run, "replace_text", lambda *_: None)
     try:
-        with pytest.raises(run.ConfigError, match=r"run: cannot be written \(File too large\); free space"):
+        with pytest.raises(
+            run.ConfigError, match=r"run: cannot be written \(File too large\); free space"
+        ):
             run.train(tiny(tmp_path / "run", updates=1, compile="never"), quiet=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -106,10 +147,24 @@ def test_a_read_only_disk_is_refused_before_anything_runs(tmp_path: Path) -> Non
     (tmp_path / "disk").mkdir()
     inside = 'mount -t tmpfs -o ro tmpfs "$1" && shift && exec "$@"'
     words = command(*OVERRIDES, f"run_dir={tmp_path / 'disk' / 'run'}")
-    shell = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inside, "sh", str(tmp_path / "disk")]
+    shell = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        inside,
+        "sh",
+        str(tmp_path / "disk"),
+    ]
     done = subprocess.run([*shell, *words], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].endswith("cannot be written (Read-only file system); name another")
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .endswith("cannot be written (Read-only file system); name another")
+    )
 
 
 def test_the_second_process_is_told_who_the_first_is(tmp_path: Path) -> None:
@@ -120,38 +175,57 @@ def test_the_second_process_is_told_who_the_first_is(tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     assert second.returncode == 2
-    assert re.search(rf"run: pid {process.pid} on \S+ is training in it; wait, or name another", second.stderr)
-    third = subprocess.run([*words, "updates=3"], capture_output=True, text=True)  # a dead one holds no lock
+    assert re.search(
+        rf"run: pid {process.pid} on \S+ is training in it; wait, or name another", second.stderr
+    )
+    third = subprocess.run(
+        [*words, "updates=3"], capture_output=True, text=True
+    )  # a dead one holds no lock
     assert "is training in it" not in third.stderr
 
 
 def test_two_starts_in_one_new_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first holds the directory while it builds; a late one sees its run; a refused one leaves nothing."""
+    """The first holds the directory while it builds; a late one sees its run; a refused one leaves
+    nothing.
+    """
     assembled, locked = run._build, run_directory.locked
     config = tiny(tmp_path / "folder" / "run", updates=1)
 
     def slow(setup: Any, stack: Any) -> Any:
         monkeypatch.setattr(run, "_build", assembled)
-        with pytest.raises(run.ConfigError, match=rf"run: pid {os.getpid()} on \S+ is training in it"):
+        with pytest.raises(
+            run.ConfigError, match=rf"run: pid {os.getpid()} on \S+ is training in it"
+        ):
             run.train(config, quiet=True)
         return assembled(setup, stack)
 
     monkeypatch.setattr(run, "_build", slow)
     run.train(config, quiet=True)
     shutil.move(tmp_path / "folder" / "run", tmp_path / "done")
-    files = {p.relative_to(tmp_path / "done"): p.read_bytes() for p in (tmp_path / "done").rglob("*") if p.is_file()}
+    files = {
+        p.relative_to(tmp_path / "done"): p.read_bytes()
+        for p in (tmp_path / "done").rglob("*")
+        if p.is_file()
+    }
 
     @contextlib.contextmanager
     def late(run_dir: Path) -> Any:
-        shutil.copytree(tmp_path / "done", run_dir, symlinks=True)  # another process started and finished
+        shutil.copytree(
+            tmp_path / "done", run_dir, symlinks=True
+        )  # another process started and finished
         with locked(run_dir):
             yield
 
-    with monkeypatch.context() as patch, pytest.raises(run.ConfigError, match="holds a run already"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(run.ConfigError, match="holds a run already"),
+    ):
         patch.setattr(run_directory, "locked", late)
         run.train(config, quiet=True)
     run_dir = tmp_path / "folder" / "run"
-    assert {p.relative_to(run_dir): p.read_bytes() for p in run_dir.rglob("*") if p.is_file()} == files
+    assert {
+        p.relative_to(run_dir): p.read_bytes() for p in run_dir.rglob("*") if p.is_file()
+    } == files
 
     def fails(*_: Any) -> None:
         raise run.EnvError("no simulator")
@@ -166,17 +240,24 @@ JUMPING = """
 import itertools, sys, time
 real, count = time.time, itertools.count()
 time.time = lambda: real() + (3600.0 if next(count) % 2 else -7200.0)
-from embodied_ppo import cli
-sys.exit(cli.main(sys.argv[1:]))
+from embodied_ppo.commands import main
+sys.exit(main.main(sys.argv[1:]))
 """
 
 
 def test_a_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
     words = [*OVERRIDES, "updates=4", f"run_dir={tmp_path / 'jumping'}"]
-    done = subprocess.run([sys.executable, "-c", JUMPING, "train", *words], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", JUMPING, "train", *words], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in (tmp_path / "jumping" / "metrics.jsonl").read_text().splitlines()]
-    measured: list[Any] = [x for row in told for tag, x in row.items() if tag.startswith(("time/", "speed/"))]
+    told = [
+        json.loads(line)
+        for line in (tmp_path / "jumping" / "metrics.jsonl").read_text().splitlines()
+    ]
+    measured: list[Any] = [
+        x for row in told for tag, x in row.items() if tag.startswith(("time/", "speed/"))
+    ]
     assert measured and all(x >= 0 for x in measured)
     assert subprocess.run(command(*words[:-1], f"run_dir={tmp_path / 'steady'}")).returncode == 0
     assert rows(tmp_path / "jumping") == rows(tmp_path / "steady")
@@ -206,5 +287,7 @@ def test_a_checkpoint_whose_score_cannot_be_written_stays_whole(
 def test_a_run_directory_that_was_moved_goes_on(tmp_path: Path) -> None:
     run.train(tiny(tmp_path / "run", updates=4), quiet=True)
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")
-    run.train(tiny(tmp_path / "elsewhere", resume=str(tmp_path / "elsewhere"), updates=5), quiet=True)
+    run.train(
+        tiny(tmp_path / "elsewhere", resume=str(tmp_path / "elsewhere"), updates=5), quiet=True
+    )
     assert rows(tmp_path / "elsewhere")[-1]["update"] == 5

@@ -1,4 +1,6 @@
-"""Processes of a placement die, hang or fail: one error that names them, nothing left, and recovery."""
+"""Processes of a placement die, hang or fail: one error that names them, nothing left, and
+recovery.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ from tests.integration.test_placements import SMALL, rows
 
 pytestmark = pytest.mark.usefixtures("eight_slots")
 
-HYBRID: dict[str, Any] = {"placement": "hybrid", "cluster.devices_per_node": 2, "cluster.step_timeout_s": 60.0}
+HYBRID: dict[str, Any] = {
+    "placement": "hybrid",
+    "cluster.devices_per_node": 2,
+    "cluster.step_timeout_s": 60.0,
+}
 
 
 def system(tmp_path: Path, stack: ExitStack, **options: Any) -> Any:
@@ -69,7 +75,9 @@ def test_a_process_that_dies_is_named_at_once(victim: str, phase: str, tmp_path:
             "evaluate": lambda: [made.evaluate(0) for _ in range(50)],
         }
         start = time.monotonic()
-        killer = soon(lambda: os.kill(known[victim].pid, signal.SIGKILL), 0.0 if phase == "update" else 0.3)
+        killer = soon(
+            lambda: os.kill(known[victim].pid, signal.SIGKILL), 0.0 if phase == "update" else 0.3
+        )
         with pytest.raises(ProcessLost) as caught:
             work[phase]()
         killer.join()
@@ -82,21 +90,28 @@ def test_a_process_that_dies_is_named_at_once(victim: str, phase: str, tmp_path:
 
 def test_of_processes_that_learn_together_the_one_that_died_is_named(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        longer = {"placement": "fused", "cluster.devices_per_node": 4, "algorithm.update_epoch": 200}
+        longer = {
+            "placement": "fused",
+            "cluster.devices_per_node": 4,
+            "algorithm.update_epoch": 200,
+        }
         made = system(tmp_path, stack, **longer)
         experience, _ = made.collect(64, update=0)
         known = handles(made)
         victim = known["env,rollout,actor rank 2"]
         killer = soon(lambda: os.kill(victim.pid, signal.SIGKILL), 1.0)
         with pytest.raises(
-            ProcessLost, match=rf"process lost: env,rollout,actor rank 2 \(pid {victim.pid}, .* update: "
+            ProcessLost,
+            match=rf"process lost: env,rollout,actor rank 2 \(pid {victim.pid}, .* update: ",
         ):
             made.update(experience, update=0)
         killer.join()
     assert toys.gone(*(h.pid for h in known.values()))
 
 
-def test_a_process_that_is_stopped_is_named_after_the_deadline_with_what_it_did(tmp_path: Path) -> None:
+def test_a_process_that_is_stopped_is_named_after_the_deadline_with_what_it_did(
+    tmp_path: Path,
+) -> None:
     with ExitStack() as stack:
         made = system(tmp_path, stack, **{"cluster.step_timeout_s": 12.0})
         known = handles(made)
@@ -108,7 +123,9 @@ def test_a_process_that_is_stopped_is_named_after_the_deadline_with_what_it_did(
         freezer.join()
         assert time.monotonic() - start < 40
         text = str(caught.value)
-        assert "env rank 0" in text and "cluster.step_timeout_s" in text and "raise the limit" in text, text
+        assert (
+            "env rank 0" in text and "cluster.step_timeout_s" in text and "raise the limit" in text
+        ), text
     assert toys.gone(frozen.pid, waiting.pid)
 
 
@@ -132,19 +149,27 @@ def test_who_waits_for_others_in_vain_has_lost_them() -> None:
     """As gloo says it: seen where no process had ended, and the deadline had passed."""
     cause = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.h:311] Connect timeout [none]")
     told = ray_worker._translated(
-        RayTaskError("update", str(cause), cause), ray_worker.WorkerHandle(None, "actor rank 1"), "update"
+        RayTaskError("update", str(cause), cause),
+        ray_worker.WorkerHandle(None, "actor rank 1"),
+        "update",
     )
-    assert isinstance(told, ProcessLost) and "(cluster.step_timeout_s)" in str(told) and "Connect timeout" in str(told)
+    assert (
+        isinstance(told, ProcessLost)
+        and "(cluster.step_timeout_s)" in str(told)
+        and "Connect timeout" in str(told)
+    )
 
 
 def test_a_simulator_that_exceeds_its_time_limit_is_named(tmp_path: Path) -> None:
-    """The limit is below the duration of any step, and above that of none: the first that is seen is reported."""
+    """The limit is below the duration of any step, and above that of none: the first that is seen
+    is reported.
+    """
     with ExitStack() as stack:
         made = system(tmp_path, stack, **{"env.step_timeout_s": 1e-9})
-        message = (
-            r"env rank 0 \(pid \d+, node \w+\), collect: env\.id=HalfCheetah-v4: (step|reset)\(\) has not returned for "
-        )
-        with pytest.raises(ProcessLost, match=message + r"1e-09 s \(env\.step_timeout_s\) \(update 7\)"):
+        message = r"env rank 0 \(pid \d+, node \w+\), collect: env\.id=HalfCheetah-v4: (step|reset)\(\) has not returned for "
+        with pytest.raises(
+            ProcessLost, match=message + r"1e-09 s \(env\.step_timeout_s\) \(update 7\)"
+        ):
             made.collect(20_000, update=7)
 
 
@@ -158,14 +183,18 @@ def test_an_error_in_one_process_is_the_error_of_the_run(tmp_path: Path) -> None
             worker.missing()
 
         with pytest.raises(
-            TrainingError, match=r"env,rollout,actor rank 0 \(pid \d+, node \w+\), broken: AttributeErr"
+            TrainingError,
+            match=r"env,rollout,actor rank 0 \(pid \d+, node \w+\), broken: AttributeErr",
         ):
             made._call([first], broken)
         assert made.update(experience, update=0)  # the others did not notice
 
 
-def test_a_run_that_loses_a_process_ends_as_if_it_had_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kill -9 in the middle of the third update's rollout, with one restart: the same weights and the same log.
+def test_a_run_that_loses_a_process_ends_as_if_it_had_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 in the middle of the third update's rollout, with one restart: the same weights and
+    the same log.
 
     The undisturbed run is in one process, which is the same (tests/integration/test_placements.py).
     """
@@ -185,14 +214,19 @@ def test_a_run_that_loses_a_process_ends_as_if_it_had_not(tmp_path: Path, monkey
     monkeypatch.setattr(cluster_module.ClusterSystem, "collect", deadly)
     build.train(toys.config({**options, "run_dir": str(killed)}), quiet=True)
     assert rows(killed) == rows(undisturbed)
-    one, other = (checkpoint.open_checkpoint(d / "checkpoints" / "step_000004").policy() for d in (undisturbed, killed))
+    one, other = (
+        checkpoint.open_checkpoint(d / "checkpoints" / "step_000004").policy()
+        for d in (undisturbed, killed)
+    )
     assert all(torch.equal(x, other[name]) for name, x in one.items())
     log = (killed / "log.txt").read_text()
     assert "process lost: env rank 0" in log and "rebuilding, 1 of 1 (cluster.max_restarts)" in log
     assert "goes on after update 2" in log
 
 
-def test_without_restarts_the_run_fails_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_restarts_the_run_fails_with_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def deadly(self: Any, version: int) -> None:
         if version == 1:
             os.kill(handles(self)["rollout,actor rank 0"].pid, signal.SIGKILL)
@@ -202,10 +236,13 @@ def test_without_restarts_the_run_fails_with_the_cause(tmp_path: Path, monkeypat
     monkeypatch.setattr(cluster_module.ClusterSystem, "publish", deadly)
     with pytest.raises(ProcessLost, match=r"process lost: rollout,actor rank 0 \(pid \d+"):
         build.train(toys.config({**SMALL, **HYBRID, "run_dir": str(tmp_path / "run")}), quiet=True)
-    assert "failed: ProcessLost: process lost: rollout,actor rank 0" in (tmp_path / "run" / "log.txt").read_text()
+    assert (
+        "failed: ProcessLost: process lost: rollout,actor rank 0"
+        in (tmp_path / "run" / "log.txt").read_text()
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- full, and gone
+# ----------------------------------------------------------------------------------- full, and gone
 PICTURES: dict[str, Any] = {
     "env.id": "Pong-v5",
     "env.num_envs": 32,
@@ -239,10 +276,16 @@ def test_experience_larger_than_rays_memory_goes_by_disk(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("small_store", [{"local_fs_capacity_threshold": 0.001}], indirect=True, ids=["full disk"])
-def test_memory_and_disk_that_are_full_are_named_with_a_cure(small_store: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "small_store", [{"local_fs_capacity_threshold": 0.001}], indirect=True, ids=["full disk"]
+)
+def test_memory_and_disk_that_are_full_are_named_with_a_cure(
+    small_store: None, tmp_path: Path
+) -> None:
     with ExitStack() as stack:
-        c = toys.config({**SMALL, **PICTURES, "placement": "disaggregated", "cluster.devices_per_node": 2})
+        c = toys.config(
+            {**SMALL, **PICTURES, "placement": "disaggregated", "cluster.devices_per_node": 2}
+        )
         made = toys.placed(c, tmp_path, stack)
         known = handles(made)
         start = time.monotonic()
@@ -264,19 +307,26 @@ def below(pid: int) -> dict[int, str]:
     found = {}
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, file.read_text().split()):
-            found |= {child: Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")} | below(child)
+            found |= {child: Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")} | below(
+                child
+            )
     return found
 
 
 @pytest.mark.slow
 def test_rays_own_process_that_dies_is_named(tmp_path: Path) -> None:
-    """As it does where /dev/shm is filled by others (SIGBUS). The command in a process of its own: Ray may end it."""
+    """As it does where /dev/shm is filled by others (SIGBUS).
+
+    The command in a process of its own: Ray may end it.
+    """
     options = {**HYBRID, "updates": 100_000, "env_steps": None, "run_dir": tmp_path / "run"}
     words = [f"{name}={'null' if x is None else x}" for name, x in {**SMALL, **options}.items()]
     command = [sys.executable, "-m", "embodied_ppo.commands.main", "train", *words]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") > 3) and time.monotonic() < until:
+    while (
+        not (metrics.exists() and metrics.read_text().count("\n") > 3) and time.monotonic() < until
+    ):
         time.sleep(0.1)
     family = below(run.pid)
     (raylet,) = (pid for pid, words in family.items() if "/raylet/raylet " in words)
@@ -286,4 +336,8 @@ def test_rays_own_process_that_dies_is_named(tmp_path: Path) -> None:
     assert "process lost: " in err.splitlines()[-1]
     assert "Ray's own process on its machine (raylet) is gone" in err.splitlines()[-1], err
     assert toys.gone(*family)
-    assert [json.loads(line)["update"] for line in metrics.read_text().splitlines()][:3] == [0, 1, 2]
+    assert [json.loads(line)["update"] for line in metrics.read_text().splitlines()][:3] == [
+        0,
+        1,
+        2,
+    ]

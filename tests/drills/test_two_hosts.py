@@ -1,4 +1,6 @@
-"""Two hosts with network, processes, names and memory of their own, joined by the commands of docs/placement.md."""
+"""Two hosts with network, processes, names and memory of their own, joined by the commands of
+docs/placement.md.
+"""
 
 from __future__ import annotations
 
@@ -38,24 +40,45 @@ ip route add unreachable 169.254.0.0/16
 
 
 class Host:
-    """Its own network, process ids, host name, /dev/shm and /tmp/ray; Debian's /etc/hosts, a home without anything."""
+    """Its own network, process ids, host name, /dev/shm and /tmp/ray; Debian's /etc/hosts, a home
+    without anything.
+    """
 
     def __init__(self, name: str, address: str, folder: Path) -> None:
         self.home, self.address = folder / name, address
         self.home.mkdir()
         (self.home / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
         inside = INSIDE.format(home=self.home, name=name)
-        self.outer = subprocess.Popen([*APART.split(), "bash", "-ec", inside], stdout=subprocess.PIPE, text=True)
+        self.outer = subprocess.Popen(
+            [*APART.split(), "bash", "-ec", inside], stdout=subprocess.PIPE, text=True
+        )
         assert self.outer.stdout is not None and self.outer.stdout.readline() == "there\n"
         self.init = int(Path(f"/proc/{self.outer.pid}/task/{self.outer.pid}/children").read_text())
-        self.spaces = {os.readlink(f"/proc/{self.init}/ns/{kind}") for kind in ("net", "pid", "mnt")}
+        self.spaces = {
+            os.readlink(f"/proc/{self.init}/ns/{kind}") for kind in ("net", "pid", "mnt")
+        }
 
-    def run(self, line: str, *, cwd: Path | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, line: str, *, cwd: Path | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         """A command line typed there."""
         mine = {name: x for name, x in os.environ.items() if not name.startswith("RAY_")}
-        mine |= {"HOME": str(self.home), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        words = ["nsenter", f"--target={self.init}", "--all", f"--wd={cwd or self.home}", "bash", "-ec", line]
-        done = subprocess.run(words, env=mine, capture_output=True, text=True, timeout=300, check=False)
+        mine |= {
+            "HOME": str(self.home),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+        words = [
+            "nsenter",
+            f"--target={self.init}",
+            "--all",
+            f"--wd={cwd or self.home}",
+            "bash",
+            "-ec",
+            line,
+        ]
+        done = subprocess.run(
+            words, env=mine, capture_output=True, text=True, timeout=300, check=False
+        )
         assert not check or done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         return done
 
@@ -66,14 +89,24 @@ class Host:
             with suppress(FileNotFoundError, ProcessLookupError):  # has just ended
                 if words := entry.read_bytes():  # none: it has ended, and nobody asked how
                     found[int(entry.parent.name)] = words.replace(b"\0", b" ").decode()
-        return {pid: words for pid, words in found.items() if pid > 1 and words.split() != ["sleep", "infinity"]}
+        return {
+            pid: words
+            for pid, words in found.items()
+            if pid > 1 and words.split() != ["sleep", "infinity"]
+        }
 
 
 def left(host: Host, before: dict[int, str]) -> dict[int, str]:
-    """What runs there now and not before, if it does not end within a while; workers that Ray has in store aside."""
+    """What runs there now and not before, if it does not end within a while; workers that Ray has
+    in store aside.
+    """
     until = time.monotonic() + 20
     while True:
-        now = {pid: words for pid, words in host.processes().items() if not words.startswith("ray::IDLE")}
+        now = {
+            pid: words
+            for pid, words in host.processes().items()
+            if not words.startswith("ray::IDLE")
+        }
         found = {pid: words for pid, words in now.items() if pid not in before}
         if not found or time.monotonic() > until:
             return found
@@ -85,7 +118,12 @@ def commands() -> dict[str, str]:
     section = PAGE.read_text().partition("## Several machines")[2].partition("\n## ")[0]
     lines = [line.partition("#")[0].strip() for line in section.split("```")[1].splitlines()]
     lines += [text for text in section.split("`") if text.startswith("ray get-auth-token")]
-    told = {key: line for line in lines for key in ("--head", "--address=", "num_nodes=2", "--generate") if key in line}
+    told = {
+        key: line
+        for line in lines
+        for key in ("--head", "--address=", "num_nodes=2", "--generate")
+        if key in line
+    }
     assert list(told.values()) == [line for line in lines if line] and len(told) == 4, lines
     return told
 
@@ -101,7 +139,14 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host
     ends = f"netns {first.init} type veth peer name cable netns {second.init}"
     subprocess.run(["ip", "link", "add", "cable", *ends.split()], check=True)
     for host in made:
-        inside = ["nsenter", f"--target={host.init}", "--net", "bash", "-ec", CABLE.format(address=host.address)]
+        inside = [
+            "nsenter",
+            f"--target={host.init}",
+            "--net",
+            "bash",
+            "-ec",
+            CABLE.format(address=host.address),
+        ]
         subprocess.run(inside, check=True)
     told = commands()
     try:
@@ -131,7 +176,9 @@ def namespaces() -> set[str]:
     """Those that some process is in."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*/ns/*"):
-        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # has ended, or is not of ours
+        with suppress(
+            FileNotFoundError, ProcessLookupError, PermissionError
+        ):  # has ended, or is not of ours
             found.add(os.readlink(entry))
     return found
 
@@ -140,7 +187,9 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return checkpoint.open_checkpoint(run_dir).policy()
 
 
-def test_the_readmes_commands_train_on_two_hosts_as_on_one(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_the_readmes_commands_train_on_two_hosts_as_on_one(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
     before = [host.processes() for host in hosts]
     line = f"{commands()['num_nodes=2'].replace('NAME', 'cartpole')} {' '.join(SMALL.split())}"
     hosts[0].run(f"{line} cluster.devices_per_node=1 run_dir=there", cwd=tmp_path)
@@ -151,13 +200,19 @@ def test_the_readmes_commands_train_on_two_hosts_as_on_one(hosts: tuple[Host, Ho
     assert "cpu 1   1     rank 1" in (there / "log.txt").read_text()
     assert rows(there) == rows(here) and len(rows(there)) == 5
     one, other = weights(there), weights(here)
-    assert one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
+    assert one.keys() == other.keys() and all(
+        torch.equal(x, other[name]) for name, x in one.items()
+    )
     assert json.loads((there / "summary.json").read_text())["updates"] == 4
-    assert (there / "reports" / "step_000004" / "report.html").exists() and list((there / "tensorboard").iterdir())
+    assert (there / "reports" / "step_000004" / "report.html").exists() and list(
+        (there / "tensorboard").iterdir()
+    )
     assert sorted(x.name for x in tmp_path.iterdir()) == ["here", "there"]
 
 
-def test_roles_on_two_hosts_train_as_one_process_does(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_roles_on_two_hosts_train_as_one_process_does(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
     """Simulators, experience, weights and checkpoints of another host than the driver's."""
     train = f"embodied-ppo train experiment=cartpole {' '.join(SMALL.split())}"
     apart = "'cluster.component_placement={env: 1, rollout: 0, actor: 1}' 'cluster.node_groups={sim: 1}'"
@@ -173,13 +228,19 @@ def test_roles_on_two_hosts_train_as_one_process_does(hosts: tuple[Host, Host], 
     assert all(torch.equal(x, other[name]) for name, x in one.items())
 
 
-def test_a_run_directory_that_is_not_shared_is_refused(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_a_run_directory_that_is_not_shared_is_refused(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
     hosts[1].run(f"mount -t tmpfs tmpfs {tmp_path}")
     line = commands()["num_nodes=2"].replace("NAME", "cartpole")
     done = hosts[0].run(f"{line} cluster.devices_per_node=1 device=cpu", cwd=tmp_path, check=False)
     hosts[1].run(f"umount {tmp_path}")
     assert done.returncode == 2, done.stderr
     told = done.stderr.splitlines()[-1]
-    assert told.startswith(f"error: run_dir={tmp_path}/runs/cartpole/") and "env,rollout,actor rank" in told
-    assert f"does not see this machine's {tmp_path}; name a folder that all machines share under one path" in told
+    assert (
+        told.startswith(f"error: run_dir={tmp_path}/runs/cartpole/")
+        and "env,rollout,actor rank" in told
+    )
+    assert f"does not see this machine's {tmp_path}/runs/cartpole/" in told
+    assert told.endswith("; name a folder that all machines share under one path")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,6 @@
-"""check_env passes what keeps the contract and names what does not: one broken toy per fault, and the real adapters."""
+"""check_env passes what keeps the contract and names what does not: one broken toy per fault, and
+the real adapters.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from torch import Tensor
 
 import embodied_envs
 from embodied_envs.checks import Report, check_env
-from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, EnvError, Obs, ObsSpec, Step, VectorEnv
+from embodied_ppo.core.types import (
+    ActionSpec,
+    ArraySpec,
+    Box,
+    EnvError,
+    Obs,
+    ObsSpec,
+    Step,
+    VectorEnv,
+)
 
 LIMIT = 7
 
@@ -20,8 +31,8 @@ LIMIT = 7
 class Walk:
     """A correct VectorEnv: a random walk [position, steps since reset] that ends outside [-3, 3].
 
-    ``same_step``: resets in the step that ends an episode and gives ``final_obs``; else on the next one, masked.
-    ``fault``: the name of one thing to do wrong.
+    ``same_step``: resets in the step that ends an episode and gives ``final_obs``; else on the next
+    one, masked. ``fault``: the name of one thing to do wrong.
     """
 
     id = "Walk"
@@ -48,7 +59,11 @@ class Walk:
     def reset_where(self, where: Tensor) -> Any:
         if self.fault == "no reset_where":
             return None
-        for i in range(self.num_envs) if self.fault == "reset_where others" else where.nonzero().flatten().tolist():
+        for i in (
+            range(self.num_envs)
+            if self.fault == "reset_where others"
+            else where.nonzero().flatten().tolist()
+        ):
             self._reset(i)
         if self.fault == "reset_where masked":
             self.ended |= where
@@ -114,7 +129,9 @@ class Walk:
                 self.clock[i] += 1
         terminated = mask & (self.position.abs() > 3)
         truncated = mask & (self.clock >= LIMIT)
-        truncated = truncated | terminated if self.fault == "both flags" else truncated & ~terminated
+        truncated = (
+            truncated | terminated if self.fault == "both flags" else truncated & ~terminated
+        )
         ended = terminated | truncated
         reward = torch.where(mask, self.position, 0.0)
         success = mask & (self.position > 1)
@@ -134,7 +151,9 @@ class Walk:
             mask = torch.ones_like(mask)
         return self._answer(reward, terminated, truncated, mask, ended, success)
 
-    def _answer(self, reward: Any, terminated: Any, truncated: Any, mask: Any, ended: Tensor, success: Any) -> Step:
+    def _answer(
+        self, reward: Any, terminated: Any, truncated: Any, mask: Any, ended: Tensor, success: Any
+    ) -> Step:
         final_obs = None
         if self.same_step:
             final_obs = self._obs()
@@ -155,11 +174,20 @@ class Walk:
     def state(self) -> dict[str, Any] | None:
         if self.fault == "no state":
             return None
-        random = [] if self.fault == "state without random" else [r.get_state() for r in self.random]
-        return {"position": self.position, "clock": self.clock, "ended": self.ended, "random": random}
+        random = (
+            [] if self.fault == "state without random" else [r.get_state() for r in self.random]
+        )
+        return {
+            "position": self.position,
+            "clock": self.clock,
+            "ended": self.ended,
+            "random": random,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> Obs:
-        self.position, self.clock, self.ended = (state[k].clone() for k in ("position", "clock", "ended"))
+        self.position, self.clock, self.ended = (
+            state[k].clone() for k in ("position", "clock", "ended")
+        )
         for generator, saved in zip(self.random, state["random"], strict=False):
             generator.set_state(saved)
         if self.fault == "load_state answers reset":
@@ -203,12 +231,21 @@ FAULTS = {
     "changes action": ("changed the action it was given, at step 0", False),
     "aliasing": ("overwrote observation of the answer before it", False),
     "handed out": ("overwrote observation|overwriting old answers", False),
-    "global random": (r"with the same seeds and actions after restart\(seeds\), observation differs in reset", False),
-    "time": (r"with the same seeds and actions after restart\(seeds\), observation differs in reset", False),
+    "global random": (
+        r"with the same seeds and actions after restart\(seeds\), observation differs in reset",
+        False,
+    ),
+    "time": (
+        r"with the same seeds and actions after restart\(seeds\), observation differs in reset",
+        False,
+    ),
     "restart": (r"after restart\(seeds\), observation differs in reset", False),
     "reset mid-episode": ("the first step after reset.. is masked", False),
     "reset_where masked": (r"first step after reset_where\(\) is masked", False),
-    "reset_where others": (r"reset_where\(\) of environment 0 changes observation of another", False),
+    "reset_where others": (
+        r"reset_where\(\) of environment 0 changes observation of another",
+        False,
+    ),
     "state without random": (r"1 steps after load_state\(\), observation differs", False),
     "load_state answers reset": (r"load_state\(\) answered another observation", False),
     "close twice": (r"a second close\(\) raises", False),
@@ -227,7 +264,8 @@ def test_every_fault_is_named(fault: str) -> None:
 def test_a_correct_environment_passes(same_step: bool) -> None:
     report = check_env(lambda seeds: Walk(seeds, same_step=same_step), steps=60)
     assert isinstance(Walk([0]), VectorEnv)
-    # Every episode is a row per step; with same_step no row is spent on resets: 4 environments x 60 steps.
+    # Every episode is a row per step; with same_step no row is spent on resets: 4 environments x 60
+    # steps.
     assert report.rows == 240 if same_step else 180 < report.rows < 240
     assert report.episodes > 20 and report.longest == LIMIT
     assert report.seeded and report.notes == ()
@@ -243,7 +281,10 @@ def test_an_environment_itself_can_be_checked_and_stays_usable() -> None:
 
 def test_what_could_not_be_checked_is_noted() -> None:
     report = check_env(lambda seeds: Walk(seeds, fault="no state"), steps=2)
-    assert [note.split(":")[0].split(" in ")[0] for note in report.notes] == ["no episode ended", "state() is None"]
+    assert [note.split(":")[0].split(" in ")[0] for note in report.notes] == [
+        "no episode ended",
+        "state() is None",
+    ]
     report = check_env(lambda seeds: Walk(seeds, fault="no reset_where"), steps=60)
     assert report.notes == ("reset_where() is None: episodes cannot be staggered",)
 
@@ -266,14 +307,33 @@ REAL = [
     ("CheetahRun-v1", {"max_episode_steps": 8}),
     ("FingerSpin-v1", {"max_episode_steps": 8}),
     ("CartPole-v1", {"simulator": "gymnasium", "max_episode_steps": 12}),
-    ("CartPole-v1", {"simulator": "gymnasium", "max_episode_steps": 12, "kwargs": {"autoreset_mode": "same_step"}}),
-    ("CartPole-v1", {"simulator": "gymnasium", "kwargs": {"vectorization_mode": "vector_entry_point"}}),
-    ("CartPole-v1", {"simulator": "gymnasium", "max_episode_steps": 12, "kwargs": {"vectorization_mode": "async"}}),
+    (
+        "CartPole-v1",
+        {
+            "simulator": "gymnasium",
+            "max_episode_steps": 12,
+            "kwargs": {"autoreset_mode": "same_step"},
+        },
+    ),
+    (
+        "CartPole-v1",
+        {"simulator": "gymnasium", "kwargs": {"vectorization_mode": "vector_entry_point"}},
+    ),
+    (
+        "CartPole-v1",
+        {
+            "simulator": "gymnasium",
+            "max_episode_steps": 12,
+            "kwargs": {"vectorization_mode": "async"},
+        },
+    ),
     ("InvertedPendulum-v5", {"simulator": "gymnasium", "max_episode_steps": 5}),
 ]
 
 
-@pytest.mark.parametrize(("id", "options"), REAL, ids=[f"{id}-{i}" for i, (id, _) in enumerate(REAL)])
+@pytest.mark.parametrize(
+    ("id", "options"), REAL, ids=[f"{id}-{i}" for i, (id, _) in enumerate(REAL)]
+)
 def test_the_real_adapters_pass(id: str, options: dict[str, Any]) -> None:
     def make(seeds: list[int]) -> VectorEnv:
         return embodied_envs.make(id, num_envs=2, seeds=seeds[:2], **options)

@@ -1,4 +1,6 @@
-"""The files of a user's task: which belong to it, what a run keeps, and which are executed after a change."""
+"""The files of a user's task: which belong to it, what a run keeps, and which are executed after a
+change.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(task_files, "_active", None)
     monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file edited within a second has the time of its bytecode
+    monkeypatch.setattr(
+        sys, "dont_write_bytecode", True
+    )  # a file edited within a second has the time of its bytecode
     yield folder
     for name in ("arm", "arm_tools", "arm_tools.gain", "arm_tools.late"):
         sys.modules.pop(name, None)
@@ -91,7 +95,7 @@ def measured(run_dir: Path, **options: Any) -> float:
     return run.evaluate(config, quiet=False)["eval/return"]
 
 
-# ---------------------------------------------------------------------------------------------------------- collection
+# --------------------------------------------------------------------------------------- collection
 def test_a_task_is_its_modules_its_model_and_the_files_that_they_name(project: Path) -> None:
     task = collected()
     assert {file.name for file in task.files} == OWN and task.files[0].name == "arm.py"
@@ -100,37 +104,64 @@ def test_a_task_is_its_modules_its_model_and_the_files_that_they_name(project: P
     assert {file.module for file in task.files if file.module} == modules
     (project / "models/meshes/cube.obj").write_text(CUBE.replace("1 0 0", "2 0 0"))
     assert collected().hash != task.hash
-    assert task_files.collect("Ant-v5", {}) is None and task_files.collect("Go1Joystick", {}) is None
+    assert (
+        task_files.collect("Ant-v5", {}) is None and task_files.collect("Go1Joystick", {}) is None
+    )
 
 
-def test_files_of_env_kwargs_belong_to_a_task(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_env_kwargs_belong_to_a_task(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(project / "models")
     task = task_files.collect("Ant-v5", {"xml_file": "balance.xml", "frame_skip": 5})
     assert task is not None
-    assert {file.name for file in task.files} == {"balance.xml", "parts.xml", "meshes/cube.obj"} and task.cwd == "."
+    assert {file.name for file in task.files} == {
+        "balance.xml",
+        "parts.xml",
+        "meshes/cube.obj",
+    } and task.cwd == "."
 
 
-def test_what_is_too_large_has_a_hash_only(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = sum(len(text) for name, text in FILES.items() if name in OWN and name[-3:] in (".py", "xml"))
+def test_what_is_too_large_has_a_hash_only(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = sum(
+        len(text) for name, text in FILES.items() if name in OWN and name[-3:] in (".py", "xml")
+    )
     monkeypatch.setattr(task_files, "KEPT_BYTES", size)
     task = collected().saved(tmp_path)
-    assert {file.name for file in task.files if file.data is None} == {"models/meshes/cube.obj", "arm_tools/table.csv"}
-    assert task.store is not None and not task.complete and len(list(task.store.rglob("*.*"))) == len(OWN) - 1
+    assert {file.name for file in task.files if file.data is None} == {
+        "models/meshes/cube.obj",
+        "arm_tools/table.csv",
+    }
+    assert (
+        task.store is not None
+        and not task.complete
+        and len(list(task.store.rglob("*.*"))) == len(OWN) - 1
+    )
     lines: list[str] = []
     (project / "arm_tools/late.py").write_text("offset = 9.0\n")
     used = task_files.for_evaluation("arm:Arm", {}, task, allow=False, say=lines.append)
     assert used is not None and used.hash != task.hash
     assert (
-        len(lines) == 1 and "late.py changed since training; executing the changed files (the run keeps no" in lines[0]
+        len(lines) == 1
+        and "late.py changed since training; executing the changed files (the run keeps no"
+        in lines[0]
     )
     monkeypatch.setattr(sys, "path", sys.path[:-1])
-    with pytest.raises(EnvError, match="cannot be imported here, and the run keeps no complete copy; set PYTHONPATH"):
+    with pytest.raises(
+        EnvError,
+        match="cannot be imported here, and the run keeps no complete copy; set PYTHONPATH",
+    ):
         task_files.for_evaluation("arm:Arm", {}, task, allow=False, say=lines.append)
 
 
-# -------------------------------------------------------------------------------------------------------------- a run
+# -------------------------------------------------------------------------------------------- a run
 def test_a_changed_task_is_reported(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The reward is 1 a step in training, and 3 after the change; an episode has 10 steps."""
     run_dir = tmp_path / "run"
@@ -141,7 +172,9 @@ def test_a_changed_task_is_reported(
     assert (
         store.name
         == digest
-        == json.loads((run_dir / "reports/step_000001/report.json").read_text())["task_files"]["hash"]
+        == json.loads((run_dir / "reports/step_000001/report.json").read_text())["task_files"][
+            "hash"
+        ]
     )
     capfd.readouterr()
 
@@ -151,34 +184,52 @@ def test_a_changed_task_is_reported(
     gain.write_text(gain.read_text().replace("1.0", "3.0"))
     assert measured(run_dir) == 10
     said = capfd.readouterr().err
-    assert "gain.py changed since training; executing the run's copies in" in said and str(store) in said
+    assert (
+        "gain.py changed since training; executing the run's copies in" in said
+        and str(store) in said
+    )
     assert measured(run_dir, allow_changed_task=True) == 30
     assert (
         "gain.py changed since training; executing the changed files (allow_changed_task=true)"
         in capfd.readouterr().err
     )
-    reports = [json.loads(path.read_text())["task_files"] for path in run_dir.glob("reports/*-*/report.json")]
+    reports = [
+        json.loads(path.read_text())["task_files"]
+        for path in run_dir.glob("reports/*-*/report.json")
+    ]
     assert {r["hash"] == digest for r in reports} == {True, False}
     assert all(r["hash_in_training"] == digest and len(r["files"]) == len(OWN) for r in reports)
 
     longer = replace(config, updates=2, run_dir=None, resume=str(run_dir))
-    with pytest.raises(ConfigError, match=r"resume: the task changed since the checkpoint: .*gain.py; restore it \(.*"):
+    with pytest.raises(
+        ConfigError,
+        match=r"resume: the task changed since the checkpoint: .*gain.py; restore it \(.*",
+    ):
         run.train(longer, quiet=True)
     summary = run.train(replace(longer, allow_changed_task=True), quiet=True)
     assert summary["final_return"] == 30 and len(list((run_dir / "task").iterdir())) == 2
-    assert not loader.load(Config, loader.plain_yaml((run_dir / "config.yaml").read_text())).allow_changed_task
+    assert not loader.load(
+        Config, loader.plain_yaml((run_dir / "config.yaml").read_text())
+    ).allow_changed_task
 
     monkeypatch.setattr(sys, "path", sys.path[:-1])  # from elsewhere
     monkeypatch.chdir("/")
     capfd.readouterr()
     assert measured(run_dir) == 30
-    assert "arm:Arm cannot be imported from here; executing the run's copies in" in capfd.readouterr().err
-    assert measured(run_dir / "checkpoints" / "step_000001") == 10  # each checkpoint has its own files
+    assert (
+        "arm:Arm cannot be imported from here; executing the run's copies in"
+        in capfd.readouterr().err
+    )
+    assert (
+        measured(run_dir / "checkpoints" / "step_000001") == 10
+    )  # each checkpoint has its own files
     assert not list((run_dir / "task").rglob("__pycache__"))
 
 
 def test_other_processes_execute_what_the_run_began_with(project: Path, tmp_path: Path) -> None:
-    """As a worker that is started again, or the process that draws a video, after the task was edited."""
+    """As a worker that is started again, or the process that draws a video, after the task was
+    edited.
+    """
     task = collected()
     task.saved(tmp_path)
     sent = task.without_data(tmp_path)
@@ -191,10 +242,15 @@ def test_other_processes_execute_what_the_run_began_with(project: Path, tmp_path
     for name in ("arm", "arm_tools", "arm_tools.gain"):
         sys.modules.pop(name, None)
     sent.activate(lines.append)
-    assert task_files.tasks.find("arm:Arm") is not None and sys.modules["arm_tools.gain"].GAIN == 1.0
+    assert (
+        task_files.tasks.find("arm:Arm") is not None and sys.modules["arm_tools.gain"].GAIN == 1.0
+    )
     assert len(lines) == 1 and "executing the run's copies" in lines[0]
     task_files._active = None
-    with pytest.raises(EnvError, match=r"gain.py is not the file that the run began with \(task .* put the same file"):
+    with pytest.raises(
+        EnvError,
+        match=r"gain.py is not the file that the run began with \(task .* put the same file",
+    ):
         replace(sent, store=tmp_path / "nowhere").activate()
 
 
@@ -203,7 +259,9 @@ def test_damaged_copies_are_refused(project: Path, tmp_path: Path) -> None:
     assert task.store is not None
     manifest = task.store / task_files.MANIFEST
     (task.store / "files/arm.py").write_text("import os")
-    with pytest.raises(CheckpointError, match=r"arm.py: is not the file that the run wrote \(sha256\)"):
+    with pytest.raises(
+        CheckpointError, match=r"arm.py: is not the file that the run wrote \(sha256\)"
+    ):
         task_files.read(task.store)
     content = json.loads(manifest.read_text())
     content["files"][0]["name"] = "../arm.py"

@@ -1,4 +1,6 @@
-"""evaluate: real simulators, hand-computed intervals, and results that depend on nothing they should not."""
+"""evaluate: real simulators, hand-computed intervals, and results that depend on nothing they
+should not.
+"""
 
 from __future__ import annotations
 
@@ -68,19 +70,23 @@ def make_cartpole(seeds: list[int]) -> Any:
 
 
 def make_pendulum(seeds: list[int], **kwargs: Any) -> Any:
-    return embodied_envs.make("InvertedPendulum-v4", num_envs=len(seeds), seeds=seeds, num_threads=1, **kwargs)
+    return embodied_envs.make(
+        "InvertedPendulum-v4", num_envs=len(seeds), seeds=seeds, num_threads=1, **kwargs
+    )
 
 
 def make_cheetah(seeds: list[int]) -> Any:
     n = len(seeds)
-    return embodied_envs.make("HalfCheetah-v4", num_envs=n, seeds=seeds, num_threads=1, max_episode_steps=60)
+    return embodied_envs.make(
+        "HalfCheetah-v4", num_envs=n, seeds=seeds, num_threads=1, max_episode_steps=60
+    )
 
 
 def measure(policy: Linear, make: Any = make_cartpole, **options: Any) -> ev.EvaluationResult:
     return ev.evaluate(policy, make, **({"episodes": 10, "num_envs": 4, "seed": 0} | options))
 
 
-# -------------------------------------------------------------------------------------------------------- measurement
+# -------------------------------------------------------------------------------------- measurement
 def test_episodes_are_those_of_a_plain_loop_over_the_simulator() -> None:
     result = measure(cartpole(), episodes=5, num_envs=2, seed=7)
     envpool = envpool_env.load()
@@ -92,7 +98,11 @@ def test_episodes_are_those_of_a_plain_loop_over_the_simulator() -> None:
         total, length, done = 0.0, 0, False
         while not done:
             obs, reward, terminated, truncated, _ = env.step(np.array([int(obs[0, 2] > 0)]))
-            total, length, done = total + float(reward[0]), length + 1, bool(terminated[0] or truncated[0])
+            total, length, done = (
+                total + float(reward[0]),
+                length + 1,
+                bool(terminated[0] or truncated[0]),
+            )
         assert (episode.index, episode.seed) == (i, first + i)
         assert (episode.return_, episode.length, episode.initial_state) == (total, length, state)
         assert episode.ended == "terminated" and episode.success is None
@@ -101,11 +111,16 @@ def test_episodes_are_those_of_a_plain_loop_over_the_simulator() -> None:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("task", ["discrete", "continuous"])
-def test_neither_num_envs_nor_the_number_of_episodes_changes_an_episode(task: str, deterministic: bool) -> None:
+def test_neither_num_envs_nor_the_number_of_episodes_changes_an_episode(
+    task: str, deterministic: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
     policy, make = cartpole(), make_cartpole
     if task == "continuous":  # real-valued returns and wide products, so that a last bit shows
-        policy, make = Linear(torch.randn(6, 64, generator=generator) / 8, discrete=False), make_cheetah
+        policy, make = (
+            Linear(torch.randn(6, 64, generator=generator) / 8, discrete=False),
+            make_cheetah,
+        )
         inner = nn.Linear(17, 64, bias=False)
         inner.weight.data.copy_(torch.randn(64, 17, generator=generator))
         policy.layer = nn.Sequential(inner, nn.Tanh(), policy.layer)
@@ -121,7 +136,9 @@ def test_sampling_differs_from_the_mode_and_repeats_with_its_seed() -> None:
     sampled = measure(cartpole(), deterministic=False)
     assert sampled == measure(cartpole(), deterministic=False)
     assert sampled.returns != measure(cartpole()).returns
-    assert [e.initial_state for e in sampled.episodes] == [e.initial_state for e in measure(cartpole()).episodes]
+    assert [e.initial_state for e in sampled.episodes] == [
+        e.initial_state for e in measure(cartpole()).episodes
+    ]
 
 
 def test_environments_are_restarted_between_equal_blocks_and_closed() -> None:
@@ -155,7 +172,9 @@ def test_success_and_dictionary_observations() -> None:
             action = torch.cat([away * self.layer.weight[0, 0], away[:, :1] * 0], 1).float()
             return Decision(action, torch.zeros(len(away)), torch.zeros(len(away)))
 
-    good, idle = (measure(Reach(torch.full((1, 1), gain), False), make, episodes=4) for gain in (10.0, 0.0))
+    good, idle = (
+        measure(Reach(torch.full((1, 1), gain), False), make, episodes=4) for gain in (10.0, 0.0)
+    )
     assert good.successes == [True] * 4 and good.metrics()["eval/success"].value == 1.0
     assert idle.successes is not None and sum(idle.successes) < 4
     assert good.distinct_initial_states == 4
@@ -176,7 +195,9 @@ def test_an_episode_that_does_not_end_is_an_error() -> None:
         env.max_episode_steps = 3
         return env
 
-    with pytest.raises(EnvError, match=r"CartPole-v1: the episode with seed 1073741824 has not ended after 3 steps"):
+    with pytest.raises(
+        EnvError, match=r"CartPole-v1: the episode with seed 1073741824 has not ended after 3 steps"
+    ):
         measure(cartpole(), make)
 
 
@@ -188,15 +209,26 @@ def test_a_reward_that_is_not_finite_is_an_error() -> None:
             return step
 
     with pytest.raises(EnvError, match=r"reward nan at step 0 of the episode with seed 1073741825"):
-        measure(cartpole(), lambda seeds: Broken("CartPole-v1", AdapterOptions(num_envs=len(seeds), seeds=seeds)))
+        measure(
+            cartpole(),
+            lambda seeds: Broken("CartPole-v1", AdapterOptions(num_envs=len(seeds), seeds=seeds)),
+        )
 
 
 def test_seeds_are_above_trainings_and_within_31_bits() -> None:
-    assert ev.evaluation_seeds(0, 3) == [1 << 30, (1 << 30) + 1, (1 << 30) + 2]  # as in all published figures
+    assert ev.evaluation_seeds(0, 3) == [
+        1 << 30,
+        (1 << 30) + 1,
+        (1 << 30) + 2,
+    ]  # as in all published figures
     assert ev.evaluation_seeds(ev.LARGEST_SEED, ev.EPISODES_PER_SEED)[-1] == 2**31 - 1
-    with pytest.raises(EnvError, match=r"evaluation seed 16384: must be from 0 to 16383; write seed=0"):
+    with pytest.raises(
+        EnvError, match=r"evaluation seed 16384: must be from 0 to 16383; write seed=0"
+    ):
         ev.evaluation_seeds(16384, 1)
-    with pytest.raises(EnvError, match=r"65537 evaluation episodes: one evaluation seed has 65536; "):
+    with pytest.raises(
+        EnvError, match=r"65537 evaluation episodes: one evaluation seed has 65536; "
+    ):
         ev.evaluation_seeds(0, 65537)
 
 
@@ -212,7 +244,10 @@ def test_fingerprint_is_the_hash_of_the_bytes() -> None:
     x = torch.tensor([1.0, 2.0])
     image = torch.arange(4, dtype=torch.uint8).reshape(2, 2).T  # not contiguous: bytes 0 2 1 3
     assert ev.fingerprint(x) == hashlib.sha256(x.numpy().tobytes()).hexdigest()
-    assert ev.fingerprint({"b": image, "a": x}) == hashlib.sha256(x.numpy().tobytes() + bytes([0, 2, 1, 3])).hexdigest()
+    assert (
+        ev.fingerprint({"b": image, "a": x})
+        == hashlib.sha256(x.numpy().tobytes() + bytes([0, 2, 1, 3])).hexdigest()
+    )
 
 
 @pytest.mark.gpu
@@ -221,10 +256,11 @@ def test_the_policy_acts_on_its_own_device() -> None:
     assert gpu == cpu  # the sign of one product: exact on both
 
 
-# --------------------------------------------------------------------------------------------------------- statistics
+# --------------------------------------------------------------------------------------- statistics
 def test_wilson_by_hand() -> None:
-    # 8 of 10, z² = 3.841459: centre = (0.8 + 3.841459/20) / 1.3841459 = 0.992073/1.3841459 = 0.716740,
-    # half = 1.959964 √(0.8·0.2/10 + 3.841459/400) / 1.3841459 = 1.959964 √0.02560365 / 1.3841459 = 0.226577
+    # 8 of 10, z² = 3.841459: centre = (0.8 + 3.841459/20) / 1.3841459 = 0.992073/1.3841459 =
+    # 0.716740, half = 1.959964 √(0.8·0.2/10 + 3.841459/400) / 1.3841459 = 1.959964 √0.02560365 /
+    # 1.3841459 = 0.226577
     assert ev.wilson_interval(8, 10) == pytest.approx((0.490162, 0.943317), abs=2e-6)
     # none of 10: 0 to z²/(n + z²) = 3.841459/13.841459 = 0.277533; all of 10: the mirror image
     assert ev.wilson_interval(0, 10) == pytest.approx((0.0, 0.277533), abs=1e-6)
@@ -236,7 +272,8 @@ def test_wilson_by_hand() -> None:
 
 
 def test_mean_interval_by_hand() -> None:
-    # 1 2 3 4: mean 2.5, s = √(5/3) = 1.290994, t(0.975, 3) = 3.182446, half = 3.182446·1.290994/2 = 2.054261
+    # 1 2 3 4: mean 2.5, s = √(5/3) = 1.290994, t(0.975, 3) = 3.182446, half = 3.182446·1.290994/2 =
+    # 2.054261
     assert ev.mean_interval([1.0, 2.0, 3.0, 4.0]) == pytest.approx((0.445739, 4.554261), abs=1e-6)
     assert ev.mean_interval([1.0]) is None
     assert ev.mean_interval([5.0, 5.0, 5.0]) == (5.0, 5.0)
@@ -245,7 +282,15 @@ def test_mean_interval_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("freedom", "expected"),  # printed tables, 97.5%
-    [(1, 12.70620), (2, 4.302653), (3, 3.182446), (9, 2.262157), (30, 2.042272), (99, 1.984217), (10_000, 1.960201)],
+    [
+        (1, 12.70620),
+        (2, 4.302653),
+        (3, 3.182446),
+        (9, 2.262157),
+        (30, 2.042272),
+        (99, 1.984217),
+        (10_000, 1.960201),
+    ],
 )
 def test_t_quantile_against_the_tables(freedom: int, expected: float) -> None:
     assert ev.t_quantile(0.975, freedom) == pytest.approx(expected, rel=1e-6)
@@ -255,6 +300,10 @@ def test_t_quantile_against_the_tables(freedom: int, expected: float) -> None:
 def test_t_quantile_inverts_the_integral_of_the_density(freedom: int) -> None:
     t = ev.t_quantile(0.9, freedom)
     x = np.linspace(0, t, 20_001)
-    log_constant = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(freedom * math.pi) / 2
+    log_constant = (
+        math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(freedom * math.pi) / 2
+    )
     density = np.exp(log_constant) * (1 + x * x / freedom) ** (-(freedom + 1) / 2)
-    assert float(torch.trapezoid(torch.from_numpy(density), torch.from_numpy(x))) == pytest.approx(0.4, abs=1e-8)
+    assert float(torch.trapezoid(torch.from_numpy(density), torch.from_numpy(x))) == pytest.approx(
+        0.4, abs=1e-8
+    )

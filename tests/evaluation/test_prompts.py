@@ -41,13 +41,26 @@ def wrong(answer: str | None) -> Grade:
 
 def test_what_an_exam_says() -> None:
     """Four answers to each of two prompts, by hand: 3 of 4 and 1 of 4 right."""
-    grades = [right("a"), right("a"), wrong("b"), right("a"), wrong("c"), wrong("c"), right("d"), wrong(None)]
+    grades = [
+        right("a"),
+        right("a"),
+        wrong("b"),
+        right("a"),
+        wrong("c"),
+        wrong("c"),
+        right("d"),
+        wrong(None),
+    ]
     generator = Scripted(ANSWERS, 4)
-    result = evaluate_prompts(PROMPTS[:2], generator, Fixed(grades), decode, Sampling(4, temperature=0.7), n=4)
+    result = evaluate_prompts(
+        PROMPTS[:2], generator, Fixed(grades), decode, Sampling(4, temperature=0.7), n=4
+    )
     found = numbers(result.metrics())
     assert found["eval/accuracy"] == pytest.approx(0.5)
     assert found["eval/accuracy_error"] == pytest.approx(math.sqrt(0.25**2 * 2) / 2)
-    assert found["eval/return"] == pytest.approx(0.625) and found["eval/format"] == pytest.approx(7 / 8)
+    assert found["eval/return"] == pytest.approx(0.625) and found["eval/format"] == pytest.approx(
+        7 / 8
+    )
     # 1 - C(1,2)/C(4,2) = 1 and 1 - C(3,2)/C(4,2) = 1/2
     assert found["eval/pass@2"] == pytest.approx(0.75) and found["eval/pass@4"] == 1
     assert found["eval/maj@4"] == pytest.approx(0.5), "a wins, c wins"
@@ -58,7 +71,9 @@ def test_what_an_exam_says() -> None:
 
 
 def test_sources_are_told_apart() -> None:
-    result = evaluate_prompts(PROMPTS[:3:2], Scripted(ANSWERS, 4), Fixed([right("a"), wrong("b")]), decode, Sampling(4))
+    result = evaluate_prompts(
+        PROMPTS[:3:2], Scripted(ANSWERS, 4), Fixed([right("a"), wrong("b")]), decode, Sampling(4)
+    )
     found = numbers(result.metrics())
     assert found["eval/accuracy/source 0"] == 1 and found["eval/accuracy/source 1"] == 0
     assert "eval/maj@1" not in found and "eval/pass@1" not in found
@@ -66,15 +81,29 @@ def test_sources_are_told_apart() -> None:
 
 def test_results_are_those_of_robots() -> None:
     grades = [wrong("a"), right("b"), right("c"), right("d"), wrong(None), wrong("e")]
-    result = evaluate_prompts(PROMPTS[:3], Scripted(ANSWERS, 4), Fixed(grades), decode, Sampling(4), n=2, seed=5)
+    result = evaluate_prompts(
+        PROMPTS[:3], Scripted(ANSWERS, 4), Fixed(grades), decode, Sampling(4), n=2, seed=5
+    )
     first, second = result.results()  # prompts 0 and 1, prompt 2
-    assert (first.task, second.task) == ("source 0", "source 1") and not first.deterministic and first.seed == 5
+    assert (
+        (first.task, second.task) == ("source 0", "source 1")
+        and not first.deterministic
+        and first.seed == 5
+    )
     assert [e.index for e in first.episodes] == [0, 1, 2, 3] and first.returns == [0.25, 1, 1, 1]
     assert first.successes == [False, True, True, True] and second.successes == [False, False]
     assert first.lengths == [3, 4, 1, 4] and second.lengths == [3, 4]
-    assert [e.ended for e in first.episodes] == ["terminated", "truncated", "terminated", "terminated"]
+    assert [e.ended for e in first.episodes] == [
+        "terminated",
+        "truncated",
+        "terminated",
+        "terminated",
+    ]
     assert first.distinct_initial_states == 2 and second.distinct_initial_states == 1
-    assert first.episodes[0].initial_state == hashlib.sha256(b"pp").hexdigest() and first.episodes[0].kind is None
+    assert (
+        first.episodes[0].initial_state == hashlib.sha256(b"pp").hexdigest()
+        and first.episodes[0].kind is None
+    )
     assert {e.seed for e in first.episodes} == {5}
     greedy = evaluate_prompts(
         PROMPTS[:1], Scripted(ANSWERS, 4), Fixed([right("a")]), decode, Sampling(4, temperature=0.0)
@@ -88,7 +117,14 @@ def test_samples_to_read() -> None:
     grades = [right(str(i)) if i % 3 == 1 else wrong(None) for i in range(12)]
     result = evaluate_prompts(prompts, Scripted(ANSWERS, 4), Fixed(grades), decode, Sampling(4))
     assert result.samples(1)[0] == {
-        **{"prompt": "pp", "response": "FG", "ground_truth": "", "answer": None, "score": 0.25, "right": False},
+        **{
+            "prompt": "pp",
+            "response": "FG",
+            "ground_truth": "",
+            "answer": None,
+            "score": 0.25,
+            "right": False,
+        },
         **{"length": 3, "stopped": True, "data_source": "source 0"},
     }
     assert [s["answer"] for s in result.samples(6)] == [None, "1", None, "4", "7", None]
@@ -100,7 +136,7 @@ def test_samples_to_read() -> None:
     assert [s["answer"] for s in all_right.samples(2)] == ["0", "2"]
 
 
-# ----------------------------------------------------------------------------------------------------------- statistics
+# --------------------------------------------------------------------------------------- statistics
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:
     assert pass_at_k(4, 1, 2) == pytest.approx(0.5)  # 3 of the 6 pairs hold it
     for n in range(1, 7):
@@ -109,7 +145,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:
                 subsets = list(combinations(range(n), k))
                 share = sum(any(i < c for i in s) for s in subsets) / len(subsets)
                 assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-15)
-    exact = 1 - Decimal(math.comb(9990, 5000)) / Decimal(math.comb(10000, 5000))  # no float holds C(10000, 5000)
+    exact = 1 - Decimal(math.comb(9990, 5000)) / Decimal(
+        math.comb(10000, 5000)
+    )  # no float holds C(10000, 5000)
     assert pass_at_k(10000, 10, 5000) == pytest.approx(float(exact), rel=1e-12)
     assert pass_at_k(7, 7, 1) == 1.0 and pass_at_k(7, 0, 7) == 0.0
     for n, c, k in ((4, 1, 5), (4, 1, 0), (4, 5, 1), (4, -1, 1)):
@@ -120,7 +158,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:
 def test_majority() -> None:
     assert majority(["7", "8", "8"], [True, False, False]) is False
     assert majority(["7", "8", "7"], [True, False, True]) is True
-    assert majority(["7", "8"], [True, False]) is True and majority(["8", "7"], [False, True]) is False  # first seen
+    assert (
+        majority(["7", "8"], [True, False]) is True and majority(["8", "7"], [False, True]) is False
+    )  # first seen
     assert majority([None, None, "7"], [False, False, True]) is True  # no answer never wins ..
     assert majority([None, None], [False, False]) is False  # .. but over nothing
     with pytest.raises(ConfigError, match="maj@k: 0 answers"):
@@ -132,5 +172,7 @@ def test_majority() -> None:
 def test_standard_error() -> None:
     # p = 3/4, n = 4: sqrt(0.75 * 0.25 / 4)
     assert standard_error([1, 1, 1, 0]) == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
-    assert standard_error([2.0, 4.0]) == pytest.approx(math.sqrt(1 / 2))  # deviations 1 and 1, n = 2
+    assert standard_error([2.0, 4.0]) == pytest.approx(
+        math.sqrt(1 / 2)
+    )  # deviations 1 and 1, n = 2
     assert math.isnan(standard_error([1.0])) and standard_error([5.0, 5.0]) == 0

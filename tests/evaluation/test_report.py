@@ -76,25 +76,35 @@ def curve(updates: int = 40) -> list[dict[str, Any]]:
     return rows
 
 
-# --------------------------------------------------------------------------------------------------------- the numbers
+# -------------------------------------------------------------------------------------- the numbers
 def test_json_by_hand(tmp_path: Path) -> None:
     results = [result("A-v1", [1.0, 2.0, 3.0, 4.0]), result("B-v1", [0.0, 10.0], [False, True])]
     written = report.write(tmp_path / "new" / "folder", results, **PROVENANCE)
     content = json.loads(written.json.read_text())
     a, b = content["tasks"]["A-v1"], content["tasks"]["B-v1"]
-    assert a["return"]["ci95"] == pytest.approx([0.445739, 4.554261], abs=1e-6)  # as in test_evaluate
+    assert a["return"]["ci95"] == pytest.approx(
+        [0.445739, 4.554261], abs=1e-6
+    )  # as in test_evaluate
     assert {k: a["return"][k] for k in ("mean", "median", "min", "max")} == {
         "mean": 2.5,
         "median": 2.5,
         "min": 1,
         "max": 4,
     }
-    assert (a["length"]["mean"], a["truncated"], a["terminated"], a["success"]) == (25.0, 1, 3, None)
+    assert (a["length"]["mean"], a["truncated"], a["terminated"], a["success"]) == (
+        25.0,
+        1,
+        3,
+        None,
+    )
     assert (a["episodes"], a["distinct_initial_states"]) == (4, 3)
-    # 1 of 2: centre 0.5; half = 1.959964 √(0.25/2 + 3.841459/16) / (1 + 3.841459/2) = 1.184265/2.920729 = 0.405469
+    # 1 of 2: centre 0.5; half = 1.959964 √(0.25/2 + 3.841459/16) / (1 + 3.841459/2) =
+    # 1.184265/2.920729 = 0.405469
     assert b["success"]["ci95"] == pytest.approx([0.094531, 0.905469], abs=2e-6)
     assert content["overall"]["success"] is None and content["overall"]["episodes"] == 6
-    assert content["overall"]["distinct_initial_states"] == 4  # states of different tasks are different states
+    assert (
+        content["overall"]["distinct_initial_states"] == 4
+    )  # states of different tasks are different states
     assert [e["return"] for e in content["episodes"]] == [1, 2, 3, 4, 0, 10]
     assert content["seeds"] == {
         "first": 1 << 30,
@@ -102,7 +112,9 @@ def test_json_by_hand(tmp_path: Path) -> None:
         "training_below": 1 << 30,
         "disjoint_from_training": True,
     }
-    assert content["config"] == PROVENANCE["config"] and content["versions"] == PROVENANCE["versions"]
+    assert (
+        content["config"] == PROVENANCE["config"] and content["versions"] == PROVENANCE["versions"]
+    )
 
 
 def test_a_seed_of_training_is_not_called_disjoint(tmp_path: Path) -> None:
@@ -117,7 +129,11 @@ def test_the_same_evaluation_gives_the_same_bytes(tmp_path: Path) -> None:
     paths = []
     for name in ("a", "b"):
         measured = evaluation.evaluate(Lean(), make_cartpole, episodes=6, num_envs=4, seed=0)
-        paths.append(report.write(tmp_path / name, [measured], **PROVENANCE, curves=curve(3 if name == "a" else 30)))
+        paths.append(
+            report.write(
+                tmp_path / name, [measured], **PROVENANCE, curves=curve(3 if name == "a" else 30)
+            )
+        )
         time.sleep(0.01)
     assert paths[0].json.read_bytes() == paths[1].json.read_bytes()
     assert not re.search(r"20\d\d-\d\d-\d\d", paths[0].json.read_text()), "a date"
@@ -137,7 +153,14 @@ def test_nothing_to_report_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("x", "text"),
-    [(0, "0"), (500, "500"), (12345.678, "12,346"), (123.456, "123.5"), (-0.0123456, "-0.01235"), (3e-9, "3.000e-09")],
+    [
+        (0, "0"),
+        (500, "500"),
+        (12345.678, "12,346"),
+        (123.456, "123.5"),
+        (-0.0123456, "-0.01235"),
+        (3e-9, "3.000e-09"),
+    ],
 )
 def test_number(x: float, text: str) -> None:
     assert report.number(x) == text
@@ -167,7 +190,9 @@ def test_histogram_counts_every_episode_once() -> None:
 def test_rows_are_read_line_by_line(tmp_path: Path) -> None:
     assert list(report.rows(tmp_path)) == []
     text = (
-        b'{"update": 1, "env_steps": 9, "eval/return": 2}\n{"torn\n[1]\n' + b"[" * 100_000 + b'\n\xff\n{"update": 2}\n'
+        b'{"update": 1, "env_steps": 9, "eval/return": 2}\n{"torn\n[1]\n'
+        + b"[" * 100_000
+        + b'\n\xff\n{"update": 2}\n'
     )
     with open(tmp_path / "metrics.jsonl", "wb") as file:
         file.write(text)
@@ -186,7 +211,9 @@ def test_curves_leave_out_what_is_absent_or_not_a_number() -> None:
     assert [line.label for line in charts[0].lines] == ["rollout/return", "eval/return"]
     assert charts[0].lines[0].path.count("L") == 38  # 39 points: one of 40 is NaN
     assert charts[0].x_label == "environment steps"
-    assert report.learning_curves([]) == [] and report.learning_curves([{"rollout/return": 1.0}]) == []
+    assert (
+        report.learning_curves([]) == [] and report.learning_curves([{"rollout/return": 1.0}]) == []
+    )
     assert report.learning_curves(curve(1000))[0].lines[0].path.count("L") < 300
 
 
@@ -196,7 +223,7 @@ def test_the_worst_explained_variance_does_not_flatten_the_rest() -> None:
     assert [label for _, label in chart.y_ticks] == ["-1", "-0.5", "0", "0.5", "1"]
 
 
-# ------------------------------------------------------------------------------------------------------------ the page
+# ----------------------------------------------------------------------------------------- the page
 class _Text(HTMLParser):
     """Visible text, and every address the page mentions."""
 
@@ -209,7 +236,9 @@ class _Text(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.addresses += [
-            value or "" for name, value in attrs if name in ("src", "href", "poster", "srcset", "action")
+            value or ""
+            for name, value in attrs
+            if name in ("src", "href", "poster", "srcset", "action")
         ]
 
     def handle_data(self, data: str) -> None:
@@ -231,9 +260,17 @@ def text_of(page: Path) -> str:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with everything on it: success, curves and a film."""
     folder = tmp_path_factory.mktemp("page")
-    made = video.record_video(Lean(), partial(make_cartpole, render=True), path=folder / "film.mp4", seed=0, steps=20)
+    made = video.record_video(
+        Lean(), partial(make_cartpole, render=True), path=folder / "film.mp4", seed=0, steps=20
+    )
     assert made.path, made.reason
-    results = [result("CartPole-v1", [float(50 + 7 * (i % 9)) for i in range(40)], [i % 4 > 0 for i in range(40)])]
+    results = [
+        result(
+            "CartPole-v1",
+            [float(50 + 7 * (i % 9)) for i in range(40)],
+            [i % 4 > 0 for i in range(40)],
+        )
+    ]
     return report.write(folder, results, **PROVENANCE, curves=curve(), video=made).html
 
 
@@ -242,11 +279,18 @@ def test_the_page_says_what_the_file_says(page: Path) -> None:
     content = json.loads((page.parent / "report.json").read_text())
     spread = content["tasks"]["CartPole-v1"]["return"]
     assert "Success rate 75.0%" in text and "95% CI 59.8% to 85.8%, 30 of 40" in text
-    assert f"95% CI {report.number(spread['ci95'][0])} to {report.number(spread['ci95'][1])}" in text
-    assert "1073741824 to 1073741863" in text and "disjoint from training, whose seeds lie below 1073741824" in text
+    assert (
+        f"95% CI {report.number(spread['ci95'][0])} to {report.number(spread['ci95'][1])}" in text
+    )
+    assert (
+        "1073741824 to 1073741863" in text
+        and "disjoint from training, whose seeds lie below 1073741824" in text
+    )
     assert "39 distinct first observations in 40 episodes" in text
     assert "9f2c41aa03be" in text and "torch 2.13.0" in text and "update 20, 40,960 steps" in text
-    assert "rollout/return" in text and "Policy entropy" in text and "Explained variance" not in text
+    assert (
+        "rollout/return" in text and "Policy entropy" in text and "Explained variance" not in text
+    )
 
 
 def test_the_page_is_self_contained_and_escaped(page: Path) -> None:
@@ -260,14 +304,20 @@ def test_the_page_is_self_contained_and_escaped(page: Path) -> None:
 def test_pages_with_less_on_them(tmp_path: Path) -> None:
     none = video.Video(None, reason="<no> libEGL")
     text = text_of(report.write(tmp_path, [result("A-v1", [1.0])], **PROVENANCE, video=none).html)
-    assert "No video: <no> libEGL" in text and "one episode has no interval" in text and "Training" not in text
+    assert (
+        "No video: <no> libEGL" in text
+        and "one episode has no interval" in text
+        and "Training" not in text
+    )
     two = [result("A-v1", [1.0, 2.0], [True, False]), result("B-v1", [5.0], [True])]
     text = text_of(report.write(tmp_path, two, **PROVENANCE).html)
     assert "A-v1, B-v1" in text and "2 of 3" in text and "No video" not in text
 
 
 def test_a_long_table_of_episodes_is_cut_and_says_so(tmp_path: Path) -> None:
-    written = report.write(tmp_path, [result("A-v1", [float(i % 7) for i in range(255)] * 2)], **PROVENANCE)
+    written = report.write(
+        tmp_path, [result("A-v1", [float(i % 7) for i in range(255)] * 2)], **PROVENANCE
+    )
     assert "The first 500 of 510; report.json has all." in text_of(written.html)
 
 
@@ -290,7 +340,12 @@ const timer = setInterval(() => {{
 
 def _browse(folder: Path, *arguments: str) -> str:
     """Run the browser without a window; what it prints."""
-    command = [chromium.program(), *chromium.FLAGS, f"--user-data-dir={folder / 'profile'}", *arguments]
+    command = [
+        chromium.program(),
+        *chromium.FLAGS,
+        f"--user-data-dir={folder / 'profile'}",
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
@@ -309,7 +364,7 @@ def test_a_browser_shows_the_page_on_a_phone(page: Path, tmp_path: Path, scheme:
     assert seen["background"] == ("rgb(250, 250, 248)" if scheme == "light" else "rgb(20, 24, 28)")
 
 
-# ------------------------------------------------------------------------------------------------ of a language model
+# ------------------------------------------------------------------------------ of a language model
 EVIL = "<script>document.title = 'owned'</script> <b>72</b> & co\n\n    indented\n#### 72"
 LONG = "The shelf holds 48 jars. " * 60 + "So:\n" + "9" * 400 + "\n#### 12"
 
@@ -318,23 +373,35 @@ def exam(temperature: float = 1.0) -> PromptEvaluationResult:
     """Four responses to each of six prompts of two sources; right: 4, 2 and 0 of 4 in turns."""
     question = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
     texts = [
-        question.format("Ida packs 12 crates a day for 6 days. How many? " * (1 + 10 * (i == 2))) for i in range(6)
+        question.format("Ida packs 12 crates a day for 6 days. How many? " * (1 + 10 * (i == 2)))
+        for i in range(6)
     ]
     sources = ["math", "openai/gsm8k"]
-    prompts = [Prompt((1,), f"{t}{i}", str(70 + i), sources[i % 2], {}, i) for i, t in enumerate(texts)]
+    prompts = [
+        Prompt((1,), f"{t}{i}", str(70 + i), sources[i % 2], {}, i) for i, t in enumerate(texts)
+    ]
     answers = []
     for i in range(6):
         for j in range(4):
             right = j < (4, 2, 0)[i % 3]
             text = EVIL if j == 0 else LONG if j == 3 else f"12*6 = {70 + i + j}\n#### {70 + i + j}"
-            grade = Grade(float(right), answer=str(70 + i) if right else None, correct=right, format_ok=True)
+            grade = Grade(
+                float(right), answer=str(70 + i) if right else None, correct=right, format_ok=True
+            )
             answers.append(Answer(i, text, 40 + 10 * j, j != 3, grade))
-    return PromptEvaluationResult(prompts, answers, 4, Sampling(70, temperature=temperature), seed=3)
+    return PromptEvaluationResult(
+        prompts, answers, 4, Sampling(70, temperature=temperature), seed=3
+    )
 
 
 def tokens_curve() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
-        {"update": u, "tokens": 50_000 * u, "rollout/return": u / 30, "rollout/truncated": 1 / (u + 1)}
+        {
+            "update": u,
+            "tokens": 50_000 * u,
+            "rollout/return": u / 30,
+            "rollout/truncated": 1 / (u + 1),
+        }
         | {"rollout/success": u / 35, "kl/to_reference": 0.001 * u, "speed/tokens_per_s": 900.0}
         for u in range(30)
     ]
@@ -360,17 +427,24 @@ def examined(folder: Path, **options: Any) -> report.Report:
 def test_an_exam_in_the_file(tmp_path: Path) -> None:
     written = examined(tmp_path / "a")
     content = json.loads(written.json.read_text())
-    assert content["tokens"] == 40_960 and not {"env_steps", "seeds"} & content.keys() and content["seed"] == 3
+    assert (
+        content["tokens"] == 40_960
+        and not {"env_steps", "seeds"} & content.keys()
+        and content["seed"] == 3
+    )
     assert not content["deterministic"] and list(content["tasks"]) == ["math", "openai/gsm8k"]
     assert content["numbers"] == {"pass@4": 2 / 3, "maj@4": 0.5, "accuracy_error": None}
     assert len(content["samples"]) == 8 and any(s["response"] == LONG for s in content["samples"])
-    assert content["overall"]["episodes"] == 24 and content["overall"]["distinct_initial_states"] == 6
+    assert (
+        content["overall"]["episodes"] == 24 and content["overall"]["distinct_initial_states"] == 6
+    )
     task = content["tasks"]["math"]  # prompts 0, 2, 4: 4, 0 and 2 of 4 right
     assert task["truncated"] == 3 and task["terminated"] == 9 and task["success"]["count"] == 6
     # Of prompts: mean 1/2, s = 1/2; t(0.975, 2) = 4.302653: 4.302653 · 0.5 / √3 = 1.242069
     assert task["return"]["ci95"] == pytest.approx([0.5 - 1.242069, 0.5 + 1.242069], abs=1e-5)
     # V = (2² + 2² + 0²) / 12² = 1/18, p(1-p)/12 = 1/48: effect 8/3, that is 4.5 responses:
-    # centre 0.5; half = 1.959964 √(0.25/4.5 + 3.841459/81) / (1 + 3.841459/4.5) = 0.628966/1.853658 = 0.339311
+    # centre 0.5; half = 1.959964 √(0.25/4.5 + 3.841459/81) / (1 + 3.841459/4.5) = 0.628966/1.853658
+    # = 0.339311
     assert task["success"]["ci95"] == pytest.approx([0.160689, 0.839311], abs=2e-6)
     assert examined(tmp_path / "b").json.read_bytes() == written.json.read_bytes()
 
@@ -378,10 +452,15 @@ def test_an_exam_in_the_file(tmp_path: Path) -> None:
 def test_one_response_to_each_prompt_has_plain_intervals() -> None:
     """Also where all of them are right; several that are all right count as one each."""
     plain = result("A", [1.0, 0.0, 1.0, 1.0], [True, False, True, True])
-    plain = replace(plain, episodes=tuple(replace(e, initial_state=str(e.index)) for e in plain.episodes))
+    plain = replace(
+        plain, episodes=tuple(replace(e, initial_state=str(e.index)) for e in plain.episodes)
+    )
     assert report.statistics(plain, "tokens") == report.statistics(plain)
     same = replace(
-        plain, episodes=tuple(replace(e, initial_state=str(e.index % 2), success=True) for e in plain.episodes)
+        plain,
+        episodes=tuple(
+            replace(e, initial_state=str(e.index % 2), success=True) for e in plain.episodes
+        ),
     )
     found = report.statistics(same, "tokens")["success"]
     assert found["ci95"] == pytest.approx(evaluation.wilson_interval(2, 2)) and found["count"] == 4
@@ -391,26 +470,46 @@ def test_an_exam_on_the_page(tmp_path: Path) -> None:
     page = examined(tmp_path).html
     text = text_of(page)
     assert "24 responses of" in text and "40,960 tokens of training), sampled" in text
-    assert "Accuracy 50.0%" in text and "Prompts 6 distinct, in 24 responses" in text and "pass@4 0.6667" in text
+    assert (
+        "Accuracy 50.0%" in text
+        and "Prompts 6 distinct, in 24 responses" in text
+        and "pass@4 0.6667" in text
+    )
     assert "accuracy_error –" in text and "3, of samples that training never draws" in text
     assert "cut at the limit" in text and "by itself" in text and "KL to the reference" in text
-    wrong = re.findall("episode|step|film|video|clock|initial state|simulator|environment|return ", text.lower())
+    wrong = re.findall(
+        "episode|step|film|video|clock|initial state|simulator|environment|return ", text.lower()
+    )
     assert set(wrong) <= {"step"}, wrong  # the checkpoint's name
     assert "<script>document.title = 'owned'</script> <b>72</b> & co" in text and " … " in text
     assert LONG not in page.read_text() and "#### 12" in text, "the end is what has the answer"
     parsed = parse(page)
     assert "script" not in parsed.tags and "b" not in parsed.tags and "video" not in parsed.tags
     assert parsed.addresses == []
-    assert "no part of greedy responses" in text_of(examined(tmp_path / "greedy", temperature=0.0).html)
+    assert "no part of greedy responses" in text_of(
+        examined(tmp_path / "greedy", temperature=0.0).html
+    )
     one = report.write(tmp_path / "one", exam().results()[:1], **PROVENANCE, unit="tokens")
     text = text_of(one.html)
-    assert "Mean score" in text and "Stopped by itself 9 of 12 3 cut at the limit" in text and "Samples" not in text
-    assert "Response length 55 tokens, from 40 to 70" in text and not {"samples", "numbers"} & one.content.keys()
+    assert (
+        "Mean score" in text
+        and "Stopped by itself 9 of 12 3 cut at the limit" in text
+        and "Samples" not in text
+    )
+    assert (
+        "Response length 55 tokens, from 40 to 70" in text
+        and not {"samples", "numbers"} & one.content.keys()
+    )
 
 
 def test_curves_of_a_language_model() -> None:
     charts = report.learning_curves(tokens_curve(), unit="tokens")
-    assert [c.title for c in charts] == ["Score", "Accuracy", "Responses cut at the limit", "KL to the reference"]
+    assert [c.title for c in charts] == [
+        "Score",
+        "Accuracy",
+        "Responses cut at the limit",
+        "KL to the reference",
+    ]
     assert [line.label for line in charts[1].lines] == ["rollout/success", "eval/accuracy"]
     assert {c.x_label for c in charts} == {"tokens"}
 
@@ -435,7 +534,13 @@ onload = () => {{
   }});
 }};
 </script>""")
-    dom = _browse(tmp_path, "--window-size=1300,900", "--virtual-time-budget=5000", "--dump-dom", probe.as_uri())
+    dom = _browse(
+        tmp_path,
+        "--window-size=1300,900",
+        "--virtual-time-budget=5000",
+        "--dump-dom",
+        probe.as_uri(),
+    )
     title = re.search(r"<title>(.*?)</title>", dom)
     assert title
     seen = json.loads(html.unescape(title[1]))

@@ -1,4 +1,6 @@
-"""LiberoEnv: what the wheel holds (instructions, initial states) always, the scenes where LIBERO_ASSETS names them."""
+"""LiberoEnv: what the wheel holds (instructions, initial states) always, the scenes where
+LIBERO_ASSETS names them.
+"""
 
 from __future__ import annotations
 
@@ -40,28 +42,49 @@ def make(suite: str, assets: str, n: int = 1, **options: Any) -> LiberoEnv:
 @pytest.mark.parametrize(
     ("suite", "count", "task", "instruction"),
     [
-        ("libero_spatial", 10, 0, "pick up the black bowl between the plate and the ramekin and place it on the plate"),
+        (
+            "libero_spatial",
+            10,
+            0,
+            "pick up the black bowl between the plate and the ramekin and place it on the plate",
+        ),
         ("libero_object", 10, 9, "pick up the orange juice and place it in the basket"),
         ("libero_goal", 10, 7, "turn on the stove"),
         ("libero_10", 10, 0, "put both the alphabet soup and the tomato sauce in the basket"),
         ("libero_90", 90, 0, "close the top drawer of the cabinet"),
     ],
 )
-def test_tasks_and_their_instructions(suite: str, count: int, task: int, instruction: str, empty: str) -> None:
+def test_tasks_and_their_instructions(
+    suite: str, count: int, task: int, instruction: str, empty: str
+) -> None:
     env = make(suite, empty, kwargs={"processes": False})
     assert len(env.task_names) == len(env.instructions) == count
     assert env.instructions[task] == instruction
     assert env.max_episode_steps == TIME_LIMITS[suite]
     assert env.action_spec == Box((-1.0,) * 7, (1.0,) * 7)
     image = ArraySpec((3, 128, 128), torch.uint8)
-    assert env.obs_spec == {"state": ArraySpec((8,)), "agentview": image, "robot0_eye_in_hand": image}
-    states = libero_env._benchmark("libero/", Path(empty)).get_benchmark_dict()[suite]().get_task_init_states(task)
+    assert env.obs_spec == {
+        "state": ArraySpec((8,)),
+        "agentview": image,
+        "robot0_eye_in_hand": image,
+    }
+    states = (
+        libero_env._benchmark("libero/", Path(empty))
+        .get_benchmark_dict()[suite]()
+        .get_task_init_states(task)
+    )
     assert states.shape[0] == libero_env.STATES
 
 
 def test_environments_are_dealt_out_to_tasks_in_blocks(empty: str) -> None:
     """Members of a group are neighbours: they get the same task."""
-    env = make("libero_goal", empty, 6, kwargs={"tasks": [3, 7, 1], "processes": False}, image_size=(32, 48))
+    env = make(
+        "libero_goal",
+        empty,
+        6,
+        kwargs={"tasks": [3, 7, 1], "processes": False},
+        image_size=(32, 48),
+    )
     assert env.task.tolist() == [0, 0, 1, 1, 2, 2] and env.instructions[1] == "turn on the stove"
     assert [e.unwrapped.task for e in env._env.envs] == [3, 3, 7, 7, 1, 1]
     assert env.obs_spec["agentview"] == ArraySpec((3, 32, 48), torch.uint8)
@@ -70,7 +93,10 @@ def test_environments_are_dealt_out_to_tasks_in_blocks(empty: str) -> None:
 
 
 def test_missing_meshes_are_named_with_the_command_that_downloads_them(tmp_path: Path) -> None:
-    with pytest.raises(EnvError, match=r"206 MB.* are not in .*hf download lerobot/libero-assets --repo-type dataset"):
+    with pytest.raises(
+        EnvError,
+        match=r"206 MB.* are not in .*hf download lerobot/libero-assets --repo-type dataset",
+    ):
         make("libero_goal", str(tmp_path))
 
 
@@ -87,16 +113,22 @@ def test_importing_asks_nothing_and_touches_no_home(empty: str, tmp_path: Path) 
     home.mkdir()
     env = {k: v for k, v in os.environ.items() if k != "LIBERO_CONFIG_PATH"} | {"HOME": str(home)}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, stdin=subprocess.DEVNULL
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=env,
+        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0 and done.stdout.splitlines() == ["turn on the stove"], done.stderr
     assert not (home / ".libero").exists()
 
 
-# ------------------------------------------------------------------------------------------------------ with the meshes
+# ---------------------------------------------------------------------------------- with the meshes
 @scenes
 def test_a_scene_keeps_the_contract() -> None:
-    env = make("libero_object", ASSETS, kwargs={"tasks": 0}, max_episode_steps=5, image_size=(64, 64))
+    env = make(
+        "libero_object", ASSETS, kwargs={"tasks": 0}, max_episode_steps=5, image_size=(64, 64)
+    )
     report = check_env(env, steps=8)
     assert (report.episodes, report.longest, report.rows) == (1, 5, 7)
     env.close()
@@ -106,7 +138,13 @@ def test_a_scene_keeps_the_contract() -> None:
 def test_pictures_are_mirrored_where_asked() -> None:
     seen = []
     for mirror in (False, True):
-        env = make("libero_object", ASSETS, kwargs={"tasks": 0, "mirror": mirror}, image_size=(64, 64), render=True)
+        env = make(
+            "libero_object",
+            ASSETS,
+            kwargs={"tasks": 0, "mirror": mirror},
+            image_size=(64, 64),
+            render=True,
+        )
         obs: Any = env.reset()
         seen.append(obs["agentview"][0].float())
         env.close()
@@ -116,7 +154,9 @@ def test_pictures_are_mirrored_where_asked() -> None:
 @scenes
 def test_two_processes_and_a_success() -> None:
     """The stove's knob is turned by hand: the task is done."""
-    env = make("libero_goal", ASSETS, 2, kwargs={"tasks": [7, 3]}, max_episode_steps=4, image_size=(32, 32))
+    env = make(
+        "libero_goal", ASSETS, 2, kwargs={"tasks": [7, 3]}, max_episode_steps=4, image_size=(32, 32)
+    )
     env.reset()
     steps = [env.step(torch.zeros(2, 7)) for _ in range(5)]
     assert steps[3].truncated.all() and not steps[4].mask.any() and steps[0].task.tolist() == [0, 1]

@@ -1,4 +1,7 @@
-"""MjlabEnv on mjlab's own tasks, on the CPU. The first run compiles Warp's kernels, about a minute."""
+"""MjlabEnv on mjlab's own tasks, on the CPU.
+
+The first run compiles Warp's kernels, about a minute.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ def test_cartpole_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_what_the_policy_sees_and_when_the_clock_ends() -> None:
     env = make()
-    assert env.obs_spec == ArraySpec((5,)) and env.max_episode_steps == 1000  # 50 s of 0.05 s; the group "actor"
+    assert (
+        env.obs_spec == ArraySpec((5,)) and env.max_episode_steps == 1000
+    )  # 50 s of 0.05 s; the group "actor"
     assert make(kwargs={"observe": ["actor", "critic"]}).obs_spec == {
         "actor": ArraySpec((5,)),
         "critic": ArraySpec((5,)),
@@ -49,7 +54,11 @@ def test_the_last_observation_is_that_of_the_end() -> None:
     for _ in range(20):
         step = env.step(torch.ones(4, 1))
     final, obs = torch.as_tensor(step.final_obs), torch.as_tensor(step.obs)
-    assert step.truncated.all() and bool((final[:, 0] > 0.5).all()) and bool((obs[:, 0].abs() <= 0.1).all())
+    assert (
+        step.truncated.all()
+        and bool((final[:, 0] > 0.5).all())
+        and bool((obs[:, 0].abs() <= 0.1).all())
+    )
 
 
 def test_a_command_that_is_fulfilled_is_a_success() -> None:
@@ -66,14 +75,24 @@ def test_pictures() -> None:
     env = make(render=True, render_size=(48, 64))
     env.reset()
     picture = env.render()
-    assert picture.shape == (48, 64, 3) and picture.dtype == torch.uint8 and picture.float().std() > 10
+    assert (
+        picture.shape == (48, 64, 3) and picture.dtype == torch.uint8 and picture.float().std() > 10
+    )
 
 
 @pytest.mark.parametrize(
     ("id", "options", "message"),
     [
-        ("Mjlab-Cartpole", {}, "is unknown to mjlab; it has Mjlab-Cartpole-Balance, Mjlab-Cartpole-Swingup"),
-        (BALANCE, {"kwargs": {"config": {"sim.njmaxx": 3}}}, "config 'sim.njmaxx': there is no 'njmaxx'"),
+        (
+            "Mjlab-Cartpole",
+            {},
+            "is unknown to mjlab; it has Mjlab-Cartpole-Balance, Mjlab-Cartpole-Swingup",
+        ),
+        (
+            BALANCE,
+            {"kwargs": {"config": {"sim.njmaxx": 3}}},
+            "config 'sim.njmaxx': there is no 'njmaxx'",
+        ),
         (BALANCE, {"kwargs": {"plays": True}}, "its function fails with .*plays"),
         (
             BALANCE,
@@ -88,14 +107,20 @@ def test_refusals(id: str, options: dict[str, Any], message: str) -> None:
 
 
 def test_fields_of_the_configuration_can_be_set() -> None:
-    env = make(kwargs={"config": {"decimation": 2, "events.reset_slider.params.position_range": [0.3, 0.3]}})
+    env = make(
+        kwargs={
+            "config": {"decimation": 2, "events.reset_slider.params.position_range": [0.3, 0.3]}
+        }
+    )
     obs = torch.as_tensor(env.reset())
     assert env._env.cfg.decimation == 2 and torch.allclose(obs[:, 0], torch.tensor(0.3))
     assert BALANCE in mjlab_env.ids()
 
 
 def test_ppo_learns_to_balance() -> None:
-    """A step is worth 0.05 at best; random forces lose the pole within 2 s and get 0.015, start included, over 5 s."""
+    """A step is worth 0.05 at best; random forces lose the pole within 2 s and get 0.015, start
+    included, over 5 s.
+    """
     updates = 40
     algorithm = {"horizon": 25, "global_batch_size": 400, "lr": 2e-3, "gamma": 0.97}
     c = toys.config(
@@ -112,4 +137,6 @@ def test_ppo_learns_to_balance() -> None:
         rewards.append(trajectory.reward[trajectory.mask].mean().item())
         learner.update(trajectory, update=update)
     print("mean reward:", [round(r, 4) for r in rewards[::4]])
-    assert sum(rewards[-4:]) / 4 > 1.3 * sum(rewards[4:8]) / 4, rewards  # [4:8]: every phase of an episode
+    assert sum(rewards[-4:]) / 4 > 1.3 * sum(rewards[4:8]) / 4, (
+        rewards
+    )  # [4:8]: every phase of an episode

@@ -1,4 +1,7 @@
-"""vLLM for real, against the policy whose weights it was given. Needs an environment of its own: make test-vllm."""
+"""vLLM for real, against the policy whose weights it was given.
+
+Needs an environment of its own: make test-vllm.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,15 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LanguagePol
     path = tmp_path_factory.mktemp("model")
     policy.model.save_pretrained(path)
     words = {f"w{i}": i for i in range(50)}
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")), eos_token="w2").save_pretrained(path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, "w0")), eos_token="w2"
+    ).save_pretrained(path)
     random.seed(1)
     torch.manual_seed(1)
     expected = random.getstate(), torch.get_rng_state()
-    engine = VllmEngine(policy, str(path), pad_id=0, slots=8, width=32, texts=True, enforce_eager=True)
+    engine = VllmEngine(
+        policy, str(path), pad_id=0, slots=8, width=32, texts=True, enforce_eager=True
+    )
     assert random.getstate() == expected[0] and torch.equal(torch.get_rng_state(), expected[1])
     yield policy, engine
 
@@ -90,7 +97,9 @@ def test_new_weights_are_used_at_once(both: tuple[LanguagePolicy, VllmEngine]) -
     with torch.no_grad():
         for p in policy.model.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
-    assert torch.equal(engine.generate(prompts, greedy, seed=0).token, before.token), "a copy of its own"
+    assert torch.equal(engine.generate(prompts, greedy, seed=0).token, before.token), (
+        "a copy of its own"
+    )
     engine.update_weights(1)
     after = engine.generate(prompts, greedy, seed=0)
     assert engine.version == 1 and not torch.equal(after.token, before.token)
@@ -100,7 +109,9 @@ def test_new_weights_are_used_at_once(both: tuple[LanguagePolicy, VllmEngine]) -
     assert torch.equal(engine.generate(prompts, greedy, seed=0).token, after.token)
 
 
-def test_stop_texts(both: tuple[LanguagePolicy, VllmEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_texts(
+    both: tuple[LanguagePolicy, VllmEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The token that completes one is the response's last; the model's own end of sequence is none."""
     _, engine = both
     free = engine.generate(PROMPTS, Sampling(12), seed=3)
@@ -109,7 +120,11 @@ def test_stop_texts(both: tuple[LanguagePolicy, VllmEngine], monkeypatch: pytest
     found = engine.generate(PROMPTS, Sampling(12, stop=(stop,)), seed=3)
     said = [f"w{i}" for i in free.token[1].tolist()]
     n = next(i for i, word in enumerate(said) if stop in word) + 1
-    assert found.length[1] == n <= 5 and found.stopped[1] and torch.equal(found.token[1, :n], free.token[1, :n])
+    assert (
+        found.length[1] == n <= 5
+        and found.stopped[1]
+        and torch.equal(found.token[1, :n], free.token[1, :n])
+    )
     monkeypatch.setattr(engine, "texts", False)
     with pytest.raises(ConfigError, match=r"rollout.stop: stop texts need .*tokenizer"):
         engine.generate(PROMPTS, Sampling(4, stop=("x",)), seed=0)

@@ -23,12 +23,20 @@ from tests.models.vla.test_trunk import FAMILIES, SENTENCES, B, C, make, observa
 def test_it_is_the_cloning_loss_in_the_words_of_the_demonstrations() -> None:
     demos = replace(demonstrations(), instructions=("go there", "go away"))
     policy = make()
-    beside = behavior_cloning.AuxiliaryCloningLoss(policy, demos, replace(STEPS, coef=0.3, batch_size=len(demos.state)))
+    beside = behavior_cloning.AuxiliaryCloningLoss(
+        policy, demos, replace(STEPS, coef=0.3, batch_size=len(demos.state))
+    )
     loss = beside(torch.Generator().manual_seed(0))
     assert policy.sentences == SENTENCES
-    frames = torch.randint(len(demos.state), (len(demos.state),), generator=torch.Generator().manual_seed(0))
+    frames = torch.randint(
+        len(demos.state), (len(demos.state),), generator=torch.Generator().manual_seed(0)
+    )
     policy.tell(demos.instructions)
-    obs = {"front": demos.images["front"].permute(0, 3, 1, 2), "state": demos.state, "instruction": demos.instruction}
+    obs = {
+        "front": demos.images["front"].permute(0, 3, 1, 2),
+        "state": demos.state,
+        "instruction": demos.instruction,
+    }
     expected, _ = policy.bc_loss(policy.encode(tree.index(obs, frames)), *demos.chunk(frames, C))
     assert torch.allclose(loss, 0.3 * expected)
     policy.tell(SENTENCES)
@@ -41,23 +49,50 @@ def test_a_policy_that_was_just_cloned_is_told_the_simulators_sentences() -> Non
     policy = make()
     before = policy.encode(observations())["/words"]
     behavior_cloning.clone(policy, demos, replace(STEPS, steps=2, foresight_steps=2), seed=0)
-    behavior_cloning.AuxiliaryCloningLoss(policy, demos, replace(STEPS, coef=0.3))(torch.Generator())
-    assert policy.sentences == SENTENCES and torch.equal(policy.encode(observations())["/words"], before)
+    behavior_cloning.AuxiliaryCloningLoss(policy, demos, replace(STEPS, coef=0.3))(
+        torch.Generator()
+    )
+    assert policy.sentences == SENTENCES and torch.equal(
+        policy.encode(observations())["/words"], before
+    )
 
 
 def test_an_evaluation_in_other_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training evaluates in the evaluation's sentences, as the command does, and goes on with its own."""
+    """Training evaluates in the evaluation's sentences, as the command does, and goes on with its
+    own.
+    """
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    words = ["experiment=tabletop_token", "eval_every=1", "env.num_envs=4", "evaluation.episodes=8", "model.width=16"]
-    words += ["algorithm.horizon=2", "algorithm.global_batch_size=8", "evaluation.num_envs=4", "cloning.steps=0"]
+    words = [
+        "experiment=tabletop_token",
+        "eval_every=1",
+        "env.num_envs=4",
+        "evaluation.episodes=8",
+        "model.width=16",
+    ]
+    words += [
+        "algorithm.horizon=2",
+        "algorithm.global_batch_size=8",
+        "evaluation.num_envs=4",
+        "cloning.steps=0",
+    ]
     words += ["evaluation.video_episodes=0", "updates=2"]
-    assert main.main(["train", *words, "run_dir=a", "evaluation.env_kwargs.split=unseen_wording"]) == 0
+    assert (
+        main.main(["train", *words, "run_dir=a", "evaluation.env_kwargs.split=unseen_wording"]) == 0
+    )
     assert main.main(["train", *words, "run_dir=b"]) == 0
     a, b = (checkpoint.open_checkpoint(run).policy() for run in ("a", "b"))
     assert all(torch.equal(a[k], b[k]) for k in a)
-    assert main.main(["evaluate", "checkpoint=a", "episodes=8", "num_envs=4", "video=false", "out=again"]) == 0
-    reports = [json.loads(path.read_text()) for path in (*Path("a").rglob("report.json"), Path("again/report.json"))]
+    assert (
+        main.main(
+            ["evaluate", "checkpoint=a", "episodes=8", "num_envs=4", "video=false", "out=again"]
+        )
+        == 0
+    )
+    reports = [
+        json.loads(path.read_text())
+        for path in (*Path("a").rglob("report.json"), Path("again/report.json"))
+    ]
     returns = [[e["return"] for e in report["episodes"]] for report in reports]
     assert returns[0] == returns[1]
 
@@ -65,9 +100,13 @@ def test_an_evaluation_in_other_words(tmp_path: Path, monkeypatch: pytest.Monkey
 def rollout(policy: torch.nn.Module, columns: int = 2) -> Trajectory:
     """One step of B environments, twice, without any advantage."""
     obs = tree.map(lambda x: torch.stack([x] * columns), observations())
-    d = policy.act(policy.encode(observations()), noise=policy.noise(B, torch.Generator().manual_seed(1)))
+    d = policy.act(
+        policy.encode(observations()), noise=policy.noise(B, torch.Generator().manual_seed(1))
+    )
     zeros, no = torch.zeros(columns, B), torch.zeros(columns, B, dtype=torch.bool)
-    action, log_prob, replay = tree.map(lambda x: torch.stack([x] * columns), (d.action, d.log_prob, d.replay))
+    action, log_prob, replay = tree.map(
+        lambda x: torch.stack([x] * columns), (d.action, d.log_prob, d.replay)
+    )
     return Trajectory(
         obs=obs,
         action=action,
@@ -86,17 +125,26 @@ def rollout(policy: torch.nn.Module, columns: int = 2) -> Trajectory:
 @pytest.mark.parametrize("family", ["tokens", "gaussian", "flow"])
 def test_every_minibatch_of_the_actor_adds_it(family: str) -> None:
     config = AlgorithmConfig(
-        horizon=2, global_batch_size=B, update_epoch=3, critic_warmup=1, lr=3e-3, logprob_type="token_level"
+        horizon=2,
+        global_batch_size=B,
+        update_epoch=3,
+        critic_warmup=1,
+        lr=3e-3,
+        logprob_type="token_level",
     )
 
     def trained(coef: float) -> tuple[list[float], float]:
         policy = make(**FAMILIES[family])
         beside = (
-            behavior_cloning.AuxiliaryCloningLoss(policy, demonstrations(), replace(STEPS, coef=coef, batch_size=64))
+            behavior_cloning.AuxiliaryCloningLoss(
+                policy, demonstrations(), replace(STEPS, coef=coef, batch_size=64)
+            )
             if coef
             else None
         )
-        learner = actor_critic_learner(policy, config, num_envs=B, updates=20, seed=0, auxiliary_loss=beside)
+        learner = actor_critic_learner(
+            policy, config, num_envs=B, updates=20, seed=0, auxiliary_loss=beside
+        )
         told = []
         for update in range(12):
             metrics = learner.update(rollout(policy), update=update)
@@ -115,9 +163,25 @@ def test_every_minibatch_of_the_actor_adds_it(family: str) -> None:
 def test_the_command_and_its_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    words = ["experiment=tabletop_token", "eval_every=0", "env.num_envs=4", "evaluation.episodes=4", "model.width=16"]
-    words += ["algorithm.horizon=2", "algorithm.global_batch_size=8", "evaluation.num_envs=4", "cloning.coef=0.1"]
-    words += ["cloning.steps=0", "cloning.episodes=6", "cloning.batch_size=4", "evaluation.video_episodes=0"]
+    words = [
+        "experiment=tabletop_token",
+        "eval_every=0",
+        "env.num_envs=4",
+        "evaluation.episodes=4",
+        "model.width=16",
+    ]
+    words += [
+        "algorithm.horizon=2",
+        "algorithm.global_batch_size=8",
+        "evaluation.num_envs=4",
+        "cloning.coef=0.1",
+    ]
+    words += [
+        "cloning.steps=0",
+        "cloning.episodes=6",
+        "cloning.batch_size=4",
+        "evaluation.video_episodes=0",
+    ]
     words += ["algorithm.critic_warmup=0", "algorithm.lr_schedule=constant"]
     assert main.main(["train", *words, "updates=4", "run_dir=whole"]) == 0
     assert main.main(["train", *words, "updates=2", "run_dir=part"]) == 0

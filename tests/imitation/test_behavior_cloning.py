@@ -24,7 +24,9 @@ STEPS = CloningConfig(steps=150, batch_size=16, lr=3e-3, foresight_steps=100)
 
 
 def demonstrations(episodes: int = 40, length: int = 6) -> Demonstrations:
-    """A bright patch lies left or right; the sentence says whether to move there or away, and so the state ends."""
+    """A bright patch lies left or right; the sentence says whether to move there or away, and so
+    the state ends.
+    """
     g = torch.Generator().manual_seed(0)
     frames = episodes * length
     right = torch.randint(0, 2, (episodes,), generator=g)
@@ -38,23 +40,41 @@ def demonstrations(episodes: int = 40, length: int = 6) -> Demonstrations:
     state[:, 0] = way * t / length
     action = torch.stack((0.8 * way, torch.zeros(frames)), dim=1)
     episode = torch.arange(episodes).repeat_interleave(length)
-    return Demonstrations({"front": images}, state, action, episode, away[episode], SENTENCES[:2], 20)
+    return Demonstrations(
+        {"front": images}, state, action, episode, away[episode], SENTENCES[:2], 20
+    )
 
 
 def test_a_clone_acts_as_demonstrated_and_says_how_well() -> None:
     policy, demos = make(), demonstrations()
-    table, before = policy.trunk.table, behavior_cloning._held_out_loss(policy, demos, torch.arange(240))
+    table, before = (
+        policy.trunk.table,
+        behavior_cloning._held_out_loss(policy, demos, torch.arange(240)),
+    )
     said: list[str] = []
     told = behavior_cloning.clone(policy, demos, STEPS, seed=0, notice=said.append)
-    assert told.steps == 150 and told.loss < 0.3 and told.held_out_loss < 0.5 < before and told.cpu_s > 0
+    assert (
+        told.steps == 150
+        and told.loss < 0.3
+        and told.held_out_loss < 0.5 < before
+        and told.cpu_s > 0
+    )
     assert policy.trunk.table is table  # the simulator's sentences again
     policy.tell(demos.instructions)
-    obs = {"front": demos.images["front"].permute(0, 3, 1, 2), "state": demos.state, "instruction": demos.instruction}
+    obs = {
+        "front": demos.images["front"].permute(0, 3, 1, 2),
+        "state": demos.state,
+        "instruction": demos.instruction,
+    }
     action = policy.act(policy.encode(obs)).action.view(240, -1, A)[:, 0]
     assert ((action - demos.action).abs() < 0.15).float().mean() > 0.95
-    assert said[0].startswith("foresight: step 10 of 100, loss ") and said[-1].startswith("cloning: step 150 of 150")
+    assert said[0].startswith("foresight: step 10 of 100, loss ") and said[-1].startswith(
+        "cloning: step 150 of 150"
+    )
     moments = policy.trunk.encoder.moments
-    assert moments is not None and torch.allclose(moments.mean.float(), demos.state.mean(0), atol=1e-4)
+    assert moments is not None and torch.allclose(
+        moments.mean.float(), demos.state.mean(0), atol=1e-4
+    )
 
 
 def test_cloning_repeats_itself_and_foresight_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +98,14 @@ def test_cloning_repeats_itself_and_foresight_changes_it(monkeypatch: pytest.Mon
 
 def test_what_is_foreseen() -> None:
     episode = torch.tensor([0, 0, 0, 2, 2, 7])
-    assert behavior_cloning._along(episode, (0.5, 1.0)).tolist() == [[1, 2], [1, 2], [1, 2], [3, 4], [3, 4], [5, 5]]
+    assert behavior_cloning._along(episode, (0.5, 1.0)).tolist() == [
+        [1, 2],
+        [1, 2],
+        [1, 2],
+        [3, 4],
+        [3, 4],
+        [5, 5],
+    ]
     images = torch.randint(0, 256, (3, 8, 12, 3), dtype=torch.uint8)
     cells = behavior_cloning._cells(images)  # row by row
     assert cells.shape == (3, 6, 3)
@@ -106,11 +133,15 @@ def test_cloning_gives_words_a_meaning() -> None:
 
 
 def test_how_a_picture_ends_is_foreseen() -> None:
-    """What the sentence speaks of leaves its place and arrives at another; the state says nothing of it."""
+    """What the sentence speaks of leaves its place and arrives at another; the state says nothing
+    of it.
+    """
     episodes, g = 400, torch.Generator().manual_seed(0)
     images = torch.zeros(2 * episodes, 16, 24, 3, dtype=torch.uint8)
     instruction = torch.randint(0, 2, (episodes,), generator=g).repeat_interleave(2)
-    for episode in range(episodes):  # red and blue patches in two of the six squares; the one that is named goes out
+    for episode in range(
+        episodes
+    ):  # red and blue patches in two of the six squares; the one that is named goes out
         for patch, square in enumerate(torch.randperm(6, generator=g)[:2].tolist()):
             y, x = 8 * (square // 3), 8 * (square % 3)
             images[2 * episode, y : y + 4, x : x + 4, 2 * patch] = 255
@@ -137,20 +168,28 @@ def test_how_a_picture_ends_is_foreseen() -> None:
         grounding = policy.encode_context(behavior_cloning._inputs(policy, demos, test)).grounding
         assert grounding is not None and grounding.cells is not None and run.cell_head is not None
         off = (run.cell_head(grounding.cells) - run._change(test) / run.change_std).square().mean()
-    assert off < 0.3 * (run._change(test) / run.change_std).square().mean(), off  # half without the words
+    assert off < 0.3 * (run._change(test) / run.change_std).square().mean(), (
+        off
+    )  # half without the words
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"action": torch.zeros(240, 3)}, "its actions have 3 dimensions, the task's 2"),
-        ({"images": {"wrist": torch.zeros(240, 16, 24, 3, dtype=torch.uint8)}}, "holds no camera 'front', only wrist"),
+        (
+            {"images": {"wrist": torch.zeros(240, 16, 24, 3, dtype=torch.uint8)}},
+            "holds no camera 'front', only wrist",
+        ),
         ({"images": {}}, r"holds no camera 'front', only none; .*env.cameras=\[front\]"),
         (
             {"images": {"front": torch.zeros(240, 8, 8, 3, dtype=torch.uint8)}},
             "camera 'front' shows 8 x 8 pixels, the task's 16 x 24; set env.image_size",
         ),
-        ({"state": torch.zeros(240, 4)}, r"its observation.state has 4 numbers, the task's state \(5\) 5"),
+        (
+            {"state": torch.zeros(240, 4)},
+            r"its observation.state has 4 numbers, the task's state \(5\) 5",
+        ),
     ],
 )
 def test_demonstrations_of_another_robot(change: dict[str, Any], says: str) -> None:
@@ -163,7 +202,9 @@ def relabelled(**spec: ArraySpec) -> Any:
     """A policy with other observations and, name for name of ``SPEC``, the weights of ``make()``."""
     config = ModelConfig(policy="token", bins=16, width=32, word_buckets=64)
     box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
-    policy = TokenVLA({**spec, "instruction": SPEC["instruction"]}, box, config, chunk=C, sentences=SENTENCES)
+    policy = TokenVLA(
+        {**spec, "instruction": SPEC["instruction"]}, box, config, chunk=C, sentences=SENTENCES
+    )
     policy.load_state_dict(make().state_dict())
     return policy
 
@@ -178,9 +219,18 @@ def relabelled(**spec: ArraySpec) -> Any:
     ],
     ids=["another name", "two vectors", "a matrix", "channels last"],
 )
-def test_observations_of_other_names_and_layouts_are_learned_from_alike(spec: dict[str, ArraySpec]) -> None:
-    policies, said, config = (make(), relabelled(**spec)), [], replace(STEPS, steps=3, foresight_steps=3)
-    told = [behavior_cloning.clone(p, demonstrations(), config, seed=0, notice=said.append) for p in policies]
+def test_observations_of_other_names_and_layouts_are_learned_from_alike(
+    spec: dict[str, ArraySpec],
+) -> None:
+    policies, said, config = (
+        (make(), relabelled(**spec)),
+        [],
+        replace(STEPS, steps=3, foresight_steps=3),
+    )
+    told = [
+        behavior_cloning.clone(p, demonstrations(), config, seed=0, notice=said.append)
+        for p in policies
+    ]
     assert told[0].loss == told[1].loss and told[0].held_out_loss == told[1].held_out_loss
     a, b = (p.state_dict() for p in policies)
     assert all(torch.equal(a[k], b[k]) for k in a)
@@ -195,7 +245,10 @@ def test_observations_of_other_names_and_layouts_are_learned_from_alike(spec: di
             {"front": ArraySpec((24, 16, 3), torch.uint8), "state": SPEC["state"]},
             "shows 16 x 24 pixels, the task's 24 x 16",
         ),
-        ({"front": ArraySpec((1, 16, 24), torch.uint8), "state": SPEC["state"]}, "shows 3 channels .*, the task's 1"),
+        (
+            {"front": ArraySpec((1, 16, 24), torch.uint8), "state": SPEC["state"]},
+            "shows 3 channels .*, the task's 1",
+        ),
         (
             {"front": SPEC["front"], "joints": ArraySpec((4,)), "gripper": ArraySpec((2,))},
             r"observation.state has 5 numbers, the task's joints \(4\) \+ gripper \(2\) 6",
@@ -211,7 +264,9 @@ def test_what_does_not_match_is_named(spec: dict[str, ArraySpec], says: str) -> 
 
 def test_a_policy_that_has_only_pictures_needs_no_state() -> None:
     box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
-    policy = TokenVLA({"front": SPEC["front"]}, box, ModelConfig(policy="token", width=32), chunk=C, sentences=())
+    policy = TokenVLA(
+        {"front": SPEC["front"]}, box, ModelConfig(policy="token", width=32), chunk=C, sentences=()
+    )
     steps: list[tuple[str, int, int]] = []
     told = behavior_cloning.clone(
         policy,
@@ -221,7 +276,11 @@ def test_a_policy_that_has_only_pictures_needs_no_state() -> None:
         advance=lambda *step: steps.append(step),
     )
     assert told.loss > 0
-    assert steps == [*(("foresight", i, 3) for i in (1, 2, 3)), ("cloning", 1, 2), ("cloning", 2, 2)]
+    assert steps == [
+        *(("foresight", i, 3) for i in (1, 2, 3)),
+        ("cloning", 1, 2),
+        ("cloning", 2, 2),
+    ]
 
 
 def test_the_command_records_clones_and_finds_both_again(
@@ -237,8 +296,15 @@ def test_the_command_records_clones_and_finds_both_again(
         "env.num_envs=4",
         "evaluation.episodes=4",
     ]
-    words += ["algorithm.horizon=2", "algorithm.global_batch_size=8", "evaluation.num_envs=4", "model.width=16"]
-    words += [f"cloning.{x}" for x in ("steps=2", "foresight_steps=2", "episodes=6", "batch_size=4")]
+    words += [
+        "algorithm.horizon=2",
+        "algorithm.global_batch_size=8",
+        "evaluation.num_envs=4",
+        "model.width=16",
+    ]
+    words += [
+        f"cloning.{x}" for x in ("steps=2", "foresight_steps=2", "episodes=6", "batch_size=4")
+    ]
     words += ["evaluation.video_episodes=0"]
     assert main.main([*words, "run_dir=one"]) == 0
     first = capsys.readouterr().err
@@ -246,7 +312,10 @@ def test_the_command_records_clones_and_finds_both_again(
     assert main.main([*words, "run_dir=two"]) == 0
     second = capsys.readouterr().err
     assert "recording" not in second and "cloning: taken from" in second
-    assert sorted(path.suffix for path in (tmp_path / "cache" / "cloned").iterdir()) == [".json", ".safetensors"]
+    assert sorted(path.suffix for path in (tmp_path / "cache" / "cloned").iterdir()) == [
+        ".json",
+        ".safetensors",
+    ]
     a, b = (checkpoint.open_checkpoint(run).policy() for run in ("one", "two"))
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     # an option that changes what a clone is, and one that does not
@@ -261,9 +330,13 @@ def test_the_command_records_clones_and_finds_both_again(
 
 def test_tasks_without_an_expert_need_a_dataset(tmp_path: Path) -> None:
     config = Config(
-        env=EnvConfig(id="HalfCheetah-v5"), cloning=CloningConfig(steps=1), model=ModelConfig(policy="token")
+        env=EnvConfig(id="HalfCheetah-v5"),
+        cloning=CloningConfig(steps=1),
+        model=ModelConfig(policy="token"),
     )
-    with pytest.raises(ConfigError, match=r"env\.id=HalfCheetah-v5 has no expert of its own; name a folder"):
+    with pytest.raises(
+        ConfigError, match=r"env\.id=HalfCheetah-v5 has no expert of its own; name a folder"
+    ):
         expert_demos.demonstrations(config, print)
     config = replace(config, cloning=CloningConfig(steps=1, dataset=str(tmp_path / "none")))
     policy = make()

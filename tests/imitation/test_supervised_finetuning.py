@@ -14,27 +14,44 @@ from embodied_ppo.imitation.supervised_finetuning import Example, loss, warm_sta
 from embodied_ppo.models.causal_lm import LanguagePolicy
 from tests.models.test_causal_lm import make
 
-EXAMPLES: list[Example] = [((5, 6, 7), (8, 2)), ((9, 3), (4, 4, 2)), ((3,), (2,)), ((5, 8), (6, 7, 5, 2))] * 10
-OPTIONS: dict[str, Any] = {"steps": 10, "batch_size": 4, "lr": 3e-3, "lr_warmup": 3, "key": {"task": "toy"}}
+EXAMPLES: list[Example] = [
+    ((5, 6, 7), (8, 2)),
+    ((9, 3), (4, 4, 2)),
+    ((3,), (2,)),
+    ((5, 8), (6, 7, 5, 2)),
+] * 10
+OPTIONS: dict[str, Any] = {
+    "steps": 10,
+    "batch_size": 4,
+    "lr": 3e-3,
+    "lr_warmup": 3,
+    "key": {"task": "toy"},
+}
 
 
-def start(policy: LanguagePolicy, folder: Path, examples: Any = EXAMPLES, **more: Any) -> tuple[bool, list[str]]:
+def start(
+    policy: LanguagePolicy, folder: Path, examples: Any = EXAMPLES, **more: Any
+) -> tuple[bool, list[str]]:
     heard: list[str] = []
-    return warm_start(policy, examples, **{**OPTIONS, **more}, folder=folder, notice=heard.append), heard
+    return warm_start(
+        policy, examples, **{**OPTIONS, **more}, folder=folder, notice=heard.append
+    ), heard
 
 
 def same(a: LanguagePolicy, b: LanguagePolicy) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------- loss
+# --------------------------------------------------------------------------------------------- loss
 def test_the_loss_is_that_of_response_tokens() -> None:
     """Each row by itself, through transformers, without padding."""
     policy, total, count = make(), 0.0, 0
     for prompt, response in EXAMPLES[:4]:
         with torch.no_grad():
             logits = policy.model(input_ids=torch.tensor([[*prompt, *response]])).logits[0]
-        for k, token in enumerate(response):  # token k of the response is predicted one place before it
+        for k, token in enumerate(
+            response
+        ):  # token k of the response is predicted one place before it
             total -= float(logits[len(prompt) + k - 1].log_softmax(-1)[token])
             count += 1
     assert count == 2 + 3 + 1 + 4
@@ -42,7 +59,9 @@ def test_the_loss_is_that_of_response_tokens() -> None:
 
 
 def test_one_step_by_hand(tmp_path: Path) -> None:
-    """Adam's first step is lr * sign(gradient) where the gradient is not tiny; warm-up over 4 steps: lr / 4."""
+    """Adam's first step is lr * sign(gradient) where the gradient is not tiny; warm-up over 4
+    steps: lr / 4.
+    """
     policy, before = make(), make()
     loss(before, EXAMPLES[:4]).backward()
     start(policy, tmp_path, steps=1, lr=4e-3, lr_warmup=4)
@@ -58,18 +77,24 @@ def test_a_few_steps_teach(tmp_path: Path) -> None:
     policy = make()
     before = float(loss(policy, EXAMPLES[:4]).detach())
     reused, heard = start(policy, tmp_path)
-    assert not reused and heard == [f"warm start: 10 supervised steps, once; the result stays in {tmp_path}"]
+    assert not reused and heard == [
+        f"warm start: 10 supervised steps, once; the result stays in {tmp_path}"
+    ]
     assert float(loss(policy, EXAMPLES[:4]).detach()) < 0.5 * before
     assert all(p.grad is None for p in policy.parameters()), "nothing is left behind"
 
 
-# ------------------------------------------------------------------------------------------------------------- on disk
+# ------------------------------------------------------------------------------------------ on disk
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_kept_is_the_same_bit_for_bit(tmp_path: Path, tied: bool) -> None:
     first, second, third = (make(tie_word_embeddings=tied) for _ in range(3))
     start(first, tmp_path)
     (file,) = tmp_path.iterdir()
-    assert len(file.stem) == 20 and set(file.stem) <= set("0123456789abcdef") and file.suffix == ".safetensors"
+    assert (
+        len(file.stem) == 20
+        and set(file.stem) <= set("0123456789abcdef")
+        and file.suffix == ".safetensors"
+    )
     reused, heard = start(second, tmp_path)
     assert reused and heard == [f"warm start: taken from {file}"] and same(first, second)
     reused, _ = start(third, tmp_path / "elsewhere")
@@ -92,7 +117,9 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str) -> None:
         flipped = whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:]
         file.write_bytes({"cut": whole[:-100], "empty": b"", "one bit": flipped}[damage])
     reused, heard = start(second, tmp_path)
-    assert not reused and heard[0].startswith(f"warm start: {file} is damaged (") and len(heard) == 2
+    assert (
+        not reused and heard[0].startswith(f"warm start: {file} is damaged (") and len(heard) == 2
+    )
     assert same(first, second) and file.read_bytes() == whole and len(list(tmp_path.iterdir())) == 1
 
 
@@ -118,7 +145,7 @@ def test_everything_that_matters_is_in_the_name(tmp_path: Path) -> None:
     assert reused, "examples that no step looks at do not matter"
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# ----------------------------------------------------------------------------------------- refusals
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"11 \* 4 = 44 must be <= 40 examples"):
         start(make(), tmp_path, steps=11)

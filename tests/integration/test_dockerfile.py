@@ -1,4 +1,6 @@
-"""The Dockerfile names what is there: it is built only where there is a builder, so what can rot is read here."""
+"""The Dockerfile names what is there: it is built only where there is a builder, so what can rot is
+read here.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def copied() -> dict[str, str]:
     pairs = {}
     for rest in words("COPY"):
         *sources, target = [word for word in shlex.split(rest) if not word.startswith("--")]
-        pairs |= {source: f"{target}/{source}" if target.endswith("/") else target for source in sources}
+        pairs |= {
+            source: f"{target}/{source}" if target.endswith("/") else target for source in sources
+        }
     return pairs
 
 
@@ -65,10 +69,14 @@ def test_make_finds_what_it_needs(image: Path) -> None:
 
 
 def test_the_package_installs_from_what_is_copied(image: Path) -> None:
-    """The wheel of the editable installation, as pip asks for it: README, licence, version, every package's folder."""
+    """The wheel of the editable installation, as pip asks for it: README, licence, version, every
+    package's folder.
+    """
     script = "import sys; from setuptools import build_meta; print(build_meta.build_editable(sys.argv[1]))"
     (image / "out").mkdir()
-    done = subprocess.run([sys.executable, "-c", script, "out"], cwd=image, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, "out"], cwd=image, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert (image / "out" / done.stdout.split()[-1]).suffix == ".whl"
 
@@ -88,13 +96,17 @@ def test_the_command_is_the_entry() -> None:
     (command,) = [json.loads(rest) for rest in words("CMD")]
     verb, experiment = command
     assert verb == "train"
-    assert (ROOT / "configs" / "experiment" / f"{experiment.removeprefix('experiment=')}.yaml").is_file()
+    assert (
+        ROOT / "configs" / "experiment" / f"{experiment.removeprefix('experiment=')}.yaml"
+    ).is_file()
     (home,) = words("WORKDIR")
     assert any(f"PATH={home}/.venv/bin:" in rest for rest in words("ENV"))
 
 
 def test_what_builds_and_runs_it_says_so() -> None:
-    """The commands of its head and of docs/image.md: arguments that are declared, the folder that runs are in."""
+    """The commands of its head and of docs/image.md: arguments that are declared, the folder that
+    runs are in.
+    """
     text = (ROOT / "Dockerfile").read_text() + (ROOT / "docs" / "image.md").read_text()
     declared = {rest.partition("=")[0] for rest in words("ARG")}
     assert set(re.findall(r"--build-arg (\w+)=", text)) == declared

@@ -1,4 +1,6 @@
-"""Every experiment that ships is parsed, built and trained for one small update; nothing in configs/ is left out."""
+"""Every experiment that ships is parsed, built and trained for one small update; nothing in
+configs/ is left out.
+"""
 
 from __future__ import annotations
 
@@ -35,37 +37,68 @@ SMALL_LANGUAGE = [
     "updates=1",
 ]
 SMALL_REWARD_MODEL = [f"reward.model.{x}" for x in ("pairs=20", "steps=2", "batch_size=8")]
-SMALL_CLONING = [f"cloning.{x}" for x in ("steps=2", "foresight_steps=2", "episodes=8", "batch_size=4")]
-NEEDS_FILES = {"gsm8k_qwen2_5_0_5b", "pi0_tabletop", "pi0_libero", "libero_vla", "openvla_7b", "openvla_oft"}
-"""Experiments whose weights and data do not ship; the tests of reasoning, pi0 and pretrained models have small ones."""
-TOLD = {"tabletop_token", "tabletop_flow", "tabletop_gaussian", "tabletop_token_push", "tabletop_token_put"}
+SMALL_CLONING = [
+    f"cloning.{x}" for x in ("steps=2", "foresight_steps=2", "episodes=8", "batch_size=4")
+]
+NEEDS_FILES = {
+    "gsm8k_qwen2_5_0_5b",
+    "pi0_tabletop",
+    "pi0_libero",
+    "libero_vla",
+    "openvla_7b",
+    "openvla_oft",
+}
+"""Experiments whose weights and data do not ship; the tests of reasoning, pi0 and pretrained models
+have small ones.
+"""
+TOLD = {
+    "tabletop_token",
+    "tabletop_flow",
+    "tabletop_gaussian",
+    "tabletop_token_push",
+    "tabletop_token_put",
+}
 """Policies that are told what to do, cloned first."""
 SUCCESS = TOLD | {"metaworld", "go1_joystick", "panda_pick_cube", "tabletop_push", "tabletop_reach"}
 """Experiments whose task says when it has succeeded."""
 
 
 def test_the_promised_experiments_ship() -> None:
-    promised = "quickstart cartpole inverted_pendulum hopper halfcheetah walker2d ant humanoid cheetah_run"
-    promised += " panda_pick_cube go1_joystick tabletop_push tabletop_reach metaworld atari gymnasium"
+    promised = (
+        "quickstart cartpole inverted_pendulum hopper halfcheetah walker2d ant humanoid cheetah_run"
+    )
+    promised += (
+        " panda_pick_cube go1_joystick tabletop_push tabletop_reach metaworld atari gymnasium"
+    )
     promised += " tabletop_token tabletop_flow tabletop_gaussian arithmetic scratchpad rlhf_tiny gsm8k_qwen2_5_0_5b"
     assert set(promised.split()) <= set(EXPERIMENTS)
 
 
 def mode(name: str) -> str:
     """That an experiment is for, its own or that of the one it builds on."""
-    defaults = yaml.safe_load((CONFIGS / "experiment" / f"{name}.yaml").read_text()).get("defaults", [])
-    chosen = [entry["override /mode"] for entry in defaults if isinstance(entry, dict) and "override /mode" in entry]
+    defaults = yaml.safe_load((CONFIGS / "experiment" / f"{name}.yaml").read_text()).get(
+        "defaults", []
+    )
+    chosen = [
+        entry["override /mode"]
+        for entry in defaults
+        if isinstance(entry, dict) and "override /mode" in entry
+    ]
     above = [entry for entry in defaults if isinstance(entry, str) and entry != "_self_"]
     return chosen[0] if chosen else mode(above[0]) if above else "embodied"
 
 
-@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if mode(name) == "embodied" and name not in NEEDS_FILES])
+@pytest.mark.parametrize(
+    "name", [name for name in EXPERIMENTS if mode(name) == "embodied" and name not in NEEDS_FILES]
+)
 def test_experiment_trains_and_evaluates(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     small = SMALL + (SMALL_CLONING if name in TOLD else [])
-    assert main.main(["train", "--quiet", "--json", f"experiment={name}", *small]) == 0, capsys.readouterr().err
+    assert main.main(["train", "--quiet", "--json", f"experiment={name}", *small]) == 0, (
+        capsys.readouterr().err
+    )
     summary = json.loads(capsys.readouterr().out)
     assert summary["updates"] == 1 and summary["env_steps"] == (32 if name in TOLD else 8)
     assert summary["final_return"] is not None and summary["cpu_us_per_step"] > 10
@@ -81,7 +114,9 @@ def test_language_experiment_trains_and_evaluates(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     small = SMALL_LANGUAGE + (SMALL_REWARD_MODEL if name == "rlhf_tiny" else [])
-    assert main.main(["train", "--quiet", "--json", f"experiment={name}", *small]) == 0, capsys.readouterr().err
+    assert main.main(["train", "--quiet", "--json", f"experiment={name}", *small]) == 0, (
+        capsys.readouterr().err
+    )
     summary = json.loads(capsys.readouterr().out)
     assert summary["updates"] == 1 and summary["tokens"] >= 8
     assert summary["final_return"] is not None and summary["final_success"] is not None

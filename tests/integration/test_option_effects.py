@@ -1,8 +1,10 @@
-"""Every option of every command has an effect: two values whose runs differ, or a value that is refused.
+"""Every option of every command has an effect: two values whose runs differ, or a value that is
+refused.
 
-``test_options`` and ``test_options_language`` compare trainings. This file adds the options that training does
-not change (memory, time, files, text, placement) and the options of the other commands, and requires an entry for
-each option of the schema. ``docs/options_effects.md`` is the table as a page; to write it again:
+``test_options`` and ``test_options_language`` compare trainings. This file adds the options that
+training does not change (memory, time, files, text, placement) and the options of the other
+commands, and requires an entry for each option of the schema. ``docs/options_effects.md`` is the
+table as a page; to write it again:
 
     PYTHONPATH=tests python -m tests.integration.test_option_effects
 """
@@ -54,8 +56,8 @@ FOLDER = Path(os.environ.get("EMBODIED_PPO_CACHE", "/tmp")) / "option_effects"
 class Pair:
     """Two values of an option and what differs between them.
 
-    observe: value -> observation; those of ``a`` and ``b`` must differ, a refusal counts as an observation
-    test: instead of ``observe``, another test that compares the two values
+    observe: value -> observation; those of ``a`` and ``b`` must differ, a refusal counts as an
+    observation test: instead of ``observe``, another test that compares the two values
     """
 
     a: Any
@@ -65,7 +67,7 @@ class Pair:
     test: str = ""
 
 
-# ----------------------------------------------------------------------------------------------------------- observers
+# ---------------------------------------------------------------------------------------- observers
 def observed(observe: Callable[[Any], Any], value: Any) -> Any:
     """What ``observe`` returns, or the text of its refusal."""
     try:
@@ -142,7 +144,11 @@ def video(option: str, value: Any) -> list[Any]:
         if command_:
             evaluated(name, value, {} if name == "video" else {"video": True})
         else:
-            run(option, value, {} if name == "evaluation.video_episodes" else {"evaluation.video_episodes": 1})
+            run(
+                option,
+                value,
+                {} if name == "evaluation.video_episodes" else {"evaluation.video_episodes": 1},
+            )
     return arguments
 
 
@@ -158,7 +164,13 @@ def language_run() -> Path:
 def _evaluated(options: str) -> dict[str, Any]:
     given = json.loads(options)
     out = FOLDER / f"report{abs(hash(options))}"
-    base = {"checkpoint": str(run("save_every", 50)), "out": str(out), "episodes": 3, "num_envs": 3, "video": False}
+    base = {
+        "checkpoint": str(run("save_every", 50)),
+        "out": str(out),
+        "episodes": 3,
+        "num_envs": 3,
+        "video": False,
+    }
     if given.pop("language", False):
         base = {"checkpoint": str(language_run()), "out": str(out), "episodes": 8}
     config = loader.read(EvaluateConfig, [("test", {**base, **given})]).config
@@ -175,7 +187,12 @@ def _evaluated(options: str) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     environments = max(sizes, default=0)
-    return {"report": sorted(report.values()), "environments": environments, "threads": threads, "out": str(config.out)}
+    return {
+        "report": sorted(report.values()),
+        "environments": environments,
+        "threads": threads,
+        "out": str(config.out),
+    }
 
 
 def evaluated(option: str, value: Any, needs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -189,7 +206,9 @@ def of_evaluate(key: str, option: str, needs: dict[str, Any] | None = None) -> C
         if key != "report":
             return found
         drop = ("out", "seconds", "wall")
-        return [{k: v for k, v in json.loads(x).items() if not any(d in k for d in drop)} for x in found]
+        return [
+            {k: v for k, v in json.loads(x).items() if not any(d in k for d in drop)} for x in found
+        ]
 
     return observe
 
@@ -203,7 +222,9 @@ def seconds_env(value: dict[str, Any], option: str) -> Any:
     env: Any = embodied.make_env([5, 6], config=embodied.evaluation_env(c), device=CPU)
     try:
         env.reset()
-        return [env.step(torch.full((2, 2 if "Point" in c.env.id else 1), 0.5)).obs for _ in range(3)][-1].tolist()
+        return [
+            env.step(torch.full((2, 2 if "Point" in c.env.id else 1), 0.5)).obs for _ in range(3)
+        ][-1].tolist()
     finally:
         env.close()
 
@@ -212,12 +233,18 @@ def evaluation_envs(value: int) -> int:
     """Environments of a run's evaluation."""
     sizes, make = [], embodied.make_env
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embodied, "make_env", lambda seeds, **more: (sizes.append(len(seeds)), make(seeds, **more))[1])
+        patch.setattr(
+            embodied,
+            "make_env",
+            lambda seeds, **more: (sizes.append(len(seeds)), make(seeds, **more))[1],
+        )
         c = toys.config({**TRAIN, "evaluation.num_envs": value, "evaluation.episodes": 4})
         env = embodied.make_env([0], config=c.env, device=CPU)
         policy = embodied.make_policy(c, env)
         embodied.measure(
-            c.evaluation, policy, partial(embodied.make_env, config=embodied.evaluation_env(c), device=CPU)
+            c.evaluation,
+            policy,
+            partial(embodied.make_env, config=embodied.evaluation_env(c), device=CPU),
         )
         env.close()
     return max(sizes)
@@ -226,7 +253,9 @@ def evaluation_envs(value: int) -> int:
 def threads_of_simulator(value: int) -> int:
     """Threads of this process that a simulator of 4 environments starts."""
     before = len(os.listdir("/proc/self/task"))
-    env = embodied.make_env([0, 1, 2, 3], config=toys.config({"env.num_threads": value}).env, device=CPU)
+    env = embodied.make_env(
+        [0, 1, 2, 3], config=toys.config({"env.num_threads": value}).env, device=CPU
+    )
     try:
         env.reset()
         return len(os.listdir("/proc/self/task")) - before
@@ -256,8 +285,12 @@ def joint_forwards(option: str, value: Any, needs: dict[str, Any], kind: str) ->
     env = embodied.make_env(list(range(c.env.num_envs)), config=c.env, device=CPU)
     try:
         policy = embodied.make_policy(c, env)
-        trajectory, _ = Rollout(env, policy, seed=0).collect(c.algorithm.horizon, update=0, version=0)
-        learner = actor_critic_learner(policy, c.algorithm, num_envs=env.num_envs, updates=2, seed=0)
+        trajectory, _ = Rollout(env, policy, seed=0).collect(
+            c.algorithm.horizon, update=0, version=0
+        )
+        learner = actor_critic_learner(
+            policy, c.algorithm, num_envs=env.num_envs, updates=2, seed=0
+        )
         forwards = Forwards(policy if kind else policy.trunk, kind)
         learner.update(trajectory, update=0)
         return forwards.rows
@@ -269,7 +302,9 @@ def joint_forwards(option: str, value: Any, needs: dict[str, Any], kind: str) ->
 def _language(options: str) -> dict[str, Any]:
     c = test_options_language.config(json.loads(options))
     with ExitStack() as stack:
-        request = modes.RunRequest(c, CPU, FOLDER / "language", c.updates or 0, "", {}, print, print, [])
+        request = modes.RunRequest(
+            c, CPU, FOLDER / "language", c.updates or 0, "", {}, print, print, []
+        )
         system: Any = mode(c).build_local(request, stack).system
         stack.callback(system.close)
         children = set(Path("/proc/self/task").glob("*/children"))
@@ -310,7 +345,9 @@ def planned(option: str, value: Any, needs: dict[str, Any] | None = None) -> Any
 def labels(value: dict[str, Any]) -> Any:
     """A placement by the label of a node."""
     where = {"env,rollout,actor": {"node": "sim", "devices": 0}}
-    return planned("cluster.node_groups", value, {"placement": "local", "cluster.component_placement": where})
+    return planned(
+        "cluster.node_groups", value, {"placement": "local", "cluster.component_placement": where}
+    )
 
 
 def threads(value: int) -> int:
@@ -329,23 +366,29 @@ def precision(value: str) -> str:
 def located(value: str | None) -> str:
     """Where a run of an existing directory goes on."""
     folder = run("save_every", 50)
-    return str(run_directory.locate(toys.config({**TRAIN, "run_dir": str(folder), "resume": value}), print))
+    return str(
+        run_directory.locate(toys.config({**TRAIN, "run_dir": str(folder), "resume": value}), print)
+    )
 
 
 def recorded_env(option: str, value: Any) -> Any:
     """Specification and first observation of the environment that demos records."""
     base = {"id": "Tabletop", "cameras": ["front"], "image_size": 16, "num_threads": 1}
-    config = loader.read(DemosConfig, [("test", {"out": "x", "env": {**base, option: value}})]).config
+    config = loader.read(
+        DemosConfig, [("test", {"out": "x", "env": {**base, option: value}})]
+    ).config
     before = len(os.listdir("/proc/self/task"))
     env: Any = embodied.make_env([0, 1], config=expert_demos.recording_env(config), device=CPU)
     try:
         first = env.reset()
-        return {k: v.double().sum().item() for k, v in first.items()}, len(os.listdir("/proc/self/task")) - before
+        return {k: v.double().sum().item() for k, v in first.items()}, len(
+            os.listdir("/proc/self/task")
+        ) - before
     finally:
         env.close()
 
 
-# --------------------------------------------------------------------------------------------------------------- table
+# -------------------------------------------------------------------------------------------- table
 SHOWN = "experiment=tabletop_token"
 DEMOS_UNREAD = {
     "simulator": "warp",
@@ -367,7 +410,10 @@ GRADIENTS = "forward passes of a layer in one update: computed again in the back
 PAIRS: dict[str, Pair] = {
     # option -> two values and what differs. Options of other commands than train: "COMMAND option".
     "mode": Pair(
-        "embodied", "reasoning", "refused with options of the other mode", lambda v: toys.config({"mode": v}).mode
+        "embodied",
+        "reasoning",
+        "refused with options of the other mode",
+        lambda v: toys.config({"mode": v}).mode,
     ),
     "placement": Pair(
         "local",
@@ -376,15 +422,25 @@ PAIRS: dict[str, Pair] = {
         lambda v: EmbodiedMode().plan(toys.config({"placement": v}), CPU) is None,
     ),
     "name": Pair(
-        "one", "two", "run directory", lambda v: run_directory.locate(toys.config({"name": v}), print)[0].parts[:2]
+        "one",
+        "two",
+        "run directory",
+        lambda v: run_directory.locate(toys.config({"name": v}), print)[0].parts[:2],
     ),
     "description": Pair(
         "one",
         "two",
         "config.yaml of the run",
-        lambda v: loader.plain_yaml((run("description", v) / "config.yaml").read_text())["description"],
+        lambda v: loader.plain_yaml((run("description", v) / "config.yaml").read_text())[
+            "description"
+        ],
     ),
-    "run_dir": Pair("a", "b", "run directory", lambda v: run_directory.locate(toys.config({"run_dir": v}), print)[0]),
+    "run_dir": Pair(
+        "a",
+        "b",
+        "run directory",
+        lambda v: run_directory.locate(toys.config({"run_dir": v}), print)[0],
+    ),
     "seed": Pair(0, 1, "weights", lambda v: test_options.train({"seed": v})[-1]["weights"]),
     "updates": Pair(2, 3, "updates of the run", lambda v: len(test_options.train({"updates": v}))),
     "env_steps": Pair(
@@ -397,7 +453,12 @@ PAIRS: dict[str, Pair] = {
     "save_every": Pair(1, 2, "checkpoints of the run", partial(checkpoints, "save_every")),
     "keep_last": Pair(1, 2, "checkpoints that are kept", partial(checkpoints, "keep_last")),
     "eval_every": Pair(0, 1, "evaluations of the run", rows),
-    "device": Pair("cpu", "cuda:99", "refused where it does not exist", lambda v: str(modes.select_device(v, 1))),
+    "device": Pair(
+        "cpu",
+        "cuda:99",
+        "refused where it does not exist",
+        lambda v: str(modes.select_device(v, 1)),
+    ),
     "threads": Pair(1, 2, "threads of torch", threads),
     "compile": Pair(
         "always",
@@ -405,7 +466,9 @@ PAIRS: dict[str, Pair] = {
         "first compiled update",
         lambda v: embodied.compile_from(toys.config({"compile": v}), CPU, print),
     ),
-    "matmul_precision": Pair("highest", "medium", "precision of float32 products while training", precision),
+    "matmul_precision": Pair(
+        "highest", "medium", "precision of float32 products while training", precision
+    ),
     "allow_changed_task": Pair(
         False,
         True,
@@ -426,10 +489,16 @@ PAIRS: dict[str, Pair] = {
         lambda v: joint_forwards("model.gradient_checkpointing", v, test_options.VLM, "RMSNorm"),
     ),
     "algorithm.micro_batch_size": Pair(
-        4, 8, "rows of forward passes", lambda v: joint_forwards("algorithm.micro_batch_size", v, {}, "")
+        4,
+        8,
+        "rows of forward passes",
+        lambda v: joint_forwards("algorithm.micro_batch_size", v, {}, ""),
     ),
     "algorithm.micro_batch_tokens": Pair(
-        None, 40, "rows of forward passes", partial(language, "actor", "algorithm.micro_batch_tokens")
+        None,
+        40,
+        "rows of forward passes",
+        partial(language, "actor", "algorithm.micro_batch_tokens"),
     ),
     "algorithm.rollout_micro_batch_size": Pair(
         None,
@@ -450,16 +519,26 @@ PAIRS: dict[str, Pair] = {
     ),
     "evaluation.num_envs": Pair(1, 2, "environments of an evaluation", evaluation_envs),
     "evaluation.env_kwargs": Pair(
-        {}, {"far": 3.0}, "observations of an evaluation", partial(seconds_env, option="evaluation.env_kwargs")
+        {},
+        {"far": 3.0},
+        "observations of an evaluation",
+        partial(seconds_env, option="evaluation.env_kwargs"),
     ),
     "evaluation.randomize": Pair(
-        False, True, "observations of an evaluation", partial(seconds_env, option="evaluation.randomize")
+        False,
+        True,
+        "observations of an evaluation",
+        partial(seconds_env, option="evaluation.randomize"),
     ),
     "evaluation.video_episodes": Pair(
         1, 2, "steps or episodes of the video", partial(video, "evaluation.video_episodes")
     ),
-    "evaluation.video_steps": Pair(2, 4, "steps or episodes of the video", partial(video, "evaluation.video_steps")),
-    "evaluation.video_size": Pair(32, 48, "pixels of the video", partial(video, "evaluation.video_size")),
+    "evaluation.video_steps": Pair(
+        2, 4, "steps or episodes of the video", partial(video, "evaluation.video_steps")
+    ),
+    "evaluation.video_size": Pair(
+        32, 48, "pixels of the video", partial(video, "evaluation.video_size")
+    ),
     "actor.model.gradient_checkpointing": Pair(
         False, True, GRADIENTS, partial(language, "actor", "actor.model.gradient_checkpointing")
     ),
@@ -467,15 +546,23 @@ PAIRS: dict[str, Pair] = {
         False, True, GRADIENTS, partial(language, "critic", "critic.model.gradient_checkpointing")
     ),
     "critic.concurrent": Pair(
-        False, True, "the critic learns in a thread of its own", partial(language, "threads", "critic.concurrent")
+        False,
+        True,
+        "the critic learns in a thread of its own",
+        partial(language, "threads", "critic.concurrent"),
     ),
-    "rollout.slots": Pair(3, 256, "rows of forward passes", partial(language, "rollout", "rollout.slots")),
-    "reward.workers": Pair(0, 1, "processes that grade", partial(language, "processes", "reward.workers")),
+    "rollout.slots": Pair(
+        3, 256, "rows of forward passes", partial(language, "rollout", "rollout.slots")
+    ),
+    "reward.workers": Pair(
+        0, 1, "processes that grade", partial(language, "processes", "reward.workers")
+    ),
     "cloning.steps": Pair(
         0,
         2,
         "a run clones before it learns",
-        test="imitation/test_behavior_cloning.py::" + "test_the_command_records_clones_and_finds_both_again",
+        test="imitation/test_behavior_cloning.py::"
+        + "test_the_command_records_clones_and_finds_both_again",
     ),
     "cloning.dataset": Pair(
         None,
@@ -498,8 +585,12 @@ PAIRS: dict[str, Pair] = {
         "metric policy/cloning_loss",
         test="imitation/test_auxiliary_cloning.py::test_the_command_and_its_resumption",
     ),
-    "cluster.num_nodes": Pair(1, 2, "refused without a Ray cluster", partial(planned, "cluster.num_nodes")),
-    "cluster.devices_per_node": Pair(1, 2, "devices of the plan", partial(planned, "cluster.devices_per_node")),
+    "cluster.num_nodes": Pair(
+        1, 2, "refused without a Ray cluster", partial(planned, "cluster.num_nodes")
+    ),
+    "cluster.devices_per_node": Pair(
+        1, 2, "devices of the plan", partial(planned, "cluster.devices_per_node")
+    ),
     "cluster.device_memory_gb": Pair(
         1e-5, 64.0, "refused where the run needs more", partial(planned, "cluster.device_memory_gb")
     ),
@@ -511,10 +602,16 @@ PAIRS: dict[str, Pair] = {
         partial(planned, "cluster.component_placement", needs={"placement": "local"}),
     ),
     "cluster.stages": Pair(
-        1, 2, "parts of the environments", partial(planned, "cluster.stages", needs={"placement": "hybrid"})
+        1,
+        2,
+        "parts of the environments",
+        partial(planned, "cluster.stages", needs={"placement": "hybrid"}),
     ),
     "cluster.max_lag": Pair(
-        0, 1, "path of the weights", partial(planned, "cluster.max_lag", needs={"placement": "disaggregated"})
+        0,
+        1,
+        "path of the weights",
+        partial(planned, "cluster.max_lag", needs={"placement": "disaggregated"}),
     ),
     "cluster.weights": Pair(
         "broadcast",
@@ -567,10 +664,18 @@ PAIRS: dict[str, Pair] = {
     "evaluate video_episodes": Pair(
         1, 2, "steps or episodes of the video", lambda v: video("evaluate video_episodes", v)
     ),
-    "evaluate video_steps": Pair(2, 4, "steps or episodes of the video", lambda v: video("evaluate video_steps", v)),
-    "evaluate video_size": Pair(32, 48, "pixels of the video", lambda v: video("evaluate video_size", v)),
-    "evaluate out": Pair(str(FOLDER / "a"), str(FOLDER / "b"), "folder of the report", of_evaluate("out", "out")),
-    "evaluate device": Pair("cpu", "cuda:99", "refused where it does not exist", of_evaluate("report", "device")),
+    "evaluate video_steps": Pair(
+        2, 4, "steps or episodes of the video", lambda v: video("evaluate video_steps", v)
+    ),
+    "evaluate video_size": Pair(
+        32, 48, "pixels of the video", lambda v: video("evaluate video_size", v)
+    ),
+    "evaluate out": Pair(
+        str(FOLDER / "a"), str(FOLDER / "b"), "folder of the report", of_evaluate("out", "out")
+    ),
+    "evaluate device": Pair(
+        "cpu", "cuda:99", "refused where it does not exist", of_evaluate("report", "device")
+    ),
     "evaluate threads": Pair(1, 2, "threads of torch", of_evaluate("threads", "threads")),
     "evaluate allow_changed_task": Pair(
         False,
@@ -578,7 +683,9 @@ PAIRS: dict[str, Pair] = {
         "refused where the files of the task differ",
         test="envs/test_task_files.py::test_a_changed_task_is_reported",
     ),
-    "evaluate env": Pair({"max_episode_steps": 3}, {"max_episode_steps": 4}, "report", of_evaluate("report", "env")),
+    "evaluate env": Pair(
+        {"max_episode_steps": 3}, {"max_episode_steps": 4}, "report", of_evaluate("report", "env")
+    ),
     "evaluate data": Pair(
         [],
         [str(test_options_language.FILES / "more.jsonl")],
@@ -590,7 +697,9 @@ PAIRS: dict[str, Pair] = {
             a,
             b,
             "report",
-            of_evaluate("report", name, {"language": True, **({"deterministic": False} if sampled else {})}),
+            of_evaluate(
+                "report", name, {"language": True, **({"deterministic": False} if sampled else {})}
+            ),
         )
         for name, a, b, sampled in (
             ("n", 1, 2, True),
@@ -608,40 +717,71 @@ PAIRS: dict[str, Pair] = {
         "refused when empty",
         lambda v: str(
             expert_demos.recording_env(
-                loader.read(DemosConfig, [("test", {"out": v, "env": {"id": "Tabletop", "cameras": ["front"]}})]).config
+                loader.read(
+                    DemosConfig,
+                    [("test", {"out": v, "env": {"id": "Tabletop", "cameras": ["front"]}})],
+                ).config
             )
         ),
     ),
     "demos episodes": Pair(
-        5, 7, "demonstrations recorded", test="commands/test_demos.py::test_demonstrations_are_recorded_and_continued"
+        5,
+        7,
+        "demonstrations recorded",
+        test="commands/test_demos.py::test_demonstrations_are_recorded_and_continued",
     ),
-    "demos seed": Pair(0, 1, "recorded states", test="commands/test_demos.py::test_the_seed_decides_what_is_recorded"),
+    "demos seed": Pair(
+        0,
+        1,
+        "recorded states",
+        test="commands/test_demos.py::test_the_seed_decides_what_is_recorded",
+    ),
     "demos noise": Pair(
-        0.05, 0.3, "recorded states", test="commands/test_demos.py::test_the_seed_decides_what_is_recorded"
+        0.05,
+        0.3,
+        "recorded states",
+        test="commands/test_demos.py::test_the_seed_decides_what_is_recorded",
     ),
-    "demos env.id": Pair("Tabletop", "Hopper-v4", "refused without an expert", partial(recorded_env, "id")),
+    "demos env.id": Pair(
+        "Tabletop", "Hopper-v4", "refused without an expert", partial(recorded_env, "id")
+    ),
     "demos env.kwargs": Pair(
-        {"families": ["reach"]}, {"families": ["push"]}, "first observations", partial(recorded_env, "kwargs")
+        {"families": ["reach"]},
+        {"families": ["push"]},
+        "first observations",
+        partial(recorded_env, "kwargs"),
     ),
-    "demos env.cameras": Pair(["front"], [], "refused without a camera", partial(recorded_env, "cameras")),
+    "demos env.cameras": Pair(
+        ["front"], [], "refused without a camera", partial(recorded_env, "cameras")
+    ),
     "demos env.image_size": Pair(16, 24, "observations", partial(recorded_env, "image_size")),
-    "demos env.randomize": Pair(False, True, "first observations", partial(recorded_env, "randomize")),
-    "demos env.num_threads": Pair(1, 3, "threads that the simulator starts", partial(recorded_env, "num_threads")),
+    "demos env.randomize": Pair(
+        False, True, "first observations", partial(recorded_env, "randomize")
+    ),
+    "demos env.num_threads": Pair(
+        1, 3, "threads that the simulator starts", partial(recorded_env, "num_threads")
+    ),
     **{
         f"demos env.{name}": Pair(
             "null",
             value,
             "refused, as demos does not read it",
-            lambda v, name=name: "" if v == "null" else command("demos", ["out=x", SHOWN], f"env.{name}", v),
+            lambda v, name=name: (
+                "" if v == "null" else command("demos", ["out=x", SHOWN], f"env.{name}", v)
+            ),
         )
         for name, value in DEMOS_UNREAD.items()
     },
-    "export checkpoint": Pair("", "DIR", "refused when empty", lambda v: validation.check(ExportConfig(v, "x")) or ""),
-    "export out": Pair("", "DIR", "refused when empty", lambda v: validation.check(ExportConfig("x", v)) or ""),
+    "export checkpoint": Pair(
+        "", "DIR", "refused when empty", lambda v: validation.check(ExportConfig(v, "x")) or ""
+    ),
+    "export out": Pair(
+        "", "DIR", "refused when empty", lambda v: validation.check(ExportConfig("x", v)) or ""
+    ),
 }
 
 
-# --------------------------------------------------------------------------------------------------------------- tests
+# -------------------------------------------------------------------------------------------- tests
 CLASSES = {"": Config, "evaluate ": EvaluateConfig, "demos ": DemosConfig, "export ": ExportConfig}
 TRAININGS = (test_options, test_options_language)
 
@@ -663,7 +803,9 @@ def trainings() -> set[str]:
 
 
 def test_every_option_has_an_effect() -> None:
-    options = {f"{command}{path}" for command, cls in CLASSES.items() for path in loader.describe(cls)}
+    options = {
+        f"{command}{path}" for command, cls in CLASSES.items() for path in loader.describe(cls)
+    }
     assert set(PAIRS) | trainings() == options, "a new option needs two values whose runs differ"
 
 
@@ -682,9 +824,13 @@ def test_two_values_differ(option: str, tmp_path: Path, monkeypatch: pytest.Monk
     if pair.observe is None:
         file, _, name = pair.test.partition("::")
         text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
-        (function,) = (x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef) and x.name == name)
+        (function,) = (
+            x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef) and x.name == name
+        )
         leaf = option.rpartition(".")[2].rpartition(" ")[2]
-        assert leaf in (ast.get_source_segment(text, function) or ""), f"{pair.test} does not mention {leaf}"
+        assert leaf in (ast.get_source_segment(text, function) or ""), (
+            f"{pair.test} does not mention {leaf}"
+        )
         return
     monkeypatch.chdir(tmp_path)
     assert observed(pair.observe, pair.a) != observed(pair.observe, pair.b)
@@ -696,7 +842,7 @@ def test_the_page_is_up_to_date() -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- page
+# --------------------------------------------------------------------------------------------- page
 def text_of(value: Any) -> str:
     """A value as YAML writes it; paths of this machine as DIR."""
     text = json.dumps(value).replace(str(FOLDER.parent), "DIR").replace("|", "\\|")
@@ -726,14 +872,26 @@ def page() -> str:
         ("Training of language models", test_options_language),
     ):
         rows, base = [], loader.flat(toys.BASE if module is test_options else module.BASE)
-        for entries, effect in ((module.CHANGES, "weights"), (module.TOLD, ""), (module.REFUSED, "")):
+        for entries, effect in (
+            (module.CHANGES, "weights"),
+            (module.TOLD, ""),
+            (module.REFUSED, ""),
+        ):
             for path, entry in entries.items():
                 default = loader.describe(Config)[path].default
                 value, needs = entry[0], entry[1] if isinstance(entry[1], dict) else {}
                 what = effect or (f"metric `{entry[2]}`" if len(entry) > 2 else "refused")
                 a = needs.get(path, base.get(path, default))
                 others = {k: v for k, v in needs.items() if k != path}
-                rows.append([f"`{path}`", text_of(a), text_of(value), what, text_of(others) if others else ""])
+                rows.append(
+                    [
+                        f"`{path}`",
+                        text_of(a),
+                        text_of(value),
+                        what,
+                        text_of(others) if others else "",
+                    ]
+                )
         table(title, "option | value | other value | what differs | with", rows)
     rows = [
         [

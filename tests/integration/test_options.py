@@ -1,4 +1,6 @@
-"""Every option of the algorithm, the model and the environment changes a number, or a reason says why it must not."""
+"""Every option of the algorithm, the model and the environment changes a number, or a reason says
+why it must not.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,35 @@ from embodied_ppo.config.schema import Config
 from embodied_ppo.core.types import ConfigError
 
 POINT = {"env.id": "toys/Point-v0", "env.num_threads": 0}
-PICTURES = {"env.id": "Pong-v5", "env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 8}
+PICTURES = {
+    "env.id": "Pong-v5",
+    "env.num_envs": 2,
+    "algorithm.horizon": 4,
+    "algorithm.global_batch_size": 8,
+}
 FALLING = {"env.id": "CartPole-v1", "algorithm.horizon": 32}
 """A task that ends within a rollout."""
 EYE = {"env.id": "toys:Balance", "env.num_threads": 1}
 """A task of our own with a camera and with ranges for its model."""
 SEES = {**EYE, "env.cameras": ["eye"], "env.image_size": 40}
-TOKENS = {**SEES, "env.action_chunk": 2, "model.policy": "token", "model.width": 16, "model.bins": 8}
+TOKENS = {
+    **SEES,
+    "env.action_chunk": 2,
+    "model.policy": "token",
+    "model.width": 16,
+    "model.bins": 8,
+}
 GAUSSIAN = {**{k: x for k, x in TOKENS.items() if k != "model.bins"}, "model.policy": "gaussian"}
 FLOW = {**GAUSSIAN, "model.policy": "flow"}
 ROOT = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "published"
 FEW = {"env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 8, "updates": 1}
-VLM = {**SEES, **FEW, "model.policy": "token", "model.checkpoint": str(ROOT / "smolvlm"), "model.bins": 16}
+VLM = {
+    **SEES,
+    **FEW,
+    "model.policy": "token",
+    "model.checkpoint": str(ROOT / "smolvlm"),
+    "model.bins": 16,
+}
 OPENVLA = {**VLM, "model.checkpoint": str(ROOT / "openvla"), "model.unnorm_key": "slow"}
 COLUMNS = {"algorithm.minibatch_unit": "column"}
 CHUNKS = {"env.action_chunk": 2}
@@ -38,7 +57,8 @@ IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.
 ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
 IN_LOSS = {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 1.0}
 
-# option -> (changed value, options that it needs, in both runs). The sum of the weights must come out different.
+# option -> (changed value, options that it needs, in both runs). The sum of the weights must come
+# out different.
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "env.id": ("Swimmer-v4", {}),
     "env.simulator": ("gymnasium", {"env.id": "CartPole-v1", "env.num_threads": 0}),
@@ -65,7 +85,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.detach_value": (False, TOKENS),
     "model.word_buckets": (64, TOKENS),
     "model.freeze_trunk": (True, TOKENS),
-    "model.checkpoint": (str(ROOT / "smolvlm"), {k: x for k, x in VLM.items() if k != "model.checkpoint"}),
+    "model.checkpoint": (
+        str(ROOT / "smolvlm"),
+        {k: x for k, x in VLM.items() if k != "model.checkpoint"},
+    ),
     "model.unnorm_key": ("fast", OPENVLA),
     "model.lora_rank": (2, VLM),
     "model.lora_alpha": (4.0, {**VLM, "model.lora_rank": 2}),
@@ -100,7 +123,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.normalize_advantages": (False, {}),
     "algorithm.advantage_clip": (0.5, {}),
     "algorithm.reward_clip": (0.1, {}),
-    "algorithm.reward_clip_order": ("after_norm", {"algorithm.reward_clip": 0.5, "algorithm.reward_norm": "batch"}),
+    "algorithm.reward_clip_order": (
+        "after_norm",
+        {"algorithm.reward_clip": 0.5, "algorithm.reward_norm": "batch"},
+    ),
     "algorithm.reward_norm": ("batch", {}),
     "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
     "algorithm.reward_scale": (True, {"algorithm.reward_norm": "batch"}),
@@ -115,7 +141,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.entropy_bonus": (0.1, {}),
     "algorithm.entropy_target": (0.0, {"algorithm.entropy_bonus": 0.01}),
     "algorithm.loss_agg_func": ("seq-mean-token-sum", COLUMNS),
-    "algorithm.loss_scale_factor": (3.0, {**COLUMNS, "algorithm.loss_agg_func": "seq-mean-token-sum-norm"}),
+    "algorithm.loss_scale_factor": (
+        3.0,
+        {**COLUMNS, "algorithm.loss_agg_func": "seq-mean-token-sum-norm"},
+    ),
     "algorithm.logprob_type": ("token_level", {}),
     "algorithm.entropy_type": ("token_level", {"algorithm.entropy_bonus": 0.1}),
     "algorithm.target_kl_stop": (1e-6, {}),
@@ -151,9 +180,14 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
 LAG = {"algorithm.off_policy_correction": 1}
 """Options for experience that an older policy made -> rollouts between acting and learning."""
 
-# option -> (changed value, options it needs, the metric that changes): these change what is told, not what is learned.
+# option -> (changed value, options it needs, the metric that changes): these change what is told,
+# not what is learned.
 TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "env.success_key": ("near", {**POINT, "env.kwargs": {"far": 0.8}, "algorithm.horizon": 16}, "rollout/success"),
+    "env.success_key": (
+        "near",
+        {**POINT, "env.kwargs": {"far": 0.8}, "algorithm.horizon": 16},
+        "rollout/success",
+    ),
 }
 
 # option -> (changed value, options that it needs, why no number may change)
@@ -176,8 +210,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def models() -> None:
     """What model.checkpoint names."""
     published.make("smolvlm", ROOT / "smolvlm")
-    stats = {name: {"action": {"q01": [-x], "q99": [x]}} for name, x in (("slow", 0.1), ("fast", 1.0))}
-    (published.make("openvla", ROOT / "openvla") / "dataset_statistics.json").write_text(json.dumps(stats))
+    stats = {
+        name: {"action": {"q01": [-x], "q99": [x]}} for name, x in (("slow", 0.1), ("fast", 1.0))
+    }
+    (published.make("openvla", ROOT / "openvla") / "dataset_statistics.json").write_text(
+        json.dumps(stats)
+    )
 
 
 @functools.cache
@@ -191,7 +229,11 @@ def train(options: dict[str, Any], lag: int = 0) -> list[dict[str, float]]:
 
 def test_every_option_has_a_case():
     sections = ("algorithm.", "model.", "env.")
-    options = {p for p in loader.describe(Config) if p.startswith(sections) and readers.mode_of(p) != "reasoning"}
+    options = {
+        p
+        for p in loader.describe(Config)
+        if p.startswith(sections) and readers.mode_of(p) != "reasoning"
+    }
     tables = [*CHANGES, *TOLD, *NOTHING, *REFUSED]
     assert sorted(tables) == sorted(options)
 
@@ -226,7 +268,9 @@ def test_option_changes_nothing(path):
     for base, changed in zip(train(needs), train({**needs, path: value}), strict=True):
         assert base.keys() == changed.keys()
         for tag in base:
-            assert changed[tag] == pytest.approx(base[tag], rel=1e-3, abs=1e-3), tag  # test_learner is stricter
+            assert changed[tag] == pytest.approx(base[tag], rel=1e-3, abs=1e-3), (
+                tag
+            )  # test_learner is stricter
 
 
 @pytest.mark.parametrize("path", REFUSED)
@@ -245,9 +289,17 @@ def test_without_lag_there_is_nothing_to_correct():
 
 
 OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
-    # values that take another branch than the one above; each differs from every other value of its option
+    # values that take another branch than the one above; each differs from every other value of its
+    # option
     "algorithm.adv_type": [  # reinforce is reinforce_plus_plus, both with normalize_advantages
-        (kind, {"algorithm.group_size": 2, "env.restart_each_rollout": True, "env.max_episode_steps": 6})
+        (
+            kind,
+            {
+                "algorithm.group_size": 2,
+                "env.restart_each_rollout": True,
+                "env.max_episode_steps": 6,
+            },
+        )
         for kind in ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus_baseline")
     ],
     "algorithm.reward_norm": [
@@ -266,8 +318,12 @@ OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "model.flow_chain": [(kind, FLOW) for kind in ("one", "sum", "mean")],
     "model.distribution": [("auto", {}), ("squashed_gaussian", {})],
     "model.activation": [(kind, {}) for kind in ("tanh", "relu", "elu", "silu", "gelu")],
-    "algorithm.logprob_type": [(kind, CHUNKS) for kind in ("token_level", "action_level", "chunk_level")],
-    "env.action_mapping": [(kind, {**POINT, "model.init_log_std": 1.0}) for kind in ("rescale", "clip", "none")],
+    "algorithm.logprob_type": [
+        (kind, CHUNKS) for kind in ("token_level", "action_level", "chunk_level")
+    ],
+    "env.action_mapping": [
+        (kind, {**POINT, "model.init_log_std": 1.0}) for kind in ("rescale", "clip", "none")
+    ],
 }
 
 
@@ -287,5 +343,7 @@ def test_full_kl_needs_logits(kind):
     assert train({**options, **paths})[-1]["kl/to_reference"] != 0
     if kind == "full":
         for path in paths:
-            with pytest.raises(ConfigError, match=f"{path}.*needs the logits of a categorical policy"):
+            with pytest.raises(
+                ConfigError, match=f"{path}.*needs the logits of a categorical policy"
+            ):
                 toys.tiny_training(toys.config({**IN_LOSS, **IN_REWARD, path: "full"}))

@@ -28,7 +28,9 @@ from embodied_ppo.rewards import reward_model
 from embodied_ppo.training.logging import numbers
 
 FILES = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "options_language"
-"""Graders, prompts, tokenizers and models that the fixture ``files`` writes; removed with the tests' cache."""
+"""Graders, prompts, tokenizers and models that the fixture ``files`` writes; removed with the
+tests' cache.
+"""
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "qwen2",
     "vocab_size": 24,
@@ -62,7 +64,9 @@ BASE: dict[str, Any] = {
     },
     "evaluation": {"episodes": 8},
 }
-"""A model that knows nothing and ends responses of all lengths; scores that differ, so that something is learned."""
+"""A model that knows nothing and ends responses of all lengths; scores that differ, so that
+something is learned.
+"""
 EVEN = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     even = sum(c in "02468" for c in solution_str)
@@ -87,7 +91,8 @@ PAIRS = {"reward.model.pairs": 40, "reward.model.steps": 3, "reward.model.batch_
 WARM = {"warm_start.steps": 2, "warm_start.batch_size": 8}
 SAMPLED = {"evaluation.deterministic": False}
 
-# option -> (changed value, options that it needs, in both runs). Weights of actor or critic must come out different.
+# option -> (changed value, options that it needs, in both runs). Weights of actor or critic must
+# come out different.
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.update_epoch": (3, {}),
     "algorithm.global_batch_size": (8, {}),
@@ -101,7 +106,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.normalize_advantages": (False, {}),
     "algorithm.advantage_clip": (0.5, {}),
     "algorithm.reward_clip": (0.1, {}),
-    "algorithm.reward_clip_order": ("after_norm", {"algorithm.reward_clip": 0.5, "algorithm.reward_norm": "batch"}),
+    "algorithm.reward_clip_order": (
+        "after_norm",
+        {"algorithm.reward_clip": 0.5, "algorithm.reward_norm": "batch"},
+    ),
     "algorithm.missing_eos_penalty": (0.5, {}),
     "algorithm.reward_norm": ("batch", {}),
     "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
@@ -190,10 +198,13 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "warm_start.lr": (1e-2, WARM),
     "warm_start.forget": (1.0, WARM),
 }
-LAG: dict[str, int] = {f"algorithm.{x}": 1 for x in ("off_policy_correction", "off_policy_cap", "recompute_log_probs")}
+LAG: dict[str, int] = {
+    f"algorithm.{x}": 1 for x in ("off_policy_correction", "off_policy_cap", "recompute_log_probs")
+}
 """Options for experience that an older policy made -> rollouts between acting and learning."""
 
-# option -> (changed value, options it needs, the metric that changes): these change what is told, not what is learned.
+# option -> (changed value, options it needs, the metric that changes): these change what is told,
+# not what is learned.
 TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "data.eval": ([str(FILES / "more.jsonl")], PROMPTS, "eval/return"),
     "evaluation.episodes": (5, {}, "eval/return"),
@@ -230,7 +241,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------------- tiny runs
+# ---------------------------------------------------------------------------------------- tiny runs
 @pytest.fixture(scope="module", autouse=True)
 def files() -> Iterator[None]:
     """What the options name, and tasks of 48 problems: ten thousand take half a second to read."""
@@ -239,7 +250,12 @@ def files() -> Iterator[None]:
     (FILES / "odd.py").write_text(EVEN.replace("02468", "13579"))
     for name, first in (("train", 10), ("eval", 30), ("more", 61)):
         rows = [
-            {"prompt": f"{i}+{10 * (i % 2)}=", "task": f"{i}-1=", "answer": str(i), "truth": str(3 * i)}
+            {
+                "prompt": f"{i}+{10 * (i % 2)}=",
+                "task": f"{i}-1=",
+                "answer": str(i),
+                "truth": str(3 * i),
+            }
             for i in range(first, first + 12)
         ]
         (FILES / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -255,7 +271,9 @@ def files() -> Iterator[None]:
     model.save_pretrained(FILES / "model")
     scores.save_pretrained(FILES / "reward")
     tokenizer.save_pretrained(FILES / "reward")
-    few = {name: replace(task, train=32, held_out=16) for name, task in synthetic_tasks.TASKS.items()}
+    few = {
+        name: replace(task, train=32, held_out=16) for name, task in synthetic_tasks.TASKS.items()
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synthetic_tasks, "TASKS", few)
         yield
@@ -274,11 +292,15 @@ def weights(module: torch.nn.Module) -> float:
 
 @functools.cache
 def trained(options: str, lag: int = 0) -> list[dict[str, float]]:
-    """Every metric of each update, with sums over the weights; the last row has the evaluation's, too."""
+    """Every metric of each update, with sums over the weights; the last row has the evaluation's,
+    too.
+    """
     c = config(json.loads(options))
     rows, pending = [], []
     with ExitStack() as stack:
-        request = RunRequest(c, torch.device("cpu"), FILES / "run", c.updates or 0, "", {}, print, print, [])
+        request = RunRequest(
+            c, torch.device("cpu"), FILES / "run", c.updates or 0, "", {}, print, print, []
+        )
         system: Any = mode(c).build_local(request, stack).system
         stack.callback(system.close)
         for update in range(request.updates + lag):
@@ -288,8 +310,12 @@ def trained(options: str, lag: int = 0) -> list[dict[str, float]]:
                 trajectory, metrics = pending.pop(0)
                 metrics = metrics | system.update(trajectory, update=update - lag)
                 system.publish(update - lag + 1)
-                critic = 0.0 if system.learner.critic is None else weights(system.learner.critic.module)
-                rows.append(numbers(metrics) | {"weights": weights(system.module), "critic": critic})
+                critic = (
+                    0.0 if system.learner.critic is None else weights(system.learner.critic.module)
+                )
+                rows.append(
+                    numbers(metrics) | {"weights": weights(system.module), "critic": critic}
+                )
         rows[-1] |= numbers(system.evaluate(request.updates))
     return rows
 
@@ -304,16 +330,31 @@ def learned(rows: list[dict[str, float]]) -> tuple[float, float]:
     return rows[-1]["weights"], rows[-1]["critic"]
 
 
-# --------------------------------------------------------------------------------------------------------------- tests
+# -------------------------------------------------------------------------------------------- tests
 def test_every_option_has_a_case() -> None:
-    sections = ("algorithm.", "actor.", "critic.", "rollout.", "data.", "reward.", "warm_start.", "evaluation.")
-    options = {p for p in loader.describe(Config) if p.startswith(sections) and readers.mode_of(p) != "embodied"}
+    sections = (
+        "algorithm.",
+        "actor.",
+        "critic.",
+        "rollout.",
+        "data.",
+        "reward.",
+        "warm_start.",
+        "evaluation.",
+    )
+    options = {
+        p
+        for p in loader.describe(Config)
+        if p.startswith(sections) and readers.mode_of(p) != "embodied"
+    }
     tables = [*CHANGES, *TOLD, *NOTHING, *REFUSED]
     assert sorted(tables) == sorted(options)
 
 
 def test_trainings_repeat_and_learn() -> None:
-    """The premise of what follows: any difference is the option's, and there is something to learn from."""
+    """The premise of what follows: any difference is the option's, and there is something to learn
+    from.
+    """
     rows = train({})
     assert rows == trained.__wrapped__(json.dumps({}))
     assert 0 < rows[-1]["rollout/truncated"] < 1 and rows[-1]["rollout/length"] > 2
@@ -347,7 +388,9 @@ def test_option_changes_nothing(path: str) -> None:
     for base, changed in zip(train({}), train({path: value}), strict=True):
         assert base.keys() == changed.keys()
         for tag in base:
-            assert changed[tag] == pytest.approx(base[tag], rel=1e-3, abs=1e-3), tag  # test_split is stricter
+            assert changed[tag] == pytest.approx(base[tag], rel=1e-3, abs=1e-3), (
+                tag
+            )  # test_split is stricter
 
 
 @pytest.mark.parametrize("path", REFUSED)
@@ -397,6 +440,8 @@ SAME = {
 def test_values_differ_from_each_other(path: str) -> None:
     values, needs = OTHER_VALUES[path]
     runs = {value: train({**needs, path: value}, LAG.get(path, 0)) for value in values}
-    found = {value: (*learned(rows), rows[-1].get("kl/to_reference")) for value, rows in runs.items()}
+    found = {
+        value: (*learned(rows), rows[-1].get("kl/to_reference")) for value, rows in runs.items()
+    }
     same = [(a, b) for a in found for b in found if str(a) < str(b) and found[a] == found[b]]
     assert same == SAME.get(path, [])

@@ -1,4 +1,6 @@
-"""A language model through every placement, over real Ray: equal bit for bit, resumed exactly, refused with reasons."""
+"""A language model through every placement, over real Ray: equal bit for bit, resumed exactly,
+refused with reasons.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ KL: dict[str, Any] = {"algorithm.use_kl_loss": True, "algorithm.use_kl_in_reward
 
 def config(options: dict[str, Any]) -> Config:
     """``SMALL`` as a file that ships, ``options`` as flags, checked as the command checks."""
-    loaded = loader.read(Config, [("configs/small", toys.nested(SMALL)), ("test", toys.nested(options))])
+    loaded = loader.read(
+        Config, [("configs/small", toys.nested(SMALL)), ("test", toys.nested(options))]
+    )
     validation.check(loaded.config, explicit=loaded.deliberate({"test"}))
     return loaded.config
 
@@ -77,7 +81,9 @@ def weights(run_dir: Path, update: int = 3) -> dict[str, torch.Tensor]:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(x, other[name]) for name, x in one.items()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +98,11 @@ def local(once: Once) -> Path:
 
 ALIKE: dict[str, dict[str, Any]] = {
     "fused": {"placement": "fused", "cluster__devices_per_node": 1},
-    "colocated": {"placement": "colocated", "cluster__devices_per_node": 1, "cluster__check_weights": True},
+    "colocated": {
+        "placement": "colocated",
+        "cluster__devices_per_node": 1,
+        "cluster__check_weights": True,
+    },
     "disaggregated": {"placement": "disaggregated", "cluster__devices_per_node": 2},
     "crossed": {
         "cluster__component_placement": {"rollout,critic": 0, "actor,reward": 1, "reference": 0},
@@ -102,7 +112,9 @@ ALIKE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_a_process_for_each_role_trains_as_one_process_does(name: str, local: Path, once: Once) -> None:
+def test_a_process_for_each_role_trains_as_one_process_does(
+    name: str, local: Path, once: Once
+) -> None:
     placed = once(**KL, **ALIKE[name])
     assert rows(placed) == rows(local)
     assert same(weights(placed), weights(local))
@@ -145,34 +157,54 @@ def test_two_processes_for_each_role_train_alike_wherever_they_are(local: Path, 
         assert told == found["fused"], name
         assert same(weights(runs[name]), weights(runs["fused"]))
     alone = rows(local)
-    assert [row["tokens"] for row in found["fused"]][:2] == [row["tokens"] for row in alone][:2]  # the same noise
-    for tag in ("rollout/return", "advantage/std", "value/explained_variance", "rollout/epoch", "rollout/truncated"):
+    assert [row["tokens"] for row in found["fused"]][:2] == [row["tokens"] for row in alone][
+        :2
+    ]  # the same noise
+    for tag in (
+        "rollout/return",
+        "advantage/std",
+        "value/explained_variance",
+        "rollout/epoch",
+        "rollout/truncated",
+    ):
         assert found["fused"][1][tag] == pytest.approx(alone[1][tag], rel=1e-5), tag
 
 
-def test_a_run_resumes_bit_for_bit_also_in_another_placement(local: Path, once: Once, tmp_path: Path) -> None:
+def test_a_run_resumes_bit_for_bit_also_in_another_placement(
+    local: Path, once: Once, tmp_path: Path
+) -> None:
     half = once(**KL, **ALIKE["colocated"]) / "checkpoints" / "step_000002"
     train(tmp_path / "one", **KL, **ALIKE["disaggregated"], resume=str(half))
     assert same(weights(tmp_path / "one"), weights(local))
     first = once(**KL, **TWICE["apart"]) / "checkpoints" / "step_000001"
     resumed = train(tmp_path / "two", **KL, **TWICE["fused"], resume=str(first))
     assert resumed[-1] == rows(once(**KL, **TWICE["fused"]))[-1]
-    train(tmp_path / "two", **KL, resume=str(tmp_path / "two"), updates=4)  # in one process: the data go on
+    train(
+        tmp_path / "two", **KL, resume=str(tmp_path / "two"), updates=4
+    )  # in one process: the data go on
     assert "episodes begin anew" not in (tmp_path / "two" / "log.txt").read_text()
 
 
 IN_PARTS: dict[str, dict[str, Any]] = {
     "fused": TWICE["fused"],
-    "disaggregated": {"placement": "disaggregated", "cluster__devices_per_node": 4, "cluster__check_weights": True},
+    "disaggregated": {
+        "placement": "disaggregated",
+        "cluster__devices_per_node": 4,
+        "cluster__check_weights": True,
+    },
 }
 
 
 def test_learners_that_hold_parts_learn_what_whole_ones_do(once: Once, tmp_path: Path) -> None:
     whole, few = once(**KL, **TWICE["fused"]), {"algorithm__micro_batch_tokens": 40}
     for name, options in IN_PARTS.items():
-        assert_close(train(tmp_path / name, **KL, **few, **options, cluster__shard=True), rows(whole))
+        assert_close(
+            train(tmp_path / name, **KL, **few, **options, cluster__shard=True), rows(whole)
+        )
         toys.assert_alike(weights(tmp_path / name), weights(whole))
-        assert "cluster.shard: 2 processes of actor hold" in (tmp_path / name / "log.txt").read_text()
+        assert (
+            "cluster.shard: 2 processes of actor hold" in (tmp_path / name / "log.txt").read_text()
+        )
 
 
 def test_without_a_critic_and_with_a_reward_model_that_begins_as_the_actor(tmp_path: Path) -> None:
@@ -194,7 +226,11 @@ def test_without_a_critic_and_with_a_reward_model_that_begins_as_the_actor(tmp_p
 def test_rollouts_run_ahead_where_they_may(tmp_path: Path) -> None:
     options = {"placement": "disaggregated", "cluster__devices_per_node": 2, "cluster__max_lag": 1}
     told = train(tmp_path / "run", **options, algorithm__off_policy_correction="token")
-    assert [row["rollout/version_lag"] for row in told if "rollout/version_lag" in row] == [0.0, 1.0, 1.0]
+    assert [row["rollout/version_lag"] for row in told if "rollout/version_lag" in row] == [
+        0.0,
+        1.0,
+        1.0,
+    ]
 
 
 def placed(devices: int, where: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -205,7 +241,10 @@ FUSED = {"placement": "fused"}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("sets the simulators apart", {"placement": "hybrid"}),
     ("cluster.stages = 2: is for simulators", {**FUSED, "cluster__stages": 2}),
-    ("this run has no reference; leave it out", placed(1, {"rollout,actor,critic,reward,reference": 0})),
+    (
+        "this run has no reference; leave it out",
+        placed(1, {"rollout,actor,critic,reward,reference": 0}),
+    ),
     (
         "3 processes of rollout and 2 of actor: one must divide the other; write processes: 2 for rollout",
         placed(5, {"rollout,reward": "0-2", "actor,critic": "3-4"}),
@@ -237,7 +276,12 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         "cluster.shard = true: the full KL divergence reads policy and reference at once; use k3",
-        {**TWICE["fused"], "cluster__shard": True, "algorithm__use_kl_loss": True, "algorithm__kl_loss_type": "full"},
+        {
+            **TWICE["fused"],
+            "cluster__shard": True,
+            "algorithm__use_kl_loss": True,
+            "algorithm__kl_loss_type": "full",
+        },
     ),
     (
         "reward and critic share device 0",

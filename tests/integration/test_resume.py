@@ -76,7 +76,10 @@ def assert_same(a: object, b: object, path: str = "") -> None:
 def rows(run_dir: Path) -> list[dict]:
     """metrics.jsonl without what a clock measured."""
     found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "speed/", "memory/"))} for row in found]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "speed/", "memory/"))}
+        for row in found
+    ]
 
 
 class Stop(Exception):
@@ -86,20 +89,28 @@ class Stop(Exception):
 @pytest.mark.parametrize("adapter", ["envpool", "gymnasium"])
 @pytest.mark.parametrize(("restart_every", "save_every"), [(0, 4), (48, 3)])
 def test_two_halves_equal_the_whole(
-    tmp_path: Path, adapter: str, restart_every: int, save_every: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    adapter: str,
+    restart_every: int,
+    save_every: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever the whole run saved, and whether or not episodes began anew in between."""
 
     def config(run_dir: Path, **changes: object) -> Config:
         c = tiny(run_dir, **changes)
-        return replace(c, env=replace(c.env, simulator=adapter, num_threads=0, restart_every=restart_every))
+        return replace(
+            c, env=replace(c.env, simulator=adapter, num_threads=0, restart_every=restart_every)
+        )
 
     run.train(config(tmp_path / "whole"), quiet=True)
 
     # the first half dies in its seventh update, after the checkpoint of the fourth or sixth
     update = embodied.Learner.update
 
-    def dies(self: embodied.Learner, trajectory: object, *, update: int, _original=update) -> object:
+    def dies(
+        self: embodied.Learner, trajectory: object, *, update: int, _original=update
+    ) -> object:
         if update == 6:
             raise Stop
         return _original(self, trajectory, update=update)
@@ -116,7 +127,9 @@ def test_two_halves_equal_the_whole(
 
 
 def test_what_a_resumed_run_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A schedule that spans another length now; nothing left to train; a checkpoint that does not verify."""
+    """A schedule that spans another length now; nothing left to train; a checkpoint that does not
+    verify.
+    """
     run_dir = tmp_path / "run"
     first = run.train(tiny(run_dir, updates=4), quiet=True)
     files = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
@@ -127,10 +140,14 @@ def test_what_a_resumed_run_says(tmp_path: Path, capfd: pytest.CaptureFixture[st
     second = run.train(tiny(run_dir, updates=8, resume="auto"))
     assert second["initial_return"] == first["initial_return"] is not None
     told = capfd.readouterr().err
-    assert "resume: the run was to have 4 updates, now 8: lr_schedule=linear spans them anew" in told
+    assert (
+        "resume: the run was to have 4 updates, now 8: lr_schedule=linear spans them anew" in told
+    )
     assert "rounding" not in told
     step = run_dir / "checkpoints" / "step_000008"
-    other = tiny(run_dir, updates=9, resume="auto", threads=2, matmul_precision="high", compile="never")
+    other = tiny(
+        run_dir, updates=9, resume="auto", threads=2, matmul_precision="high", compile="never"
+    )
     changes = "matmul_precision was highest, is high, compile was auto, is never"
     ending = ": results differ by rounding from those of an uninterrupted run"
     manifest = json.loads((step / checkpoint.MANIFEST).read_text())
@@ -142,14 +159,25 @@ def test_what_a_resumed_run_says(tmp_path: Path, capfd: pytest.CaptureFixture[st
         lines: list[str] = []
         device = torch.device("cpu")
         run_directory.check_resume(other, checkpoint.open_checkpoint(step), 9, device, lines.append)
-        assert lines[0].startswith("resume: ") and lines[0].endswith(ending) and "device" not in lines[0]
+        assert (
+            lines[0].startswith("resume: ")
+            and lines[0].endswith(ending)
+            and "device" not in lines[0]
+        )
         found = lines[0].removeprefix("resume: ").removesuffix(ending).split(", ")
-        torch_changes = ["torch was 1.0", f"is {run_directory.versions()['torch']}"] if later else []
-        assert sorted(found) == sorted(["threads was 1", "is 2", *changes.split(", "), *torch_changes])
+        torch_changes = (
+            ["torch was 1.0", f"is {run_directory.versions()['torch']}"] if later else []
+        )
+        assert sorted(found) == sorted(
+            ["threads was 1", "is 2", *changes.split(", "), *torch_changes]
+        )
     weights = step / checkpoint.POLICY
     weights.write_bytes(weights.read_bytes()[:-9])
     run.train(tiny(run_dir, updates=8, resume="auto"))
-    assert "resume: step_000008 does not verify; it is kept as damaged_step_000008" in capfd.readouterr().err
+    assert (
+        "resume: step_000008 does not verify; it is kept as damaged_step_000008"
+        in capfd.readouterr().err
+    )
     assert (run_dir / "checkpoints" / "damaged_step_000008").is_dir()
 
 
@@ -172,7 +200,10 @@ OVERRIDES = [
 
 def start(run_dir: Path, *more: str) -> subprocess.Popen:
     return subprocess.Popen(
-        command(*OVERRIDES, f"run_dir={run_dir}", *more), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command(*OVERRIDES, f"run_dir={run_dir}", *more),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -226,7 +257,10 @@ def test_kill_9_at_any_moment_leaves_only_checkpoints_that_load(tmp_path: Path) 
             source.policy(), source.training()
         newest = checkpoint.newest_valid(run_dir)
         assert newest is not None and newest.update >= reached + 3
-        done = [json.loads(line)["update"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()[:-1]]
+        done = [
+            json.loads(line)["update"]
+            for line in (run_dir / "metrics.jsonl").read_text().splitlines()[:-1]
+        ]
         assert newest.update >= max(done) - 1, "at most the updates since the last save are lost"
         assert done == list(range(len(done))), "the row of every saved update is there, once"
         reached = newest.update
@@ -241,11 +275,15 @@ STEPS_OF_A_TRANSACTION = (
     *((RunSystem, name) for name in ("save", "evaluate")),
     *((Log, name) for name in ("metrics", "_write")),
 )
-"""Functions that save, evaluate and log an update: a test ends the run before any of them, and after the last."""
+"""Functions that save, evaluate and log an update: a test ends the run before any of them, and
+after the last.
+"""
 
 
 def kill_at(moment: int, update: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Raise Killed before the ``moment``-th step (from 1) of an update's transaction; return the steps taken."""
+    """Raise Killed before the ``moment``-th step (from 1) of an update's transaction; return the
+    steps taken.
+    """
     taken: list[str] = []
     current = [0]
 
@@ -282,32 +320,57 @@ def kill_at(moment: int, update: int, monkeypatch: pytest.MonkeyPatch) -> list[s
 def state_of(run_dir: Path) -> tuple[Any, ...]:
     """Rows, scores, links and curves of a run."""
     folder = run_dir / "checkpoints"
-    manifests = {p.parent.name: json.loads(p.read_text()) for p in sorted(folder.glob("step_*/manifest.json"))}
+    manifests = {
+        p.parent.name: json.loads(p.read_text())
+        for p in sorted(folder.glob("step_*/manifest.json"))
+    }
     scores = {name: manifest["score"] for name, manifest in manifests.items()}
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     points = [(e.step, e.value) for e in events.Scalars("eval/return")]
-    return rows(run_dir), scores, os.readlink(folder / "best"), os.readlink(folder / "latest"), points
+    return (
+        rows(run_dir),
+        scores,
+        os.readlink(folder / "best"),
+        os.readlink(folder / "latest"),
+        points,
+    )
 
 
-def test_a_kill_between_saving_and_logging_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed at any point of an update, a run has every row once, each evaluation, each score and the same ``best``."""
+def test_a_kill_between_saving_and_logging_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at any point of an update, a run has every row once, each evaluation, each score and
+    the same ``best``.
+    """
     # Memory estimates and reports take a third each of the time of these runs.
     monkeypatch.setattr(embodied_mode.EmbodiedMode, "can_estimate", lambda *_, **__: False)
     monkeypatch.setattr(embodied, "write_report", lambda *_, **__: {})
 
     def train(name: str, **changes: object) -> None:
-        c = tiny(tmp_path / name, updates=3, save_every=1, eval_every=1, keep_last=9, compile="never", **changes)
+        c = tiny(
+            tmp_path / name,
+            updates=3,
+            save_every=1,
+            eval_every=1,
+            keep_last=9,
+            compile="never",
+            **changes,
+        )
         algorithm = replace(c.algorithm, horizon=4, update_epoch=1, lr=0.01)
         evaluation = replace(c.evaluation, episodes=2, num_envs=2, video_episodes=0)
         env = replace(c.env, max_episode_steps=1000)
-        run.train(replace(c, seed=5, algorithm=algorithm, evaluation=evaluation, env=env), quiet=True)
+        run.train(
+            replace(c, seed=5, algorithm=algorithm, evaluation=evaluation, env=env), quiet=True
+        )
 
     with monkeypatch.context() as patch:
         steps = kill_at(0, 2, patch)
         train("whole")
     expected = state_of(tmp_path / "whole")
     scores, best = expected[1:3]
-    assert list(scores.values()) == sorted(set(scores.values())) and best == "step_000003", "each claims best"
+    assert list(scores.values()) == sorted(set(scores.values())) and best == "step_000003", (
+        "each claims best"
+    )
     assert [row["update"] for row in rows(tmp_path / "whole")] == [0, 1, 2, 3]
     assert {name for _, name in STEPS_OF_A_TRANSACTION} < set(steps)
     for moment in range(1, len(steps) + 1):
@@ -318,7 +381,9 @@ def test_a_kill_between_saving_and_logging_loses_nothing(tmp_path: Path, monkeyp
         assert state_of(tmp_path / f"killed {moment}") == expected, steps[moment - 1]
 
 
-def test_a_damaged_newest_checkpoint_is_skipped_with_a_word(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped_with_a_word(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     run.train(tiny(tmp_path / "run"), quiet=True)
     (tmp_path / "run/checkpoints/step_000008/policy.pt").write_bytes(b"short")
     run.train(tiny(tmp_path / "run", resume="auto"), quiet=False)
@@ -333,7 +398,9 @@ def test_changed_options_are_told_and_impossible_ones_refused(tmp_path: Path) ->
     assert "algorithm.gamma was 0.99, is 0.5" in (tmp_path / "run/log.txt").read_text()
     with pytest.raises(ValueError, match=r"env.num_envs=16: the run to resume has 8"):
         run.train(replace(config, env=replace(config.env, num_envs=16)), quiet=True)
-    with pytest.raises(ValueError, match=r"model.activation=relu: the run to resume has tanh, which its weights"):
+    with pytest.raises(
+        ValueError, match=r"model.activation=relu: the run to resume has tanh, which its weights"
+    ):
         run.train(replace(config, model=replace(config.model, activation="relu")), quiet=True)
     with pytest.raises(ValueError, match=r"updates=5: .* has done 9"):
         run.train(replace(config, updates=5), quiet=True)
@@ -369,7 +436,9 @@ def test_an_earlier_checkpoint_branches_off_into_a_new_run(tmp_path: Path) -> No
         assert_same(a, b)
 
 
-def test_a_failing_last_evaluation_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_last_evaluation_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     evaluate = embodied_mode.LocalSystem.evaluate
 
     def dies(self: embodied_mode.LocalSystem, update: int) -> object:
@@ -383,7 +452,9 @@ def test_a_failing_last_evaluation_loses_nothing(tmp_path: Path, monkeypatch: py
     assert checkpoint.open_checkpoint(tmp_path / "run").update == 8
 
 
-def test_evaluation_with_changed_options_keeps_the_others_and_has_a_report_of_its_own(tmp_path: Path) -> None:
+def test_evaluation_with_changed_options_keeps_the_others_and_has_a_report_of_its_own(
+    tmp_path: Path,
+) -> None:
     c = tiny(tmp_path / "run")
     run.train(replace(c, env=replace(c.env, kwargs={"frame_skip": 4})), quiet=True)
     options = {"checkpoint": str(tmp_path / "run"), "episodes": 2, "video": False}
@@ -392,18 +463,29 @@ def test_evaluation_with_changed_options_keeps_the_others_and_has_a_report_of_it
     other = run.evaluate(loader.load(run.EvaluateConfig, changed), quiet=True)
     assert plain["report"] != other["report"]
     stored = json.loads(Path(other["report_json"]).read_text())["config"]["env"]
-    assert stored["kwargs"] == {"frame_skip": 4, "reset_noise_scale": 0.001} and stored["max_episode_steps"] == 7
+    assert (
+        stored["kwargs"] == {"frame_skip": 4, "reset_noise_scale": 0.001}
+        and stored["max_episode_steps"] == 7
+    )
     assert other["eval/length"] <= 7
 
 
 def test_a_run_that_goes_on_from_another_leaves_that_one_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    small = {"env.id": "CartPole-v1", "algorithm.horizon": 8, "algorithm.global_batch_size": 32, "env.num_envs": 8}
+    small = {
+        "env.id": "CartPole-v1",
+        "algorithm.horizon": 8,
+        "algorithm.global_batch_size": 32,
+        "env.num_envs": 8,
+    }
     small |= {"evaluation.episodes": 4, "evaluation.video_episodes": 0, "compile": "never"}
     run.train(toys.config({**small, "updates": 1, "run_dir": "first"}), quiet=True)
     files = {p: p.read_bytes() for p in Path("first").rglob("*") if p.is_file()}
     for updates, name in ((2, "second"), (1, "third")):  # the third has nothing left to train
-        run.train(toys.config({**small, "updates": updates, "run_dir": name, "resume": "first"}), quiet=True)
+        run.train(
+            toys.config({**small, "updates": updates, "run_dir": name, "resume": "first"}),
+            quiet=True,
+        )
         assert {p: p.read_bytes() for p in Path("first").rglob("*") if p.is_file()} == files
         assert (Path(name) / "checkpoints" / "step_000001").is_dir()
         assert (Path(name) / "summary.json").is_file()

@@ -1,4 +1,6 @@
-"""docs/tutorial.md does what it says: its blocks are run in order, and its tables hold every finding of check_env."""
+"""docs/tutorial.md does what it says: its blocks are run in order, and its tables hold every
+finding of check_env.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,17 @@ def test_every_block_runs(tmp_path: Path) -> None:
     for language, target, text in blocks:
         if language == "sh":
             lines = [f"{x} {SMALL}" if "embodied-ppo train" in x else x for x in text.splitlines()]
-            lines = [f"{x} num_envs=2 video=false" if "embodied-ppo evaluate" in x else x for x in lines]
+            lines = [
+                f"{x} num_envs=2 video=false" if "embodied-ppo evaluate" in x else x for x in lines
+            ]
             script = "\n".join([*lines, f"pwd >'{tmp_path}/where'"])
             done = subprocess.run(
-                ["bash", "-ec", script], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+                ["bash", "-ec", script],
+                cwd=folder,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=300,
             )
             assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
             said += done.stdout
@@ -52,26 +61,36 @@ def test_every_block_runs(tmp_path: Path) -> None:
             continue
         assert language in ("xml", "python") and target
         name, _, function = target.partition(":")
-        (folder / name).write_text(replaced((folder / name).read_text(), function, text) if function else text)
+        (folder / name).write_text(
+            replaced((folder / name).read_text(), function, text) if function else text
+        )
     assert folder == tmp_path / "my_robot"
     assert imageio.imread(folder / "look.png").std() > 10, "a picture of something"
     assert re.search(r"^eval/success +\d", said, re.M), "the second evaluation has a success rate"
     by_hand, _ = re.findall(r"^(?:eval/)?return +(\S+)", said, re.M)[-2:]
-    newest = max(folder.glob("runs/second/reports/*/report.json"), key=lambda file: file.stat().st_mtime)
+    newest = max(
+        folder.glob("runs/second/reports/*/report.json"), key=lambda file: file.stat().st_mtime
+    )
     (episode,) = json.loads(newest.read_text())["episodes"]
     assert float(by_hand) == episode["return"], "the script acts as evaluate does, bit for bit"
 
 
 def replaced(source: str, function: str, text: str) -> str:
-    """``source`` with the methods in ``text``, which shows them in their class, in the place of ``function``."""
+    """``source`` with the methods in ``text``, which shows them in their class, in the place of
+    ``function``.
+    """
     methods = text.partition("    ...\n\n")[2]
     assert methods.startswith(f"    def {function}(")
-    (node,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == function)
+    (node,) = (
+        n
+        for n in ast.walk(ast.parse(source))
+        if isinstance(n, ast.FunctionDef) and n.name == function
+    )
     lines = source.splitlines(keepends=True)
     return "".join([*lines[: node.lineno - 1], methods, *lines[node.end_lineno :]])
 
 
-# ----------------------------------------------------------------------------------------------- what check_env finds
+# ----------------------------------------------------------------------------- what check_env finds
 def pattern(node: ast.expr) -> str:
     """A text as the tables write it: .. for what is filled in."""
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
@@ -82,7 +101,9 @@ def pattern(node: ast.expr) -> str:
 def findings() -> set[str]:
     """Every finding and note in the source of check_env."""
     found = set()
-    for call in (n for n in ast.walk(ast.parse(Path(checks.__file__).read_text())) if isinstance(n, ast.Call)):
+    for call in (
+        n for n in ast.walk(ast.parse(Path(checks.__file__).read_text())) if isinstance(n, ast.Call)
+    ):
         name = ast.unparse(call.func)
         if name == "_fail":
             found.add(pattern(call.args[1]))
@@ -92,7 +113,11 @@ def findings() -> set[str]:
             found.add(pattern(call.args[0]))
         elif name == "wrap_errors":
             found.add(f"{pattern(call.args[0])}..")
-    return found - {"..", ".., .. differs ..", ""}  # put together from parts that are counted themselves
+    return found - {
+        "..",
+        ".., .. differs ..",
+        "",
+    }  # put together from parts that are counted themselves
 
 
 def test_every_finding_of_check_env_is_explained() -> None:
@@ -126,15 +151,23 @@ class Infinite(Balance):
     ("name", "finding"),
     [
         ("Drawn", r"with the same seeds and actions after restart\(seeds\), observation differs"),
-        ("Remembering", r"with the same seeds and actions after restart\(seeds\), observation differs"),
+        (
+            "Remembering",
+            r"with the same seeds and actions after restart\(seeds\), observation differs",
+        ),
         ("Infinite", "is not finite"),
     ],
 )
-def test_a_task_is_found_out(name: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_is_found_out(
+    name: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "faulty.py").write_text(TASK)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "faulty", raising=False)
     with pytest.raises(EnvError, match=finding):
         embodied_envs.check_env(
-            lambda seeds: embodied_envs.make(f"faulty:{name}", num_envs=4, seeds=seeds, max_episode_steps=9), steps=20
+            lambda seeds: embodied_envs.make(
+                f"faulty:{name}", num_envs=4, seeds=seeds, max_episode_steps=9
+            ),
+            steps=20,
         )

@@ -1,4 +1,6 @@
-"""What is installed is what is here: the built wheel holds every package and configuration, and works elsewhere."""
+"""What is installed is what is here: the built wheel holds every package and configuration, and
+works elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-INSTALLED = {"embodied_ppo": "embodied_ppo", "configs": "embodied_ppo/configs", "envs/embodied_envs": "embodied_envs"}
+INSTALLED = {
+    "embodied_ppo": "embodied_ppo",
+    "configs": "embodied_ppo/configs",
+    "envs/embodied_envs": "embodied_envs",
+}
 """Folder of the checkout -> folder of the wheel."""
 TRASH = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", ".*")
 
@@ -29,8 +35,12 @@ TRASH = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", ".*")
 def run(*command: object, cwd: Path) -> str:
     """Standard output of a command that must succeed, without the test run's own import paths."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run([str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{command} in {cwd}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    done = subprocess.run(
+        [str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, (
+        f"{command} in {cwd}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    )
     return done.stdout
 
 
@@ -39,7 +49,10 @@ def sources() -> set[str]:
     found = set()
     for here, there in INSTALLED.items():
         for path in (ROOT / here).rglob("*"):
-            hidden = any(part == "__pycache__" or part.startswith(".") for part in path.relative_to(ROOT).parts)
+            hidden = any(
+                part == "__pycache__" or part.startswith(".")
+                for part in path.relative_to(ROOT).parts
+            )
             if path.is_file() and not hidden:
                 found.add(f"{there}/{path.relative_to(ROOT / here).as_posix()}")
     return found
@@ -47,7 +60,9 @@ def sources() -> set[str]:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the source distribution and the wheel made *from it*: EMBODIED_PPO_DIST, or built from a copy."""
+    """Folder with the source distribution and the wheel made *from it*: EMBODIED_PPO_DIST, or built
+    from a copy.
+    """
     if given := os.environ.get("EMBODIED_PPO_DIST"):
         return (ROOT / given).resolve()
     copy = tmp_path_factory.mktemp("checkout")
@@ -67,17 +82,31 @@ def wheel(dist: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def bin_dir(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``bin`` of a fresh environment with the wheel, and this environment's other packages but not its checkout.
+    """``bin`` of a fresh environment with the wheel, and this environment's other packages but not
+    its checkout.
 
-    A path line in a .pth file adds site-packages without running the .pth files in there, one of which is the
-    checkout's editable installation.
+    A path line in a .pth file adds site-packages without running the .pth files in there, one of
+    which is the checkout's editable installation.
     """
     home = tmp_path_factory.mktemp("venv")
     venv.create(home, with_pip=False, symlinks=True)
     python = home / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=home)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        cwd=home,
+    )
     (site,) = home.glob("lib/python*/site-packages")
-    (site / "dependencies.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+    (site / "dependencies.pth").write_text(
+        "\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    )
     return home / "bin"
 
 
@@ -94,7 +123,13 @@ def test_sdist_builds_without_the_checkout(dist: Path) -> None:
     (path,) = dist.glob("embodied_ppo-*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    assert {"pyproject.toml", "LICENSE", "README.md", "configs/train.yaml", "envs/embodied_envs/__init__.py"} <= names
+    assert {
+        "pyproject.toml",
+        "LICENSE",
+        "README.md",
+        "configs/train.yaml",
+        "envs/embodied_envs/__init__.py",
+    } <= names
 
 
 def test_wheel_works_from_another_directory(bin_dir: Path, tmp_path: Path) -> None:
@@ -120,11 +155,18 @@ def test_checkout_finds_its_configurations() -> None:
 
 
 def test_imports_are_declared() -> None:
-    """Every import is the standard library's, ours, or named in pyproject.toml; and nothing is named in vain."""
+    """Every import is the standard library's, ours, or named in pyproject.toml; and nothing is
+    named in vain.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     base = {canonicalize_name(Requirement(r).name) for r in project["dependencies"]}
-    optional = {canonicalize_name(Requirement(r).name) for extra in extras if extra != "dev" for r in extras[extra]}
+    optional = {
+        canonicalize_name(Requirement(r).name)
+        for extra in extras
+        if extra != "dev"
+        for r in extras[extra]
+    }
 
     imported = set()
     for path in (path for name in INSTALLED for path in (ROOT / name).rglob("*.py")):
@@ -137,7 +179,9 @@ def test_imports_are_declared() -> None:
     owners = packages_distributions()
     used = {canonicalize_name(owner) for name in imported for owner in owners.get(name, [name])}
 
-    theirs = {"vllm"}  # users install it themselves: it pins another torch and transformers (docs/dependencies.md)
+    theirs = {
+        "vllm"
+    }  # users install it themselves: it pins another torch and transformers (docs/dependencies.md)
     assert used - base - optional == theirs, "imported, not declared"
     indirect = {
         "tensorboard",  # torch.utils.tensorboard writes with it

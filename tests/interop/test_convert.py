@@ -1,4 +1,6 @@
-"""A peer's options of PPO become ours: documented blocks without loss, values where they belong, nothing dropped."""
+"""A peer's options of PPO become ours: documented blocks without loss, values where they belong,
+nothing dropped.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,12 @@ def convert(peer: str, flat: dict[str, Any]) -> migrate.Migration:
 
 def told(found: migrate.Migration) -> dict[str, str]:
     """theirs -> why it is no option of ours."""
-    return {row["theirs"]: row["why"] for row in (*found.meaningless, *found.refused, *found.unknown)}
+    return {
+        row["theirs"]: row["why"] for row in (*found.meaningless, *found.refused, *found.unknown)
+    }
 
 
-# ---------------------------------------------------------------------------------------------------- documented blocks
+# -------------------------------------------------------------------------------- documented blocks
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 RLINF_ROBOT = {  # the page on PPO, embodied tasks
     "algorithm.normalize_advantages": True,
@@ -219,7 +223,9 @@ DOCUMENTED = {
 
 
 @pytest.mark.parametrize(("peer", "block"), DOCUMENTED.values(), ids=list(DOCUMENTED))
-def test_a_documented_block_converts_without_loss(peer: str, block: dict[str, Any], capsys: pytest.CaptureFixture[str]):
+def test_a_documented_block_converts_without_loss(
+    peer: str, block: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
     found = convert(peer, block)
     assert not found.unknown and not found.refused and found.conflict is None
     mapped = {row["theirs"] for row in found.mapped if not row["default"]}
@@ -229,7 +235,9 @@ def test_a_documented_block_converts_without_loss(peer: str, block: dict[str, An
     assert main.main(["import-config", peer, "theirs.yaml", "--out", out]) == 0
     capsys.readouterr()
     fill = [f"{path}={FILL[path]}" for path in found.to_write]
-    assert main.main(["config", "--json", "--config-dir", "mine", "experiment=imported", *fill]) == 0
+    assert (
+        main.main(["config", "--json", "--config-dir", "mine", "experiment=imported", *fill]) == 0
+    )
     captured = capsys.readouterr()
     rows = json.loads(captured.out)
     assert "read as" not in captured.err, "the file has our own words"
@@ -237,7 +245,9 @@ def test_a_documented_block_converts_without_loss(peer: str, block: dict[str, An
         assert rows[path]["value"] == value and rows[path]["source"].endswith("imported.yaml"), path
 
 
-def test_what_a_run_needs_and_the_file_does_not_say_is_asked_for(capsys: pytest.CaptureFixture[str]):
+def test_what_a_run_needs_and_the_file_does_not_say_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+):
     Path("mine/experiment").mkdir(parents=True)
     found = convert("verl", VERL)
     assert set(found.to_write) == {"data.train", "data.eval", "updates"}
@@ -245,14 +255,18 @@ def test_what_a_run_needs_and_the_file_does_not_say_is_asked_for(capsys: pytest.
     assert main.main(["train", "--config-dir", "mine", "experiment=x"]) == 2
     assert "= ??? " in capsys.readouterr().err
     assert main.main(["config", "--config-dir", "mine", "experiment=x"]) == 0
-    assert "yours to write" in (err := capsys.readouterr().err) and "data.eval, data.train, updates" in err
+    assert (
+        "yours to write" in (err := capsys.readouterr().err)
+        and "data.eval, data.train, updates" in err
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- values
+# ------------------------------------------------------------------------------------------- values
 ROBOT = {"runner.task_type": "embodied", "actor.model.num_action_chunks": 8}
 WORKERS = {"rollout_batch_size": 64, "num_return_sequences_in_group": 8, "num_gpus_per_node": 8}
 VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    # verl: prompts before n; one clip or two; its words for KL; steps and shares of warm-up are of updates
+    # verl: prompts before n; one clip or two; its words for KL; steps and shares of warm-up are of
+    # updates
     ("verl", {f"{ACTOR}ppo_mini_batch_size": 64, f"{ROLLOUT}n": 8}, {"algorithm.global_batch_size": 64,
                                                                      "algorithm.group_size": 8}),
     ("verl", {f"{ACTOR}clip_ratio": 0.3}, {"algorithm.clip_ratio_low": 0.3, "algorithm.clip_ratio_high": 0.3}),
@@ -290,8 +304,8 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("verl", {"algorithm.adv_estimator": "gae"}, {"algorithm.rollout_batch_size": 1024,
      "algorithm.response_length": 512, "algorithm.global_batch_size": 256, "algorithm.weight_decay": 0.01,
      "critic.weight_decay": 0.01}),
-    # RLinf: discounts of chunks, 0.99 = 0.9987445^8; steps per decision; passes; warm-up of 30 steps, 10 an update
-    # a chunk's reward is its plain sum there; two limits of memory
+    # RLinf: discounts of chunks, 0.99 = 0.9987445^8; steps per decision; passes; warm-up of 30
+    # steps, 10 an update a chunk's reward is its plain sum there; two limits of memory
     ("rlinf", {**ROBOT, "algorithm.reward_type": "chunk_level", "algorithm.gamma": 0.99},
      {"algorithm.gamma": 0.9987445, "env.action_chunk": 8, "algorithm.chunk_reward": "sum"}),
     ("rlinf", {**ROBOT, "algorithm.reward_type": "action_level", "algorithm.gamma": 0.99},
@@ -327,7 +341,8 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("rlinf", {"algorithm.loss_type": "actor", "algorithm.ratio_clip_eps": 0.3, "algorithm.clip_ratio_low": None,
                "data.rollout_batch_size": 512, "algorithm.n_minibatches": 4},
      {"algorithm.clip_ratio_low": 0.3, "algorithm.clip_ratio_high": 0.3, "algorithm.global_batch_size": 128}),
-    # ROLL: dual clip's constant; controllers; normalisation by two options; responses of a device -> prompts of a step
+    # ROLL: dual clip's constant; controllers; normalisation by two options; responses of a device
+    # -> prompts of a step
     ("roll", {"pg_clip": 0.3, "dual_clip_loss": True}, {"algorithm.clip_ratio_c": 1.6}),
     ("roll", {"pg_clip": 0.3, "dual_clip_loss": False}, {"algorithm.clip_ratio_c": None}),
     ("roll", {"pg_clip": 0.3, "use_pg_clip_range": True, "pg_clip_low": 0.1, "pg_clip_high": 0.25},
@@ -344,7 +359,8 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("roll", {**WORKERS, "actor_train.device_mapping": "list(range(0,8))", "max_steps": 100, "ppo_epochs": 2,
               "actor_train.training_args.per_device_train_batch_size": 2,
               "actor_train.training_args.gradient_accumulation_steps": 16,
-              "actor_train.training_args.warmup_steps": 20},  # 2 x 16 x 8 = 256 responses = 32 prompts: 4 steps
+              # 2 x 16 x 8 = 256 responses = 32 prompts: 4 steps
+              "actor_train.training_args.warmup_steps": 20},
      {"algorithm.global_batch_size": 32, "algorithm.micro_batch_size": 2, "algorithm.lr_warmup": 5}),
     ("roll", {**WORKERS, "adv_estimator": "gae", "actor_train.device_mapping": "list(range(0,8))",
               "actor_infer.device_mapping": "list(range(8, 12)) + list(range(14,16))",
@@ -353,7 +369,8 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
       "cluster.num_nodes": 2, "cluster.devices_per_node": 8}),
     ("roll", {"gamma": 1}, {"algorithm.normalize_advantages": False, "algorithm.value_clip": None,
                             "algorithm.loss_agg_func": "seq-mean-token-mean", "algorithm.lr_schedule": "linear"}),
-    # .. whitening subtracts the mean, after the penalty; clipping follows normalisation; its defaults; one critic epoch
+    # .. whitening subtracts the mean, after the penalty; clipping follows normalisation; its
+    # defaults; one critic epoch
     ("roll", {"whiten_rewards": True, "add_token_level_kl": True},
      {"algorithm.whiten_rewards": True, "algorithm.whiten_subtract_mean": True, "algorithm.whiten_after_kl": True,
       "algorithm.kl_ctrl.kl_coef": 0.2}),
@@ -373,10 +390,12 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("roll", {"adv_estimator": "grpo", "num_return_sequences_in_group": 4},
      {"algorithm.adv_type": "grpo", "algorithm.reward_norm": "absent"}),
     ("roll", {"adv_estimator": "grpo", "num_return_sequences_in_group": 4, "add_token_level_kl": True},
-     {"algorithm.adv_type": "reinforce", "algorithm.reward_norm": "group"}),  # scores are normalised before the penalty
+     # scores are normalised before the penalty
+     {"algorithm.adv_type": "reinforce", "algorithm.reward_norm": "group"}),
     ("roll", {**WORKERS, "actor_train.device_mapping": "[0,1]", "loss_agg_mode": "seq-mean-token-sum-norm",
               "actor_train.training_args.per_device_train_batch_size": 2, "prompt_length": 101, "response_length": 300,
-              "actor_train.training_args.gradient_accumulation_steps": 16},  # 64 responses in rows of 400
+              # 64 responses in rows of 400
+              "actor_train.training_args.gradient_accumulation_steps": 16},
      {"algorithm.loss_agg_func": "seq-mean-token-sum-norm", "algorithm.loss_scale_factor": 6.25}),
     ("roll", {"reward_norm": "batch", "reward_shift": True}, {"algorithm.reward_norm": "batch",
                                                              "algorithm.reward_shift": True}),
@@ -450,7 +469,9 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("peer", "theirs", "path", "why"), REASONS)
-def test_what_has_no_counterpart_is_told_with_the_reason(peer: str, theirs: dict[str, Any], path: str, why: str):
+def test_what_has_no_counterpart_is_told_with_the_reason(
+    peer: str, theirs: dict[str, Any], path: str, why: str
+):
     found = convert(peer, theirs)
     assert why in told(found)[path]
     assert path not in {row["theirs"] for row in found.mapped}
@@ -459,11 +480,21 @@ def test_what_has_no_counterpart_is_told_with_the_reason(peer: str, theirs: dict
 
 DIFFERENCES = [
     ("roll", {"reward_norm": "batch", "lambd": 1}, "reward_norm", "a later version ignores it"),
-    ("roll", {"loss_agg_mode": "seq-mean-token-sum-norm", "lambd": 1}, "loss_agg_mode", "write algorithm.loss_scale"),
+    (
+        "roll",
+        {"loss_agg_mode": "seq-mean-token-sum-norm", "lambd": 1},
+        "loss_agg_mode",
+        "write algorithm.loss_scale",
+    ),
     ("roll", {"gamma": 1}, "lambd", "their GAE starts at the end of the padding"),
     ("roll", {"lambd": 1, "gamma": 1}, None, ""),
     ("roll", {"adv_estimator": "reinforce"}, None, ""),
-    ("verl", {f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm"}, f"{ACTOR}loss_agg_mode", "times ours"),
+    (
+        "verl",
+        {f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm"},
+        f"{ACTOR}loss_agg_mode",
+        "times ours",
+    ),
     ("trl", {"max_grad_norm": 1.0}, "max_grad_norm", "with DeepSpeed only"),
     ("trl", {"whiten_rewards": True}, "whiten_rewards", "in each process"),
     ("trl", TRL, "num_mini_batches", "write algorithm.global_batch_size=64"),
@@ -474,7 +505,11 @@ DIFFERENCES = [
 
 @pytest.mark.parametrize(("peer", "theirs", "path", "why"), DIFFERENCES)
 def test_differences_of_mapped_options_are_printed(
-    peer: str, theirs: dict[str, Any], path: str | None, why: str, capsys: pytest.CaptureFixture[str]
+    peer: str,
+    theirs: dict[str, Any],
+    path: str | None,
+    why: str,
+    capsys: pytest.CaptureFixture[str],
 ):
     found = {row["theirs"]: row["why"] for row in convert(peer, theirs).differences}
     assert list(found) == ([] if path is None else [path])
@@ -538,10 +573,16 @@ def test_command_line_overrides_import_like_a_file(ending: str, capsys: pytest.C
 
 
 def test_options_that_do_not_go_together_are_told():
-    found = convert("verl", {f"{ACTOR}use_kl_loss": True, f"{ACTOR}kl_loss_type": "kl", "data.train_batch_size": 256})
+    found = convert(
+        "verl",
+        {f"{ACTOR}use_kl_loss": True, f"{ACTOR}kl_loss_type": "kl", "data.train_batch_size": 256},
+    )
     assert found.conflict is not None and "k2, k3 or k1+" in found.conflict
     found = convert("verl", {"data.train_batch_size": 100, f"{ACTOR}ppo_mini_batch_size": 64})
-    assert found.conflict is not None and "algorithm.rollout_batch_size = 100 is not a multiple" in found.conflict
+    assert (
+        found.conflict is not None
+        and "algorithm.rollout_batch_size = 100 is not a multiple" in found.conflict
+    )
 
 
 def test_references_inside_the_file_are_resolved():
@@ -573,18 +614,27 @@ def test_references_inside_the_file_are_resolved():
         "algorithm.value_clip": 0.3,
     }
     assert {path: found.options.get(path) for path in expected} == expected
-    assert {row["theirs"] for row in found.unknown} == {"algorithm.gamma", "algorithm.gae_lambda"}, "each other"
+    assert {row["theirs"] for row in found.unknown} == {
+        "algorithm.gamma",
+        "algorithm.gae_lambda",
+    }, "each other"
 
 
-# -------------------------------------------------------------------------------------------------------------- command
+# ------------------------------------------------------------------------------------------ command
 def test_the_experiment_goes_to_stdout_and_the_table_to_stderr(capsys: pytest.CaptureFixture[str]):
     convert("roll", ROLL)
     assert main.main(["import-config", "roll", "theirs.yaml"]) == 0
     out, err = capsys.readouterr()
     experiment = yaml.safe_load(out)
-    assert out.startswith("# @package _global_\n") and experiment["algorithm"]["clip_ratio_c"] == 1.4
-    assert "lambd = 0.95" in err and "algorithm.gae_lambda = 0.95" in err and "no meaning here" in err
-    assert "whiten_advantages = true" in err and "(their default)" in err and "yours to write" in err
+    assert (
+        out.startswith("# @package _global_\n") and experiment["algorithm"]["clip_ratio_c"] == 1.4
+    )
+    assert (
+        "lambd = 0.95" in err and "algorithm.gae_lambda = 0.95" in err and "no meaning here" in err
+    )
+    assert (
+        "whiten_advantages = true" in err and "(their default)" in err and "yours to write" in err
+    )
     assert main.main(["import-config", "roll", "theirs.yaml", "--quiet"]) == 0
     assert capsys.readouterr() == (out, "")
 
@@ -596,9 +646,12 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]):
     assert Path("new.yaml").read_text() == said["yaml"]
     assert [row["theirs"] for row in said["unknown"]] == ["my.own"]
     assert [row["theirs"] for row in said["refused"]] == [f"{ROLLOUT}top_k"]
-    assert {"theirs": "algorithm.lam", "value": 0.9, "ours": {"algorithm.gae_lambda": 0.9}, "default": False} in said[
-        "mapped"
-    ]
+    assert {
+        "theirs": "algorithm.lam",
+        "value": 0.9,
+        "ours": {"algorithm.gae_lambda": 0.9},
+        "default": False,
+    } in said["mapped"]
 
 
 FILES = {
@@ -613,7 +666,10 @@ FILES = {
     "self.yaml": "algorithm: &a {b: *a}\n",
     "list_self.yaml": "algorithm: {gamma: &a [*a]}\n",
     "bomb.yaml": "a: &a {x: 1, y: 1}\n"
-    + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)),
+    + "".join(
+        f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n"
+        for a, b in zip("abcdefghi", "bcdefghij", strict=True)
+    ),
     "hexadecimal.yaml": f"algorithm: {{gamma: 0x{'f' * 6000}}}\n",
 }
 REFUSALS = [
@@ -630,7 +686,10 @@ REFUSALS = [
     ("verl foreign.yaml", "foreign.yaml holds no option of verl's (it has services.web.image)"),
     ("verl roll.yaml", "roll.yaml looks like ROLL's (24 of its 24 options"),
     ("trl verl.yaml", "looks like verl's .. write import-config verl verl.yaml"),
-    ("vrl verl.yaml", "vrl: no such framework; did you mean verl? there are: rlinf, verl, roll, trl"),
+    (
+        "vrl verl.yaml",
+        "vrl: no such framework; did you mean verl? there are: rlinf, verl, roll, trl",
+    ),
     ("verl verl.yaml --out verl.yaml", "--out verl.yaml: exists; name a new file"),
     ("verl verl.yaml --out verl.yaml/new.yaml", "--out verl.yaml/new.yaml: cannot be written"),
     ("verl", "import-config needs a framework and a file"),
@@ -639,7 +698,9 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("line", "message"), REFUSALS)
-def test_refusals_are_one_line_and_write_nothing(line: str, message: str, capsys: pytest.CaptureFixture[str]):
+def test_refusals_are_one_line_and_write_nothing(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+):
     for name, text in FILES.items():
         Path(name).write_text(text)
     assert main.main(["import-config", *line.split()]) == 2
@@ -660,7 +721,8 @@ def test_refusals_are_one_line_and_write_nothing(line: str, message: str, capsys
         ("verl", {"data.seed": f"${{multiply:{'9' * 4000},{'9' * 4000}}}"}),
         (
             "verl",
-            {f"data.{a}": [f"${{data.{b}}}"] * 30 for a, b in zip("abcdef", "bcdefg", strict=True)} | {"data.g": 1},
+            {f"data.{a}": [f"${{data.{b}}}"] * 30 for a, b in zip("abcdef", "bcdefg", strict=True)}
+            | {"data.g": 1},
         ),
         ("verl", {"trainer.nnodes": math.inf}),
         ("trl", {"total_episodes": math.inf}),
@@ -670,7 +732,9 @@ def test_refusals_are_one_line_and_write_nothing(line: str, message: str, capsys
 def test_values_that_no_program_could_take_are_told_as_such(peer: str, options: dict[str, Any]):
     known = {"verl": {"algorithm.gamma": 0.5}, "trl": {"gamma": 0.5}, "roll": {"gamma": 0.5}}[peer]
     found = convert(peer, known | options)
-    said = {row["theirs"] for rows in (found.unknown, found.refused, found.meaningless) for row in rows}
+    said = {
+        row["theirs"] for rows in (found.unknown, found.refused, found.meaningless) for row in rows
+    }
     assert said & options.keys() and found.options["algorithm.gamma"] == 0.5
 
 

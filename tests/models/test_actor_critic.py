@@ -1,4 +1,6 @@
-"""Models: `evaluate` recomputes what `act` said, for every shape of policy; parameters, initialisation, errors."""
+"""Models: `evaluate` recomputes what `act` said, for every shape of policy; parameters,
+initialisation, errors.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ SPECS: dict[str, ObsSpec] = {
     "chw": CHW,
     "hwc": HWC,
     "dict": {"joints": VECTOR_SPEC, "camera": CHW, "goal": ArraySpec((2,))},
-    "cameras": {"a.b": HWC, "a_b": CHW, "values": ArraySpec((1, 36, 36), torch.uint8), "vector": CHW, "x": VECTOR_SPEC},
+    "cameras": {
+        "a.b": HWC,
+        "a_b": CHW,
+        "values": ArraySpec((1, 36, 36), torch.uint8),
+        "vector": CHW,
+        "x": VECTOR_SPEC,
+    },
 }
 ACTIONS = {"box": Box((-1.0,) * 3, (1.0,) * 3), "discrete": Discrete(4)}
 KINDS = [("box", "gaussian"), ("box", "squashed_gaussian"), ("discrete", "categorical")]
@@ -38,7 +46,9 @@ def model(**options: Any) -> ModelConfig:
 def make(spec: str, actions: str = "box", seed: int = 0, **options: Any) -> ActorCritic:
     torch.manual_seed(seed)
     policy = ActorCritic(SPECS[spec], ACTIONS[actions], model(**options))
-    policy.observe(observe(spec, 64, seed=99), torch.ones(64, dtype=torch.bool))  # normalise by something
+    policy.observe(
+        observe(spec, 64, seed=99), torch.ones(64, dtype=torch.bool)
+    )  # normalise by something
     return policy
 
 
@@ -58,10 +68,12 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# --------------------------------------------------------------------------------------------------- act and evaluate
+# --------------------------------------------------------------------------------- act and evaluate
 CASES = [
     (kind, spec, shared, dependent)
-    for kind, spec, shared, dependent in itertools.product(KINDS, SPECS, (True, False), (False, True))
+    for kind, spec, shared, dependent in itertools.product(
+        KINDS, SPECS, (True, False), (False, True)
+    )
     if not (dependent and kind[1] == "categorical")
 ]
 
@@ -81,32 +93,51 @@ def test_evaluate_reproduces_act(kind, spec, shared, dependent):
     decision = policy.act(inputs, noise=policy.noise(len(next(tree.leaves(inputs))), generator()))
     shape = (7,) if actions == "discrete" else (7, 1, 3)
     assert decision.log_prob.shape == shape and decision.log_prob.dtype == torch.float32
-    assert decision.action.shape == ((7,) if actions == "discrete" else (7, 3)) and decision.value.shape == (7,)
+    assert decision.action.shape == (
+        (7,) if actions == "discrete" else (7, 3)
+    ) and decision.value.shape == (7,)
     out = policy.evaluate(inputs, decision.action, decision.replay)
     assert out.log_prob.shape == out.entropy.shape == shape
     torch.testing.assert_close(out.log_prob, decision.log_prob, rtol=0, atol=1e-5)
     torch.testing.assert_close(out.value, decision.value, rtol=0, atol=1e-5)
     torch.testing.assert_close(policy.value(inputs), decision.value, rtol=0, atol=1e-5)
-    assert out.log_prob.std() > 1e-3 and decision.value.std() > 1e-3  # rows differ, so agreement means something
+    assert (
+        out.log_prob.std() > 1e-3 and decision.value.std() > 1e-3
+    )  # rows differ, so agreement means something
     assert (out.logits is not None) == (actions == "discrete")
     loss = out.log_prob.mean() + out.entropy.mean() + out.value.mean()
     loss.backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in policy.parameters())
 
     # rows do not see each other: any split of the batch, any order
-    parts = [policy.evaluate(*tree.index((inputs, decision.action, decision.replay), slice(i, i + 2))) for i in (0, 2)]
-    torch.testing.assert_close(torch.cat([p.log_prob for p in parts]), out.log_prob[:4], rtol=0, atol=1e-5)
-    torch.testing.assert_close(torch.cat([p.value for p in parts]), out.value[:4], rtol=0, atol=1e-5)
-    flipped = policy.evaluate(*tree.map(lambda x: x.flip(0), (inputs, decision.action, decision.replay)))
+    parts = [
+        policy.evaluate(*tree.index((inputs, decision.action, decision.replay), slice(i, i + 2)))
+        for i in (0, 2)
+    ]
+    torch.testing.assert_close(
+        torch.cat([p.log_prob for p in parts]), out.log_prob[:4], rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(
+        torch.cat([p.value for p in parts]), out.value[:4], rtol=0, atol=1e-5
+    )
+    flipped = policy.evaluate(
+        *tree.map(lambda x: x.flip(0), (inputs, decision.action, decision.replay))
+    )
     torch.testing.assert_close(flipped.log_prob.flip(0), out.log_prob, rtol=0, atol=1e-5)
 
     # the only randomness is the generator's; the mode needs none
-    assert torch.equal(policy.act(inputs, noise=policy.noise(7, generator())).action, decision.action)
-    assert not torch.equal(policy.act(inputs, noise=policy.noise(7, generator(1))).action, decision.action)
+    assert torch.equal(
+        policy.act(inputs, noise=policy.noise(7, generator())).action, decision.action
+    )
+    assert not torch.equal(
+        policy.act(inputs, noise=policy.noise(7, generator(1))).action, decision.action
+    )
     mode = policy.act(inputs)
     assert torch.equal(mode.action, policy.act(inputs).action)
     if distribution == "squashed_gaussian":
-        assert decision.action.abs().max() < 1 and torch.equal(decision.replay["pre_squash"].tanh(), decision.action)
+        assert decision.action.abs().max() < 1 and torch.equal(
+            decision.replay["pre_squash"].tanh(), decision.action
+        )
     if out.logits is not None:
         assert torch.equal(mode.action, out.logits.argmax(-1))
 
@@ -115,7 +146,10 @@ def test_acting_and_values_carry_no_gradient():
     policy = make("vector")
     inputs = policy.encode(observe("vector", 4))
     decision = policy.act(inputs, noise=policy.noise(len(next(tree.leaves(inputs))), generator()))
-    assert not any(x.requires_grad for x in (decision.action, decision.log_prob, policy.value(inputs), inputs[VECTOR]))
+    assert not any(
+        x.requires_grad
+        for x in (decision.action, decision.log_prob, policy.value(inputs), inputs[VECTOR])
+    )
 
 
 def test_mlp_on_pictures():
@@ -143,7 +177,7 @@ def test_pictures_are_the_same_however_channels_lie():
     torch.testing.assert_close(chw.value(a), hwc.value(b), rtol=0, atol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------- parameters
+# --------------------------------------------------------------------------------------- parameters
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("spec", ["vector", "dict"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,7 +198,9 @@ def test_separate_trunks_do_not_meet():
     inputs = policy.encode(observe("vector", 4))
     policy.evaluate(inputs, torch.zeros(4, 3), {}).value.sum().backward()
     groups = policy.parameter_groups()
-    assert all(p.grad is not None for p in groups["critic"]) and all(p.grad is None for p in groups["actor"])
+    assert all(p.grad is not None for p in groups["critic"]) and all(
+        p.grad is None for p in groups["actor"]
+    )
 
 
 def test_orthogonal_gains():
@@ -175,11 +211,17 @@ def test_orthogonal_gains():
         weight = layer.weight.detach()
         return weight @ weight.T if weight.shape[0] <= weight.shape[1] else weight.T @ weight
 
-    for layer, gain in ((policy.trunk.layers[0], 2.0), (policy.trunk.layers[2], 2.0), (policy.policy_head, 0.5)):
+    for layer, gain in (
+        (policy.trunk.layers[0], 2.0),
+        (policy.trunk.layers[2], 2.0),
+        (policy.policy_head, 0.5),
+    ):
         product = gram(layer)
         torch.testing.assert_close(product, gain**2 * torch.eye(len(product)), rtol=0, atol=1e-5)
     assert policy.value_head.weight.norm().item() == pytest.approx(3.0, rel=1e-5)
-    cnn = next(make("chw", hidden_gain=2.0).trunk.cnns.parameters()).detach().flatten(1)  # [32, 3·8·8]
+    cnn = (
+        next(make("chw", hidden_gain=2.0).trunk.cnns.parameters()).detach().flatten(1)
+    )  # [32, 3·8·8]
     torch.testing.assert_close(cnn @ cnn.T, 4.0 * torch.eye(32), rtol=0, atol=1e-4)
 
 
@@ -193,18 +235,25 @@ def test_gains_and_initial_scale():
 
     assert spread(policy_gain=0.01)[0] < 0.02 < spread(policy_gain=1.0)[0]
     assert spread(value_gain=0.0)[1] == 0.0 < spread(value_gain=1.0)[1]
-    assert spread(hidden_gain=0.1, policy_gain=1.0)[0] < 0.5 * spread(hidden_gain=1.4, policy_gain=1.0)[0]
+    assert (
+        spread(hidden_gain=0.1, policy_gain=1.0)[0]
+        < 0.5 * spread(hidden_gain=1.4, policy_gain=1.0)[0]
+    )
     assert make("vector", orthogonal_init=False).policy_head.bias.detach().abs().min() > 0
 
     for dependent in (False, True):
         policy = make("vector", init_log_std=-1.5, state_dependent_std=dependent, policy_gain=1e-6)
         entropy = policy.evaluate(policy.encode(observation), torch.zeros(64, 3), {}).entropy
-        assert entropy.mean().item() == pytest.approx(-1.5 + 0.5 * math.log(2 * math.pi * math.e), abs=1e-3)
+        assert entropy.mean().item() == pytest.approx(
+            -1.5 + 0.5 * math.log(2 * math.pi * math.e), abs=1e-3
+        )
 
 
 @pytest.mark.parametrize("dependent", [False, True])
 def test_scale_limits(dependent):
-    policy = make("vector", init_log_std=0.0, min_log_std=-0.1, max_log_std=0.1, state_dependent_std=dependent)
+    policy = make(
+        "vector", init_log_std=0.0, min_log_std=-0.1, max_log_std=0.1, state_dependent_std=dependent
+    )
     inputs, normal = policy.encode(observe("vector", 8)), 0.5 * math.log(2 * math.pi * math.e)
     for shift, limit in ((10.0, 0.1), (-20.0, -0.1)):
         with torch.no_grad():
@@ -213,12 +262,16 @@ def test_scale_limits(dependent):
         torch.testing.assert_close(entropy, torch.full_like(entropy, limit + normal))
 
 
-@pytest.mark.parametrize("options", [{"layer_norm": True}, {"hidden": []}, {"hidden": [8]}, {"normalize_obs": False}])
+@pytest.mark.parametrize(
+    "options", [{"layer_norm": True}, {"hidden": []}, {"hidden": [8]}, {"normalize_obs": False}]
+)
 def test_other_trunks(options):
     policy, observation = make("vector", **options), observe("vector", 6)
     inputs = policy.encode(observation)
     decision = policy.act(inputs, noise=policy.noise(len(next(tree.leaves(inputs))), generator()))
-    torch.testing.assert_close(policy.evaluate(inputs, decision.action, {}).log_prob, decision.log_prob)
+    torch.testing.assert_close(
+        policy.evaluate(inputs, decision.action, {}).log_prob, decision.log_prob
+    )
     norms = [m for m in policy.trunk.modules() if isinstance(m, torch.nn.LayerNorm)]
     assert len(norms) == (2 if options == {"layer_norm": True} else 0)
     assert (policy.encoder.moments is None) == (options == {"normalize_obs": False})
@@ -231,14 +284,16 @@ def test_activations(activation):
     assert torch.equal(layer(x), getattr(torch.nn.functional, activation, torch.tanh)(x))
 
 
-# ---------------------------------------------------------------------------------------------------------- normaliser
+# --------------------------------------------------------------------------------------- normaliser
 def test_normaliser():
     torch.manual_seed(0)
     policy = ActorCritic(SPECS["dict"], ACTIONS["box"], model(obs_clip=2.0))
     observation = observe("dict", 50)
     assert isinstance(observation, dict)
     joined = torch.cat([observation["joints"], observation["goal"]], 1)
-    torch.testing.assert_close(policy.encode(observation)[VECTOR], joined.clamp(-2, 2))  # nothing seen: as it is
+    torch.testing.assert_close(
+        policy.encode(observation)[VECTOR], joined.clamp(-2, 2)
+    )  # nothing seen: as it is
     mask = torch.arange(50) < 30
     observation["joints"][30:] = 1e9  # masked rows may hold anything
     policy.observe(observation, mask)
@@ -258,14 +313,29 @@ def test_normaliser():
     assert torch.equal(other.value(other.encode(observation)), policy.value(encoded))
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("spec", "actions", "options", "words"),
     [
         (VECTOR_SPEC, Discrete(3), {"distribution": "gaussian"}, "discrete; use categorical"),
-        (VECTOR_SPEC, ACTIONS["box"], {"distribution": "categorical"}, "continuous; use gaussian or squashed_gaussian"),
-        (ArraySpec((3, 35, 64), torch.uint8), Discrete(3), {}, "35 x 64 pixels is below the cnn's 36 x 36"),
-        (ArraySpec((64, 35, 3), torch.uint8), Discrete(3), {}, "64 x 35 pixels is below the cnn's 36 x 36"),
+        (
+            VECTOR_SPEC,
+            ACTIONS["box"],
+            {"distribution": "categorical"},
+            "continuous; use gaussian or squashed_gaussian",
+        ),
+        (
+            ArraySpec((3, 35, 64), torch.uint8),
+            Discrete(3),
+            {},
+            "35 x 64 pixels is below the cnn's 36 x 36",
+        ),
+        (
+            ArraySpec((64, 35, 3), torch.uint8),
+            Discrete(3),
+            {},
+            "64 x 35 pixels is below the cnn's 36 x 36",
+        ),
         (VECTOR_SPEC, Discrete(3), {"backbone": "cnn"}, "no uint8 image .* use model.backbone=mlp"),
         (ArraySpec((0,)), Discrete(3), {}, "observation is empty"),
     ],

@@ -1,4 +1,6 @@
-"""Language models: our forward pass against transformers', log-probabilities against a float64 twin."""
+"""Language models: our forward pass against transformers', log-probabilities against a float64
+twin.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +56,14 @@ def make(kind: str = "qwen2", seed: int = 0, **more: Any) -> LanguagePolicy:
 def rows(seed: int = 0) -> tuple[Tensor, Tensor]:
     """Tokens [3, 11] and places [3, 4]."""
     g = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 50, (3, 11), generator=g), torch.tensor([[2, 3, 4, 5], [6, 7, 8, 9], [0, 1, 2, 3]])
+    return torch.randint(3, 50, (3, 11), generator=g), torch.tensor(
+        [[2, 3, 4, 5], [6, 7, 8, 9], [0, 1, 2, 3]]
+    )
 
 
-@pytest.mark.parametrize(("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)])
+@pytest.mark.parametrize(
+    ("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)]
+)
 def test_our_forward_pass_is_transformers(kind: str, more: dict[str, Any]) -> None:
     """Hidden states at the places asked for, and their gradient."""
     policy = make(kind, **more)
@@ -73,21 +79,37 @@ def test_our_forward_pass_is_transformers(kind: str, more: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "olmo2"])
 def test_another_family_is_refused(kind: str) -> None:
-    with pytest.raises(ConfigError, match=r"actor.model: .* computes something else .* Qwen 2 to 3"):
+    with pytest.raises(
+        ConfigError, match=r"actor.model: .* computes something else .* Qwen 2 to 3"
+    ):
         causal_lm.load(None, {"model_type": kind, **TINY}, what="actor.model")
 
 
 @pytest.mark.parametrize(
     ("path", "architecture", "message"),
     [
-        ("/no/such/place", {}, "actor.model.path=/no/such/place: holds no config.json; name a directory"),
+        (
+            "/no/such/place",
+            {},
+            "actor.model.path=/no/such/place: holds no config.json; name a directory",
+        ),
         (None, {"model_type": "qwen2", **TINY, "hidden_size": 0, "head_dim": 0}, "actor.model.*: "),
-        (None, {"model_type": "qwen2", **TINY, "num_hidden_layers": 0}, "actor.model: .* sizes do not fit"),
-        (None, {"model_type": "qwen2", **TINY, "num_attention_heads": 3}, "actor.model: .* sizes do not fit"),
+        (
+            None,
+            {"model_type": "qwen2", **TINY, "num_hidden_layers": 0},
+            "actor.model: .* sizes do not fit",
+        ),
+        (
+            None,
+            {"model_type": "qwen2", **TINY, "num_attention_heads": 3},
+            "actor.model: .* sizes do not fit",
+        ),
         (None, {"model_type": "qwen9"}, "actor.model.architecture: transformers refuses: .*qwen9"),
     ],
 )
-def test_what_cannot_be_loaded(path: str | None, architecture: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_loaded(
+    path: str | None, architecture: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         causal_lm.load(path, architecture, what="actor.model")
 
@@ -111,7 +133,9 @@ def test_what_comes_after_a_place_changes_nothing() -> None:
 
 
 def ragged(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens [3, 11] and places [3, 4] of rows that end at different places, the first with places it does not use."""
+    """Tokens [3, 11] and places [3, 4] of rows that end at different places, the first with places
+    it does not use.
+    """
     ids, _ = rows(seed)
     return ids, torch.tensor([[2, 3, 0, 0], [6, 7, 8, 9], [0, 1, 2, 3]])
 
@@ -125,7 +149,9 @@ def test_packing() -> None:
     assert p.at.tolist() == [[2, 3, 0, 0], [10, 11, 12, 13], [14, 15, 16, 17]]
 
 
-@pytest.mark.parametrize(("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)])
+@pytest.mark.parametrize(
+    ("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)]
+)
 def test_packed_rows_are_padded_rows(kind: str, more: dict[str, Any]) -> None:
     """Hidden states and their gradient."""
     policy = make(kind, **more)
@@ -133,7 +159,10 @@ def test_packed_rows_are_padded_rows(kind: str, more: dict[str, Any]) -> None:
     ids, place = ragged()
     padded, packed = decoder(ids, place=place), decoder.packed(ids, place, decoder.separate)
     torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
-    weight, some = policy.model.model.embed_tokens.weight, torch.randn_like(padded)  # Σx² is constant: x is normalised
+    weight, some = (
+        policy.model.model.embed_tokens.weight,
+        torch.randn_like(padded),
+    )  # Σx² is constant: x is normalised
     grads = [torch.autograd.grad((x * some).sum(), weight)[0] for x in (packed, padded)]
     assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 1e-5
 
@@ -148,13 +177,19 @@ def test_varlen_attention_takes_what_we_give_it(groups: int) -> None:
     v = torch.empty(1, groups, 18, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
     out = decoder.varlen(packing)(0, q, k, v)
     assert out.shape == (1, 4, 18, 8) and out.dtype == torch.bfloat16
-    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [
+        q.shape,
+        k.shape,
+        v.shape,
+    ]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [4, 2])
 def test_varlen_attention_is_that_of_separate_rows(groups: int) -> None:
-    """bfloat16 on a GPU: log-probabilities and gradient against packed rows one by one; forward takes it by itself."""
+    """bfloat16 on a GPU: log-probabilities and gradient against packed rows one by one; forward
+    takes it by itself.
+    """
     policy = make(num_key_value_heads=groups).to("cuda", torch.bfloat16)
     decoder = policy.decoder.module
     ids, place = (x.cuda() for x in ragged())
@@ -167,10 +202,12 @@ def test_varlen_attention_is_that_of_separate_rows(groups: int) -> None:
     assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 0.05
 
 
-# --------------------------------------------------------------------------------------------------- what tokens weigh
+# -------------------------------------------------------------------------------- what tokens weigh
 @pytest.mark.parametrize("chunk", [64 << 20, 4 * 50 * 5], ids=["at once", "in parts of 5"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_view_against_a_float64_twin(temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_against_a_float64_twin(
+    temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(causal_lm, "CHUNK_BYTES", chunk)
     policy, reference = make(), make(seed=1)
     policy.temperature = temperature
@@ -191,7 +228,9 @@ def test_view_against_a_float64_twin(temperature: float, chunk: int, monkeypatch
         torch.testing.assert_close(ours.double(), twin, rtol=1e-5, atol=1e-5)
     weights = [policy.model.lm_head.weight, policy.model.model.embed_tokens.weight]
     ours = torch.autograd.grad(found.log_prob.sum() + 2 * found.entropy.sum() + 3 * found.distance.sum(), weights, retain_graph=True)  # fmt: skip  # noqa: E501
-    twin = torch.autograd.grad(expected.sum() - 2 * (p * p.log()).sum() + 3 * (p * (p / q).log()).sum(), weights)
+    twin = torch.autograd.grad(
+        expected.sum() - 2 * (p * p.log()).sum() + 3 * (p * (p / q).log()).sum(), weights
+    )
     for a, b in zip(ours, twin, strict=True):
         assert float((a - b).norm() / b.norm()) < 1e-5
 
@@ -207,7 +246,7 @@ def test_recomputed_layers_give_the_same_gradient() -> None:
     torch.testing.assert_close(*grads)
 
 
-# -------------------------------------------------------------------------------------------------------------- critic
+# ------------------------------------------------------------------------------------------- critic
 def test_the_critic_begins_at_zero_and_learns_everywhere() -> None:
     critic = LanguageCritic(make().model)
     ids, place = rows()
@@ -216,7 +255,11 @@ def test_the_critic_begins_at_zero_and_learns_everywhere() -> None:
     with torch.no_grad():
         critic.value_head.weight.normal_()
     critic.value(ids, place).sum().backward()
-    missing = [name for name, p in critic.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    missing = [
+        name
+        for name, p in critic.named_parameters()
+        if p.grad is None or not p.grad.abs().sum() > 0
+    ]
     assert missing == []
 
 
@@ -224,7 +267,10 @@ def test_dropout_never_comes_on() -> None:
     policy = make(attention_dropout=0.5)
     ids, place = rows()
     policy.train()
-    assert torch.equal(policy.hidden(ids, place), policy.hidden(ids, place)) and not policy.model.training
+    assert (
+        torch.equal(policy.hidden(ids, place), policy.hidden(ids, place))
+        and not policy.model.training
+    )
 
 
 def test_the_state_holds_every_weight_once() -> None:

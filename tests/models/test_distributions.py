@@ -1,4 +1,6 @@
-"""Distributions: torch.distributions as float64 twin, hand-computed cases, extreme values, gradients and sampling."""
+"""Distributions: torch.distributions as float64 twin, hand-computed cases, extreme values,
+gradients and sampling.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def keyed(*parts: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(sampling_key(*parts))
 
 
-# ----------------------------------------------------------------------------------------------------------- by hand
+# ------------------------------------------------------------------------------------------ by hand
 def test_gaussian_by_hand():
     # x = 3, mean 1, std 2: z = 1, log p = -1/2 - log 2 - log(2 pi)/2 = -0.5 - 0.693147 - 0.918939
     x, mean, log_std = torch.tensor([[3.0]]), torch.tensor([[1.0]]), torch.tensor([math.log(2.0)])
@@ -33,28 +35,41 @@ def test_gaussian_by_hand():
 
 
 def test_squashed_by_hand():
-    # u = 0: tanh' = 1, so log p is the Gaussian's; u = 1: log(1 - tanh(1)^2) = log(0.419974) = -0.867562
+    # u = 0: tanh' = 1, so log p is the Gaussian's; u = 1: log(1 - tanh(1)^2) = log(0.419974) =
+    # -0.867562
     assert dist.log_tanh_slope(torch.tensor(0.0)).item() == pytest.approx(0.0, abs=1e-7)
     assert dist.log_tanh_slope(torch.tensor(1.0)).item() == pytest.approx(-0.8675616)
     zero = torch.zeros(1, 1)
-    assert dist.squashed_log_prob(torch.ones(1, 1), zero, zero).item() == pytest.approx(-0.5 - 0.9189385 + 0.8675616)
+    assert dist.squashed_log_prob(torch.ones(1, 1), zero, zero).item() == pytest.approx(
+        -0.5 - 0.9189385 + 0.8675616
+    )
 
 
 def test_categorical_by_hand():
     logits = torch.tensor([[0.0, math.log(3.0)]])  # p = 1/4, 3/4
-    assert dist.categorical_log_prob(torch.tensor([1]), logits).item() == pytest.approx(math.log(0.75))
+    assert dist.categorical_log_prob(torch.tensor([1]), logits).item() == pytest.approx(
+        math.log(0.75)
+    )
     # H = 1/4 log 4 + 3/4 log 4/3 = 0.346574 + 0.215762
     assert dist.categorical_entropy(logits).item() == pytest.approx(0.5623351)
 
 
-# -------------------------------------------------------------------------------------------------------------- twins
+# -------------------------------------------------------------------------------------------- twins
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.floats(-4, 2), st.integers(1, 5), st.integers(1, 4))
 def test_gaussian_twin(seed, level, rows, size):
-    x, mean, log_std = numbers(seed, rows, size) * 3, numbers(seed + 1, rows, size), numbers(seed + 2, size) + level
+    x, mean, log_std = (
+        numbers(seed, rows, size) * 3,
+        numbers(seed + 1, rows, size),
+        numbers(seed + 2, size) + level,
+    )
     twin = Normal(mean, log_std.exp().expand_as(mean))
-    torch.testing.assert_close(dist.gaussian_log_prob(x, mean, log_std), twin.log_prob(x), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(dist.gaussian_entropy(mean, log_std), twin.entropy(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        dist.gaussian_log_prob(x, mean, log_std), twin.log_prob(x), rtol=1e-9, atol=1e-9
+    )
+    torch.testing.assert_close(
+        dist.gaussian_entropy(mean, log_std), twin.entropy(), rtol=1e-9, atol=1e-9
+    )
     single = dist.gaussian_log_prob(x.float(), mean.float(), log_std.float())
     torch.testing.assert_close(single.double(), twin.log_prob(x), rtol=2e-5, atol=2e-5)
 
@@ -67,7 +82,9 @@ def test_squashed_twin(seed, level, size):
     twin = TransformedDistribution(Normal(mean, log_std.exp()), TanhTransform(cache_size=1))
     twin.transforms[0]._cached_x_y = u, u.tanh()  # its own inverse loses digits near 1
     expected = twin.log_prob(u.tanh())
-    torch.testing.assert_close(dist.squashed_log_prob(u, mean, log_std), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        dist.squashed_log_prob(u, mean, log_std), expected, rtol=1e-6, atol=1e-6
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -76,39 +93,59 @@ def test_categorical_twin(seed, scale, size):
     logits = numbers(seed, 4, size) * scale
     action = torch.arange(4) % size
     twin = Categorical(logits=logits)
-    torch.testing.assert_close(dist.categorical_log_prob(action, logits), twin.log_prob(action), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(dist.categorical_entropy(logits), twin.entropy(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        dist.categorical_log_prob(action, logits), twin.log_prob(action), rtol=1e-9, atol=1e-9
+    )
+    torch.testing.assert_close(
+        dist.categorical_entropy(logits), twin.entropy(), rtol=1e-9, atol=1e-9
+    )
 
 
 def test_probabilities_integrate_to_one():
-    mean, log_std = torch.tensor([[0.4]], dtype=torch.float64), torch.tensor([-0.3], dtype=torch.float64)
+    mean, log_std = (
+        torch.tensor([[0.4]], dtype=torch.float64),
+        torch.tensor([-0.3], dtype=torch.float64),
+    )
     u = torch.linspace(-9, 9, 20_001, dtype=torch.float64).unsqueeze(1)
     for log_p, x in (
         (dist.gaussian_log_prob(u, mean, log_std), u),
         (dist.squashed_log_prob(u, mean, log_std), u.tanh()),
     ):
-        assert torch.trapezoid(log_p.exp().flatten(), x.flatten()).item() == pytest.approx(1.0, abs=1e-5)
+        assert torch.trapezoid(log_p.exp().flatten(), x.flatten()).item() == pytest.approx(
+            1.0, abs=1e-5
+        )
 
 
-# --------------------------------------------------------------------------------------------------- entropy, gradient
+# -------------------------------------------------------------------------------- entropy, gradient
 def test_squashed_entropy_estimates_the_entropy():
-    mean, log_std = torch.tensor([[0.7]], dtype=torch.float64), torch.tensor([0.2], dtype=torch.float64)
+    mean, log_std = (
+        torch.tensor([[0.7]], dtype=torch.float64),
+        torch.tensor([0.2], dtype=torch.float64),
+    )
     grid = torch.linspace(-12, 12, 40_001, dtype=torch.float64).unsqueeze(1)
     log_p = dist.squashed_log_prob(grid, mean, log_std)
     exact = torch.trapezoid((-log_p.exp() * log_p).flatten(), grid.tanh().flatten()).item()
     u = mean + log_std.exp() * numbers(0, 200_000, 1)
     estimate = dist.squashed_entropy(u, mean, log_std)
-    assert estimate.mean().item() == pytest.approx(exact, abs=4 * estimate.std().item() / math.sqrt(200_000))
+    assert estimate.mean().item() == pytest.approx(
+        exact, abs=4 * estimate.std().item() / math.sqrt(200_000)
+    )
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_squashed_entropy_has_the_pathwise_gradient(which):
-    """With the noise held fixed the estimate is a function of the parameters; autograd has its derivative."""
+    """With the noise held fixed the estimate is a function of the parameters; autograd has its
+    derivative.
+    """
     noise, values = numbers(3, 64, 2), [0.8, -0.4]
 
     def entropy(mean: float, log_std: float) -> float:
         u = mean + math.exp(log_std) * noise
-        return (log_std + 0.5 * math.log(2 * math.pi * math.e) + torch.log1p(-u.tanh().square())).mean().item()
+        return (
+            (log_std + 0.5 * math.log(2 * math.pi * math.e) + torch.log1p(-u.tanh().square()))
+            .mean()
+            .item()
+        )
 
     parameters = [torch.full((2,), v, dtype=torch.float64, requires_grad=True) for v in values]
     mean, log_std = parameters[0].expand(64, 2), parameters[1]
@@ -120,15 +157,20 @@ def test_squashed_entropy_has_the_pathwise_gradient(which):
     numeric = (entropy(*high) - entropy(*low)) / (2 * step)
     grad = parameters[which].grad
     assert grad is not None and grad.sum().item() == pytest.approx(numeric, rel=1e-6)
-    assert abs(numeric) > 0.05  # the gradient of -log p of a fixed sample would have expectation zero
+    assert (
+        abs(numeric) > 0.05
+    )  # the gradient of -log p of a fixed sample would have expectation zero
 
 
-# ------------------------------------------------------------------------------------------------------ extreme values
+# ----------------------------------------------------------------------------------- extreme values
 @pytest.mark.parametrize("u", [-1e4, -80.0, -20.0, 20.0, 80.0, 1e4])
 @pytest.mark.parametrize("log_std", [-5.0, 2.0])
 def test_extreme_actions_stay_finite(u, log_std):
     x = torch.tensor([[u]])
-    mean, scale = torch.zeros(1, 1, requires_grad=True), torch.full((1,), log_std, requires_grad=True)
+    mean, scale = (
+        torch.zeros(1, 1, requires_grad=True),
+        torch.full((1,), log_std, requires_grad=True),
+    )
     for log_p in (dist.gaussian_log_prob(x, mean, scale), dist.squashed_log_prob(x, mean, scale)):
         assert math.isfinite(log_p.item())
     entropy = dist.squashed_entropy(x, mean, scale)
@@ -138,20 +180,27 @@ def test_extreme_actions_stay_finite(u, log_std):
     assert math.isfinite(mean.grad.item()) and math.isfinite(scale.grad.item())
     # log(1 - tanh(u)^2) -> 2 log 2 - 2|u|: linear where 1 - tanh^2 is 0 in float32
     if abs(u) >= 20:
-        assert dist.log_tanh_slope(x).item() == pytest.approx(2 * math.log(2) - 2 * abs(u), rel=1e-6)
+        assert dist.log_tanh_slope(x).item() == pytest.approx(
+            2 * math.log(2) - 2 * abs(u), rel=1e-6
+        )
 
 
 def test_extreme_logits_stay_finite():
     logits = torch.tensor([[1e4, -1e4, 0.0], [-1e30, 1e30, 1e30]], requires_grad=True)
-    assert dist.categorical_sample(logits[:1], dist.categorical_noise((1, 3), torch.Generator())).tolist() == [0]
-    log_p, entropy = dist.categorical_log_prob(torch.tensor([0, 1]), logits), dist.categorical_entropy(logits)
+    assert dist.categorical_sample(
+        logits[:1], dist.categorical_noise((1, 3), torch.Generator())
+    ).tolist() == [0]
+    log_p, entropy = (
+        dist.categorical_log_prob(torch.tensor([0, 1]), logits),
+        dist.categorical_entropy(logits),
+    )
     (log_p.sum() + entropy.sum()).backward()
     assert log_p.tolist() == pytest.approx([0.0, -math.log(2)])
     assert entropy.tolist() == pytest.approx([0.0, math.log(2)])
     assert logits.grad is not None and bool(logits.grad.isfinite().all())
 
 
-# ------------------------------------------------------------------------------------------------------------ sampling
+# ----------------------------------------------------------------------------------------- sampling
 def test_gaussian_samples():
     n = 100_000
     mean, log_std = torch.tensor([[1.0, -2.0]]).expand(n, 2), torch.tensor([0.5, -1.0])
@@ -162,7 +211,9 @@ def test_gaussian_samples():
     assert abs(torch.corrcoef(x.T)[0, 1].item()) < 4 / math.sqrt(n)
     # the Kolmogorov-Smirnov distance to the normal distribution, at the level of one in a thousand
     rank = torch.arange(1, n + 1) / n
-    distance = (Normal(0.0, 1.0).cdf(((x[:, 0] - 1.0) / std[0]).sort().values) - rank).abs().max().item()
+    distance = (
+        (Normal(0.0, 1.0).cdf(((x[:, 0] - 1.0) / std[0]).sort().values) - rank).abs().max().item()
+    )
     assert distance < 1.95 / math.sqrt(n)
 
 

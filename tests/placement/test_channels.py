@@ -45,7 +45,8 @@ def serving(make: Any, desks: int = 1) -> Iterator[list[Client]]:
     thread = threading.Thread(target=server.serve, args=(desks,))
     thread.start()
     found = [
-        Client(connect(exchange.address, "secret", f"rollout {i}", peer="env 0", timeout_s=20.0)) for i in range(desks)
+        Client(connect(exchange.address, "secret", f"rollout {i}", peer="env 0", timeout_s=20.0))
+        for i in range(desks)
     ]
     try:
         yield found
@@ -67,8 +68,14 @@ VALUES: list[Any] = [
     torch.arange(6, dtype=torch.float32).reshape(2, 3),
     torch.zeros(0, 4),
     torch.tensor(3.5, dtype=torch.float64),
-    {"a": torch.tensor([True, False, True]), "b": {"c": torch.arange(5, dtype=torch.uint8), "none": None}},
-    {"image": torch.randint(0, 255, (64, 64, 64, 3), dtype=torch.uint8), "half": torch.randn(7).bfloat16()},
+    {
+        "a": torch.tensor([True, False, True]),
+        "b": {"c": torch.arange(5, dtype=torch.uint8), "none": None},
+    },
+    {
+        "image": torch.randint(0, 255, (64, 64, 64, 3), dtype=torch.uint8),
+        "half": torch.randn(7).bfloat16(),
+    },
     {f"a long name {i}": torch.full((i,), i) for i in range(400)},
 ]
 
@@ -89,7 +96,9 @@ def test_a_message_arrives_as_it_was_sent(value: Any) -> None:
     assert len(data) == PREFIX.size + length + size
     payload = torch.frombuffer(bytearray(data[PREFIX.size + length :] or b"\0"), dtype=torch.uint8)
     back = unpack(data[PREFIX.size : PREFIX.size + length], payload)
-    assert (back.method, back.target, back.data) == (m.method, m.target, m.data) and equal(back.value, value)
+    assert (back.method, back.target, back.data) == (m.method, m.target, m.data) and equal(
+        back.value, value
+    )
     left, right = pair()
     a, b = Connection(left, "b", 5.0), Connection(right, "a", 5.0)
     sender = threading.Thread(target=lambda: [a.send(m), a.send(m)])
@@ -101,7 +110,9 @@ def test_a_message_arrives_as_it_was_sent(value: Any) -> None:
 def test_a_peer_that_is_gone_or_silent_is_named() -> None:
     left, right = pair()
     line = Connection(left, "env rank 2", 0.2)
-    with pytest.raises(TrainingError, match=r"env rank 2: no answer for 0\.2 s \(cluster\.step_timeout_s\)"):
+    with pytest.raises(
+        TrainingError, match=r"env rank 2: no answer for 0\.2 s \(cluster\.step_timeout_s\)"
+    ):
         line.receive()
     right.sendall(PREFIX.pack(10, 0)[:5])
     right.close()
@@ -148,7 +159,11 @@ def test_strangers_are_hung_up_on() -> None:
         PREFIX.pack(2, 0) + b"[]",
         *(
             PREFIX.pack(len(words), 0) + words
-            for words in (b'["step",0,{},0,[["load",[]]]]', b'["step",0,{},0,[["float32",[9]]]]', b"[" * 50_000)
+            for words in (
+                b'["step",0,{},0,[["load",[]]]]',
+                b'["step",0,{},0,[["float32",[9]]]]',
+                b"[" * 50_000,
+            )
         ),
     ],
 )
@@ -159,7 +174,9 @@ def test_what_is_no_message_is_told(data: bytes) -> None:
         Connection(left, "env rank 2", 1.0).receive()
 
 
-def test_strangers_delay_and_displace_no_caller_with_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_delay_and_displace_no_caller_with_the_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Callers without the secret send one byte at a time, as many at once as may be, and more."""
     monkeypatch.setattr(channels, "GREETING_S", 0.3)
     monkeypatch.setattr(channels, "UNGREETED", 4)
@@ -194,13 +211,19 @@ def test_strangers_delay_and_displace_no_caller_with_the_secret(monkeypatch: pyt
     exchange.close()
 
 
-def test_a_greeting_that_arrived_while_another_caller_was_answered_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadline is on the caller; the time in which this process answers others is not the caller's."""
+def test_a_greeting_that_arrived_while_another_caller_was_answered_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The deadline is on the caller; the time in which this process answers others is not the
+    caller's.
+    """
     exchange = Exchange("127.0.0.1", "secret", 5.0)
     first = connect(exchange.address, "secret", "rollout rank 0", peer="env", timeout_s=5.0)
     first.send(Message("make", 0))
     assert exchange.receive()[1].method == "make"
-    connection = socket.create_connection(exchange.address)  # accepted with the next message of the first
+    connection = socket.create_connection(
+        exchange.address
+    )  # accepted with the next message of the first
     first.send(Message("make", 1))
     monkeypatch.setattr(channels, "GREETING_S", 0.05)
     while not exchange.greetings:
@@ -214,7 +237,9 @@ def test_a_greeting_that_arrived_while_another_caller_was_answered_counts(monkey
     exchange.close()
 
 
-def test_a_further_caller_displaces_no_greeting_that_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_further_caller_displaces_no_greeting_that_has_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(channels, "UNGREETED", 1)
     exchange = Exchange("127.0.0.1", "secret", 5.0)
     friend = socket.create_connection(exchange.address)
@@ -231,16 +256,28 @@ def test_a_further_caller_displaces_no_greeting_that_has_arrived(monkeypatch: py
 
 def test_a_name_cut_within_a_letter_is_heard() -> None:
     exchange = Exchange("127.0.0.1", "secret", 5.0)
-    connect(exchange.address, "secret", "é" * 47 + "a" + "é", peer="env", timeout_s=5.0).send(Message("ping"))
+    connect(exchange.address, "secret", "é" * 47 + "a" + "é", peer="env", timeout_s=5.0).send(
+        Message("ping")
+    )
     assert exchange.receive()[1].method == "ping"
     exchange.close()
 
 
-# ---------------------------------------------------------------------------------------------------------- simulators
+# --------------------------------------------------------------------------------------- simulators
 TASKS = [
     {"env.id": "CartPole-v1", "env.num_envs": 4},
-    {"env.id": "HalfCheetah-v4", "env.num_envs": 4, "env.max_episode_steps": 20, "env.stagger": True},
-    {"env.id": "Pendulum-v1", "env.simulator": "gymnasium", "env.num_envs": 4, "env.num_threads": 0},
+    {
+        "env.id": "HalfCheetah-v4",
+        "env.num_envs": 4,
+        "env.max_episode_steps": 20,
+        "env.stagger": True,
+    },
+    {
+        "env.id": "Pendulum-v1",
+        "env.simulator": "gymnasium",
+        "env.num_envs": 4,
+        "env.num_threads": 0,
+    },
     {"env.id": "Tabletop", "env.num_envs": 4},
 ]
 
@@ -289,8 +326,8 @@ def test_a_rollout_over_lines_is_the_rollout(options: dict[str, Any], servers: i
 
 
 def test_stages_take_turns() -> None:
-    """Two stages of one process, and of two servers: the same experience, and the second simulates while the first
-    acts."""
+    """Two stages of one process, and of two servers: the same experience, and the second simulates
+    while the first acts."""
     options = {"env.id": "CartPole-v1", "env.num_envs": 4}
     c = toys.config(options)
     seeds = env_seeds(0, 0, 4)
@@ -313,7 +350,11 @@ def test_stages_take_turns() -> None:
             return super().receive()
 
     with serving(make) as (desk,):
-        there = Staged(rollouts(options, [Told(desk, seeds[:2], device=CPU), Told(desk, seeds[2:], device=CPU)]))
+        there = Staged(
+            rollouts(
+                options, [Told(desk, seeds[:2], device=CPU), Told(desk, seeds[2:], device=CPU)]
+            )
+        )
         for u, (trajectory, metrics) in enumerate(expected):
             found, told = there.collect(8, update=u, version=u)
             assert found.reward.shape == (8, 4)

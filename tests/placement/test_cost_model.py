@@ -1,4 +1,6 @@
-"""Predicted placements: seconds worked out by hand, what there is to choose from, and which wins when."""
+"""Predicted placements: seconds worked out by hand, what there is to choose from, and which wins
+when.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,16 @@ def cost(each: float, fixed: float = 0.0, *, threads: int = 1) -> Cost:
 
 
 def measured(**differs: Any) -> Measured:
-    """64 environments: simulating 10 us each, deciding 5 us each and 100 us, learning 1 ms a column and 20 ms."""
-    free = {"message_s": 0.0, "byte_s": 0.0, "copy_byte_s": 0.0, "step_bytes": 100.0, "experience_bytes": 1e6}
+    """64 environments: simulating 10 us each, deciding 5 us each and 100 us, learning 1 ms a column
+    and 20 ms.
+    """
+    free = {
+        "message_s": 0.0,
+        "byte_s": 0.0,
+        "copy_byte_s": 0.0,
+        "step_bytes": 100.0,
+        "experience_bytes": 1e6,
+    }
     values: dict[str, Any] = {
         "num_envs": 64,
         "horizon": 100,
@@ -58,12 +68,14 @@ def nothing(p: Plan) -> dict[str, Need]:
     return {group.name: {} for group in p.groups}
 
 
-def seconds(placement: Any, m: Measured, hardware: Hardware = TWO, *, stages: int = 1, max_lag: int = 0) -> Prediction:
+def seconds(
+    placement: Any, m: Measured, hardware: Hardware = TWO, *, stages: int = 1, max_lag: int = 0
+) -> Prediction:
     p = plan(placement, hardware, stages=stages, max_lag=max_lag)
     return predicted(p, m, nothing(p))
 
 
-# --------------------------------------------------------------------------------------------------------------- lines
+# -------------------------------------------------------------------------------------------- lines
 def test_a_line_goes_through_what_lies_on_one() -> None:
     found = fitted([(1, 3.0), (2, 5.0), (4, 9.0)])
     assert (found.fixed, found.each) == pytest.approx((1.0, 2.0))
@@ -75,22 +87,25 @@ def test_a_line_errs_least_relative_to_what_was_measured() -> None:
     # w1 = 46/36, wn = 1 + 1/2 + 1/12 = 19/12, wnn = 1 + 1 + 1/4 = 9/4
     # wy = 1 + 1/2 + 1/6 = 5/3, wny = 1 + 1 + 1/2 = 5/2
     # determinant = 46/36 x 9/4 - (19/12)^2 = 414/144 - 361/144 = 53/144
-    # fixed = (5/3 x 9/4 - 5/2 x 19/12) / that = (15/4 - 95/24) x 144/53 = -30/53 < 0: through the origin, wny / wnn
+    # fixed = (5/3 x 9/4 - 5/2 x 19/12) / that = (15/4 - 95/24) x 144/53 = -30/53 < 0: through the
+    # origin, wny / wnn
     assert fitted([(1, 1.0), (2, 2.0), (3, 6.0)]) == Line(0.0, pytest.approx(10 / 9))
-    # (1, 2), (2, 2), (4, 4): w = 1/4, 1/4, 1/16; w1 = 9/16, wn = 1, wnn = 1/4 + 1 + 1 = 9/4, wy = 5/4, wny = 5/2
-    # determinant = 81/64 - 1 = 17/64
+    # (1, 2), (2, 2), (4, 4): w = 1/4, 1/4, 1/16; w1 = 9/16, wn = 1, wnn = 1/4 + 1 + 1 = 9/4, wy =
+    # 5/4, wny = 5/2 determinant = 81/64 - 1 = 17/64
     # fixed = (5/4 x 9/4 - 5/2) x 64/17 = 20/17, each = (9/16 x 5/2 - 5/4) x 64/17 = 10/17
     found = fitted([(1, 2.0), (2, 2.0), (4, 4.0)])
     assert (found.fixed, found.each) == pytest.approx((20 / 17, 10 / 17))
 
 
 def test_more_never_takes_less_than_nothing_more() -> None:
-    found = fitted([(1, 4.0), (2, 3.0)])  # w = 1/16, 1/9: (1/4 + 1/3) / (1/16 + 1/9) = (7/12) / (25/144) = 3.36
+    found = fitted(
+        [(1, 4.0), (2, 3.0)]
+    )  # w = 1/16, 1/9: (1/4 + 1/3) / (1/16 + 1/9) = (7/12) / (25/144) = 3.36
     assert found.each == 0 and found.fixed == pytest.approx(3.36)
     assert fitted([(4, 2.0), (4, 2.0)]) == Line(0.0, pytest.approx(0.5))
 
 
-# ------------------------------------------------------------------------------------------------------------- choices
+# ------------------------------------------------------------------------------------------ choices
 def legal(devices: int, *, kind: str = "cpu", max_lag: int = 0) -> dict[Any, Choice]:
     """Meaning -> the choice, of 64 environments in minibatches of 256."""
     found: dict[Any, Choice] = {}
@@ -162,7 +177,7 @@ def test_many_devices_are_cut_in_few_places() -> None:
     assert len(choices(Hardware((64,)), 64)) < 3000
 
 
-# --------------------------------------------------------------------------------------------------------- predictions
+# -------------------------------------------------------------------------------------- predictions
 def test_in_one_process_everything_adds_up() -> None:
     # a step: 64 x 10 us + 100 us + 64 x 5 us = 1.06 ms, 100 of them; learning 20 + 64 ms
     assert predicted(None, measured(), {}) == Prediction(
@@ -209,7 +224,9 @@ TWINS: list[tuple[str, Any, dict[str, Any], dict[str, Any], tuple[float, float, 
 
 
 @pytest.mark.parametrize(
-    ("placement", "planned", "differs", "expected"), [x[1:] for x in TWINS], ids=[x[0] for x in TWINS]
+    ("placement", "planned", "differs", "expected"),
+    [x[1:] for x in TWINS],
+    ids=[x[0] for x in TWINS],
 )
 def test_as_worked_out_by_hand(
     placement: Any, planned: Any, differs: Any, expected: tuple[float, float, float]
@@ -240,7 +257,10 @@ def test_what_is_compiled() -> None:
     assert code(plan("fused", gpu), True) == (True, False)  # two learn together
     assert code(plan("colocated", gpu), True) == (False, False)  # they take turns
     assert code(plan("disaggregated", gpu), True) == (True, True)
-    assert code(plan({"env,rollout": 0, "actor": 0}, TWO), True) == (True, True)  # nobody moves on a CPU
+    assert code(plan({"env,rollout": 0, "actor": 0}, TWO), True) == (
+        True,
+        True,
+    )  # nobody moves on a CPU
     m = measured(
         compiled=True,
         act={True: cost(1e-6), False: cost(5e-6, 100e-6)},
@@ -251,19 +271,27 @@ def test_what_is_compiled() -> None:
 
 
 def test_tensors_that_move_take_their_time() -> None:
-    """Collecting puts the actor's aside, updating the rollout's; publishing wakes the rollout's weights."""
+    """Collecting puts the actor's aside, updating the rollout's; publishing wakes the rollout's
+    weights.
+    """
     p = plan({"env,rollout": 0, "actor": 0}, Hardware((1,), "cuda"))
     needs: dict[str, Need] = {
         "env,rollout": {"weights": 2_000_000, "activations": 9_000_000},
-        "actor": {"weights": 2_000_000, "gradients": 2_000_000, "optimiser": 4_000_000, "activations": 9_000_000},
+        "actor": {
+            "weights": 2_000_000,
+            "gradients": 2_000_000,
+            "optimiser": 4_000_000,
+            "activations": 9_000_000,
+        },
     }
     m = measured(copy_byte_s=1e-9, experience_bytes=0.0, weights_bytes=0.0)
     still = predicted(p, measured(experience_bytes=0.0, weights_bytes=0.0), needs)
-    # collect: 2 MB, the actor's weights (the rest went before publishing); update: 2 + 8 MB; publish: 6 + 2 MB
+    # collect: 2 MB, the actor's weights (the rest went before publishing); update: 2 + 8 MB;
+    # publish: 6 + 2 MB
     assert predicted(p, m, needs).update_s - still.update_s == pytest.approx(0.020)
 
 
-# ---------------------------------------------------------------------------------------------------------- who wins
+# ----------------------------------------------------------------------------------------- who wins
 def best(m: Measured, devices: int) -> str:
     hardware = Hardware((devices,))
     found: list[tuple[float, str]] = [(predicted(None, m, {}).whole_s, "local")]
@@ -274,7 +302,9 @@ def best(m: Measured, devices: int) -> str:
 
 
 def test_light_work_stays_in_one_process() -> None:
-    light = measured(simulate=cost(1e-7), act={False: cost(1e-7)}, learn={False: cost(1e-6)}, message_s=1e-4)
+    light = measured(
+        simulate=cost(1e-7), act={False: cost(1e-7)}, learn={False: cost(1e-6)}, message_s=1e-4
+    )
     assert best(light, 2) == "local"
 
 
@@ -283,8 +313,15 @@ def test_with_cores_for_all_everybody_does_everything() -> None:
 
 
 def test_stages_win_where_one_of_each_is_heavy() -> None:
-    """A policy and a simulator that take as long for few as for many, and a learner that cannot be cut."""
-    heavy = measured(simulate=cost(10e-6), act={False: cost(10e-6)}, learn={False: cost(0.0, 50e-3)}, message_s=1e-4)
+    """A policy and a simulator that take as long for few as for many, and a learner that cannot be
+    cut.
+    """
+    heavy = measured(
+        simulate=cost(10e-6),
+        act={False: cost(10e-6)},
+        learn={False: cost(0.0, 50e-3)},
+        message_s=1e-4,
+    )
     one = plan({"env": 0, "rollout,actor": 1}, TWO)
     two = replace(one, stages=2)
     assert predicted(two, heavy, nothing(two)).collect_s == pytest.approx(
@@ -295,8 +332,12 @@ def test_stages_win_where_one_of_each_is_heavy() -> None:
 
 
 def test_simulators_with_a_fixed_cost_stay_together() -> None:
-    """What takes the same for half as many is not cut: a GPU's simulator, or one that is all overhead."""
-    fixed = measured(simulate=cost(0.0, 1e-3), act={False: cost(0.0, 1e-4)}, learn={False: cost(0.0, 5e-3)})
+    """What takes the same for half as many is not cut: a GPU's simulator, or one that is all
+    overhead.
+    """
+    fixed = measured(
+        simulate=cost(0.0, 1e-3), act={False: cost(0.0, 1e-4)}, learn={False: cost(0.0, 5e-3)}
+    )
     assert best(fixed, 2) == "local"
 
 

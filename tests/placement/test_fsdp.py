@@ -1,5 +1,5 @@
-"""Learners that hold a part of every parameter each: the update, the files and the acting of whole models. Ranks are
-processes, over real gloo."""
+"""Learners that hold a part of every parameter each: the update, the files and the acting of whole
+models. Ranks are processes, over real gloo."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.models.vla import test_trunk as test_vla
 T, N, LONGEST_S = 2, 8, 120
 
 
-# ----------------------------------------------------------------------------------------------------------- processes
+# ---------------------------------------------------------------------------------------- processes
 @dataclass(frozen=True)
 class Processes:
     """``world`` processes with a process group."""
@@ -56,7 +56,12 @@ class Processes:
     def __call__(self, work: Any, *given: Any) -> list[Any]:
         """``work(..)`` in each at once; results in order of rank."""
         waiting = [self.pool.submit(_answered, work, given) for _ in range(self.world)]
-        return [result for _, result in sorted((w.result(LONGEST_S) for w in waiting), key=lambda pair: pair[0])]
+        return [
+            result
+            for _, result in sorted(
+                (w.result(LONGEST_S) for w in waiting), key=lambda pair: pair[0]
+            )
+        ]
 
 
 def _join(file: str, world: int) -> None:
@@ -64,7 +69,9 @@ def _join(file: str, world: int) -> None:
     store = dist.FileStore(file, world)
     rank = store.add("ranks", 1) - 1
     wait = timedelta(seconds=LONGEST_S)
-    dist.init_process_group("gloo", store=dist.PrefixStore("all", store), rank=rank, world_size=world, timeout=wait)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("all", store), rank=rank, world_size=world, timeout=wait
+    )
 
 
 def _answered(work: Any, given: tuple[Any, ...]) -> tuple[int, Any]:
@@ -100,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# ----------------------------------------------------------------------------------------------- what each of them does
+# --------------------------------------------------------------------------- what each of them does
 def policy_of(kind: str, folder: Path, options: dict[str, Any]) -> tuple[Any, Any]:
     """A policy, and observations [T·N, ..] for it."""
     if kind == "mlp":
@@ -110,7 +117,9 @@ def policy_of(kind: str, folder: Path, options: dict[str, Any]) -> tuple[Any, An
         return test_vla.make(**test_vla.FAMILIES[kind], **options), test_vla.observations(T * N)
     if kind == "pi0":
         return test_pi0.make(folder / kind, **options), test_pi0.observations(T * N)
-    return test_vla_checkpoints.policy_of(folder / kind, **options), test_vla_checkpoints.observations(T * N)
+    return test_vla_checkpoints.policy_of(
+        folder / kind, **options
+    ), test_vla_checkpoints.observations(T * N)
 
 
 @torch.no_grad()
@@ -136,24 +145,39 @@ def experience(policy: Policy, obs: Any, seed: int) -> Trajectory:
 
 
 def learner_of(
-    kind: str, folder: Path, model: dict[str, Any], algorithm: dict[str, Any], ranks: Ranks, **rest: Any
+    kind: str,
+    folder: Path,
+    model: dict[str, Any],
+    algorithm: dict[str, Any],
+    ranks: Ranks,
+    **rest: Any,
 ) -> tuple[Learner, list[Trajectory]]:
-    """A learner, and three rollouts of what it learns from; this rank's columns. ``demonstrations`` among the options
-    of the algorithm: beside its losses."""
+    """A learner, and three rollouts of what it learns from; this rank's columns. ``demonstrations``
+    among the options of the algorithm: beside its losses."""
     policy, obs = policy_of(kind, folder, model)
     if algorithm.get("demonstrations"):
         demos = demonstrations()
         shape = policy.trunk.encoder.images["front"].shape
-        images = torch.nn.functional.interpolate(demos.images["front"].permute(0, 3, 1, 2).float(), shape[1:]).byte()
+        images = torch.nn.functional.interpolate(
+            demos.images["front"].permute(0, 3, 1, 2).float(), shape[1:]
+        ).byte()
         demos = replace(demos, images={"front": images.permute(0, 2, 3, 1)})
         rest["auxiliary_loss"] = behavior_cloning.AuxiliaryCloningLoss(
             policy, demos, CloningConfig(coef=0.3, batch_size=4)
         )
         algorithm = {name: x for name, x in algorithm.items() if name != "demonstrations"}
     rollouts = [experience(policy, obs, seed) for seed in range(3)]
-    c = loader.load(AlgorithmConfig, {"global_batch_size": T * N // 2, "update_epoch": 2, "lr": 1e-3, **algorithm})
-    parts = [tree.map(lambda x: x.chunk(ranks.world, dim=1)[ranks.rank].contiguous(), t) for t in rollouts]
-    return actor_critic_learner(policy, c, num_envs=N, updates=10, seed=0, ranks=ranks, **rest), parts
+    c = loader.load(
+        AlgorithmConfig,
+        {"global_batch_size": T * N // 2, "update_epoch": 2, "lr": 1e-3, **algorithm},
+    )
+    parts = [
+        tree.map(lambda x: x.chunk(ranks.world, dim=1)[ranks.rank].contiguous(), t)
+        for t in rollouts
+    ]
+    return actor_critic_learner(
+        policy, c, num_envs=N, updates=10, seed=0, ranks=ranks, **rest
+    ), parts
 
 
 def ranks_of(sharded: bool) -> Ranks:
@@ -166,17 +190,23 @@ def held(learner: Learner) -> tuple[int, int]:
     moments = [x for s in learner.optimizer.adamw.state.values() for x in s.values() if x.ndim]
     rest = [*moments, *(p.grad for p in parameters if p.grad is not None)]
     local = learner.ranks.local
-    return memory_estimate.nbytes([local(p) for p in parameters]), memory_estimate.nbytes([local(x) for x in rest])
+    return memory_estimate.nbytes([local(p) for p in parameters]), memory_estimate.nbytes(
+        [local(x) for x in rest]
+    )
 
 
-def learned(kind: str, folder: Path, model: dict[str, Any], algorithm: dict[str, Any], sharded: bool) -> Any:
+def learned(
+    kind: str, folder: Path, model: dict[str, Any], algorithm: dict[str, Any], sharded: bool
+) -> Any:
     """Whole weights and the optimiser's state, metrics, and bytes held, after three updates."""
     learner, rollouts = learner_of(kind, folder, model, algorithm, ranks_of(sharded))
     if learner.actor.reference is not None:
         disturb(learner)
     told = [learner.update(t, update=i) for i, t in enumerate(rollouts)]
     bytes_ = held(learner)
-    state = learner.ranks.whole_state({"policy": learner.optimizer.model.state_dict(), "training": learner.state()})
+    state = learner.ranks.whole_state(
+        {"policy": learner.optimizer.model.state_dict(), "training": learner.state()}
+    )
     return state, told, bytes_
 
 
@@ -189,8 +219,13 @@ def disturb(learner: Learner) -> None:
             p.mul_(0.9)
 
 
-# --------------------------------------------------------------------------------------------------------- the update
-EVERYTHING = {"use_kl_loss": True, "use_kl_in_reward": True, "clip_ratio_c": 1.5, "entropy_bonus": 0.01}
+# --------------------------------------------------------------------------------------- the update
+EVERYTHING = {
+    "use_kl_loss": True,
+    "use_kl_in_reward": True,
+    "clip_ratio_c": 1.5,
+    "entropy_bonus": 0.01,
+}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mlp": ("mlp", {}, {}),
     "mlp, everything": ("mlp", {"shared_backbone": False}, EVERYTHING),
@@ -205,11 +240,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "openvla": ("openvla", {"gradient_checkpointing": True}, {}),
     "openvla, adapters": ("openvla", {"lora_rank": 4, "decode": "autoregressive"}, {}),
     "paligemma": ("paligemma", {"gradient_checkpointing": True}, {}),
-    "paligemma, adapters, reference": ("paligemma", {"lora_rank": 4, "gradient_checkpointing": True}, EVERYTHING),
+    "paligemma, adapters, reference": (
+        "paligemma",
+        {"lora_rank": 4, "gradient_checkpointing": True},
+        EVERYTHING,
+    ),
     "qwen3_vl": ("qwen3_vl", {"decode": "autoregressive"}, {}),
     "smolvlm": ("smolvlm", {"freeze_trunk": True}, {"demonstrations": True}),
     "pi0": ("pi0", {"gradient_checkpointing": True}, {}),
-    "pi0, value apart": ("pi0", {"detach_value": True, "flow_chain": "sum"}, {"micro_batch_size": 2}),
+    "pi0, value apart": (
+        "pi0",
+        {"detach_value": True, "flow_chain": "sum"},
+        {"micro_batch_size": 2},
+    ),
     "pi0, frozen trunk": ("pi0", {"freeze_trunk": True, "gradient_checkpointing": True}, {}),
     "pi0, adapters": ("pi0", {"lora_rank": 4, "dtype": "bfloat16"}, {}),
 }
@@ -231,7 +274,10 @@ def test_an_update_is_that_of_whole_models(case: str, processes: Processes, fold
     parts = processes(learned, kind, folder, model, algorithm, True)
     toys.assert_alike(parts[0][0], whole[0][0])
     for update in range(3):
-        one, many = merged([told[update] for _, told, _ in whole]), merged([told[update] for _, told, _ in parts])
+        one, many = (
+            merged([told[update] for _, told, _ in whole]),
+            merged([told[update] for _, told, _ in parts]),
+        )
         assert one.keys() == many.keys()
         for tag, value in one.items():
             assert many[tag] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), tag
@@ -239,8 +285,14 @@ def test_an_update_is_that_of_whole_models(case: str, processes: Processes, fold
 
 SPOKEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
-    "a token budget": ({"use_kl_loss": True, "use_kl_in_reward": True}, {"tokens": 8, "recompute": True}),
-    "a rank without tokens": ({"off_policy_correction": "token", "max_grad_norm": 0.1}, {"tokens": 16}),
+    "a token budget": (
+        {"use_kl_loss": True, "use_kl_in_reward": True},
+        {"tokens": 8, "recompute": True},
+    ),
+    "a rank without tokens": (
+        {"off_policy_correction": "token", "max_grad_norm": 0.1},
+        {"tokens": 16},
+    ),
     "layers computed again": ({"global_batch_size": 8}, {"columns": 8, "critic_columns": 8}),
 }
 
@@ -248,7 +300,9 @@ SPOKEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def spoken(case: str, sharded: bool) -> Any:
     """State and metrics of a language model and its critic after three updates."""
     algorithm, options = SPOKEN[case]
-    x = test_split.learner(replace(test_split.BASE, **algorithm), ranks=ranks_of(sharded), **options)
+    x = test_split.learner(
+        replace(test_split.BASE, **algorithm), ranks=ranks_of(sharded), **options
+    )
     for decoder in (x.policy.decoder.module, test_split.critic_of(x).module.decoder):
         decoder.recompute = case == "layers computed again"
     t = test_split.experience(test_language.make(), noise=0.2)
@@ -264,13 +318,18 @@ def test_so_it_is_with_language_models(case: str, processes: Processes) -> None:
     whole, parts = processes(spoken, case, False), processes(spoken, case, True)
     toys.assert_alike(parts[0][0], whole[0][0])
     for update in range(3):
-        one, many = merged([told[update] for _, told in whole]), merged([told[update] for _, told in parts])
+        one, many = (
+            merged([told[update] for _, told in whole]),
+            merged([told[update] for _, told in parts]),
+        )
         assert many == pytest.approx(one, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
-# ------------------------------------------------------------------------------------------------------ what is held
+# ------------------------------------------------------------------------------------- what is held
 def blocks_whole(folder: Path) -> tuple[int, int, int, int]:
-    """Bytes before and after ``shard``, blocks, and the most of them that were whole at once in an update."""
+    """Bytes before and after ``shard``, blocks, and the most of them that were whole at once in an
+    update.
+    """
     policy, _ = policy_of("tokens", folder, {"depth": 4})
     before = memory_estimate.nbytes([*policy.parameters()])
     learner, (t, *_) = learner_of("tokens", folder, {"depth": 4}, {}, ranks_of(True))
@@ -288,7 +347,9 @@ def blocks_whole(folder: Path) -> tuple[int, int, int, int]:
     return before, held(learner)[0], len(blocks), most
 
 
-def test_each_holds_its_part_and_little_more_while_it_computes(processes: Processes, folder: Path) -> None:
+def test_each_holds_its_part_and_little_more_while_it_computes(
+    processes: Processes, folder: Path
+) -> None:
     told = processes(blocks_whole, folder)
     (total,) = {before for before, *_ in told}
     assert sum(mine for _, mine, *_ in told) == total
@@ -298,7 +359,9 @@ def test_each_holds_its_part_and_little_more_while_it_computes(processes: Proces
 
 
 def test_gradients_and_moments_are_parts_too(processes: Processes, folder: Path) -> None:
-    whole, parts = ([told[2] for told in processes(learned, "tokens", folder, {}, {}, x)] for x in (False, True))
+    whole, parts = (
+        [told[2] for told in processes(learned, "tokens", folder, {}, {}, x)] for x in (False, True)
+    )
     assert all(x == whole[0] for x in whole) and whole[0][1] == 3 * whole[0][0]
     for i in range(2):
         assert sum(x[i] for x in parts) == whole[0][i]
@@ -307,20 +370,30 @@ def test_gradients_and_moments_are_parts_too(processes: Processes, folder: Path)
 
 def test_what_is_foreseen_is_what_is_held(processes: Processes, folder: Path) -> None:
     policy, obs = policy_of("tokens", folder, {})
-    learner = actor_critic_learner(policy, AlgorithmConfig(global_batch_size=T * N), num_envs=N, updates=1, seed=0)
-    whole = memory_estimate.predicted(policy, learner, torch.device("cpu"), experience(policy, obs, 0))
+    learner = actor_critic_learner(
+        policy, AlgorithmConfig(global_batch_size=T * N), num_envs=N, updates=1, seed=0
+    )
+    whole = memory_estimate.predicted(
+        policy, learner, torch.device("cpu"), experience(policy, obs, 0)
+    )
     some = replace(whole, **memory_estimate.sharded(policy, processes.world))
     largest = max(held for _, _, held in processes(learned, "tokens", folder, {}, {}, True))
-    assert some.optimiser * 1.5 == pytest.approx(largest[1], rel=0.1)  # moments, and gradients half as large
+    assert some.optimiser * 1.5 == pytest.approx(
+        largest[1], rel=0.1
+    )  # moments, and gradients half as large
     unit = memory_estimate.nbytes([*policy.units()[0].parameters()])
-    rest = whole.gradients - memory_estimate.nbytes([p for u in policy.units() for p in u.parameters()])
-    assert some.weights - whole.weights // processes.world == pytest.approx(rest + 2 * unit, rel=0.01)
+    rest = whole.gradients - memory_estimate.nbytes(
+        [p for u in policy.units() for p in u.parameters()]
+    )
+    assert some.weights - whole.weights // processes.world == pytest.approx(
+        rest + 2 * unit, rel=0.01
+    )
     assert some.activations == whole.activations and some.experience == whole.experience
     acting = memory_estimate.sharded(policy, processes.world, acts=True)
     assert acting["weights"] == pytest.approx(whole.weights * (1 + 1 / processes.world), rel=0.01)
 
 
-# --------------------------------------------------------------------------------------------------- acting, and files
+# -------------------------------------------------------------------------------- acting, and files
 def acting_alone(folder: Path, acts: bool) -> Any:
     learner, rollouts = learner_of("tokens, one by one", folder, {}, {}, ranks_of(True))
     policy, ranks = learner.policy, learner.ranks
@@ -330,7 +403,9 @@ def acting_alone(folder: Path, acts: bool) -> Any:
         learner.update(t, update=i)
         ranks.unshard(policy)
         if acts and ranks.rank == 0:  # the others do something else
-            d = policy.act(policy.encode(tree.index(t.obs, 0)), noise=policy.noise(len(t.mask[0]), _seeded(i)))
+            d = policy.act(
+                policy.encode(tree.index(t.obs, 0)), noise=policy.noise(len(t.mask[0]), _seeded(i))
+            )
             found = d.log_prob
     return ranks.whole_state(policy.state_dict()), found
 
@@ -339,7 +414,9 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_one_may_act_alone_with_whole_weights_and_changes_nothing(processes: Processes, folder: Path) -> None:
+def test_one_may_act_alone_with_whole_weights_and_changes_nothing(
+    processes: Processes, folder: Path
+) -> None:
     (state, found), *_ = processes(acting_alone, folder, True)
     (other, none), *_ = processes(acting_alone, folder, False)
     assert none is None and all(torch.equal(x, other[name]) for name, x in state.items())
@@ -347,7 +424,8 @@ def test_one_may_act_alone_with_whole_weights_and_changes_nothing(processes: Pro
     alone.optimizer.model.load_state_dict(state)
     t = tree.map(lambda x: x.chunk(processes.world, dim=1)[0], rollouts[2])
     d = alone.policy.act(
-        alone.policy.encode(tree.index(t.obs, 0)), noise=alone.policy.noise(len(t.mask[0]), _seeded(2))
+        alone.policy.encode(tree.index(t.obs, 0)),
+        noise=alone.policy.noise(len(t.mask[0]), _seeded(2)),
     )
     assert torch.equal(found, d.log_prob)
 
@@ -356,12 +434,16 @@ ONE: dict[str, Any] = {"global_batch_size": T * N, "use_kl_loss": True}
 """One minibatch: the number of ranks changes no number."""
 
 
-def going_on(kind: str, folder: Path, first: int, last: int, state: Any, sharded: bool, alone: bool = False) -> Any:
+def going_on(
+    kind: str, folder: Path, first: int, last: int, state: Any, sharded: bool, alone: bool = False
+) -> Any:
     """From a state after update ``first`` to the one after ``last``."""
     ranks = Ranks() if alone else ranks_of(sharded)
     if kind == "language":
         config = replace(test_split.BASE, use_kl_loss=True, global_batch_size=test_split.N)
-        learner = test_split.learner(config, columns=test_split.N, critic_columns=test_split.N, ranks=ranks)
+        learner = test_split.learner(
+            config, columns=test_split.N, critic_columns=test_split.N, ranks=ranks
+        )
         t = test_split.experience(test_language.make(), noise=0.2)
         rollouts = [tree.map(lambda x: x.chunk(ranks.world, dim=1)[ranks.rank].contiguous(), t)] * 3
         module: Any = learner.policy
@@ -378,15 +460,21 @@ def going_on(kind: str, folder: Path, first: int, last: int, state: Any, sharded
 
 
 @of_worlds(["mlp", "paligemma", "language"], ["tokens"])
-def test_what_is_saved_goes_on_with_parts_and_whole(case: str, processes: Processes, folder: Path) -> None:
+def test_what_is_saved_goes_on_with_parts_and_whole(
+    case: str, processes: Processes, folder: Path
+) -> None:
     half = processes(going_on, case, folder, 0, 1, None, True)[0]
     through = processes(going_on, case, folder, 0, 2, None, True)[0]
     resumed = processes(going_on, case, folder, 1, 2, half, True)[0]
     assert all(torch.equal(x, through["policy"][name]) for name, x in resumed["policy"].items())
-    ours, theirs = (x["training"].get("critic", x["training"])["optimizer"]["state"] for x in (resumed, through))
+    ours, theirs = (
+        x["training"].get("critic", x["training"])["optimizer"]["state"] for x in (resumed, through)
+    )
     for i, kept in theirs.items():
         assert all(torch.equal(x, ours[i][key]) for key, x in kept.items())
-    whole = going_on(case, folder, 1, 2, half, False, alone=True)  # in one process, as any other checkpoint
+    whole = going_on(
+        case, folder, 1, 2, half, False, alone=True
+    )  # in one process, as any other checkpoint
     toys.assert_alike(whole, through)
     back = processes(going_on, case, folder, 2, 3, whole, True)[0]
     toys.assert_alike(back, going_on(case, folder, 2, 3, whole, False, alone=True))
@@ -406,7 +494,9 @@ def test_what_is_not_finite_stops_all_and_is_kept_with_the_whole_policy(
 ) -> None:
     told = processes(broken, folder, tmp_path)
     names = ["bad_batch.pt", *(f"bad_batch_{rank}.pt" for rank in range(1, processes.world))]
-    assert all(f"the batch is in {tmp_path / name}" in text for name, text in zip(names, told, strict=True))
+    assert all(
+        f"the batch is in {tmp_path / name}" in text for name, text in zip(names, told, strict=True)
+    )
     kept = torch.load(tmp_path / names[0], weights_only=True)
     policy, _ = policy_of("tokens", folder, {})
     assert all(torch.equal(x, kept["policy"][name]) for name, x in policy.state_dict().items())

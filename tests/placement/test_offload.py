@@ -1,4 +1,6 @@
-"""Taking turns on a device: who sleeps when, and that tensors come back bit for bit wherever somebody holds them."""
+"""Taking turns on a device: who sleeps when, and that tensors come back bit for bit wherever
+somebody holds them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_only_who_shares_a_device_moves() -> None:
         assert not any(steps(r, phase) for phase in offload.PHASES)
     r = Residency(plan({"env": 0, "rollout,actor": "0-1"}, Hardware((2,), "cuda")))
     assert steps(r, "update") == [("env", ASLEEP)]
-    assert not steps(Residency(plan("colocated", Hardware((2,), "cpu"))), "collect")  # the host's memory already
+    assert not steps(
+        Residency(plan("colocated", Hardware((2,), "cpu"))), "collect"
+    )  # the host's memory already
 
 
 def test_tensors_come_back_bit_for_bit_where_they_were() -> None:
@@ -68,15 +72,17 @@ def test_tensors_come_back_bit_for_bit_where_they_were() -> None:
         if i % 3 == 0:
             assert first.untyped_storage().nbytes() == view.untyped_storage().nbytes() == 0
             whole = moved
-            assert moved == sum(x.numel() * x.element_size() for x in [*net.parameters(), *net.buffers()]) + sum(
-                x.numel() * 4 for s in optimizer.state.values() for x in s.values() if x.ndim
-            )
+            assert moved == sum(
+                x.numel() * x.element_size() for x in [*net.parameters(), *net.buffers()]
+            ) + sum(x.numel() * 4 for s in optimizer.state.values() for x in s.values() if x.ndim)
             assert offloader.move_to(ASLEEP) == 0
         if i % 3 == 1:
             exp_avg = optimizer.state[net[0].weight]["exp_avg"]
             assert first.untyped_storage().nbytes() > 0 and exp_avg.untyped_storage().nbytes() == 0
         offloader.move_to(ALL)
-        assert sum(len(host) for host in offloader.host_buffers.values()) == whole  # used again, not more each time
+        assert (
+            sum(len(host) for host in offloader.host_buffers.values()) == whole
+        )  # used again, not more each time
         for a, b in zip(net.state_dict().values(), twin.state_dict().values(), strict=True):
             assert torch.equal(a, b)
         assert torch.equal(view, twin[0].weight[2:4])  # pyright: ignore[reportArgumentType]
@@ -84,16 +90,24 @@ def test_tensors_come_back_bit_for_bit_where_they_were() -> None:
 
 @pytest.mark.usefixtures("eight_slots")
 def test_parts_of_a_model_take_turns_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"placement": "colocated", "cluster__devices_per_node": 2, "updates": 3}
+    options: dict[str, Any] = {
+        "placement": "colocated",
+        "cluster__devices_per_node": 2,
+        "updates": 3,
+    }
     options |= {"algorithm__use_kl_loss": True, "cluster__check_weights": True}
-    expected = train(tmp_path / "whole", **options | {"placement": "fused"})  # which learns the same
+    expected = train(
+        tmp_path / "whole", **options | {"placement": "fused"}
+    )  # which learns the same
     monkeypatch.setattr(offload, "MOVES", {"cpu"})
     assert_close(train(tmp_path / "parts", **options, cluster__shard=True), expected)
     assert '"time/swap_s": 0.0,' not in (tmp_path / "parts" / "metrics.jsonl").read_text()
 
 
 @pytest.mark.usefixtures("eight_slots")
-def test_a_run_whose_processes_take_turns_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_processes_take_turns_learns_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU: everything is moved away and back in every phase."""
     options: dict[str, Any] = {"placement": "colocated", "cluster__devices_per_node": 1}
     expected = train(tmp_path / "still")  # in one process, which learns the same

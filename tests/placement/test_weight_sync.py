@@ -1,4 +1,6 @@
-"""What travels when a policy has learnt: the bytes, the four ways, and one contract for all of them."""
+"""What travels when a policy has learnt: the bytes, the four ways, and one contract for all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def bits(x: Tensor) -> bytes:
     return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
-# ----------------------------------------------------------------------------------------------------------- the bytes
+# ---------------------------------------------------------------------------------------- the bytes
 def test_tensors_arrive_bit_for_bit() -> None:
     sent, got = named(), {name: torch.zeros_like(x) for name, x in named().items()}
     flat = WeightBuffer(sent).pack()
@@ -65,7 +67,9 @@ def test_buckets_hold_all_bytes_in_order(monkeypatch: pytest.MonkeyPatch) -> Non
     for size, count in ((1, 6), (64, 3), (1 << 20, 1)):
         monkeypatch.setattr(weight_sync, "BUCKET", size)
         parts = list(sent.buckets())
-        assert len(parts) == count and all(len(p.tensors) == 1 or p.layout.total <= size for p in parts)
+        assert len(parts) == count and all(
+            len(p.tensors) == 1 or p.layout.total <= size for p in parts
+        )
         assert torch.equal(torch.cat([p.pack() for p in parts]), sent.pack())
         for x in got.values():
             x.zero_()
@@ -94,9 +98,18 @@ def test_the_receivers_types_are_sent() -> None:
             {"a": torch.zeros(3, 4)},
             r"weights: a \[3, 5\] of the actor is a \[3, 4\] in rollout rank 1; all processes must",
         ),
-        ({"a": torch.zeros(3, 5), "x": torch.zeros(7)}, r"weights: b \[7\] of the actor is x \[7\] in rollout rank 1;"),
-        ({"a": torch.zeros(3, 5)}, "weights: b is only in the actor; all processes must build the same model"),
-        ({**named(), "more": torch.zeros(1)}, "weights: more is only in rollout rank 1; all processes must build the"),
+        (
+            {"a": torch.zeros(3, 5), "x": torch.zeros(7)},
+            r"weights: b \[7\] of the actor is x \[7\] in rollout rank 1;",
+        ),
+        (
+            {"a": torch.zeros(3, 5)},
+            "weights: b is only in the actor; all processes must build the same model",
+        ),
+        (
+            {**named(), "more": torch.zeros(1)},
+            "weights: more is only in rollout rank 1; all processes must build the",
+        ),
     ],
 )
 def test_the_first_tensor_that_differs_is_named(other: dict[str, Tensor], text: str) -> None:
@@ -143,12 +156,18 @@ def test_a_shelf_is_read_by_another_process_and_leaves_nothing() -> None:
     assert set(os.listdir("/dev/shm")) == before
 
 
-# -------------------------------------------------------------------------------------------------------- the contract
+# ------------------------------------------------------------------------------------- the contract
 WAYS: dict[str, dict[str, Any]] = {
     "share": {"cluster.component_placement": {"env,rollout,actor": "0-1"}},
-    "ipc": {"cluster.component_placement": {"env,rollout": "0-1", "actor": "2-3"}, "cluster.weights": "ipc"},
+    "ipc": {
+        "cluster.component_placement": {"env,rollout": "0-1", "actor": "2-3"},
+        "cluster.weights": "ipc",
+    },
     "broadcast": {"cluster.component_placement": {"env,rollout": "0-1", "actor": "2-3"}},
-    "store": {"cluster.component_placement": {"env,rollout": "0-1", "actor": "2-3"}, "cluster.weights": "store"},
+    "store": {
+        "cluster.component_placement": {"env,rollout": "0-1", "actor": "2-3"},
+        "cluster.weights": "store",
+    },
 }
 
 
@@ -181,5 +200,8 @@ def test_after_publish_every_process_holds_the_learners_tensors(way: str, tmp_pa
             made.options = replace(made.options, check_weights=True)
             made.update(made.collect(16, update=2)[0], update=2)
             made.paths = ["share", "store"]
-            with pytest.raises(PlacementError, match=r"weights: env,rollout rank 0 .* holds \w+ at version 3, actor"):
+            with pytest.raises(
+                PlacementError,
+                match=r"weights: env,rollout rank 0 .* holds \w+ at version 3, actor",
+            ):
                 made.publish(3)

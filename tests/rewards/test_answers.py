@@ -1,4 +1,6 @@
-"""Final answers that people and policies write: a table of verdicts, tricks, and the time that reading takes."""
+"""Final answers that people and policies write: a table of verdicts, tricks, and the time that
+reading takes.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +160,9 @@ def test_numeric_answers() -> None:
     assert len(NUMERIC) >= 100
     for answer, number in NUMERIC.items():
         for truth in {"12", "7", "36", "1234", number or "12"}:
-            assert graded(answer, truth) == (float(truth == number), number, number is not None), answer
+            assert graded(answer, truth) == (float(truth == number), number, number is not None), (
+                answer
+            )
 
 
 def test_any_number_is_read_in_every_format() -> None:
@@ -167,14 +171,53 @@ def test_any_number_is_read_in_every_format() -> None:
         value = Decimal(rng.randrange(10 ** rng.randrange(1, 13))) / rng.choice((1, 1, 10, 100))
         sign = rng.choice(("", "-"))
         for written in (f"{value:f}", f"{value:,f}", f"{value:,f}".replace(",", " ")):
-            for text in (sign + written, f"x = {sign}{written}", f"{sign}${written}.", f"{sign}{written} apples"):
+            for text in (
+                sign + written,
+                f"x = {sign}{written}",
+                f"{sign}${written}.",
+                f"{sign}{written} apples",
+            ):
                 number = read_number(text)
                 assert number is not None and Decimal(number) == Decimal(f"{sign}{value}"), text
                 assert read_number(f"{text} or {rng.randrange(100)}") is None, text
 
 
-LONG = ["9", "1 ", "1,", "1,234", ",234", ".", "#", "#### 1", "#### ", "\n", " ", "a ", "a", "-", "**", "<", "<b>"]
-LONG += ["\\", "{", "\\boxed{", "$", "=", "_", "(", "\N{NO-BREAK SPACE}", "é", "١", "```", "\n \n", "/a", "-ab", "!"]
+LONG = [
+    "9",
+    "1 ",
+    "1,",
+    "1,234",
+    ",234",
+    ".",
+    "#",
+    "#### 1",
+    "#### ",
+    "\n",
+    " ",
+    "a ",
+    "a",
+    "-",
+    "**",
+    "<",
+    "<b>",
+]
+LONG += [
+    "\\",
+    "{",
+    "\\boxed{",
+    "$",
+    "=",
+    "_",
+    "(",
+    "\N{NO-BREAK SPACE}",
+    "é",
+    "١",
+    "```",
+    "\n \n",
+    "/a",
+    "-ab",
+    "!",
+]
 
 
 def test_reading_takes_linear_time() -> None:

@@ -19,7 +19,8 @@ from embodied_ppo.rewards.graders import GRADERS, Grade, as_grade, is_cheap
 from embodied_ppo.rewards.worker_pool import GraderPool
 
 SOURCE = "openai/gsm8k"
-# Last lines as GSM8K's have them, of our own making: what stands before ####, and the true answer as it stands there.
+# Last lines as GSM8K's have them, of our own making: what stands before ####, and the true answer
+# as it stands there.
 SOLUTIONS = [
     line.rsplit("|", 1)
     for line in """\
@@ -94,7 +95,13 @@ def score(name: str, response: str, truth: str) -> float:
 def corrupted(gold: str, rng: random.Random) -> set[str]:
     """Other numbers that look like ``gold`` (without commas)."""
     value, sign, body = Decimal(gold), "-" * gold.startswith("-"), gold.lstrip("-")
-    found = {str(value + 1), str(value - 1), str(value * 10), str(-value), str(value + Decimal("0.5"))}
+    found = {
+        str(value + 1),
+        str(value - 1),
+        str(value * 10),
+        str(-value),
+        str(value + Decimal("0.5")),
+    }
     found |= {f"{gold}7", f"{sign}1{body}", sign + body[::-1].strip(".")}
     digits = [i for i, c in enumerate(body) if c.isdigit()]
     if len(digits) > 1:
@@ -103,7 +110,7 @@ def corrupted(gold: str, rng: random.Random) -> set[str]:
     return {f for f in found if Decimal(f) != value}
 
 
-# -------------------------------------------------------------------------------------------------------------- GSM8K
+# -------------------------------------------------------------------------------------------- GSM8K
 @pytest.mark.parametrize("name", GSM8K)
 def test_gold_is_right_and_every_corruption_wrong(name: str) -> None:
     assert len(SOLUTIONS) == 60
@@ -126,7 +133,9 @@ def test_gold_is_right_and_every_corruption_wrong(name: str) -> None:
 def verl_strict(solution: str, truth: str) -> float:
     """verl/utils/reward_score/gsm8k.py, in other words."""
     answer = None
-    for match in re.finditer(r"#### (-?[0-9.,]+)", solution[-300:] if len(solution) > 300 else solution):
+    for match in re.finditer(
+        r"#### (-?[0-9.,]+)", solution[-300:] if len(solution) > 300 else solution
+    ):
         answer = match.group(1).replace(",", "").replace("$", "")
     return 1.0 if answer is not None and answer == truth else 0.0
 
@@ -174,13 +183,24 @@ def test_numbers_by_value() -> None:
     for written in ("#### -5", "#### -$5", "#### $-5", "#### -5.0", "####-5"):
         assert score("gsm8k_numeric", written, "-5") == 1 == score("gsm8k_flexible", written, "-5")
         assert score("gsm8k_numeric", written, "5") == 0
-    assert score("gsm8k_numeric", "#### 1,234", "1234") == 1 == score("gsm8k_flexible", "so 1,234.", "1234")
-    assert score("gsm8k_numeric", "#### 0.1", "0.10") == 1 and score("gsm8k_numeric", "#### -0", "0") == 1
+    assert (
+        score("gsm8k_numeric", "#### 1,234", "1234")
+        == 1
+        == score("gsm8k_flexible", "so 1,234.", "1234")
+    )
+    assert (
+        score("gsm8k_numeric", "#### 0.1", "0.10") == 1
+        and score("gsm8k_numeric", "#### -0", "0") == 1
+    )
     long = "123456789012345678901234567890"  # more digits than a Decimal's arithmetic keeps
     assert (
-        score("gsm8k_numeric", f"#### {long}1", f"{long}2") == 0 and score("gsm8k_numeric", f"#### {long}", long) == 1
+        score("gsm8k_numeric", f"#### {long}1", f"{long}2") == 0
+        and score("gsm8k_numeric", f"#### {long}", long) == 1
     )
-    answers = {as_grade(GRADERS["gsm8k_numeric"](SOURCE, f"#### {x}", "72", {})).answer for x in ("72", "72.0", "$72.")}
+    answers = {
+        as_grade(GRADERS["gsm8k_numeric"](SOURCE, f"#### {x}", "72", {})).answer
+        for x in ("72", "72.0", "$72.")
+    }
     assert answers == {"72"}  # votes of maj@k
 
 
@@ -188,17 +208,21 @@ def test_true_answers_that_are_no_numbers() -> None:
     for name in ("gsm8k_numeric", "gsm8k_flexible"):
         pool = GraderPool(name, workers=0, timeout_s=1)
         assert pool.grade([(SOURCE, "#### 1", "seven", {})]) == [graders.FAILED]
-        assert "ground_truth = 'seven' is no number; use exact or math_verify" in str(pool.last_failure)
+        assert "ground_truth = 'seven' is no number; use exact or math_verify" in str(
+            pool.last_failure
+        )
 
 
 def test_exact_and_auto() -> None:
     assert score("exact", " a  b\n", "a b") == 1 and score("exact", "ab", "a b") == 0
     assert score("auto", "####72", "72") == 1  # GSM8K's grader is gsm8k_numeric
-    with pytest.raises(ConfigError, match=r"data_source = 'mine' has no grader of its own; name one of auto, exact"):
+    with pytest.raises(
+        ConfigError, match=r"data_source = 'mine' has no grader of its own; name one of auto, exact"
+    ):
         GRADERS["auto"]("mine", "", "", {})
 
 
-# --------------------------------------------------------------------------------------------------- results of graders
+# ------------------------------------------------------------------------------- results of graders
 @pytest.mark.parametrize(
     ("result", "grade"),
     [
@@ -247,7 +271,7 @@ def test_results_that_are_no_grades(result: Any, message: str) -> None:
         as_grade(result)
 
 
-# -------------------------------------------------------------------------------------------------------------- by name
+# ------------------------------------------------------------------------------------------ by name
 GRADER_FILE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     return float(solution_str)
@@ -272,22 +296,47 @@ def file(tmp_path: Path) -> str:
 
 def test_graders_of_files(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for spec in (file, f"{file}:compute_score"):
-        result = graders.resolve(spec)(data_source="", solution_str="2", ground_truth="", extra_info={})
+        result = graders.resolve(spec)(
+            data_source="", solution_str="2", ground_truth="", extra_info={}
+        )
         assert as_grade(result).score == 2
     monkeypatch.syspath_prepend(str(Path(file).parent))
-    assert graders.resolve("rewards:judge")(data_source="", solution_str="2", ground_truth="2", extra_info={}) is True
+    assert (
+        graders.resolve("rewards:judge")(
+            data_source="", solution_str="2", ground_truth="2", extra_info={}
+        )
+        is True
+    )
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gsm8k_strct", r"grader = gsm8k_strct: no such grader; did you mean gsm8k_strict\? there are: auto, exact"),
-        ("{dir}/reward.py", r"reward.py is no file; did you mean rewards.py\? in its folder: bad.py, "),
-        ("{file}:compute_scor", r"compute_scor is not there; did you mean compute_score\? in .*rewards.py: "),
+        (
+            "gsm8k_strct",
+            r"grader = gsm8k_strct: no such grader; did you mean gsm8k_strict\? there are: auto, exact",
+        ),
+        (
+            "{dir}/reward.py",
+            r"reward.py is no file; did you mean rewards.py\? in its folder: bad.py, ",
+        ),
+        (
+            "{file}:compute_scor",
+            r"compute_scor is not there; did you mean compute_score\? in .*rewards.py: ",
+        ),
         ("{file}:number", r"number is no function; in .*: "),
-        ("{file}:short", r"(?s)rewards.py:short: .*; it is called with the keywords data_source, solution_str"),
-        ("{dir}/bad.py", r"bad.py cannot be imported \(ZeroDivisionError: division by zero, bad.py line 2\)"),
-        ("{dir}/needy.py", r"needy.py cannot be imported \(ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        (
+            "{file}:short",
+            r"(?s)rewards.py:short: .*; it is called with the keywords data_source, solution_str",
+        ),
+        (
+            "{dir}/bad.py",
+            r"bad.py cannot be imported \(ZeroDivisionError: division by zero, bad.py line 2\)",
+        ),
+        (
+            "{dir}/needy.py",
+            r"needy.py cannot be imported \(ModuleNotFoundError: No module named 'nowhere_to_be_found'",
+        ),
         ("{dir}/syntax.py", r"syntax.py cannot be imported \(SyntaxError: .*syntax.py, line 1"),
         ("{dir}/quits.py", r"quits.py cannot be imported \(SystemExit: 1"),
         ("jsn:loads", r"grader = jsn:loads: no module jsn; did you mean json\? set PYTHONPATH"),
@@ -298,7 +347,12 @@ def test_graders_of_files(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_graders_that_are_not_there(file: str, tmp_path: Path, spec: str, message: str) -> None:
-    broken = {"bad": "\n1 / 0", "needy": "import nowhere_to_be_found", "syntax": "def", "quits": "exit(1)"}
+    broken = {
+        "bad": "\n1 / 0",
+        "needy": "import nowhere_to_be_found",
+        "syntax": "def",
+        "quits": "exit(1)",
+    }
     for name, text in broken.items():
         (tmp_path / f"{name}.py").write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -329,7 +383,7 @@ def test_cheap() -> None:
     assert GraderPool("gsm8k_strict", workers=None, timeout_s=1).count == 0
 
 
-# ---------------------------------------------------------------------------------------------------------- math-verify
+# -------------------------------------------------------------------------------------- math-verify
 def test_math_verify() -> None:
     pytest.importorskip("math_verify")
     cases = [
@@ -408,11 +462,19 @@ MATHEMATICS: list[tuple[str, list[str], list[str]]] = [
             "",
         ],
     ),
-    ("50", [r"\boxed{50\%}", r"\boxed{50%}", r"\boxed{50 percent}", "50%"], [r"\boxed{0.5}", r"\boxed{5\%}"]),
+    (
+        "50",
+        [r"\boxed{50\%}", r"\boxed{50%}", r"\boxed{50 percent}", "50%"],
+        [r"\boxed{0.5}", r"\boxed{5\%}"],
+    ),
     ("0.5", [r"\boxed{0.5}", r"\boxed{\frac12}"], [r"\boxed{50\%}", "50%"]),
     (r"50\%", [r"\boxed{50\%}", r"\boxed{50}", "50%"], [r"\boxed{0.5}", r"\boxed{\frac{1}{2}}"]),
     ("1234", [r"\boxed{1{,}234}", r"\boxed{1\,234}", r"\boxed{1,\!234}"], [r"\boxed{1, 234}"]),
-    (r"x=1 \text{ or } x=2", [r"\boxed{x=1 \text{ or } x=2}"], [r"\boxed{x=1}", r"\boxed{x=1}, \boxed{x=2}"]),
+    (
+        r"x=1 \text{ or } x=2",
+        [r"\boxed{x=1 \text{ or } x=2}"],
+        [r"\boxed{x=1}", r"\boxed{x=1}, \boxed{x=2}"],
+    ),
     (r"7 \text{ million}", [r"\boxed{7 \text{ million}}"], []),
     (r"\text{negative}", [r"\boxed{\text{negative}}"], [r"\boxed{\text{positive}}"]),
 ]
@@ -423,15 +485,22 @@ def test_answers_in_latex() -> None:
     grader = graders.resolve("math_verify")
     for truth, right, wrong in MATHEMATICS:
         for response in right + wrong:
-            grade = as_grade(grader(data_source="", solution_str=response, ground_truth=truth, extra_info={}))
-            assert (grade.score, grade.correct) == (response in right, response in right), (truth, response)
+            grade = as_grade(
+                grader(data_source="", solution_str=response, ground_truth=truth, extra_info={})
+            )
+            assert (grade.score, grade.correct) == (response in right, response in right), (
+                truth,
+                response,
+            )
     for response in (r"\boxed{7}, \boxed{12}", r"\boxed{7 \text{ million}}"):  # no votes of maj@n
         assert GRADERS["math_verify"]("", response, "12", {})["pred"] is None
 
 
 def test_math_verify_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ConfigError, match=r"grader = math_verify: needs a package .*; pip install math-verify"):
+    with pytest.raises(
+        ConfigError, match=r"grader = math_verify: needs a package .*; pip install math-verify"
+    ):
         graders.resolve("math_verify")
 
 

@@ -1,4 +1,6 @@
-"""Reward models: from and to directories, scores that depend on the text alone, preferences that are learnt."""
+"""Reward models: from and to directories, scores that depend on the text alone, preferences that
+are learnt.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def characters(pad: str | None = "[pad]", eos: str | None = "[eos]", more: int =
     words = [*WORDS, *(f"more{i}" for i in range(more))]
     core = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
     core.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token=pad, eos_token=eos, unk_token="?")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=pad, eos_token=eos, unk_token="?"
+    )
 
 
 def opinionated(kind: str = "qwen2", seed: int = 0, **more: Any) -> Any:
@@ -64,7 +68,9 @@ def save(model: Any, path: Path, tokenizer: Any = None) -> str:
     return str(path)
 
 
-def ask(responses: list[str], prompts: list[str] | None = None) -> tuple[list[Sample], list[Prompt]]:
+def ask(
+    responses: list[str], prompts: list[str] | None = None
+) -> tuple[list[Sample], list[Prompt]]:
     texts = prompts or ["abc\n"] * len(responses)
     samples: list[Sample] = [("test", r, "", {}) for r in responses]
     return samples, [Prompt((), text, "", "test", {}, i) for i, text in enumerate(texts)]
@@ -79,7 +85,7 @@ def texts(count: int, seed: int = 0) -> list[str]:
     return ["".join(r.choices("abcdefghij", k=r.randint(1, 40))) for _ in range(count)]
 
 
-# ------------------------------------------------------------------------------------------------------------- models
+# ------------------------------------------------------------------------------------------- models
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_saved_model_scores_the_same(kind: str, tmp_path: Path) -> None:
     model = opinionated(kind)
@@ -94,9 +100,18 @@ def test_a_saved_model_scores_the_same(kind: str, tmp_path: Path) -> None:
 def test_scores_are_transformers_own(kind: str) -> None:
     """Where padding has an id of its own."""
     model, tokenizer = opinionated(kind), characters()
-    rows = tokenizer([f"abc\n{t}[eos]" for t in texts(7)], padding=True, padding_side="right", return_tensors="pt")
-    theirs = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits.squeeze(-1)
-    torch.testing.assert_close(torch.tensor(scores(RewardModel(model, tokenizer), texts(7))), theirs.detach())
+    rows = tokenizer(
+        [f"abc\n{t}[eos]" for t in texts(7)],
+        padding=True,
+        padding_side="right",
+        return_tensors="pt",
+    )
+    theirs = model(
+        input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]
+    ).logits.squeeze(-1)
+    torch.testing.assert_close(
+        torch.tensor(scores(RewardModel(model, tokenizer), texts(7))), theirs.detach()
+    )
 
 
 def test_a_new_model_has_no_opinion() -> None:
@@ -106,7 +121,9 @@ def test_a_new_model_has_no_opinion() -> None:
 
 def test_low_precision_has_a_head_in_float32(tmp_path: Path) -> None:
     path = save(opinionated(), tmp_path)
-    fine, coarse = (RewardModel(*load(path, dtype=t, device="cpu")) for t in (torch.float32, torch.bfloat16))
+    fine, coarse = (
+        RewardModel(*load(path, dtype=t, device="cpu")) for t in (torch.float32, torch.bfloat16)
+    )
     assert coarse.model.dtype == torch.bfloat16
     for a, b in zip(scores(fine, texts(9)), scores(coarse, texts(9)), strict=True):
         assert a != b and b == pytest.approx(a, abs=0.5)
@@ -151,7 +168,10 @@ def _torn(path: Path) -> None:
 
 def _own_code(path: Path) -> None:
     save(opinionated(), path)
-    told = {"model_type": "mine", "auto_map": {"AutoConfig": "code.C", "AutoModelForSequenceClassification": "code.M"}}
+    told = {
+        "model_type": "mine",
+        "auto_map": {"AutoConfig": "code.C", "AutoModelForSequenceClassification": "code.M"},
+    }
     Path(path, "config.json").write_text(json.dumps(told))
     Path(path, "code.py").write_text("raise SystemExit('ran')")
 
@@ -161,33 +181,50 @@ def _own_code(path: Path) -> None:
     [
         (_empty, "holds no config.json", "name a directory that transformers wrote (hf download"),
         (_no_tokenizer, "holds no tokenizer", "save the one that the model was trained with there"),
-        (_causal, "a checkpoint of Qwen2ForCausalLM without score.weight, which would be random", "name a reward"),
+        (
+            _causal,
+            "a checkpoint of Qwen2ForCausalLM without score.weight, which would be random",
+            "name a reward",
+        ),
         (_labels, "has 3 labels", "name a model with num_labels=1"),
-        (_encoder, "BertForSequenceClassification has no linear head named score", "name a causal model, such as"),
+        (
+            _encoder,
+            "BertForSequenceClassification has no linear head named score",
+            "name a causal model, such as",
+        ),
         (_no_end, "its tokenizer has no end token", "set eos_token in tokenizer_config.json"),
-        (_other_tokenizer, "its tokenizer has 29 tokens, the model 24", "save the one that the model was trained"),
+        (
+            _other_tokenizer,
+            "its tokenizer has 29 tokens, the model 24",
+            "save the one that the model was trained",
+        ),
         (_torn, "transformers refuses: ", "name a complete directory"),
         (_own_code, "transformers refuses: ", "name a complete directory"),
     ],
 )
-def test_what_cannot_be_loaded(make: Callable[[Path], None], reason: str, cure: str, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded(
+    make: Callable[[Path], None], reason: str, cure: str, tmp_path: Path
+) -> None:
     make(tmp_path)
     with pytest.raises(ConfigError) as refused:
         load(str(tmp_path), dtype=torch.float32, device="cpu")
     message = str(refused.value)
-    assert message.startswith(f"reward.model.path={tmp_path}: {reason}") and f"; {cure}" in message, message
+    assert (
+        message.startswith(f"reward.model.path={tmp_path}: {reason}") and f"; {cure}" in message
+    ), message
     assert "\n" not in message
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("qwen9", "transformers refuses a reward model: .*qwen9"), ("bert", "no linear head")]
+    ("kind", "reason"),
+    [("qwen9", "transformers refuses a reward model: .*qwen9"), ("bert", "no linear head")],
 )
 def test_what_cannot_be_made(kind: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"architecture=.*{kind}.*{reason}.*; (write|name) "):
         new({"model_type": kind, **SMALL})
 
 
-# ------------------------------------------------------------------------------------------------------------- scores
+# ------------------------------------------------------------------------------------------- scores
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_batches_change_nothing(kind: str) -> None:
     model, responses = opinionated(kind), texts(30)
@@ -201,7 +238,11 @@ def test_batches_change_nothing(kind: str) -> None:
 
 def test_batches_keep_to_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, inner = [], reward_model._scores
-    monkeypatch.setattr(reward_model, "_scores", lambda m, r: sizes.append((len(r), max(map(len, r)))) or inner(m, r))
+    monkeypatch.setattr(
+        reward_model,
+        "_scores",
+        lambda m, r: sizes.append((len(r), max(map(len, r)))) or inner(m, r),
+    )
     scores(RewardModel(opinionated(), characters(), batch_tokens=50), texts(30))
     assert sum(n for n, _ in sizes) == 30 and len(sizes) < 30
     assert all(n * longest <= 50 or n == 1 for n, longest in sizes)
@@ -209,9 +250,13 @@ def test_batches_keep_to_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("add_eos", [True, False])
 def test_an_end_token_that_pads_is_still_read(add_eos: bool, tmp_path: Path) -> None:
-    """The score is that of the last real token, alone or in a batch; transformers' would be another's."""
+    """The score is that of the last real token, alone or in a batch; transformers' would be
+    another's.
+    """
     model = opinionated(pad_token_id=None)
-    model, tokenizer = load(save(model, tmp_path, characters(pad=None)), dtype=torch.float32, device="cpu")
+    model, tokenizer = load(
+        save(model, tmp_path, characters(pad=None)), dtype=torch.float32, device="cpu"
+    )
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == model.config.pad_token_id == 1
     responses = ["a", "ab[eos]cdefgh", "abcd[eos]", "b[eos][eos]", "abcdefghijkl"]
     found = scores(RewardModel(model, tokenizer, add_eos=add_eos), responses)
@@ -233,7 +278,10 @@ def test_the_prompt_counts_and_no_special_tokens_are_added() -> None:
 
 
 class Rule:
-    """Right where the response is "a"; "f" crashes it. ``says``: whether it tells right from wrong itself."""
+    """Right where the response is "a"; "f" crashes it.
+
+    ``says``: whether it tells right from wrong itself.
+    """
 
     def __init__(self, says: bool = True) -> None:
         self.says, self.failures, self.closed = says, 0, False
@@ -257,13 +305,17 @@ def test_a_rule_says_right_or_wrong_and_changes_no_score(says: bool) -> None:
     rule = Rule(says)
     judge = RewardModel(opinionated(), characters(), rule=rule)
     grades = judge.grade(*ask(["a", "b", "f"]))
-    assert [g.score for g in grades] == scores(RewardModel(judge.model, judge.tokenizer), ["a", "b", "f"])
+    assert [g.score for g in grades] == scores(
+        RewardModel(judge.model, judge.tokenizer), ["a", "b", "f"]
+    )
     assert [(g.answer, g.correct, g.format_ok) for g in grades] == [("a", True, True), ("b", False, True), (None, False, None)]  # fmt: skip  # noqa: E501
     assert not any(g.failed for g in grades) and judge.failures == 1
     assert judge.last_failure == "only the rule failed, the model's score stands: ValueError: f"
     judge.close()
     assert rule.closed
-    assert [g.correct for g in RewardModel(judge.model, judge.tokenizer).grade(*ask(["a"]))] == [None]
+    assert [g.correct for g in RewardModel(judge.model, judge.tokenizer).grade(*ask(["a"]))] == [
+        None
+    ]
 
 
 def test_failures_score_0_and_are_told() -> None:
@@ -272,10 +324,15 @@ def test_failures_score_0_and_are_told() -> None:
         model.model.embed_tokens.weight[WORDS.index("t")] = math.nan
     judge = RewardModel(model, characters(), rule=Rule())
     grades = judge.grade(*ask(["a", "abt", "b" * 60, "b"]))
-    assert [g.failed for g in grades] == [False, True, True, False] and grades[1].score == grades[2].score == 0
+    assert [g.failed for g in grades] == [False, True, True, False] and grades[1].score == grades[
+        2
+    ].score == 0
     assert grades[0].score == scores(RewardModel(model, characters()), ["a"])[0] != 0
     assert grades[1].answer == "abt" and judge.failures == 2
-    assert judge.last_failure == "sample 1 of 4 (data_source = test, response = 'abt'): the model's score is nan"
+    assert (
+        judge.last_failure
+        == "sample 1 of 4 (data_source = test, response = 'abt'): the model's score is nan"
+    )
     judge.grade(*ask(["a"]))
     judge.grade(*ask(["b" * 60]))
     assert judge.failures == 3
@@ -284,7 +341,7 @@ def test_failures_score_0_and_are_told() -> None:
     assert empty == [Grade(0.0, failed=True)]
 
 
-# ----------------------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------- training
 def preferences(count: int, seed: int = 0) -> list[tuple[str, str, str]]:
     """Of two responses the one with a "q" is better."""
     r = random.Random(seed)
@@ -311,12 +368,15 @@ def test_preferences_are_learnt_and_centred(tmp_path: Path) -> None:
     judge, held = RewardModel(model, characters()), preferences(400)[360:]
     prompts = [p for p, _, _ in held]
     high, low = (
-        torch.tensor([g.score for g in judge.grade(*ask([pair[k] for pair in held], prompts))]) for k in (1, 2)
+        torch.tensor([g.score for g in judge.grade(*ask([pair[k] for pair in held], prompts))])
+        for k in (1, 2)
     )
     assert abs(float(torch.cat((high, low)).mean())) < 1e-5 and float(high.mean()) > 1
     assert found["accuracy"] == pytest.approx(float((high > low).float().mean()))
     # -log sigmoid(d) = log(1 + exp(-d))
-    assert found["loss"] == pytest.approx(float(torch.log1p(torch.exp(-(high - low).double())).mean()), rel=1e-4)
+    assert found["loss"] == pytest.approx(
+        float(torch.log1p(torch.exp(-(high - low).double())).mean()), rel=1e-4
+    )
     again = RewardModel(*load(save(model, tmp_path), dtype=torch.float32, device="cpu"))
     assert scores(again, ["aqa", "aba"]) == scores(judge, ["aqa", "aba"])
 
@@ -345,7 +405,10 @@ def test_held_out_pairs_teach_nothing() -> None:
     ("pairs", "message"),
     [
         ([("a", "b", "c")], "reward.model.pairs=1: .*; write 1000"),
-        ([("a", "b", "c"), ("a", "b", "c" * 70)], "reward.model.pairs: the text has 72 tokens.*pair 1.*; leave it out"),
+        (
+            [("a", "b", "c"), ("a", "b", "c" * 70)],
+            "reward.model.pairs: the text has 72 tokens.*pair 1.*; leave it out",
+        ),
     ],
 )
 def test_what_cannot_be_learnt(pairs: Any, message: str) -> None:
@@ -357,5 +420,7 @@ def test_a_loss_that_is_not_finite_ends_training() -> None:
     model = opinionated()
     with torch.no_grad():
         model.score.weight.fill_(math.inf)
-    with pytest.raises(TrainingError, match=r"the loss of step 1 is .*; lower reward.model.lr=0.001"):
+    with pytest.raises(
+        TrainingError, match=r"the loss of step 1 is .*; lower reward.model.lr=0.001"
+    ):
         train(model, characters(), preferences(20), steps=1, batch_size=2, lr=1e-3, seed=0)

@@ -100,7 +100,10 @@ def pids(pool: GraderPool) -> set[int | None]:
 def test_order_is_kept(pool: GraderPool) -> None:
     grades = pool.grade([sample(str(i), "5", echo=i) for i in range(100)])
     assert [g.score for g in grades] == list(range(100))
-    assert grades[5].extra == {"echo": 5.0, "same": 1.0} and grades[6].extra == {"echo": 6.0, "same": 0.0}
+    assert grades[5].extra == {"echo": 5.0, "same": 1.0} and grades[6].extra == {
+        "echo": 6.0,
+        "same": 0.0,
+    }
     assert pool.failures == 0 and pool.last_failure is None
     assert pool.grade([]) == []
     big = pool.grade([("mine", "7", "x" * 2_000_000, {})])  # more than a pipe holds
@@ -119,7 +122,9 @@ def test_crashes_and_hangs_cost_one_sample_each(pool: GraderPool) -> None:
             assert grade.score == float(response) and not grade.failed
     assert pool.failures == len(bad)
     told = str(pool.last_failure)  # the first of the batch
-    assert told.startswith("sample 0 of 21 (data_source = mine, ground_truth = '1', response = 'raise'): RuntimeError")
+    assert told.startswith(
+        "sample 0 of 21 (data_source = mine, ground_truth = '1', response = 'raise'): RuntimeError"
+    )
     assert re.search(r"RuntimeError: a bad day, rewards.py line \d+$", told)
     assert len(pids(pool)) == 2 and not any(map(alive, before - pids(pool)))
     assert [g.score for g in pool.grade([sample("1"), sample("2"), sample("3")])] == [1, 2, 3]
@@ -159,7 +164,9 @@ def test_workers_ignore_interrupts_and_survive_idle_deaths(pool: GraderPool) -> 
     assert pool.failures == 0
 
 
-def test_an_interrupted_batch_is_not_mixed_up_with_the_next(pool: GraderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_batch_is_not_mixed_up_with_the_next(
+    pool: GraderPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events = pool._events
 
     def interrupted() -> Iterator[Any]:
@@ -181,7 +188,9 @@ def test_workers_end_with_their_parent(file: str) -> None:
         "print(pool._workers[0].process.pid, flush=True)\n"
         "pool.grade([('', 'busy', '', {})])\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         worker = int(parent.stdout.readline())
         assert alive(worker)
@@ -191,7 +200,10 @@ def test_workers_end_with_their_parent(file: str) -> None:
 
 
 def test_graders_that_cannot_be_loaded(file: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^reward.grader = .*rewards.py:compute: compute is not there; did you mean"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^reward.grader = .*rewards.py:compute: compute is not there; did you mean",
+    ):
         GraderPool(f"{file}:compute", workers=1, timeout_s=1)
     (tmp_path / "dies.py").write_text("import os; os._exit(5)")
     with pytest.raises(ConfigError, match=r"grader = .*dies.py: the worker exited with code 5"):
@@ -199,12 +211,18 @@ def test_graders_that_cannot_be_loaded(file: str, tmp_path: Path) -> None:
 
 
 def test_a_grader_that_cannot_be_loaded_again(file: str) -> None:
-    """Its worker crashes, and the file has gone meanwhile: the batch ends, and the next one tries again."""
+    """Its worker crashes, and the file has gone meanwhile: the batch ends, and the next one tries
+    again.
+    """
     pool = GraderPool(file, workers=1, timeout_s=1)
     text = Path(file).read_text()
     Path(file).unlink()
     grades = pool.grade([sample("1"), sample("exit"), sample("2")])
-    assert [(g.score, g.failed) for g in grades] == [(1, False), (0, True), (0, True)] and pool.failures == 2
+    assert [(g.score, g.failed) for g in grades] == [
+        (1, False),
+        (0, True),
+        (0, True),
+    ] and pool.failures == 2
     Path(file).write_text(text)
     assert pool.grade([sample("2")])[0].score == 2
     pool.close()
@@ -225,10 +243,16 @@ def test_async_in_workers(file: str) -> None:
 
 def test_functions_in_workers() -> None:
     pool = GraderPool(GRADERS["exact"], workers=1, timeout_s=5)
-    assert [g.correct for g in pool.grade([sample("aa", "aa"), sample("ab", "aa")])] == [True, False]
+    assert [g.correct for g in pool.grade([sample("aa", "aa"), sample("ab", "aa")])] == [
+        True,
+        False,
+    ]
     pool.close()
     pool = GraderPool(TaskGrader("scratchpad"), workers=1, timeout_s=5)
-    assert [g.correct for g in pool.grade([sample("64#46", "46"), sample("64#64", "46")])] == [True, False]
+    assert [g.correct for g in pool.grade([sample("64#46", "46"), sample("64#64", "46")])] == [
+        True,
+        False,
+    ]
     pool.close()
 
 
@@ -236,7 +260,10 @@ def test_functions_that_cannot_be_pickled() -> None:
     def local(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
         return 1.0
 
-    with pytest.raises(ConfigError, match=r"grader = .*local.*: cannot be sent to worker processes .*; define it at"):
+    with pytest.raises(
+        ConfigError,
+        match=r"grader = .*local.*: cannot be sent to worker processes .*; define it at",
+    ):
         GraderPool(local, workers=1, timeout_s=5)
 
 
@@ -252,7 +279,12 @@ def test_in_this_process(file: str) -> None:
     pool = GraderPool(file, workers=0, timeout_s=1)
     assert pool.grade([sample("pid")])[0].extra["pid"] == os.getpid()
     grades = pool.grade([sample("3"), sample("raise"), sample("quit"), sample("nan")])
-    assert [(g.score, g.failed) for g in grades] == [(3, False), (0, True), (0, True), (0, True)] and pool.failures == 3
+    assert [(g.score, g.failed) for g in grades] == [
+        (3, False),
+        (0, True),
+        (0, True),
+        (0, True),
+    ] and pool.failures == 3
     pool.close()
 
 
@@ -268,7 +300,14 @@ def test_a_grader_that_forks_answers_once(file: str) -> None:
     pool = GraderPool(file, workers=1, timeout_s=5)
     try:
         for _ in range(3):
-            assert [g.score for g in pool.grade([sample(f"fork{i}") for i in range(6)])] == [0, 1, 2, 3, 4, 5]
+            assert [g.score for g in pool.grade([sample(f"fork{i}") for i in range(6)])] == [
+                0,
+                1,
+                2,
+                3,
+                4,
+                5,
+            ]
         assert pool.failures == 0
     finally:
         pool.close()
@@ -279,6 +318,8 @@ def test_an_exception_that_cannot_tell_its_text(file: str, workers: int) -> None
     pool = GraderPool(file, workers=workers, timeout_s=5)
     try:
         assert pool.grade([sample("silent"), sample("2")])[1].score == 2
-        assert pool.failures == 1 and "Silent: (an exception that cannot tell" in str(pool.last_failure)
+        assert pool.failures == 1 and "Silent: (an exception that cannot tell" in str(
+            pool.last_failure
+        )
     finally:
         pool.close()

@@ -40,7 +40,9 @@ class Scripted:
         self.answers, self.t = answers, max_tokens
         self.asked: list[Any] = []
 
-    def generate(self, prompts: Any, sampling: Sampling, *, seed: int, samples: Tensor | None = None) -> Generation:
+    def generate(
+        self, prompts: Any, sampling: Sampling, *, seed: int, samples: Tensor | None = None
+    ) -> Generation:
         self.asked.append((prompts, seed, samples))
         rows = [self.answers[i % len(self.answers)] for i in range(len(prompts))]
         token = torch.tensor([[*r, *[0] * (self.t - len(r))] for r in rows])
@@ -62,7 +64,10 @@ class ByLength:
 
     def grade(self, samples: Any, prompts: Any) -> list[Grade]:
         assert [(p.data_source, p.ground_truth) for p in prompts] == [(s[0], s[2]) for s in samples]
-        grades = [Grade(float(len(text)), answer=text, correct=len(text) == 2) for _, text, _, _ in samples]
+        grades = [
+            Grade(float(len(text)), answer=text, correct=len(text) == 2)
+            for _, text, _, _ in samples
+        ]
         grades[1] = Grade(0.0, failed=True)
         self.failures, self.last_failure = self.failures + 1, "ValueError: no"
         return grades
@@ -70,27 +75,42 @@ class ByLength:
     def close(self) -> None: ...
 
 
-PROMPTS = [Prompt(tuple(range(5, 5 + n)), "p" * n, "", f"source {n % 2}", {}, n) for n in (2, 4, 1, 3)]
+PROMPTS = [
+    Prompt(tuple(range(5, 5 + n)), "p" * n, "", f"source {n % 2}", {}, n) for n in (2, 4, 1, 3)
+]
 ANSWERS = [[10, 11, END], [12, 13, 14, 15], [END], [16, 17, 18, END]]
 
 
 def rollout(**options: Any) -> ReasoningRollout:
-    known: dict[str, Any] = {"batch": 4, "sampling": Sampling(4, stop_ids=(END,)), "pad_id": 0, "seed": 3} | options
+    known: dict[str, Any] = {
+        "batch": 4,
+        "sampling": Sampling(4, stop_ids=(END,)),
+        "pad_id": 0,
+        "seed": 3,
+    } | options
     graders = known.pop("graders", None) or ByLength()
-    return ReasoningRollout(PROMPTS, known.pop("generator", Scripted(ANSWERS, 4)), graders, decode, **known)
+    return ReasoningRollout(
+        PROMPTS, known.pop("generator", Scripted(ANSWERS, 4)), graders, decode, **known
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- collect
+# ------------------------------------------------------------------------------------------ collect
 def test_what_a_trajectory_holds() -> None:
     heard: list[str] = []
     x = rollout(notice=heard.append)
     t, metrics = x.collect(4, update=0, version=7)
     order = x.sampler.__class__(4, 4, 3).next()
-    assert isinstance(t.obs, dict) and t.obs["row"].shape == (4 + 4 - 1, 4) and t.action.shape == (4, 4)
+    assert (
+        isinstance(t.obs, dict)
+        and t.obs["row"].shape == (4 + 4 - 1, 4)
+        and t.action.shape == (4, 4)
+    )
     for i, (p, answer) in enumerate(zip([PROMPTS[j] for j in order], ANSWERS, strict=True)):
         whole = [*p.ids, *answer]
         n = len(answer)
-        assert t.obs["row"][: len(whole) - 1, i].tolist() == whole[:-1], "no gap; the last token is no input"
+        assert t.obs["row"][: len(whole) - 1, i].tolist() == whole[:-1], (
+            "no gap; the last token is no input"
+        )
         for k in range(n):
             assert whole[int(t.obs["place"][k, i]) + 1] == int(t.action[k, i]) == answer[k]
         assert t.mask[:, i].tolist() == [k < n for k in range(4)]
@@ -99,7 +119,11 @@ def test_what_a_trajectory_holds() -> None:
         assert t.reward[:, i].tolist() == [scores[i] * (k == n - 1) for k in range(4)]
     assert not t.truncated.any() and int(t.version.min()) == int(t.version.max()) == 7
     found = numbers(metrics)
-    assert found["rollout/return"] == 5 / 4 and found["rollout/length"] == 3 and found["rollout/truncated"] == 1 / 4
+    assert (
+        found["rollout/return"] == 5 / 4
+        and found["rollout/length"] == 3
+        and found["rollout/truncated"] == 1 / 4
+    )
     assert found["rollout/success"] == 1 / 3 and found["rollout/grader_failures"] == 1
     assert found["rollout/prompt_length"] == 2.5 and found["rollout/epoch"] == 1
     assert heard == ["reward: a response could not be graded: ValueError: no"]
@@ -123,16 +147,28 @@ def test_responses_that_were_cut() -> None:
     assert cost(torch.tensor([4, 4]), torch.tensor([True, False]), 4).tolist() == [0, 0.5]
     # a buffer of 2 before 4: lengths 2, 3, 4 are 0, 1, 2 tokens beyond
     ramp = Truncation(overlong_buffer=2, overlong_penalty=3.0).penalty
-    assert ramp(torch.tensor([1, 2, 3, 4]), torch.ones(4, dtype=torch.bool), 4).tolist() == [0, 0, 1.5, 3.0]
+    assert ramp(torch.tensor([1, 2, 3, 4]), torch.ones(4, dtype=torch.bool), 4).tolist() == [
+        0,
+        0,
+        1.5,
+        3.0,
+    ]
     t, _ = rollout(truncation=Truncation(missing_eos=0.5)).collect(4, update=0, version=0)
     assert (plain - t.reward.sum(0)).tolist() == [0, 0.5, 0, 0]
     t, metrics = rollout(truncation=Truncation(how="drop")).collect(4, update=0, version=0)
-    assert t.mask.any(0).tolist() == [True, False, True, True] and numbers(metrics)["rollout/truncated"] == 1 / 4
+    assert (
+        t.mask.any(0).tolist() == [True, False, True, True]
+        and numbers(metrics)["rollout/truncated"] == 1 / 4
+    )
 
 
 def test_stop_texts_are_cut_off() -> None:
     x = rollout(sampling=Sampling(4, stop_ids=(END,), stop=("GH",)))
-    assert decode([10, 11, 12, 13]) == "FGHI" and x.text([10, 11, 12, 13]) == "F" and x.text([10, 13]) == "FI"
+    assert (
+        decode([10, 11, 12, 13]) == "FGHI"
+        and x.text([10, 11, 12, 13]) == "F"
+        and x.text([10, 13]) == "FI"
+    )
 
 
 def test_it_continues_where_it_was_saved() -> None:
@@ -146,13 +182,17 @@ def test_it_continues_where_it_was_saved() -> None:
         assert torch.equal(one.obs["row"], other.obs["row"])
 
 
-@pytest.mark.parametrize("rule", [{"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.0}, {"repetition_penalty": 1.1}])
+@pytest.mark.parametrize(
+    "rule", [{"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.0}, {"repetition_penalty": 1.1}]
+)
 def test_sampling_that_cannot_be_learned_from_is_refused(rule: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="another distribution than the one whose probabilities are trained"):
+    with pytest.raises(
+        ConfigError, match="another distribution than the one whose probabilities are trained"
+    ):
         rollout(sampling=Sampling(4, **rule))
 
 
-# ------------------------------------------------------------------------------------------------------------ learning
+# ----------------------------------------------------------------------------------------- learning
 def echoes(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
     return float(solution_str == ground_truth)
 
@@ -162,22 +202,45 @@ def test_a_language_model_learns(adv_type: Any) -> None:
     """Echo a symbol, then end: from one in a hundred to nearly always."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 12, "num_hidden_layers": 1, "tie_word_embeddings": True}
-    policy = LanguagePolicy(causal_lm.load(None, {"model_type": "qwen2", **TINY, **sizes}, what="actor.model"))
+    policy = LanguagePolicy(
+        causal_lm.load(None, {"model_type": "qwen2", **TINY, **sizes}, what="actor.model")
+    )
     prompts = [Prompt((a,), "", decode([a]), "echo", {}, a) for a in range(3, 12)]
     group = 4 if adv_type == "rloo" else 1
-    c = AlgorithmConfig(adv_type=adv_type, group_size=group, gamma=1.0, gae_lambda=1.0, update_epoch=2, lr=5e-3)
+    c = AlgorithmConfig(
+        adv_type=adv_type, group_size=group, gamma=1.0, gae_lambda=1.0, update_epoch=2, lr=5e-3
+    )
     same: dict[str, Any] = {"length": 3, "columns": 64, "updates": 40, "seed": 0}
-    critic = LocalCritic(LanguageCritic(copy.deepcopy(policy.model)), c, **same) if adv_type == "gae" else None
+    critic = (
+        LocalCritic(LanguageCritic(copy.deepcopy(policy.model)), c, **same)
+        if adv_type == "gae"
+        else None
+    )
     learner = separate_critic_learner(policy, critic, c, num_sequences=256, **same)
     pool = GraderPool(echoes, workers=0, timeout_s=1.0)
     engine = Engine(policy, slots=256, pad_id=0)
     sampling = Sampling(3, stop_ids=(END,))
     x = ReasoningRollout(
-        prompts, engine, pool, decode, batch=256 // group, sampling=sampling, pad_id=0, seed=0, group_size=group
+        prompts,
+        engine,
+        pool,
+        decode,
+        batch=256 // group,
+        sampling=sampling,
+        pad_id=0,
+        seed=0,
+        group_size=group,
     )
-    before = evaluate_prompts(prompts, engine, pool, x.text, Sampling(3, temperature=0.0, stop_ids=(END,)))
+    before = evaluate_prompts(
+        prompts, engine, pool, x.text, Sampling(3, temperature=0.0, stop_ids=(END,))
+    )
     for update in range(40):
         learner.update(x.collect(3, update=update, version=update)[0], update=update)
-    after = evaluate_prompts(prompts, engine, pool, x.text, Sampling(3, temperature=0.0, stop_ids=(END,)))
+    after = evaluate_prompts(
+        prompts, engine, pool, x.text, Sampling(3, temperature=0.0, stop_ids=(END,))
+    )
     x.close()
-    assert numbers(before.metrics())["eval/accuracy"] < 0.2 and numbers(after.metrics())["eval/accuracy"] > 0.95
+    assert (
+        numbers(before.metrics())["eval/accuracy"] < 0.2
+        and numbers(after.metrics())["eval/accuracy"] > 0.95
+    )

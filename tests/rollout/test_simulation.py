@@ -1,4 +1,6 @@
-"""Rollout: row alignment with identifiable numbers, ends of episodes, metrics, seeds, and randomness that is passed."""
+"""Rollout: row alignment with identifiable numbers, ends of episodes, metrics, seeds, and
+randomness that is passed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from embodied_ppo.modes.embodied import components as embodied
 from embodied_ppo.rollout.simulation import WINDOW, Rollout
 
 
-def rollout(lengths: list[int], clock: list[bool], *, seed: int = 0, group_size: int = 1, one_episode=False, **options):
+def rollout(
+    lengths: list[int],
+    clock: list[bool],
+    *,
+    seed: int = 0,
+    group_size: int = 1,
+    one_episode=False,
+    **options,
+):
     env = toys.ScriptedEnv(lengths, clock, **options)
     policy = toys.CountingPolicy()
     return env, Rollout(env, policy, seed=seed, group_size=group_size, one_episode=one_episode)
@@ -28,7 +38,9 @@ def number(metric: Mean | float) -> float:
 
 
 def column(t: Trajectory, i: int) -> list[tuple[Any, ...]]:
-    """(episode, step, reward, next_value, terminated, truncated, mask) of every row of environment i."""
+    """(episode, step, reward, next_value, terminated, truncated, mask) of every row of environment
+    i.
+    """
     rows = []
     for r in range(t.reward.shape[0]):
         _, episode, step = (int(x) for x in t.obs[r, i])
@@ -37,11 +49,12 @@ def column(t: Trajectory, i: int) -> list[tuple[Any, ...]]:
     return rows
 
 
-# ----------------------------------------------------------------------------------------------------------- alignment
+# ---------------------------------------------------------------------------------------- alignment
 def test_rows_of_a_simulator_that_resets_on_the_next_step():
     env, r = rollout([2, 3], [False, True])
     t, _ = r.collect(5, update=0, version=7)
-    # environment 0 terminates after 2 steps: the row that ends has the final observation's value, then a dummy
+    # environment 0 terminates after 2 steps: the row that ends has the final observation's value,
+    # then a dummy
     assert column(t, 0) == [
         (0, 0, 1.0, 1.5, False, False, True),
         (0, 1, 2.0, 2.5, True, False, True),  # V(episode 0, step 2), not used: terminated
@@ -49,13 +62,22 @@ def test_rows_of_a_simulator_that_resets_on_the_next_step():
         (1, 0, 11.0, 101.5, False, False, True),
         (1, 1, 12.0, 102.5, True, False, True),
     ]
-    # environment 1 is cut by the clock after 3: next_value is V of the FINAL observation, not of the next episode
+    # environment 1 is cut by the clock after 3: next_value is V of the FINAL observation, not of
+    # the next episode
     assert column(t, 1) == [
         (0, 0, 101.0, 1001.5, False, False, True),
         (0, 1, 102.0, 1002.5, False, False, True),
         (0, 2, 103.0, 1003.5, False, True, True),
         (0, 3, 0.0, 1100.5, False, False, False),
-        (1, 0, 111.0, 1101.5, False, False, True),  # the last row: V of what comes after the rollout
+        (
+            1,
+            0,
+            111.0,
+            1101.5,
+            False,
+            False,
+            True,
+        ),  # the last row: V of what comes after the rollout
     ]
     check_what_was_decided(t, env)
 
@@ -65,7 +87,15 @@ def test_rows_of_a_simulator_that_resets_in_the_same_step():
     t, _ = r.collect(4, update=0, version=7)
     assert column(t, 0) == [
         (0, 0, 1.0, 1.5, False, False, True),
-        (0, 1, 2.0, 2.5, True, False, True),  # from final_obs; the next row acts on the next episode already
+        (
+            0,
+            1,
+            2.0,
+            2.5,
+            True,
+            False,
+            True,
+        ),  # from final_obs; the next row acts on the next episode already
         (1, 0, 11.0, 101.5, False, False, True),
         (1, 1, 12.0, 102.5, True, False, True),
     ]
@@ -104,7 +134,8 @@ def test_a_reward_that_is_not_finite_is_reported_before_it_is_trained_on(value: 
 
     env.step = broken
     with pytest.raises(
-        TrainingError, match=rf"env\.id=scripted: reward of environment 1 is {value} \(update 4, step 2\)"
+        TrainingError,
+        match=rf"env\.id=scripted: reward of environment 1 is {value} \(update 4, step 2\)",
     ):
         r.collect(5, update=4, version=4)
 
@@ -120,8 +151,8 @@ def test_rollouts_continue_where_the_last_one_stopped():
 
 
 def test_truncation_bootstraps_the_final_observation_in_a_real_simulator():
-    """EnvPool's InvertedPendulum with a clock of 3 steps: next_value of the cut row is V of the row after it (a dummy),
-    which acts on the final observation."""
+    """EnvPool's InvertedPendulum with a clock of 3 steps: next_value of the cut row is V of the row
+    after it (a dummy), which acts on the final observation."""
     c = toys.config({"env.id": "InvertedPendulum-v4", "env.max_episode_steps": 3})
     env = embodied.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
     policy = embodied.make_policy(c, env)
@@ -131,14 +162,16 @@ def test_truncation_bootstraps_the_final_observation_in_a_real_simulator():
     assert t.truncated.any() and not t.terminated.any()
     cut = t.truncated[:-1]
     assert torch.equal(t.next_value[:-1][cut], t.value[1:][cut])
-    assert not t.mask[1:][cut].any() and t.mask.float().mean() == pytest.approx(0.8)  # rows 3 and 7 of 10
+    assert not t.mask[1:][cut].any() and t.mask.float().mean() == pytest.approx(
+        0.8
+    )  # rows 3 and 7 of 10
     assert (t.reward[1:][cut] == 0).all()
     after = t.obs[2:][cut[:-1]]  # the row after the dummy starts anew, near the upright rest
     assert after.abs().max() <= 0.01 + 1e-6 < t.obs[1:][cut].abs().max()
     assert number(metrics["rollout/length"]) == 3.0
 
 
-# ------------------------------------------------------------------------------------------------------------- metrics
+# ------------------------------------------------------------------------------------------ metrics
 def test_episode_metrics():
     _, r = rollout([2, 3], [False, True])
     _, metrics = r.collect(1, update=0, version=0)
@@ -176,29 +209,33 @@ def test_one_episode_of_each_environment():
     assert t.mask.sum(0).tolist() == [2, 3]
 
 
-# --------------------------------------------------------------------------------------------------------------- seeds
+# -------------------------------------------------------------------------------------------- seeds
 def test_seeds():
     seeds = env_seeds(3, 0, 8, group_size=4)
     assert seeds[:4] == [seeds[0]] * 4 and seeds[4:] == [seeds[4]] * 4 and seeds[0] != seeds[4]
     assert len(set(env_seeds(3, 0, 64))) == 64
-    assert env_seeds(3, 0, 64)[:8] == env_seeds(3, 0, 8)  # an environment's seed does not depend on how many there are
-    assert not set(env_seeds(3, 0, 64)) & set(env_seeds(3, 1, 64)) and not set(env_seeds(3, 0, 64)) & set(
-        env_seeds(4, 0, 64)
-    )
+    assert env_seeds(3, 0, 64)[:8] == env_seeds(
+        3, 0, 8
+    )  # an environment's seed does not depend on how many there are
+    assert not set(env_seeds(3, 0, 64)) & set(env_seeds(3, 1, 64)) and not set(
+        env_seeds(3, 0, 64)
+    ) & set(env_seeds(4, 0, 64))
     assert all(0 <= s < TRAINING_SEEDS for s in env_seeds(3, 0, 64))
 
 
 def test_groups_share_their_start_and_not_their_actions():
     c = toys.config({"algorithm.group_size": 2, "env.restart_each_rollout": True})
     env = embodied.make_env(env_seeds(0, 0, 4, 2), config=c.env, device=torch.device("cpu"))
-    t, _ = Rollout(env, embodied.make_policy(c, env), seed=0, group_size=2, one_episode=True).collect(
-        3, update=0, version=0
-    )
+    t, _ = Rollout(
+        env, embodied.make_policy(c, env), seed=0, group_size=2, one_episode=True
+    ).collect(3, update=0, version=0)
     env.close()
     assert isinstance(t.obs, torch.Tensor)
     assert torch.equal(t.obs[0, 0], t.obs[0, 1]) and torch.equal(t.obs[0, 2], t.obs[0, 3])
     assert not torch.equal(t.obs[0, 0], t.obs[0, 2])
-    assert not torch.equal(t.action[0, 0], t.action[0, 1]) and not torch.equal(t.obs[1, 0], t.obs[1, 1])
+    assert not torch.equal(t.action[0, 0], t.action[0, 1]) and not torch.equal(
+        t.obs[1, 0], t.obs[1, 1]
+    )
 
 
 def test_sampling_key_is_the_same_in_every_process():
@@ -206,15 +243,21 @@ def test_sampling_key_is_the_same_in_every_process():
     code = f"from embodied_ppo.rollout.simulation import sampling_key\nfor p in {parts!r}: print(sampling_key(*p))"
     keys = [sampling_key(*p) for p in parts]
     out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "12345"}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "12345"},
     )
     assert [int(line) for line in out.stdout.split()] == keys
-    assert sampling_key(0, 0, 0, 0) == 3798811674703423765  # and in every version: checkpoints rest on it
+    assert (
+        sampling_key(0, 0, 0, 0) == 3798811674703423765
+    )  # and in every version: checkpoints rest on it
     grid = {sampling_key(s, u, 0, t) for s in range(5) for u in range(20) for t in range(40)}
     assert len(grid) == 5 * 20 * 40 and all(0 <= k < 2**63 for k in grid)
 
 
-# --------------------------------------------------------------------------------------------------------- determinism
+# -------------------------------------------------------------------------------------- determinism
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "InvertedPendulum-v4", "HalfCheetah-v4"])
 def test_the_same_seed_gives_the_same_trajectory(env_id):
     def collect(seed: int, updates=(0, 1)) -> Trajectory:
@@ -226,11 +269,15 @@ def test_the_same_seed_gives_the_same_trajectory(env_id):
         return tree.map(lambda *xs: torch.cat(xs), parts[0], *parts[1:])
 
     first, again, other = collect(0), collect(0), collect(1)
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(first), tree.leaves(again), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(tree.leaves(first), tree.leaves(again), strict=True)
+    )
     assert not torch.equal(first.action, other.action)
     assert not torch.equal(first.action[:12], first.action[12:])  # another update, another key
     renamed = collect(0, updates=(3, 4))
-    assert torch.equal(renamed.obs[0], first.obs[0]) and not torch.equal(renamed.action[0], first.action[0])
+    assert torch.equal(renamed.obs[0], first.obs[0]) and not torch.equal(
+        renamed.action[0], first.action[0]
+    )
 
 
 def test_the_policy_that_acted_is_replayed_exactly():
@@ -239,15 +286,19 @@ def test_the_policy_that_acted_is_replayed_exactly():
     policy = embodied.make_policy(c, env)
     t, _ = Rollout(env, policy, seed=0).collect(8, update=0, version=0)
     env.close()
-    out = policy.evaluate(policy.encode(tree.flatten_time(t.obs)), *tree.flatten_time((t.action, t.replay)))
+    out = policy.evaluate(
+        policy.encode(tree.flatten_time(t.obs)), *tree.flatten_time((t.action, t.replay))
+    )
     torch.testing.assert_close(out.log_prob, t.log_prob.flatten(0, 1), rtol=0, atol=1e-5)
     torch.testing.assert_close(out.value, t.value.flatten(), rtol=0, atol=1e-5)
 
 
-# --------------------------------------------------------------------------------------------------------------- state
+# -------------------------------------------------------------------------------------------- state
 @pytest.mark.parametrize("saves", [True, False])
 def test_state_continues_bit_for_bit(saves):
-    """A simulator that saves itself is loaded; one that cannot is made anew and gets the same actions again."""
+    """A simulator that saves itself is loaded; one that cannot is made anew and gets the same
+    actions again.
+    """
     options: dict[str, Any] = {"lengths": [4, 7], "clock": [False, True], "saves": saves}
     _, r = rollout(**options)
     r.collect(4, update=0, version=0)
@@ -259,7 +310,9 @@ def test_state_continues_bit_for_bit(saves):
     assert said == ([] if saves else ["resume: replaying 6 steps of the simulator"])
     assert env.seeds == ([] if saves else [env_seeds(0, 0, 2)])
     for update in (2, 3):
-        (a, a_metrics), (b, b_metrics) = (each.collect(3, update=update, version=1) for each in (r, resumed))
+        (a, a_metrics), (b, b_metrics) = (
+            each.collect(3, update=update, version=1) for each in (r, resumed)
+        )
         assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
         assert a_metrics == b_metrics
         again = [each.state() for each in (r, resumed)]
@@ -279,13 +332,17 @@ def test_a_simulator_that_does_not_repeat_itself_begins_anew():
     assert env.seeds == [env_seeds(0, 5, 2)] * 2
     t, metrics = resumed.collect(5, update=6, version=0)
     assert column(t, 0)[0][:2] == (0, 0)
-    assert number(metrics["rollout/return"]) == pytest.approx((10 + 15) / 2)  # 10 from before, 1 + .. + 5 anew
+    assert number(metrics["rollout/return"]) == pytest.approx(
+        (10 + 15) / 2
+    )  # 10 from before, 1 + .. + 5 anew
 
 
 @pytest.mark.parametrize("same_step", [False, True])
 @pytest.mark.parametrize("saves", [True, False])
 def test_stagger(same_step: bool, saves: bool):
-    """First episodes end after i/N of the clock, by truncation with the final observation's value; none is counted."""
+    """First episodes end after i/N of the clock, by truncation with the final observation's value;
+    none is counted.
+    """
 
     def staggered() -> tuple[toys.ScriptedEnv, Rollout]:
         env = toys.ScriptedEnv([8, 8, 8, 3], [True] * 4, same_step=same_step, saves=saves)
@@ -296,22 +353,36 @@ def test_stagger(same_step: bool, saves: bool):
     t, metrics = r.collect(7, update=0, version=0)
     assert list(r.cuts) == [2, 4, 6]
     assert column(t, 0)[-1] == (0, 6, 7.0, 7.5, False, False, True)  # never cut
-    assert column(t, 1)[1:3] == [(0, 1, 102.0, 1002.5, False, True, True), (1, 0, 111.0, 1101.5, False, False, True)]
-    assert column(t, 2)[3:5] == [(0, 3, 204.0, 2004.5, False, True, True), (1, 0, 211.0, 2101.5, False, False, True)]
-    # environment 3 ends after 3 steps; its cut after 6 falls on the end of the second episode, or into its middle
+    assert column(t, 1)[1:3] == [
+        (0, 1, 102.0, 1002.5, False, True, True),
+        (1, 0, 111.0, 1101.5, False, False, True),
+    ]
+    assert column(t, 2)[3:5] == [
+        (0, 3, 204.0, 2004.5, False, True, True),
+        (1, 0, 211.0, 2101.5, False, False, True),
+    ]
+    # environment 3 ends after 3 steps; its cut after 6 falls on the end of the second episode, or
+    # into its middle
     assert t.truncated[:, 3].nonzero().flatten().tolist() == [2, 5]
-    assert number(metrics["rollout/episodes"]) == (2 if same_step else 1) and number(metrics["rollout/length"]) == 3
+    assert (
+        number(metrics["rollout/episodes"]) == (2 if same_step else 1)
+        and number(metrics["rollout/length"]) == 3
+    )
     again, resumed = staggered()
     resumed.load_state(r.state())
     for update in (1, 2):
         one, other = (x.collect(7, update=update, version=0) for x in (r, resumed))
-        assert all(map(torch.equal, tree.leaves(one[0]), tree.leaves(other[0]))) and one[1] == other[1]
+        assert (
+            all(map(torch.equal, tree.leaves(one[0]), tree.leaves(other[0]))) and one[1] == other[1]
+        )
     assert again.at == env.at
 
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_restart_every(saves):
-    """Where a resumed run has to replay, episodes begin anew before more than that many steps have to be."""
+    """Where a resumed run has to replay, episodes begin anew before more than that many steps have
+    to be.
+    """
     env, r = rollout([9, 9], [False, True], saves=saves)
     r.restart_every = 12
     firsts = []

@@ -1,4 +1,6 @@
-"""The GPU benchmark of vision-language-action models, small and on the CPU: what it runs, counts and predicts."""
+"""The GPU benchmark of vision-language-action models, small and on the CPU: what it runs, counts
+and predicts.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ sys.modules["bench_gpu_vla"] = bench  # dataclasses look their module up
 _spec.loader.exec_module(bench)
 PARTS = ("oft", "pi0_frozen", "pi0_trained")
 ROWS = 8
-CONFIG = AlgorithmConfig(logprob_type="token_level", global_batch_size=2 * ROWS, micro_batch_size=ROWS)
+CONFIG = AlgorithmConfig(
+    logprob_type="token_level", global_batch_size=2 * ROWS, micro_batch_size=ROWS
+)
 
 
 class Spaces:
@@ -71,9 +75,17 @@ def trajectory(policy: Any, env: Any) -> Trajectory:
     obs, d = (tree.map(lambda x: x.unflatten(0, (2, ROWS)), x) for x in (obs, d))
     assert isinstance(d, Decision)
     zero, no = torch.zeros(2, ROWS), torch.zeros(2, ROWS, dtype=torch.bool)
-    rest: dict[str, Any] = {"next_value": zero, "reward": zero, "terminated": no, "truncated": no, "mask": ~no}
+    rest: dict[str, Any] = {
+        "next_value": zero,
+        "reward": zero,
+        "terminated": no,
+        "truncated": no,
+        "mask": ~no,
+    }
     rest["version"] = torch.zeros(2, ROWS, dtype=torch.int64)
-    return Trajectory(obs=obs, action=d.action, log_prob=d.log_prob, value=d.value, replay=d.replay, **rest)
+    return Trajectory(
+        obs=obs, action=d.action, log_prob=d.log_prob, value=d.value, replay=d.replay, **rest
+    )
 
 
 def batch(policy: Any, t: Trajectory) -> Batch:
@@ -91,11 +103,11 @@ def batch(policy: Any, t: Trajectory) -> Batch:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 @pytest.mark.parametrize("fake", [False, True])
 def test_what_lives_by_hand(fake: bool) -> None:
-    """x [4, 8] @ W [8, 16], relu, @ V [16, 2], sum; float32. Made: 4·16·4 = 256 B, relu's 256 B, of which the first is
-    dropped once relu is done; 4·2·4 = 32 B and a sum of 4 B."""
+    """x [4, 8] @ W [8, 16], relu, @ V [16, 2], sum; float32. Made: 4·16·4 = 256 B, relu's 256 B, of
+    which the first is dropped once relu is done; 4·2·4 = 32 B and a sum of 4 B."""
     layers = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 2, bias=False))
     with fake_tensors(layers) if fake else nullcontext(list(layers.parameters())) as known:
         x = torch.zeros(4, 8)
@@ -128,7 +140,9 @@ def test_prediction_is_what_a_micro_batch_takes(part: str) -> None:
         told.append(p.numel() * p.element_size())
         p.grad = None
 
-    hooks = [p.register_post_accumulate_grad_hook(forget) for p in policy.parameters() if p.requires_grad]
+    hooks = [
+        p.register_post_accumulate_grad_hook(forget) for p in policy.parameters() if p.requires_grad
+    ]
     b = batch(policy, t)
     whole = losses.denominator(b.mask)
     with AllocationCounter([*policy.parameters(), *policy.buffers(), *tree.leaves(b)]) as living:
@@ -139,9 +153,16 @@ def test_prediction_is_what_a_micro_batch_takes(part: str) -> None:
         hook.remove()
     assert memory.activations == living.peak > 1e5
     assert memory.gradients == sum(told)
-    assert memory.weights == sum(x.numel() * x.element_size() for x in (*policy.parameters(), *policy.buffers()))
+    assert memory.weights == sum(
+        x.numel() * x.element_size() for x in (*policy.parameters(), *policy.buffers())
+    )
     learner.update(t, update=0)
-    moments = [x for state in learner.optimizer.adamw.state.values() for key, x in state.items() if key != "step"]
+    moments = [
+        x
+        for state in learner.optimizer.adamw.state.values()
+        for key, x in state.items()
+        if key != "step"
+    ]
     assert memory.optimiser == sum(x.numel() * x.element_size() for x in moments)
     inputs = policy.encode(tree.flatten_time(t.obs))
     each = sum(x.numel() * x.element_size() for x in tree.leaves(inputs)) / (2 * ROWS)
@@ -150,11 +171,13 @@ def test_prediction_is_what_a_micro_batch_takes(part: str) -> None:
     assert memory.total == sum(vars(memory).values())
 
 
-# --------------------------------------------------------------------------------------------------------- operations
+# --------------------------------------------------------------------------------------- operations
 @pytest.mark.parametrize("part", PARTS)
 def test_operations_are_those_that_torch_counts(part: str) -> None:
-    """Attention written out, so that torch counts it. Of learning within 8 %: nobody asks for the gradient of what goes
-    into the first layers, which is much of so small a model (of the published sizes 0.4 % and less)."""
+    """Attention written out, so that torch counts it. Of learning within 8 %: nobody asks for the
+    gradient of what goes into the first layers, which is much of so small a model (of the published
+    sizes 0.4 % and less).
+    """
     policy, env = made(part)
     t = trajectory(policy, env)
     ops = bench.operations(policy)
@@ -165,10 +188,14 @@ def test_operations_are_those_that_torch_counts(part: str) -> None:
             call()
         return counter.get_total_flops() / ROWS
 
-    assert counted(lambda: policy.act(policy.encode(obs), noise=policy.noise(ROWS))) == pytest.approx(ops.act, rel=0.03)
+    assert counted(
+        lambda: policy.act(policy.encode(obs), noise=policy.noise(ROWS))
+    ) == pytest.approx(ops.act, rel=0.03)
     b = batch(policy, t)
     whole = losses.denominator(b.mask)
-    objective = actor_critic_learner(policy, CONFIG, num_envs=ROWS, updates=2, seed=0).optimizer.loss
+    objective = actor_critic_learner(
+        policy, CONFIG, num_envs=ROWS, updates=2, seed=0
+    ).optimizer.loss
     learn = lambda: objective(b, whole, whole, entropy_coef=0.0)[0].backward()  # noqa: E731
     assert counted(learn) == pytest.approx(ops.learn, rel=0.08)
     policy.zero_grad()
@@ -178,10 +205,15 @@ def test_operations_are_those_that_torch_counts(part: str) -> None:
         assert ops.once == 0
 
 
-# ------------------------------------------------------------------------------------------------------------- copies
+# ------------------------------------------------------------------------------------------- copies
 def test_offloading_brings_everything_back() -> None:
     """Through 10 numbers of host memory: parts of 10, 10, 3 | 7 + 0-dimensional 1 | .."""
-    tensors = [torch.arange(23.0), torch.full((7,), -1.0), torch.tensor(5.0), torch.arange(12.0).view(3, 4)]
+    tensors = [
+        torch.arange(23.0),
+        torch.full((7,), -1.0),
+        torch.tensor(5.0),
+        torch.arange(12.0).view(3, 4),
+    ]
     before = [x.clone() for x in tensors]
     sizes = [[len(part) for part in group] for group in bench.pieces(tensors, 10)]
     assert sizes == [[10], [10], [3, 7], [1], [10], [2]]
@@ -193,23 +225,33 @@ def test_offloading_brings_everything_back() -> None:
 
 def test_peaks_are_found_by_the_devices_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name, peak in (("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12)):
+    for name, peak in (
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
         assert bench.named(bench.PEAKS) == peak
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     assert bench.named(bench.PEAKS) is None
 
 
-# ---------------------------------------------------------------------------------------------------------- the script
+# --------------------------------------------------------------------------------------- the script
 def test_small_parts_run_here(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rendered Tabletop, our rollout and learner: every number is there, but without a GPU no measured memory."""
+    """Rendered Tabletop, our rollout and learner: every number is there, but without a GPU no
+    measured memory.
+    """
     cuda = torch.cuda.is_available()
     for part, modes in (("oft", {""}), ("pi0_frozen", {"prefixes kept", "prefixes computed anew"})):
         found = json.loads(json.dumps(bench.run(part, tiny=True)))
         assert found["failures"] == {} and set(found["modes"]) == modes
         for x in found["modes"].values():
             assert x["decisions"] == 8 and min(x["simulate"], x["act"], x["train"], x["tflops"]) > 0
-            assert 0 <= x["difference"] < 0.1 and (x["peak"] is not None) == cuda and x["predicted_total"] > 1e5
+            assert (
+                0 <= x["difference"] < 0.1
+                and (x["peak"] is not None) == cuda
+                and x["predicted_total"] > 1e5
+            )
         assert min(*found["offload_s"], found["second_set_s"]) > 0
     out = capsys.readouterr().out
     assert "act, 8 decisions" in out and "one set" in out and ("peak memory" in out) == cuda
@@ -226,7 +268,9 @@ def test_a_part_that_fails_takes_no_other_along(
     assert told["part"] == "pi0_trained" and told["trained"] == told["parameters"]
 
 
-def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_measured_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 

@@ -1,4 +1,6 @@
-"""The benchmark of placements, for real: what it prints, that two stages overlap, and what must not grow."""
+"""The benchmark of placements, for real: what it prints, that two stages overlap, and what must not
+grow.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_stages_overlap_and_what_processes_hold_does_not_grow(tmp_path: Path) -> None:
-    """Ratios within one run. From 2 to 4 processes; a pool of Ray's may grow by a few threads at any time."""
+    """Ratios within one run.
+
+    From 2 to 4 processes; a pool of Ray's may grow by a few threads at any time.
+    """
     out = tmp_path / "out.json"
     command = [sys.executable, "scripts/bench_placement.py", "--rounds", "0", "--json", str(out)]
     command += ["--processes", "2", "4", "--placements", "disaggregated"]
@@ -22,7 +27,11 @@ def test_stages_overlap_and_what_processes_hold_does_not_grow(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     found: dict[str, float] = json.loads(out.read_text())
     few, many = (
-        {name.partition(": ")[2]: x for name, x in found.items() if name.startswith(f"disaggregated x {count}: ")}
+        {
+            name.partition(": ")[2]: x
+            for name, x in found.items()
+            if name.startswith(f"disaggregated x {count}: ")
+        }
         for count in (2, 4)
     )
     once = {name: x for name, x in found.items() if " x 2: " not in name and " x 4: " not in name}

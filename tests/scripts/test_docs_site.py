@@ -38,7 +38,17 @@ LOADS = {
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
     # not --quiet: it would hush warnings, and then they are not counted
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(site)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "-f",
+        str(config),
+        "-d",
+        str(site),
+    ]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'envs'}"}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
@@ -72,7 +82,9 @@ def script(name: str) -> ModuleType:
     """A file of scripts/ as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec and spec.loader
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    module = sys.modules[name] = importlib.util.module_from_spec(
+        spec
+    )  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -105,7 +117,9 @@ def test_every_option_is_there(site: Path) -> None:
     ids, text = Tags(page).ids, page.read_text(encoding="utf-8")
     assert set(describe(Config)) <= ids
     assert {f"evaluate-{path}" for path in describe(EvaluateConfig)} <= ids
-    assert "a finite number &gt;= 0 and &lt;= 1" in text and "default <code>0.99</code>" in text  # gamma
+    assert (
+        "a finite number &gt;= 0 and &lt;= 1" in text and "default <code>0.99</code>" in text
+    )  # gamma
     assert "also read: <code>algorithm.lam</code>" in text
 
 
@@ -139,7 +153,9 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
             if target and not (tag == "link" and attrs.get("rel") in ("canonical", "next", "prev")):
                 assert not re.match(r"(https?:)?//", target), f"{page.name}: <{tag}> {target}"
     for file in [*site.rglob("*.css"), *site.rglob("*.svg")]:
-        fetched = re.findall(r"(?:url\(|@import )['\"]?((?:https?:)?//[^'\")\s]+)", file.read_text(encoding="utf-8"))
+        fetched = re.findall(
+            r"(?:url\(|@import )['\"]?((?:https?:)?//[^'\")\s]+)", file.read_text(encoding="utf-8")
+        )
         assert not fetched, file
 
 
@@ -157,12 +173,16 @@ def test_a_browser_asks_this_site_alone_and_finds_an_option(site: Path, tmp_path
                 browser.open(f"{home}{page}.html", width=390, height=844)
                 assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), page
             browser.open(f"{home}index.html?q=gae_lambda")
-            browser.wait("document.querySelector('.md-search-result a[href$=\"#algorithm.gae_lambda\"]')")
+            browser.wait(
+                "document.querySelector('.md-search-result a[href$=\"#algorithm.gae_lambda\"]')"
+            )
         finally:
             browser.close()
             server.shutdown()
     assert browser.problems == []
-    assert {request for request in browser.requests if not request.startswith((home, "data:", "blob:"))} == set()
+    assert {
+        request for request in browser.requests if not request.startswith((home, "data:", "blob:"))
+    } == set()
 
 
 def test_drawings_are_those_of_the_plans() -> None:

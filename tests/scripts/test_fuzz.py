@@ -1,4 +1,6 @@
-"""A short run of scripts/fuzz.py, by hypothesis, which shrinks what it finds; the same inputs every time."""
+"""A short run of scripts/fuzz.py, by hypothesis, which shrinks what it finds; the same inputs every
+time.
+"""
 
 from __future__ import annotations
 

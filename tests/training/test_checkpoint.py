@@ -1,4 +1,6 @@
-"""Checkpoints that cannot be used end in one line that names file, fault and cure; good ones survive anything."""
+"""Checkpoints that cannot be used end in one line that names file, fault and cure; good ones
+survive anything.
+"""
 
 from __future__ import annotations
 
@@ -182,15 +184,27 @@ def empty_run(run_dir: Path) -> Path:
 
 DAMAGE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "truncated": (truncate, "policy.pt: has .* bytes, its manifest says .* use another"),
-    "bit flipped": (flip_a_bit, "policy.pt: its contents do not match the manifest's sha256; use another"),
-    "pickled code": (pickled_code, "policy.pt: holds objects other than tensors .* never executed; use"),
+    "bit flipped": (
+        flip_a_bit,
+        "policy.pt: its contents do not match the manifest's sha256; use another",
+    ),
+    "pickled code": (
+        pickled_code,
+        "policy.pt: holds objects other than tensors .* never executed; use",
+    ),
     "garbage": (garbage, "policy.pt: .* use another"),
     "other model": (
         other_model,
         r"policy.pt: tensor 'trunk.layers.0.weight' is \(9, 4\), this model needs \(8, 4\); use",
     ),
-    "missing tensor": (missing_tensor, "policy.pt: has no tensor 'value_head.bias'.* use the model"),
-    "extra tensor": (extra_tensor, "policy.pt: has tensor 'second_head.weight', which this model lacks; use"),
+    "missing tensor": (
+        missing_tensor,
+        "policy.pt: has no tensor 'value_head.bias'.* use the model",
+    ),
+    "extra tensor": (
+        extra_tensor,
+        "policy.pt: has tensor 'second_head.weight', which this model lacks; use",
+    ),
     "no dictionary": (not_a_dictionary, "policy.pt: holds a list, not named tensors; use"),
     "config is no mapping": (damaged_config("[1, 2"), "config.yaml: .* use another"),
     "config is a list": (damaged_config("- 1"), "config.yaml: holds no options; use another"),
@@ -200,23 +214,50 @@ DAMAGE: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "manifest missing": (without("manifest.json"), "manifest.json: is missing; .* use another"),
     "manifest torn": (torn_manifest, "manifest.json: is not a manifest .* use another"),
-    "manifest of the future": (edit_manifest(format=99), "format 99, this version reads 1; use the version"),
-    "manifest without end": (edit_manifest(update=float("inf")), "manifest.json: is not a manifest .* use another"),
-    "manifest of lists": (edit_manifest(files={"policy.pt": []}), "manifest.json: is not a manifest .* use another"),
-    "compressed": (compressed, "policy.pt: is compressed, which torch.save never does; use another"),
+    "manifest of the future": (
+        edit_manifest(format=99),
+        "format 99, this version reads 1; use the version",
+    ),
+    "manifest without end": (
+        edit_manifest(update=float("inf")),
+        "manifest.json: is not a manifest .* use another",
+    ),
+    "manifest of lists": (
+        edit_manifest(files={"policy.pt": []}),
+        "manifest.json: is not a manifest .* use another",
+    ),
+    "compressed": (
+        compressed,
+        "policy.pt: is compressed, which torch.save never does; use another",
+    ),
     "no tensor": (no_tensor, "policy.pt: 'value_head.bias' is no tensor; use"),
     "config is a bomb": (
         damaged_config(LAUGHS),
         r"config.yaml: is no YAML \(an alias, which is not read.* use another",
     ),
-    "config of itself": (damaged_config("env: &a {kwargs: *a}"), r"config.yaml: is no YAML \(an alias, .* use another"),
-    "config runs code": (damaged_config("!!python/object/apply:os.mkdir [bomb-went-off]"), "config.yaml: is no YAML"),
-    "config too deep": (damaged_config("a: " + "[" * 5000), r"config.yaml: is no YAML \(RecursionError.* use another"),
-    "config of no day": (damaged_config("a: 2000-99-99"), r"config.yaml: is no YAML \(ValueError.* use another"),
+    "config of itself": (
+        damaged_config("env: &a {kwargs: *a}"),
+        r"config.yaml: is no YAML \(an alias, .* use another",
+    ),
+    "config runs code": (
+        damaged_config("!!python/object/apply:os.mkdir [bomb-went-off]"),
+        "config.yaml: is no YAML",
+    ),
+    "config too deep": (
+        damaged_config("a: " + "[" * 5000),
+        r"config.yaml: is no YAML \(RecursionError.* use another",
+    ),
+    "config of no day": (
+        damaged_config("a: 2000-99-99"),
+        r"config.yaml: is no YAML \(ValueError.* use another",
+    ),
     "manifest lists nothing": (edit_manifest(files={}), "lists no config.yaml; use another"),
     "training.pt missing": (without("training.pt"), "training.pt: is missing .* use another"),
     "no checkpoints": (empty_run, "holds no checkpoint"),
-    "folder of runs": (lambda run_dir: run_dir.parent, "is no run, but holds 1; name one, the last is .*run"),
+    "folder of runs": (
+        lambda run_dir: run_dir.parent,
+        "is no run, but holds 1; name one, the last is .*run",
+    ),
     "file": (lambda run_dir: run_dir / "config.yaml", "is a file; give the directory"),
     "nowhere": (lambda run_dir: run_dir / "nowhere", "does not exist; give a run"),
 }
@@ -228,7 +269,11 @@ def files(folder: Path) -> dict[Path, int]:
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_refused_in_one_line(
-    run_dir: Path, tmp_path: Path, damage: str, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path,
+    tmp_path: Path,
+    damage: str,
+    capfd: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     act, pattern = DAMAGE[damage]
     target = act(run_dir)
@@ -257,10 +302,16 @@ def test_a_manifest_does_not_reach_outside(run_dir: Path) -> None:
 def test_latest_best_and_pruning(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for update, score in ((1, 5.0), (2, 9.0), (3, 7.0), (4, None), (5, float("-1"))):
-        path = checkpoint.save(folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=2)
+        path = checkpoint.save(
+            folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=2
+        )
         if score is not None:
             checkpoint.set_score(path, score)
-    assert sorted(p.name for p in folder.glob("step_*")) == ["step_000002", "step_000004", "step_000005"]
+    assert sorted(p.name for p in folder.glob("step_*")) == [
+        "step_000002",
+        "step_000004",
+        "step_000005",
+    ]
     assert (folder / "latest").resolve().name == "step_000005"
     assert (folder / "best").resolve().name == "step_000002"
     assert checkpoint.open_checkpoint(folder / "best").manifest["score"] == 9.0
@@ -268,7 +319,9 @@ def test_latest_best_and_pruning(trained: Path, tmp_path: Path) -> None:
 
 def test_copies_are_ignored_and_numbers_are_compared(run_dir: Path, tmp_path: Path) -> None:
     def save(update: int) -> Path:
-        return checkpoint.save(folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=2)
+        return checkpoint.save(
+            folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=2
+        )
 
     folder = tmp_path / "checkpoints"
     for update in (999_998, 999_999, 1_000_000):
@@ -295,7 +348,9 @@ def test_copies_are_ignored_and_numbers_are_compared(run_dir: Path, tmp_path: Pa
 def test_links_point_to_sound_checkpoints_after_a_repair(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for update, score in ((1, 5.0), (2, 7.0), (3, 9.0)):
-        path = checkpoint.save(folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=9)
+        path = checkpoint.save(
+            folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=9
+        )
         checkpoint.set_score(path, score)
     (folder / "step_000003" / "policy.pt").write_bytes(b"short")
     newest = checkpoint.newest_valid(tmp_path)
@@ -303,22 +358,41 @@ def test_links_point_to_sound_checkpoints_after_a_repair(tmp_path: Path) -> None
     checkpoint.repair(tmp_path, newest, print)
     assert {os.readlink(folder / link) for link in ("latest", "best")} == {"step_000002"}
     checkpoint.set_score(
-        checkpoint.save(folder, update=3, policy={}, training={}, config_text="", info={}, keep_last=9), 6.0
+        checkpoint.save(
+            folder, update=3, policy={}, training={}, config_text="", info={}, keep_last=9
+        ),
+        6.0,
     )
     assert os.readlink(folder / "best") == "step_000002"
 
 
 def test_a_half_written_directory_is_no_checkpoint(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "checkpoints", tmp_path / "checkpoints", symlinks=True)
-    shutil.copytree(tmp_path / "checkpoints/step_000002", tmp_path / "checkpoints/.writing-000003-1")
+    shutil.copytree(
+        tmp_path / "checkpoints/step_000002", tmp_path / "checkpoints/.writing-000003-1"
+    )
     assert checkpoint.open_checkpoint(tmp_path).update == 2
-    checkpoint.save(tmp_path / "checkpoints", update=3, policy={}, training={}, config_text="", info={}, keep_last=9)
-    assert not list((tmp_path / "checkpoints").glob(".writing-*")), "leftovers of a killed process are removed"
+    checkpoint.save(
+        tmp_path / "checkpoints",
+        update=3,
+        policy={},
+        training={},
+        config_text="",
+        info={},
+        keep_last=9,
+    )
+    assert not list((tmp_path / "checkpoints").glob(".writing-*")), (
+        "leftovers of a killed process are removed"
+    )
 
 
-def test_a_directory_leaves_its_name_before_its_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_leaves_its_name_before_its_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def save(update: int) -> None:
-        checkpoint.save(tmp_path, update=update, policy={}, training={}, config_text="", info={}, keep_last=1)
+        checkpoint.save(
+            tmp_path, update=update, policy={}, training={}, config_text="", info={}, keep_last=1
+        )
 
     save(1)
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)  # killed before a file is gone

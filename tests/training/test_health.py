@@ -22,7 +22,9 @@ def test_the_middle_of_the_newest_values_is_judged() -> None:
     assert fine == Verdict("policy/approx_kl", 0.02, False, "")
     (ill,) = judge(rows("policy/approx_kl", 0.01, 0.01, 0.2, 0.4, 0.8))
     assert ill.value == 0.2 and ill.warning
-    assert ill.text.startswith("policy/approx_kl is 0.2, above 0.03: updates move the policy too far: lower lr")
+    assert ill.text.startswith(
+        "policy/approx_kl is 0.2, above 0.03: updates move the policy too far: lower lr"
+    )
 
 
 def test_slow_is_no_warning_but_a_bad_critic_is() -> None:

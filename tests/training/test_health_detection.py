@@ -1,4 +1,6 @@
-"""What is said of a training that goes wrong: each trouble is provoked, in real trainings where that takes seconds."""
+"""What is said of a training that goes wrong: each trouble is provoked, in real trainings where
+that takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -48,15 +50,26 @@ def test_healthy_training_is_not_talked_about() -> None:
 @pytest.mark.parametrize(
     ("trouble", "words"),
     [
-        (row(speed__env_steps_per_s=300.0, time__collect_s=9.0), "time/collect_s has gone from 1 to 9"),
-        (row(policy__entropy=0.01), "policy/entropy has fallen from 1 to 0.01 and returns have not risen"),
-        (row(value__loss=1e4, value__explained_variance=-3.0), "value/loss has grown from 1 to 1e+04"),
+        (
+            row(speed__env_steps_per_s=300.0, time__collect_s=9.0),
+            "time/collect_s has gone from 1 to 9",
+        ),
+        (
+            row(policy__entropy=0.01),
+            "policy/entropy has fallen from 1 to 0.01 and returns have not risen",
+        ),
+        (
+            row(value__loss=1e4, value__explained_variance=-3.0),
+            "value/loss has grown from 1 to 1e+04",
+        ),
         (row(policy__approx_kl=0.4), "policy/approx_kl is 0.4, above 0.03"),
         (row(device__idle=0.9), "device/idle is 0.9, above 0.5"),
     ],
 )
 def test_each_trouble_is_said_once_with_what_to_try(trouble: dict[str, float], words: str) -> None:
-    rows = [row(rollout__return=1.0 + i % 2) for i in range(60)] + [trouble | {"rollout/return": i} for i in (1.0, 2.0)]
+    rows = [row(rollout__return=1.0 + i % 2) for i in range(60)] + [
+        trouble | {"rollout/return": i} for i in (1.0, 2.0)
+    ]
     found = said([*rows, *(trouble | {"rollout/return": 1.0 + i % 2} for i in range(2 * WINDOW))])
     hits = [text for text in found if words in text]
     assert len(hits) == 1, found
@@ -66,10 +79,16 @@ def test_each_trouble_is_said_once_with_what_to_try(trouble: dict[str, float], w
 def test_a_success_that_never_comes() -> None:
     dead = row(rollout__return=0.0, rollout__success=0.0)
     found = said([dead] * (HISTORY + 5))
-    assert len(found) == 1 and "no episode has succeeded and rollout/return has been 0 in 50 updates" in found[0]
+    assert (
+        len(found) == 1
+        and "no episode has succeeded and rollout/return has been 0 in 50 updates" in found[0]
+    )
     assert said([row(rollout__return=float(i % 3), rollout__success=0.0) for i in range(100)]) == []
     assert said([dead | {"rollout/success": 0.1}] * 100) == []
-    rising, full = [row(rollout__return=float(i)) for i in range(0, 500, 10)], [row(rollout__return=500.0)] * HISTORY
+    rising, full = (
+        [row(rollout__return=float(i)) for i in range(0, 500, 10)],
+        [row(rollout__return=500.0)] * HISTORY,
+    )
     assert said(rising + full) == []  # the best there is
     assert len(said(rising + [row(rollout__return=9.0)] * HISTORY)) == 1
 
@@ -77,7 +96,10 @@ def test_a_success_that_never_comes() -> None:
 def test_a_long_run_is_not_remembered_row_by_row() -> None:
     """Bytes that each of 2,000 updates leaves behind; a row of 60 tags takes some 4,000."""
     watch = Watch()
-    rows = [row(rollout__return=float(i % 7), **{f"more__{n}": i + n / 60 for n in range(60)}) for i in range(50)]
+    rows = [
+        row(rollout__return=float(i % 7), **{f"more__{n}": i + n / 60 for n in range(60)})
+        for i in range(50)
+    ]
     tracemalloc.start()
     try:
         for i in range(3000):
@@ -116,8 +138,8 @@ def test_a_real_training_says_it_in_log_and_tensorboard(tmp_path: Path) -> None:
 
 
 class Turns(gymnasium.Env[np.ndarray[Any, Any], int]):
-    """Episodes of four steps; after 200 steps the robot is ``slow`` (10 ms more a step), or rewards are ``large``.
-    ``dull``: nothing is ever earned."""
+    """Episodes of four steps; after 200 steps the robot is ``slow`` (10 ms more a step), or rewards
+    are ``large``. ``dull``: nothing is ever earned."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -138,7 +160,13 @@ class Turns(gymnasium.Env[np.ndarray[Any, Any], int]):
             if self.turn == "dull"
             else float(self.np_random.normal()) * (1e3 if late and self.turn == "large" else 1)
         )
-        return self.observation_space.sample(), reward, self.steps % 4 == 0, False, {"is_success": False}
+        return (
+            self.observation_space.sample(),
+            reward,
+            self.steps % 4 == 0,
+            False,
+            {"is_success": False},
+        )
 
 
 gymnasium.register("test/Turns-v0", lambda **kwargs: Turns(**kwargs))
@@ -149,7 +177,10 @@ gymnasium.register("test/Turns-v0", lambda **kwargs: Turns(**kwargs))
     [
         ("slow", "speed/env_steps_per_s is "),
         ("large", "value/loss has grown from "),
-        ("dull", "no episode has succeeded and rollout/return has been 0 in 50 updates: nothing tells good from bad"),
+        (
+            "dull",
+            "no episode has succeeded and rollout/return has been 0 in 50 updates: nothing tells good from bad",
+        ),
     ],
 )
 def test_a_robot_that_turns_bad_is_told_of(
@@ -163,9 +194,19 @@ def test_a_robot_that_turns_bad_is_told_of(
         "updates": 55,
         "env.num_threads": 0,
     }
-    smaller = {"algorithm.horizon": 8, "algorithm.global_batch_size": 16, "algorithm.update_epoch": 1}
-    run.train(toys.config({**SMALL, **options, **smaller, "run_dir": str(tmp_path / "run")}), quiet=True)
-    told = [line for line in (tmp_path / "run" / "log.txt").read_text().splitlines() if "warning, update" in line]
+    smaller = {
+        "algorithm.horizon": 8,
+        "algorithm.global_batch_size": 16,
+        "algorithm.update_epoch": 1,
+    }
+    run.train(
+        toys.config({**SMALL, **options, **smaller, "run_dir": str(tmp_path / "run")}), quiet=True
+    )
+    told = [
+        line
+        for line in (tmp_path / "run" / "log.txt").read_text().splitlines()
+        if "warning, update" in line
+    ]
     assert len([line for line in told if words in line]) == 1, told
     if turn == "slow":
         (line,) = (line for line in told if words in line)
@@ -173,8 +214,12 @@ def test_a_robot_that_turns_bad_is_told_of(
 
 
 def test_a_real_training_that_is_well_says_nothing(tmp_path: Path) -> None:
-    run.train(toys.config({**SMALL, "run_dir": str(tmp_path / "run"), "algorithm.lr": 1e-3}), quiet=True)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    run.train(
+        toys.config({**SMALL, "run_dir": str(tmp_path / "run"), "algorithm.lr": 1e-3}), quiet=True
+    )
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == 31
     told = (tmp_path / "run" / "log.txt").read_text()
     assert "warning, update" not in told, told

@@ -1,5 +1,5 @@
-"""What a run tells, read back: rows and TensorBoard agree, resumed logs forget, terminals see words and no riddles, and
-docs/metrics.md lists every tag."""
+"""What a run tells, read back: rows and TensorBoard agree, resumed logs forget, terminals see words
+and no riddles, and docs/metrics.md lists every tag."""
 
 from __future__ import annotations
 
@@ -35,8 +35,12 @@ ESCAPE = "\x1b"
 
 SPEED = "speed/env_steps_per_s"
 LANGUAGE_ONLY = {"samples", "hparam/cpu_us_per_token", "speed/tokens_per_s"}
-LANGUAGE_ONLY |= {f"rollout/{x}" for x in ("truncated", "format", "prompt_length", "grader_failures", "epoch")}
-LANGUAGE_ONLY |= {f"eval/{x}" for x in ("accuracy", "accuracy_error", "accuracy/<source>", "pass@<k>", "maj@<n>")}
+LANGUAGE_ONLY |= {
+    f"rollout/{x}" for x in ("truncated", "format", "prompt_length", "grader_failures", "epoch")
+}
+LANGUAGE_ONLY |= {
+    f"eval/{x}" for x in ("accuracy", "accuracy_error", "accuracy/<source>", "pass@<k>", "maj@<n>")
+}
 LANGUAGE_ONLY |= {f"eval/{x}" for x in ("truncated", "format", "grader_failures")}
 """Documented tags that mode=reasoning alone writes: test_reasoner compares them."""
 
@@ -51,7 +55,9 @@ def board(run_dir: Path) -> EventAccumulator:
 
 def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     events = board(run_dir / "tensorboard")
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
 
 
 def training(update: int, **more: Any) -> Metrics:
@@ -59,25 +65,33 @@ def training(update: int, **more: Any) -> Metrics:
     return {SPEED: 1000.0 * update, "policy/loss": Mean(float(update), 3.0), **more}
 
 
-def write(run_dir: Path, updates: range, *, first_update: int = 0, total: int = 10, **options: Any) -> None:
+def write(
+    run_dir: Path, updates: range, *, first_update: int = 0, total: int = 10, **options: Any
+) -> None:
     log = Log(run_dir, total_updates=total, first_update=first_update, quiet=True, **options)
     for update in updates:
         log.metrics(training(update), update=update, steps=64 * update)
     log.close()
 
 
-# ----------------------------------------------------------------------------------------------------- rows and points
+# ---------------------------------------------------------------------------------- rows and points
 def test_rows_and_tensorboard_agree(tmp_path):
     log = Log(tmp_path, total_updates=3, quiet=True)
     log.metrics({"eval/return": Mean.of([1.0, 2.0])}, update=0, steps=0)
     for update in (1, 2, 3):
-        result = {"rollout/return": Mean(0.1 * update, 3.0)} if update > 1 else {"rollout/return": math.nan}
+        result = (
+            {"rollout/return": Mean(0.1 * update, 3.0)}
+            if update > 1
+            else {"rollout/return": math.nan}
+        )
         log.metrics(training(update, **result), update=update, steps=64 * update)
     log.close()
     found = rows(tmp_path)
     assert [(r["update"], r["env_steps"]) for r in found] == [(0, 0), (1, 64), (2, 128), (3, 192)]
     assert found[0] == {"update": 0, "env_steps": 0, "eval/return": 1.5}
-    assert found[1]["rollout/return"] is None and found[2]["rollout/return"] == pytest.approx(0.2 / 3)
+    assert found[1]["rollout/return"] is None and found[2]["rollout/return"] == pytest.approx(
+        0.2 / 3
+    )
     expected: dict[str, list[tuple[int, float]]] = {}
     for row in found:
         for tag, value in row.items():
@@ -87,12 +101,20 @@ def test_rows_and_tensorboard_agree(tmp_path):
     assert points.keys() == expected.keys()
     for tag, series in expected.items():
         assert [p[0] for p in points[tag]] == [p[0] for p in series]
-        assert [p[1] for p in points[tag]] == pytest.approx([p[1] for p in series], rel=1e-6)  # float32
+        assert [p[1] for p in points[tag]] == pytest.approx(
+            [p[1] for p in series], rel=1e-6
+        )  # float32
 
 
 def test_hyper_parameters(tmp_path):
     log = Log(tmp_path, total_updates=1, quiet=True)
-    options = {"algorithm.lr": 3e-4, "env.id": "X-v0", "env.success_key": None, "model.hidden": [64, 64], "seed": 1}
+    options = {
+        "algorithm.lr": 3e-4,
+        "env.id": "X-v0",
+        "env.success_key": None,
+        "model.hidden": [64, 64],
+        "seed": 1,
+    }
     log.hyper_parameters(options, {"hparam/final_return": 12.5})
     log.close()
     events = board(tmp_path / "tensorboard" / "hparams")
@@ -105,7 +127,10 @@ def test_hyper_parameters(tmp_path):
         "model.hidden": "string_value",
         "seed": "number_value",
     }
-    assert told["algorithm.lr"].number_value == 3e-4 and told["model.hidden"].string_value == "[64, 64]"
+    assert (
+        told["algorithm.lr"].number_value == 3e-4
+        and told["model.hidden"].string_value == "[64, 64]"
+    )
     assert [e.value for e in events.Scalars("hparam/final_return")] == [12.5]
 
 
@@ -130,7 +155,11 @@ def test_table(tmp_path):
     """TensorBoard shows what the model wrote, whatever it wrote."""
     wild = "12*6=<<12*6=72>>72 | a_b_c \\\\(x\\\\) `y` <think>\r\n# so\n\n| 3 |"
     log = Log(tmp_path, total_updates=1, quiet=True)
-    log.table("samples", [{"the_response": wild, "score": 0.5}, {"the_response": "x" * 500, "score": 1}], steps=640)
+    log.table(
+        "samples",
+        [{"the_response": wild, "score": 0.5}, {"the_response": "x" * 500, "score": 1}],
+        steps=640,
+    )
     log.close()
     (event,) = board(tmp_path / "tensorboard").Tensors("samples/text_summary")
     assert event.step == 640
@@ -141,7 +170,7 @@ def test_table(tmp_path):
     assert cells[4:] == ["x" * 399 + "…", "1"]
 
 
-# -------------------------------------------------------------------------------------------------------------- resumed
+# ------------------------------------------------------------------------------------------ resumed
 def test_a_resumed_log_forgets_what_came_after_the_checkpoint(tmp_path):
     write(tmp_path, range(1, 8))
     with open(tmp_path / "metrics.jsonl", "a") as f:
@@ -154,7 +183,10 @@ def test_a_resumed_log_forgets_what_came_after_the_checkpoint(tmp_path):
     log.close()
     assert [r["update"] for r in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
     # in TensorBoard, too: points up to the checkpoint stay, later ones are replaced
-    assert scalars(tmp_path)[SPEED] == [(64.0 * u, 1000.0 * u) for u in (1, 2, 3, 4)] + [(320, -1.0), (384, -1.0)]
+    assert scalars(tmp_path)[SPEED] == [(64.0 * u, 1000.0 * u) for u in (1, 2, 3, 4)] + [
+        (320, -1.0),
+        (384, -1.0),
+    ]
     assert [step for step, _ in scalars(tmp_path)["policy/loss"]] == [64, 128, 192, 256]
 
 
@@ -174,7 +206,7 @@ def test_a_resumed_log_without_rows_keeps_the_curves(tmp_path):
     assert [step for step, _ in scalars(tmp_path)[SPEED]] == [64 * u for u in range(1, 7)]
 
 
-# -------------------------------------------------------------------------------------------------------------- console
+# ------------------------------------------------------------------------------------------ console
 def test_lines_where_there_is_no_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("embodied_ppo.training.logging.LINE_EVERY_S", 0.0)
     log = Log(tmp_path, total_updates=3)
@@ -195,7 +227,9 @@ def test_lines_where_there_is_no_terminal(tmp_path, capsys, monkeypatch):
         rf"update 2/3  return 3\.5  evaluation 1\.2 \(at 0\)  2,000 steps/s  {clock}",
         r"update 3/3  return 4\.5  evaluation 1\.2 \(at 0\)  3,000 steps/s  0:00:00 left",
     ]
-    assert len(lines) == 3 and all(re.fullmatch(e, line) for e, line in zip(expected, lines, strict=True)), err
+    assert len(lines) == 3 and all(
+        re.fullmatch(e, line) for e, line in zip(expected, lines, strict=True)
+    ), err
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d"
     assert re.fullmatch(  # when it ends is told there alone: the console has the time left
         rf"{stamp}:\d\d hello \[bold\]you\[/bold\]\n"
@@ -224,7 +258,9 @@ def test_time_left_counts_this_session(tmp_path, capsys, monkeypatch):
     assert left is not None
     hours, minutes, seconds = map(int, left.groups())
     assert 98 <= hours * 3600 + minutes * 60 + seconds <= 130
-    (told,) = re.findall(r"update 6 is done; all 105 will be at about (.*)\n", (tmp_path / "log.txt").read_text())
+    (told,) = re.findall(
+        r"update 6 is done; all 105 will be at about (.*)\n", (tmp_path / "log.txt").read_text()
+    )
     ends = time.mktime(time.strptime(told, "%Y-%m-%d %H:%M"))
     assert 98 - 60 <= ends - time.time() <= 130
 
@@ -268,7 +304,7 @@ def test_progress_bar_on_a_terminal(tmp_path, monkeypatch):
     assert "a word in between" in text and "2,000 steps/s" in text
 
 
-# --------------------------------------------------------------------------------------------------------- measurements
+# ------------------------------------------------------------------------------------- measurements
 def test_timer():
     timer = Timer()
     for _ in range(2):
@@ -290,12 +326,32 @@ def test_peak_memory():
     assert told is not None and peak_rss_mb() == pytest.approx(int(told[1]) / 1024, rel=0.05)
 
 
-# ---------------------------------------------------------------------------------------------------------- every tag
+# ---------------------------------------------------------------------------------------- every tag
 ALL_ON: dict[str, Any] = {
-    **{"env.id": "toys/Point-v0", "env.num_threads": 0, "eval_every": 1, "save_every": 1, "updates": 3, "name": "all"},
-    **{"algorithm.clip_ratio_c": 1.2, "algorithm.entropy_bonus": 0.01, "algorithm.entropy_target": 1.0},
-    **{"algorithm.use_kl_in_reward": True, "algorithm.use_kl_loss": True, "algorithm.off_policy_correction": "token"},
-    **{"evaluation.episodes": 32, "evaluation.num_envs": 32, "algorithm.horizon": 16, "model.policy_gain": 0.5},
+    **{
+        "env.id": "toys/Point-v0",
+        "env.num_threads": 0,
+        "eval_every": 1,
+        "save_every": 1,
+        "updates": 3,
+        "name": "all",
+    },
+    **{
+        "algorithm.clip_ratio_c": 1.2,
+        "algorithm.entropy_bonus": 0.01,
+        "algorithm.entropy_target": 1.0,
+    },
+    **{
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.use_kl_loss": True,
+        "algorithm.off_policy_correction": "token",
+    },
+    **{
+        "evaluation.episodes": 32,
+        "evaluation.num_envs": 32,
+        "algorithm.horizon": 16,
+        "model.policy_gain": 0.5,
+    },
 }
 
 
@@ -315,8 +371,14 @@ def run_dir(tmp_path_factory):
 def test_every_tag_is_documented_and_every_row_is_written(run_dir):
     written = {tag for row in rows(run_dir) for tag in row} - {"update", "env_steps"}
     events = board(run_dir / "tensorboard")
-    written |= set(board(run_dir / "tensorboard" / "hparams").Tags()["scalars"]) | set(events.Tags()["scalars"])
-    elsewhere = {"evaluation", "rollout/unstable", "eval/success/<kind>"}  # test_film films; our own engines say
+    written |= set(board(run_dir / "tensorboard" / "hparams").Tags()["scalars"]) | set(
+        events.Tags()["scalars"]
+    )
+    elsewhere = {
+        "evaluation",
+        "rollout/unstable",
+        "eval/success/<kind>",
+    }  # test_film films; our own engines say
     elsewhere |= {"policy/cloning_loss"}  # test_beside
     elsewhere |= {
         "time/swap_s",
@@ -334,8 +396,17 @@ def test_no_metric_is_stuck(run_dir):
     """In this run every number that can move has moved, and none is at a bound it cannot leave."""
     found = [row for row in rows(run_dir) if SPEED in row]
     assert len(found) == 3
-    constant = {"rollout/version_lag": 0, "policy/epochs": 3, "advantage/zero_fraction": 0}  # as they must be here
-    constant |= {"policy/lr": 3e-3, "value/lr": 3e-3, "kl/coef": 0.001, "memory/peak_gb": found[0]["memory/peak_gb"]}
+    constant = {
+        "rollout/version_lag": 0,
+        "policy/epochs": 3,
+        "advantage/zero_fraction": 0,
+    }  # as they must be here
+    constant |= {
+        "policy/lr": 3e-3,
+        "value/lr": 3e-3,
+        "kl/coef": 0.001,
+        "memory/peak_gb": found[0]["memory/peak_gb"],
+    }
     constant |= {"policy/off_policy_weight": 1}  # who acts is who learns
     for tag in {tag for row in found for tag in row} - {"update", "env_steps"}:
         values = [row[tag] for row in found if row.get(tag) is not None]
@@ -356,7 +427,10 @@ def test_no_metric_is_stuck(run_dir):
 def test_the_summary_agrees_with_the_rows(run_dir):
     summary = json.loads((run_dir / "summary.json").read_text())
     last = rows(run_dir)[-1]
-    assert summary["final_return"] == last["eval/return"] and summary["env_steps"] == last["env_steps"] == 192
+    assert (
+        summary["final_return"] == last["eval/return"]
+        and summary["env_steps"] == last["env_steps"] == 192
+    )
     assert summary["initial_return"] == rows(run_dir)[0]["eval/return"]
 
 
@@ -364,6 +438,14 @@ def test_floats_survive_the_row(tmp_path):
     log = Log(tmp_path, total_updates=1, quiet=True)
     value = struct.unpack("d", struct.pack("q", 0x3FB999999999999B))[0]
     tensor = torch.tensor(1 / 3, dtype=torch.float64)
-    log.metrics({"a/x": value, "a/y": Mean(tensor, torch.tensor(1.0)), "a/z": math.inf}, update=1, steps=1)
+    log.metrics(
+        {"a/x": value, "a/y": Mean(tensor, torch.tensor(1.0)), "a/z": math.inf}, update=1, steps=1
+    )
     log.close()
-    assert rows(tmp_path)[0] == {"update": 1, "env_steps": 1, "a/x": value, "a/y": tensor.item(), "a/z": None}
+    assert rows(tmp_path)[0] == {
+        "update": 1,
+        "env_steps": 1,
+        "a/x": value,
+        "a/y": tensor.item(),
+        "a/z": None,
+    }

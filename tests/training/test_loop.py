@@ -1,4 +1,6 @@
-"""The loop: order of calls, lag, what is due when, stopping and resuming; against a system that only takes notes."""
+"""The loop: order of calls, lag, what is due when, stopping and resuming; against a system that
+only takes notes.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ class Notes:
         collected, version = experience
         self.calls.append(("update", update, collected))
         self.steps += 64
-        return {"policy/loss": Mean(float(update), 1.0), "rollout/version_lag": float(self.version - version)}
+        return {
+            "policy/loss": Mean(float(update), 1.0),
+            "rollout/version_lag": float(self.version - version),
+        }
 
     def publish(self, version: int) -> None:
         self.calls.append(("publish", version))
@@ -58,9 +63,14 @@ class Notes:
     def close(self) -> None: ...
 
 
-def train(tmp_path: Path, updates: int, *, first_update: int = 0, should_stop=lambda: False, **due: int):
+def train(
+    tmp_path: Path, updates: int, *, first_update: int = 0, should_stop=lambda: False, **due: int
+):
     """(calls, rows, outcome)."""
-    system, log = Notes(first_update), Log(tmp_path, total_updates=updates, first_update=first_update, quiet=True)
+    system, log = (
+        Notes(first_update),
+        Log(tmp_path, total_updates=updates, first_update=first_update, quiet=True),
+    )
     schedule = loop.Schedule(updates=updates, horizon=16, **due)
     outcome = loop.train(system, log, schedule, first_update=first_update, should_stop=should_stop)
     log.close()
@@ -95,7 +105,9 @@ def test_collect_update_publish(tmp_path):
 @pytest.mark.parametrize("max_lag", [0, 1, 2, 9])
 def test_max_lag(tmp_path, max_lag):
     calls, rows, _ = train(tmp_path, 5, max_lag=max_lag)
-    assert only(calls, "collect") == [(u,) for u in range(5)]  # each once, none beyond the last update
+    assert only(calls, "collect") == [
+        (u,) for u in range(5)
+    ]  # each once, none beyond the last update
     assert only(calls, "update") == [(u, u) for u in range(5)]  # the oldest first
     ahead = [
         len(only(calls[:i], "collect")) - len(only(calls[:i], "update"))
@@ -127,7 +139,9 @@ def test_the_last_update_is_evaluated_and_saved_once(tmp_path):
 @pytest.mark.parametrize("after", [0, 2])
 def test_stop(tmp_path, after):
     asked = iter([False] * after + [True])
-    calls, rows, outcome = train(tmp_path, 9, should_stop=lambda: next(asked), save_every=2 if after else 0)
+    calls, rows, outcome = train(
+        tmp_path, 9, should_stop=lambda: next(asked), save_every=2 if after else 0
+    )
     assert (outcome.updates, outcome.interrupted) == (after, True)
     assert len(only(calls, "update")) == len(rows) == after
     assert only(calls, "save") == [(after, 64 * after)]  # once, and even where nothing was learned
@@ -138,7 +152,10 @@ def test_resume(tmp_path):
     assert only(calls, "collect") == [(4,), (5,)] and only(calls, "update") == [(4, 4), (5, 5)]
     assert only(calls, "publish") == [(5,), (6,)]
     assert only(calls, "save") == [(5, 320), (6, 384)]
-    assert [(r["update"], r["env_steps"]) for r in rows] == [(5, 320), (6, 384)] and not outcome.interrupted
+    assert [(r["update"], r["env_steps"]) for r in rows] == [
+        (5, 320),
+        (6, 384),
+    ] and not outcome.interrupted
     calls, _, outcome = train(tmp_path / "done", 4, first_update=4)
     assert calls == [] and (outcome.updates, outcome.interrupted) == (4, False)
 
@@ -159,7 +176,11 @@ def test_timer_of_the_caller(tmp_path):
     timer, log = Timer(), Log(tmp_path, total_updates=2, quiet=True)
     loop.train(Notes(), log, loop.Schedule(updates=2, horizon=16), timer=timer)
     log.close()
-    assert not timer.wall and timer.cpu.keys() == {*loop.TRAINING, "evaluate", "save"}  # CPU time adds up over the run
+    assert not timer.wall and timer.cpu.keys() == {
+        *loop.TRAINING,
+        "evaluate",
+        "save",
+    }  # CPU time adds up over the run
     wall, cpu = timer.total(loop.TRAINING)
     assert wall == sum(timer.run_wall[p] for p in loop.TRAINING) > 0 and cpu >= 0
 

@@ -63,7 +63,10 @@ class Batches:
 
 
 class ModeRules(ABC):
-    """What a mode decides about options. The methods take options whose types and bounds are checked."""
+    """What a mode decides about options.
+
+    The methods take options whose types and bounds are checked.
+    """
 
     mode: ClassVar[Mode]
     policy: ClassVar[str]
@@ -90,7 +93,10 @@ class ModeRules(ABC):
         return ()
 
     def check_placement(self, config: Config) -> None:
-        """Refuse options of section cluster that have no meaning in this mode. Raises PlacementError."""
+        """Refuse options of section cluster that have no meaning in this mode.
+
+        Raises PlacementError.
+        """
         return
 
     def check_tuning(self, config: Config) -> None:
@@ -109,7 +115,9 @@ class ModeRules(ABC):
         """Return rollout, minibatches and run as one line of text each."""
         b = self.batches(config)
         limits = " and ".join(self._micro_batches(config))
-        learning = b.actor.describe(self.batch_unit) + (f" (at most {limits} at once)" if limits else "")
+        learning = b.actor.describe(self.batch_unit) + (
+            f" (at most {limits} at once)" if limits else ""
+        )
         if b.critic is not None and b.critic != b.actor:
             learning += f", the critic's {b.critic.describe(self.batch_unit)}"
         return [self._rollout_line(config, b), learning, self._run_line(config, b, updates)]
@@ -127,7 +135,7 @@ class ModeRules(ABC):
         """Return what a run consists of."""
 
 
-# --------------------------------------------------------------------------------- shared by the modes
+# ------------------------------------------------------------------------------ shared by the modes
 def refuse(rules: Iterable[Rule]) -> None:
     """Raise ConfigError with the message of the first broken rule."""
     for broken, message in rules:

@@ -35,7 +35,9 @@ class EmbodiedRules(ModeRules):
         _check_sizes(config)
         _check_levels(config)
         if config.updates is None and config.env_steps is None:
-            raise ConfigError("updates = null and env_steps = null: nothing says how long to train; write updates=100")
+            raise ConfigError(
+                "updates = null and env_steps = null: nothing says how long to train; write updates=100"
+            )
         _check_model(config)
 
     def algorithm_rules(self, config: Config) -> Sequence[Rule]:
@@ -56,7 +58,9 @@ class EmbodiedRules(ModeRules):
     def batches(self, config: Config) -> Batches:
         a = config.algorithm
         samples = a.horizon * config.env.num_envs
-        return Batches(samples, Passes(a.update_epoch, samples // a.global_batch_size, a.global_batch_size))
+        return Batches(
+            samples, Passes(a.update_epoch, samples // a.global_batch_size, a.global_batch_size)
+        )
 
     def _micro_batches(self, config: Config) -> list[str]:
         size = config.algorithm.micro_batch_size
@@ -69,7 +73,9 @@ class EmbodiedRules(ModeRules):
 
     def _run_line(self, config: Config, b: Batches, updates: int) -> str:
         steps = b.samples * config.env.action_chunk
-        limit = "" if config.env.action_chunk == 1 else "at most "  # an episode's end cuts a chunk short
+        limit = (
+            "" if config.env.action_chunk == 1 else "at most "
+        )  # an episode's end cuts a chunk short
         return f"{updates:,} updates x {steps:,} = {limit}{updates * steps:,} environment steps"
 
 
@@ -77,7 +83,9 @@ def _check_model(config: Config) -> None:
     """Refuse options of section model that exclude each other. Raises ConfigError."""
     model = config.model
     if model.policy != "actor_critic" and not model.shared_backbone:
-        raise ConfigError(f"model.shared_backbone = false: model.policy={model.policy} has one trunk; leave it out")
+        raise ConfigError(
+            f"model.shared_backbone = false: model.policy={model.policy} has one trunk; leave it out"
+        )
     if model.policy == "flow" and model.flow_noise == "learned" and model.flow_chain == "one":
         raise ConfigError(
             "model.flow_chain = one: with model.flow_noise=learned every step is stochastic; write model.flow_chain=sum"
@@ -100,7 +108,10 @@ def _check_model(config: Config) -> None:
 
 
 def _check_levels(config: Config) -> None:
-    """Refuse options without a definition where each action of a chunk has an advantage. Raises ConfigError."""
+    """Refuse options without a definition where each action of a chunk has an advantage.
+
+    Raises ConfigError.
+    """
     a = config.algorithm
     if config.env.action_chunk == 1 or a.reward_type == "chunk_level":
         return
@@ -119,7 +130,10 @@ def _check_levels(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-    """Check that minibatches divide the rollout, and groups the environments. Raises ConfigError."""
+    """Check that minibatches divide the rollout, and groups the environments.
+
+    Raises ConfigError.
+    """
     a, num_envs = config.algorithm, config.env.num_envs
     total, batch, micro = a.horizon * num_envs, a.global_batch_size, a.micro_batch_size
     rollout = f"algorithm.horizon x env.num_envs = {a.horizon} x {num_envs} = {total}"
@@ -129,7 +143,9 @@ def _check_sizes(config: Config) -> None:
     columns = f"algorithm.horizon = {a.horizon} (algorithm.minibatch_unit = column)"
     if batch % unit:
         cure = nearest_values([unit * d for d in divisors(num_envs)], batch)
-        raise ConfigError(f"algorithm.global_batch_size = {batch} is not a multiple of {columns}; nearest: {cure}")
+        raise ConfigError(
+            f"algorithm.global_batch_size = {batch} is not a multiple of {columns}; nearest: {cure}"
+        )
     if total % batch:
         cure = nearest_values([unit * d for d in divisors(total // unit)], batch)
         # num_envs must be a multiple of batch / gcd(batch, horizon) and of group_size.
@@ -146,7 +162,9 @@ def _check_sizes(config: Config) -> None:
         )
     if micro is not None and micro % unit:
         cure = nearest_multiples(unit, micro)
-        raise ConfigError(f"algorithm.micro_batch_size = {micro} is not a multiple of {columns}; nearest: {cure}")
+        raise ConfigError(
+            f"algorithm.micro_batch_size = {micro} is not a multiple of {columns}; nearest: {cure}"
+        )
     check_controller(config, num_envs, "env.num_envs")
     if num_envs % a.group_size:
         cure = nearest_values(divisors(num_envs), a.group_size)

@@ -84,7 +84,9 @@ class ReasoningRules(ModeRules):
 
     def _run_line(self, config: Config, b: Batches, updates: int) -> str:
         tokens = config.algorithm.response_length
-        return f"{updates:,} updates = {updates * b.samples:,} responses of at most {tokens:,} tokens"
+        return (
+            f"{updates:,} updates = {updates * b.samples:,} responses of at most {tokens:,} tokens"
+        )
 
 
 def _check_options(config: Config) -> None:
@@ -92,7 +94,10 @@ def _check_options(config: Config) -> None:
     a, d, e, r = config.algorithm, config.data, config.evaluation, config.rollout
     _check_format(config.reward.format)
     rules = (
-        (config.updates is None, "updates = null: nothing says how long to train; write updates=100"),
+        (
+            config.updates is None,
+            "updates = null: nothing says how long to train; write updates=100",
+        ),
         (
             d.task is None and not d.train,
             "data.train = [] and data.task = null: there are no prompts; write data.train=[FILE.jsonl] or "
@@ -127,7 +132,8 @@ def _check_options(config: Config) -> None:
             "evaluation.deterministic=false",
         ),
         (
-            config.compile == "always" and (a.micro_batch_tokens is not None or a.micro_batch_size is not None),
+            config.compile == "always"
+            and (a.micro_batch_tokens is not None or a.micro_batch_size is not None),
             "compile = always: compiled minibatches have one shape; leave algorithm.micro_batch_tokens and "
             "algorithm.micro_batch_size null, or write compile=never",
         ),
@@ -136,7 +142,8 @@ def _check_options(config: Config) -> None:
             "critic.model.path and critic.model.architecture exclude each other; keep one of them",
         ),
         (
-            (r.engine == "vllm" or config.actor.model.path is not None) and config.warm_start.steps > 0,
+            (r.engine == "vllm" or config.actor.model.path is not None)
+            and config.warm_start.steps > 0,
             f"warm_start.steps = {config.warm_start.steps} is for a new model (actor.model.path=null) and "
             "rollout.engine=builtin; write warm_start.steps=0",
         ),

@@ -1,7 +1,7 @@
 """Vision-language-action policies: small ones of our own and readers of published checkpoints.
 
-Belongs here: the shared trunk, one module for each action head (tokens, flow matching, Gaussian), one module and one
-file reader for each published family.
+Belongs here: the shared trunk, one module for each action head (tokens, flow matching, Gaussian),
+one module and one file reader for each published family.
 
 Does not belong here: simulators, behaviour cloning, training.
 

@@ -45,7 +45,7 @@ class Tokens(nn.Module, Generic[Context]):
     temperature: float
     value_head: ValueHead
 
-    # --------------------------------------------------------------------------------------------------------- model
+    # ---------------------------------------------------------------------------------------- model
     @abstractmethod
     def encode_context(self, inputs: dict[str, Tensor]) -> Context:
         """Return what the tokens are predicted from, given the result of ``encode``."""
@@ -112,10 +112,12 @@ class Tokens(nn.Module, Generic[Context]):
         """Return the bin that contains each action, int64."""
         return ((action + 1) * (0.5 * self.parts)).long().clamp(0, self.parts - 1)
 
-    # ------------------------------------------------------------------------------------------------------- protocol
+    # ------------------------------------------------------------------------------------- protocol
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
         """See ``Policy.noise``."""
-        return dist.categorical_noise((rows, self.chunk * self.size, self.bins), generator, self.device)
+        return dist.categorical_noise(
+            (rows, self.chunk * self.size, self.bins), generator, self.device
+        )
 
     @torch.no_grad()
     def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:
@@ -145,7 +147,9 @@ class Tokens(nn.Module, Generic[Context]):
             {"bins": bins.view(shape).short()},
         )
 
-    def evaluate(self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
+    def evaluate(
+        self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]
+    ) -> Evaluation:
         """See ``Policy.evaluate``."""
         bins = replay["bins"].flatten(1).long()
         hidden = self.hidden(self.encode_context(inputs), bins if self.autoregressive else None)
@@ -163,7 +167,11 @@ class Tokens(nn.Module, Generic[Context]):
         return self.value_head(self.first(self.encode_context(inputs)))
 
     def bc_loss(
-        self, inputs: dict[str, Tensor], action: Tensor, executed: Tensor, generator: Generator | None = None
+        self,
+        inputs: dict[str, Tensor],
+        action: Tensor,
+        executed: Tensor,
+        generator: Generator | None = None,
     ) -> tuple[Tensor, Grounding | None]:
         """Return the cross-entropy of demonstrated actions, and the input of the auxiliary loss.
 
@@ -176,7 +184,9 @@ class Tokens(nn.Module, Generic[Context]):
         bins, context = self.bin_of(action).flatten(1), self.encode_context(inputs)
         hidden = self.hidden(context, bins if self.autoregressive else None)
         loss = F.cross_entropy(self.logits(hidden).flatten(0, 1), bins.flatten(), reduction="none")
-        return mean_executed(loss.view(action.shape), executed), self.grounding(context, hidden[:, 0])
+        return mean_executed(loss.view(action.shape), executed), self.grounding(
+            context, hidden[:, 0]
+        )
 
     def _tempered(self, hidden: Tensor) -> Tensor:
         """Return the logits that actions are sampled from, float32 [.., K]."""
@@ -239,12 +249,18 @@ class TokenVLA(Tokens[Memory], VLA):
         if bins is None:
             return self.decoder(x, context)
         assert self.before is not None
-        return self.decoder(x + self.before(F.pad(bins[:, :-1], (1, 0), value=self.bins)), context, causal=True)
+        return self.decoder(
+            x + self.before(F.pad(bins[:, :-1], (1, 0), value=self.bins)), context, causal=True
+        )
 
     def start(self, context: Memory) -> tuple[Tensor, _DecodingState]:
         """See ``Tokens.start``."""
-        state = _DecodingState(context, self.decoder.project_memory(context), [[] for _ in self.decoder.blocks])
-        return self.next(torch.full((len(context.summary),), self.bins, device=self.device), state), state
+        state = _DecodingState(
+            context, self.decoder.project_memory(context), [[] for _ in self.decoder.blocks]
+        )
+        return self.next(
+            torch.full((len(context.summary),), self.bins, device=self.device), state
+        ), state
 
     def next(self, bins: Tensor, state: _DecodingState) -> Tensor:
         """See ``Tokens.next``."""

@@ -73,7 +73,7 @@ class Flow(nn.Module):
         self.stochastic = 1 if self.chain == "one" else self.steps
         self.horizon, self.padded = horizon, padded
 
-    # ----------------------------------------------------------------------------------------------------------- model
+    # ---------------------------------------------------------------------------------------- model
     @abstractmethod
     def encode_context(self, inputs: dict[str, Tensor]) -> Any:
         """Return what the flow is conditioned on, given the result of ``encode``.
@@ -106,7 +106,7 @@ class Flow(nn.Module):
         """Device of the parameters."""
         return next(self.parameters()).device
 
-    # ----------------------------------------------------------------------------------------------------------- chain
+    # ---------------------------------------------------------------------------------------- chain
     def _executed(self, x: Tensor) -> Tensor:
         """Return the executed part of a latent: [.., H, P] -> [.., C, A]."""
         if (self.horizon, self.padded) == (self.chunk, self.size):
@@ -144,7 +144,7 @@ class Flow(nn.Module):
             return total
         return (total + _normal(self._executed(latents[:, 0]))) / (len(parts) + 1)
 
-    # -------------------------------------------------------------------------------------------------------- protocol
+    # ------------------------------------------------------------------------------------- protocol
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
         """Return N(0, 1) numbers [rows, S + 2, H, P].
 
@@ -172,7 +172,11 @@ class Flow(nn.Module):
         xs, ys, log_probs = [], [], []  # of each step: latent before, latent after, log-probability
         for k in range(self.steps):
             ahead, mean, log_std = self._step(field, x, torch.full_like(step, k))
-            y = ahead if noise is None else dist.gaussian_sample(mean, log_std, noise[:, 1 if one else 1 + k])
+            y = (
+                ahead
+                if noise is None
+                else dist.gaussian_sample(mean, log_std, noise[:, 1 if one else 1 + k])
+            )
             xs.append(x)
             ys.append(y)
             log_probs.append(self._step_log_prob(y, mean, log_std))
@@ -181,9 +185,13 @@ class Flow(nn.Module):
             xs, ys, log_probs = ([_at(parts, step)] for parts in (xs, ys, log_probs))
         latents = torch.stack([*xs, ys[-1]], dim=1)
         action = self.denormalize_actions(self._executed(x)).flatten(1)
-        return Decision(action, self._log_prob(latents, log_probs), value, {"latents": latents, "step": step})
+        return Decision(
+            action, self._log_prob(latents, log_probs), value, {"latents": latents, "step": step}
+        )
 
-    def evaluate(self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
+    def evaluate(
+        self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]
+    ) -> Evaluation:
         """See ``Policy.evaluate``."""
         context, latents = self.encode_context(inputs), replay["latents"]
         field = self.field(context)
@@ -192,7 +200,11 @@ class Flow(nn.Module):
             _, mean, log_std = self._step(field, latents[:, j], replay["step"] + j)
             log_probs.append(self._step_log_prob(latents[:, j + 1], mean, log_std))
             entropies.append(dist.gaussian_entropy(self._executed(mean), self._executed(log_std)))
-        return Evaluation(self._log_prob(latents, log_probs), torch.stack(entropies).sum(0), self.value_of(context))
+        return Evaluation(
+            self._log_prob(latents, log_probs),
+            torch.stack(entropies).sum(0),
+            self.value_of(context),
+        )
 
     @torch.no_grad()
     def value(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -200,7 +212,11 @@ class Flow(nn.Module):
         return self.value_of(self.encode_context(inputs))
 
     def bc_loss(
-        self, inputs: dict[str, Tensor], action: Tensor, executed: Tensor, generator: Generator | None = None
+        self,
+        inputs: dict[str, Tensor],
+        action: Tensor,
+        executed: Tensor,
+        generator: Generator | None = None,
     ) -> tuple[Tensor, Grounding | None]:
         """Return the squared error of the velocity at a random time; see ``Tokens.bc_loss``.
 
@@ -209,7 +225,9 @@ class Flow(nn.Module):
         context = self.encode_context(inputs)
         u = torch.rand(len(action), 1, 1, generator=generator, device=action.device)
         padding = (0, self.padded - self.size, 0, self.horizon - self.chunk)
-        a = F.pad(self.normalize_actions(action), padding)  # target 0 where not executed, as π0's padding
+        a = F.pad(
+            self.normalize_actions(action), padding
+        )  # target 0 where not executed, as π0's padding
         e = dist.gaussian_noise(a.shape, generator, action.device)
         tau = 0.001 + 0.999 * u.pow(1 / 1.5)
         v, _ = self.field(context)(tau * e + (1 - tau) * a, tau.flatten())
@@ -259,9 +277,15 @@ class FlowVLA(VLA, Flow):
         self, memory: Memory, kept: list[tuple[Tensor, Tensor]], x: Tensor, tau: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Compute velocity and log-deviation, float32 [B, C, A]; see ``Field``."""
-        h = self.query + (memory.summary + self.time(waves(tau, self.query.shape[1]))).unsqueeze(1) + self.latent(x)
+        h = (
+            self.query
+            + (memory.summary + self.time(waves(tau, self.query.shape[1]))).unsqueeze(1)
+            + self.latent(x)
+        )
         h = self.decoder(h, memory, kept)
-        return self.velocity(h).float(), None if self.scale is None else learned_log_std(self.scale(h))
+        return self.velocity(h).float(), None if self.scale is None else learned_log_std(
+            self.scale(h)
+        )
 
     def value_of(self, context: Memory) -> Tensor:
         """See ``Flow.value_of``."""

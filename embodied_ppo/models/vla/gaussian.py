@@ -63,9 +63,16 @@ class GaussianVLA(VLA):
         """See ``Policy.act``."""
         mean, log_std, first = self._read(self.encode_context(inputs))
         action = mean if noise is None else dist.gaussian_sample(mean, log_std, noise)
-        return Decision(action.flatten(1), dist.gaussian_log_prob(action, mean, log_std), self.value_head(first), {})
+        return Decision(
+            action.flatten(1),
+            dist.gaussian_log_prob(action, mean, log_std),
+            self.value_head(first),
+            {},
+        )
 
-    def evaluate(self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]) -> Evaluation:
+    def evaluate(
+        self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]
+    ) -> Evaluation:
         """See ``Policy.evaluate``."""
         mean, log_std, first = self._read(self.encode_context(inputs))
         return Evaluation(
@@ -80,9 +87,15 @@ class GaussianVLA(VLA):
         return self.value_head(self._read(self.encode_context(inputs))[2])
 
     def bc_loss(
-        self, inputs: dict[str, Tensor], action: Tensor, executed: Tensor, generator: Generator | None = None
+        self,
+        inputs: dict[str, Tensor],
+        action: Tensor,
+        executed: Tensor,
+        generator: Generator | None = None,
     ) -> tuple[Tensor, Grounding | None]:
         """Return -log p of demonstrated actions; see ``Tokens.bc_loss``."""
         memory = self.encode_context(inputs)
         mean, log_std, _ = self._read(memory)
-        return mean_executed(-dist.gaussian_log_prob(action, mean, log_std), executed), memory.grounding
+        return mean_executed(
+            -dist.gaussian_log_prob(action, mean, log_std), executed
+        ), memory.grounding

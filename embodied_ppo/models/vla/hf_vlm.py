@@ -77,7 +77,11 @@ class ImageProcessor:
         """Process uint8 [N, 3, H, W] to float32 [N, 3, height, width]."""
         x, size = images.float(), (self.height, self.width)
         if x.shape[-2:] != size:
-            x = F.interpolate(x, size, mode=self.mode, antialias=True, align_corners=False).round().clamp(0, 255)
+            x = (
+                F.interpolate(x, size, mode=self.mode, antialias=True, align_corners=False)
+                .round()
+                .clamp(0, 255)
+            )
         mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (self.mean, self.std))
         return (x / 255 - mean) / std
 
@@ -167,7 +171,9 @@ class VisionLanguage(nn.Module):
         self.kind = str(self.model.config.model_type)
         self.image_id: int = getattr(self.model.config, "image_token_id", None) or -1
         if self.image_id < 0 or not hasattr(self.core, "get_image_features"):
-            raise ConfigError(f"model_type={self.kind}: it has no image tokens; name a vision-language model")
+            raise ConfigError(
+                f"model_type={self.kind}: it has no image tokens; name a vision-language model"
+            )
         embed = self.language.get_input_embeddings()
         self.hidden_size = int(embed.weight.shape[1])
         self.recompute = False
@@ -177,7 +183,9 @@ class VisionLanguage(nn.Module):
         vocabulary = min(len(embed.weight), len(head.weight))
         words = [i for i in range(vocabulary - 1, -1, -1) if i not in reserved][:bins]
         if len(words) < bins:
-            raise ConfigError(f"model.bins={bins}: the vocabulary has only {len(words)} words that no prompt uses")
+            raise ConfigError(
+                f"model.bins={bins}: the vocabulary has only {len(words)} words that no prompt uses"
+            )
         self.words: Tensor
         """int64 [K], id of the word of each bin."""
         self.register_buffer("words", torch.tensor(words), persistent=False)
@@ -185,13 +193,18 @@ class VisionLanguage(nn.Module):
         self.head = nn.Parameter(head.weight.detach()[words].clone())
         self.embed = self.query = None
         if actions is not None:
-            self.query = nn.Parameter(torch.zeros(actions, self.hidden_size, dtype=embed.weight.dtype))
-            """Inputs of the tokens that are decoded in parallel; 0 at the start, as in OpenVLA-OFT."""
+            self.query = nn.Parameter(
+                torch.zeros(actions, self.hidden_size, dtype=embed.weight.dtype)
+            )
+            """Inputs of the tokens that are decoded in parallel; 0 at the start, as in OpenVLA-OFT.
+            """
         elif not self.tied:
             self.embed = nn.Parameter(embed.weight.detach()[words].clone())
         self.bias: Tensor | None
         bias = getattr(head, "bias", None)
-        self.register_buffer("bias", None if bias is None else bias.detach()[words].float(), persistent=False)
+        self.register_buffer(
+            "bias", None if bias is None else bias.detach()[words].float(), persistent=False
+        )
         self.vocabulary = Aside(head)
         """Head of the complete vocabulary, used by ``write`` only."""
         for layer in self.language.layers:
@@ -201,7 +214,9 @@ class VisionLanguage(nn.Module):
         """int64 [1, 3]: patches of an image along time, height and width."""
         if self.kind in PATCH_INPUT:
             patch = self.model.config.vision_config.patch_size
-            self.grid = torch.tensor([[1, image_processor.height // patch, image_processor.width // patch]])
+            self.grid = torch.tensor(
+                [[1, image_processor.height // patch, image_processor.width // patch]]
+            )
         with torch.no_grad():
             shape = (1, 1, 3, image_processor.height, image_processor.width)
             image = torch.zeros(shape, dtype=torch.uint8, device=self.device)
@@ -216,7 +231,9 @@ class VisionLanguage(nn.Module):
     @property
     def language(self) -> Any:
         """The language model, which gets adapters."""
-        return self.core.text_model if hasattr(self.core, "text_model") else self.core.language_model
+        return (
+            self.core.text_model if hasattr(self.core, "text_model") else self.core.language_model
+        )
 
     @property
     def device(self) -> torch.device:
@@ -236,7 +253,7 @@ class VisionLanguage(nn.Module):
         """Do nothing: dropout would make log-probabilities random."""
         return super().train(False)
 
-    # --------------------------------------------------------------------------------------------------------- prompts
+    # -------------------------------------------------------------------------------------- prompts
     def tokens(self) -> set[int]:
         """Return ids with a special meaning, which cannot become actions."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
@@ -252,16 +269,24 @@ class VisionLanguage(nn.Module):
         request = REQUEST.format(sentence.lower())
         image, t = self.tokenizer.convert_ids_to_tokens(self.image_id), self.tokenizer
         if self.template is not None:
-            content = [*({"type": "image"} for _ in range(self.cameras)), {"type": "text", "text": request}]
+            content = [
+                *({"type": "image"} for _ in range(self.cameras)),
+                {"type": "text", "text": request},
+            ]
             messages = [{"role": "user", "content": content}]
             with config_errors(f"its chat template refuses {request!r}: ", kind=True):
                 text = t.apply_chat_template(
-                    messages, chat_template=self.template, tokenize=False, add_generation_prompt=True
+                    messages,
+                    chat_template=self.template,
+                    tokenize=False,
+                    add_generation_prompt=True,
                 )
             begun = t.bos_token is not None and text.startswith(t.bos_token)
             ids = t(text, add_special_tokens=not begun).input_ids
         elif self.kind in PREFIX_LM:
-            ids = t(f"{image * self.cameras}{t.bos_token}{request}\n", add_special_tokens=False).input_ids
+            ids = t(
+                f"{image * self.cameras}{t.bos_token}{request}\n", add_special_tokens=False
+            ).input_ids
         else:
             ids = t(f"{image * self.cameras}{request}").input_ids
         if ids.count(self.image_id) != self.cameras:
@@ -283,15 +308,19 @@ class VisionLanguage(nn.Module):
         rows = [self.prompt(sentence) for sentence in sentences]
         width, device = max(map(len, rows)), self.device
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device).bool()
+        mask = torch.tensor(
+            [[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device
+        ).bool()
         if self.grid is None:
             return Prompts(ids, mask, (mask.cumsum(1) - 1).clamp_min(0).unsqueeze(1))
         kinds = (ids == self.image_id).int()
         grid = self.grid.repeat(len(rows) * self.cameras, 1).to(device)
-        position, _ = self.core.get_rope_index(ids, kinds, image_grid_thw=grid, attention_mask=mask.long())
+        position, _ = self.core.get_rope_index(
+            ids, kinds, image_grid_thw=grid, attention_mask=mask.long()
+        )
         return Prompts(ids, mask, position[-3:].transpose(0, 1))
 
-    # -------------------------------------------------------------------------------------------------------- pictures
+    # ------------------------------------------------------------------------------------- pictures
     def pixels(self, images: Tensor) -> dict[str, Tensor]:
         """Return the vision tower's arguments for images uint8 [N, 3, H, W]."""
         x = self.image_processor(images)
@@ -300,7 +329,9 @@ class VisionLanguage(nn.Module):
         v = self.model.config.vision_config
         merge, patch, (_, height, width) = v.spatial_merge_size, v.patch_size, self.grid[0].tolist()
         x = x.view(len(x), 3, height // merge, merge, patch, width // merge, merge, patch)
-        x = x.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6)  # [N, rows, columns, merge, merge, 3, 1, patch, patch]
+        x = x.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(
+            6
+        )  # [N, rows, columns, merge, merge, 3, 1, patch, patch]
         x = x.expand(*[-1] * 6, v.temporal_patch_size, -1, -1).reshape(len(x) * height * width, -1)
         return {"pixel_values": x, "image_grid_thw": self.grid.to(x.device).expand(len(images), -1)}
 
@@ -323,7 +354,9 @@ class VisionLanguage(nn.Module):
             features["/deep"] = torch.stack([by_row(x) for x in deep], dim=1)
         return features
 
-    def read(self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor) -> Prefix:
+    def read(
+        self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor
+    ) -> Prefix:
         """Embed a prompt, with the result of ``encode_images`` in place of its image tokens.
 
         Args:
@@ -338,7 +371,7 @@ class VisionLanguage(nn.Module):
         deep = image_features["/deep"].unbind(1) if "/deep" in image_features else ()
         return Prefix(x, mask, position, visual, [d.flatten(0, 1) for d in deep])
 
-    # ---------------------------------------------------------------------------------------------------------- hidden
+    # --------------------------------------------------------------------------------------- hidden
     def hidden(self, prefix: Prefix, bins: Tensor | None) -> Tensor:
         """Return the hidden states [B, C·A, D] before each action token, with gradient.
 
@@ -368,7 +401,9 @@ class VisionLanguage(nn.Module):
         options: dict[str, Any] = {}
         if prefix.deep:
             options = {"visual_pos_masks": prefix.visual, "deepstack_visual_embeds": prefix.deep}
-        state = DecodingState(DynamicCache(), prefix.valid, self._after(prefix.position, prefix.valid, 1)[..., -1])
+        state = DecodingState(
+            DynamicCache(), prefix.valid, self._after(prefix.position, prefix.valid, 1)[..., -1]
+        )
         mask = self._mask(prefix.valid, prefix.x.shape[1], causal=True)
         return self._run(prefix.x, mask, prefix.position, state.cache, options)[:, -1], state
 
@@ -391,11 +426,15 @@ class VisionLanguage(nn.Module):
     def words_of(self, bins: Tensor) -> Tensor:
         """Return the embeddings [.., D] of bins."""
         words = self.language.get_input_embeddings()
-        x = F.embedding(bins.long(), self.head if self.embed is None else self.embed).to(words.weight.dtype)
+        x = F.embedding(bins.long(), self.head if self.embed is None else self.embed).to(
+            words.weight.dtype
+        )
         scale = getattr(words, "embed_scale", None)  # Gemma's
         return x if scale is None else x * scale.to(x.dtype)
 
-    def _run(self, x: Tensor, mask: Tensor, position: Tensor, cache: Any, options: dict[str, Any]) -> Tensor:
+    def _run(
+        self, x: Tensor, mask: Tensor, position: Tensor, cache: Any, options: dict[str, Any]
+    ) -> Tensor:
         """Run the language model on x [B, n, D].
 
         ``mask`` bool [B, 1, n, keys], ``position`` [B, M, n]; ``options`` are further arguments of
@@ -442,7 +481,7 @@ class VisionLanguage(nn.Module):
         more = last[:, None] + 1 + torch.arange(count, device=position.device)
         return torch.cat((position, more.unsqueeze(1).expand(-1, position.shape[1], -1)), dim=2)
 
-    # --------------------------------------------------------------------------------------------------------- opening
+    # -------------------------------------------------------------------------------------- opening
     @classmethod
     def of(
         cls,
@@ -483,7 +522,9 @@ class VisionLanguage(nn.Module):
         try:
             image_processor = image_processor_of(Path(folder), raw, picture)
             with config_errors(f"holds a {kind}, which transformers refuses: ", kind=True):
-                read: Any = AutoModelForImageTextToText.from_pretrained  # returns two values with loading_info
+                read: Any = (
+                    AutoModelForImageTextToText.from_pretrained
+                )  # returns two values with loading_info
                 model, loading_info = read(
                     folder,
                     dtype=dtype,
@@ -492,9 +533,15 @@ class VisionLanguage(nn.Module):
                     use_safetensors=True,
                     output_loading_info=True,
                 )
-                tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            if missing := sorted(map(str, loading_info["missing_keys"])):  # transformers initialises them randomly
-                raise ConfigError(f"the weights lack {missing[0]}, {len(missing)} in all; download them again")
+                tokenizer = AutoTokenizer.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=False
+                )
+            if missing := sorted(
+                map(str, loading_info["missing_keys"])
+            ):  # transformers initialises them randomly
+                raise ConfigError(
+                    f"the weights lack {missing[0]}, {len(missing)} in all; download them again"
+                )
         except ConfigError as error:
             raise ConfigError(f"{option}: {error}") from error
         try:
@@ -538,7 +585,9 @@ class VisionLanguage(nn.Module):
         p = self.prompts(("push the block", "lift"))
         generator = torch.Generator().manual_seed(0)
         shape = (2, self.cameras, 3, self.image_processor.height, self.image_processor.width)
-        images = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(self.device)
+        images = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(
+            self.device
+        )
         options = self.pixels(images.flatten(0, 1))
         if self.kind in IMAGE_DELIMITERS:
             options["pixel_values"] = options["pixel_values"].view(shape)
@@ -547,10 +596,14 @@ class VisionLanguage(nn.Module):
         if self.kind in PREFIX_LM:
             options["token_type_ids"] = torch.zeros_like(p.ids)
         mask = p.mask.long()
-        output = self.model(input_ids=p.ids, attention_mask=mask, use_cache=False, logits_to_keep=1, **options)
+        output = self.model(
+            input_ids=p.ids, attention_mask=mask, use_cache=False, logits_to_keep=1, **options
+        )
         theirs = output.logits[:, -1, self.words].float()
         hidden, _ = self.start(self.read(self.encode_images(images), p.ids, p.mask, p.position))
-        return float((self.logits(hidden) - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
+        return float(
+            (self.logits(hidden) - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6)
+        )
 
     @torch.no_grad()
     def write(self, folder: Path) -> None:
@@ -574,8 +627,10 @@ def _recompute(function: Any, *args: Any) -> Any:
     return checkpoint(function, *args, use_reentrant=False)
 
 
-# ------------------------------------------------------------------------------------------------------- directory
-def image_processor_of(folder: Path, raw: dict[str, Any], picture: tuple[int, int]) -> ImageProcessor:
+# ---------------------------------------------------------------------------------------- directory
+def image_processor_of(
+    folder: Path, raw: dict[str, Any], picture: tuple[int, int]
+) -> ImageProcessor:
     """Read preprocessor_config.json (or the image_processor of processor_config.json).
 
     Raises:
@@ -587,22 +642,31 @@ def image_processor_of(folder: Path, raw: dict[str, Any], picture: tuple[int, in
     elif processor.is_file():
         options = read_json(processor, "", CURE).get("image_processor")
     if options is None:
-        raise ConfigError("holds no preprocessor_config.json, which says how pictures are normalised; download it")
+        raise ConfigError(
+            "holds no preprocessor_config.json, which says how pictures are normalised; download it"
+        )
     vision = raw.get("vision_config") or {}
-    mean, std = (tuple(float(x) for x in options.get(name) or (0.5,) * 3) for name in ("image_mean", "image_std"))
+    mean, std = (
+        tuple(float(x) for x in options.get(name) or (0.5,) * 3)
+        for name in ("image_mean", "image_std")
+    )
     mode = "bilinear" if options.get("resample") == 2 else "bicubic"
     if raw.get("model_type") in PATCH_INPUT:
         factor = vision.get("patch_size", 14) * vision.get("spatial_merge_size", 2)
         size = options.get("size") or {}
         fewest = options.get("min_pixels") or size.get("shortest_edge") or 56 * 56
         most = options.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
-        return ImageProcessor(*_fitted(*picture, factor=factor, fewest=fewest, most=most), mean, std, mode)
+        return ImageProcessor(
+            *_fitted(*picture, factor=factor, fewest=fewest, most=most), mean, std, mode
+        )
     side = vision.get("image_size")
     if side is None:
         size = options.get("crop_size") or options.get("size") or {}
         side = size.get("height") if isinstance(size, dict) else size
     if side is None:
-        raise ConfigError("vision_config.image_size: neither config.json nor preprocessor_config.json says it")
+        raise ConfigError(
+            "vision_config.image_size: neither config.json nor preprocessor_config.json says it"
+        )
     return ImageProcessor(int(side), int(side), mean, std, mode)
 
 

@@ -47,7 +47,7 @@ in [0, 1].
 DEVIATIONS = (0.229, 0.224, 0.225, 0.5, 0.5, 0.5)
 
 
-# ------------------------------------------------------------------------------------------------------- configuration
+# ------------------------------------------------------------------------------------ configuration
 @dataclass(frozen=True, kw_only=True)
 class TowerConfig:
     """Sizes of a vision transformer."""
@@ -117,7 +117,9 @@ class OpenVLAConfig:
                     f"{label}.heads={tower.heads} must divide {label}.hidden_size={tower.hidden_size}; change either"
                 )
             if tower.layers < 2:
-                raise ConfigError(f"{label}.layers={tower.layers} must be at least 2: the second-to-last is read")
+                raise ConfigError(
+                    f"{label}.layers={tower.layers} must be at least 2: the second-to-last is read"
+                )
         if self.dino.intermediate_size % self.dino.hidden_size:
             raise ConfigError(
                 f"vision_sizes.dino.intermediate_size={self.dino.intermediate_size} must be a multiple of "
@@ -136,18 +138,26 @@ class OpenVLAConfig:
                 f"hold word {EMPTY}, actions are the last {self.action_bins}; Llama 2 has 32000"
             )
         if self.action_bins < 2:
-            raise ConfigError(f"n_action_bins={self.action_bins} must be at least 2; published models have 256")
+            raise ConfigError(
+                f"n_action_bins={self.action_bins} must be at least 2; published models have 256"
+            )
         if not 0 <= self.pad_token_id < self.vocab_size + self.pad_to_multiple_of:
-            raise ConfigError(f"pad_token_id={self.pad_token_id} must be an id of text_config.vocab_size; use 32000")
+            raise ConfigError(
+                f"pad_token_id={self.pad_token_id} must be an id of text_config.vocab_size; use 32000"
+            )
         if self.text.get("tie_word_embeddings"):
-            raise ConfigError("text_config.tie_word_embeddings=true: Llama 2 has a head of its own; set it to false")
+            raise ConfigError(
+                "text_config.tie_word_embeddings=true: Llama 2 has a head of its own; set it to false"
+            )
 
 
-# ---------------------------------------------------------------------------------------------------------------- body
+# --------------------------------------------------------------------------------------------- body
 class Projector(nn.Module):
     """Maps the features of both towers to visual tokens."""
 
-    def __init__(self, features: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, features: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
         super().__init__()
         self.fc1 = nn.Linear(features, 4 * features, dtype=dtype, device=device)
         self.fc2 = nn.Linear(4 * features, hidden_size, dtype=dtype, device=device)
@@ -171,7 +181,9 @@ class Trunk(Decoder):
         last_visible = visible if place is None or visible.shape[2] == 1 else visible[:, :, place]
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.attention[i](q, k, v, last_visible if i == len(self.attention) - 1 else visible)
+            return self.attention[i](
+                q, k, v, last_visible if i == len(self.attention) - 1 else visible
+            )
 
         return attend
 
@@ -234,7 +246,11 @@ class OpenVLABody(nn.Module):
     """
 
     def __init__(
-        self, config: OpenVLAConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        config: OpenVLAConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Build the networks with new weights; ``openvla_files.load`` reads those of a checkpoint.
 
@@ -279,7 +295,7 @@ class OpenVLABody(nn.Module):
         """Do nothing: dropout would make log-probabilities random."""
         return super().train(False)
 
-    # -------------------------------------------------------------------------------------------------------- picture
+    # -------------------------------------------------------------------------------------- picture
     def pixels(self, images: Tensor) -> Tensor:
         """Resize and normalise uint8 [N, 3, H, W] to float32 [N, 6, image_size, image_size].
 
@@ -289,7 +305,11 @@ class OpenVLABody(nn.Module):
         side, x = self.config.image_size, images.float()
         for size in ((x.shape[-2], side), (side, side)):
             if x.shape[-2:] != size:
-                x = F.interpolate(x, size, mode="bicubic", antialias=True, align_corners=False).round().clamp(0, 255)
+                x = (
+                    F.interpolate(x, size, mode="bicubic", antialias=True, align_corners=False)
+                    .round()
+                    .clamp(0, 255)
+                )
         channels = [(x[:, c % 3] / 255 - MEANS[c]) / DEVIATIONS[c] for c in range(6)]
         return torch.stack(channels, dim=1)
 
@@ -300,7 +320,9 @@ class OpenVLABody(nn.Module):
     def _dino(self, pixels: Tensor) -> Tensor:
         e = self.dino.embeddings
         x = e.patch_embeddings(pixels) + e.position_embeddings[:, 1:]
-        prefix = torch.cat((e.cls_token, e.register_tokens), dim=1).expand(len(x), -1, -1).to(x.dtype)
+        prefix = (
+            torch.cat((e.cls_token, e.register_tokens), dim=1).expand(len(x), -1, -1).to(x.dtype)
+        )
         x = self._layers(self.dino.encoder.layer[:-1], torch.cat((prefix, x), dim=1))
         return x[:, prefix.shape[1] :]
 
@@ -323,7 +345,7 @@ class OpenVLABody(nn.Module):
         x = self.projector(self.features(self.pixels(images.reshape(-1, *images.shape[-3:]))))
         return x.unflatten(0, (-1, cameras)).flatten(1, 2)
 
-    # --------------------------------------------------------------------------------------------------------- hidden
+    # --------------------------------------------------------------------------------------- hidden
     def inputs_embeds(self, images: Tensor, ids: Tensor, mask: Tensor) -> Embedded:
         """Return ``read`` of the visual tokens of uint8 images."""
         return self.read(self.vision(images), ids, mask)
@@ -343,15 +365,29 @@ class OpenVLABody(nn.Module):
         first = mask & (mask.cumsum(1) == 1)
         valid = torch.ones(len(ids), 1 + visual.shape[1], dtype=torch.bool, device=ids.device)
         valid = torch.cat((valid, (mask & ~first)[:, 1:]), dim=1)
-        return Embedded(torch.cat((bos, visual.to(words.dtype), words[:, 1:]), dim=1), valid, valid.cumsum(1) - 1)
+        return Embedded(
+            torch.cat((bos, visual.to(words.dtype), words[:, 1:]), dim=1),
+            valid,
+            valid.cumsum(1) - 1,
+        )
 
     def hidden(
-        self, images: Tensor, ids: Tensor, mask: Tensor, actions: Tensor | None = None, *, placeholders: int = 0
+        self,
+        images: Tensor,
+        ids: Tensor,
+        mask: Tensor,
+        actions: Tensor | None = None,
+        *,
+        placeholders: int = 0,
     ) -> Tensor:
         """Return ``predict`` after uint8 images and prompts."""
-        return self.predict(self.inputs_embeds(images, ids, mask), actions, placeholders=placeholders)
+        return self.predict(
+            self.inputs_embeds(images, ids, mask), actions, placeholders=placeholders
+        )
 
-    def predict(self, before: Embedded, actions: Tensor | None = None, *, placeholders: int = 0) -> Tensor:
+    def predict(
+        self, before: Embedded, actions: Tensor | None = None, *, placeholders: int = 0
+    ) -> Tensor:
         """Return the hidden states [B, A, D] before each action token, with gradient.
 
         Args:
@@ -394,7 +430,9 @@ class OpenVLABody(nn.Module):
             cache.value.append(F.pad(v, (0, 0, 0, room)))
             return masked(i, q, k, v)
 
-        return trunk.run(sequence.x, sequence.position, attend, place.expand(len(sequence.x), -1))[:, 0], cache
+        return trunk.run(sequence.x, sequence.position, attend, place.expand(len(sequence.x), -1))[
+            :, 0
+        ], cache
 
     @torch.no_grad()
     def step(self, bins: Tensor, cache: Cache) -> Tensor:
@@ -406,7 +444,9 @@ class OpenVLABody(nn.Module):
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.key[i][:, :, now:end] = k
             cache.value[i][:, :, now:end] = v
-            return trunk.attention[i](q, cache.key[i][:, :, :end], cache.value[i][:, :, :end], visible)
+            return trunk.attention[i](
+                q, cache.key[i][:, :, :end], cache.value[i][:, :, :end], visible
+            )
 
         x = self._embed(self._id(bins).unsqueeze(1))
         hidden = trunk.run(x, cache.position.unsqueeze(1), attend, None)[:, 0]
@@ -431,7 +471,9 @@ class OpenVLABody(nn.Module):
         return self.config.vocab_size - 1 - bins.long()
 
 
-def _models(config: OpenVLAConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, Any, Any]:
+def _models(
+    config: OpenVLAConfig, dtype: torch.dtype, device: torch.device | str
+) -> tuple[Any, Any, Any]:
     """Return transformers' DINOv2, SigLIP and Llama."""
     try:
         from transformers import (
@@ -442,9 +484,15 @@ def _models(config: OpenVLAConfig, dtype: torch.dtype, device: torch.device | st
             SiglipVisionConfig,
         )
     except ImportError as error:
-        raise ConfigError(f"OpenVLA needs transformers ({error}): pip install 'embodied-ppo[vla]'") from error
+        raise ConfigError(
+            f"OpenVLA needs transformers ({error}): pip install 'embodied-ppo[vla]'"
+        ) from error
     dino, siglip = config.dino, config.siglip
-    text = {name: value for name, value in config.text.items() if name not in ("model_type", "torch_dtype", "dtype")}
+    text = {
+        name: value
+        for name, value in config.text.items()
+        if name not in ("model_type", "torch_dtype", "dtype")
+    }
     with config_errors("text_config or vision_sizes: transformers refuses: ", kind=True):
         configs: list[Any] = [
             Dinov2WithRegistersConfig(
@@ -458,7 +506,8 @@ def _models(config: OpenVLAConfig, dtype: torch.dtype, device: torch.device | st
                 layer_norm_eps=1e-6,
                 hidden_act="gelu",
             ),
-            # timm's SigLIP uses the exact GELU; the default of transformers is the tanh approximation.
+            # timm's SigLIP uses the exact GELU; the default of transformers is the tanh
+            # approximation.
             SiglipVisionConfig(
                 hidden_size=siglip.hidden_size,
                 num_hidden_layers=siglip.layers,
@@ -472,6 +521,10 @@ def _models(config: OpenVLAConfig, dtype: torch.dtype, device: torch.device | st
             LlamaConfig(**text),
         ]
         with torch.device(device):
-            towers = [AutoModel.from_config(c, dtype=dtype, trust_remote_code=False) for c in configs[:2]]
-            llama = AutoModelForCausalLM.from_config(configs[2], dtype=dtype, trust_remote_code=False)
+            towers = [
+                AutoModel.from_config(c, dtype=dtype, trust_remote_code=False) for c in configs[:2]
+            ]
+            llama = AutoModelForCausalLM.from_config(
+                configs[2], dtype=dtype, trust_remote_code=False
+            )
     return towers[0], towers[1], llama

@@ -19,14 +19,22 @@ from torch import Tensor
 from embodied_ppo.core.errors import choose, one_line, show
 from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.checkpoint_files import config_errors, read_json
-from embodied_ppo.models.vla.openvla import BOS, DINO, EMPTY, SIGLIP, OpenVLABody, OpenVLAConfig, TowerConfig
+from embodied_ppo.models.vla.openvla import (
+    BOS,
+    DINO,
+    EMPTY,
+    SIGLIP,
+    OpenVLABody,
+    OpenVLAConfig,
+    TowerConfig,
+)
 
 CURE = "name the directory of a model's checkpoint (hf download openvla/openvla-7b --local-dir DIR)"
 BACKBONES = {"dinosiglip-vit-so-224px": 224, "dinosiglip-vit-so-384px": 384}
 """vision_backbone_id -> side of the square image, pixels."""
 
 
-# ------------------------------------------------------------------------------------------------------- configuration
+# ------------------------------------------------------------------------------------ configuration
 def read_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
     """Convert the contents of a published config.json.
 
@@ -39,16 +47,23 @@ def read_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
     backbone = others.pop("vision_backbone_id", None)
     if backbone not in BACKBONES:
         raise ConfigError(
-            f"vision_backbone_id={backbone}: " + choose(str(backbone), list(BACKBONES), "read are DINOv2 with SigLIP: ")
+            f"vision_backbone_id={backbone}: "
+            + choose(str(backbone), list(BACKBONES), "read are DINOv2 with SigLIP: ")
         )
     if others.pop("use_fused_vision_backbone", True) is False:
-        raise ConfigError("use_fused_vision_backbone=false: models of two towers are read; name one of OpenVLA's")
+        raise ConfigError(
+            "use_fused_vision_backbone=false: models of two towers are read; name one of OpenVLA's"
+        )
     strategy = others.pop("image_resize_strategy", "resize-naive")
     if strategy != "resize-naive":
-        raise ConfigError(f"image_resize_strategy={strategy}: only resize-naive, OpenVLA's, is computed")
+        raise ConfigError(
+            f"image_resize_strategy={strategy}: only resize-naive, OpenVLA's, is computed"
+        )
     text = dict(others.pop("text_config", None) or {})
     if text.get("model_type", "llama") != "llama":
-        raise ConfigError(f"text_config.model_type={text['model_type']}: the language model must be llama")
+        raise ConfigError(
+            f"text_config.model_type={text['model_type']}: the language model must be llama"
+        )
     sizes = dict(others.pop("vision_sizes", None) or {})
     try:
         return OpenVLAConfig(
@@ -67,7 +82,9 @@ def read_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"a field has the wrong type or name ({error}); compare with openvla-7b's") from error
+        raise ConfigError(
+            f"a field has the wrong type or name ({error}); compare with openvla-7b's"
+        ) from error
 
 
 def write_config(config: OpenVLAConfig) -> dict[str, Any]:
@@ -94,7 +111,7 @@ def write_config(config: OpenVLAConfig) -> dict[str, Any]:
     return written
 
 
-# ---------------------------------------------------------------------------------------------------- prompt and action
+# -------------------------------------------------------------------------------- prompt and action
 def prompt(instruction: str) -> str:
     """Return the prompt that the published models were trained with, in lower case."""
     return f"In: What action should the robot take to {instruction.lower()}?\nOut:"
@@ -133,7 +150,9 @@ def encode_prompts(
         rows.append(ids if ids[-1] == EMPTY else [*ids, EMPTY])
     width = max(map(len, rows))
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows], device=device)
+    mask = torch.tensor(
+        [[False] * (width - len(row)) + [True] * len(row) for row in rows], device=device
+    )
     return ids, mask
 
 
@@ -147,10 +166,14 @@ def tokenizer(path: str | Path, *, what: str = "model.path") -> Callable[[str], 
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise ConfigError(f"OpenVLA needs tokenizers ({error}): pip install 'embodied-ppo[vla]'") from error
+        raise ConfigError(
+            f"OpenVLA needs tokenizers ({error}): pip install 'embodied-ppo[vla]'"
+        ) from error
     if not file.is_file():
         raise ConfigError(f"{what}={path}: holds no tokenizer.json; download it")
-    with config_errors(f"{what}={path}: {file.name} cannot be read (", "); download it again", kind=True):
+    with config_errors(
+        f"{what}={path}: {file.name} cannot be read (", "); download it again", kind=True
+    ):
         words = Tokenizer.from_file(str(file))
     return lambda text: words.encode(text).ids
 
@@ -193,21 +216,34 @@ class ActionTokens:
         if unnorm_key is None and len(names) == 1:
             unnorm_key = names[0]
         if unnorm_key is None or unnorm_key not in config.norm_stats:
-            raise ConfigError(f"unnorm_key={show(unnorm_key)}: " + choose(str(unnorm_key), names, "norm_stats has: "))
-        label, stats = f"norm_stats.{unnorm_key}.action", config.norm_stats[unnorm_key].get("action", {})
+            raise ConfigError(
+                f"unnorm_key={show(unnorm_key)}: "
+                + choose(str(unnorm_key), names, "norm_stats has: ")
+            )
+        label, stats = (
+            f"norm_stats.{unnorm_key}.action",
+            config.norm_stats[unnorm_key].get("action", {}),
+        )
         for name in ("q01", "q99"):
             if name not in stats:
-                raise ConfigError(f"{label}: has no {name} but {sorted(stats)}; actions are scaled by q01 and q99")
+                raise ConfigError(
+                    f"{label}: has no {name} but {sorted(stats)}; actions are scaled by q01 and q99"
+                )
         low, high = (torch.tensor(stats[name], dtype=torch.float64) for name in ("q01", "q99"))
         mask = torch.tensor(stats.get("mask", [True] * len(low)), dtype=torch.bool)
         if not low.shape == high.shape == mask.shape or low.ndim != 1:
             sizes = f"{tuple(low.shape)}, {tuple(high.shape)}, {tuple(mask.shape)}"
-            raise ConfigError(f"{label}: q01, q99 and mask have shapes {sizes} but must be one list each, equally long")
+            raise ConfigError(
+                f"{label}: q01, q99 and mask have shapes {sizes} but must be one list each, equally long"
+            )
         if bool((low > high).any()):
             raise ConfigError(
                 f"{label}: q01 must not exceed q99 but does in dimension {int((low > high).int().argmax())}"
             )
-        edges = torch.arange(config.action_bins, dtype=torch.float64) * (2 / (config.action_bins - 1)) - 1
+        edges = (
+            torch.arange(config.action_bins, dtype=torch.float64) * (2 / (config.action_bins - 1))
+            - 1
+        )
         edges[-1] = 1.0
         return cls(config.vocab_size, edges, low, high, mask)
 
@@ -245,7 +281,7 @@ class ActionTokens:
         return torch.where(self.mask, 0.5 * (x + 1) * (self.high - self.low) + self.low, x).float()
 
 
-# ------------------------------------------------------------------------------------------------------------- weights
+# ------------------------------------------------------------------------------------------ weights
 class Part(NamedTuple):
     """Slice of one of our parameters along ``dim``; length -1: to the end."""
 
@@ -323,7 +359,9 @@ class Entry:
 
     def read(self, tensor: Tensor) -> None:
         """Copy a published tensor into our parameters, converted to their type and device."""
-        rows = tensor.reshape(-1, *self.parts[0].shape[1:]).split([len(part) for part in self.parts])
+        rows = tensor.reshape(-1, *self.parts[0].shape[1:]).split(
+            [len(part) for part in self.parts]
+        )
         for part, row in zip(self.parts, rows):
             part.copy_(row)
 
@@ -339,7 +377,9 @@ def entries(body: OpenVLABody) -> dict[str, Entry]:
     named = layout(body.config)
     named |= {name: (Part(name),) for name in parameters if name.startswith("language_model.")}
     missing = set(parameters) - {part.name for parts in named.values() for part in parts}
-    assert not missing, f"transformers has parameters that no published key fills: {sorted(missing)}"
+    assert not missing, (
+        f"transformers has parameters that no published key fills: {sorted(missing)}"
+    )
     entries_by_key = {}
     for key, parts in named.items():
         tensors = tuple(part.of(parameters) for part in parts)
@@ -377,7 +417,9 @@ def load(
         from safetensors import SafetensorError
         from transformers.initialization import no_init_weights
     except ImportError as error:
-        raise ConfigError(f"OpenVLA needs transformers ({error}): pip install 'embodied-ppo[vla]'") from error
+        raise ConfigError(
+            f"OpenVLA needs transformers ({error}): pip install 'embodied-ppo[vla]'"
+        ) from error
     raw = read_json(folder / "config.json", label, CURE)
     statistics = folder / "dataset_statistics.json"
     if statistics.is_file():
@@ -439,13 +481,19 @@ def _weights(folder: Path, label: str) -> list[Path]:
         )
     names = read_json(folder / "model.safetensors.index.json", label, CURE).get("weight_map")
     if not isinstance(names, dict) or not names:
-        raise ConfigError(f"{label}: model.safetensors.index.json has no weight_map; download it again")
+        raise ConfigError(
+            f"{label}: model.safetensors.index.json has no weight_map; download it again"
+        )
     files = [folder / str(name) for name in sorted(set(names.values()))]
     for file in files:
         if file.parent != folder:
-            raise ConfigError(f"{label}: model.safetensors.index.json names {file}, outside; download it again")
+            raise ConfigError(
+                f"{label}: model.safetensors.index.json names {file}, outside; download it again"
+            )
         if not file.is_file():
-            raise ConfigError(f"{label}: {file.name} is in model.safetensors.index.json but missing; download it")
+            raise ConfigError(
+                f"{label}: {file.name} is in model.safetensors.index.json but missing; download it"
+            )
     return files
 
 
@@ -462,7 +510,11 @@ def _check(files: Sequence[Path], expected: Mapping[str, Entry]) -> dict[str, tu
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (it is no mapping)
-                key = name[: -len("gamma")] + "scale_factor" if name.endswith((".ls1.gamma", ".ls2.gamma")) else name
+                key = (
+                    name[: -len("gamma")] + "scale_factor"
+                    if name.endswith((".ls1.gamma", ".ls2.gamma"))
+                    else name
+                )
                 if key in locations:
                     twice.append(name)
                 locations[key] = file, name
@@ -479,7 +531,9 @@ def _check(files: Sequence[Path], expected: Mapping[str, Entry]) -> dict[str, tu
         "twice": twice,
         "not of a floating type (quantised?)": quantised,
     }
-    text = "; ".join(f"{len(keys)} {problem}: {_some(keys)}" for problem, keys in problems.items() if keys)
+    text = "; ".join(
+        f"{len(keys)} {problem}: {_some(keys)}" for problem, keys in problems.items() if keys
+    )
     if text:
         raise ConfigError(
             f"the weights are not those of the model that config.json describes: {text}. Are vision_backbone_id and "

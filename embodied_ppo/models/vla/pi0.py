@@ -36,7 +36,14 @@ from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import VECTOR, Encoder
 from embodied_ppo.models.vla.flow_matching import Field, Flow, learned_log_std
 from embodied_ppo.models.vla.pi0_files import Published, Statistics, read
-from embodied_ppo.models.vla.trunk import INSTRUCTION, WORDS, Grounding, ValueHead, action_size, check_units
+from embodied_ppo.models.vla.trunk import (
+    INSTRUCTION,
+    WORDS,
+    Grounding,
+    ValueHead,
+    action_size,
+    check_units,
+)
 
 PAD = -1
 """Id of padding words."""
@@ -71,9 +78,13 @@ class Prefix(NamedTuple):
         return Grounding(self.pooled)
 
 
-# ---------------------------------------------------------------------------------------------------------- the layers
+# --------------------------------------------------------------------------------------- the layers
 def block(
-    layer: Any, x: Tensor, rotation: tuple[Tensor, Tensor], visible: Tensor, past: tuple[Tensor, Tensor] | None = None
+    layer: Any,
+    x: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    visible: Tensor,
+    past: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run one Gemma layer.
 
@@ -89,10 +100,16 @@ def block(
     """
     a = layer.self_attn
     h = layer.input_layernorm(x)
-    q, k, v = (p(h).unflatten(-1, (-1, a.head_dim)).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj))
+    q, k, v = (
+        p(h).unflatten(-1, (-1, a.head_dim)).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj)
+    )
     q, k = (_rotated(t, rotation).to(v.dtype) for t in (q, k))
-    keys, values = (k, v) if past is None else (torch.cat((p.to(v.dtype), n), 2) for p, n in zip(past, (k, v)))
-    h = F.scaled_dot_product_attention(_grouped(q, k.shape[1]), keys, values, attn_mask=visible, scale=a.scaling)
+    keys, values = (
+        (k, v) if past is None else (torch.cat((p.to(v.dtype), n), 2) for p, n in zip(past, (k, v)))
+    )
+    h = F.scaled_dot_product_attention(
+        _grouped(q, k.shape[1]), keys, values, attn_mask=visible, scale=a.scaling
+    )
     h = h.reshape(q.shape)
     x = x + a.o_proj(h.transpose(1, 2).flatten(2))
     return x + layer.mlp(layer.post_attention_layernorm(x)), k, v
@@ -118,12 +135,19 @@ def _positions(model: Any, place: Tensor) -> tuple[Tensor, Tensor]:
     return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
-# ----------------------------------------------------------------------------------------------------------- the trunk
+# ---------------------------------------------------------------------------------------- the trunk
 class Trunk(nn.Module):
     """Maps observations to a prefix. ``vlm`` is the part that model.freeze_trunk freezes."""
 
     def __init__(
-        self, obs_spec: ObsSpec, vlm: Any, numbers: int, published: Published, config: ModelConfig, *, what: str
+        self,
+        obs_spec: ObsSpec,
+        vlm: Any,
+        numbers: int,
+        published: Published,
+        config: ModelConfig,
+        *,
+        what: str,
     ) -> None:
         """Build the trunk.
 
@@ -139,7 +163,9 @@ class Trunk(nn.Module):
             ConfigError: The observations do not fit the model.
         """
         super().__init__()
-        named: dict[str, ArraySpec] = dict(obs_spec) if isinstance(obs_spec, dict) else {"obs": obs_spec}
+        named: dict[str, ArraySpec] = (
+            dict(obs_spec) if isinstance(obs_spec, dict) else {"obs": obs_spec}
+        )
         self.has_instruction = named.pop(INSTRUCTION, None) is not None
         self.encoder = Encoder(named, config)
         if not self.encoder.images:
@@ -155,11 +181,15 @@ class Trunk(nn.Module):
         self.numbers, self.tokenize = numbers, published.tokenize
         self.mean: Tensor | None
         self.deviation: Tensor | None
-        known = None if published.state is None or not size else published.state.only(size, "states")
+        known = (
+            None if published.state is None or not size else published.state.only(size, "states")
+        )
         if known is not None:
             self.encoder.moments = None
         self.register_buffer("mean", None if known is None else known.mean, persistent=False)
-        self.register_buffer("deviation", None if known is None else known.std + 1e-8, persistent=False)
+        self.register_buffer(
+            "deviation", None if known is None else known.std + 1e-8, persistent=False
+        )
         self.vlm = vlm
         self.side = int(vlm.config.vision_config.image_size)
         self.checkpointing = config.gradient_checkpointing
@@ -210,9 +240,13 @@ class Trunk(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor]) -> Prefix:
         """Return the prefix of encoded observations."""
-        pictures = torch.stack([self.pixels(inputs[name]) for name in self.encoder.images], dim=1)  # [B, K, 3, s, s]
+        pictures = torch.stack(
+            [self.pixels(inputs[name]) for name in self.encoder.images], dim=1
+        )  # [B, K, 3, s, s]
         rows = len(pictures)
-        images = self.vlm.multi_modal_projector(self.vlm.vision_tower(pictures.flatten(0, 1)).last_hidden_state)
+        images = self.vlm.multi_modal_projector(
+            self.vlm.vision_tower(pictures.flatten(0, 1)).last_hidden_state
+        )
         images = images.reshape(rows, -1, images.shape[-1])  # [B, K tokens, D]
         ids, language = inputs[WORDS], self.vlm.language_model
         words = language.embed_tokens(ids.clamp_min(0))
@@ -222,7 +256,10 @@ class Trunk(nn.Module):
         keys, values = [], []
         for layer in language.layers:
             if self.checkpointing and torch.is_grad_enabled():
-                x, k, v = cast(Any, checkpoint(gathered, layer, block, x, rotation, visible, use_reentrant=False))
+                x, k, v = cast(
+                    Any,
+                    checkpoint(gathered, layer, block, x, rotation, visible, use_reentrant=False),
+                )
             else:
                 x, k, v = gathered(layer, block, x, rotation, visible)
             keys.append(k)
@@ -232,7 +269,7 @@ class Trunk(nn.Module):
         return Prefix(tuple(keys), tuple(values), valid, pooled, inputs[VECTOR])
 
 
-# ---------------------------------------------------------------------------------------------------------- the policy
+# --------------------------------------------------------------------------------------- the policy
 class PI0(Flow, lora.Adapted):
     """Flow policy on π0; see ``Flow``.
 
@@ -290,8 +327,14 @@ class PI0(Flow, lora.Adapted):
         _check_sizes(sizes, what)
         self.configure_chain(config, horizon=sizes.chunk_size, padded=sizes.max_action_dim)
         body = published.model
-        self.trunk = Trunk(obs_spec, body.model.vlm, sizes.max_state_dim, published, config, what=what)
-        self.embed, self.expert, self.velocity = body.embed_action_time, body.model.dit, body.action_out_proj
+        self.trunk = Trunk(
+            obs_spec, body.model.vlm, sizes.max_state_dim, published, config, what=what
+        )
+        self.embed, self.expert, self.velocity = (
+            body.embed_action_time,
+            body.model.dit,
+            body.action_out_proj,
+        )
         self.expert.embed_tokens = None  # never read, 0.26 G parameters
         self.checkpointing = config.gradient_checkpointing
         width = sizes.dit_config.hidden_size
@@ -305,8 +348,12 @@ class PI0(Flow, lora.Adapted):
         statistics = None if statistics is None else statistics.only(self.size, "actions")
         self.mean: Tensor | None
         self.deviation: Tensor | None
-        self.register_buffer("mean", None if statistics is None else statistics.mean, persistent=False)
-        self.register_buffer("deviation", None if statistics is None else statistics.std, persistent=False)
+        self.register_buffer(
+            "mean", None if statistics is None else statistics.mean, persistent=False
+        )
+        self.register_buffer(
+            "deviation", None if statistics is None else statistics.std, persistent=False
+        )
         first = torch.randn(self.horizon, self.padded, generator=torch.Generator().manual_seed(0))
         self.first: Tensor
         self.register_buffer("first", first, persistent=False)
@@ -351,14 +398,22 @@ class PI0(Flow, lora.Adapted):
         """
         assert config.checkpoint is not None
         published = read(config.checkpoint)
-        policy = cls(obs_spec, action_spec, config, published, chunk=chunk, sentences=sentences, values=values)
+        policy = cls(
+            obs_spec,
+            action_spec,
+            config,
+            published,
+            chunk=chunk,
+            sentences=sentences,
+            values=values,
+        )
         if policy.mean is not None:
             check_units(action_spec, config, mapping)
         if config.freeze_trunk or config.lora_rank:
             policy.set_base_weights(config.checkpoint)
         return policy
 
-    # ----------------------------------------------------------------------------------------------------- what learns
+    # ---------------------------------------------------------------------------------- what learns
     def freeze(self, frozen: bool) -> None:
         """Exclude PaliGemma from training, or include it; with adapters only these are trained.
 
@@ -379,7 +434,11 @@ class PI0(Flow, lora.Adapted):
 
     def units(self) -> list[nn.Module]:
         """See ``Policy.units``."""
-        return [*layers(self.trunk.vlm), *layers(self.expert), self.trunk.vlm.language_model.embed_tokens]
+        return [
+            *layers(self.trunk.vlm),
+            *layers(self.expert),
+            self.trunk.vlm.language_model.embed_tokens,
+        ]
 
     def tell(self, sentences: Sequence[str]) -> None:
         """Set the sentences that the instruction observation indexes."""
@@ -389,7 +448,9 @@ class PI0(Flow, lora.Adapted):
     def observe(self, obs: Obs, mask: Tensor) -> None:
         """See ``Policy.observe``."""
         named = obs if isinstance(obs, dict) else {"obs": obs}
-        self.trunk.encoder.observe({name: x for name, x in named.items() if name != INSTRUCTION}, mask)
+        self.trunk.encoder.observe(
+            {name: x for name, x in named.items() if name != INSTRUCTION}, mask
+        )
 
     @property
     def query(self) -> Tensor:
@@ -401,7 +462,7 @@ class PI0(Flow, lora.Adapted):
         """Device of the parameters."""
         return self.velocity.weight.device
 
-    # ------------------------------------------------------------------------------------------------------ the memory
+    # ----------------------------------------------------------------------------------- the memory
     def prefix_bytes(self) -> int:
         """Return the size of one observation's prefix in bytes.
 
@@ -411,7 +472,13 @@ class PI0(Flow, lora.Adapted):
         vision = self.trunk.vlm.config.vision_config
         visual_tokens = len(self.trunk.encoder.images) * (self.trunk.side // vision.patch_size) ** 2
         tokens = visual_tokens + self.trunk.table.shape[1]
-        each = text.num_hidden_layers * 2 * text.num_key_value_heads * text.head_dim * self.dtype.itemsize
+        each = (
+            text.num_hidden_layers
+            * 2
+            * text.num_key_value_heads
+            * text.head_dim
+            * self.dtype.itemsize
+        )
         return tokens * (each + 1) + 4 * text.hidden_size + 4 * self.trunk.numbers
 
     def most_rows(self) -> int:
@@ -443,7 +510,7 @@ class PI0(Flow, lora.Adapted):
             "(algorithm.horizon x env.num_envs) are kept"
         )
 
-    # -------------------------------------------------------------------------------------------------------- the body
+    # ------------------------------------------------------------------------------------- the body
     def encode(self, obs: Obs) -> dict[str, Tensor]:
         """See ``Policy.encode``."""
         inputs = self.trunk.encode(obs)
@@ -474,18 +541,25 @@ class PI0(Flow, lora.Adapted):
         """Return the velocity field; each evaluation runs the expert once."""
         horizon, model = self.horizon, self.expert
         rows, length = context.valid.shape
-        place = context.valid.sum(1, keepdim=True) + torch.arange(1 + horizon, device=context.valid.device)
+        place = context.valid.sum(1, keepdim=True) + torch.arange(
+            1 + horizon, device=context.valid.device
+        )
         rotation = _positions(model, place)
         own = torch.ones(1 + horizon, 1 + horizon, dtype=torch.bool, device=place.device)
         own[0, 1:] = False  # the state attends to no action
         keys = context.valid[:, None].expand(rows, 1 + horizon, length)
-        sharing = cast(Any, model.config).num_attention_heads // cast(Any, model.config).num_key_value_heads
+        sharing = (
+            cast(Any, model.config).num_attention_heads
+            // cast(Any, model.config).num_key_value_heads
+        )
         mask = torch.cat((keys, own.expand(rows, -1, -1)), dim=2).repeat(1, sharing, 1).unsqueeze(1)
 
         def flow(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
             with lora.autocast(self.device, self.dtype):
                 h = self.embed(context.state, x, tau)
-                for layer, *past in zip(cast(Any, model.layers), context.keys, context.values, strict=True):
+                for layer, *past in zip(
+                    cast(Any, model.layers), context.keys, context.values, strict=True
+                ):
                     if self.checkpointing and torch.is_grad_enabled():
                         run = partial(checkpoint, gathered, use_reentrant=False)
                         h = cast(Any, run(layer, block, h, rotation, mask, tuple(past)))[0]
@@ -502,7 +576,7 @@ class PI0(Flow, lora.Adapted):
         pooled = F.layer_norm(context.pooled, context.pooled.shape[-1:])
         return self.value_head(torch.cat((pooled, context.state), dim=1))
 
-    # ----------------------------------------------------------------------------------------------------- the actions
+    # ---------------------------------------------------------------------------------- the actions
     def start(self, rows: int) -> Tensor:
         """Return the same fixed noise for every row.
 
@@ -530,7 +604,9 @@ def _check_sizes(config: Any, what: str) -> None:
     """
     text, expert = config.vlm_config.text_config, config.dit_config
     if text.model_type != "gemma" or expert.model_type != "gemma":
-        raise ConfigError(f"{what}: {text.model_type} with {expert.model_type}; π0 is Gemma with Gemma")
+        raise ConfigError(
+            f"{what}: {text.model_type} with {expert.model_type}; π0 is Gemma with Gemma"
+        )
     for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"):
         if getattr(text, name) != getattr(expert, name):
             raise ConfigError(

@@ -124,7 +124,7 @@ def read(folder: str | Path) -> Published:
     return Published(_model(folder, raw), _words(folder), *statistics(folder, raw))
 
 
-# ------------------------------------------------------------------------------------------------------- configuration
+# ------------------------------------------------------------------------------------ configuration
 def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
     """Return transformers' PI0Config for either kind of config.json.
 
@@ -139,9 +139,13 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
         if raw.get("type") == "pi0":
             return transformers.PI0Config(**lerobot_fields(raw))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"model.checkpoint={folder}: config.json is refused: {one_line(error)}") from error
+        raise ConfigError(
+            f"model.checkpoint={folder}: config.json is refused: {one_line(error)}"
+        ) from error
     cure = "name a directory of π0 (lerobot's or transformers'), or another model.policy"
-    raise ConfigError(f"model.checkpoint={folder}: is a directory of {OTHERS.get(kind, kind)}, not of π0; {cure}")
+    raise ConfigError(
+        f"model.checkpoint={folder}: is a directory of {OTHERS.get(kind, kind)}, not of π0; {cure}"
+    )
 
 
 def lerobot_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +171,9 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
     """Load the weights."""
     config = read_config(raw, folder)
     if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.checkpoint={folder}: holds no weights (model.safetensors); download it completely")
+        raise ConfigError(
+            f"model.checkpoint={folder}: holds no weights (model.safetensors); download it completely"
+        )
     transformers = _transformers()
     with config_errors(f"model.checkpoint={folder}: transformers refuses: "):
         model, loading_info = transformers.PI0ForConditionalGeneration.from_pretrained(
@@ -204,7 +210,7 @@ def _transformers() -> Any:
     return transformers
 
 
-# ----------------------------------------------------------------------------------------------------------- the words
+# ---------------------------------------------------------------------------------------- the words
 class Words:
     """Tokenizer in π0's format: begin of sequence, sentence, end of line."""
 
@@ -219,7 +225,10 @@ class Words:
 
 def _words(folder: Path) -> Words:
     """Load the tokenizer."""
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+    if not any(
+        (folder / name).is_file()
+        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    ):
         raise ConfigError(
             f"model.checkpoint={folder}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json of "
             "google/paligemma-3b-pt-224 into it"
@@ -229,13 +238,17 @@ def _words(folder: Path) -> Words:
             folder, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"model.checkpoint={folder}: its tokenizer cannot be read: {one_line(error)}") from error
+        raise ConfigError(
+            f"model.checkpoint={folder}: its tokenizer cannot be read: {one_line(error)}"
+        ) from error
     if tokenizer.bos_token_id is None:
-        raise ConfigError(f"model.checkpoint={folder}: its tokenizer has no begin of sequence; use PaliGemma's")
+        raise ConfigError(
+            f"model.checkpoint={folder}: its tokenizer has no begin of sequence; use PaliGemma's"
+        )
     return Words(tokenizer)
 
 
-# ---------------------------------------------------------------------------------------------------------- statistics
+# --------------------------------------------------------------------------------------- statistics
 def statistics(folder: Path, raw: Mapping[str, Any]) -> tuple[Statistics | None, Statistics | None]:
     """Return the statistics of states and actions, None where the directory has none.
 
@@ -263,19 +276,34 @@ def _statistics(folder: Path) -> dict[str, Statistics]:
     processor = folder / "processor_config.json"
     if processor.is_file():
         options = read_json(processor, f"model.checkpoint={folder}", CURE)
-        pairs = {name: (options.get(f"{key}_mean"), options.get(f"{key}_std")) for name, key in _TRANSFORMERS.items()}
-        if stats := {name: _as_statistics(mean, std) for name, (mean, std) in pairs.items() if mean is not None}:
+        pairs = {
+            name: (options.get(f"{key}_mean"), options.get(f"{key}_std"))
+            for name, key in _TRANSFORMERS.items()
+        }
+        if stats := {
+            name: _as_statistics(mean, std)
+            for name, (mean, std) in pairs.items()
+            if mean is not None
+        }:
             return stats
     for file in sorted(folder.rglob("norm_stats.json")):
         stats = read_json(file, f"model.checkpoint={folder}", CURE)
         stats = stats.get("norm_stats", stats)
-        named = {name: stats[key] for name, key in (("state", "state"), ("action", "actions")) if key in stats}
+        named = {
+            name: stats[key]
+            for name, key in (("state", "state"), ("action", "actions"))
+            if key in stats
+        }
         return {name: _as_statistics(x["mean"], x["std"]) for name, x in named.items()}
     out: dict[str, Statistics] = {}
-    for file in sorted(folder.glob("*normalizer_processor.safetensors")) + sorted(folder.glob("model*.safetensors")):
+    for file in sorted(folder.glob("*normalizer_processor.safetensors")) + sorted(
+        folder.glob("model*.safetensors")
+    ):
         for name, feature in _LEROBOT.items():
             for pair in () if name in out else _pairs(file, feature):
-                if all(bool(x.isfinite().all()) for x in pair):  # lerobot's buffers are infinite until filled
+                if all(
+                    bool(x.isfinite().all()) for x in pair
+                ):  # lerobot's buffers are infinite until filled
                     out[name] = _as_statistics(*pair)
     return out
 

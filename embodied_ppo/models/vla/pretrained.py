@@ -40,7 +40,13 @@ from embodied_ppo.models.vla.action_tokens import Tokens
 from embodied_ppo.models.vla.hf_vlm import Prompts, VisionLanguage
 from embodied_ppo.models.vla.openvla import Cache, Embedded, OpenVLABody
 from embodied_ppo.models.vla.openvla_files import ActionTokens
-from embodied_ppo.models.vla.trunk import INSTRUCTION, Grounding, ValueHead, action_size, check_units
+from embodied_ppo.models.vla.trunk import (
+    INSTRUCTION,
+    Grounding,
+    ValueHead,
+    action_size,
+    check_units,
+)
 
 OTHERS = {
     "pi0": "write model.policy=flow",
@@ -92,7 +98,9 @@ class Body(Protocol):
         """Return the visual tokens of images uint8 [B, K, 3, H, W]."""
         ...
 
-    def read(self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor) -> Any:
+    def read(
+        self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor
+    ) -> Any:
         """Embed a prompt with its visual tokens."""
 
     def hidden(self, context: Any, bins: Tensor | None, /) -> Tensor:
@@ -146,7 +154,11 @@ class OpenVLA(nn.Module):
 
     def vision_parameters(self) -> list[nn.Parameter]:
         """See ``Body.vision_parameters``."""
-        return [p for module in (self.body.dino, self.body.siglip, self.body.projector) for p in module.parameters()]
+        return [
+            p
+            for module in (self.body.dino, self.body.siglip, self.body.projector)
+            for p in module.parameters()
+        ]
 
     def new_parameters(self) -> list[nn.Parameter]:
         """See ``Body.new_parameters``."""
@@ -162,13 +174,17 @@ class OpenVLA(nn.Module):
         """See ``Body.encode_images``."""
         return {"/visual": self.body.vision(images)}
 
-    def read(self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor) -> Embedded:
+    def read(
+        self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor
+    ) -> Embedded:
         """See ``Body.read``."""
         return self.body.read(image_features["/visual"], ids, mask)
 
     def hidden(self, context: Embedded, bins: Tensor | None) -> Tensor:
         """See ``Body.hidden``."""
-        return self.body.predict(context, bins, placeholders=0 if bins is not None else self.actions)
+        return self.body.predict(
+            context, bins, placeholders=0 if bins is not None else self.actions
+        )
 
     def start(self, context: Embedded) -> tuple[Tensor, Cache]:
         """See ``Body.start``."""
@@ -216,7 +232,11 @@ class VisionEncoder(nn.Module):
     def images(self, named: dict[str, Tensor]) -> Tensor:
         """Return the images of all cameras, uint8 [B, K, 3, H, W]."""
         return torch.stack(
-            [named[n].movedim(-1, -3) if channels_last(s) else named[n] for n, s in self.encoder.images.items()], dim=1
+            [
+                named[n].movedim(-1, -3) if channels_last(s) else named[n]
+                for n, s in self.encoder.images.items()
+            ],
+            dim=1,
         )
 
 
@@ -254,8 +274,15 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         """
         super().__init__()
         self.closes = closes
-        self.chunk, self.size, self.bins = chunk, action_size(action_spec, chunk, config), config.bins
-        self.autoregressive, self.temperature = config.decode == "autoregressive", config.temperature
+        self.chunk, self.size, self.bins = (
+            chunk,
+            action_size(action_spec, chunk, config),
+            config.bins,
+        )
+        self.autoregressive, self.temperature = (
+            config.decode == "autoregressive",
+            config.temperature,
+        )
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.rank = config.lora_rank
         self.trunk = VisionEncoder(obs_spec, config)
@@ -263,7 +290,9 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         """Tokens and statistics of OpenVLA; None: bins are equal intervals of [-1, 1]."""
         self.body: Any = self._open(config)
         width = self.body.hidden_size
-        self.value_head = ValueHead(width, config.detach_value, min(4 * width, VALUE_UNITS), values=values)
+        self.value_head = ValueHead(
+            width, config.detach_value, min(4 * width, VALUE_UNITS), values=values
+        )
         self.body.recompute = config.gradient_checkpointing
         # ``train`` does nothing, so switch off the dropout that some models have once.
         for module in self.modules():
@@ -299,7 +328,15 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
             ConfigError: As the constructor, and if the mapping does not fit the units of the
                 actions.
         """
-        policy = cls(obs_spec, action_spec, config, chunk=chunk, sentences=sentences, closes=closes, values=values)
+        policy = cls(
+            obs_spec,
+            action_spec,
+            config,
+            chunk=chunk,
+            sentences=sentences,
+            closes=closes,
+            values=values,
+        )
         if policy.actions is not None:
             check_units(action_spec, config, mapping)
         return policy
@@ -319,7 +356,12 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
             cameras = len(self.trunk.encoder.images)
             parallel = None if self.autoregressive else count
             return VisionLanguage.of(
-                folder, cameras=cameras, actions=parallel, bins=self.bins, picture=self.trunk.picture, dtype=dtype
+                folder,
+                cameras=cameras,
+                actions=parallel,
+                bins=self.bins,
+                picture=self.trunk.picture,
+                dtype=dtype,
             )
         body = openvla_files.load(folder, dtype=dtype, what="model.checkpoint")
         try:
@@ -336,20 +378,28 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
                 f"model.bins={self.bins}: the checkpoint has {body.config.action_bins} words for actions; write "
                 f"model.bins={body.config.action_bins}"
             )
-        return OpenVLA(body, openvla_files.tokenizer(folder, what="model.checkpoint"), actions=count)
+        return OpenVLA(
+            body, openvla_files.tokenizer(folder, what="model.checkpoint"), actions=count
+        )
 
-    # ----------------------------------------------------------------------------------------------------- what learns
+    # ---------------------------------------------------------------------------------- what learns
     def freeze(self, frozen: bool) -> None:
         """Exclude the vision encoder from training, or include it.
 
         With adapters only these and new parameters are trained in either case.
         """
         self.frozen = frozen
-        vision, new = ({id(p) for p in ps} for ps in (self.body.vision_parameters(), self.body.new_parameters()))
+        vision, new = (
+            {id(p) for p in ps}
+            for ps in (self.body.vision_parameters(), self.body.new_parameters())
+        )
         for name, p in self.body.named_parameters():
-            trained = "lora_" in name or id(p) in new if self.rank else not (frozen and id(p) in vision)
+            trained = (
+                "lora_" in name or id(p) in new if self.rank else not (frozen and id(p) in vision)
+            )
             p.requires_grad_(trained and name not in self.unread)
-        # Without adapters keep float32: cloning trains the vision encoder, too, before it is frozen.
+        # Without adapters keep float32: cloning trains the vision encoder, too, before it is
+        # frozen.
         lora.cast_parameters(self, self.dtype if self.rank else torch.float32)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
@@ -380,7 +430,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         assert isinstance(weight, Tensor)
         return weight[:1]
 
-    # -------------------------------------------------------------------------------------------------------- encoding
+    # ------------------------------------------------------------------------------------- encoding
     @torch.no_grad()
     def encode(self, obs: Obs) -> dict[str, Tensor]:
         """Return images (visual tokens if the vision encoder is frozen) and the prompt of the
@@ -392,7 +442,10 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
             rows = named[INSTRUCTION].long()
         else:
             rows = images.new_zeros(len(images), dtype=torch.int64)
-        inputs = {f"/{name}": getattr(table, name).to(rows.device)[rows] for name in ("ids", "mask", "position")}
+        inputs = {
+            f"/{name}": getattr(table, name).to(rows.device)[rows]
+            for name in ("ids", "mask", "position")
+        }
         if not self.frozen:
             return inputs | {"/images": images}
         parts = [self._encode_images(part) for part in images.split(self.FROZEN_ROWS)]
@@ -405,11 +458,15 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
 
     def encode_context(self, inputs: dict[str, Tensor]) -> Any:
         """See ``Tokens.encode_context``."""
-        image_features = inputs if "/images" not in inputs else self._encode_images(inputs["/images"])
+        image_features = (
+            inputs if "/images" not in inputs else self._encode_images(inputs["/images"])
+        )
         with lora.autocast(self.device, self.dtype):
-            return self.body.read(image_features, inputs["/ids"], inputs["/mask"], inputs["/position"])
+            return self.body.read(
+                image_features, inputs["/ids"], inputs["/mask"], inputs["/position"]
+            )
 
-    # ---------------------------------------------------------------------------------------------------------- tokens
+    # --------------------------------------------------------------------------------------- tokens
     def hidden(self, context: Any, bins: Tensor | None) -> Tensor:
         """See ``Tokens.hidden``."""
         with lora.autocast(self.device, self.dtype):
@@ -446,7 +503,9 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         action = self.actions.actions(bins)
         if self.closes is None:
             return action
-        return torch.where(self.actions.mask, action, torch.where(action > 0.5, -self.closes, self.closes))
+        return torch.where(
+            self.actions.mask, action, torch.where(action > 0.5, -self.closes, self.closes)
+        )
 
     def bin_of(self, action: Tensor) -> Tensor:
         """See ``Tokens.bin_of``."""
@@ -489,7 +548,9 @@ def _kind(folder: str) -> str:
     """
     label = f"model.checkpoint={folder}"
     if not Path(folder).is_dir():
-        raise ConfigError(f"{label}: there is no such directory; download one (hf download NAME --local-dir DIR)")
+        raise ConfigError(
+            f"{label}: there is no such directory; download one (hf download NAME --local-dir DIR)"
+        )
     raw = read_json(Path(folder) / "config.json", label, openvla_files.CURE)
     kind = str(raw.get("model_type") or raw.get("type") or "nothing that it says")
     if kind in OTHERS:

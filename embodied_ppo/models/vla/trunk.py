@@ -49,7 +49,10 @@ def word_ids(sentence: str, buckets: int) -> list[int]:
 
     No vocabulary has to be stored, and words unseen in training have an id, too.
     """
-    return [1 + zlib.crc32(word.encode()) % (buckets - 1) for word in re.findall(r"\w+", sentence.lower())]
+    return [
+        1 + zlib.crc32(word.encode()) % (buckets - 1)
+        for word in re.findall(r"\w+", sentence.lower())
+    ]
 
 
 @functools.lru_cache(maxsize=4)
@@ -57,7 +60,9 @@ def sentence_table(sentences: tuple[str, ...], buckets: int) -> Tensor:
     """Return the word ids of each sentence, int64 [S, L]."""
     rows = [word_ids(sentence, buckets) for sentence in sentences]
     width = max(1, *(len(row) for row in rows)) if rows else 1
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows] or [[0]], dtype=torch.int64)
+    return torch.tensor(
+        [row + [0] * (width - len(row)) for row in rows] or [[0]], dtype=torch.int64
+    )
 
 
 class Grounding(NamedTuple):
@@ -119,15 +124,22 @@ class Stem(nn.Module):
 
     def tokens(self, cells: Tensor) -> Tensor:
         """Merge cells [B, HW/16, D/2] to tokens [B, HW/64, D]."""
-        return F.silu(self.merge(_merged(cells.unflatten(1, self.grid).contiguous(), 2))).flatten(1, 2) + self.position
+        return (
+            F.silu(self.merge(_merged(cells.unflatten(1, self.grid).contiguous(), 2))).flatten(1, 2)
+            + self.position
+        )
 
 
 def _order(length: int, like: Tensor) -> Tensor:
     """Return sinusoidal position encodings [L, D] with periods FASTEST to SLOWEST words."""
     half = like.shape[-1] // 2
-    period = FASTEST * (SLOWEST / FASTEST) ** (torch.arange(half, device=like.device) / max(1, half - 1))
+    period = FASTEST * (SLOWEST / FASTEST) ** (
+        torch.arange(half, device=like.device) / max(1, half - 1)
+    )
     angle = torch.arange(length, device=like.device).unsqueeze(1) / period * (2 * math.pi)
-    return F.pad(torch.cat((angle.sin(), angle.cos()), dim=1), (0, like.shape[-1] - 2 * half)).to(like)
+    return F.pad(torch.cat((angle.sin(), angle.cos()), dim=1), (0, like.shape[-1] - 2 * half)).to(
+        like
+    )
 
 
 def _merged(x: Tensor, n: int) -> Tensor:
@@ -151,28 +163,38 @@ class Trunk(nn.Module):
             )
         width = config.width
         self.names = list(self.encoder.images)
-        self.stems = nn.ModuleList(Stem(name, _chw(s), width) for name, s in self.encoder.images.items())
-        self.state = nn.Linear(self.encoder.vector_size, width) if self.encoder.vector_size else None
-        self.words = nn.Embedding.from_pretrained(torch.zeros(config.word_buckets, width), freeze=False)
+        self.stems = nn.ModuleList(
+            Stem(name, _chw(s), width) for name, s in self.encoder.images.items()
+        )
+        self.state = (
+            nn.Linear(self.encoder.vector_size, width) if self.encoder.vector_size else None
+        )
+        self.words = nn.Embedding.from_pretrained(
+            torch.zeros(config.word_buckets, width), freeze=False
+        )
         self.initialize_words(sentences)
         self.beside = nn.Conv1d(width, width, 3, padding=1)
-        """Convolution over a word and its two neighbours. Without it, "the red block to the blue zone"
-        and "the blue block to the red zone" are the same bag of words."""
+        """Convolution over a word and its two neighbours. Without it, "the red block to the blue
+        zone" and "the blue block to the red zone" are the same bag of words."""
         self.sentence = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.heads = config.heads
-        # Parts of ``_point``; the names are keys of checkpoints. choose: which words a head reads; ask:
-        # its query; show: keys and contents of cells; place: positions of cells; mark: adds the
-        # attention of all heads to the cells.
+        # Parts of ``_point``; the names are keys of checkpoints. choose: which words a head reads;
+        # ask: its query; show: keys and contents of cells; place: positions of cells; mark: adds
+        # the attention of all heads to the cells.
         self.choose, self.ask = nn.Linear(width, config.heads), nn.Linear(width, width)
         self.show = nn.Linear(width // 2, 2 * width)
         self.place = nn.Linear(width, width)
         self.mark = nn.Linear(config.heads, width // 2)
         self.table: Tensor
         """int64 [S, L], word ids of the simulator's sentences; not part of a checkpoint."""
-        self.register_buffer("table", sentence_table(tuple(sentences), config.word_buckets), persistent=False)
+        self.register_buffer(
+            "table", sentence_table(tuple(sentences), config.word_buckets), persistent=False
+        )
 
     @torch.no_grad()
-    def initialize_words(self, sentences: Sequence[str], generator: torch.Generator | None = None) -> None:
+    def initialize_words(
+        self, sentences: Sequence[str], generator: torch.Generator | None = None
+    ) -> None:
         """Draw random embeddings for words that have none yet.
 
         Embeddings of words unseen in training stay 0, as MASKED_WORD.
@@ -204,8 +226,15 @@ class Trunk(nn.Module):
         mean = (embedded * used.unsqueeze(-1)).sum(1) / used.sum(1, keepdim=True).clamp_min(1)
         stems = cast("list[Stem]", list(self.stems))
         raw = [stem.cells(inputs[name]) for name, stem in zip(self.names, stems, strict=True)]
-        focus, detail, marks = self._point(embedded, used, _joined(raw), torch.cat([s.places for s in stems]))
-        cells = [x + m for x, m in zip(raw, self.mark(marks).split([x.shape[1] for x in raw], dim=1), strict=True)]
+        focus, detail, marks = self._point(
+            embedded, used, _joined(raw), torch.cat([s.places for s in stems])
+        )
+        cells = [
+            x + m
+            for x, m in zip(
+                raw, self.mark(marks).split([x.shape[1] for x in raw], dim=1), strict=True
+            )
+        ]
         tokens = [stem.tokens(x) for stem, x in zip(stems, cells, strict=True)]
         summary = self.sentence(mean) + focus + detail
         if self.state is not None:
@@ -214,9 +243,13 @@ class Trunk(nn.Module):
             tokens.append(state.unsqueeze(1))
         count = sum(x.shape[1] for x in tokens)
         hidden = torch.cat((used.new_zeros(len(used), count), ~used), dim=1)
-        return Memory(torch.cat([*tokens, embedded], dim=1), hidden, summary, Grounding(focus, _joined(cells)))
+        return Memory(
+            torch.cat([*tokens, embedded], dim=1), hidden, summary, Grounding(focus, _joined(cells))
+        )
 
-    def _point(self, words: Tensor, used: Tensor, cells: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _point(
+        self, words: Tensor, used: Tensor, cells: Tensor, places: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend from the words to image cells, one spatial softmax per head.
 
         Images are encoded without the words, and a head reads only the words that it selects.
@@ -233,18 +266,28 @@ class Trunk(nn.Module):
         Returns:
             Mean position [B, D], mean content [B, D] and attention logits [B, P, heads].
         """
-        chosen = self.choose(words).masked_fill(~used.unsqueeze(-1), NEVER).softmax(1)  # [B, L, heads]
-        query = torch.einsum("blh,blhd->bhd", chosen, self.ask(words).unflatten(-1, (self.heads, -1)))
-        # Keys and contents are linear in a cell, so the projections are moved behind the pooling over
-        # cells: both products are over [heads, D/2] instead of [P, 2 D].
+        chosen = (
+            self.choose(words).masked_fill(~used.unsqueeze(-1), NEVER).softmax(1)
+        )  # [B, L, heads]
+        query = torch.einsum(
+            "blh,blhd->bhd", chosen, self.ask(words).unflatten(-1, (self.heads, -1))
+        )
+        # Keys and contents are linear in a cell, so the projections are moved behind the pooling
+        # over cells: both products are over [heads, D/2] instead of [P, 2 D].
         size = query.shape[-1]
-        key, content = self.show.weight.unflatten(0, (2, self.heads, size)).unbind()  # [heads, d, D/2]
+        key, content = self.show.weight.unflatten(
+            0, (2, self.heads, size)
+        ).unbind()  # [heads, d, D/2]
         key_bias, content_bias = self.show.bias.view(2, self.heads, size).unbind()
         marks = cells @ torch.einsum("bhd,hdc->bch", query, key)
         marks = (marks + (query * key_bias).sum(-1).unsqueeze(1)) * size**-0.5
         weight = marks.softmax(1)
-        place = torch.einsum("bph,phd->bhd", weight, self.place(places).unflatten(-1, (self.heads, -1)))
-        pooled = torch.einsum("bhc,hdc->bhd", weight.transpose(1, 2) @ cells, content) + content_bias
+        place = torch.einsum(
+            "bph,phd->bhd", weight, self.place(places).unflatten(-1, (self.heads, -1))
+        )
+        pooled = (
+            torch.einsum("bhc,hdc->bhd", weight.transpose(1, 2) @ cells, content) + content_bias
+        )
         return place.flatten(1), pooled.flatten(1), marks
 
 
@@ -304,7 +347,9 @@ class Block(nn.Module):
             if past:
                 k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
             past[:] = [k, v]
-        x = x + self.out(_join(F.scaled_dot_product_attention(q, k, v, is_causal=causal and past is None)))
+        x = x + self.out(
+            _join(F.scaled_dot_product_attention(q, k, v, is_causal=causal and past is None))
+        )
         q = self._split(self.q(self.norms[1](x)))
         x = x + self.out2(_join(F.scaled_dot_product_attention(q, *memory, attn_mask=visible)))
         gate, up = self.up(self.norms[2](x)).chunk(2, dim=-1)
@@ -362,7 +407,9 @@ class ValueHead(nn.Module):
     The last layer is zero at the start, so that V is 0 everywhere.
     """
 
-    def __init__(self, width: int, detach: bool | None, hidden: int | None = None, *, values: int = 1) -> None:
+    def __init__(
+        self, width: int, detach: bool | None, hidden: int | None = None, *, values: int = 1
+    ) -> None:
         """Build the head.
 
         Args:
@@ -476,7 +523,9 @@ class VLA(nn.Module):
             rows = len(next(iter(inputs.values())))
             cuts = (slice(i, i + self.FROZEN_ROWS) for i in range(0, rows, self.FROZEN_ROWS))
             parts = [self.trunk({name: x[cut] for name, x in inputs.items()}) for cut in cuts]
-        return {f"/{name}": torch.cat([getattr(part, name) for part in parts]) for name in self.KEPT}
+        return {
+            f"/{name}": torch.cat([getattr(part, name) for part in parts]) for name in self.KEPT
+        }
 
     def encode_context(self, inputs: dict[str, Tensor]) -> Memory:
         """Return the memory for the result of ``encode``."""
@@ -488,12 +537,16 @@ class VLA(nn.Module):
     def tell(self, sentences: Sequence[str]) -> None:
         """Set the sentences that the instruction observation indexes."""
         self.sentences = tuple(sentences)
-        self.trunk.table = sentence_table(self.sentences, self.trunk.words.num_embeddings).to(self.query.device)
+        self.trunk.table = sentence_table(self.sentences, self.trunk.words.num_embeddings).to(
+            self.query.device
+        )
 
     def observe(self, obs: Obs, mask: Tensor) -> None:
         """See ``Policy.observe``."""
         named = obs if isinstance(obs, dict) else {"obs": obs}
-        self.trunk.encoder.observe({name: x for name, x in named.items() if name != INSTRUCTION}, mask)
+        self.trunk.encoder.observe(
+            {name: x for name, x in named.items() if name != INSTRUCTION}, mask
+        )
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """See ``Policy.parameter_groups``."""

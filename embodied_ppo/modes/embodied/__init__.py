@@ -1,8 +1,8 @@
 """Robot policies: simulators, policy, rollout, learner, evaluation.
 
-Belongs here: the implementation of ``Mode`` (``mode``), the construction of the components from options
-(``components``), the worker processes of a placement (``workers``), the estimate of their memory (``memory``) and the
-timing of the roles (``profile``).
+Belongs here: the implementation of ``Mode`` (``mode``), the construction of the components from
+options (``components``), the worker processes of a placement (``workers``), the estimate of their
+memory (``memory``) and the timing of the roles (``profile``).
 
 Does not belong here: the components themselves.
 """

@@ -1,4 +1,6 @@
-"""Components of mode=embodied from their options: simulators, policy, rollout, learner, evaluation and its report."""
+"""Components of mode=embodied from their options: simulators, policy, rollout, learner, evaluation
+and its report.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.config import loader
 from embodied_ppo.config.batch_sizes import batches, total_updates
-from embodied_ppo.config.schema import AlgorithmConfig, Config, EnvConfig, EvaluateConfig, EvaluationConfig
+from embodied_ppo.config.schema import (
+    AlgorithmConfig,
+    Config,
+    EnvConfig,
+    EvaluateConfig,
+    EvaluationConfig,
+)
 from embodied_ppo.core import compile, watchdog
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.random import env_seeds, sampling_key
@@ -42,7 +50,7 @@ from embodied_ppo.training.logging import numbers
 from embodied_ppo.training.run_directory import versions
 
 
-# -------------------------------------------------------------------------------------------------------- environments
+# ------------------------------------------------------------------------------------- environments
 def make_env(
     seeds: list[int],
     *,
@@ -76,16 +84,23 @@ def task_files() -> Any:
 
 
 def stored_task(source: checkpoint.Checkpoint, run_dir: Path) -> TaskFiles | None:
-    """Return the files of the user's task that a checkpoint was trained with; None: its run stored none.
+    """Return the files of the user's task that a checkpoint was trained with; None: its run stored
+    none.
 
     Raises:
         CheckpointError: The stored files are damaged.
     """
     digest = str(source.manifest.get("task_hash"))
-    return task_files().read(run_dir / "task" / digest) if re.fullmatch("[0-9a-f]{12}", digest) else None
+    return (
+        task_files().read(run_dir / "task" / digest)
+        if re.fullmatch("[0-9a-f]{12}", digest)
+        else None
+    )
 
 
-def _make_env(seeds: list[int], config: EnvConfig, device: torch.device, render: bool, size: int) -> VectorEnv:
+def _make_env(
+    seeds: list[int], config: EnvConfig, device: torch.device, render: bool, size: int
+) -> VectorEnv:
     """Call ``embodied_envs.make`` with the options."""
     return importlib.import_module("embodied_envs").make(
         config.id,
@@ -113,7 +128,12 @@ def evaluation_env(config: Config) -> EnvConfig:
     """Return the options of the environment with those of the evaluation in their place."""
     kwargs = {**config.env.kwargs, **config.evaluation.env_kwargs}
     randomize = config.env.randomize and config.evaluation.randomize
-    return replace(config.env, kwargs=kwargs, randomize=randomize, ranges=config.env.ranges if randomize else {})
+    return replace(
+        config.env,
+        kwargs=kwargs,
+        randomize=randomize,
+        ranges=config.env.ranges if randomize else {},
+    )
 
 
 FAMILIES: dict[str, type[TokenVLA] | type[FlowVLA] | type[GaussianVLA]] = {
@@ -128,27 +148,37 @@ Written: TypeAlias = "dict[str, str | None]"
 """Paths of a report's files."""
 
 
-# ----------------------------------------------------------------------------------------------- policy and compilation
+# --------------------------------------------------------------------------- policy and compilation
 def make_policy(config: Config, env: VectorEnv | EnvDescription) -> AnyPolicy:
-    """Return the policy of ``config.model`` for the spaces of ``env``, with weights from ``config.seed``.
+    """Return the policy of ``config.model`` for the spaces of ``env``, with weights from
+    ``config.seed``.
 
     Raises:
-        ConfigError: The policy family lacks what an option needs, or a directory of weights does not fit.
+        ConfigError: The policy family lacks what an option needs, or a directory of weights does
+            not fit.
     """
     a, chunk = config.algorithm, config.env.action_chunk
     values = chunk if a.reward_type == "action_level" else 1
     with torch.random.fork_rng():
         torch.manual_seed(sampling_key(config.seed, "weights"))
         if config.model.policy == "actor_critic":
-            policy = ActorCritic(env.obs_spec, env.action_spec, config.model, chunk=chunk, values=values)
+            policy = ActorCritic(
+                env.obs_spec, env.action_spec, config.model, chunk=chunk, values=values
+            )
         elif config.model.checkpoint is not None:
-            options: dict[str, Any] = {"chunk": chunk, "mapping": config.env.action_mapping, "values": values}
+            options: dict[str, Any] = {
+                "chunk": chunk,
+                "mapping": config.env.action_mapping,
+                "values": values,
+            }
             options["sentences"] = getattr(env, "instructions", ())
             if config.model.policy == "flow":
                 policy = PI0.of(env.obs_spec, env.action_spec, config.model, **options)
             else:
                 closes = getattr(env, "gripper_closes", None)
-                policy = CheckpointVLA.of(env.obs_spec, env.action_spec, config.model, closes=closes, **options)
+                policy = CheckpointVLA.of(
+                    env.obs_spec, env.action_spec, config.model, closes=closes, **options
+                )
         else:
             policy = FAMILIES[config.model.policy](
                 env.obs_spec,
@@ -162,7 +192,9 @@ def make_policy(config: Config, env: VectorEnv | EnvDescription) -> AnyPolicy:
     if not isinstance(policy, ActorCritic) or policy.kind != "categorical":
         for path, on in (("kl_loss_type", a.use_kl_loss), ("kl_penalty", a.use_kl_in_reward)):
             if on and getattr(a, path) == "full":
-                raise ConfigError(f"algorithm.{path}=full: needs the logits of a categorical policy; use k3")
+                raise ConfigError(
+                    f"algorithm.{path}=full: needs the logits of a categorical policy; use k3"
+                )
         if a.entropy_target is not None and a.entropy_target > 50:
             raise ConfigError(
                 f"algorithm.entropy_target={a.entropy_target}: is above any reachable entropy; use < 50 nats"
@@ -171,7 +203,9 @@ def make_policy(config: Config, env: VectorEnv | EnvDescription) -> AnyPolicy:
 
 
 COMPILE_AFTER = 8192
-"""Optimiser steps after which compile=auto switches to compiled code: about as long as compilation takes."""
+"""Optimiser steps after which compile=auto switches to compiled code: about as long as compilation
+takes.
+"""
 
 
 def compile_from(
@@ -191,7 +225,9 @@ def compile_from(
     a = config.algorithm
     if config.compile == "never":
         return None, "compile=never"
-    immediately = config.compile == "always" or device.type == "cuda"  # a CUDA graph is captured in a moment
+    immediately = (
+        config.compile == "always" or device.type == "cuda"
+    )  # a CUDA graph is captured in a moment
     since = 0 if immediately else -(-COMPILE_AFTER // batches(config).actor.steps)
     if since >= total_updates(config):
         return None, (
@@ -224,7 +260,9 @@ def check_evaluation(config: Config, device: torch.device) -> None:
     e = config.evaluation
     evaluation.evaluation_seeds(e.seed, e.episodes)
     if e.env_kwargs:
-        probe = make_env(evaluation.evaluation_seeds(e.seed, 1), config=evaluation_env(config), device=device)
+        probe = make_env(
+            evaluation.evaluation_seeds(e.seed, 1), config=evaluation_env(config), device=device
+        )
         try:
             probe.reset()
         finally:
@@ -232,7 +270,9 @@ def check_evaluation(config: Config, device: torch.device) -> None:
 
 
 def _unread_options(config: Config, env: VectorEnv) -> Iterator[str]:
-    """Yield a line for each option without effect in this task, and for a horizon that cuts all episodes."""
+    """Yield a line for each option without effect in this task, and for a horizon that cuts all
+    episodes.
+    """
     if isinstance(env.action_spec, Discrete):
         default = Config()
         for path in ("env.action_mapping", "model.state_dependent_std", "model.init_log_std"):
@@ -248,9 +288,15 @@ def _unread_options(config: Config, env: VectorEnv) -> Iterator[str]:
         )
 
 
-# -------------------------------------------------------------------------------------------------- rollout and learner
+# ------------------------------------------------------------------------------ rollout and learner
 def make_rollout(
-    config: Config, env: VectorEnv, policy: Policy, later: compile.CompileSchedule, *, stage: int = 0, stages: int = 1
+    config: Config,
+    env: VectorEnv,
+    policy: Policy,
+    later: compile.CompileSchedule,
+    *,
+    stage: int = 0,
+    stages: int = 1,
 ) -> Rollout:
     """Return the collector of experience.
 
@@ -276,7 +322,10 @@ def make_rollout(
 
 
 def make_learner(
-    request: RunRequest, policy: AnyPolicy, later: compile.CompileSchedule, ranks: Ranks | None = None
+    request: RunRequest,
+    policy: AnyPolicy,
+    later: compile.CompileSchedule,
+    ranks: Ranks | None = None,
 ) -> Learner:
     """Return the learner of a policy.
 
@@ -372,20 +421,24 @@ def clone(request: RunRequest, policy: AnyPolicy) -> dict[str, float]:
 def log_settings(
     request: RunRequest, env: VectorEnv, policy: AnyPolicy, compiled_since: int | None, reason: str
 ) -> None:
-    """Add the lines of the log that precede the first update; the last two arguments: of ``compile_from``."""
+    """Add the lines of the log that precede the first update; the last two arguments: of
+    ``compile_from``.
+    """
     config = request.config
     request.early.extend(_unread_options(config, env))
     samples = config.algorithm.horizon * env.num_envs
     if isinstance(policy, PI0) and (line := policy.memory_notice(samples)):
         request.early.append(line)
     simulators = config.env.num_threads or "as many as there are cores"
-    compiled = f"never ({reason})" if compiled_since is None else f"from update {compiled_since + 1} on"
+    compiled = (
+        f"never ({reason})" if compiled_since is None else f"from update {compiled_since + 1} on"
+    )
     request.early.append(
         f"threads: {torch.get_num_threads()} for tensors, {simulators} for simulators; compiled code: {compiled}"
     )
 
 
-# ------------------------------------------------------------------------------------------------ evaluate and export
+# ------------------------------------------------------------------------------ evaluate and export
 def evaluator(
     config: EvaluateConfig,
     trained: Config,
@@ -419,7 +472,9 @@ def evaluator(
     def evaluate(out: Path, advance: Advance) -> dict[str, Any]:
         done = itertools.count(1)
         advance("episodes", 0, config.episodes)
-        result = measure(config, policy, factory, lambda _: advance("episodes", next(done), config.episodes))
+        result = measure(
+            config, policy, factory, lambda _: advance("episodes", next(done), config.episodes)
+        )
         written = write_report(
             replace(trained, env=env_config),
             result,
@@ -438,9 +493,16 @@ def evaluator(
 
 
 def _evaluated_task(
-    env: EnvConfig, source: checkpoint.Checkpoint, run_dir: Path, *, allow: bool, say: Callable[[str], None]
+    env: EnvConfig,
+    source: checkpoint.Checkpoint,
+    run_dir: Path,
+    *,
+    allow: bool,
+    say: Callable[[str], None],
 ) -> TaskFiles | None:
-    """Return the files of the user's task that the evaluation executes; None: the task is installed."""
+    """Return the files of the user's task that the evaluation executes; None: the task is
+    installed.
+    """
     stored = stored_task(source, run_dir)
     if stored is not None and stored.id != env.id:
         return task_files().collect(env.id, env.kwargs)
@@ -457,17 +519,25 @@ def sampling_temperature(policy: Policy, temperature: float) -> float | None:
     if hasattr(policy, "temperature"):
         return temperature
     if temperature != 1:
-        raise ConfigError(f"temperature = {temperature:g}: model.policy=actor_critic has none; leave it out")
+        raise ConfigError(
+            f"temperature = {temperature:g}: model.policy=actor_critic has none; leave it out"
+        )
     return None
 
 
 def export(
-    trained: Config, source: checkpoint.Checkpoint, out: Path, *, run_dir: Path, say: Callable[[str], None]
+    trained: Config,
+    source: checkpoint.Checkpoint,
+    out: Path,
+    *,
+    run_dir: Path,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Write the directory of model.checkpoint with the trained weights, read it back and compare.
 
     Raises:
-        CheckpointError, ConfigError, EnvError: The policy has no published layout, or cannot be written.
+        CheckpointError, ConfigError, EnvError: The policy has no published layout, or cannot be
+            written.
     """
     if trained.model.checkpoint is None or trained.model.policy != "token":
         raise ConfigError(
@@ -478,7 +548,12 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out={out}: is not an empty directory; name a new one")
     task = _evaluated_task(trained.env, source, run_dir, allow=False, say=say)
-    env = make_env(env_seeds(0, 0, 2), config=replace(trained.env, num_envs=2), device=torch.device("cpu"), task=task)
+    env = make_env(
+        env_seeds(0, 0, 2),
+        config=replace(trained.env, num_envs=2),
+        device=torch.device("cpu"),
+        task=task,
+    )
     try:
         policy = make_policy(trained, env)
         assert isinstance(policy, CheckpointVLA) and trained.model.checkpoint is not None
@@ -488,7 +563,9 @@ def export(
         try:
             pretrained.export(policy, trained.model.checkpoint, out)
         except OSError as error:
-            raise ConfigError(f"out={out}: cannot be written ({error.strerror}); name another directory") from error
+            raise ConfigError(
+                f"out={out}: cannot be written ({error.strerror}); name another directory"
+            ) from error
         merged = replace(trained.model, checkpoint=str(out), lora_rank=0)
         exported = make_policy(replace(trained, model=merged), env)
         assert isinstance(exported, CheckpointVLA)
@@ -498,7 +575,12 @@ def export(
         env.close()
     size = sum(file.stat().st_size for file in out.iterdir())
     largest = float(difference.detach().abs().max())
-    return {"checkpoint": str(source.path), "out": str(out), "mb": round(size / 1e6, 1), "logit_difference": largest}
+    return {
+        "checkpoint": str(source.path),
+        "out": str(out),
+        "mb": round(size / 1e6, 1),
+        "logit_difference": largest,
+    }
 
 
 def write_report(
@@ -521,7 +603,8 @@ def write_report(
         config: Options of the run, with the evaluated environment.
         policy: Acts in the video.
         source: Checkpoint that was evaluated.
-        run_dir: Directory of the run: its metrics are drawn, its folder ``videos`` receives the mp4.
+        run_dir: Directory of the run: its metrics are drawn, its folder ``videos`` receives the
+            mp4.
         out: Folder of the report.
         video_episodes: Episodes of the video; 0: no video.
         video_steps: Largest length of one of them.
@@ -534,7 +617,12 @@ def write_report(
         recorded = video.record_video(
             policy,
             functools.partial(
-                make_env, config=config.env, device=torch.device("cpu"), render=True, size=video_size, task=task
+                make_env,
+                config=config.env,
+                device=torch.device("cpu"),
+                render=True,
+                size=video_size,
+                task=task,
             ),
             path=run_dir / "videos" / f"{out.name}.mp4",
             seed=result.seed,
@@ -563,5 +651,9 @@ def write_report(
         curves=report.rows(run_dir),
         video=recorded,
     )
-    path = None if recorded is None or recorded.path is None else str(run_dir / "videos" / recorded.path.name)
+    path = (
+        None
+        if recorded is None or recorded.path is None
+        else str(run_dir / "videos" / recorded.path.name)
+    )
     return {"report": str(written.html), "report_json": str(written.json), "video": path}

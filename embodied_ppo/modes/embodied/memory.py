@@ -1,4 +1,6 @@
-"""Memory that the processes of a robot policy's run will need, estimated on the CPU before the run is built."""
+"""Memory that the processes of a robot policy's run will need, estimated on the CPU before the run
+is built.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class EmbodiedMemoryEstimator:
         self._acting_by_parts: dict[int, tuple[int, Any, Any]] = {}
         self._updating_by_learners: dict[tuple[int, int | None], memory_estimate.Memory] = {}
 
-    def needs(self, placed: placement.Plan, micro: int | None = None, *, shard: bool | None = None) -> MemoryNeeds:
+    def needs(
+        self, placed: placement.Plan, micro: int | None = None, *, shard: bool | None = None
+    ) -> MemoryNeeds:
         """See ``MemoryEstimator.needs``."""
         peak, trajectory = self._acting(placed.processes("rollout") * placed.stages)
         learners = placed.processes("actor")
@@ -54,7 +58,9 @@ class EmbodiedMemoryEstimator:
             need: dict[str, int] = dict.fromkeys(vars(update), 0)
             if "rollout" in group.roles:
                 need.update(weights=weights, experience=experience, activations=peak)
-            if "actor" in group.roles:  # rolling out and updating follow each other: the larger one counts
+            if (
+                "actor" in group.roles
+            ):  # rolling out and updating follow each other: the larger one counts
                 need = {purpose: max(need[purpose], size) for purpose, size in vars(update).items()}
             needs[group.name] = need
         return needs
@@ -69,7 +75,9 @@ class EmbodiedMemoryEstimator:
         return replace(algorithm, micro_batch_size=size)
 
     def _acting(self, parts: int) -> tuple[int, Trajectory]:
-        """Return the peak bytes of acting in one of ``parts`` equal parts of the environments, and its trajectory."""
+        """Return the peak bytes of acting in one of ``parts`` equal parts of the environments, and
+        its trajectory.
+        """
         if parts not in self._acting_by_parts:
             rows = self.config.env.num_envs // parts
             spec = self.spaces.obs_spec

@@ -45,7 +45,7 @@ class EmbodiedMode(Mode):
     budget_options = "updates= or env_steps="
     compiles_complete_minibatches_only = True
 
-    # ------------------------------------------------------------------------------------------------- placement
+    # ------------------------------------------------------------------------------------ placement
     def check_plan(self, config: Config, plan: placement.Plan) -> None:
         a = config.algorithm
         placement.check_numbers(
@@ -67,7 +67,7 @@ class EmbodiedMode(Mode):
     def max_learners(self, config: Config) -> int:
         return config.env.num_envs
 
-    # ---------------------------------------------------------------------------------------------------- memory
+    # --------------------------------------------------------------------------------------- memory
     def can_estimate(self, config: Config, *, in_process: bool = False) -> bool:
         # An estimate would load a checkpoint, and GPU simulators may start only once in a process.
         once = config.env.simulator in ("torch", "mjlab", "libero")
@@ -84,7 +84,7 @@ class EmbodiedMode(Mode):
         a = config.algorithm
         return a.horizon if a.minibatch_unit == "column" else 1
 
-    # ----------------------------------------------------------------------------------------------------- build
+    # ---------------------------------------------------------------------------------------- build
     def title(self, config: Config) -> str:
         return config.env.id
 
@@ -131,7 +131,9 @@ class EmbodiedMode(Mode):
             rollout=components.make_rollout(config, env, policy, compile_schedule()),
             learner=components.make_learner(request, policy, compile_schedule()),
             count=lambda experience: steps_per_update(config),
-            measure=functools.partial(components.measure, config.evaluation, policy, make_evaluation_env),
+            measure=functools.partial(
+                components.measure, config.evaluation, policy, make_evaluation_env
+            ),
         )
         writer = components.writer(request, policy)
         return RunComponents(system, self.title(config), writer, facts)
@@ -141,7 +143,7 @@ class EmbodiedMode(Mode):
     ) -> tuple[Worker, Mapping[str, Any]]:
         return build_worker(request, spec, exchange)
 
-    # ------------------------------------------------------------------------------------------------ checkpoints
+    # ---------------------------------------------------------------------------------- checkpoints
     def evaluator(
         self,
         config: EvaluateConfig,
@@ -152,7 +154,9 @@ class EmbodiedMode(Mode):
         device: torch.device,
         say: Callable[[str], None],
     ) -> Evaluator:
-        return components.evaluator(config, trained, source, run_dir=run_dir, device=device, say=say)
+        return components.evaluator(
+            config, trained, source, run_dir=run_dir, device=device, say=say
+        )
 
     def export(
         self,
@@ -165,10 +169,14 @@ class EmbodiedMode(Mode):
     ) -> dict[str, Any]:
         return components.export(trained, source, out, run_dir=run_dir, say=say)
 
-    # -------------------------------------------------------------------------------------------------- profiling
-    def choices(self, config: Config, hardware: placement.Hardware, cores: int) -> list[cost_model.Choice]:
+    # ------------------------------------------------------------------------------------ profiling
+    def choices(
+        self, config: Config, hardware: placement.Hardware, cores: int
+    ) -> list[cost_model.Choice]:
         return cost_model.choices(hardware, cores)
 
-    def cost_model(self, request: RunRequest, update: int, plans: Sequence[placement.Plan | None]) -> CostModel:
+    def cost_model(
+        self, request: RunRequest, update: int, plans: Sequence[placement.Plan | None]
+    ) -> CostModel:
         costs = profile(request, update, plans)
         return CostModel(costs, lambda plan, needs: cost_model.predicted(plan, costs, needs))

@@ -1,4 +1,6 @@
-"""Time the roles of a robot policy's run on this machine: the code of the run itself, with several batch sizes."""
+"""Time the roles of a robot policy's run on this machine: the code of the run itself, with several
+batch sizes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ Timings = dict[tuple[str, bool], list[Timing]]
 """(part of the work, whether compiled) -> timings by number of environments."""
 
 
-def profile(request: RunRequest, update: int, plans: Sequence[placement.Plan | None]) -> cost_model.Measured:
+def profile(
+    request: RunRequest, update: int, plans: Sequence[placement.Plan | None]
+) -> cost_model.Measured:
     """Measure everything that predicting these placements needs.
 
     Args:
@@ -86,7 +90,9 @@ def profile(request: RunRequest, update: int, plans: Sequence[placement.Plan | N
 
 
 def _divisors(plan: placement.Plan | None) -> set[int]:
-    """Return the numbers of parts that a placement cuts the environments into to simulate, act and learn."""
+    """Return the numbers of parts that a placement cuts the environments into to simulate, act and
+    learn.
+    """
     if plan is None:
         return {1}
     e, r, a = (plan.processes(role) for role in ("env", "rollout", "actor"))
@@ -118,7 +124,9 @@ class _Probe:
         self.request = replace(request, config=share)
         self.divisor, self.update, self.compiled_since = divisor, update, compiled_since
         self.timings, self.stack = timings, stack
-        seeds = env_seeds(config.seed, 0, config.env.num_envs, config.algorithm.group_size)[: self.n]
+        seeds = env_seeds(config.seed, 0, config.env.num_envs, config.algorithm.group_size)[
+            : self.n
+        ]
         self.env: VectorEnv = components.make_env(seeds, config=config.env, device=request.device)
         stack.callback(self.env.close)
         self.policy = policy or components.make_policy(config, self.env)
@@ -150,7 +158,9 @@ class _Probe:
         def collect() -> tuple[float, ...]:
             before = clocks()
             self.trajectory, _ = rollout.collect(horizon, update=self.update, version=0)
-            simulate, simulate_cpu, wall, cpu = (x - y for x, y in zip(clocks(), before, strict=True))
+            simulate, simulate_cpu, wall, cpu = (
+                x - y for x, y in zip(clocks(), before, strict=True)
+            )
             return (
                 simulate / horizon,
                 simulate_cpu / horizon,

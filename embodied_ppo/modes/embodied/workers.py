@@ -1,4 +1,6 @@
-"""The worker processes of a robot policy's run: simulators, policy, rollouts and learner of one process."""
+"""The worker processes of a robot policy's run: simulators, policy, rollouts and learner of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,33 @@ from embodied_ppo.modes.base import TURNS, RunRequest
 from embodied_ppo.modes.embodied import components
 from embodied_ppo.modes.workers import shard_notice
 from embodied_ppo.placement.channels import Exchange, Server
-from embodied_ppo.placement.remote_envs import ConcatenatedEnvs, EnvDescription, EnvService, RemoteEnv, describe_env
+from embodied_ppo.placement.remote_envs import (
+    ConcatenatedEnvs,
+    EnvDescription,
+    EnvService,
+    RemoteEnv,
+    describe_env,
+)
 from embodied_ppo.placement.worker import Worker, WorkerSpec, broadcast_weights
 from embodied_ppo.rollout.simulation import Staged
 from embodied_ppo.training import checkpoint
 
 
-def build_worker(request: RunRequest, spec: WorkerSpec, exchange: Exchange | None) -> tuple[Worker, Mapping[str, Any]]:
+def build_worker(
+    request: RunRequest, spec: WorkerSpec, exchange: Exchange | None
+) -> tuple[Worker, Mapping[str, Any]]:
     """Build the roles of one process; see ``Mode.build_worker``.
 
     Args:
-        exchange: Receives the requests of rollouts where the simulators are here and the rollouts are not.
+        exchange: Receives the requests of rollouts where the simulators are here and the rollouts
+            are not.
     """
     config, roles, learners = request.config, spec.roles, spec.learners
     server = None
     if exchange is not None:
-        server = Server(EnvService(lambda kind, seeds: _local_simulators(request, seeds, kind)), exchange)
+        server = Server(
+            EnvService(lambda kind, seeds: _local_simulators(request, seeds, kind)), exchange
+        )
     if roles == ("env",):
         return Worker(spec, server=server), {}
     rank, world = spec.ranks.get("rollout", (0, 1))
@@ -43,7 +56,9 @@ def build_worker(request: RunRequest, spec: WorkerSpec, exchange: Exchange | Non
         n = config.env.num_envs // stages
         for stage in range(rank * spec.stages, (rank + 1) * spec.stages):
             envs.append(_simulators(request, spec, seeds[stage * n : stage * n + n], "train"))
-    spaces = describe_env(envs[0]) if envs else spec.env_description or _describe_simulators(request)
+    spaces = (
+        describe_env(envs[0]) if envs else spec.env_description or _describe_simulators(request)
+    )
     # A sharded model need not fit on the device as a whole, so it is built in host memory.
     on_host = learners.sharded and not config.cloning.steps
     device = torch.device("cpu") if on_host else request.device
@@ -51,14 +66,18 @@ def build_worker(request: RunRequest, spec: WorkerSpec, exchange: Exchange | Non
     if spec.tensors_move:
         compiled_since, reason = None, TURNS
     else:
-        compiled_since, reason = components.compile_from(config, request.device, request.notice, parts=stages)
+        compiled_since, reason = components.compile_from(
+            config, request.device, request.notice, parts=stages
+        )
     if envs and not rank:
         components.check_evaluation(config, request.device)
         components.log_settings(request, envs[0], policy, compiled_since, reason)
 
     def compile_schedule(on: bool = True) -> compile.CompileSchedule:
         required = config.compile == "always"
-        return compile.CompileSchedule(compiled_since if on else None, required=required, notice=request.notice)
+        return compile.CompileSchedule(
+            compiled_since if on else None, required=required, notice=request.notice
+        )
 
     facts: Mapping[str, Any] = {}
     learner: Learner | None = None
@@ -68,7 +87,9 @@ def build_worker(request: RunRequest, spec: WorkerSpec, exchange: Exchange | Non
         broadcast_weights(policy, learners)  # the clone exists in the first learner only
         world = learners.world
         if compiled_since is not None and world > 1:
-            request.notice(f"compile: minibatches are not compiled, {world} processes learn together")
+            request.notice(
+                f"compile: minibatches are not compiled, {world} processes learn together"
+            )
         learner = components.make_learner(request, policy, compile_schedule(world == 1), learners)
         if learners.sharded and not learners.rank:
             request.notice(shard_notice(policy, learners))
@@ -93,7 +114,9 @@ def build_worker(request: RunRequest, spec: WorkerSpec, exchange: Exchange | Non
         measure=lambda: components.measure(
             config.evaluation, policy, lambda seeds: _simulators(request, spec, seeds, "evaluate")
         ),
-        write=_sharded_writer(request, spaces) if learners.sharded else components.writer(request, policy),
+        write=_sharded_writer(request, spaces)
+        if learners.sharded
+        else components.writer(request, policy),
         env_description=spaces,
     ), facts
 
@@ -103,7 +126,9 @@ def _sharded_writer(
 ) -> Callable[[EvaluationResult, checkpoint.Checkpoint, Path], components.Written]:
     """Return ``components.writer`` with the checkpoint's weights, since no process has all of them."""
 
-    def write(result: EvaluationResult, source: checkpoint.Checkpoint, out: Path) -> components.Written:
+    def write(
+        result: EvaluationResult, source: checkpoint.Checkpoint, out: Path
+    ) -> components.Written:
         policy = components.make_policy(request.config, EnvDescription(spaces, torch.device("cpu")))
         checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
         return components.writer(request, policy)(result, source, out)
@@ -136,6 +161,7 @@ def _simulators(request: RunRequest, spec: WorkerSpec, seeds: list[int], kind: s
     clients = clients if kind == "train" else clients[:1]
     n = len(seeds) // len(clients)
     parts = [
-        RemoteEnv(desk, seeds[i * n : i * n + n], kind=kind, device=request.device) for i, desk in enumerate(clients)
+        RemoteEnv(desk, seeds[i * n : i * n + n], kind=kind, device=request.device)
+        for i, desk in enumerate(clients)
     ]
     return parts[0] if len(parts) == 1 else ConcatenatedEnvs(parts)

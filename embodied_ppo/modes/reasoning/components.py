@@ -1,4 +1,6 @@
-"""Components of mode=reasoning from their options: prompts, models, graders, decode engine, learners, evaluation."""
+"""Components of mode=reasoning from their options: prompts, models, graders, decode engine,
+learners, evaluation.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,19 @@ from typing import Any
 import torch
 
 from embodied_ppo.algorithms.learner import Critic, Learner
-from embodied_ppo.algorithms.separate_critic_learner import LocalCritic, Reference, separate_critic_learner
+from embodied_ppo.algorithms.separate_critic_learner import (
+    LocalCritic,
+    Reference,
+    separate_critic_learner,
+)
 from embodied_ppo.config import loader
-from embodied_ppo.config.schema import AlgorithmConfig, Config, CriticConfig, EvaluateConfig, EvaluationConfig
+from embodied_ppo.config.schema import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    EvaluateConfig,
+    EvaluationConfig,
+)
 from embodied_ppo.core import compile
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.errors import show
@@ -43,7 +55,7 @@ from embodied_ppo.training.logging import numbers
 from embodied_ppo.training.run_directory import versions
 
 
-# ------------------------------------------------------------------------------------------------------------- prompts
+# ------------------------------------------------------------------------------------------ prompts
 def make_tokenizer(config: Config) -> Any:
     """Return the tokenizer of the synthetic task, or of a directory. Raises ConfigError."""
     if config.data.task is not None:
@@ -51,7 +63,9 @@ def make_tokenizer(config: Config) -> Any:
     return load_tokenizer(config.actor.tokenizer or config.actor.model.path or "")
 
 
-def read_prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> tuple[list[Prompt], list[Prompt]]:
+def read_prompts(
+    config: Config, tokenizer: Any, say: Callable[[str], None]
+) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train on, and the held-out ones.
 
     Args:
@@ -92,7 +106,9 @@ def read_files(
         )
     except ConfigError as error:
         raise ConfigError(f"{what}={show(files)}: {error}") from error
-    more = f"; {longer:,} longer than algorithm.prompt_length={limit} were left out" if longer else ""
+    more = (
+        f"; {longer:,} longer than algorithm.prompt_length={limit} were left out" if longer else ""
+    )
     say(f"data: {len(prompts):,} prompts of {what}={show(files)}{more}")
     return prompts
 
@@ -110,10 +126,12 @@ def check_files(config: Config) -> None:
             except ConfigError as error:
                 raise ConfigError(f"{what}={show(files)}: {error}") from error
     if (path := config.actor.model.path) is not None and not Path(path).is_dir():
-        raise ConfigError(f"actor.model.path={path}: there is no such directory; name the directory of a model")
+        raise ConfigError(
+            f"actor.model.path={path}: there is no such directory; name the directory of a model"
+        )
 
 
-# -------------------------------------------------------------------------------------------------------------- models
+# ------------------------------------------------------------------------------------------- models
 def make_policy(config: Config, tokenizer: Any, device: torch.device) -> LanguagePolicy:
     """Return the actor with weights of a directory or from ``config.seed``. Raises ConfigError."""
     m = config.actor.model
@@ -126,7 +144,9 @@ def make_policy(config: Config, tokenizer: Any, device: torch.device) -> Languag
         raise ConfigError(
             f"actor.model: has {vocabulary} tokens, the tokenizer has {needed}; use the tokenizer of this model"
         )
-    policy = LanguagePolicy(model, temperature=config.rollout.temperature, compute=getattr(torch, m.dtype))
+    policy = LanguagePolicy(
+        model, temperature=config.rollout.temperature, compute=getattr(torch, m.dtype)
+    )
     policy.decoder.module.recompute = m.gradient_checkpointing
     return policy
 
@@ -147,8 +167,11 @@ def check_length(policy: LanguagePolicy, prompts: Sequence[Prompt], response_len
     return longest + response_length
 
 
-def make_critic(config: Config, policy: LanguagePolicy, device: torch.device) -> LanguageCritic | None:
-    """Return the critic: a copy of the actor unless critic.model is set; None where no values are used.
+def make_critic(
+    config: Config, policy: LanguagePolicy, device: torch.device
+) -> LanguageCritic | None:
+    """Return the critic: a copy of the actor unless critic.model is set; None where no values are
+    used.
 
     Raises:
         ConfigError: critic.model cannot be loaded, or has fewer tokens than the actor.
@@ -162,9 +185,13 @@ def make_critic(config: Config, policy: LanguagePolicy, device: torch.device) ->
         with torch.random.fork_rng():
             torch.manual_seed(sampling_key(config.seed, "critic"))
             model = causal_lm.load(m.path, m.architecture, what="critic.model", device=device)
-        vocabulary, needed = (x.get_input_embeddings().num_embeddings for x in (model, policy.model))
+        vocabulary, needed = (
+            x.get_input_embeddings().num_embeddings for x in (model, policy.model)
+        )
         if vocabulary < needed:
-            raise ConfigError(f"critic.model: has {vocabulary} tokens, the actor {needed}; take one of the same family")
+            raise ConfigError(
+                f"critic.model: has {vocabulary} tokens, the actor {needed}; take one of the same family"
+            )
     critic = LanguageCritic(model, compute=getattr(torch, m.dtype))
     critic.decoder.recompute = m.gradient_checkpointing
     return critic
@@ -173,10 +200,15 @@ def make_critic(config: Config, policy: LanguagePolicy, device: torch.device) ->
 def critic_config(a: AlgorithmConfig, c: CriticConfig) -> AlgorithmConfig:
     """Return the algorithm's options, replaced by those that ``critic`` sets.
 
-    loss_agg_func is token-mean unless ``critic`` sets it; an adaptive learning rate is the actor's only.
+    loss_agg_func is token-mean unless ``critic`` sets it; an adaptive learning rate is the actor's
+    only.
     """
     names = {f.name for f in fields(AlgorithmConfig)}
-    own = {f.name: getattr(c, f.name) for f in fields(c) if f.name in names and getattr(c, f.name) is not None}
+    own = {
+        f.name: getattr(c, f.name)
+        for f in fields(c)
+        if f.name in names and getattr(c, f.name) is not None
+    }
     schedule = own.get("lr_schedule", a.lr_schedule)
     own = {"loss_agg_func": "token-mean", **own}
     return replace(a, **{**own, "lr_schedule": "constant" if schedule == "adaptive" else schedule})
@@ -208,7 +240,9 @@ def stop_ids(config: Config, policy: LanguagePolicy, tokenizer: Any) -> tuple[in
         )
     limit = policy.model.get_input_embeddings().num_embeddings
     if tokens and tokens[-1] >= limit:
-        raise ConfigError(f"rollout.stop_token_ids: {tokens[-1]} is none of the model's {limit} tokens")
+        raise ConfigError(
+            f"rollout.stop_token_ids: {tokens[-1]} is none of the model's {limit} tokens"
+        )
     return tokens
 
 
@@ -218,16 +252,20 @@ def pad_id(tokenizer: Any, stops: Sequence[int]) -> int:
 
 
 def decoder(tokenizer: Any, stops: Sequence[int]) -> Callable[[list[int]], str]:
-    """Return a function from token ids to text; it omits the stop token and keeps other special tokens."""
+    """Return a function from token ids to text; it omits the stop token and keeps other special
+    tokens.
+    """
 
     def decode(ids: list[int]) -> str:
         end = len(ids) - bool(ids and ids[-1] in stops)
-        return tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return tokenizer.decode(
+            ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     return decode
 
 
-# ------------------------------------------------------------------------------------------------------------- graders
+# ------------------------------------------------------------------------------------------ graders
 def make_graders(config: Config, prompts: Sequence[Prompt], stack: ExitStack) -> Graders:
     """Return the graders of reward.grader; ``stack`` ends their processes. Raises ConfigError."""
     r = config.reward
@@ -259,13 +297,19 @@ def with_format(config: Config, graders: Graders) -> Graders:
 
 
 def make_reward(
-    config: Config, rule: Graders, policy: LanguagePolicy | None, device: torch.device, notice: Callable[[str], None]
+    config: Config,
+    rule: Graders,
+    policy: LanguagePolicy | None,
+    device: torch.device,
+    notice: Callable[[str], None],
 ) -> Graders:
-    """Return what scores responses: graders, a reward model of a directory, or one trained on preferences.
+    """Return what scores responses: graders, a reward model of a directory, or one trained on
+    preferences.
 
     Args:
         rule: The graders; they also decide whether an answer is right.
-        policy: Its weights initialise a reward model that is trained here; None: use ``rule`` instead.
+        policy: Its weights initialise a reward model that is trained here; None: use ``rule``
+            instead.
         notice: Called with a line about the training of a reward model.
 
     Raises:
@@ -301,8 +345,10 @@ def make_reward(
     return reward_model.RewardModel(model, tokenizer, rule=rule)
 
 
-# ----------------------------------------------------------------------------------------- prompt evaluation and report
-def evaluation_sampling(e: EvaluationConfig | EvaluateConfig, config: Config, stops: tuple[int, ...]) -> Sampling:
+# --------------------------------------------------------------------- prompt evaluation and report
+def evaluation_sampling(
+    e: EvaluationConfig | EvaluateConfig, config: Config, stops: tuple[int, ...]
+) -> Sampling:
     """Return how the responses of an evaluation are sampled."""
     return Sampling(
         max_tokens=e.response_length or config.algorithm.response_length,
@@ -317,11 +363,20 @@ def evaluation_sampling(e: EvaluationConfig | EvaluateConfig, config: Config, st
 
 
 def write_report(
-    config: Config, result: PromptEvaluationResult, *, source: checkpoint.Checkpoint, run_dir: Path, out: Path
+    config: Config,
+    result: PromptEvaluationResult,
+    *,
+    source: checkpoint.Checkpoint,
+    run_dir: Path,
+    out: Path,
 ) -> dict[str, str | None]:
     """Write report.json and report.html of a prompt evaluation; return their paths."""
     shown = {"eval/return", "eval/length", "eval/truncated"}
-    extra = {tag.removeprefix("eval/"): float(x) for tag, x in result.metrics().items() if tag not in shown}  # pyright: ignore[reportArgumentType]
+    extra = {
+        tag.removeprefix("eval/"): float(x)
+        for tag, x in result.metrics().items()
+        if tag not in shown
+    }  # pyright: ignore[reportArgumentType]
     written = report.write(
         out,
         result.results(),
@@ -339,7 +394,7 @@ def write_report(
     return {"report": str(written.html), "report_json": str(written.json)}
 
 
-# -------------------------------------------------------------------------------------------- inputs, rollout, learners
+# ------------------------------------------------------------------------ inputs, rollout, learners
 def warm_start_actor(request: RunRequest, policy: LanguagePolicy, tokenizer: Any) -> None:
     """Train the actor on demonstrations before PPO, or load the result from the cache.
 
@@ -354,7 +409,9 @@ def warm_start_actor(request: RunRequest, policy: LanguagePolicy, tokenizer: Any
     pairs = synthetic_tasks.demonstrations(
         task, task.problems("train"), w.steps * w.batch_size, seed=seed, forget=w.forget
     )
-    prompts, responses = (synthetic_tasks.encode(texts, tokenizer) for texts in zip(*pairs, strict=True))
+    prompts, responses = (
+        synthetic_tasks.encode(texts, tokenizer) for texts in zip(*pairs, strict=True)
+    )
     examples = [(p, (*r, synthetic_tasks.EOS)) for p, r in zip(prompts, responses, strict=True)]
     warm_start(
         policy,
@@ -411,12 +468,17 @@ def read_inputs(request: RunRequest) -> Inputs:
     train, held_out = read_prompts(config, tokenizer, request.early.append)
     policy = make_policy(config, tokenizer, request.device)
     stops = stop_ids(config, policy, tokenizer)
-    longest = check_length(policy, [*train, *held_out], max(a.response_length, e.response_length or 0))
+    longest = check_length(
+        policy, [*train, *held_out], max(a.response_length, e.response_length or 0)
+    )
     return Inputs(config, tokenizer, train, held_out, policy, stops, longest)
 
 
 def make_training_graders(request: RunRequest, m: Inputs, rule: Graders) -> Graders:
-    """Return what scores the responses of rollouts. Call it after ``warm_start_actor``. Raises ConfigError."""
+    """Return what scores the responses of rollouts.
+
+    Call it after ``warm_start_actor``. Raises ConfigError.
+    """
     config = request.config
     reward = make_reward(config, rule, m.policy, request.device, request.progress)
     return with_format(config, reward)
@@ -430,7 +492,10 @@ def make_rollout(
     rank: int = 0,
     world: int = 1,
 ) -> ReasoningRollout:
-    """Return the collector of experience of rollout process ``rank`` of ``world``. Raises ConfigError."""
+    """Return the collector of experience of rollout process ``rank`` of ``world``.
+
+    Raises ConfigError.
+    """
     config, a = request.config, request.config.algorithm
     return ReasoningRollout(
         m.train,
@@ -460,7 +525,9 @@ def make_rollout(
     )
 
 
-def held_out_evaluation(m: Inputs, rollout: ReasoningRollout) -> Callable[[], PromptEvaluationResult]:
+def held_out_evaluation(
+    m: Inputs, rollout: ReasoningRollout
+) -> Callable[[], PromptEvaluationResult]:
     """Return the function that evaluates the policy of ``rollout`` on held-out prompts."""
     e = m.config.evaluation
     return functools.partial(
@@ -476,7 +543,9 @@ def held_out_evaluation(m: Inputs, rollout: ReasoningRollout) -> Callable[[], Pr
 
 
 def _common_options(request: RunRequest, a: AlgorithmConfig, since: int | None) -> dict[str, Any]:
-    """Return the arguments that the learners of actor and critic have in common; ``a``: of one of them."""
+    """Return the arguments that the learners of actor and critic have in common; ``a``: of one of
+    them.
+    """
     return {
         "length": a.response_length,
         "columns": a.global_batch_size * a.group_size,
@@ -584,7 +653,9 @@ def make_engine(m: Inputs) -> Generator:
     if r.engine == "builtin":
         return Engine(m.policy, slots=slots(m.config), pad_id=m.padding, decode=m.text)
     assert path is not None
-    return VllmEngine(m.policy, path, pad_id=m.padding, slots=slots(m.config), width=m.longest, texts=bool(r.stop))
+    return VllmEngine(
+        m.policy, path, pad_id=m.padding, slots=slots(m.config), width=m.longest, texts=bool(r.stop)
+    )
 
 
 def response_tokens(t: Trajectory) -> int:
@@ -597,8 +668,10 @@ def response_tokens(t: Trajectory) -> int:
     return int((t.terminated * steps).sum())
 
 
-# ------------------------------------------------------------------------------------------------ evaluate and export
-def _restore(trained: Config, source: checkpoint.Checkpoint, device: torch.device) -> tuple[LanguagePolicy, Any]:
+# ------------------------------------------------------------------------------ evaluate and export
+def _restore(
+    trained: Config, source: checkpoint.Checkpoint, device: torch.device
+) -> tuple[LanguagePolicy, Any]:
     """Return the policy of a checkpoint and its tokenizer."""
     tokenizer = make_tokenizer(trained)
     policy = make_policy(trained, tokenizer, device)
@@ -635,10 +708,18 @@ def evaluator(
             rule = make_graders(trained, prompts, stack)
             graders = with_format(trained, make_reward(trained, rule, None, device, say))
             tell = functools.partial(advance, "responses")
-            engine = Engine(policy, slots=slots(trained), pad_id=padding, decode=text, progress=tell)
+            engine = Engine(
+                policy, slots=slots(trained), pad_id=padding, decode=text, progress=tell
+            )
             chosen = prompts[: config.episodes]
             result = evaluate_prompts(
-                chosen, engine, graders, reader(text, sampling.stop), sampling, n=config.n, seed=config.seed
+                chosen,
+                engine,
+                graders,
+                reader(text, sampling.stop),
+                sampling,
+                n=config.n,
+                seed=config.seed,
             )
         written = write_report(trained, result, source=source, run_dir=run_dir, out=out)
         return {**numbers(result.metrics()), **written}
@@ -647,7 +728,8 @@ def evaluator(
 
 
 def export(trained: Config, source: checkpoint.Checkpoint, out: Path) -> dict[str, Any]:
-    """Write weights, configuration and tokenizer in the layout of transformers, read them back and compare.
+    """Write weights, configuration and tokenizer in the layout of transformers, read them back and
+    compare.
 
     Raises:
         CheckpointError, ConfigError: The folder cannot be written, or what is read back differs.
@@ -660,12 +742,21 @@ def export(trained: Config, source: checkpoint.Checkpoint, out: Path) -> dict[st
         tokenizer.save_pretrained(out)
         share(out)
     except OSError as error:
-        raise ConfigError(f"out={out}: cannot be written ({error.strerror}); name another directory") from error
+        raise ConfigError(
+            f"out={out}: cannot be written ({error.strerror}); name another directory"
+        ) from error
     exported = causal_lm.load(str(out), {}, what="out")
     ids = torch.arange(8).unsqueeze(0) % policy.model.get_input_embeddings().num_embeddings
     with torch.no_grad():
-        difference = float((exported(input_ids=ids).logits - policy.model(input_ids=ids).logits).abs().max())
+        difference = float(
+            (exported(input_ids=ids).logits - policy.model(input_ids=ids).logits).abs().max()
+        )
     if difference:
         raise CheckpointError(f"out={out}: read back, logits differ by {difference:g}; report this")
     size = sum(file.stat().st_size for file in out.iterdir())
-    return {"checkpoint": str(source.path), "out": str(out), "mb": round(size / 1e6, 1), "logit_difference": difference}
+    return {
+        "checkpoint": str(source.path),
+        "out": str(out),
+        "mb": round(size / 1e6, 1),
+        "logit_difference": difference,
+    }

@@ -3,7 +3,8 @@
 Seconds of an update, as in ``placement.cost_model``:
 
     collect = generation + grading
-    update  = log-probabilities of the reference + values of the critic + updates of actor and critic, which run
+    update  = log-probabilities of the reference + values of the critic + updates of actor and
+    critic, which run
               concurrently where they are in different processes
     publish = transfer of the weights
 """
@@ -15,7 +16,15 @@ from dataclasses import dataclass
 
 from embodied_ppo.config.placement import Hardware, Need, Plan
 from embodied_ppo.placement import cost_model
-from embodied_ppo.placement.cost_model import Choice, Cost, Machine, Prediction, loads, prediction, sums
+from embodied_ppo.placement.cost_model import (
+    Choice,
+    Cost,
+    Machine,
+    Prediction,
+    loads,
+    prediction,
+    sums,
+)
 
 PARTITIONS = (
     ("rollout,actor,critic,reference,reward",),
@@ -33,12 +42,20 @@ PRESETS = ("fused", "colocated", "disaggregated")
 
 
 def choices(hardware: Hardware, without: Sequence[str]) -> list[Choice]:
-    """Return the placements to compare, see ``placement.cost_model.choices``; ``without``: roles the run lacks."""
+    """Return the placements to compare, see ``placement.cost_model.choices``; ``without``: roles
+    the run lacks.
+    """
     partitions = dict[tuple[str, ...], None]()
     for groups in PARTITIONS:
-        homes = [",".join(role for role in group.split(",") if role not in without) for group in groups]
+        homes = [
+            ",".join(role for role in group.split(",") if role not in without) for group in groups
+        ]
         partitions[tuple(home for home in homes if home)] = None
-    return [choice for choice in cost_model.choices(hardware, 0, list(partitions), PRESETS) if choice.stages == 1]
+    return [
+        choice
+        for choice in cost_model.choices(hardware, 0, list(partitions), PRESETS)
+        if choice.stages == 1
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +92,18 @@ class Measured(Machine):
 
     def summary(self) -> str:
         """See ``Machine``."""
-        named = {"generating": self.generate, "grading": self.grade, "the reference": self.view, "values": self.values}
+        named = {
+            "generating": self.generate,
+            "grading": self.grade,
+            "the reference": self.view,
+            "values": self.values,
+        }
         named |= {"the actor's update": self.learn, "the critic's": self.teach}
-        each = [f"{name} {cost.wall(self.responses):.3g} s" for name, cost in named.items() if cost is not None]
+        each = [
+            f"{name} {cost.wall(self.responses):.3g} s"
+            for name, cost in named.items()
+            if cost is not None
+        ]
         return f"of {self.responses} responses {', '.join(each)}; {super().summary()}"
 
 
@@ -95,11 +121,17 @@ def predicted(p: Plan | None, m: Measured, needs: Mapping[str, Need]) -> Predict
         teach_cpu = m.teach.cpu(each)
         updating["critic"] = m.values.cpu(each) + teach_cpu
     learn = m.learn.wall(n / count("actor"))
-    concurrent = m.concurrent or (p is not None and p.has("critic") and not p.fused("actor", "critic"))
+    concurrent = m.concurrent or (
+        p is not None and p.has("critic") and not p.fused("actor", "critic")
+    )
     update = inference + (max(learn, teach) if concurrent else learn + teach)
     collect = m.generate.wall(n / count("rollout")) + m.grade.wall(n / count("reward"))
     if p is None:
-        update = max(update, inference + (updating["actor"] + teach_cpu) / m.cores) if concurrent else update
+        update = (
+            max(update, inference + (updating["actor"] + teach_cpu) / m.cores)
+            if concurrent
+            else update
+        )
         return Prediction(collect, update, 0.0, collect + update)
     rollout_requests, actor_requests = p.apart("rollout"), p.apart("actor")
     rows = m.experience_bytes / count("actor") * m.byte_s
@@ -109,7 +141,11 @@ def predicted(p: Plan | None, m: Measured, needs: Mapping[str, Need]) -> Predict
         needs,
         collect=collect + 2 * len(rollout_requests) * m.message_s,
         collecting=loads(
-            p, {"rollout": m.generate.cpu(n / count("rollout")), "reward": m.grade.cpu(n / count("reward"))}
+            p,
+            {
+                "rollout": m.generate.cpu(n / count("rollout")),
+                "reward": m.grade.cpu(n / count("reward")),
+            },
         ),
         update=update + len(actor_requests) * (2 * m.message_s + rows),
         updating=loads(p, updating),

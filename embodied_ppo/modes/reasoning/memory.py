@@ -1,4 +1,6 @@
-"""Memory that the processes of a language model's run will need, estimated on the CPU before the run is built."""
+"""Memory that the processes of a language model's run will need, estimated on the CPU before the
+run is built.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from embodied_ppo.modes.base import MemoryNeeds
 from embodied_ppo.modes.reasoning import components
 from embodied_ppo.placement import memory_estimate
 
-PURPOSES: tuple[str, ...] = ("weights", "gradients", "optimiser", "experience", "cache", "activations")
+PURPOSES: tuple[str, ...] = (
+    "weights",
+    "gradients",
+    "optimiser",
+    "experience",
+    "cache",
+    "activations",
+)
 """What the memory of a process is for."""
 
 
@@ -21,7 +30,10 @@ class ReasoningMemoryEstimator:
     """See ``MemoryEstimator``. Graders and reward models are not counted."""
 
     def __init__(self, config: Config) -> None:
-        """Build actor and critic on the CPU, and read the prompts for the longest sequence. Raises ConfigError."""
+        """Build actor and critic on the CPU, and read the prompts for the longest sequence.
+
+        Raises ConfigError.
+        """
         self.config = config
         a, cpu = config.algorithm, torch.device("cpu")
         tokenizer = components.make_tokenizer(config)
@@ -33,7 +45,9 @@ class ReasoningMemoryEstimator:
         self.critic = components.make_critic(config, self.policy, cpu) if uses_critic else None
         self._step_bytes: dict[tuple[str, int], int] = {}
 
-    def needs(self, placed: placement.Plan, micro: int | None = None, *, shard: bool | None = None) -> MemoryNeeds:
+    def needs(
+        self, placed: placement.Plan, micro: int | None = None, *, shard: bool | None = None
+    ) -> MemoryNeeds:
         """See ``MemoryEstimator.needs``."""
         config, a, policy, longest = self.config, self.config.algorithm, self.policy, self.longest
         sequences = a.rollout_batch_size * a.group_size
@@ -55,7 +69,9 @@ class ReasoningMemoryEstimator:
                     continue
                 for purpose, size in self._held(role, model, learners, shard, rolls_out).items():
                     need[purpose] += size
-                step = self._step(role, model, learners, micro or self.micro_batch_size or sequences)
+                step = self._step(
+                    role, model, learners, micro or self.micro_batch_size or sequences
+                )
                 need["activations"] = max(need["activations"], step)
             if "reference" in group.roles:
                 sharded = memory_estimate.sharded(policy, learners)["weights"] if shard else None
@@ -66,8 +82,12 @@ class ReasoningMemoryEstimator:
             needs[group.name] = need
         return needs
 
-    def _held(self, role: str, model: Any, learners: int, shard: bool, rolls_out: bool) -> dict[str, int]:
-        """Return the bytes of a trained model and its optimiser, without the actor's weights if not sharded."""
+    def _held(
+        self, role: str, model: Any, learners: int, shard: bool, rolls_out: bool
+    ) -> dict[str, int]:
+        """Return the bytes of a trained model and its optimiser, without the actor's weights if not
+        sharded.
+        """
         if shard:
             return memory_estimate.sharded(model, learners, acts=role == "actor" and rolls_out)
         size = memory_estimate.nbytes([p for p in model.parameters() if p.requires_grad])

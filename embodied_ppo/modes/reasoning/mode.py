@@ -42,12 +42,10 @@ class ReasoningMode(Mode):
     score_metric = "eval/accuracy"
     success_metric = "eval/accuracy"
     budget_options = "updates="
-    cloning_error = (
-        "mode = reasoning: clone is for robot policies; a language model is warmed up by train, see warm_start.steps"
-    )
+    cloning_error = "mode = reasoning: clone is for robot policies; a language model is warmed up by train, see warm_start.steps"
     profiles_trained_policy = True  # it has learned when to end a response
 
-    # ------------------------------------------------------------------------------------------------- placement
+    # ------------------------------------------------------------------------------------ placement
     def check_plan(self, config: Config, plan: placement.Plan) -> None:
         a = config.algorithm
         prompts = {"algorithm.global_batch_size": a.global_batch_size}
@@ -66,8 +64,13 @@ class ReasoningMode(Mode):
                 "sent between processes; join them, as 'actor,reference', or write "
                 "algorithm.kl_loss_type=k3 and algorithm.kl_penalty=k1"
             )
-        if config.rollout.engine == "vllm" and plan.group("rollout").processes > plan.hardware.total:
-            raise PlacementError("rollout.engine = vllm: one process on a device; leave out processes")
+        if (
+            config.rollout.engine == "vllm"
+            and plan.group("rollout").processes > plan.hardware.total
+        ):
+            raise PlacementError(
+                "rollout.engine = vllm: one process on a device; leave out processes"
+            )
 
     def shard_obstacle(self, config: Config, plan: placement.Plan) -> str:
         if reason := super().shard_obstacle(config, plan):
@@ -78,9 +81,7 @@ class ReasoningMode(Mode):
         if config.critic.concurrent:
             return "actor and critic gather their layers one after another; write critic.concurrent=false"
         if full_kl(config.algorithm):
-            return (
-                "the full KL divergence reads policy and reference at once; use k3 (algorithm.kl_loss_type, kl_penalty)"
-            )
+            return "the full KL divergence reads policy and reference at once; use k3 (algorithm.kl_loss_type, kl_penalty)"
         if config.rollout.engine == "vllm" and plan.fused("rollout", "actor"):
             return "vLLM has weights of its own; give rollout its own processes (placement=disaggregated)"
         return ""
@@ -98,7 +99,7 @@ class ReasoningMode(Mode):
     def max_learners(self, config: Config) -> int:
         return config.algorithm.rollout_batch_size
 
-    # ---------------------------------------------------------------------------------------------------- memory
+    # --------------------------------------------------------------------------------------- memory
     def can_estimate(self, config: Config, *, in_process: bool = False) -> bool:
         return config.actor.model.path is None  # an estimate would load its weights
 
@@ -110,7 +111,7 @@ class ReasoningMode(Mode):
         prompts = max(parts.size for parts in (b.actor, b.critic) if parts is not None)
         return prompts * config.algorithm.group_size
 
-    # ----------------------------------------------------------------------------------------------------- build
+    # ---------------------------------------------------------------------------------------- build
     def title(self, config: Config) -> str:
         return components.title(config)
 
@@ -153,7 +154,7 @@ class ReasoningMode(Mode):
     ) -> tuple[Worker, Mapping[str, Any]]:
         return build_worker(request, spec, exchange)
 
-    # ------------------------------------------------------------------------------------------------ checkpoints
+    # ---------------------------------------------------------------------------------- checkpoints
     def evaluator(
         self,
         config: EvaluateConfig,
@@ -164,7 +165,9 @@ class ReasoningMode(Mode):
         device: torch.device,
         say: Callable[[str], None],
     ) -> Evaluator:
-        return components.evaluator(config, trained, source, run_dir=run_dir, device=device, say=say)
+        return components.evaluator(
+            config, trained, source, run_dir=run_dir, device=device, say=say
+        )
 
     def export(
         self,
@@ -177,10 +180,12 @@ class ReasoningMode(Mode):
     ) -> dict[str, Any]:
         return components.export(trained, source, out)
 
-    # -------------------------------------------------------------------------------------------------- profiling
+    # ------------------------------------------------------------------------------------ profiling
     def choices(self, config: Config, hardware: placement.Hardware, cores: int) -> list[Choice]:
         return cost_model.choices(hardware, validation.unused_roles(config))
 
-    def cost_model(self, request: RunRequest, update: int, plans: Sequence[placement.Plan | None]) -> CostModel:
+    def cost_model(
+        self, request: RunRequest, update: int, plans: Sequence[placement.Plan | None]
+    ) -> CostModel:
         costs = profile(request, update, plans)
         return CostModel(costs, lambda plan, needs: cost_model.predicted(plan, costs, needs))

@@ -1,4 +1,6 @@
-"""Time the roles of a language model's run on this machine: the code of the run itself, with several batch sizes."""
+"""Time the roles of a language model's run on this machine: the code of the run itself, with
+several batch sizes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from torch import Tensor
 
 from embodied_ppo.algorithms.learner import NOTHING
 from embodied_ppo.algorithms.optimizer import OptimizationStats
-from embodied_ppo.algorithms.separate_critic_learner import FrozenReference, Rows, full_kl, log_prob_rows
+from embodied_ppo.algorithms.separate_critic_learner import (
+    FrozenReference,
+    Rows,
+    full_kl,
+    log_prob_rows,
+)
 from embodied_ppo.config import placement
 from embodied_ppo.config.schema import Config
 from embodied_ppo.models.causal_lm import LanguagePolicy
@@ -106,19 +113,27 @@ class _Probe:
         self.reference: FrozenReference | None = None
         if a.use_kl_loss or a.use_kl_in_reward:
             frozen = copy.deepcopy(self.m.policy)
-            self.reference = FrozenReference(frozen, tokens=a.micro_batch_tokens, columns=log_prob_rows(a))
+            self.reference = FrozenReference(
+                frozen, tokens=a.micro_batch_tokens, columns=log_prob_rows(a)
+            )
         self.trajectory: Any = None
         self.experience_bytes = 0
 
     def times(self, divisor: int, update: int) -> dict[str, list[float]]:
-        """Return for each role the wall-clock and CPU seconds of one of ``divisor`` processes for its share."""
+        """Return for each role the wall-clock and CPU seconds of one of ``divisor`` processes for
+        its share.
+        """
         request = replace(self.request, config=_share(self.request.config, divisor))
-        rollout = components.make_rollout(self.request, self.m, self.engine, self.graders, 0, divisor)
+        rollout = components.make_rollout(
+            self.request, self.m, self.engine, self.graders, 0, divisor
+        )
         horizon = request.config.algorithm.response_length
 
         def collect() -> tuple[float, ...]:
             before = rollout.grade_s, rollout.cpu_s["grade"]
-            self.trajectory, (wall, cpu) = _timed(lambda: rollout.collect(horizon, update=update, version=0)[0])
+            self.trajectory, (wall, cpu) = _timed(
+                lambda: rollout.collect(horizon, update=update, version=0)[0]
+            )
             graded, graded_cpu = rollout.grade_s - before[0], rollout.cpu_s["grade"] - before[1]
             return wall - graded, cpu - graded_cpu, graded, graded_cpu
 
@@ -128,9 +143,13 @@ class _Probe:
         times = {"generate": [generate, generate_cpu], "grade": [grade, grade_cpu]}
         obs, mask = t.obs, t.mask
         full = full_kl(request.config.algorithm)
-        if self.reference is not None and not full:  # the full KL divergence is computed by the actor's process
+        if (
+            self.reference is not None and not full
+        ):  # the full KL divergence is computed by the actor's process
             view = self.reference.view
-            times["view"] = fastest(lambda: _timed(lambda: view(obs, mask, t.action, hidden=False))[1])
+            times["view"] = fastest(
+                lambda: _timed(lambda: view(obs, mask, t.action, hidden=False))[1]
+            )
         if self.critic is not None:
             values = components.make_critic_learner(request, self.critic)
             value = values.values(obs, mask)
@@ -151,7 +170,9 @@ class _Probe:
 
 
 def _share(config: Config, divisor: int) -> Config:
-    """Return the options of one of ``divisor`` processes: its share of the prompts of each optimiser step."""
+    """Return the options of one of ``divisor`` processes: its share of the prompts of each
+    optimiser step.
+    """
     a, c = config.algorithm, config.critic
     batch = max(1, a.global_batch_size // divisor)
     own = None if c.global_batch_size is None else max(1, c.global_batch_size // divisor)
@@ -182,7 +203,9 @@ class _FreeModels:
     def values(self, obs: Rows, mask: Tensor) -> Tensor:
         return torch.zeros_like(self.log_prob)
 
-    def begin(self, obs: Rows, mask: Tensor, value: Tensor, returns: Tensor, update: int) -> None: ...
+    def begin(
+        self, obs: Rows, mask: Tensor, value: Tensor, returns: Tensor, update: int
+    ) -> None: ...
 
     def end(self) -> OptimizationStats:
         return NOTHING

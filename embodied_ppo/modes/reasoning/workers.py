@@ -1,4 +1,6 @@
-"""The worker processes of a language model's run: rollout, graders, reference and learners of one process."""
+"""The worker processes of a language model's run: rollout, graders, reference and learners of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,19 @@ from embodied_ppo.modes.base import RunRequest
 from embodied_ppo.modes.reasoning import components
 from embodied_ppo.modes.workers import shard_notice
 from embodied_ppo.placement.channels import Exchange, Server
-from embodied_ppo.placement.remote_models import ModelService, RemoteCritic, RemoteGraders, RemoteReference
+from embodied_ppo.placement.remote_models import (
+    ModelService,
+    RemoteCritic,
+    RemoteGraders,
+    RemoteReference,
+)
 from embodied_ppo.placement.worker import Worker, WorkerSpec, broadcast_weights
 from embodied_ppo.rewards.graders import Graders
 
 
-def build_worker(request: RunRequest, spec: WorkerSpec, exchange: Exchange | None) -> tuple[Worker, Mapping[str, Any]]:
+def build_worker(
+    request: RunRequest, spec: WorkerSpec, exchange: Exchange | None
+) -> tuple[Worker, Mapping[str, Any]]:
     """Build the roles of one process; see ``Mode.build_worker``.
 
     Args:
@@ -98,12 +107,16 @@ def build_worker(request: RunRequest, spec: WorkerSpec, exchange: Exchange | Non
         initialize=(lambda: None) if learner is None else learner.initialize,
         on_weights_updated=(lambda version: None) if engine is None else engine.update_weights,
         release_cache=(lambda: None) if engine is None else engine.sleep,
-        state_tensors=lambda: [x.state_tensors() for x in (learner or values, reference) if x is not None],
+        state_tensors=lambda: [
+            x.state_tensors() for x in (learner or values, reference) if x is not None
+        ],
     )
     return worker, {}
 
 
-def _critic(request: RunRequest, spec: WorkerSpec, m: components.Inputs) -> tuple[Critic | None, LocalCritic | None]:
+def _critic(
+    request: RunRequest, spec: WorkerSpec, m: components.Inputs
+) -> tuple[Critic | None, LocalCritic | None]:
     """Return the critic that the actor of this process calls, and the one that is in this process."""
     config, device = request.config, request.device
     if "critic" in spec.roles:

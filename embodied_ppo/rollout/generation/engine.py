@@ -1,9 +1,10 @@
 """Decode engine with a key-value cache and continuous batching.
 
-S slots are decoded together; each holds one response. A finished response frees its slot at once: a waiting prompt
-takes it, and if no prompt waits, the active slots are compacted, so that no step computes unused rows. With typical
-response lengths this gives 2.5 times the throughput of a loop that waits for its longest row. On a GPU, tokens are
-decoded in rounds of ``cuda_graphs.ROUND`` steps, each a CUDA graph; finished responses are detected between rounds.
+S slots are decoded together; each holds one response. A finished response frees its slot at once: a
+waiting prompt takes it, and if no prompt waits, the active slots are compacted, so that no step
+computes unused rows. With typical response lengths this gives 2.5 times the throughput of a loop
+that waits for its longest row. On a GPU, tokens are decoded in rounds of ``cuda_graphs.ROUND``
+steps, each a CUDA graph; finished responses are detected between rounds.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from embodied_ppo.rollout.generation.cuda_graphs import StaticDecode
 from embodied_ppo.rollout.generation.sampling import Sampling, choose
 
 REFILL = 0.25
-"""Share of free slots at which prompts are prefilled; a joint prefill is cheaper than single ones."""
+"""Share of free slots at which prompts are prefilled; a joint prefill is cheaper than single ones.
+"""
 PREFILL_TOKENS = defaultdict(lambda: 1 << 15, cpu=1024)
-"""Prompt tokens in one prefill pass, by device type: on a CPU what fits its caches (25 % faster than 256 prompts at
-once), elsewhere a limit of memory."""
+"""Prompt tokens in one prefill pass, by device type: on a CPU what fits its caches (25 % faster
+than 256 prompts at once), elsewhere a limit of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class Generation:
 
     token     int64 [N, T]    padded with ``Engine.pad_id`` on the right
     length    int64 [N]       number of tokens, including the stop token
-    stopped   bool [N]        whether a stop token or text ended it; else it was truncated at max_tokens
+    stopped   bool [N]        whether a stop token or text ended it; else it was truncated at
+    max_tokens
     log_prob  float32 [N, T]  of each token, at the sampling temperature; 0 where padded
     """
 
@@ -53,7 +56,12 @@ class Generator(Protocol):
     """Version of the policy's weights."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seed: int, samples: Tensor | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seed: int,
+        samples: Tensor | None = None,
     ) -> Generation:
         """Generate one response to each of N prompts.
 
@@ -61,13 +69,15 @@ class Generator(Protocol):
             prompts: Token ids of each prompt.
             sampling: Sampling parameters.
             seed: Seed of sampling.
-            samples: int64 [N], None: 0, 1, ... The random numbers of row n depend on (seed, samples[n]) only, not on
-                the other rows.
+            samples: int64 [N], None: 0, 1, ... The random numbers of row n depend on (seed,
+                samples[n]) only, not on the other rows.
         """
         ...
 
     def update_weights(self, version: int) -> None:
-        """Declare that the policy's weights are those of ``version``, and drop everything computed from older ones."""
+        """Declare that the policy's weights are those of ``version``, and drop everything computed
+        from older ones.
+        """
         ...
 
     def sleep(self) -> None:
@@ -80,7 +90,9 @@ class Generator(Protocol):
 
 
 class _Cache:
-    """Keys and values of every layer, [S, groups, width, d]; row b's tokens are at 0 .. length[b]-1."""
+    """Keys and values of every layer, [S, groups, width, d]; row b's tokens are at 0 ..
+    length[b]-1.
+    """
 
     def __init__(self, policy: LanguagePolicy, slots: int, width: int) -> None:
         self.slots, self.width = slots, width
@@ -116,7 +128,8 @@ class Engine:
             slots: Rows decoded together, S.
             pad_id: Token id of padding.
             decode: Function from token ids to text, for stop texts.
-            static: Whether steps have fixed shapes, which CUDA graphs need; None: on a GPU. The tokens are the same.
+            static: Whether steps have fixed shapes, which CUDA graphs need; None: on a GPU. The
+                tokens are the same.
             progress: Callback (completed, total) after each step, in responses.
         """
         self.policy, self.slots, self.pad_id, self.decode = policy, slots, pad_id, decode
@@ -125,10 +138,15 @@ class Engine:
         self._cache: _Cache | None = None
         self._rounds: StaticDecode | None = None
 
-    # ------------------------------------------------------------------------------------------------------- protocol
+    # ------------------------------------------------------------------------------------- protocol
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seed: int, samples: Tensor | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seed: int,
+        samples: Tensor | None = None,
     ) -> Generation:
         """See ``Generator``. Adjacent equal prompts are prefilled once."""
         assert prompts and all(len(p) > 0 for p in prompts)
@@ -139,14 +157,25 @@ class Engine:
         u = random.uniform(seeds, 0, samples.cpu(), sampling.max_tokens).to(device)  # [N, T]
         slots = min(self.slots, n)
         cache = self._allocate(slots, longest + sampling.max_tokens)
-        state = _State(n, slots, sampling, self.pad_id, u, self.policy.model.lm_head.weight.shape[0], self._rounds)
+        state = _State(
+            n,
+            slots,
+            sampling,
+            self.pad_id,
+            u,
+            self.policy.model.lm_head.weight.shape[0],
+            self._rounds,
+        )
         with precision(self.policy.model.lm_head.weight, self.policy.compute):
             self._decode_all(cache, state, prompts)
         t = sampling.max_tokens
         return Generation(state.token[:, :t], state.length, state.stopped, state.log_prob[:, :t])
 
     def update_weights(self, version: int) -> None:
-        """Store the version. The weights are shared with the learner, which changes them in place."""
+        """Store the version.
+
+        The weights are shared with the learner, which changes them in place.
+        """
         self.version = version
 
     def sleep(self) -> None:
@@ -156,13 +185,15 @@ class Engine:
     def wake(self) -> None:
         """Do nothing, because the next ``generate`` allocates the cache."""
 
-    # ---------------------------------------------------------------------------------------------------------- passes
+    # --------------------------------------------------------------------------------------- passes
     def _decode_all(self, cache: _Cache, state: _State, prompts: Sequence[Sequence[int]]) -> None:
         """Generate all responses."""
         slots, waiting = len(state.row), list(range(len(prompts) - 1, -1, -1))
         while waiting or state.active:
             free = slots - state.active
-            if waiting and (free >= max(1, int(REFILL * slots)) or not state.active or free >= len(waiting)):
+            if waiting and (
+                free >= max(1, int(REFILL * slots)) or not state.active or free >= len(waiting)
+            ):
                 rows = [waiting.pop() for _ in range(min(free, len(waiting)))]
                 logits = self._prefill(cache, state, [prompts[r] for r in rows])
                 state.begin(rows, [prompts[r] for r in rows])
@@ -177,13 +208,17 @@ class Engine:
             self.progress(len(prompts) - len(waiting) - state.active, len(prompts))
 
     def _allocate(self, slots: int, width: int) -> _Cache:
-        """Return a cache of at least ``slots`` rows and ``width`` tokens, the existing one if it suffices."""
+        """Return a cache of at least ``slots`` rows and ``width`` tokens, the existing one if it
+        suffices.
+        """
         static = self._is_static()
         if static:
             width = -(-(width + cuda_graphs.ROUND) // cuda_graphs.WIDTH) * cuda_graphs.WIDTH
         cache = self._cache
         if cache is None or cache.width < width or cache.slots < slots:
-            self._cache = self._rounds = cache = None  # free the old one first: both would not fit into memory
+            self._cache = self._rounds = cache = (
+                None  # free the old one first: both would not fit into memory
+            )
             self._cache = cache = _Cache(self.policy, slots, width)
         if not static:
             self._rounds = None
@@ -207,9 +242,13 @@ class Engine:
         return self.policy.decoder.module
 
     def _prefill(self, cache: _Cache, state: _State, prompts: list[Sequence[int]]) -> Tensor:
-        """Write prompts into the slots after the active ones; return the next token's logits [M, V]."""
+        """Write prompts into the slots after the active ones; return the next token's logits [M,
+        V].
+        """
         unique = [(prompt, len(list(copies))) for prompt, copies in groupby(prompts)]
-        per_pass = max(1, PREFILL_TOKENS[state.token.device.type] // max(len(prompt) for prompt in prompts))
+        per_pass = max(
+            1, PREFILL_TOKENS[state.token.device.type] // max(len(prompt) for prompt in prompts)
+        )
         slot, logits = state.active, []
         for part in (unique[i : i + per_pass] for i in range(0, len(unique), per_pass)):
             copies = [count for _, count in part]
@@ -218,15 +257,21 @@ class Engine:
             slot = rows.stop
         return torch.cat(logits)
 
-    def _prefill_part(self, cache: _Cache, rows: slice, prompts: list[Sequence[int]], copies: list[int]) -> Tensor:
+    def _prefill_part(
+        self, cache: _Cache, rows: slice, prompts: list[Sequence[int]], copies: list[int]
+    ) -> Tensor:
         """Write prompts, each ``copies`` times, into the slots ``rows``; return logits [M, V]."""
         device = cache.keys[0].device
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         width = int(lengths.max())
-        ids = torch.tensor([[*p, *[self.pad_id] * (width - len(p))] for p in prompts], device=device)
+        ids = torch.tensor(
+            [[*p, *[self.pad_id] * (width - len(p))] for p in prompts], device=device
+        )
         place = (lengths - 1).unsqueeze(1)
         # [M] index of each slot's prompt
-        index = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(copies, device=device))
+        index = torch.arange(len(prompts), device=device).repeat_interleave(
+            torch.tensor(copies, device=device)
+        )
         causal = self._decoder.causal(width, place, device)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -245,7 +290,10 @@ class Engine:
         slot = slice(0, n) if even else torch.arange(n, device=held.device)
         new = state.widest if even else held
         keys = torch.arange(width, device=held.device)
-        seen = {a: a.sees(held.unsqueeze(1), keys).unsqueeze(1) for a in dict.fromkeys(self._decoder.attention)}
+        seen = {
+            a: a.sees(held.unsqueeze(1), keys).unsqueeze(1)
+            for a in dict.fromkeys(self._decoder.attention)
+        }
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.keys[i][slot, :, new] = k[:, :, 0].to(cache.dtype)
@@ -264,9 +312,12 @@ class Engine:
         row = state.row[:n]
         t = state.length[row]
         steps = min(cuda_graphs.ROUND, state.sampling.max_tokens - int(t.min()))
-        # Steps after the end of a response are computed and dropped, so their random numbers do not matter.
+        # Steps after the end of a response are computed and dropped, so their random numbers do not
+        # matter.
         after = t.unsqueeze(1) + torch.arange(steps, device=t.device)
-        rounds.u[:n, :steps] = state.u[row.unsqueeze(1), after.clamp(max=state.sampling.max_tokens - 1)]
+        rounds.u[:n, :steps] = state.u[
+            row.unsqueeze(1), after.clamp(max=state.sampling.max_tokens - 1)
+        ]
         token, log_prob = rounds.run(n, state.widest, steps, state.sampling)
         state.append_round(slice(0, n), token, log_prob, self.decode)
         state.widest += steps
@@ -285,24 +336,39 @@ class _State:
         vocabulary: int,
         rounds: StaticDecode | None,
     ) -> None:
-        """Create the state of ``n`` responses; with ``rounds``, its tensors hold what the CUDA graphs access."""
+        """Create the state of ``n`` responses; with ``rounds``, its tensors hold what the CUDA
+        graphs access.
+        """
         self.sampling, self.pad_id, self.u = sampling, pad_id, u
-        where, spare = u.device, 0 if rounds is None else cuda_graphs.ROUND  # for tokens after the end of a response
-        self.token = torch.full((n, sampling.max_tokens + spare), pad_id, dtype=torch.int64, device=where)
+        where, spare = (
+            u.device,
+            0 if rounds is None else cuda_graphs.ROUND,
+        )  # for tokens after the end of a response
+        self.token = torch.full(
+            (n, sampling.max_tokens + spare), pad_id, dtype=torch.int64, device=where
+        )
         self.log_prob = torch.zeros(n, sampling.max_tokens + spare, device=where)
         self.length = torch.zeros(n, dtype=torch.int64, device=where)
         self.stopped = torch.zeros(n, dtype=torch.bool, device=where)
         self.stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=where)
         self.active = self.widest = 0
         self.row = torch.zeros(slots, dtype=torch.int64, device=where)
-        self.last = torch.zeros(slots, dtype=torch.int64, device=where) if rounds is None else rounds.last
+        self.last = (
+            torch.zeros(slots, dtype=torch.int64, device=where) if rounds is None else rounds.last
+        )
         """Last token of each slot, not in the cache yet."""
-        self.held = torch.zeros(slots, dtype=torch.int64, device=where) if rounds is None else rounds.held
+        self.held = (
+            torch.zeros(slots, dtype=torch.int64, device=where) if rounds is None else rounds.held
+        )
         """Number of tokens of each slot in the cache."""
         self.over = torch.zeros(slots, dtype=torch.bool, device=where)
         self.occurred: Tensor | None = None
         if sampling.repetition_penalty != 1.0:
-            own = torch.zeros(slots, vocabulary, dtype=torch.bool, device=where) if rounds is None else None
+            own = (
+                torch.zeros(slots, vocabulary, dtype=torch.bool, device=where)
+                if rounds is None
+                else None
+            )
             self.occurred = own if rounds is None else rounds.remember()
 
     def begin(self, rows: list[int], prompts: list[Sequence[int]]) -> None:
@@ -318,7 +384,9 @@ class _State:
                 self.occurred[slot, torch.tensor(prompt, device=self.row.device)] = True
         self.active += len(rows)
 
-    def append_sampled(self, slots: slice, logits: Tensor, decode: Callable[[list[int]], str] | None) -> None:
+    def append_sampled(
+        self, slots: slice, logits: Tensor, decode: Callable[[list[int]], str] | None
+    ) -> None:
         """Sample and append the next token of some slots from logits [M, V]; update ``over``."""
         row = self.row[slots]
         t = self.length[row]
@@ -332,7 +400,10 @@ class _State:
         stopped = torch.isin(token, self.stop_ids)
         if self.sampling.stop and decode is not None:
             lengths = (t + 1).tolist()
-            matches = [self._ends_with_stop(r, n, decode) for r, n in zip(row.tolist(), lengths, strict=True)]
+            matches = [
+                self._ends_with_stop(r, n, decode)
+                for r, n in zip(row.tolist(), lengths, strict=True)
+            ]
             stopped |= torch.tensor(matches, device=row.device)
         self.stopped[row] = stopped
         self.over[slots] = stopped | (t + 1 == self.sampling.max_tokens)
@@ -344,7 +415,9 @@ class _State:
         log_prob: Tensor,
         decode: Callable[[list[int]], str] | None,
     ) -> None:
-        """Append K sampled tokens [M, K] and drop those after the end of a response; update ``over``."""
+        """Append K sampled tokens [M, K] and drop those after the end of a response; update
+        ``over``.
+        """
         row = self.row[slots].unsqueeze(1)
         t = self.length[row]  # [M, 1]
         place = t + torch.arange(token.shape[1], device=row.device)
@@ -352,7 +425,10 @@ class _State:
         stops = torch.isin(token, self.stop_ids)
         if self.sampling.stop and decode is not None:
             rows, ends = row.flatten().tolist(), (place + 1).tolist()
-            matches = [[self._ends_with_stop(r, n, decode) for n in ns] for r, ns in zip(rows, ends, strict=True)]
+            matches = [
+                [self._ends_with_stop(r, n, decode) for n in ns]
+                for r, ns in zip(rows, ends, strict=True)
+            ]
             stops |= torch.tensor(matches, device=row.device)
         last = stops | (place + 1 >= self.sampling.max_tokens)
         belongs = last.cumsum(1) - last.long() == 0  # [M, K] up to and including the first end
@@ -381,7 +457,12 @@ class _State:
         movers = left + (~over[left:]).nonzero().flatten()
         if len(movers):
             cache.move(movers, holes)
-            for x in (self.row, self.last, self.held, *(() if self.occurred is None else (self.occurred,))):
+            for x in (
+                self.row,
+                self.last,
+                self.held,
+                *(() if self.occurred is None else (self.occurred,)),
+            ):
                 x[holes] = x[movers]
         self.over[: self.active] = False
         self.active = left

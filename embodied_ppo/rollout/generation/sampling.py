@@ -19,9 +19,12 @@ class Sampling:
 
     temperature         divisor of the logits; 0: greedy
     top_k               sample from the k most likely tokens; 0: all
-    top_p               sample from the most likely tokens with total probability top_p, at least one; 1: all
-    min_p               sample from tokens at least min_p times as likely as the most likely one; 0: all
-    repetition_penalty  logits of tokens that occurred in prompt or response are divided by it if positive and
+    top_p               sample from the most likely tokens with total probability top_p, at least
+    one; 1: all
+    min_p               sample from tokens at least min_p times as likely as the most likely one; 0:
+    all
+    repetition_penalty  logits of tokens that occurred in prompt or response are divided by it if
+    positive and
                         multiplied if negative (Keskar et al. 2019, section 4.1); 1: no penalty
     max_tokens          maximum length of a response
     stop_ids            tokens that end a response and belong to it
@@ -53,29 +56,36 @@ class Sampling:
 
     @property
     def plain(self) -> bool:
-        """Whether tokens come from the unfiltered temperature-scaled distribution, as PPO's ratio assumes."""
+        """Whether tokens come from the unfiltered temperature-scaled distribution, as PPO's ratio
+        assumes.
+        """
         filtered = self.top_k or self.top_p < 1 or self.min_p or self.repetition_penalty != 1
         return self.temperature > 0 and not filtered
 
 
-def choose(logits: Tensor, sampling: Sampling, u: Tensor, occurred: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, sampling: Sampling, u: Tensor, occurred: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Sample the next token of each row.
 
     Args:
         logits: float32 [B, V].
         sampling: Sampling parameters.
-        u: float64 [B], uniform in [0, 1); the token is the first whose cumulative probability exceeds it.
+        u: float64 [B], uniform in [0, 1); the token is the first whose cumulative probability
+            exceeds it.
         occurred: bool [B, V], tokens that occurred, for the repetition penalty.
 
     Returns:
-        Tokens int64 [B], and their log-probabilities float32 [B] at the temperature (1 for greedy), before penalty
-        and filters, as the learner computes them.
+        Tokens int64 [B], and their log-probabilities float32 [B] at the temperature (1 for greedy),
+        before penalty and filters, as the learner computes them.
     """
     scaled = logits / (sampling.temperature or 1.0)
     log_p = scaled.log_softmax(-1)
     if sampling.repetition_penalty != 1.0:
         assert occurred is not None
-        penalised = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
+        penalised = torch.where(
+            logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty
+        )
         logits = torch.where(occurred, penalised, logits)
         scaled = logits / (sampling.temperature or 1.0)
     if sampling.temperature == 0:
@@ -93,10 +103,12 @@ def _filtered(scaled: Tensor, sampling: Sampling) -> Tensor:
         p = p.masked_fill(scaled < threshold, 0.0)
     if sampling.top_p < 1:
         ordered, order = p.sort(dim=-1, descending=True, stable=True)
-        # float64: the sum over a large vocabulary would lose the last bits. A token is excluded if the tokens before
-        # it have probability top_p already, so the first one always remains.
+        # float64: the sum over a large vocabulary would lose the last bits. A token is excluded if
+        # the tokens before it have probability top_p already, so the first one always remains.
         share = ordered.double().cumsum(-1) / ordered.double().sum(-1, keepdim=True)
-        ordered = ordered.masked_fill(share - ordered / ordered.sum(-1, keepdim=True) >= sampling.top_p, 0.0)
+        ordered = ordered.masked_fill(
+            share - ordered / ordered.sum(-1, keepdim=True) >= sampling.top_p, 0.0
+        )
         p = torch.zeros_like(p).scatter(-1, order, ordered)
     if sampling.min_p:
         p = p.masked_fill(p < sampling.min_p * p.amax(-1, keepdim=True), 0.0)
@@ -104,7 +116,9 @@ def _filtered(scaled: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _draw(p: Tensor, u: Tensor) -> Tensor:
-    """Return int64 [B], the first index whose cumulative share exceeds u; p [B, V] need not be normalised."""
+    """Return int64 [B], the first index whose cumulative share exceeds u; p [B, V] need not be
+    normalised.
+    """
     total = p.double().cumsum(-1)
     token = torch.searchsorted(total, (u * total[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
     # Rounding may select the index after the last token with positive probability.

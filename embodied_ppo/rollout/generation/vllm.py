@@ -1,8 +1,9 @@
 """vLLM behind the words of ``Generator``, in the learner's own process, on its GPU.
 
-Its kernels are not the learner's: log-probabilities differ by rounding (algorithm.off_policy_correction weighs that).
-Each response has a generator of its own, a function of (seed, sample); which token it chooses still depends on logits,
-whose last bits vary with what else is in the batch.
+Its kernels are not the learner's: log-probabilities differ by rounding
+(algorithm.off_policy_correction weighs that). Each response has a generator of its own, a function
+of (seed, sample); which token it chooses still depends on logits, whose last bits vary with what
+else is in the batch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _STREAM = 1
 
 
 def sampling_arguments(sampling: Sampling, seed: int) -> dict[str, Any]:
-    """Of vLLM's SamplingParams. Every rule is named, so that no default of vLLM or a model decides anything."""
+    """Of vLLM's SamplingParams.
+
+    Every rule is named, so that no default of vLLM or a model decides anything.
+    """
     return {
         "n": 1,
         "max_tokens": sampling.max_tokens,
@@ -75,11 +79,14 @@ class VllmEngine:
         memory: float = 0.4,
         **options: Any,
     ) -> None:
-        """``path``: the directory that the policy was loaded from. ``slots``: responses decoded together; ``width``:
-        tokens of the longest prompt and response together; None: what the model can. ``texts``: whether there will be
-        stop texts; the directory must hold a tokenizer then. ``memory``: share of the GPU's that vLLM takes.
-        ``options``: more of vLLM's own. Raises ConfigError where vLLM is missing."""
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights are handed over in this process
+        """``path``: the directory that the policy was loaded from. ``slots``: responses decoded
+        together; ``width``: tokens of the longest prompt and response together; None: what the
+        model can. ``texts``: whether there will be stop texts; the directory must hold a tokenizer
+        then. ``memory``: share of the GPU's that vLLM takes. ``options``: more of vLLM's own.
+        Raises ConfigError where vLLM is missing."""
+        os.environ.setdefault(
+            "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+        )  # weights are handed over in this process
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         try:
             from vllm import LLM, SamplingParams  # pyright: ignore[reportAttributeAccessIssue]  (not this file)
@@ -111,12 +118,19 @@ class VllmEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seed: int, samples: Tensor | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seed: int,
+        samples: Tensor | None = None,
     ) -> Generation:
         """See ``Generator``. Raises ConfigError for stop texts without ``texts``."""
         assert not self._asleep
         if sampling.stop and not self.texts:
-            raise ConfigError("rollout.stop: stop texts need vLLM's tokenizer; VllmEngine(texts=True) loads it")
+            raise ConfigError(
+                "rollout.stop: stop texts need vLLM's tokenizer; VllmEngine(texts=True) loads it"
+            )
         n, t = len(prompts), sampling.max_tokens
         seeds = response_seeds(seed, torch.arange(n) if samples is None else samples)
         found = self.llm.generate(
@@ -132,7 +146,9 @@ class VllmEngine:
             ids = list(out.token_ids)
             length[i] = len(ids)
             token[i, : len(ids)] = torch.tensor(ids)
-            log_prob[i, : len(ids)] = torch.tensor([at[k].logprob for k, at in zip(ids, out.logprobs, strict=True)])
+            log_prob[i, : len(ids)] = torch.tensor(
+                [at[k].logprob for k, at in zip(ids, out.logprobs, strict=True)]
+            )
             stopped[i] = out.finish_reason == "stop"
         return Generation(*(x.to(self._device) for x in (token, length, stopped, log_prob)))
 

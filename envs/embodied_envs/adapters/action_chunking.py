@@ -17,17 +17,24 @@ from embodied_ppo.core.types import Box, EnvError, Obs, Step, VectorEnv
 class ChunkedActions:
     """A ``VectorEnv`` whose action is ``chunk`` actions of another one, [N, C, A] or [N, C·A].
 
-    An episode that ends inside a chunk leaves the rest of it unexecuted; the next decision begins the next episode,
-    and ``final_obs`` holds the true successor. Meanwhile its simulator goes on with the chunk, and nobody looks.
-    Cameras take the one picture that the policy sees. Raises EnvError for discrete actions, or where one episode cannot
-    be begun alone.
+    An episode that ends inside a chunk leaves the rest of it unexecuted; the next decision begins
+    the next episode, and ``final_obs`` holds the true successor. Meanwhile its simulator goes on
+    with the chunk, and nobody looks. Cameras take the one picture that the policy sees. Raises
+    EnvError for discrete actions, or where one episode cannot be begun alone.
     """
 
     def __init__(self, env: VectorEnv, chunk: int) -> None:
         if not isinstance(env.action_spec, Box):
-            raise EnvError(f"env.id={env.id}: env.action_chunk={chunk}: its actions are discrete; use action_chunk=1")
+            raise EnvError(
+                f"env.id={env.id}: env.action_chunk={chunk}: its actions are discrete; use action_chunk=1"
+            )
         self.env, self.chunk = env, chunk
-        self.id, self.num_envs, self.device, self.obs_spec = env.id, env.num_envs, env.device, env.obs_spec
+        self.id, self.num_envs, self.device, self.obs_spec = (
+            env.id,
+            env.num_envs,
+            env.device,
+            env.obs_spec,
+        )
         self.action_spec = Box(env.action_spec.low * chunk, env.action_spec.high * chunk)
         self.task_names: tuple[str, ...] = getattr(env, "task_names", ())
         self.instructions: tuple[str, ...] = getattr(env, "instructions", ())
@@ -67,13 +74,16 @@ class ChunkedActions:
         for step, on in zip(reversed(steps[:-1]), reversed(executed[:-1]), strict=True):
             ended = on & (step.terminated | step.truncated)
             final = _where(ended, step.obs if step.final_obs is None else step.final_obs, final)
-        # Fresh already: where the simulator has just reset by itself. The others that ended begin anew now.
+        # Fresh already: where the simulator has just reset by itself. The others that ended begin
+        # anew now.
         fresh = executed[-1] & ~alive if last.final_obs is not None else torch.zeros_like(alive)
         obs = last.obs
         if alive.device.type != "cpu" or bool((~alive & ~fresh).any()):
             begun = self.env.reset_where(~alive & ~fresh)
             if begun is None:
-                raise EnvError(f"env.id={self.id}: env.action_chunk={self.chunk}: it cannot begin one episode alone")
+                raise EnvError(
+                    f"env.id={self.id}: env.action_chunk={self.chunk}: it cannot begin one episode alone"
+                )
             obs = _where(~alive & ~fresh, begun, obs)
         return replace(
             last,
@@ -83,7 +93,9 @@ class ChunkedActions:
             truncated=any_of([s.truncated for s in steps]),
             mask=torch.ones_like(alive),
             final_obs=final,
-            success=None if last.success is None else any_of([_flag(s.success, ran) for s in steps]),
+            success=None
+            if last.success is None
+            else any_of([_flag(s.success, ran) for s in steps]),
             executed=ran,
             task=steps[0].task,
         )

@@ -1,4 +1,6 @@
-"""Mappings of continuous actions from the policy's range to the simulator's units, as pure functions."""
+"""Mappings of continuous actions from the policy's range to the simulator's units, as pure
+functions.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,18 @@ ActionMapping: TypeAlias = Literal["rescale", "clip", "none"]
 ACTION_MAPPINGS: tuple[str, ...] = get_args(ActionMapping)
 
 
-def mapper(mapping: str, box: Box, device: torch.device | str = "cpu") -> Callable[[Tensor], Tensor]:
+def mapper(
+    mapping: str, box: Box, device: torch.device | str = "cpu"
+) -> Callable[[Tensor], Tensor]:
     """Return a function float32 [.., A] -> float32 [.., A] that never changes its argument.
 
-    rescale   clamp(a, -1, 1), then low + (a + 1) * (high - low) / 2; a dimension with an infinite bound is not changed
+    rescale   clamp(a, -1, 1), then low + (a + 1) * (high - low) / 2; a dimension with an infinite
+    bound is not changed
     clip      clamp(a, low, high)
     none      a
 
-    The tensors of bounds are created once. A call launches two or three small kernels, and one where every bound is
-    [-1, 1].
+    The tensors of bounds are created once. A call launches two or three small kernels, and one
+    where every bound is [-1, 1].
 
     Args:
         mapping: One of ``ACTION_MAPPINGS``.
@@ -33,7 +38,9 @@ def mapper(mapping: str, box: Box, device: torch.device | str = "cpu") -> Callab
         EnvError: ``mapping`` is unknown.
     """
     if mapping not in ACTION_MAPPINGS:
-        raise EnvError(f"action_mapping={mapping!r} is unknown; choose one of {', '.join(ACTION_MAPPINGS)}")
+        raise EnvError(
+            f"action_mapping={mapping!r} is unknown; choose one of {', '.join(ACTION_MAPPINGS)}"
+        )
     if mapping == "none":
         return _identity
     low = torch.tensor(box.low, dtype=torch.float32, device=device)

@@ -38,8 +38,8 @@ class AdapterOptions:
 class Adapter:
     """Base class of the adapters: implements the parts of ``VectorEnv`` that need no simulator.
 
-    A subclass sets the specs, ``max_episode_steps`` and ``_action_shape`` in its constructor, and clears
-    ``_seeds_are_new`` in ``reset``.
+    A subclass sets the specs, ``max_episode_steps`` and ``_action_shape`` in its constructor, and
+    clears ``_seeds_are_new`` in ``reset``.
     """
 
     obs_spec: ObsSpec
@@ -84,7 +84,10 @@ class Adapter:
             raise spaces.action_shape_error(self.id, action, self._action_shape)
 
     def _check_render(self) -> tuple[int, int]:
-        """Return (height, width) of images. Raise EnvError if the simulator was made without rendering."""
+        """Return (height, width) of images.
+
+        Raise EnvError if the simulator was made without rendering.
+        """
         self._check_open()
         if self._render_size is None:
             raise EnvError(f"env.id={self.id}: made without pictures; make it with render=True")

@@ -19,7 +19,15 @@ from embodied_envs.adapters import spaces
 from embodied_envs.adapters.base import SUCCESS_KEYS, Adapter, AdapterOptions
 from embodied_ppo.core.types import EnvError, Obs, Step
 
-_RESERVED = ("num_envs", "batch_size", "seed", "env_seed", "num_threads", "max_episode_steps", "render_mode")
+_RESERVED = (
+    "num_envs",
+    "batch_size",
+    "seed",
+    "env_seed",
+    "num_threads",
+    "max_episode_steps",
+    "render_mode",
+)
 """Arguments of envpool.make that have their own option, or that the adapter depends on."""
 
 _LARGE_MODELS = (
@@ -29,10 +37,13 @@ _LARGE_MODELS = (
     "envpool.mujoco.robotics",
     "envpool.mujoco.metaworld",
 )
-"""Families whose environments each hold a copy of the robot's meshes: 8 to 170 MB (others: 1 MB)."""
+"""Families whose environments each hold a copy of the robot's meshes: 8 to 170 MB (others: 1 MB).
+"""
 
 _FIXED_TIME_LIMIT = ("envpool.highway", "envpool.jumanji")
-"""Families that ignore max_episode_steps; so do tasks without a limit (CliffWalking, Blackjack, 2048)."""
+"""Families that ignore max_episode_steps; so do tasks without a limit (CliffWalking, Blackjack,
+2048).
+"""
 
 _SMALL_POOL = 16
 """Number of environments up to which free memory is not checked: they take at most 3 GB."""
@@ -47,8 +58,9 @@ _egl_error: str | None = None
 def load() -> Any:
     """Return the ``envpool`` module, which the first call imports (1 to 3 s).
 
-    EnvPool's MuJoCo renderer needs the symbols of libEGL to be global *before* EnvPool is loaded. Without them it ends
-    the process at the first image. Therefore libEGL is loaded here, also where no image is rendered.
+    EnvPool's MuJoCo renderer needs the symbols of libEGL to be global *before* EnvPool is loaded.
+    Without them it ends the process at the first image. Therefore libEGL is loaded here, also where
+    no image is rendered.
 
     Raises:
         ImportError: EnvPool is not installed.
@@ -56,9 +68,7 @@ def load() -> Any:
     global _egl_error
     if _egl_error is None:
         if "envpool" in sys.modules:
-            _egl_error = (
-                "envpool was imported before embodied_envs loaded it; call embodied_envs.make before importing envpool"
-            )
+            _egl_error = "envpool was imported before embodied_envs loaded it; call embodied_envs.make before importing envpool"
         else:
             try:
                 ctypes.CDLL("libEGL.so.1", mode=ctypes.RTLD_GLOBAL)
@@ -84,11 +94,12 @@ def has_task(id: str) -> bool:
 
 
 class EnvPoolEnv(Adapter):
-    """``num_envs`` copies of an EnvPool task, stepped by EnvPool's threads. Implements ``VectorEnv``.
+    """``num_envs`` copies of an EnvPool task, stepped by EnvPool's threads. Implements
+    ``VectorEnv``.
 
-    EnvPool resets an ended episode on the step *after* it: the row that ends carries the true final observation (so
-    ``final_obs`` is None), and the next row is a dummy (mask False, reward 0, action ignored).
-    The first ``reset`` builds the simulators, so ``restart`` itself costs nothing.
+    EnvPool resets an ended episode on the step *after* it: the row that ends carries the true final
+    observation (so ``final_obs`` is None), and the next row is a dummy (mask False, reward 0,
+    action ignored). The first ``reset`` builds the simulators, so ``restart`` itself costs nothing.
     If the task and the time limit end an episode in the same step, EnvPool reports it as truncated.
     """
 
@@ -100,13 +111,21 @@ class EnvPoolEnv(Adapter):
 
         arguments = dict(options.kwargs or {})
         if reserved := sorted(set(arguments) & set(_RESERVED)):
-            raise EnvError(f"env.id={id}: kwargs {', '.join(reserved)} are set by the adapter; use their own option")
-        arguments["num_threads"] = min(num_envs, _cores()) if options.num_threads is None else options.num_threads
+            raise EnvError(
+                f"env.id={id}: kwargs {', '.join(reserved)} are set by the adapter; use their own option"
+            )
+        arguments["num_threads"] = (
+            min(num_envs, _cores()) if options.num_threads is None else options.num_threads
+        )
         if options.max_episode_steps is not None:
             arguments["max_episode_steps"] = options.max_episode_steps
         if self._render_size is not None:
             height, width = self._render_size
-            arguments |= {"render_mode": "rgb_array", "render_height": height, "render_width": width}
+            arguments |= {
+                "render_mode": "rgb_array",
+                "render_height": height,
+                "render_width": width,
+            }
         self._arguments = arguments
 
         spec = self._spec()
@@ -117,11 +136,20 @@ class EnvPoolEnv(Adapter):
                 "supported; choose another id"
             )
         family: str = self._envpool.registration.registry.specs[id][0]
-        self.max_episode_steps = self._time_limit(family, config["max_episode_steps"], options.max_episode_steps)
+        self.max_episode_steps = self._time_limit(
+            family, config["max_episode_steps"], options.max_episode_steps
+        )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Gymnasium warns that EnvPool's bounds are rounded to float32.
-            observation_space, action_space = spec.gymnasium_observation_space, spec.gymnasium_action_space
-        self.obs_spec, leaves = spaces.observations(observation_space, id=id, device=self.device, keys=options.obs_keys)
+            warnings.simplefilter(
+                "ignore"
+            )  # Gymnasium warns that EnvPool's bounds are rounded to float32.
+            observation_space, action_space = (
+                spec.gymnasium_observation_space,
+                spec.gymnasium_action_space,
+            )
+        self.obs_spec, leaves = spaces.observations(
+            observation_space, id=id, device=self.device, keys=options.obs_keys
+        )
         self.action_spec, self._to_simulator = spaces.actions(
             action_space, id=id, mapping=options.action_mapping, device=self.device
         )
@@ -158,7 +186,9 @@ class EnvPoolEnv(Adapter):
             terminated=torch.from_numpy(state[self._done] & ~truncated),
             truncated=torch.from_numpy(truncated),
             mask=torch.from_numpy(acted),
-            success=None if self._success is None else torch.from_numpy((state[self._success] != 0) & acted),
+            success=None
+            if self._success is None
+            else torch.from_numpy((state[self._success] != 0) & acted),
         )
         return step if self.device.type == "cpu" else _to(step, self.device)
 
@@ -171,7 +201,11 @@ class EnvPoolEnv(Adapter):
         def scatter(x: Tensor) -> Tensor:
             return x.new_zeros((self.num_envs, *x.shape[1:])).index_copy_(0, env_ids, x)
 
-        return {name: scatter(x) for name, x in rows.items()} if isinstance(rows, dict) else scatter(rows)
+        return (
+            {name: scatter(x) for name, x in rows.items()}
+            if isinstance(rows, dict)
+            else scatter(rows)
+        )
 
     def restart(self, seeds: list[int]) -> None:
         """Free the simulators; the ``reset`` that must follow builds them again with these seeds."""
@@ -179,14 +213,19 @@ class EnvPoolEnv(Adapter):
         self._pool = None
 
     def render(self) -> Tensor:
-        """Return an image of environment 0, uint8 [H, W, 3]. MuJoCo without a GPU: 5 to 30 images a second."""
+        """Return an image of environment 0, uint8 [H, W, 3].
+
+        MuJoCo without a GPU: 5 to 30 images a second.
+        """
         self._check_render()
         if self._pool is None:
             raise EnvError(f"env.id={self.id}: render() before reset(); call reset() first")
         try:
             return torch.from_numpy(self._pool.render()[0].copy())
         except RuntimeError as error:
-            raise EnvError(f"env.id={self.id}: EnvPool has no picture of it ({error}); use render=False") from error
+            raise EnvError(
+                f"env.id={self.id}: EnvPool has no picture of it ({error}); use render=False"
+            ) from error
 
     def close(self) -> None:
         """Free the simulators and their threads. A second call has no effect."""
@@ -194,9 +233,13 @@ class EnvPoolEnv(Adapter):
         self._closed = True
 
     def _spec(self) -> Any:
-        """Return EnvPool's description of the task; it rejects wrong arguments before anything is simulated."""
+        """Return EnvPool's description of the task; it rejects wrong arguments before anything is
+        simulated.
+        """
         try:
-            return self._envpool.make_spec(self.id, num_envs=self.num_envs, seed=self._seeds, **self._arguments)
+            return self._envpool.make_spec(
+                self.id, num_envs=self.num_envs, seed=self._seeds, **self._arguments
+            )
         except (TypeError, ValueError, AssertionError, RuntimeError, ImportError) as error:
             cause = str(error).splitlines()[0]
             if "unexpected keyword argument" in cause:
@@ -207,21 +250,27 @@ class EnvPoolEnv(Adapter):
                     f"env.id={self.id}: EnvPool has no option {option!r}"
                     + (f"; nearest: {', '.join(nearest)}" * bool(nearest))
                 ) from error
-            raise EnvError(f"env.id={self.id}: EnvPool rejects {self._arguments}: {cause}") from error
+            raise EnvError(
+                f"env.id={self.id}: EnvPool rejects {self._arguments}: {cause}"
+            ) from error
 
-    def _index_arrays(self, spec: Any, leaves: dict[str, spaces.Leaf], success_key: str | None) -> None:
+    def _index_arrays(
+        self, spec: Any, leaves: dict[str, spaces.Leaf], success_key: str | None
+    ) -> None:
         """Store the positions of observations, rewards and flags in EnvPool's flat list of arrays.
 
-        ``pool.step`` wraps ``_send`` and ``_recv`` in dictionaries. With cold CPU caches after a simulator step this
-        takes 100 us, 4 % of a step of 64 HalfCheetahs. ``tests/envs/adapters/test_adapters.py`` compares both paths
-        bit for bit.
+        ``pool.step`` wraps ``_send`` and ``_recv`` in dictionaries. With cold CPU caches after a
+        simulator step this takes 100 us, 4 % of a step of 64 HalfCheetahs.
+        ``tests/envs/adapters/test_adapters.py`` compares both paths bit for bit.
         """
         position = {key: i for i, key in enumerate(spec.state_array_spec)}
         self._elapsed, self._reward, self._done, self._trunc = (
             position[key] for key in ("elapsed_step", "reward", "done", "trunc")
         )
         obs_position = {
-            key.replace(":", "/").replace(".", "/"): i for key, i in position.items() if key.startswith("obs")
+            key.replace(":", "/").replace(".", "/"): i
+            for key, i in position.items()
+            if key.startswith("obs")
         }
         if "" in leaves:
             (i,), leaf = obs_position.values(), leaves[""]
@@ -232,24 +281,36 @@ class EnvPoolEnv(Adapter):
 
         inputs = spec.action_array_spec
         self._is_action = [key not in ("env_id", "players.env_id") for key in inputs]
-        action_key = next(key for key, is_action in zip(inputs, self._is_action, strict=True) if is_action)
+        action_key = next(
+            key for key, is_action in zip(inputs, self._is_action, strict=True) if is_action
+        )
         self._action_dtype = inputs[action_key].dtype
         self._env_ids = np.arange(self.num_envs, dtype=np.int32)
 
-        info = {key.removeprefix("info:"): i for key, i in position.items() if key.startswith("info:")}
+        info = {
+            key.removeprefix("info:"): i for key, i in position.items() if key.startswith("info:")
+        }
         if success_key is not None and success_key not in info:
             names = ", ".join(sorted(info))
-            raise EnvError(f"env.id={self.id}: success_key={success_key!r} is not in its info; it has {names}")
+            raise EnvError(
+                f"env.id={self.id}: success_key={success_key!r} is not in its info; it has {names}"
+            )
         name = success_key or next((key for key in SUCCESS_KEYS if key in info), None)
         self._success = None if name is None else info[name]
 
     def _time_limit(self, family: str, limit: int, requested: int | None) -> int | None:
-        """Return the steps after which EnvPool truncates; raise EnvError if it would ignore the requested limit."""
+        """Return the steps after which EnvPool truncates; raise EnvError if it would ignore the
+        requested limit.
+        """
         if requested is None:
             return limit if limit < _NO_LIMIT else None
         default = self._envpool.make_spec(self.id).config.max_episode_steps
         if family in _FIXED_TIME_LIMIT or default >= _NO_LIMIT:
-            reason = f"its limit is fixed at {default} steps" if default < _NO_LIMIT else "it has no time limit"
+            reason = (
+                f"its limit is fixed at {default} steps"
+                if default < _NO_LIMIT
+                else "it has no time limit"
+            )
             raise EnvError(
                 f"env.id={self.id}: max_episode_steps={requested} has no effect in EnvPool ({reason}); leave it out"
             )
@@ -266,7 +327,8 @@ class EnvPoolEnv(Adapter):
         return pool
 
     def _check_memory(self) -> None:
-        """Raise EnvError if the simulators do not fit into free memory, warn if they take more than 2 GB.
+        """Raise EnvError if the simulators do not fit into free memory, warn if they take more than
+        2 GB.
 
         The memory of one environment is measured on three of them (0.1 to 1.5 s).
         """
@@ -308,7 +370,9 @@ def _to(step: Step, device: torch.device) -> Step:
 
 
 def _cores() -> int:
-    """Return the number of cores this process may use; EnvPool's default counts all cores of the machine."""
+    """Return the number of cores this process may use; EnvPool's default counts all cores of the
+    machine.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -322,11 +386,14 @@ class _Mallinfo2(ctypes.Structure):
 def _allocated_gb() -> float:
     """Return the memory this process has allocated and not freed.
 
-    Without ``mallinfo2`` (glibc before 2.33) this is resident memory, which also grows by temporary allocations.
+    Without ``mallinfo2`` (glibc before 2.33) this is resident memory, which also grows by temporary
+    allocations.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+        return (
+            int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+        )
     library.mallinfo2.restype = _Mallinfo2
     info = library.mallinfo2()
     return (info.uordblks + info.hblkhd) / 1e9
@@ -340,7 +407,9 @@ def _return_freed_memory() -> None:
 
 
 def free_memory_gb() -> float:
-    """Return the memory this process may still allocate: of the machine, or of its container (cgroup v2)."""
+    """Return the memory this process may still allocate: of the machine, or of its container
+    (cgroup v2).
+    """
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")

@@ -55,14 +55,17 @@ class GymnasiumEnv(Adapter):
     """``num_envs`` copies of a Gymnasium task in one vector environment. Implements ``VectorEnv``.
 
     Entries of ``kwargs`` that the adapter reads; the others are passed to the environment:
-      vectorization_mode  "sync" (default where there is an entry point), "async", or "vector_entry_point" (the
+      vectorization_mode  "sync" (default where there is an entry point), "async", or
+      "vector_entry_point" (the
                           vector implementation that comes with the environment)
-      autoreset_mode      "next_step" (default): a dummy row with mask False follows the row that ends an episode
-                          "same_step": the row that ends an episode carries ``final_obs``, and there are no dummy rows
+      autoreset_mode      "next_step" (default): a dummy row with mask False follows the row that
+      ends an episode
+                          "same_step": the row that ends an episode carries ``final_obs``, and there
+                          are no dummy rows
       vector_kwargs       for Gymnasium's SyncVectorEnv or AsyncVectorEnv
 
-    A step that is both terminated and truncated counts as terminated. ``success`` is None until the first info that
-    has the key (Gymnasium does not declare infos), unless ``success_key`` names it.
+    A step that is both terminated and truncated counts as terminated. ``success`` is None until the
+    first info that has the key (Gymnasium does not declare infos), unless ``success_key`` names it.
     A vector implementation that accepts only one seed gets the first of ``seeds``.
     """
 
@@ -80,7 +83,9 @@ class GymnasiumEnv(Adapter):
         spec = gymnasium.spec(self._name)
         self._is_gymnasium_mujoco = str(spec.entry_point).startswith("gymnasium.envs.mujoco")
         self.max_episode_steps = options.max_episode_steps or spec.max_episode_steps
-        self._arguments = self._make_arguments(spec, dict(options.kwargs or {}), options.max_episode_steps)
+        self._arguments = self._make_arguments(
+            spec, dict(options.kwargs or {}), options.max_episode_steps
+        )
         self._env = self._make()
         rate = self._env.metadata.get("render_fps")
         self.step_s: float | None = 1.0 / rate if rate else None
@@ -98,7 +103,9 @@ class GymnasiumEnv(Adapter):
         """Start new episodes in all environments."""
         self._check_open()
         if self._seeds_are_new:
-            if self._done is not None:  # environments keep state between episodes, so seeds need new ones
+            if (
+                self._done is not None
+            ):  # environments keep state between episodes, so seeds need new ones
                 self._env.close()
                 self._env = self._make()
             self._success_key = self._success_option
@@ -133,7 +140,9 @@ class GymnasiumEnv(Adapter):
         )
 
     def reset_where(self, where: Tensor) -> Obs | None:
-        """Start new episodes where bool [N] is True; None if the environment has its own vector implementation."""
+        """Start new episodes where bool [N] is True; None if the environment has its own vector
+        implementation.
+        """
         if self._has_own_vector:
             return None
         mask = where.cpu().numpy()
@@ -147,13 +156,19 @@ class GymnasiumEnv(Adapter):
         size = self._check_render()
         env: Any = self._env.unwrapped
         try:
-            frame = env.envs[0].render() if isinstance(env, gymnasium.vector.SyncVectorEnv) else env.render()
+            frame = (
+                env.envs[0].render()
+                if isinstance(env, gymnasium.vector.SyncVectorEnv)
+                else env.render()
+            )
         except (gymnasium.error.Error, ImportError) as error:
             raise EnvError(f"env.id={self.id}: no picture of it: {error}") from error
         if isinstance(frame, tuple | list):
             frame = frame[0]
         if frame is None:
-            raise EnvError(f"env.id={self.id}: its render() returns None with render_mode='rgb_array'")
+            raise EnvError(
+                f"env.id={self.id}: its render() returns None with render_mode='rgb_array'"
+            )
         return spaces.resize_image(np.asarray(frame), size)
 
     def close(self) -> None:
@@ -162,9 +177,15 @@ class GymnasiumEnv(Adapter):
             self._closed = True
             self._env.close()
 
-    def _make_arguments(self, spec: Any, kwargs: dict[str, Any], max_episode_steps: int | None) -> dict[str, Any]:
-        """Turn ``env.kwargs`` into arguments of ``gymnasium.make_vec``; raise EnvError for invalid ones."""
-        mode = kwargs.pop("vectorization_mode", "sync" if spec.entry_point is not None else "vector_entry_point")
+    def _make_arguments(
+        self, spec: Any, kwargs: dict[str, Any], max_episode_steps: int | None
+    ) -> dict[str, Any]:
+        """Turn ``env.kwargs`` into arguments of ``gymnasium.make_vec``; raise EnvError for invalid
+        ones.
+        """
+        mode = kwargs.pop(
+            "vectorization_mode", "sync" if spec.entry_point is not None else "vector_entry_point"
+        )
         if mode not in _VECTORIZATION:
             raise EnvError(
                 f"env.id={self.id}: vectorization_mode={mode!r} is unknown; choose one of {', '.join(_VECTORIZATION)}"
@@ -193,7 +214,11 @@ class GymnasiumEnv(Adapter):
 
     def _make(self) -> Any:
         """Build the vector environment; raise EnvError if it fails."""
-        filter_warnings = _without_settotalmass_warning() if self._is_gymnasium_mujoco else contextlib.nullcontext()
+        filter_warnings = (
+            _without_settotalmass_warning()
+            if self._is_gymnasium_mujoco
+            else contextlib.nullcontext()
+        )
         context = f"env.id={self.id}: Gymnasium cannot make it with {self._arguments}: "
         with wrap_errors(context), filter_warnings:
             env = gymnasium.make_vec(self._name, num_envs=self.num_envs, **self._arguments)
@@ -206,12 +231,16 @@ class GymnasiumEnv(Adapter):
             modes = env.metadata.get("render_modes") or []
             if "rgb_array" not in modes:
                 env.close()
-                raise EnvError(f"env.id={self.id}: render=True needs render mode rgb_array, it has {modes or 'none'}")
+                raise EnvError(
+                    f"env.id={self.id}: render=True needs render mode rgb_array, it has {modes or 'none'}"
+                )
             _disable_shadows(env)
         return env
 
     def _autoreset_mode(self) -> AutoresetMode:
-        """Return when the vector resets ended episodes; raise EnvError if it does not reset them itself."""
+        """Return when the vector resets ended episodes; raise EnvError if it does not reset them
+        itself.
+        """
         mode = self._env.metadata.get("autoreset_mode")
         if mode not in _AUTORESET.values():
             self.close()
@@ -223,7 +252,9 @@ class GymnasiumEnv(Adapter):
         return mode
 
     def _seeded_reset(self) -> Any:
-        """Reset with one seed per environment, or with the first seed if the vector accepts only one."""
+        """Reset with one seed per environment, or with the first seed if the vector accepts only
+        one.
+        """
         try:
             return self._env.reset(seed=list(self._seeds))[0]
         except (TypeError, gymnasium.error.Error):
@@ -232,14 +263,21 @@ class GymnasiumEnv(Adapter):
         return self._env.reset(seed=self._seeds[0])[0]
 
     def _copy_if_borrowed(self, obs: Any) -> Any:
-        """Copy observations that the vector may overwrite later. Gymnasium's own vectors return copies."""
+        """Copy observations that the vector may overwrite later.
+
+        Gymnasium's own vectors return copies.
+        """
         return copy.deepcopy(obs) if self._has_own_vector else obs
 
     def _success(self, info: Mapping[str, Any], acted: np.ndarray) -> np.ndarray | None:
-        """Return success [N] from the info of the step (not of the reset that followed it), or None."""
+        """Return success [N] from the info of the step (not of the reset that followed it), or
+        None.
+        """
         final = info.get("final_info", {}) if self._same_step else {}
         if self._success_key is None:
-            self._success_key = next((key for key in SUCCESS_KEYS if key in info or key in final), None)
+            self._success_key = next(
+                (key for key in SUCCESS_KEYS if key in info or key in final), None
+            )
             if self._success_key is None:
                 return None
         ended = self._done if self._done is not None and self._done.any() else None
@@ -251,7 +289,9 @@ class GymnasiumEnv(Adapter):
         return success & acted
 
     def _final_obs(self, obs: Any, info: Mapping[str, Any]) -> Obs:
-        """Return the true successors: ``obs`` with the rows that ended replaced by info["final_obs"]."""
+        """Return the true successors: ``obs`` with the rows that ended replaced by
+        info["final_obs"].
+        """
         final = info.get("final_obs")
         if final is None:
             raise EnvError(
@@ -285,7 +325,9 @@ def _flag(info: Mapping[str, Any], key: str, num_envs: int) -> np.ndarray:
 
 
 def _disable_shadows(env: Any) -> None:
-    """Disable shadows and multisampling in environment 0's MuJoCo model; on a CPU they take 90 % of the time."""
+    """Disable shadows and multisampling in environment 0's MuJoCo model; on a CPU they take 90 % of
+    the time.
+    """
     envs = getattr(env.unwrapped, "envs", None)
     model = getattr(envs[0].unwrapped, "model", None) if envs else None
     if model is not None and hasattr(model, "light_castshadow") and hasattr(model, "vis"):
@@ -298,12 +340,14 @@ def _disable_shadows(env: Any) -> None:
 def _without_settotalmass_warning() -> Iterator[None]:
     """Suppress MuJoCo's warning about ``settotalmass`` in Gymnasium's model files.
 
-    MuJoCo's C code writes warnings to stderr and MUJOCO_LOG.TXT once per environment. Its other warnings become
-    Python warnings here.
+    MuJoCo's C code writes warnings to stderr and MUJOCO_LOG.TXT once per environment. Its other
+    warnings become Python warnings here.
     """
     mujoco: Any = importlib.import_module("mujoco")
     mujoco.set_mju_user_warning(
-        lambda text: None if "settotalmass" in text else warnings.warn(f"MuJoCo: {text}", stacklevel=2)
+        lambda text: (
+            None if "settotalmass" in text else warnings.warn(f"MuJoCo: {text}", stacklevel=2)
+        )
     )
     try:
         yield

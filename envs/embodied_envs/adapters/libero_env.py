@@ -1,6 +1,8 @@
-"""LIBERO's language-conditioned manipulation tasks (Liu et al. 2023) as a ``VectorEnv``. Extra: ``libero``.
+"""LIBERO's language-conditioned manipulation tasks (Liu et al. 2023) as a ``VectorEnv``. Extra:
+``libero``.
 
-Slow: about 10 steps per CPU second, nearly all of it for rendering. Every environment runs in its own process.
+Slow: about 10 steps per CPU second, nearly all of it for rendering. Every environment runs in its
+own process.
 """
 
 from __future__ import annotations
@@ -37,14 +39,22 @@ TIME_LIMITS = {
     "libero_10": 520,
     "libero_90": 400,
 }
-"""Suite -> control steps (1/20 s) of an episode, as OpenVLA (run_libero_eval.py) and openpi (examples/libero/main.py)
-evaluate; the longest demonstrations have 193, 254, 270, 505 and 373."""
+"""Suite -> control steps (1/20 s) of an episode, as OpenVLA (run_libero_eval.py) and openpi
+(examples/libero/main.py) evaluate; the longest demonstrations have 193, 254, 270, 505 and 373."""
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 STATES = 50
 """Number of fixed initial states of every task."""
-_ASSETS = ("articulated_objects", "scenes", "stable_hope_objects", "stable_scanned_objects", "textures")
+_ASSETS = (
+    "articulated_objects",
+    "scenes",
+    "stable_hope_objects",
+    "stable_scanned_objects",
+    "textures",
+)
 _STILL = np.array([0.0, 0, 0, 0, 0, 0, -1])  # no motion, gripper open
-_DOWNLOAD = "hf download lerobot/libero-assets --repo-type dataset --local-dir ~/.cache/libero/assets"
+_DOWNLOAD = (
+    "hf download lerobot/libero-assets --repo-type dataset --local-dir ~/.cache/libero/assets"
+)
 _config_folder: Any = None  # holds config.yaml while the process runs
 
 
@@ -54,9 +64,11 @@ def has_task(id: str) -> bool:
 
 
 class LiberoEnv(GymnasiumEnv):
-    """``num_envs`` environments of a suite, for example "libero/libero_spatial"; each has one fixed task.
+    """``num_envs`` environments of a suite, for example "libero/libero_spatial"; each has one fixed
+    task.
 
-    observation   state [8] end effector position (m), orientation (axis times angle, rad), two finger positions (m);
+    observation   state [8] end effector position (m), orientation (axis times angle, rad), two
+    finger positions (m);
                   camera name -> uint8 [3, H, W]
     action        [7] in [-1, 1]: change of position and orientation, gripper (1 closes)
     reward        1 when the task is done, which ends the episode and sets ``success``
@@ -65,17 +77,22 @@ class LiberoEnv(GymnasiumEnv):
     image_size    (H, W)
 
     Entries of ``kwargs``:
-      tasks         index or indices into the suite (None: all); environment i has tasks[i * len(tasks) // num_envs]
+      tasks         index or indices into the suite (None: all); environment i has tasks[i *
+      len(tasks) // num_envs]
       settle_steps  steps without motion before an episode, while objects fall into place
-      mirror        True: images as in the published demonstrations, which checkpoints were trained with: upright, but
-                    with left and right exchanged (turned by 180 degrees from robosuite's upside-down ones). False:
-                    upright and not mirrored
-      assets        folder of the downloaded meshes; None: LIBERO's default, then ~/.cache/libero/assets
-      processes     whether each environment has its own process; None: if there are several environments
+      mirror        True: images as in the published demonstrations, which checkpoints were trained
+      with: upright, but
+                    with left and right exchanged (turned by 180 degrees from robosuite's
+                    upside-down ones). False: upright and not mirrored
+      assets        folder of the downloaded meshes; None: LIBERO's default, then
+      ~/.cache/libero/assets
+      processes     whether each environment has its own process; None: if there are several
+      environments
 
-    The first episode after seeding starts in initial state number seed mod 50, the following ones in states drawn at
-    random: 50 consecutive seeds cover the benchmark's 50. ``task_names`` and ``instructions`` have one entry per
-    selected task; ``task`` int64 [N] and ``Step.task`` are each environment's index into them.
+    The first episode after seeding starts in initial state number seed mod 50, the following ones
+    in states drawn at random: 50 consecutive seeds cover the benchmark's 50. ``task_names`` and
+    ``instructions`` have one entry per selected task; ``task`` int64 [N] and ``Step.task`` are each
+    environment's index into them.
     """
 
     gripper_closes = 1.0
@@ -114,8 +131,8 @@ class LiberoEnv(GymnasiumEnv):
             },
         )
         super().__init__(id, options)
-        # ``make_vector`` returns Gymnasium's own vector, which copies, takes one seed per environment and can reset
-        # some environments only.
+        # ``make_vector`` returns Gymnasium's own vector, which copies, takes one seed per
+        # environment and can reset some environments only.
         self._has_own_vector = False
         self.task_names = tuple(names[i] for i in selected)
         self.instructions = tuple(instructions[i] for i in selected)
@@ -126,13 +143,20 @@ class LiberoEnv(GymnasiumEnv):
         return replace(super().step(action), task=self.task.clone())
 
     def restart(self, seeds: list[int]) -> None:
-        """Store new seeds. The ``reset`` that must follow keeps the processes: building a scene takes 5 to 20 s."""
+        """Store new seeds.
+
+        The ``reset`` that must follow keeps the processes: building a scene takes 5 to 20 s.
+        """
         super().restart(seeds)
-        self._done = None  # an episode depends on its seed only, so ``reset`` needs no new environments
+        self._done = (
+            None  # an episode depends on its seed only, so ``reset`` needs no new environments
+        )
 
 
 class LiberoTask(gymnasium.Env):
-    """One task of a suite for Gymnasium; the first ``reset`` builds the scene, in the process that renders it."""
+    """One task of a suite for Gymnasium; the first ``reset`` builds the scene, in the process that
+    renders it.
+    """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 20}  # noqa: RUF012
 
@@ -148,15 +172,25 @@ class LiberoTask(gymnasium.Env):
         mirror: bool = True,
         render_mode: str | None = None,
     ) -> None:
-        self.suite, self.task, self.assets, self.cameras, self.image_size = suite, task, assets, cameras, image_size
+        self.suite, self.task, self.assets, self.cameras, self.image_size = (
+            suite,
+            task,
+            assets,
+            cameras,
+            image_size,
+        )
         self.settle_steps, self.mirror, self.render_mode = settle_steps, mirror, render_mode
         images = {name: spaces.Box(0, 255, (3, *image_size), np.uint8) for name in cameras}
-        self.observation_space = spaces.Dict({"state": spaces.Box(-np.inf, np.inf, (8,), np.float32), **images})
+        self.observation_space = spaces.Dict(
+            {"state": spaces.Box(-np.inf, np.inf, (8,), np.float32), **images}
+        )
         self.action_space = spaces.Box(-1, 1, (7,), np.float32)
         self._sim: Any = None
         self._states: Any = None
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Any = None
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Set objects to one of the fixed initial states; LIBERO draws the positions of fixtures."""
         super().reset(seed=seed)
         sim = self._sim = self._sim or self._build()
@@ -173,7 +207,9 @@ class LiberoTask(gymnasium.Env):
         self._enable_cameras(True)
         return self._observe(sim.env._get_observations(force_update=True)), {"success": False}
 
-    def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
+    def step(
+        self, action: np.ndarray
+    ) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
         """Advance by one control step; success ends the episode."""
         obs, reward, success, _ = self._sim.step(action)
         return self._observe(obs), float(reward), bool(success), False, {"success": bool(success)}
@@ -199,22 +235,31 @@ class LiberoTask(gymnasium.Env):
                 camera_names=list(self.cameras),
                 camera_heights=self.image_size[0],
                 camera_widths=self.image_size[1],
-                hard_reset=False,  # 0.2 s instead of 5 s; bitwise equal once the gripper's command is cleared
+                # 0.2 s instead of 5 s; bitwise equal once the gripper's command is cleared
+                hard_reset=False,
                 ignore_done=True,
             )
 
     def _enable_cameras(self, enabled: bool) -> None:
         """Set whether steps render images."""
         for name in self.cameras:
-            self._sim.env.modify_observable(observable_name=f"{name}_image", attribute="enabled", modifier=enabled)
+            self._sim.env.modify_observable(
+                observable_name=f"{name}_image", attribute="enabled", modifier=enabled
+            )
 
     def _observe(self, obs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Select state and images from robosuite's observation."""
         rotation = importlib.import_module("robosuite.utils.transform_utils").quat2axisangle
-        parts = (obs["robot0_eef_pos"], rotation(obs["robot0_eef_quat"].copy()), obs["robot0_gripper_qpos"])
+        parts = (
+            obs["robot0_eef_pos"],
+            rotation(obs["robot0_eef_quat"].copy()),
+            obs["robot0_gripper_qpos"],
+        )
         out = {"state": np.concatenate(parts).astype(np.float32)}
         for name in self.cameras:
-            image = obs[f"{name}_image"][::-1, :: -1 if self.mirror else 1]  # robosuite's are upside down
+            image = obs[f"{name}_image"][
+                ::-1, :: -1 if self.mirror else 1
+            ]  # robosuite's are upside down
             out[name] = np.ascontiguousarray(image.transpose(2, 0, 1))
         return out
 
@@ -227,8 +272,13 @@ def make_vector(
     processes: bool | None = None,
     **kwargs: Any,
 ) -> gymnasium.vector.VectorEnv:
-    """Return one environment for each of ``tasks``; this is Gymnasium's vector_entry_point of "libero/<suite>"."""
-    makers = [partial(_limited, max_episode_steps=max_episode_steps, task=task, **kwargs) for task in tasks]
+    """Return one environment for each of ``tasks``; this is Gymnasium's vector_entry_point of
+    "libero/<suite>".
+    """
+    makers = [
+        partial(_limited, max_episode_steps=max_episode_steps, task=task, **kwargs)
+        for task in tasks
+    ]
     if processes or (processes is None and num_envs > 1):
         # OpenGL and torch's threads do not survive a fork.
         return AsyncVectorEnv(makers, context="spawn", autoreset_mode=AutoresetMode.NEXT_STEP)
@@ -248,7 +298,7 @@ def _register(suite: str) -> None:
         )
 
 
-# -------------------------------------------------------------------------------------------------------- installation
+# ------------------------------------------------------------------------------------- installation
 def _package(id: str) -> Path:
     """Return the folder of LIBERO's package; raise EnvError if it is not installed."""
     spec = importlib.util.find_spec("libero")
@@ -262,7 +312,9 @@ def _package(id: str) -> Path:
 
 
 def _find_assets(id: str, assets: str | None) -> Path:
-    """Return the folder with LIBERO's meshes and textures; raise EnvError if no folder has all of them."""
+    """Return the folder with LIBERO's meshes and textures; raise EnvError if no folder has all of
+    them.
+    """
     folders = [_package(id) / "assets", Path("~/.cache/libero/assets").expanduser()]
     folders = folders if assets is None else [Path(assets).expanduser()]
     for folder in folders:
@@ -280,7 +332,8 @@ def _benchmark(id: str, assets: Path) -> Any:
     package = _package(id)
     if "libero.libero" not in sys.modules:
         use_egl_without_display()
-        # Without a config.yaml the import prompts on stdin; ~/.libero may belong to another installation.
+        # Without a config.yaml the import prompts on stdin; ~/.libero may belong to another
+        # installation.
         _config_folder = tempfile.TemporaryDirectory(prefix="embodied_ppo_libero_")
         paths = {"bddl_files": "bddl_files", "init_states": "init_files", "datasets": "../datasets"}
         config = {"benchmark_root": str(package), "assets": str(assets)}
@@ -304,8 +357,12 @@ def _tasks(id: str, assets: Path) -> tuple[list[str], list[str]]:
 
 
 def _select_tasks(id: str, tasks: int | Sequence[int] | None, count: int) -> list[int]:
-    """Return the indices that ``kwargs.tasks`` selects out of ``count``; raise EnvError if one is out of range."""
-    selected = list(range(count)) if tasks is None else [tasks] if isinstance(tasks, int) else list(tasks)
+    """Return the indices that ``kwargs.tasks`` selects out of ``count``; raise EnvError if one is
+    out of range.
+    """
+    selected = (
+        list(range(count)) if tasks is None else [tasks] if isinstance(tasks, int) else list(tasks)
+    )
     if not selected or any(not 0 <= i < count for i in selected):
         raise EnvError(f"env.id={id}: tasks={tasks} must be indices from 0 to {count - 1}")
     return selected
@@ -314,7 +371,11 @@ def _select_tasks(id: str, tasks: int | Sequence[int] | None, count: int) -> lis
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Discard stdout and stderr: robosuite and LIBERO print hints for their own installation."""
-    with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull), contextlib.redirect_stderr(devnull):
+    with (
+        open(os.devnull, "w") as devnull,
+        contextlib.redirect_stdout(devnull),
+        contextlib.redirect_stderr(devnull),
+    ):
         yield
 
 

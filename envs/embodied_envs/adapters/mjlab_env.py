@@ -1,4 +1,7 @@
-"""mjlab's tasks (MuJoCo Warp, thousands of worlds on a GPU; slow on a CPU) as a ``VectorEnv``. Extra: ``mjlab``."""
+"""mjlab's tasks (MuJoCo Warp, thousands of worlds on a GPU; slow on a CPU) as a ``VectorEnv``.
+
+Extra: ``mjlab``.
+"""
 
 from __future__ import annotations
 
@@ -36,25 +39,31 @@ def ids() -> list[str]:
 
 
 class MjlabEnv(TorchVectorEnv):
-    """``num_envs`` worlds of a task registered with mjlab, which "package.module:Name" imports first.
+    """``num_envs`` worlds of a task registered with mjlab, which "package.module:Name" imports
+    first.
 
-    Entries of ``kwargs`` besides those of ``TorchVectorEnv`` (where ``observe`` = None selects the group "actor"):
+    Entries of ``kwargs`` besides those of ``TorchVectorEnv`` (where ``observe`` = None selects the
+    group "actor"):
       play    the task's configuration for playing: usually no time limit and no noise
       config  {"sim.njmax": 300, ..}: fields of the task's configuration to set
 
-    Episodes end with their true last observation, because this adapter does the resets (mjlab's auto_reset is off).
-    success_key names one of the task's termination terms; None: the term "success" if there is one, else the success
-    of a command (for example lifting). Random numbers come from the process's global generators, which ``restart``
-    seeds with the first of the seeds.
+    Episodes end with their true last observation, because this adapter does the resets (mjlab's
+    auto_reset is off). success_key names one of the task's termination terms; None: the term
+    "success" if there is one, else the success of a command (for example lifting). Random numbers
+    come from the process's global generators, which ``restart`` seeds with the first of the seeds.
     """
 
     def __init__(self, id: str, options: AdapterOptions) -> None:
         kwargs = {"partial_reset": True, **(options.kwargs or {})}
-        super().__init__(id, replace(options, kwargs=kwargs), make=functools.partial(_MjlabTask, id))
+        super().__init__(
+            id, replace(options, kwargs=kwargs), make=functools.partial(_MjlabTask, id)
+        )
 
 
 def _registry(id: str) -> Any:
-    """Return mjlab's registry; raise EnvError if mjlab is not installed or the module before the colon fails."""
+    """Return mjlab's registry; raise EnvError if mjlab is not installed or the module before the
+    colon fails.
+    """
     cure = (
         "It needs mujoco 3.11 and an environment of its own: pip install -c scripts/constraints-mjlab.txt -e "
         "'.[mjlab]', then pip uninstall torchvision, whose wheel does not match torch (make test-mjlab does both in "
@@ -72,7 +81,9 @@ def _registry(id: str) -> Any:
 
 
 class _MjlabTask:
-    """A task of mjlab with the interface of ``TorchVectorEnv``: Gymnasium's spaces, final_obs, env_idx, success."""
+    """A task of mjlab with the interface of ``TorchVectorEnv``: Gymnasium's spaces, final_obs,
+    env_idx, success.
+    """
 
     def __init__(
         self,
@@ -89,16 +100,22 @@ class _MjlabTask:
         registry = _registry(id)
         name = id.rpartition(":")[2]
         if name not in registry.list_tasks():
-            raise EnvError(f"env.id={id} is unknown to mjlab; it has {', '.join(registry.list_tasks())}")
+            raise EnvError(
+                f"env.id={id} is unknown to mjlab; it has {', '.join(registry.list_tasks())}"
+            )
         cfg = registry.load_env_cfg(name, play=play)
         cfg.scene.num_envs, cfg.seed, cfg.auto_reset = num_envs, seed, False
         for path, value in (config or {}).items():
             _set(id, cfg, path, value)
         if max_episode_steps is not None:
             # mjlab rounds the number of steps up; half a step less avoids rounding errors.
-            cfg.episode_length_s = (max_episode_steps - 0.5) * cfg.sim.mujoco.timestep * cfg.decimation
+            cfg.episode_length_s = (
+                (max_episode_steps - 0.5) * cfg.sim.mujoco.timestep * cfg.decimation
+            )
         with _without_prints():
-            env = importlib.import_module("mjlab.envs").ManagerBasedRlEnv(cfg, device=device, render_mode=render_mode)
+            env = importlib.import_module("mjlab.envs").ManagerBasedRlEnv(
+                cfg, device=device, render_mode=render_mode
+            )
         self.env, self.cfg = env, cfg
         self.num_envs: int = env.num_envs
         self.device = torch.device(env.device)
@@ -108,7 +125,9 @@ class _MjlabTask:
         self.single_observation_space = _space(env.single_observation_space)
         self.single_action_space = _space(env.single_action_space)
 
-    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """Start new episodes in all environments, or in those of options["env_idx"] only."""
         if isinstance(seed, list):
             raise TypeError("mjlab takes one seed")
@@ -135,7 +154,9 @@ class _MjlabTask:
         return tree.map(choose, first, last), reward, *flags, info | {"final_obs": last}
 
     def _success(self) -> dict[str, Tensor]:
-        """Return bool [N] by name: the termination terms, and "success" if a term or a command defines it."""
+        """Return bool [N] by name: the termination terms, and "success" if a term or a command
+        defines it.
+        """
         terms = self.env.termination_manager
         info = {name: terms.get_term(name) for name in terms.active_terms}
         commands = self.env.command_manager
@@ -155,7 +176,9 @@ class _MjlabTask:
 
 
 def _set(id: str, cfg: Any, path: str, value: Any) -> None:
-    """Set ``cfg.a.b = value`` for "a.b", or ``cfg.a["b"]``; raise EnvError if a name does not exist."""
+    """Set ``cfg.a.b = value`` for "a.b", or ``cfg.a["b"]``; raise EnvError if a name does not
+    exist.
+    """
     *parents, last = path.split(".")
     node = cfg
     for name in [*parents, last]:
@@ -175,7 +198,9 @@ def _space(space: Any) -> spaces.Space:
     """Convert mjlab's Box and Dict to Gymnasium's."""
     if hasattr(space, "spaces"):
         return spaces.Dict({name: _space(x) for name, x in space.spaces.items()})
-    low, high = (np.broadcast_to(np.asarray(x, np.float32), space.shape) for x in (space.low, space.high))
+    low, high = (
+        np.broadcast_to(np.asarray(x, np.float32), space.shape) for x in (space.low, space.high)
+    )
     return spaces.Box(low, high, dtype=np.dtype(space.dtype).type)
 
 

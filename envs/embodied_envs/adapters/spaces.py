@@ -1,4 +1,6 @@
-"""Conversion of Gymnasium's spaces and numpy arrays to our specs and tensors, shared by all simulators of numpy."""
+"""Conversion of Gymnasium's spaces and numpy arrays to our specs and tensors, shared by all
+simulators of numpy.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, Discrete, EnvErr
 
 Leaf = Callable[[Any], Tensor]
 PRIVILEGED = re.compile(r"(^|[_/.])(privileged|priv|critic)([_/.]|$)", re.IGNORECASE)
-"""Names of observations that exist only in simulation (Playground: privileged_state, Isaac Lab: critic)."""
+"""Names of observations that exist only in simulation (Playground: privileged_state, Isaac Lab:
+critic).
+"""
 
 
 def select_observations(names: Sequence[str], keys: Sequence[str] | None, *, id: str) -> list[str]:
     """Return the observations that ``env.obs_keys`` selects, in the simulator's order.
 
     Args:
-        names: Flat names ("a/b") of a dictionary of observations; empty where the observation is one array.
+        names: Flat names ("a/b") of a dictionary of observations; empty where the observation is
+            one array.
         keys: Names, or the first parts of names ("a" selects "a/b" and "a/c"); None selects all.
         id: ``env.id``, for messages.
 
@@ -35,9 +40,13 @@ def select_observations(names: Sequence[str], keys: Sequence[str] | None, *, id:
     if keys is None:
         privileged = [name for name in names if PRIVILEGED.search(name)]
         if privileged:
-            public = [name for name in groups if not any(x.partition("/")[0] == name for x in privileged)]
+            public = [
+                name for name in groups if not any(x.partition("/")[0] == name for x in privileged)
+            ]
             cure = (
-                f"env.obs_keys=[{','.join(public)}]" if 0 < len(",".join(public)) <= 100 else "env.obs_keys=[NAME,..]"
+                f"env.obs_keys=[{','.join(public)}]"
+                if 0 < len(",".join(public)) <= 100
+                else "env.obs_keys=[NAME,..]"
             )
             raise EnvError(
                 f"env.id={id}: its observation has {privileged[0]}, which exists in simulation only; write {cure} "
@@ -57,7 +66,9 @@ def select_observations(names: Sequence[str], keys: Sequence[str] | None, *, id:
             raise EnvError(
                 f"env.id={id}: env.obs_keys: {key!r} is not in its observation; {choose(key, groups, 'it has ')}"
             )
-    return [name for name in names if any(name == key or name.startswith(f"{key}/") for key in keys)]
+    return [
+        name for name in names if any(name == key or name.startswith(f"{key}/") for key in keys)
+    ]
 
 
 def _format_names(names: Sequence[str]) -> str:
@@ -69,9 +80,12 @@ def observations(
 ) -> tuple[ObsSpec, dict[str, Leaf]]:
     """Return the spec of one observation, and conversions of its arrays to tensors.
 
-    float32      unchanged, without a copy             float64, integers, bool, MultiBinary   float32
-    uint8        2 or more dimensions: stays uint8     uint8 with 0 or 1 dimension            float32
-    Discrete(n)  one-hot float32 [n]                   numbers, shape ()                      float32 [1]
+    float32      unchanged, without a copy             float64, integers, bool, MultiBinary
+    float32
+    uint8        2 or more dimensions: stays uint8     uint8 with 0 or 1 dimension
+    float32
+    Discrete(n)  one-hot float32 [n]                   numbers, shape ()
+    float32 [1]
     dictionary   dict[str, Tensor]; nested ones get flat names: {"a": {"b": x}} is {"a/b": x}
 
     Args:
@@ -81,7 +95,8 @@ def observations(
         keys: Entries of a dictionary to use, see ``select_observations``.
 
     Returns:
-        The spec, and for each name (one array has the name "") a function from numpy [N, ..] to a tensor [N, ..].
+        The spec, and for each name (one array has the name "") a function from numpy [N, ..] to a
+        tensor [N, ..].
 
     Raises:
         EnvError: A space has no fixed shape (Text, Sequence, Graph), or ``keys`` is wrong.
@@ -92,14 +107,20 @@ def observations(
         return spec, {"": leaf}
     flat = _flatten(space)
     if not flat:
-        raise EnvError(f"env.id={id}: its observation dictionary is empty; wrap the environment to observe something")
+        raise EnvError(
+            f"env.id={id}: its observation dictionary is empty; wrap the environment to observe something"
+        )
     names = select_observations(list(flat), keys, id=id)
     pairs = {n: _leaf(flat[n], id=f"{id}, observation {n!r}", device=device) for n in names}
-    return {name: spec for name, (spec, _) in pairs.items()}, {name: leaf for name, (_, leaf) in pairs.items()}
+    return {name: spec for name, (spec, _) in pairs.items()}, {
+        name: leaf for name, (_, leaf) in pairs.items()
+    }
 
 
 def reader(leaves: dict[str, Leaf]) -> Callable[[Any], Obs]:
-    """Return a function from Gymnasium's batch (an array, or nested dictionaries of arrays) to tensors."""
+    """Return a function from Gymnasium's batch (an array, or nested dictionaries of arrays) to
+    tensors.
+    """
     if "" in leaves:
         return leaves[""]
     paths = [(name, tuple(name.split("/")), leaf) for name, leaf in leaves.items()]
@@ -109,7 +130,8 @@ def reader(leaves: dict[str, Leaf]) -> Callable[[Any], Obs]:
 def actions(
     space: Any, *, id: str, mapping: str, device: torch.device
 ) -> tuple[ActionSpec, Callable[[Tensor], np.ndarray]]:
-    """Return the spec of one action, and a function from the policy's batch to the simulator's numpy batch.
+    """Return the spec of one action, and a function from the policy's batch to the simulator's
+    numpy batch.
 
     Box       float32 [N, A] through ``mapping`` (see actions.mapper), then reshaped to [N, *shape]
     Discrete  int64 [N], plus the space's ``start``
@@ -138,7 +160,9 @@ def actions(
             f"env.id={id}: its actions are a Box of {space.dtype} (integers), and only a Box of floats or a "
             "Discrete is supported; wrap the environment so that it takes one choice"
         )
-    low, high = (np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (space.low, space.high))
+    low, high = (
+        np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (space.low, space.high)
+    )
     box = Box(low=tuple(_bound(x) for x in low), high=tuple(_bound(x) for x in high))
     apply = mapper(mapping, box, device)
     if len(space.shape) == 1:
@@ -150,9 +174,13 @@ def actions(
 def check_seeds(id: str, seeds: list[int], num_envs: int) -> None:
     """Raise EnvError unless there is one seed in [0, 2**31) for each of ``num_envs`` environments."""
     if len(seeds) != num_envs:
-        raise EnvError(f"env.id={id}: {len(seeds)} seeds for {num_envs} environments; give one each")
+        raise EnvError(
+            f"env.id={id}: {len(seeds)} seeds for {num_envs} environments; give one each"
+        )
     if invalid := [seed for seed in seeds if not 0 <= seed < 2**31]:
-        raise EnvError(f"env.id={id}: seed {invalid[0]} is outside [0, 2**31); simulators store seeds in 32 bits")
+        raise EnvError(
+            f"env.id={id}: seed {invalid[0]} is outside [0, 2**31); simulators store seeds in 32 bits"
+        )
 
 
 def action_shape(spec: ActionSpec, num_envs: int) -> torch.Size:
@@ -161,8 +189,13 @@ def action_shape(spec: ActionSpec, num_envs: int) -> torch.Size:
 
 
 def action_shape_error(id: str, action: Tensor, shape: torch.Size) -> EnvError:
-    """Return the error for actions of another shape. Unchecked, simulators in C++ would read past their end."""
-    return EnvError(f"env.id={id}: actions of shape {list(action.shape)}; it takes {list(shape)}, environments first")
+    """Return the error for actions of another shape.
+
+    Unchecked, simulators in C++ would read past their end.
+    """
+    return EnvError(
+        f"env.id={id}: actions of shape {list(action.shape)}; it takes {list(shape)}, environments first"
+    )
 
 
 def success_key_error(id: str, key: str | None, info_keys: Iterable[str]) -> EnvError:
@@ -180,7 +213,12 @@ def resize_image(frame: np.ndarray, size: tuple[int, int]) -> Tensor:
     if tuple(image.shape[:2]) == tuple(size):
         return image
     chw = image.permute(2, 0, 1)[None].float()
-    return torch.nn.functional.interpolate(chw, size=size, mode="area")[0].permute(1, 2, 0).round().to(torch.uint8)
+    return (
+        torch.nn.functional.interpolate(chw, size=size, mode="area")[0]
+        .permute(1, 2, 0)
+        .round()
+        .to(torch.uint8)
+    )
 
 
 def _leaf(space: Any, *, id: str, device: torch.device) -> tuple[ArraySpec, Leaf]:
@@ -191,7 +229,9 @@ def _leaf(space: Any, *, id: str, device: torch.device) -> tuple[ArraySpec, Leaf
         shape = tuple(int(n) for n in space.shape)
         image = space.dtype == np.uint8 and len(shape) > 1
         spec = ArraySpec(shape or (1,), torch.uint8 if image else torch.float32)
-        convert = _numbers if not shape else _same if image or space.dtype == np.float32 else _to_float
+        convert = (
+            _numbers if not shape else _same if image or space.dtype == np.float32 else _to_float
+        )
     else:
         raise EnvError(
             f"env.id={id}: observation space {_short(space)} is not supported (Box, Discrete, MultiBinary, "

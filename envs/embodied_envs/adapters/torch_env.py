@@ -1,8 +1,9 @@
 """Batched environments of tensors (ManiSkill, Isaac Lab, your own on a GPU) as a ``VectorEnv``.
 
-``env.id`` names a function that creates one, as "package.module:function". It is called with num_envs, seed (an
-integer), device ("cuda:0") and the entries of ``env.kwargs``; with max_episode_steps if ``env.max_episode_steps`` is
-set, and with render_mode="rgb_array" if images are rendered. For ManiSkill:
+``env.id`` names a function that creates one, as "package.module:function". It is called with
+num_envs, seed (an integer), device ("cuda:0") and the entries of ``env.kwargs``; with
+max_episode_steps if ``env.max_episode_steps`` is set, and with render_mode="rgb_array" if images
+are rendered. For ManiSkill:
 
     def make_env(num_envs, seed, device, task="PickCube-v1", **kwargs):
         import gymnasium, mani_skill.envs
@@ -24,10 +25,10 @@ The environment has num_envs, single_observation_space and single_action_space, 
     reset(seed=, options=) -> observation, info
     step(action [N, A])    -> observation, reward [N], terminated [N], truncated [N], info
 
-where an observation is a tensor [N, ..] or nested dictionaries of tensors, and the step that ends an episode also
-starts the next one. Then info["final_obs"] (Gymnasium 1, Isaac Lab with compute_final_obs) or
-info["final_observation"] (ManiSkill) holds the last observation of the episode, [N, ..], arbitrary in rows whose
-episode goes on.
+where an observation is a tensor [N, ..] or nested dictionaries of tensors, and the step that ends
+an episode also starts the next one. Then info["final_obs"] (Gymnasium 1, Isaac Lab with
+compute_final_obs) or info["final_observation"] (ManiSkill) holds the last observation of the
+episode, [N, ..], arbitrary in rows whose episode goes on.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ from embodied_ppo.core.types import Discrete, EnvError, Obs, Step
 
 Factory = Callable[..., Any]
 _ACTOR_GROUPS = ("policy", "actor")
-"""The names of the observations for the policy in Isaac Lab and mjlab; "critic" is another group beside it."""
+"""The names of the observations for the policy in Isaac Lab and mjlab; "critic" is another group
+beside it.
+"""
 
 
 def factory(id: str) -> Factory | None:
@@ -73,25 +76,30 @@ class TorchVectorEnv(Adapter):
     """A batched environment whose tensors stay on their device. Implements ``VectorEnv``.
 
     Entries of ``kwargs`` that the adapter reads; the others are passed to the factory:
-      observe            name or names of the observation's entries to use; None: those of ``obs_keys``, by default
-                         all, but only the group "policy" (Isaac Lab) or "actor" (mjlab) if there is one
-      final_observation  "info" (default): an end without its last observation in the info is an EnvError
-                         "previous": use the observation before it, as in rsl_rl. The value that bootstraps a
-                         truncated episode is then V(s_t) instead of V(s_t+1), and a warning reports it; nothing
-                         changes if no episode is truncated
-      partial_reset      whether reset(options={"env_idx": int64 indices}) starts new episodes of these environments
+      observe            name or names of the observation's entries to use; None: those of
+      ``obs_keys``, by default
+                         all, but only the group "policy" (Isaac Lab) or "actor" (mjlab) if there is
+                         one
+      final_observation  "info" (default): an end without its last observation in the info is an
+      EnvError
+                         "previous": use the observation before it, as in rsl_rl. The value that
+                         bootstraps a truncated episode is then V(s_t) instead of V(s_t+1), and a
+                         warning reports it; nothing changes if no episode is truncated
+      partial_reset      whether reset(options={"env_idx": int64 indices}) starts new episodes of
+      these environments
                          only; None: true for ManiSkill
 
-    A step that is both terminated and truncated counts as terminated. If the environment's ``cfg`` has
-    is_finite_horizon (Isaac Lab, mjlab), the time limit terminates. ``success`` is info[success_key] [N], in the last
-    step of an episode info["final_info"][success_key]; "a/b" reads info["a"]["b"]. It is None until the first info
-    has it.
+    A step that is both terminated and truncated counts as terminated. If the environment's ``cfg``
+    has is_finite_horizon (Isaac Lab, mjlab), the time limit terminates. ``success`` is
+    info[success_key] [N], in the last step of an episode info["final_info"][success_key]; "a/b"
+    reads info["a"]["b"]. It is None until the first info has it.
 
-    ``restart`` does not create a new environment: it resets with new seeds, all of them if the environment accepts a
-    list, else the first. State that outlives an episode (a curriculum, domain randomisation at the start) is kept.
-    torch's global generators, from which most of these environments draw, are saved and restored around each call, so
-    that each environment has its own random numbers.
-    ``step`` synchronises with the device only until the first info with a last observation.
+    ``restart`` does not create a new environment: it resets with new seeds, all of them if the
+    environment accepts a list, else the first. State that outlives an episode (a curriculum, domain
+    randomisation at the start) is kept. torch's global generators, from which most of these
+    environments draw, are saved and restored around each call, so that each environment has its own
+    random numbers. ``step`` synchronises with the device only until the first info with a last
+    observation.
     """
 
     def __init__(self, id: str, options: AdapterOptions, *, make: Factory | None = None) -> None:
@@ -111,20 +119,30 @@ class TorchVectorEnv(Adapter):
         final = kwargs.pop("final_observation", "info")
         partial = kwargs.pop("partial_reset", None)
         if observe is not None and obs_keys is not None:
-            raise EnvError(f"env.id={id}: env.obs_keys and env.kwargs.observe both select observations; leave one out")
+            raise EnvError(
+                f"env.id={id}: env.obs_keys and env.kwargs.observe both select observations; leave one out"
+            )
         if final not in ("info", "previous"):
-            raise EnvError(f"env.id={id}: final_observation={final!r} is unknown; choose one of info, previous")
+            raise EnvError(
+                f"env.id={id}: final_observation={final!r} is unknown; choose one of info, previous"
+            )
 
-        self._generator_states: list[Tensor] = []  # torch's generators after the environment's last call
+        self._generator_states: list[
+            Tensor
+        ] = []  # torch's generators after the environment's last call
         with self._own_generators(self._seeds[0]):
             self._env = self._make(make or factory(id), kwargs, max_episode_steps)
         self._check_env()
         self._env_device = torch.device(_attribute(self._env, "device") or self.device)
         self._partial = _is_maniskill(self._env) if partial is None else bool(partial)
-        self._finite_horizon = bool(getattr(_attribute(self._env, "cfg"), "is_finite_horizon", False))
+        self._finite_horizon = bool(
+            getattr(_attribute(self._env, "cfg"), "is_finite_horizon", False)
+        )
         spec = _attribute(self._env, "spec")
         limit = (
-            max_episode_steps or getattr(spec, "max_episode_steps", None) or _attribute(self._env, "max_episode_steps")
+            max_episode_steps
+            or getattr(spec, "max_episode_steps", None)
+            or _attribute(self._env, "max_episode_steps")
         )
         self.max_episode_steps = None if limit is None else int(limit)
 
@@ -134,11 +152,15 @@ class TorchVectorEnv(Adapter):
         self.obs_spec, leaves = spaces.observations(space, id=id, device=self.device, keys=obs_keys)
         self._leaves = {name: _leaf_space(space, name) for name in leaves}
         mapping, action_space = options.action_mapping, _attribute(self._env, "single_action_space")
-        self.action_spec, _ = spaces.actions(action_space, id=id, mapping=mapping, device=self.device)
+        self.action_spec, _ = spaces.actions(
+            action_space, id=id, mapping=mapping, device=self.device
+        )
         self._action_shape = spaces.action_shape(self.action_spec, num_envs)
         self._to_simulator = _actions(self.action_spec, action_space, mapping, self.device)
         self._use_previous_obs = final == "previous"
-        self._previous_obs: Obs | None = None  # the last observation, kept for ``final_observation=previous``
+        self._previous_obs: Obs | None = (
+            None  # the last observation, kept for ``final_observation=previous``
+        )
         self._info_has_final_obs = False
         if self._use_previous_obs:
             warnings.warn(
@@ -195,7 +217,9 @@ class TorchVectorEnv(Adapter):
         size = self._check_render()
         frame = self._env.render()
         if frame is None or len(frame) == 0:
-            raise EnvError(f"env.id={self.id}: its render() returns no image with render_mode='rgb_array'")
+            raise EnvError(
+                f"env.id={self.id}: its render() returns no image with render_mode='rgb_array'"
+            )
         frame = frame[0] if isinstance(frame, list | tuple) else frame
         frame = np.asarray(frame.cpu() if isinstance(frame, Tensor) else frame)
         # Some environments return one image for each environment, others a single one.
@@ -207,29 +231,39 @@ class TorchVectorEnv(Adapter):
             self._closed = True
             self._env.close()
 
-    # ---------------------------------------------------------------------------------------------------- construction
-    def _make(self, make: Factory | None, options: dict[str, Any], max_episode_steps: int | None) -> Any:
+    # --------------------------------------------------------------------------------- construction
+    def _make(
+        self, make: Factory | None, options: dict[str, Any], max_episode_steps: int | None
+    ) -> Any:
         """Call the factory; raise EnvError if it fails or does not exist."""
         if make is None:
             raise EnvError(
                 f'env.id={self.id}: names no function; simulator=torch needs "package.module:function", which is '
                 "called with num_envs, seed, device and env.kwargs and returns the environment"
             )
-        arguments: dict[str, Any] = {"num_envs": self.num_envs, "seed": self._seeds[0], "device": str(self.device)}
+        arguments: dict[str, Any] = {
+            "num_envs": self.num_envs,
+            "seed": self._seeds[0],
+            "device": str(self.device),
+        }
         if max_episode_steps is not None:
             arguments["max_episode_steps"] = max_episode_steps
         if self._render_size is not None:
             arguments["render_mode"] = "rgb_array"
         if reserved := sorted(set(arguments) & set(options)):
-            raise EnvError(f"env.id={self.id}: kwargs {', '.join(reserved)} are set by the adapter; leave them out")
+            raise EnvError(
+                f"env.id={self.id}: kwargs {', '.join(reserved)} are set by the adapter; leave them out"
+            )
         with wrap_errors(f"env.id={self.id}: its function fails with {arguments | options}: "):
             return make(**arguments, **options)
 
     @contextlib.contextmanager
     def _own_generators(self, seed: int | None = None) -> Iterator[None]:
-        """Give the environment its own state of torch's global generators; seed it if ``seed`` is given.
+        """Give the environment its own state of torch's global generators; seed it if ``seed`` is
+        given.
 
-        Without this, an evaluation, which seeds the generators, would make training repeat its random numbers.
+        Without this, an evaluation, which seeds the generators, would make training repeat its
+        random numbers.
         """
         before = _generator_states(self.device)
         if seed is not None:
@@ -244,13 +278,26 @@ class TorchVectorEnv(Adapter):
 
     def _check_env(self) -> None:
         """Raise EnvError unless the environment has what the adapter needs."""
-        needed = ("num_envs", "single_observation_space", "single_action_space", "reset", "step", "close")
+        needed = (
+            "num_envs",
+            "single_observation_space",
+            "single_action_space",
+            "reset",
+            "step",
+            "close",
+        )
         if missing := [name for name in needed if _attribute(self._env, name) is None]:
-            raise EnvError(f"env.id={self.id}: its {type(self._env).__name__} lacks {', '.join(missing)}")
+            raise EnvError(
+                f"env.id={self.id}: its {type(self._env).__name__} lacks {', '.join(missing)}"
+            )
         if (n := _attribute(self._env, "num_envs")) != self.num_envs:
             self.close()
-            raise EnvError(f"env.id={self.id}: num_envs={self.num_envs}, but its vector has {n} environments")
-        mode = (getattr(self._env, "metadata", None) or {}).get("autoreset_mode", AutoresetMode.SAME_STEP)
+            raise EnvError(
+                f"env.id={self.id}: num_envs={self.num_envs}, but its vector has {n} environments"
+            )
+        mode = (getattr(self._env, "metadata", None) or {}).get(
+            "autoreset_mode", AutoresetMode.SAME_STEP
+        )
         if mode not in (AutoresetMode.SAME_STEP, AutoresetMode.SAME_STEP.value):
             self.close()
             raise EnvError(
@@ -261,7 +308,9 @@ class TorchVectorEnv(Adapter):
     def _observed_space(
         self, observe: str | list[str] | None, obs_keys: Sequence[str] | None
     ) -> tuple[Any, str | None]:
-        """Return the part of the observation space that is used, and its name if it is a single entry."""
+        """Return the part of the observation space that is used, and its name if it is a single
+        entry.
+        """
         space = _attribute(self._env, "single_observation_space")
         if obs_keys is not None:  # ``spaces.observations`` selects
             return space, None
@@ -281,9 +330,11 @@ class TorchVectorEnv(Adapter):
             return space[observe], observe
         return {name: space[name] for name in selected}, None
 
-    # ---------------------------------------------------------------------------------------------------- observations
+    # --------------------------------------------------------------------------------- observations
     def _seeded_reset(self) -> Any:
-        """Reset with one seed per environment, or with the first seed if the environment accepts only one."""
+        """Reset with one seed per environment, or with the first seed if the environment accepts
+        only one.
+        """
         if self._accepts_seed_list:
             try:
                 return self._env.reset(seed=list(self._seeds))[0]
@@ -292,7 +343,9 @@ class TorchVectorEnv(Adapter):
         return self._env.reset(seed=self._seeds[0])[0]
 
     def _read_reset(self, obs: Any) -> Obs:
-        """Convert the observation of a reset, check it against the spec and keep it for the next step."""
+        """Convert the observation of a reset, check it against the spec and keep it for the next
+        step.
+        """
         converted = self._read(obs)
         named = converted if isinstance(converted, dict) else {"": converted}
         specs = self.obs_spec if isinstance(self.obs_spec, dict) else {"": self.obs_spec}
@@ -311,7 +364,9 @@ class TorchVectorEnv(Adapter):
             self._previous_obs = tree.map(torch.clone, obs)
 
     def _read(self, obs: Any) -> Obs:
-        """Convert observations [N, ..] to the spec's names, types and shapes, on ``device``, in separate memory."""
+        """Convert observations [N, ..] to the spec's names, types and shapes, on ``device``, in
+        separate memory.
+        """
         if self._obs_group is not None:
             obs = obs[self._obs_group]
         if not isinstance(self.obs_spec, dict):
@@ -334,7 +389,9 @@ class TorchVectorEnv(Adapter):
         spec = self.obs_spec[name] if isinstance(self.obs_spec, dict) else self.obs_spec
         space = self._leaves[name]
         if isinstance(space, gymnasium.spaces.Discrete):
-            return one_hot(x.reshape(-1).long() - int(space.start), int(space.n)).to(self.device, spec.dtype)
+            return one_hot(x.reshape(-1).long() - int(space.start), int(space.n)).to(
+                self.device, spec.dtype
+            )
         y = x.unsqueeze(-1) if x.dim() == 1 and spec.shape == (1,) else x
         return _copy_if_shared(y.to(spec.dtype), x, self.device)
 
@@ -363,14 +420,20 @@ class TorchVectorEnv(Adapter):
             )
         return None
 
-    def _success(self, info: Mapping[str, Any], ended: Tensor, *, may_have_ended: bool) -> Tensor | None:
+    def _success(
+        self, info: Mapping[str, Any], ended: Tensor, *, may_have_ended: bool
+    ) -> Tensor | None:
         """Return success [N] of this step (not of the reset that followed it), or None.
 
         If an episode may have ended, a missing key is an EnvError.
         """
         final = info.get("final_info")
         if self._success_key is None:
-            keys = [k for k in SUCCESS_KEYS if _entry(info, k) is not None or _entry(final, k) is not None]
+            keys = [
+                k
+                for k in SUCCESS_KEYS
+                if _entry(info, k) is not None or _entry(final, k) is not None
+            ]
             self._success_key = keys[0] if keys else None
             if not keys:
                 return None
@@ -378,7 +441,9 @@ class TorchVectorEnv(Adapter):
         now, last = _entry(info, self._success_key), _entry(final, self._success_key)
         if now is None and last is None:
             if may_have_ended and self._success_option is not None:
-                raise spaces.success_key_error(self.id, self._success_option, {*info, *(final or {})})
+                raise spaces.success_key_error(
+                    self.id, self._success_option, {*info, *(final or {})}
+                )
             return torch.zeros_like(ended)
         if now is None or last is None:
             return self._copy(last if now is None else now, torch.bool)
@@ -386,14 +451,21 @@ class TorchVectorEnv(Adapter):
 
 
 def _attribute(env: Any, name: str) -> Any:
-    """Return an attribute of the environment or of the one it wraps (Gymnasium's wrappers hide it), or None."""
+    """Return an attribute of the environment or of the one it wraps (Gymnasium's wrappers hide it),
+    or None.
+    """
     value = getattr(env, name, None)
     return getattr(getattr(env, "unwrapped", None), name, None) if value is None else value
 
 
 def _generator_states(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's global generators, CPU and CUDA, without a device synchronisation."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    """Return the states of torch's global generators, CPU and CUDA, without a device
+    synchronisation.
+    """
+    return [
+        torch.get_rng_state(),
+        *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []),
+    ]
 
 
 def _set_generators(states: list[Tensor], device: torch.device) -> None:
@@ -403,7 +475,9 @@ def _set_generators(states: list[Tensor], device: torch.device) -> None:
 
 
 def _is_maniskill(env: Any) -> bool:
-    return any(type(x).__module__.startswith("mani_skill.") for x in (env, getattr(env, "unwrapped", None)))
+    return any(
+        type(x).__module__.startswith("mani_skill.") for x in (env, getattr(env, "unwrapped", None))
+    )
 
 
 def _leaf_space(space: Any, name: str) -> Any:
@@ -428,8 +502,12 @@ def _copy_if_shared(y: Tensor, x: Tensor, device: torch.device) -> Tensor:
     return y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y
 
 
-def _actions(spec: Any, space: Any, mapping: str, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function from the policy's batch to the simulator's: int64 [N], or float32 [N, *shape]."""
+def _actions(
+    spec: Any, space: Any, mapping: str, device: torch.device
+) -> Callable[[Tensor], Tensor]:
+    """Return a function from the policy's batch to the simulator's: int64 [N], or float32 [N,
+    *shape].
+    """
     if isinstance(spec, Discrete):
         return lambda action: action + int(space.start)
     apply, shape = mapper(mapping, spec, device), tuple(space.shape)

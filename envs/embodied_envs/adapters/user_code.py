@@ -1,4 +1,6 @@
-"""User code boundary: exceptions of the user's modules and of optional packages become ``EnvError``."""
+"""User code boundary: exceptions of the user's modules and of optional packages become
+``EnvError``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from embodied_ppo.core.types import EnvError
 
 @contextlib.contextmanager
 def wrap_errors(prefix: str, suffix: str = "") -> Iterator[None]:
-    """Re-raise any exception of the block as an EnvError, with its class and text between the affixes.
+    """Re-raise any exception of the block as an EnvError, with its class and text between the
+    affixes.
 
     Args:
         prefix: Text before the class and the text of the exception.

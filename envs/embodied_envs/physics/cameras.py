@@ -22,7 +22,8 @@ MAX_GEOMS = 2000
 
 
 def gl_context(width: int, height: int) -> Any:
-    """An OpenGL context without a screen, by $MUJOCO_GL (egl, osmesa, glfw), else the first of EGL and OSMesa to work.
+    """An OpenGL context without a screen, by $MUJOCO_GL (egl, osmesa, glfw), else the first of EGL
+    and OSMesa to work.
 
     Raises EnvError with the Debian package to install.
     """
@@ -49,7 +50,11 @@ class _Canvas:
         self.mjr = mujoco.MjrContext(model, int(mujoco.mjtFontScale.mjFONTSCALE_100))
         mujoco.mjr_setBuffer(int(mujoco.mjtFramebuffer.mjFB_OFFSCREEN), self.mjr)
         self.scene = mujoco.MjvScene(model, maxgeom=MAX_GEOMS)
-        self.option, self.perturb, self.camera = mujoco.MjvOption(), mujoco.MjvPerturb(), mujoco.MjvCamera()
+        self.option, self.perturb, self.camera = (
+            mujoco.MjvOption(),
+            mujoco.MjvPerturb(),
+            mujoco.MjvCamera(),
+        )
         self.rows = np.empty((height, width, 3), dtype=np.uint8)
 
     def draw(self, model: mujoco.MjModel, data: mujoco.MjData, camera: int) -> np.ndarray:
@@ -59,7 +64,9 @@ class _Canvas:
         else:
             self.camera.type, self.camera.fixedcamid = int(mujoco.mjtCamera.mjCAMERA_FIXED), camera
         everything = int(mujoco.mjtCatBit.mjCAT_ALL)
-        mujoco.mjv_updateScene(model, data, self.option, self.perturb, self.camera, everything, self.scene)
+        mujoco.mjv_updateScene(
+            model, data, self.option, self.perturb, self.camera, everything, self.scene
+        )
         self.context.make_current()
         mujoco.mjr_render(self.rect, self.scene, self.mjr)
         mujoco.mjr_readPixels(self.rows, None, self.rect, self.mjr)
@@ -72,7 +79,8 @@ class _Canvas:
 
 
 class Cameras:
-    """What policies and films see of N worlds. No shadows, no multisampling: on a CPU they cost ten times the rest.
+    """What policies and films see of N worlds. No shadows, no multisampling: on a CPU they cost ten
+    times the rest.
 
     OpenGL starts with the first picture.
     """
@@ -85,16 +93,20 @@ class Cameras:
         size: tuple[int, int] = (64, 64),
         picture_size: tuple[int, int] | None = None,
     ) -> None:
-        """``names``: cameras of the model that the policy sees, (height, width) = ``size`` pixels each.
+        """``names``: cameras of the model that the policy sees, (height, width) = ``size`` pixels
+        each.
 
-        ``picture_size``: (height, width) of ``picture``; None: there are none. Raises EnvError for an unknown camera.
+        ``picture_size``: (height, width) of ``picture``; None: there are none. Raises EnvError for
+        an unknown camera.
         """
         self.names, self.size, self.picture_size = tuple(names), size, picture_size
         known = [model.camera(i).name for i in range(model.ncam)]
         if len(set(names)) < len(names):
             raise EnvError(f"env.cameras={list(names)}: names a camera twice")
         if unknown := [n for n in names if n not in known]:
-            raise EnvError(f"env.cameras: the model has no camera {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+            raise EnvError(
+                f"env.cameras: the model has no camera {unknown[0]!r}; it has {', '.join(known) or 'none'}"
+            )
         self._ids = [known.index(n) for n in names]
         self._film = 0 if known else -1
         self._source = model
@@ -104,10 +116,14 @@ class Cameras:
     def images(self, worlds: Mapping[str, np.ndarray], where: Tensor) -> dict[str, Tensor]:
         """Camera -> uint8 [N, 3, H, W], zero where bool [N] is False.
 
-        ``worlds``: qpos, mocap_pos, mocap_quat and MjModel fields that differ between worlds, [N, ..].
+        ``worlds``: qpos, mocap_pos, mocap_quat and MjModel fields that differ between worlds, [N,
+        ..].
         """
         height, width = self.size
-        out = {name: torch.zeros(len(where), 3, height, width, dtype=torch.uint8) for name in self.names}
+        out = {
+            name: torch.zeros(len(where), 3, height, width, dtype=torch.uint8)
+            for name in self.names
+        }
         arrays = [x.numpy() for x in out.values()]
         for i in where.nonzero().flatten().tolist():
             canvas = self._pose(worlds, i, self.size)
@@ -116,7 +132,9 @@ class Cameras:
         return out
 
     def picture(self, worlds: Mapping[str, np.ndarray]) -> Tensor:
-        """uint8 [H, W, 3] of world 0, by the model's first camera, or of the whole model if it has none."""
+        """uint8 [H, W, 3] of world 0, by the model's first camera, or of the whole model if it has
+        none.
+        """
         if self.picture_size is None:
             raise EnvError("made without pictures; make it with render=True")
         canvas = self._pose(worlds, 0, self.picture_size)
@@ -129,7 +147,9 @@ class Cameras:
                 self._prepare()
             self._canvas[size] = _Canvas(self._model, *size)
             if first:
-                atexit.register(self._end)  # last in, first out: before the end of OpenGL, registered by now
+                atexit.register(
+                    self._end
+                )  # last in, first out: before the end of OpenGL, registered by now
         canvas, model, data = self._canvas[size], self._model, self._data
         for name, x in worlds.items():
             owner = data if name in ("qpos", "mocap_pos", "mocap_quat") else model
@@ -141,7 +161,9 @@ class Cameras:
         mujoco.mj_comPos(model, data)
         mujoco.mj_camlight(model, data)
         if new:
-            canvas.draw(model, data, self._film)  # a context's first picture differs from all later ones
+            canvas.draw(
+                model, data, self._film
+            )  # a context's first picture differs from all later ones
         return canvas
 
     def _prepare(self) -> None:

@@ -1,4 +1,6 @@
-"""Domain randomisation: every world's model a little different, drawn anew with each episode from its seed."""
+"""Domain randomisation: every world's model a little different, drawn anew with each episode from
+its seed.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from embodied_ppo.core.errors import EnvError, choose
 class Range:
     """What one range changes: MjModel fields, and how its number x enters them.
 
-    scale: multiplied by x in [low, high]    add: x is added    each: one x per element (body, geom, ..), else one
-    columns: so many of the field's last dimension, from the first on; None for all of them
+    scale: multiplied by x in [low, high]    add: x is added    each: one x per element (body, geom,
+    ..), else one columns: so many of the field's last dimension, from the first on; None for all of
+    them
     """
 
     fields: tuple[str, ...]
@@ -40,26 +43,35 @@ RANGES: dict[str, Range] = {
     "light": Range(("light_diffuse",), "scale", each=True),
     "colour": Range(("geom_rgba", "mat_rgba"), "add", each=True, columns=3),
 }
-"""By name of the option. mass scales body masses and inertias alike (the density), friction the sliding coefficient of
-geoms, damping that of joints, gains the strength of actuators (of a position servo: stiffness and damping alike),
-gravity its strength; camera_position moves each camera along x, y and z (m), camera_angle turns it about its own x, y
-and z (rad), colour moves red, green and blue (0 to 1). The numbers are uniform between two bounds."""
+"""By name of the option. mass scales body masses and inertias alike (the density), friction the
+sliding coefficient of geoms, damping that of joints, gains the strength of actuators (of a position
+servo: stiffness and damping alike), gravity its strength; camera_position moves each camera along
+x, y and z (m), camera_angle turns it about its own x, y and z (rad), colour moves red, green and
+blue (0 to 1). The numbers are uniform between two bounds.
+"""
 
 
 class Randomization:
     """Which fields of a model differ between worlds, and how they are drawn."""
 
     def __init__(self, model: mujoco.MjModel, ranges: Mapping[str, tuple[float, float]]) -> None:
-        """``ranges``: names of RANGES -> (low, high). Raises EnvError for an unknown name or senseless bounds."""
+        """``ranges``: names of RANGES -> (low, high).
+
+        Raises EnvError for an unknown name or senseless bounds.
+        """
         self.ranges = dict(ranges)
         for name, bounds in ranges.items():
             if name not in RANGES:
-                raise EnvError(f"env.ranges: {name!r} is unknown; {choose(name, list(RANGES), 'there are ')}")
+                raise EnvError(
+                    f"env.ranges: {name!r} is unknown; {choose(name, list(RANGES), 'there are ')}"
+                )
             scale = RANGES[name].how == "scale"
             if not _fine(bounds) or (scale and bounds[0] < 0):
                 kind = "factors 0 <= low <= high" if scale else "low <= high"
                 shown = list(bounds) if isinstance(bounds, (list, tuple)) else bounds
-                raise EnvError(f"env.ranges.{name}={shown}: it takes two finite numbers [low, high], {kind}")
+                raise EnvError(
+                    f"env.ranges.{name}={shown}: it takes two finite numbers [low, high], {kind}"
+                )
         self.base: dict[str, Tensor] = {}
         for name in dict.fromkeys(f for r in ranges for f in RANGES[r].fields):
             x = torch.from_numpy(np.array(field(model, name), dtype=np.float64))
@@ -112,11 +124,16 @@ def _fine(bounds: Any) -> bool:
     """Whether they are two finite numbers in order."""
     if not isinstance(bounds, (list, tuple)) or len(bounds) != 2:
         return False
-    return all(isinstance(x, (int, float)) and math.isfinite(x) for x in bounds) and bounds[0] <= bounds[1]
+    return (
+        all(isinstance(x, (int, float)) and math.isfinite(x) for x in bounds)
+        and bounds[0] <= bounds[1]
+    )
 
 
 def _turned(quat: Tensor, angles: Tensor) -> Tensor:
-    """Quaternions [N, K, 4] (w, x, y, z) turned by rotation vectors [N, K, 3] in their own frame, rad."""
+    """Quaternions [N, K, 4] (w, x, y, z) turned by rotation vectors [N, K, 3] in their own frame,
+    rad.
+    """
     angle = angles.norm(dim=-1, keepdim=True)
     axis = angles / angle.clamp_min(1e-12)
     w2, v2 = torch.cos(angle / 2), axis * torch.sin(angle / 2)

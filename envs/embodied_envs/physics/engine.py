@@ -17,9 +17,14 @@ class Physics(Protocol):
     device: torch.device
     dtype: torch.dtype
     fields: dict[str, Tensor]
-    """MjData and MjModel fields, [N, ..]. The engine updates these tensors in place and never replaces them."""
+    """MjData and MjModel fields, [N, ..].
+
+    The engine updates these tensors in place and never replaces them.
+    """
     waits: bool
-    """Whether the host may read values at no cost; False on a GPU, where it would cause a synchronisation."""
+    """Whether the host may read values at no cost; False on a GPU, where it would cause a
+    synchronisation.
+    """
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
         """Set ctrl [N, nu] and advance by ``substeps`` physics steps."""
@@ -36,10 +41,13 @@ class Physics(Protocol):
         ...
 
     draws: int
-    """Random numbers per world that randomising the model takes; 0: all worlds have the same model."""
+    """Random numbers per world that randomising the model takes; 0: all worlds have the same model.
+    """
 
     def images(self, where: Tensor) -> dict[str, Tensor]:
-        """Return camera -> uint8 [N, 3, H, W], arbitrary where bool [N] is False; {} without cameras."""
+        """Return camera -> uint8 [N, 3, H, W], arbitrary where bool [N] is False; {} without
+        cameras.
+        """
         ...
 
     def picture(self) -> Tensor:
@@ -57,7 +65,8 @@ class Physics(Protocol):
     def captured(self, step: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Return ``step``, or a faster program with the same results (a CUDA graph).
 
-        ``step`` may only change persistent tensors in place; if ``waits`` is False it must not read values on the host.
+        ``step`` may only change persistent tensors in place; if ``waits`` is False it must not read
+        values on the host.
         """
         ...
 

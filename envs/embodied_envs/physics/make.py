@@ -1,4 +1,6 @@
-"""Construction of a ``MujocoEnv``: compile the model, select the engine, turn MuJoCo's errors into ``EnvError``."""
+"""Construction of a ``MujocoEnv``: compile the model, select the engine, turn MuJoCo's errors into
+``EnvError``.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def compile_model(task: Task, id: str) -> mujoco.MjModel:
     where = f"env.id={id}: {type(task).__name__}"
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*settotalmass")  # in Gymnasium's model files
+            warnings.filterwarnings(
+                "ignore", message=".*settotalmass"
+            )  # in Gymnasium's model files
             spec = task.spec()
             if isinstance(spec, mujoco.MjSpec):
                 return spec.compile()
@@ -46,7 +50,9 @@ def compile_model(task: Task, id: str) -> mujoco.MjModel:
     raise EnvError(f"{where}.spec() is {type(spec).__name__}; it must be a mujoco.MjSpec")
 
 
-def bind(task: Task, model: mujoco.MjModel, id: str, device: torch.device, dtype: torch.dtype) -> None:
+def bind(
+    task: Task, model: mujoco.MjModel, id: str, device: torch.device, dtype: torch.dtype
+) -> None:
     """Call ``task.bind``; raise EnvError if the model lacks a name that it reads."""
     with wrap_errors(f"env.id={id}: {type(task).__name__}.bind: "):
         try:
@@ -64,16 +70,22 @@ def _check(task: Task, id: str) -> None:
         if not isinstance(value, int) or value < low:
             raise EnvError(f"{where}.{name}={value!r} must be a whole number, at least {low}")
     if task.stage not in get_args(Stage):
-        raise EnvError(f"{where}.stage={task.stage!r} is unknown; there are {', '.join(get_args(Stage))}")
+        raise EnvError(
+            f"{where}.stage={task.stage!r} is unknown; there are {', '.join(get_args(Stage))}"
+        )
     for name in ("fields", "before"):
         if isinstance(getattr(task, name), str):
-            raise EnvError(f"{where}.{name}={getattr(task, name)!r} must be a tuple of names: ({name!r},)")
+            raise EnvError(
+                f"{where}.{name}={getattr(task, name)!r} must be a tuple of names: ({name!r},)"
+            )
 
 
 def _positive_int(id: str, name: str, value: Any) -> int:
     """Return ``value``; raise EnvError unless it is an integer of at least 1."""
     if not isinstance(value, int) or value < 1:
-        raise EnvError(f"env.id={id}: env.kwargs.{name}={value!r} must be a whole number, at least 1")
+        raise EnvError(
+            f"env.id={id}: env.kwargs.{name}={value!r} must be a whole number, at least 1"
+        )
     return value
 
 
@@ -103,7 +115,9 @@ def make(
     """
     task_class = tasks.find(id)
     if task_class is None:
-        raise EnvError(f"env.id={id}: no task of ours; choose one of {', '.join(tasks.OWN)}, or package.module:Class")
+        raise EnvError(
+            f"env.id={id}: no task of ours; choose one of {', '.join(tasks.OWN)}, or package.module:Class"
+        )
     kwargs = dict(options.kwargs or {})
     sizes = {name: kwargs.pop(name, None) for name in ("nconmax", "njmax")}
     warp_sizes: dict[str, Any] = {
@@ -111,7 +125,9 @@ def make(
     }
     if warp_sizes and engine != "warp":
         name = next(iter(warp_sizes))
-        raise EnvError(f"env.id={id}: env.kwargs.{name} is read by simulator=warp only; leave it out, or write null")
+        raise EnvError(
+            f"env.id={id}: env.kwargs.{name} is read by simulator=warp only; leave it out, or write null"
+        )
     task = tasks.make(id, task_class, kwargs)
     _check(task, id)
     model = compile_model(task, id)
@@ -131,10 +147,14 @@ def make(
     make_physics: Callable[..., Physics]
     if engine == "warp":
         try:
-            from embodied_envs.physics.mujoco_warp import WarpPhysics  # warp takes two seconds to load
+            from embodied_envs.physics.mujoco_warp import (
+                WarpPhysics,
+            )  # warp takes two seconds to load
         except ImportError as error:
             cure = "pip install 'embodied-ppo[warp]', or use simulator=mujoco"
-            raise EnvError(f"env.id={id}: simulation on a GPU needs mujoco_warp ({error}): {cure}") from error
+            raise EnvError(
+                f"env.id={id}: simulation on a GPU needs mujoco_warp ({error}): {cure}"
+            ) from error
         make_physics = partial(WarpPhysics, device=options.device, **shared, **warp_sizes)
     else:
         num_threads = options.num_threads or len(os.sched_getaffinity(0))

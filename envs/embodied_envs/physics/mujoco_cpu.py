@@ -1,4 +1,6 @@
-"""N MuJoCo worlds on CPU threads, one model in memory: ``mujoco.batch`` (MuJoCo 3.17), else threads over MjData."""
+"""N MuJoCo worlds on CPU threads, one model in memory: ``mujoco.batch`` (MuJoCo 3.17), else threads
+over MjData.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ class BatchPhysics:
         cameras: Cameras,
         randomization: Randomization,
     ) -> None:
-        """``fields``: MjData and MjModel fields to show besides INITIAL_FIELDS. Raises EnvError for one unknown."""
-        model.opt.disableflags |= int(mujoco.mjtDisableBit.mjDSBL_AUTORESET)  # what blows up is ours to see and reset
+        """``fields``: MjData and MjModel fields to show besides INITIAL_FIELDS. Raises EnvError for
+        one unknown.
+        """
+        model.opt.disableflags |= int(
+            mujoco.mjtDisableBit.mjDSBL_AUTORESET
+        )  # what blows up is ours to see and reset
         mujoco.set_mju_user_warning(_warn)
         self.model, self.cameras, self.randomization = model, cameras, randomization
         self.draws = randomization.size
@@ -63,7 +69,9 @@ class BatchPhysics:
                 )
             else:
                 raise EnvError(f"MuJoCo has no field {name!r} in MjData or MjModel")
-        with warnings.catch_warnings():  # numpy's arrays of outputs are read-only; so are ours, by agreement
+        with (
+            warnings.catch_warnings()
+        ):  # numpy's arrays of outputs are read-only; so are ours, by agreement
             warnings.filterwarnings("ignore", message=".*not writable.*")
             self.fields = {name: torch.from_numpy(x) for name, x in shown.items()}
         self.varied = {k: self.worlds.expand(k) for k in randomization.fields}
@@ -102,7 +110,9 @@ class BatchPhysics:
 
     def _kinematics(self) -> dict[str, np.ndarray]:
         """What a picture of world i depends on, [N, ..]."""
-        return {k: self.fields[k].numpy() for k in ("qpos", "mocap_pos", "mocap_quat")} | self.varied
+        return {
+            k: self.fields[k].numpy() for k in ("qpos", "mocap_pos", "mocap_quat")
+        } | self.varied
 
     def state(self) -> dict[str, Tensor]:
         """See ``Physics``."""
@@ -110,7 +120,10 @@ class BatchPhysics:
         return own | {f"model/{k}": torch.from_numpy(x.copy()) for k, x in self.varied.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """See ``Physics``. Derived fields are those of the state: with stage none, not those one physics step ago."""
+        """See ``Physics``.
+
+        Derived fields are those of the state: with stage none, not those one physics step ago.
+        """
         everywhere = np.arange(len(self.fields["qpos"]))
         for k, x in self.varied.items():
             x[:] = state[f"model/{k}"].numpy()
@@ -136,7 +149,9 @@ class _Batch:
     def __init__(self, model: mujoco.MjModel, num_envs: int, num_threads: int, stage: str) -> None:
         assert Batch is not None
         self.batch = Batch(model, num_envs, num_threads)
-        self.stage = int(mujoco.mjtStage.mjSTAGE_VEL if stage == "velocity" else mujoco.mjtStage.mjSTAGE_NONE)
+        self.stage = int(
+            mujoco.mjtStage.mjSTAGE_VEL if stage == "velocity" else mujoco.mjtStage.mjSTAGE_NONE
+        )
 
     def data(self, name: str) -> np.ndarray:
         """An MjData field [N, ..], live; written to only where it is part of the state."""
@@ -237,6 +252,8 @@ class _Threads:
 
 
 def _warn(text: str) -> None:
-    """MuJoCo's warnings become Python's, not lines in MUJOCO_LOG.TXT; a world that blows up is counted instead."""
+    """MuJoCo's warnings become Python's, not lines in MUJOCO_LOG.TXT; a world that blows up is
+    counted instead.
+    """
     if "simulation is unstable" not in text and "settotalmass" not in text:
         warnings.warn(f"MuJoCo: {text}", stacklevel=2)

@@ -16,7 +16,9 @@ from embodied_ppo.core import random, tree
 from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, EnvError, Obs, ObsSpec, Step
 
 HUGE = 1e10
-"""A simulation is unstable if a position, velocity or control reaches this value (MuJoCo's own limit)."""
+"""A simulation is unstable if a position, velocity or control reaches this value (MuJoCo's own
+limit).
+"""
 
 _RESET, _STEP = 0, 1
 """Streams of random numbers, see ``core.random``."""
@@ -25,12 +27,13 @@ _RESET, _STEP = 0, 1
 class MujocoEnv:
     """``num_envs`` worlds of one task. Implements ``VectorEnv``.
 
-    A world that ends is reset in the same step: ``obs`` is the first of the next episode and ``final_obs`` the last of
-    the old one. The episode of an unstable world (values not finite, or beyond HUGE) is truncated with reward 0 and
-    the observation before it as the final one, and it counts in ``unstable``; the other worlds are not affected.
+    A world that ends is reset in the same step: ``obs`` is the first of the next episode and
+    ``final_obs`` the last of the old one. The episode of an unstable world (values not finite, or
+    beyond HUGE) is truncated with reward 0 and the observation before it as the final one, and it
+    counts in ``unstable``; the other worlds are not affected.
 
-    The k-th episode of an environment is a function of its seed and k, independent of the engine and of the number of
-    threads.
+    The k-th episode of an environment is a function of its seed and k, independent of the engine
+    and of the number of threads.
     """
 
     def __init__(
@@ -64,7 +67,9 @@ class MujocoEnv:
         """int64 []: number of unstable worlds that were reset since construction."""
         self._seeds = torch.tensor(seeds, device=physics.device)
         self._episode, self._elapsed = zeros - 1, zeros.clone()
-        self._begun = self._closed = False  # ``_begun``: whether reset() was called since construction or restart()
+        self._begun = self._closed = (
+            False  # ``_begun``: whether reset() was called since construction or restart()
+        )
         self._all_worlds = torch.ones_like(zeros, dtype=torch.bool)
         validator = TaskValidator(id, task, physics, self.num_envs)
         start = validator.start(self._start)
@@ -75,10 +80,14 @@ class MujocoEnv:
         self._variables = [k for k in start if k not in INITIAL_FIELDS]
         self._before = validator.before(self.s)
         self._begin(self._all_worlds)
-        validator.step(self._before, self.s, self._map(torch.zeros(self._action_shape, device=physics.device)))
+        validator.step(
+            self._before, self.s, self._map(torch.zeros(self._action_shape, device=physics.device))
+        )
         self._selected: list[str] | None = None
         obs = self._observe(self._all_worlds)
-        names = spaces.select_observations(list(obs) if isinstance(obs, dict) else (), obs_keys, id=id)
+        names = spaces.select_observations(
+            list(obs) if isinstance(obs, dict) else (), obs_keys, id=id
+        )
         if isinstance(obs, dict) and len(names) < len(obs):
             self._selected = names
             obs = {name: obs[name] for name in names}
@@ -88,7 +97,7 @@ class MujocoEnv:
         spec: Any = tree.map(lambda x: ArraySpec(tuple(x.shape[1:]), x.dtype), self._last)
         self.obs_spec: ObsSpec = spec
 
-    # ------------------------------------------------------------------------------------------------------- protocol
+    # ------------------------------------------------------------------------------------- protocol
     def reset(self) -> Obs:
         """Start new episodes in all environments."""
         self._check_open()
@@ -165,14 +174,21 @@ class MujocoEnv:
             self._closed = True
             self.physics.close()
 
-    # -------------------------------------------------------------------------------------------------------- a step
+    # --------------------------------------------------------------------------------------- a step
     def _step(self, action: Tensor) -> Step:
-        """Advance by one control step. Where ``physics.waits`` is False, no value is read on the host."""
+        """Advance by one control step.
+
+        Where ``physics.waits`` is False, no value is read on the host.
+        """
         task, s, physics = self.task, self.s, self.physics
         action = self._map(action).to(physics.dtype)
         physics.step(task.control(s, action), task.decimation)
         self._elapsed += 1
-        reward, terminated, success = task.reward(self._before, s, action), task.terminated(s), task.success(s)
+        reward, terminated, success = (
+            task.reward(self._before, s, action),
+            task.terminated(s),
+            task.success(s),
+        )
         if task.step_noise:
             steps = self._elapsed + (self._episode << 32)
             u = random.uniform(self._seeds, _STEP, steps, task.step_noise, physics.dtype)
@@ -182,7 +198,9 @@ class MujocoEnv:
             s[name].copy_(value)
         truncated = (self._elapsed >= self._clock) & ~terminated
         kind = s["kind"].clone() if "kind" in s else None
-        stable = [(s[k].abs() < HUGE).all(1) for k in ("qpos", "qvel", "ctrl")]  # NaN compares as False
+        stable = [
+            (s[k].abs() < HUGE).all(1) for k in ("qpos", "qvel", "ctrl")
+        ]  # NaN compares as False
         unstable = ~(stable[0] & stable[1] & stable[2])
         any_unstable = not physics.waits or bool(unstable.any())
         if any_unstable:
@@ -191,7 +209,11 @@ class MujocoEnv:
             success = None if success is None else success & ~unstable
             self.unstable += unstable.sum()
         ended = terminated | truncated
-        obs = self._observe(self._all_worlds) if self.cameras_enabled else self._renewed(self._last, ended)
+        obs = (
+            self._observe(self._all_worlds)
+            if self.cameras_enabled
+            else self._renewed(self._last, ended)
+        )
         if any_unstable:
             obs = _merged(unstable, self._last, obs)
         final = None
@@ -215,7 +237,11 @@ class MujocoEnv:
 
     def _out(self, result: Any) -> Any:
         """Move a result to the caller's device."""
-        return result if self.physics.device == self.device else tree.map(lambda x: x.to(self.device), result)
+        return (
+            result
+            if self.physics.device == self.device
+            else tree.map(lambda x: x.to(self.device), result)
+        )
 
     def _keep(self, obs: Obs) -> None:
         """Store the last observation in place, because CUDA graphs hold its address."""
@@ -228,7 +254,9 @@ class MujocoEnv:
     def _start(self) -> dict[str, Tensor]:
         """Return the initial state of the current episodes, from ``task.reset``."""
         size = self.task.reset_noise
-        return self.task.reset(random.uniform(self._seeds, _RESET, self._episode, size, self.physics.dtype))
+        return self.task.reset(
+            random.uniform(self._seeds, _RESET, self._episode, size, self.physics.dtype)
+        )
 
     def _begin(self, where: Tensor) -> None:
         """Start the next episode where bool [N]: set simulator, variables and elapsed steps."""
@@ -236,7 +264,9 @@ class MujocoEnv:
         self._elapsed.masked_fill_(where, 0)
         start = self._start()
         size = self.task.reset_noise
-        u = random.uniform(self._seeds, _RESET, self._episode, size + self.physics.draws, self.physics.dtype)[:, size:]
+        u = random.uniform(
+            self._seeds, _RESET, self._episode, size + self.physics.draws, self.physics.dtype
+        )[:, size:]
         self.physics.reset(where, {k: x for k, x in start.items() if k in INITIAL_FIELDS}, u)
         for name in self._variables:
             self.s[name].copy_(_merged(where, start[name], self.s[name]))
@@ -250,7 +280,9 @@ class MujocoEnv:
     def _observe(self, where: Tensor) -> Obs:
         """Return the observation of the current state, with images where bool [N]."""
         obs = self.task.observe(self.s)
-        obs = tree.map(lambda x: x.to(torch.float32, copy=True) if x.is_floating_point() else x, obs)
+        obs = tree.map(
+            lambda x: x.to(torch.float32, copy=True) if x.is_floating_point() else x, obs
+        )
         images = self.physics.images(where)
         if images:
             obs = (obs if isinstance(obs, dict) else {"state": obs}) | images
@@ -263,7 +295,9 @@ class MujocoEnv:
         new = self._observe(where)
         if isinstance(new, Tensor) or isinstance(obs, Tensor):
             return new
-        return {k: _merged(where, x, obs[k]) if x.dtype == torch.uint8 else x for k, x in new.items()}
+        return {
+            k: _merged(where, x, obs[k]) if x.dtype == torch.uint8 else x for k, x in new.items()
+        }
 
     def _check_open(self) -> None:
         if self._closed:

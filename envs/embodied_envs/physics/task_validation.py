@@ -1,4 +1,6 @@
-"""Task validation: call each function of a task once before the first episode, to report mistakes by name."""
+"""Task validation: call each function of a task once before the first episode, to report mistakes
+by name.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ INITIAL_FIELDS = ("qpos", "qvel", "act", "ctrl", "mocap_pos", "mocap_quat")
 
 
 class TaskValidator:
-    """Calls a task's functions on its first state and checks types, shapes and dtypes of their results.
+    """Calls a task's functions on its first state and checks types, shapes and dtypes of their
+    results.
 
     Every method raises EnvError with the name of the function and the cure.
     """
@@ -42,15 +45,27 @@ class TaskValidator:
                 cure = "list a field of MuJoCo in the attribute fields, let reset() return a variable of the task"
                 if function == "reward" and name in self.state_names:
                     cure = "list it in the attribute before"
-                raise EnvError(f"{self.where}.{function} reads {name!r}, which is not there: {cure}") from error
+                raise EnvError(
+                    f"{self.where}.{function} reads {name!r}, which is not there: {cure}"
+                ) from error
 
     def _tensor(self, what: str, x: Any, shape: tuple[int, ...], kind: str = "real") -> None:
-        """Raise EnvError unless ``x`` is a tensor of ``shape`` and of dtype ``kind``: real, bool, int64 or any."""
+        """Raise EnvError unless ``x`` is a tensor of ``shape`` and of dtype ``kind``: real, bool,
+        int64 or any.
+        """
         if not isinstance(x, Tensor):
-            raise EnvError(f"{self.where}.{what} is {type(x).__name__}; it must be a tensor {list(shape)}")
+            raise EnvError(
+                f"{self.where}.{what} is {type(x).__name__}; it must be a tensor {list(shape)}"
+            )
         if tuple(x.shape) != shape:
-            raise EnvError(f"{self.where}.{what} has shape {list(x.shape)}; it must be {list(shape)}")
-        types = {"real": x.is_floating_point(), "bool": x.dtype == torch.bool, "int64": x.dtype == torch.int64}
+            raise EnvError(
+                f"{self.where}.{what} has shape {list(x.shape)}; it must be {list(shape)}"
+            )
+        types = {
+            "real": x.is_floating_point(),
+            "bool": x.dtype == torch.bool,
+            "int64": x.dtype == torch.int64,
+        }
         if not types.get(kind, True):
             raise EnvError(f"{self.where}.{what} is {x.dtype}; it must be {kind}")
 
@@ -59,7 +74,9 @@ class TaskValidator:
         with self._calling("reset"):
             start = reset()
         if not isinstance(start, Mapping):
-            raise EnvError(f"{self.where}.reset() is {type(start).__name__}; it must be a dictionary of tensors")
+            raise EnvError(
+                f"{self.where}.reset() is {type(start).__name__}; it must be a dictionary of tensors"
+            )
         fields = self.physics.fields
         for name, x in start.items():
             what = f"reset()[{name!r}]"
@@ -71,7 +88,9 @@ class TaskValidator:
                     )
                 continue
             if name in fields:
-                raise EnvError(f"{self.where}: its variable {name!r} has the name of a MuJoCo field; name it otherwise")
+                raise EnvError(
+                    f"{self.where}: its variable {name!r} has the name of a MuJoCo field; name it otherwise"
+                )
             if similar := difflib.get_close_matches(name, INITIAL_FIELDS, n=1, cutoff=0.8):
                 raise EnvError(
                     f"{self.where}.{what} is a variable of the task; rename it, or did you mean {similar[0]}?"
@@ -122,7 +141,9 @@ class TaskValidator:
         with self._calling("advance"):
             for name, x in task.advance(s, action, action.new_zeros(n, task.step_noise)).items():
                 if name not in s or name in self.physics.fields:
-                    raise EnvError(f"{self.where}.advance()[{name!r}]: reset() returns no such variable; add it there")
+                    raise EnvError(
+                        f"{self.where}.advance()[{name!r}]: reset() returns no such variable; add it there"
+                    )
                 self._tensor(f"advance()[{name!r}]", x, tuple(s[name].shape), "any")
         with self._calling("observe"):
             obs = task.observe(s)
@@ -134,8 +155,12 @@ class TaskValidator:
                     self._tensor(what, x, (n,), "int64")
                     continue
                 if len(shape) < 2:
-                    raise EnvError(f"{self.where}.{what} has shape {list(shape)}; it must be [{n}, D]")
+                    raise EnvError(
+                        f"{self.where}.{what} has shape {list(shape)}; it must be [{n}, D]"
+                    )
                 self._tensor(what, x, (n, *shape[1:]), "any")
         for name, x in original.items():
             if not torch.equal(x.nan_to_num(), s[name].nan_to_num()):
-                raise EnvError(f"{self.where}: a function writes into s[{name!r}]; let it compute a new tensor")
+                raise EnvError(
+                    f"{self.where}: a function writes into s[{name!r}]; let it compute a new tensor"
+                )

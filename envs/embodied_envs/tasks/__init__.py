@@ -1,4 +1,6 @@
-"""Tasks of our own, one file per robot; an engine steps them (``mujoco_batch`` on a CPU, ``mujoco_warp`` on a GPU)."""
+"""Tasks of our own, one file per robot; an engine steps them (``mujoco_batch`` on a CPU,
+``mujoco_warp`` on a GPU).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ OWN: dict[str, str] = {
 
 
 def find(id: str) -> type[Task] | None:
-    """The class of a task: one of ours, or the user's own as "package.module:Class"; None if it is neither.
+    """The class of a task: one of ours, or the user's own as "package.module:Class"; None if it is
+    neither.
 
     Raises EnvError if that module cannot be imported.
     """
@@ -45,12 +48,15 @@ def find(id: str) -> type[Task] | None:
     if issubclass(value, Task):
         return value
     if hasattr(value, "observe") and hasattr(value, "spec"):
-        raise EnvError(f"env.id={id}: {name} is written like a task but is no subclass of embodied_envs.tasks.Task")
+        raise EnvError(
+            f"env.id={id}: {name} is written like a task but is no subclass of embodied_envs.tasks.Task"
+        )
     return None
 
 
 def hint(id: str) -> str:
-    """Return how the id of a task of the user's is written; "" where its module has been imported already.
+    """Return how the id of a task of the user's is written; "" where its module has been imported
+    already.
 
     Nothing is imported here: ``find`` has imported the module of package.module:Class.
     """
@@ -62,20 +68,30 @@ def hint(id: str) -> str:
     if module not in sys.modules:
         return ""
     members = vars(sys.modules[module])
-    there = [k for k, x in members.items() if isinstance(x, type) and issubclass(x, Task) and x is not Task]
+    there = [
+        k
+        for k, x in members.items()
+        if isinstance(x, type) and issubclass(x, Task) and x is not Task
+    ]
     return f"; {module} has no {name!r}, it has {', '.join(there) or 'no subclass of embodied_envs.tasks.Task'}"
 
 
 def make(id: str, kind: type[Task], kwargs: dict[str, Any]) -> Task:
-    """The task with the user's options; raises EnvError for one that it does not take, and for a task that lacks a
-    function."""
+    """The task with the user's options; raises EnvError for one that it does not take, and for a
+    task that lacks a function."""
     for name, function in inspect.getmembers(kind):
         if getattr(function, "__isabstractmethod__", False):
-            raise EnvError(f"env.id={id}: {kind.__name__} has no {name}(); write one (every task has it)")
+            raise EnvError(
+                f"env.id={id}: {kind.__name__} has no {name}(); write one (every task has it)"
+            )
     parameters = inspect.signature(kind).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if not takes_any and (unknown := [name for name in kwargs if name not in parameters]):
-        said = choose(unknown[0], list(parameters), "there are ") if parameters else "the task takes none"
+        said = (
+            choose(unknown[0], list(parameters), "there are ")
+            if parameters
+            else "the task takes none"
+        )
         raise EnvError(f"env.id={id}: env.kwargs.{unknown[0]} is unknown; {said}")
     with wrap_errors(f"env.id={id}: env.kwargs={kwargs}: "):
         return kind(**kwargs)

@@ -1,4 +1,5 @@
-"""Demonstrations of Tabletop by its scripted expert, as a policy with the camera and the sentence would have seen them.
+"""Demonstrations of Tabletop by its scripted expert, as a policy with the camera and the sentence
+would have seen them.
 
 Shape letters: N environments, L frames of an episode, H x W pixels.
 """
@@ -40,7 +41,8 @@ class Episode:
     action       float32 [L, 4], the expert's for that state, also where another was executed
     instruction  the sentence
     family       the kind of episode
-    attempt      its number among all episodes, failures counted: the (attempt // N)-th of environment attempt % N
+    attempt      its number among all episodes, failures counted: the (attempt // N)-th of
+    environment attempt % N
     """
 
     images: dict[str, np.ndarray]
@@ -73,25 +75,33 @@ def record(
     """The first ``episodes`` successes of the scripted expert, failures left out.
 
     task_kwargs  Tabletop's: families, split; obs is "language"
-    seed         episodes are a function of seed, start and num_envs (and of the machine's floating point)
+    seed         episodes are a function of seed, start and num_envs (and of the machine's floating
+    point)
     image_size   (H, W) of what the cameras show
-    on_episode   told the family and whether it succeeded, of every episode that ends, failures included
-    noise        probability with which a step executes, instead of the expert's action, one drawn uniformly from
-                 [-1, 1]. What is recorded for that state is always the expert's, so a clone learns to come back from
-                 where it did not mean to go (as in DART, Laskey et al. 2017, with other noise). 0: executed as
-                 recorded, and then the actions, replayed from ``seeds``, repeat the episode. The expert succeeds in
-                 99.9 % of episodes at 0, 98.5 % at 0.05, 94 % at 0.1 and 83 % at 0.2, where it is the long
-                 families, gather and sort, that run out of time and become rare
-    start        another number gives other episodes: how many there are already, where a recording is continued
+    on_episode   told the family and whether it succeeded, of every episode that ends, failures
+    included
+    noise        probability with which a step executes, instead of the expert's action, one drawn
+    uniformly from
+                 [-1, 1]. What is recorded for that state is always the expert's, so a clone learns
+                 to come back from where it did not mean to go (as in DART, Laskey et al. 2017, with
+                 other noise). 0: executed as recorded, and then the actions, replayed from
+                 ``seeds``, repeat the episode. The expert succeeds in
+                 99.9 % of episodes at 0, 98.5 % at 0.05, 94 % at 0.1 and 83 % at 0.2, where it is
+                 the long families, gather and sort, that run out of time and become rare
+    start        another number gives other episodes: how many there are already, where a recording
+    is continued
     randomize    domain randomisation, by the task's ranges
 
-    Episodes come in the order in which they began, not that in which they ended: else the short ones would be
-    overrepresented. Raises EnvError for an option that is refused, and where the expert hardly ever succeeds.
+    Episodes come in the order in which they began, not that in which they ended: else the short
+    ones would be overrepresented. Raises EnvError for an option that is refused, and where the
+    expert hardly ever succeeds.
     """
     if not 0 <= noise < 1:
         raise EnvError(f"noise={noise} must be a probability, at least 0 and less than 1")
     if task_kwargs.get("obs", "language") != "language":
-        raise EnvError(f"env.kwargs.obs={task_kwargs['obs']!r}: demonstrations are of obs=language; leave it out")
+        raise EnvError(
+            f"env.kwargs.obs={task_kwargs['obs']!r}: demonstrations are of obs=language; leave it out"
+        )
     env = embodied_envs.make(
         Tabletop.id,
         num_envs=num_envs,
@@ -145,16 +155,23 @@ def _attempts(
     assert isinstance(task, Tabletop)
     expert, n = Expert(task, env.device), env.num_envs
     obs = env.reset()
-    frames: list[list[tuple[dict[str, Tensor], Tensor]]] = [[] for _ in range(n)]  # of running episodes
+    frames: list[list[tuple[dict[str, Tensor], Tensor]]] = [
+        [] for _ in range(n)
+    ]  # of running episodes
     count = [0] * n
     while True:
         assert isinstance(obs, dict)
         action = expert(env.s).float()
-        instruction, kind = env.s["instruction"].tolist(), env.s["kind"].tolist()  # an end begins the next episode
+        instruction, kind = (
+            env.s["instruction"].tolist(),
+            env.s["kind"].tolist(),
+        )  # an end begins the next episode
         for i in range(n):
             frames[i].append(({name: obs[name][i] for name in ("state", *cameras)}, action[i]))
         elsewhere = torch.rand(n, 1, generator=generator) < noise
-        step = env.step(torch.where(elsewhere, 2 * torch.rand(n, 4, generator=generator) - 1, action))
+        step = env.step(
+            torch.where(elsewhere, 2 * torch.rand(n, 4, generator=generator) - 1, action)
+        )
         assert step.success is not None
         for i in (step.terminated | step.truncated).nonzero().flatten().tolist():
             success, attempt = bool(step.success[i]), count[i] * n + i
@@ -176,7 +193,9 @@ def _episode(
 ) -> Episode:
     """Pictures [3, H, W] become [H, W, 3]."""
     images = {
-        name: np.ascontiguousarray(torch.stack([obs[name] for obs, _ in frames]).permute(0, 2, 3, 1).numpy())
+        name: np.ascontiguousarray(
+            torch.stack([obs[name] for obs, _ in frames]).permute(0, 2, 3, 1).numpy()
+        )
         for name in cameras
     }
     return Episode(

@@ -1,8 +1,10 @@
-"""HalfCheetah, Hopper, Walker2d, Ant and Humanoid with the semantics of Gymnasium's v5 environments.
+"""HalfCheetah, Hopper, Walker2d, Ant and Humanoid with the semantics of Gymnasium's v5
+environments.
 
 Models, formulas and constants are those of gymnasium.envs.mujoco.*_v5 (Towers et al. 2024);
-tests/envs/physics/test_mujoco_env.py steps both side by side. Observations repeat one exception of Gymnasium:
-derived fields (xpos, cfrc_ext, ..) are those of the state one physics step ago (``stage``).
+tests/envs/physics/test_mujoco_env.py steps both side by side. Observations repeat one exception of
+Gymnasium: derived fields (xpos, cfrc_ext, ..) are those of the state one physics step ago
+(``stage``).
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from embodied_ppo.core.random import normal
 
 
 class Locomotion(Task):
-    """A body that runs along x. Reward = healthy + weight · x velocity - effort · |a|² (- contact cost)."""
+    """A body that runs along x.
+
+    Reward = healthy + weight · x velocity - effort · |a|² (- contact cost).
+    """
 
     file: ClassVar[str]
     """In Gymnasium's assets."""
@@ -34,7 +39,9 @@ class Locomotion(Task):
 
     def spec(self) -> mujoco.MjSpec:
         """The model that Gymnasium ships."""
-        return mujoco.MjSpec.from_file(str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / self.file))
+        return mujoco.MjSpec.from_file(
+            str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / self.file)
+        )
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
         """Sizes, the time of a control step and the default pose."""
@@ -53,7 +60,7 @@ class Locomotion(Task):
         return {"qpos": self.qpos0 + self.scale * (2 * positions - 1), "qvel": self.scale * noise}
 
 
-# ------------------------------------------------------------------------------------------------- in the x-z plane
+# --------------------------------------------------------------------------------- in the x-z plane
 class HalfCheetah(Locomotion):
     """Observation [N, 17]: qpos without x, qvel. Reward: x velocity - 0.1·|a|². It never falls."""
 
@@ -68,7 +75,10 @@ class HalfCheetah(Locomotion):
 
 
 class Hopper(Locomotion):
-    """Observation [N, 11]: qpos without x, qvel within ±10. Reward: 1 while upright + x velocity - 0.001·|a|²."""
+    """Observation [N, 11]: qpos without x, qvel within ±10.
+
+    Reward: 1 while upright + x velocity - 0.001·|a|².
+    """
 
     id, file, decimation = "Hopper", "hopper.xml", 4
     scale, effort = 5e-3, 1e-3
@@ -95,9 +105,10 @@ class Walker2d(Hopper):
         return ~((z > 0.8) & (z < 2.0) & (angle.abs() < 1.0))
 
 
-# --------------------------------------------------------------------------------------------------------- in space
+# ----------------------------------------------------------------------------------------- in space
 class Ant(Locomotion):
-    """Observation [N, 105]: qpos without x and y, qvel, contact forces of every body but the world within ±1.
+    """Observation [N, 105]: qpos without x and y, qvel, contact forces of every body but the world
+    within ±1.
 
     Reward: 1 while upright + x velocity of the torso - 0.5·|a|² - 5e-4·|contact forces within ±1|².
     """
@@ -107,7 +118,9 @@ class Ant(Locomotion):
     fields, before, stage = ("xpos", "cfrc_ext"), ("xpos",), "forces"
 
     def observe(self, s: State) -> Tensor:
-        return torch.cat([s["qpos"][:, 2:], s["qvel"], s["cfrc_ext"][:, 1:].clamp(-1, 1).flatten(1)], 1)
+        return torch.cat(
+            [s["qpos"][:, 2:], s["qvel"], s["cfrc_ext"][:, 1:].clamp(-1, 1).flatten(1)], 1
+        )
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
         forward = (s["xpos"][:, 1, 0] - before["xpos"][:, 1, 0]) / self.dt_s
@@ -116,25 +129,40 @@ class Ant(Locomotion):
 
     def terminated(self, s: State) -> Tensor:
         z = s["qpos"][:, 2]
-        return ~((z >= 0.2) & (z <= 1.0) & s["qpos"].isfinite().all(1) & s["qvel"].isfinite().all(1))
+        return ~(
+            (z >= 0.2) & (z <= 1.0) & s["qpos"].isfinite().all(1) & s["qvel"].isfinite().all(1)
+        )
 
 
 class Humanoid(Locomotion):
-    """Observation [N, 348]: qpos without x and y, qvel, cinert, cvel, actuator forces, contact forces.
+    """Observation [N, 348]: qpos without x and y, qvel, cinert, cvel, actuator forces, contact
+    forces.
 
-    Reward: 5 while upright + 1.25·x velocity of the centre of mass - 0.1·|a|² - min(5e-7·|contact forces|², 10).
+    Reward: 5 while upright + 1.25·x velocity of the centre of mass - 0.1·|a|² - min(5e-7·|contact
+    forces|², 10).
     """
 
     id, file, decimation = "Humanoid", "humanoid.xml", 5
     scale, effort = 1e-2, 0.1
-    fields, before, stage = ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext"), ("xipos",), "forces"
+    fields, before, stage = (
+        ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext"),
+        ("xipos",),
+        "forces",
+    )
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
         super().bind(model, device, dtype)
-        self.share = torch.tensor(model.body_mass / model.body_mass.sum(), device=device, dtype=dtype)
+        self.share = torch.tensor(
+            model.body_mass / model.body_mass.sum(), device=device, dtype=dtype
+        )
 
     def observe(self, s: State) -> Tensor:
-        parts = (s["cinert"][:, 1:], s["cvel"][:, 1:], s["qfrc_actuator"][:, 6:], s["cfrc_ext"][:, 1:])
+        parts = (
+            s["cinert"][:, 1:],
+            s["cvel"][:, 1:],
+            s["qfrc_actuator"][:, 6:],
+            s["cfrc_ext"][:, 1:],
+        )
         return torch.cat([s["qpos"][:, 2:], s["qvel"], *(x.flatten(1) for x in parts)], 1)
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:

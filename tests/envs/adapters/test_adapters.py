@@ -1,4 +1,6 @@
-"""The EnvPool and Gymnasium adapters on the real simulators: where episodes end, seeds, actions, pictures, refusals."""
+"""The EnvPool and Gymnasium adapters on the real simulators: where episodes end, seeds, actions,
+pictures, refusals.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def same(a: list[Any], b: list[Any]) -> bool:
     )
 
 
-# ---------------------------------------------------------------------------------------- where episodes begin and end
+# --------------------------------------------------------------------- where episodes begin and end
 @pytest.mark.parametrize("simulator", ["envpool", "gymnasium"])
 def test_each_end_is_followed_by_exactly_one_masked_row(simulator: str) -> None:
     env = make("InvertedPendulum-v4", 3, simulator=simulator, max_episode_steps=5)
@@ -60,10 +62,16 @@ def test_each_end_is_followed_by_exactly_one_masked_row(simulator: str) -> None:
     for action in random_actions(env, 60):
         step = env.step(action)
         assert torch.equal(step.mask, ~ended)
-        assert not (step.reward[ended].any() or step.terminated[ended].any() or step.truncated[ended].any())
+        assert not (
+            step.reward[ended].any() or step.terminated[ended].any() or step.truncated[ended].any()
+        )
         assert step.final_obs is None
         ended = step.terminated | step.truncated
-        for name, count in (("terminated", step.terminated), ("truncated", step.truncated), ("masked", ~step.mask)):
+        for name, count in (
+            ("terminated", step.terminated),
+            ("truncated", step.truncated),
+            ("masked", ~step.mask),
+        ):
             seen[name] += int(count.sum())
     assert min(seen.values()) > 0
     assert seen["terminated"] + seen["truncated"] - int(ended.sum()) == seen["masked"]
@@ -85,19 +93,25 @@ def test_the_last_observation_is_the_true_successor(simulator: str, kwargs: dict
 
 
 def test_envpool_answers_what_its_own_step_answers() -> None:
-    """The adapter reads EnvPool's arrays directly; bit for bit the same as ``pool.step`` and ``info``."""
+    """The adapter reads EnvPool's arrays directly; bit for bit the same as ``pool.step`` and
+    ``info``.
+    """
     options = {"num_envs": 3, "seed": [5, 6, 7], "max_episode_steps": 6, "num_threads": 1}
     for id in ("InvertedPendulum-v4", "FetchReach-v4"):
         env: Any = make(id, 3, seeds=[5, 6, 7], max_episode_steps=6, num_threads=2)
         pool = envpool_env.load().make_gymnasium(id, **options)
-        low, high = (np.array(x, dtype=np.float32) for x in (env.action_spec.low, env.action_spec.high))
+        low, high = (
+            np.array(x, dtype=np.float32) for x in (env.action_spec.low, env.action_spec.high)
+        )
         raw: Any = pool.reset()[0]
         obs: Any = env.reset()
         for action in random_actions(env, 20):
             given, want = (x if isinstance(x, dict) else {"": x} for x in (obs, raw))
             for name in want:
                 assert np.array_equal(want[name].astype(np.float32), given[name].numpy())
-            raw, reward, terminated, truncated, info = pool.step(action.numpy() * (high - low) / 2 + (high + low) / 2)
+            raw, reward, terminated, truncated, info = pool.step(
+                action.numpy() * (high - low) / 2 + (high + low) / 2
+            )
             step = env.step(action)
             obs = step.obs
             assert np.array_equal(reward, step.reward.numpy())
@@ -105,7 +119,9 @@ def test_envpool_answers_what_its_own_step_answers() -> None:
             assert np.array_equal(truncated, step.truncated.numpy())
             assert np.array_equal(info["elapsed_step"] != 0, step.mask.numpy())
             if step.success is not None:
-                assert np.array_equal((info["is_success"] != 0) & (info["elapsed_step"] != 0), step.success.numpy())
+                assert np.array_equal(
+                    (info["is_success"] != 0) & (info["elapsed_step"] != 0), step.success.numpy()
+                )
 
 
 def test_rewards_that_envpool_repeats_on_a_reset_are_dropped() -> None:
@@ -120,14 +136,24 @@ def test_reset_begins_anew_in_the_middle_of_an_episode() -> None:
     env = make("InvertedPendulum-v4", max_episode_steps=5)
     play(env, 3)
     steps = play(env, 5)
-    assert [bool(step.truncated.any()) for step in steps[1:5]] == [False] * 4 and steps[1].mask.all()
+    assert [bool(step.truncated.any()) for step in steps[1:5]] == [False] * 4 and steps[
+        1
+    ].mask.all()
 
 
 def test_both_autoreset_modes_play_the_same_episodes() -> None:
-    """A policy that looks only at the observation: rows shift by the masked ones, episodes do not change."""
+    """A policy that looks only at the observation: rows shift by the masked ones, episodes do not
+    change.
+    """
     played = {}
     for mode in ("next_step", "same_step"):
-        env = make("CartPole-v1", 3, simulator="gymnasium", max_episode_steps=20, kwargs={"autoreset_mode": mode})
+        env = make(
+            "CartPole-v1",
+            3,
+            simulator="gymnasium",
+            max_episode_steps=20,
+            kwargs={"autoreset_mode": mode},
+        )
         obs: Any = env.reset()
         episodes: list[list[Any]] = []
         current: list[list[Any]] = [[] for _ in range(3)]
@@ -152,7 +178,7 @@ def test_both_autoreset_modes_play_the_same_episodes() -> None:
         assert played["next_step", i] == played["same_step", i][:n]
 
 
-# -------------------------------------------------------------------------------------------------------------- seeds
+# -------------------------------------------------------------------------------------------- seeds
 @pytest.mark.parametrize(
     ("id", "options"),
     [
@@ -175,13 +201,17 @@ def test_streams_depend_on_the_seeds_alone(id: str, options: dict[str, Any]) -> 
 
 
 def test_threads_change_nothing() -> None:
-    runs = [play(make("HalfCheetah-v4", 5, num_threads=n, max_episode_steps=8), 20) for n in (1, 2, 5)]
+    runs = [
+        play(make("HalfCheetah-v4", 5, num_threads=n, max_episode_steps=8), 20) for n in (1, 2, 5)
+    ]
     assert same(runs[0], runs[1]) and same(runs[0], runs[2])
 
 
 @pytest.mark.parametrize("simulator", ["envpool", "gymnasium"])
 def test_an_environment_follows_its_own_seed_not_its_place(simulator: str) -> None:
-    """Environment 0 with seed 9 answers what environment 2 with seed 9 does, given the same actions."""
+    """Environment 0 with seed 9 answers what environment 2 with seed 9 does, given the same
+    actions.
+    """
     a = make("InvertedPendulum-v4", 3, seeds=[9, 1, 2], simulator=simulator, max_episode_steps=4)
     b = make("InvertedPendulum-v4", 3, seeds=[1, 2, 9], simulator=simulator, max_episode_steps=4)
     assert torch.equal(a.reset()[0], b.reset()[2])
@@ -190,7 +220,7 @@ def test_an_environment_follows_its_own_seed_not_its_place(simulator: str) -> No
         assert torch.equal(a.step(action).obs[0], b.step(action).obs[2])
 
 
-# ------------------------------------------------------------------------------------------------------------ actions
+# ------------------------------------------------------------------------------------------ actions
 BOUNDS = Box(low=(-3.0, 0.0, -torch.inf), high=(3.0, 10.0, 2.0))
 
 
@@ -215,7 +245,9 @@ def test_action_mappings(mapping: str, action: list[float], expected: list[float
 def test_unit_bounds_are_clamped_by_both_mappings() -> None:
     unit = Box((-1.0, -1.0), (1.0, 1.0))
     for mapping in ("rescale", "clip"):
-        assert mapper(mapping, unit)(torch.tensor([[-2.0, 0.3]])).tolist() == [[-1.0, pytest.approx(0.3)]]
+        assert mapper(mapping, unit)(torch.tensor([[-2.0, 0.3]])).tolist() == [
+            [-1.0, pytest.approx(0.3)]
+        ]
 
 
 @pytest.mark.parametrize("simulator", ["envpool", "gymnasium"])
@@ -234,7 +266,7 @@ def test_actions_reach_the_simulator_in_its_units(simulator: str) -> None:
     assert not torch.equal(after("rescale", 0.5), after("clip", 0.5))
 
 
-# ------------------------------------------------------------------------------------------------- specs and success
+# -------------------------------------------------------------------------------- specs and success
 @pytest.mark.parametrize(
     ("id", "options", "obs", "action", "limit"),
     [
@@ -242,10 +274,28 @@ def test_actions_reach_the_simulator_in_its_units(simulator: str) -> None:
         ("Pong-v5", {}, ArraySpec((4, 84, 84), torch.uint8), Discrete(6), 27000),
         ("FrozenLake-v1", {}, ArraySpec((16,)), Discrete(4), 100),
         ("FrozenLake-v1", {"simulator": "gymnasium"}, ArraySpec((16,)), Discrete(4), 100),
-        ("CheetahRun-v1", {}, {"position": ArraySpec((8,)), "velocity": ArraySpec((9,))}, None, 1000),
-        ("Go1JoystickFlatTerrain-v1", {"obs_keys": ["state"]}, {"state": ArraySpec((48,))}, None, 1000),
+        (
+            "CheetahRun-v1",
+            {},
+            {"position": ArraySpec((8,)), "velocity": ArraySpec((9,))},
+            None,
+            1000,
+        ),
+        (
+            "Go1JoystickFlatTerrain-v1",
+            {"obs_keys": ["state"]},
+            {"state": ArraySpec((48,))},
+            None,
+            1000,
+        ),
         ("CliffWalking-v0", {}, ArraySpec((48,)), Discrete(4), None),
-        ("CartPole-v1", {"simulator": "gymnasium", "max_episode_steps": 9}, ArraySpec((4,)), Discrete(2), 9),
+        (
+            "CartPole-v1",
+            {"simulator": "gymnasium", "max_episode_steps": 9},
+            ArraySpec((4,)),
+            Discrete(2),
+            9,
+        ),
         ("LunarLanderContinuous-v3", {}, ArraySpec((8,)), Box((-1.0,) * 2, (1.0,) * 2), 1000),
     ],
 )
@@ -259,7 +309,9 @@ def test_nested_and_single_number_observations_get_flat_names() -> None:
     kitchen = make("FrankaKitchen-v1").obs_spec
     assert isinstance(kitchen, dict) and kitchen["desired_goal/kettle"] == ArraySpec((7,))
     finger = make("FingerSpin-v1", 2)
-    assert isinstance(finger.obs_spec, dict) and all(len(spec.shape) == 1 for spec in finger.obs_spec.values())
+    assert isinstance(finger.obs_spec, dict) and all(
+        len(spec.shape) == 1 for spec in finger.obs_spec.values()
+    )
     obs = finger.reset()
     assert isinstance(obs, dict) and {k: tuple(x.shape) for k, x in obs.items()} == {
         k: (2, *spec.shape) for k, spec in finger.obs_spec.items()
@@ -278,8 +330,14 @@ def test_nested_and_single_number_observations_get_flat_names() -> None:
 def test_obs_keys_select_observations(id: str, keys: list[str], options: dict[str, Any]) -> None:
     env = make(id, obs_keys=keys, **options)
     obs, step = play(env, 1)
-    names = {"test/Teacher-v0": ["critic/force", "critic/mass"], "toys:Privileged": ["state", "eye"]}.get(id, keys)
-    assert isinstance(env.obs_spec, dict) and list(env.obs_spec) == list(obs) == list(step.obs) == names
+    names = {
+        "test/Teacher-v0": ["critic/force", "critic/mass"],
+        "toys:Privileged": ["state", "eye"],
+    }.get(id, keys)
+    assert (
+        isinstance(env.obs_spec, dict)
+        and list(env.obs_spec) == list(obs) == list(step.obs) == names
+    )
     assert all(tuple(x.shape) == (2, *env.obs_spec[name].shape) for name, x in step.obs.items())
 
 
@@ -299,15 +357,19 @@ def test_success_where_the_task_says_it() -> None:
     assert play(make("MetaWorld/Reach-v3"), 1)[-1].success.tolist() == [False, False]
 
 
-# ----------------------------------------------------------------------------- the user's own Gymnasium environments
+# ------------------------------------------------------------ the user's own Gymnasium environments
 class Corridor(gymnasium.Env):
-    """Walk to the right: success and termination at 4, in the very step in which a clock of 4 ends the episode."""
+    """Walk to the right: success and termination at 4, in the very step in which a clock of 4 ends
+    the episode.
+    """
 
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  (Gymnasium's way)
     observation_space = spaces.Dict(
         {
             "where": spaces.Discrete(6, start=-1),
-            "body": spaces.Dict({"x": spaces.Box(-9, 9, (2,), np.float64), "flags": spaces.MultiBinary(3)}),
+            "body": spaces.Dict(
+                {"x": spaces.Box(-9, 9, (2,), np.float64), "flags": spaces.MultiBinary(3)}
+            ),
         }
     )
     action_space = spaces.Discrete(2, start=1)
@@ -317,7 +379,10 @@ class Corridor(gymnasium.Env):
         self.x = 0
 
     def _obs(self) -> dict[str, Any]:
-        body = {"x": np.array([self.x, -self.x], dtype=np.float64), "flags": np.array([1, 0, 1], dtype=np.int8)}
+        body = {
+            "x": np.array([self.x, -self.x], dtype=np.float64),
+            "flags": np.array([1, 0, 1], dtype=np.int8),
+        }
         return {"where": np.int64(self.x), "body": body}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -328,7 +393,13 @@ class Corridor(gymnasium.Env):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         assert action in (1, 2)
         self.x = max(self.x + (1 if action == 2 else -1), -1)
-        return self._obs(), float(self.x), self.x == 4, False, {"is_success": self.x == 4, "at": self.x}
+        return (
+            self._obs(),
+            float(self.x),
+            self.x == 4,
+            False,
+            {"is_success": self.x == 4, "at": self.x},
+        )
 
     def render(self) -> Any:
         picture = np.zeros((8, 8, 3), dtype=np.uint8)
@@ -342,23 +413,32 @@ class Teacher(Corridor):
     observation_space = spaces.Dict(
         {
             "policy": spaces.Box(-9, 9, (2,), np.float32),
-            "critic": spaces.Dict({"force": spaces.Box(-9, 9, (1,)), "mass": spaces.Box(0, 9, (1,))}),
+            "critic": spaces.Dict(
+                {"force": spaces.Box(-9, 9, (1,)), "mass": spaces.Box(0, 9, (1,))}
+            ),
         }
     )
 
     def _obs(self) -> dict[str, Any]:
         one = np.ones(1, np.float32)
-        return {"policy": np.array([self.x, 0], np.float32), "critic": {"force": 2 * one, "mass": 3 * one}}
+        return {
+            "policy": np.array([self.x, 0], np.float32),
+            "critic": {"force": 2 * one, "mass": 3 * one},
+        }
 
 
 class OwnVector(gymnasium.vector.VectorEnv):
-    """A vector implementation of the user's own: resets in the same step, one seed only, one buffer for everything."""
+    """A vector implementation of the user's own: resets in the same step, one seed only, one buffer
+    for everything.
+    """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
     single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     single_action_space = spaces.Box(-1, 1, (1,), np.float32)
 
-    def __init__(self, num_envs: int, max_episode_steps: int = 5, mode: Any = AutoresetMode.SAME_STEP) -> None:
+    def __init__(
+        self, num_envs: int, max_episode_steps: int = 5, mode: Any = AutoresetMode.SAME_STEP
+    ) -> None:
         self.num_envs, self.limit = num_envs, max_episode_steps
         self.metadata = {"autoreset_mode": mode} if mode else {}
         self.buffer = np.zeros((num_envs, 2), dtype=np.float32)
@@ -387,20 +467,29 @@ class OwnVector(gymnasium.vector.VectorEnv):
 
 gymnasium.register("test/Corridor-v0", lambda **kwargs: Corridor(**kwargs), max_episode_steps=4)
 gymnasium.register("test/Teacher-v0", lambda **kwargs: Teacher(**kwargs), max_episode_steps=4)
-gymnasium.register("test/Own-v0", vector_entry_point=lambda **kwargs: OwnVector(**kwargs), max_episode_steps=6)
-gymnasium.register("test/Silent-v0", vector_entry_point=lambda num_envs, **_: OwnVector(num_envs, mode=None))
+gymnasium.register(
+    "test/Own-v0", vector_entry_point=lambda **kwargs: OwnVector(**kwargs), max_episode_steps=6
+)
+gymnasium.register(
+    "test/Silent-v0", vector_entry_point=lambda num_envs, **_: OwnVector(num_envs, mode=None)
+)
 
 
 @pytest.mark.parametrize("mode", ["next_step", "same_step"])
 def test_a_registered_environment_of_the_users_own(mode: str) -> None:
     env = make("test/Corridor-v0", 2, kwargs={"autoreset_mode": mode})
-    assert env.obs_spec == {"where": ArraySpec((6,)), "body/x": ArraySpec((2,)), "body/flags": ArraySpec((3,))}
+    assert env.obs_spec == {
+        "where": ArraySpec((6,)),
+        "body/x": ArraySpec((2,)),
+        "body/flags": ArraySpec((3,)),
+    }
     assert env.action_spec == Discrete(2) and env.max_episode_steps == 4
     obs: Any = env.reset()
     assert obs["where"].tolist() == [[0, 1, 0, 0, 0, 0]] * 2  # -1 is the first of six
     steps: list[Step] = [env.step(torch.tensor([1, 0])) for _ in range(4)]
     last = steps[-1]
-    # Environment 0 reaches 4 as its clock ends: terminated counts. Environment 1 stays at -1: truncated.
+    # Environment 0 reaches 4 as its clock ends: terminated counts. Environment 1 stays at -1:
+    # truncated.
     assert last.terminated.tolist() == [True, False] and last.truncated.tolist() == [False, True]
     assert last.success is not None and last.success.tolist() == [True, False]
     assert last.reward.tolist() == [4.0, -1.0]
@@ -408,7 +497,10 @@ def test_a_registered_environment_of_the_users_own(mode: str) -> None:
     assert final["body/x"].tolist() == [[4, -4], [-1, 1]] and final["where"][0].argmax() == 5
     if mode == "same_step":
         assert last.obs["body/x"].tolist() == [[0, 0], [0, 0]]
-    check_env(lambda seeds: make("test/Corridor-v0", 4, seeds=seeds, kwargs={"autoreset_mode": mode}), steps=30)
+    check_env(
+        lambda seeds: make("test/Corridor-v0", 4, seeds=seeds, kwargs={"autoreset_mode": mode}),
+        steps=30,
+    )
 
 
 @pytest.mark.parametrize("mode", ["next_step", "same_step"])
@@ -416,13 +508,16 @@ def test_a_success_key_that_no_info_has_is_refused(mode: str) -> None:
     env = make("test/Corridor-v0", 2, success_key="won", kwargs={"autoreset_mode": mode})
     env.reset()
     with pytest.raises(
-        EnvError, match=r"success_key='won' is not in the info of a step that ends.*; it has at, is_succ"
+        EnvError,
+        match=r"success_key='won' is not in the info of a step that ends.*; it has at, is_succ",
     ):
         for _ in range(4):
             env.step(torch.tensor([1, 0]))
 
 
-def test_a_module_before_the_colon_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_before_the_colon_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_tasks_for_test.py").write_text(
         "import gymnasium\n"
         "from gymnasium.envs.classic_control import CartPoleEnv\n"
@@ -439,7 +534,7 @@ def test_a_vector_implementation_of_the_users_own() -> None:
     assert report.longest == 6 and report.rows == 160 and report.seeded
 
 
-# ----------------------------------------------------------------------------------------------------- life and death
+# ----------------------------------------------------------------------------------- life and death
 @pytest.mark.parametrize("simulator", ["envpool", "gymnasium"])
 def test_after_close_nothing_works(simulator: str) -> None:
     env = make("CartPole-v1", simulator=simulator)
@@ -457,7 +552,11 @@ def test_after_close_nothing_works(simulator: str) -> None:
         env.restart([0])
     env.close()
     env.close()
-    for call in (env.reset, lambda: env.step(torch.zeros(2, dtype=torch.int64)), lambda: env.restart([0, 1])):
+    for call in (
+        env.reset,
+        lambda: env.step(torch.zeros(2, dtype=torch.int64)),
+        lambda: env.restart([0, 1]),
+    ):
         with pytest.raises(EnvError, match="it was closed"):
             call()
 
@@ -468,43 +567,91 @@ REFUSED = [
         {},
         "unknown to our tasks and envpool and gymnasium; .*our tasks: HalfCheetah; .*envpool: HalfCh.*gymnasium: ",
     ),
-    ("HalfCheeta-v4", {"simulator": "gymnasium"}, "unknown to gymnasium; nearest in gymnasium: HalfCheetah"),
+    (
+        "HalfCheeta-v4",
+        {"simulator": "gymnasium"},
+        "unknown to gymnasium; nearest in gymnasium: HalfCheetah",
+    ),
     ("FetchReach-v4", {"simulator": "gymnasium"}, "unknown to gymnasium"),
-    ("Track-v0", {}, "; if a module of yours registers it with Gymnasium, write env.id=module:Track-v0$"),
-    ("CartPole-v1", {"simulator": "isaac"}, "choose one of auto, mujoco, warp, envpool, gymnasium, torch"),
+    (
+        "Track-v0",
+        {},
+        "; if a module of yours registers it with Gymnasium, write env.id=module:Track-v0$",
+    ),
+    (
+        "CartPole-v1",
+        {"simulator": "isaac"},
+        "choose one of auto, mujoco, warp, envpool, gymnasium, torch",
+    ),
     ("CartPole-v1", {"seeds": [1]}, "1 seeds for 2 environments"),
     ("CartPole-v1", {"seeds": [1, 2**31]}, r"seed 2147483648 is outside \[0, 2\*\*31\)"),
     ("CartPole-v1", {"num_threads": 0}, "num_threads=0 must be at least 1"),
     ("CartPole-v1", {"max_episode_steps": 0}, "max_episode_steps=0 must be at least 1"),
     ("CartPole-v1", {"render_size": (0, 4)}, "render_size"),
-    ("CartPole-v1", {"simulator": "gymnasium", "num_threads": 2}, "num_threads=2 is an option of EnvPool"),
+    (
+        "CartPole-v1",
+        {"simulator": "gymnasium", "num_threads": 2},
+        "num_threads=2 is an option of EnvPool",
+    ),
     ("HalfCheetah-v4", {"action_mapping": "tanh"}, "choose one of rescale, clip, none"),
-    ("HalfCheetah-v4", {"success_key": "won"}, "success_key='won' is not in its info; it has env_id, .*reward_run"),
+    (
+        "HalfCheetah-v4",
+        {"success_key": "won"},
+        "success_key='won' is not in its info; it has env_id, .*reward_run",
+    ),
     ("HalfCheetah-v4", {"kwargs": {"seed": 3}}, "kwargs seed are set by the adapter"),
-    ("HalfCheetah-v4", {"kwargs": {"frame_skips": 3}}, "no option 'frame_skips'; nearest: frame_skip"),
-    ("HalfCheetah-v5", {"simulator": "gymnasium", "kwargs": {"frame_skips": 3}}, "cannot make it.*frame_skips"),
+    (
+        "HalfCheetah-v4",
+        {"kwargs": {"frame_skips": 3}},
+        "no option 'frame_skips'; nearest: frame_skip",
+    ),
+    (
+        "HalfCheetah-v5",
+        {"simulator": "gymnasium", "kwargs": {"frame_skips": 3}},
+        "cannot make it.*frame_skips",
+    ),
     (
         "CartPole-v1",
         {"simulator": "gymnasium", "kwargs": {"autoreset_mode": "x"}},
         "choose one of next_step, same_step",
     ),
-    ("CartPole-v1", {"simulator": "gymnasium", "kwargs": {"vectorization_mode": "x"}}, "choose one of sync, async"),
+    (
+        "CartPole-v1",
+        {"simulator": "gymnasium", "kwargs": {"vectorization_mode": "x"}},
+        "choose one of sync, async",
+    ),
     ("CliffWalking-v0", {"max_episode_steps": 9}, "has no effect in EnvPool.*no time limit"),
     ("Highway-v0", {"max_episode_steps": 9}, "has no effect in EnvPool.*fixed at 40"),
     ("Go9x9-v1", {}, "a game of 2 players"),
     ("BinPack-v2", {}, "Box of int32"),
-    ("PandaPickCube-v1", {"n": 20_000}, r"20000 environments need .* GB .* num_envs=\d+ is the most that fits"),
+    (
+        "PandaPickCube-v1",
+        {"n": 20_000},
+        r"20000 environments need .* GB .* num_envs=\d+ is the most that fits",
+    ),
     (
         "Go1JoystickFlatTerrain-v1",
         {},
         r"has privileged_state, which exists in simulation only; write env.obs_keys=\[state\] to leave it out",
     ),
-    ("Go1JoystickFlatTerrain-v1", {"obs_keys": ["stat"]}, "'stat' is not in its observation; did you mean state"),
-    ("Go1JoystickFlatTerrain-v1", {"obs_keys": []}, r"selects nothing; write null for all, or some of \[state,"),
+    (
+        "Go1JoystickFlatTerrain-v1",
+        {"obs_keys": ["stat"]},
+        "'stat' is not in its observation; did you mean state",
+    ),
+    (
+        "Go1JoystickFlatTerrain-v1",
+        {"obs_keys": []},
+        r"selects nothing; write null for all, or some of \[state,",
+    ),
     ("CartPole-v1", {"obs_keys": ["state"]}, "its observation is one array; leave obs_keys out"),
     ("test/Teacher-v0", {}, r"has critic/force, .*; write env.obs_keys=\[policy\]"),
     ("torch_tasks:student", {}, r"has critic, .*; write env.obs_keys=\[student\]"),
-    ("toys:Privileged", {"num_threads": 1}, r"has privileged_mass, .*; write env.obs_keys=\[state\]"),
+    (
+        "toys:Privileged",
+        {"num_threads": 1},
+        r"has privileged_mass, .*; write env.obs_keys=\[state\]",
+    ),
     ("no_such_module_at_all:X-v0", {}, "cannot import 'no_such_module_at_all'"),
     ("test/Silent-v0", {}, "autoreset_mode=None.*metadata"),
     ("FrozenLake-v1", {"simulator": "gymnasium", "kwargs": {"map_name": "9x9"}}, "cannot make it"),
@@ -512,8 +659,12 @@ REFUSED = [
 
 
 @pytest.mark.filterwarnings("ignore:.*is missing AutoresetMode metadata")
-@pytest.mark.parametrize(("id", "options", "message"), REFUSED, ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSED)])
-def test_refusals_name_the_id_the_limit_and_the_cure(id: str, options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("id", "options", "message"), REFUSED, ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSED)]
+)
+def test_refusals_name_the_id_the_limit_and_the_cure(
+    id: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(EnvError, match=message):
         make(id, **options)
 
@@ -526,7 +677,9 @@ def test_refusals_name_the_id_the_limit_and_the_cure(id: str, options: dict[str,
         (spaces.Text(5), "action space Text"),
     ],
 )
-def test_action_spaces_that_are_not_supported(space: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_action_spaces_that_are_not_supported(
+    space: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Corridor, "action_space", space)
     with pytest.raises(EnvError, match=message):
         make("test/Corridor-v0")
@@ -534,7 +687,9 @@ def test_action_spaces_that_are_not_supported(space: Any, message: str, monkeypa
 
 def test_observation_spaces_that_are_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Corridor, "observation_space", spaces.Dict({"say": spaces.Text(5)}))
-    with pytest.raises(EnvError, match=r"observation 'say': observation space Text.*wrap the environment"):
+    with pytest.raises(
+        EnvError, match=r"observation 'say': observation space Text.*wrap the environment"
+    ):
         make("test/Corridor-v0")
 
 
@@ -542,8 +697,11 @@ def test_many_heavy_robots_are_announced() -> None:
     before = make("PandaPickCube-v1", 3)
     before.reset()
     before.close()  # what it gives back to the C library must not hide what others take
-    # 55 MB each; 48 where the first of all is among them, 100 where the C library cannot say what is in use
-    with pytest.warns(UserWarning, match=r"60 environments will take \d\.\d GB of memory \(([4-9]|10)\d MB each"):
+    # 55 MB each; 48 where the first of all is among them, 100 where the C library cannot say what
+    # is in use
+    with pytest.warns(
+        UserWarning, match=r"60 environments will take \d\.\d GB of memory \(([4-9]|10)\d MB each"
+    ):
         make("PandaPickCube-v1", 60)  # nothing is built for them before reset()
 
 
@@ -565,7 +723,7 @@ def test_importing_the_package_loads_no_simulator() -> None:
     assert done.stdout.strip() == "[]"
 
 
-# ----------------------------------------------------------------------------------------------------------- pictures
+# ----------------------------------------------------------------------------------------- pictures
 def _can_draw() -> bool:
     envpool_env.load()
     return envpool_env._egl_error == ""
@@ -576,7 +734,9 @@ def _can_draw() -> bool:
     [
         ("Pong-v5", {}),
         ("test/Corridor-v0", {"render_size": (4, 4)}),
-        pytest.param("HalfCheetah-v4", {}, marks=pytest.mark.skipif("not _can_draw()", reason="no libEGL")),
+        pytest.param(
+            "HalfCheetah-v4", {}, marks=pytest.mark.skipif("not _can_draw()", reason="no libEGL")
+        ),
         pytest.param(
             "InvertedPendulum-v5",
             {"simulator": "gymnasium"},

@@ -1,4 +1,6 @@
-"""TorchVectorEnv on a batched physics task in torch, handed out as Gymnasium, ManiSkill and Isaac Lab do."""
+"""TorchVectorEnv on a batched physics task in torch, handed out as Gymnasium, ManiSkill and Isaac
+Lab do.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def push(n: int = 3) -> Tensor:
     return torch.ones(n, 1)
 
 
-# ------------------------------------------------------------------------------------------------------- the contract
+# ------------------------------------------------------------------------------------- the contract
 @pytest.mark.parametrize(
     ("name", "kwargs", "spec"),
     [
@@ -63,15 +65,22 @@ def test_nested_observations_are_tensors_in_the_policys_types() -> None:
     }
     obs: Any = env.reset()
     x = obs["agent/qpos"]
-    assert obs["agent/qvel"].dtype == torch.float32 and obs["extra/near"].tolist() == (x.abs() < 0.1).float().tolist()
+    assert (
+        obs["agent/qvel"].dtype == torch.float32
+        and obs["extra/near"].tolist() == (x.abs() < 0.1).float().tolist()
+    )
     # Discrete(3, start=-1): -1, 0, 1 are the first, second and third of three
-    assert obs["extra/where"].argmax(1).tolist() == [0 if v < 0 else 2 for v in x.flatten().tolist()]
+    assert obs["extra/where"].argmax(1).tolist() == [
+        0 if v < 0 else 2 for v in x.flatten().tolist()
+    ]
     assert obs["rgb"].dtype == torch.uint8
     assert env.action_spec == Box((-1.0,), (1.0,))
 
 
 @pytest.mark.parametrize(("name", "kwargs"), [("cart", {}), ("maniskill", {"observe": "agent"})])
-def test_the_last_observation_is_the_fall_and_the_next_one_the_start(name: str, kwargs: dict[str, Any]) -> None:
+def test_the_last_observation_is_the_fall_and_the_next_one_the_start(
+    name: str, kwargs: dict[str, Any]
+) -> None:
     env = make(name, kwargs=kwargs)
     env.reset()
     for _ in range(14):
@@ -94,7 +103,10 @@ def test_an_observation_alone_is_the_policys_and_not_the_critics() -> None:
     assert both.obs_spec == {"policy": ArraySpec((2,)), "critic": ArraySpec((3,))}
     chosen = make("isaac", kwargs={"compute_final_obs": True}, obs_keys=["critic"])
     assert chosen.obs_spec == {"critic": ArraySpec((3,))}
-    with pytest.raises(EnvError, match=r"env.obs_keys and env.kwargs.observe both select observations; leave one out"):
+    with pytest.raises(
+        EnvError,
+        match=r"env.obs_keys and env.kwargs.observe both select observations; leave one out",
+    ):
         make("isaac", kwargs={"observe": "policy"}, obs_keys=["critic"])
 
 
@@ -141,11 +153,14 @@ def test_neither_another_environment_nor_the_learner_disturbs_its_random_numbers
     assert all(torch.equal(a, b) for a, b in zip(calm, starts(True)))
 
 
-# ------------------------------------------------------------------------------------------- without last observations
+# ------------------------------------------------------------------------ without last observations
 def test_an_end_without_its_last_observation_is_refused() -> None:
     env = make("isaac")
     env.reset()
-    with pytest.raises(EnvError, match=r"not in info\['final_obs'\].*compute_final_obs=True.*final_observation=prev"):
+    with pytest.raises(
+        EnvError,
+        match=r"not in info\['final_obs'\].*compute_final_obs=True.*final_observation=prev",
+    ):
         for _ in range(20):
             env.step(push())
 
@@ -162,7 +177,10 @@ def test_the_observation_before_the_last_stands_in_if_asked_and_a_warning_says_s
         step.obs.zero_()  # what was handed out is not what stands in
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        check_env(lambda seeds: make("isaac", 4, seeds, kwargs={"final_observation": "previous"}), steps=60)
+        check_env(
+            lambda seeds: make("isaac", 4, seeds, kwargs={"final_observation": "previous"}),
+            steps=60,
+        )
 
 
 def test_where_the_horizon_is_finite_the_clock_terminates() -> None:
@@ -173,10 +191,16 @@ def test_where_the_horizon_is_finite_the_clock_terminates() -> None:
         assert bool(torch.stack([s.truncated for s in ends]).any()) != finite
 
 
-# ---------------------------------------------------------------------------------------------------- success, refusals
-@pytest.mark.parametrize(("name", "key"), [("cart", None), ("maniskill", None), ("maniskill", "success")])
-def test_success_is_that_of_the_step_and_not_of_the_reset_after_it(name: str, key: str | None) -> None:
-    env = make(name, 64, success_key=key, kwargs={"observe": "agent"} if name == "maniskill" else {})
+# -------------------------------------------------------------------------------- success, refusals
+@pytest.mark.parametrize(
+    ("name", "key"), [("cart", None), ("maniskill", None), ("maniskill", "success")]
+)
+def test_success_is_that_of_the_step_and_not_of_the_reset_after_it(
+    name: str, key: str | None
+) -> None:
+    env = make(
+        name, 64, success_key=key, kwargs={"observe": "agent"} if name == "maniskill" else {}
+    )
     env.reset()
     seen = set()
     for _ in range(25):
@@ -193,7 +217,10 @@ def test_success_is_that_of_the_step_and_not_of_the_reset_after_it(name: str, ke
 def test_a_success_key_that_is_nowhere_is_refused() -> None:
     env = make("maniskill", success_key="episode/won")
     env.reset()
-    with pytest.raises(EnvError, match=r"success_key='episode/won' is not in the info.*it has elapsed_steps, reconf"):
+    with pytest.raises(
+        EnvError,
+        match=r"success_key='episode/won' is not in the info.*it has elapsed_steps, reconf",
+    ):
         for _ in range(20):
             env.step(push())
     silent = make("isaac", kwargs={"compute_final_obs": True})
@@ -207,7 +234,11 @@ def test_a_success_key_that_is_nowhere_is_refused() -> None:
         ("torch_tasks:nobody", {}, "names no function; simulator=torch needs"),
         ("Ant-v5", {}, "names no function"),
         ("no_such_module:make", {}, "cannot import 'no_such_module'"),
-        ("torch_tasks:cart", {"kwargs": {"far": 3}}, "its function fails with .*'far': 3.*TypeError"),
+        (
+            "torch_tasks:cart",
+            {"kwargs": {"far": 3}},
+            "its function fails with .*'far': 3.*TypeError",
+        ),
         ("torch_tasks:cart", {"kwargs": {"seed": 3}}, "kwargs seed are set by the adapter"),
         (
             "torch_tasks:Config",
@@ -215,11 +246,23 @@ def test_a_success_key_that_is_nowhere_is_refused() -> None:
             "its Config lacks single_observation_space, single_action_space, reset, step, close",
         ),
         ("torch_tasks:cart", {"num_threads": 2}, "num_threads=2 is an option of EnvPool"),
-        ("torch_tasks:cart", {"kwargs": {"final_observation": "none"}}, "choose one of info, previous"),
-        ("torch_tasks:maniskill", {"kwargs": {"observe": "state"}}, "observe='state' is not in.*it has agent, extra"),
+        (
+            "torch_tasks:cart",
+            {"kwargs": {"final_observation": "none"}},
+            "choose one of info, previous",
+        ),
+        (
+            "torch_tasks:maniskill",
+            {"kwargs": {"observe": "state"}},
+            "observe='state' is not in.*it has agent, extra",
+        ),
         ("torch_tasks:cart", {"kwargs": {"observe": "state"}}, "it has no entries"),
         ("torch_tasks:cart", {"action_mapping": "tanh"}, "choose one of rescale, clip, none"),
-        ("torch_tasks:next_step", {}, "autoreset_mode=AutoresetMode.NEXT_STEP; only AutoresetMode.SAME_STEP"),
+        (
+            "torch_tasks:next_step",
+            {},
+            "autoreset_mode=AutoresetMode.NEXT_STEP; only AutoresetMode.SAME_STEP",
+        ),
         ("torch_tasks:one", {}, "num_envs=2, but its vector has 1"),
     ],
 )
@@ -228,12 +271,18 @@ def test_refusals(id: str, options: dict[str, Any], message: str) -> None:
         TorchVectorEnv(id, AdapterOptions(num_envs=2, seeds=[0, 1], **options))
 
 
-def test_observations_that_are_no_tensors_or_of_another_shape_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_observations_that_are_no_tensors_or_of_another_shape_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch_tasks.Cart, "reset", lambda self, **_: (self.state.numpy(), {}))
-    with pytest.raises(EnvError, match=r"is a ndarray, not a torch.Tensor; use simulator=gymnasium"):
+    with pytest.raises(
+        EnvError, match=r"is a ndarray, not a torch.Tensor; use simulator=gymnasium"
+    ):
         make("cart").reset()
     monkeypatch.setattr(torch_tasks.Cart, "reset", lambda self, **_: (self.state[:, :1], {}))
-    with pytest.raises(EnvError, match=r"has shape \[3, 1\], its single_observation_space has \[2\]"):
+    with pytest.raises(
+        EnvError, match=r"has shape \[3, 1\], its single_observation_space has \[2\]"
+    ):
         make("cart").reset()
 
 
@@ -258,7 +307,11 @@ def test_pictures_of_all_or_of_one() -> None:
     for name, value in (("cart", 7), ("isaac", 9)):
         env = make(name, render=True, render_size=(2, 4))
         picture = env.render()
-        assert picture.shape == (2, 4, 3) and picture.dtype == torch.uint8 and bool((picture == value).all())
+        assert (
+            picture.shape == (2, 4, 3)
+            and picture.dtype == torch.uint8
+            and bool((picture == value).all())
+        )
 
 
 def test_a_function_is_told_from_other_ids() -> None:
@@ -266,9 +319,11 @@ def test_a_function_is_told_from_other_ids() -> None:
     assert torch_env.factory("torch_tasks:Cart-v0") is None and torch_env.factory("Ant-v5") is None
 
 
-# ------------------------------------------------------------------------------------------------------------ together
+# ----------------------------------------------------------------------------------------- together
 def test_ppo_learns_to_hold_the_cart() -> None:
-    """Random pushes stay 0.7 m from the middle on average, a held cart at most 0.3 m (with the way there)."""
+    """Random pushes stay 0.7 m from the middle on average, a held cart at most 0.3 m (with the way
+    there).
+    """
     c = toys.config(
         {
             "env.num_envs": 64,

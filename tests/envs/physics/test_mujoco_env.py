@@ -1,4 +1,6 @@
-"""Our own simulation path on a CPU: against Gymnasium step by step, and what happens when something goes wrong."""
+"""Our own simulation path on a CPU: against Gymnasium step by step, and what happens when something
+goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ LOCOMOTION = ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid")
 
 
 def make(id: str = "toys:Balance", n: int = 3, **options: Any) -> MujocoEnv:
-    env = embodied_envs.make(id, num_envs=n, seeds=options.pop("seeds", list(range(n))), simulator="mujoco", **options)
+    env = embodied_envs.make(
+        id, num_envs=n, seeds=options.pop("seeds", list(range(n))), simulator="mujoco", **options
+    )
     assert isinstance(env, MujocoEnv)
     return env
 
@@ -43,11 +47,12 @@ def push(env: MujocoEnv, x: float = 0.0) -> Tensor:
     return torch.full((env.num_envs, env.action_spec.size), x)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# --------------------------------------------------------------------------------------------- the same as Gymnasium's
+# -------------------------------------------------------------------------- the same as Gymnasium's
 @pytest.mark.parametrize("name", LOCOMOTION)
 @pytest.mark.parametrize("batch", [True, False], ids=["batch", "threads"])
 def test_gymnasium_step_by_step(name: str, batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the same states, 100 steps of every world: observations to float32's last bit, rewards within 1e-6.
+    """From the same states, 100 steps of every world: observations to float32's last bit, rewards
+    within 1e-6.
 
     Where a world falls, Gymnasium's goes on from the state of our next episode.
     """
@@ -105,17 +110,23 @@ def test_first_states_are_spread_as_gymnasiums(name: str) -> None:
     assert (abs(ours.std(0) / scale - 1) < 0.2).all()
 
 
-# ----------------------------------------------------------------------------------------------------- the protocol
+# ------------------------------------------------------------------------------------- the protocol
 @pytest.mark.parametrize("id", ["toys:Balance", *LOCOMOTION])
-@pytest.mark.parametrize("options", [{}, {"randomize": True, "ranges": {"mass": [0.8, 1.2]}}], ids=["plain", "random"])
+@pytest.mark.parametrize(
+    "options", [{}, {"randomize": True, "ranges": {"mass": [0.8, 1.2]}}], ids=["plain", "random"]
+)
 def test_contract(id: str, options: dict[str, Any]) -> None:
-    found = embodied_envs.check_env(lambda seeds: make(id, len(seeds), seeds=seeds, max_episode_steps=17, **options))
+    found = embodied_envs.check_env(
+        lambda seeds: make(id, len(seeds), seeds=seeds, max_episode_steps=17, **options)
+    )
     assert found.seeded and found.longest == 17 and found.episodes > 10 and not found.notes
 
 
 def test_contract_with_cameras() -> None:
     found = embodied_envs.check_env(
-        lambda seeds: make(seeds=seeds, n=len(seeds), cameras=("eye",), image_size=(12, 16), max_episode_steps=9),
+        lambda seeds: make(
+            seeds=seeds, n=len(seeds), cameras=("eye",), image_size=(12, 16), max_episode_steps=9
+        ),
         steps=40,
     )
     assert found.episodes > 10
@@ -131,12 +142,19 @@ def test_episodes_are_a_function_of_the_seed() -> None:
         a, b = x.obs, y.obs
         assert bool(x.terminated[0]) == bool(y.terminated[1])
         if t == 30:
-            a, b = alone.reset_where(torch.tensor([True])), many.reset_where(torch.tensor([False, True, False]))
+            a, b = (
+                alone.reset_where(torch.tensor([True])),
+                many.reset_where(torch.tensor([False, True, False])),
+            )
     assert not torch.equal(b[0], b[1])
 
 
 def test_threads_and_batch_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"randomize": True, "ranges": {"gravity": [0.5, 2.0], "friction": [0.5, 2.0]}, "num_threads": 2}
+    options = {
+        "randomize": True,
+        "ranges": {"gravity": [0.5, 2.0], "friction": [0.5, 2.0]},
+        "num_threads": 2,
+    }
     ours = make(**options)
     assert isinstance(ours.physics.worlds, mujoco_cpu._Batch)
     monkeypatch.setattr(mujoco_cpu, "Batch", None)
@@ -176,7 +194,11 @@ def test_variables_of_the_task() -> None:
         gusts.append(env.s["gust"].clone())
     assert env.s["pushes"].tolist() == [22] * 3 and bool(step.success.all())
     drawn = torch.stack(gusts)
-    assert drawn.unique().numel() == drawn.numel() and float(drawn.min()) >= 0 and float(drawn.max()) < 1
+    assert (
+        drawn.unique().numel() == drawn.numel()
+        and float(drawn.min()) >= 0
+        and float(drawn.max()) < 1
+    )
     for _ in range(3):
         env.step(push(env))
     assert env.s["pushes"].tolist() == [0] * 3, "they begin anew with the episode"
@@ -194,12 +216,18 @@ def test_a_saved_state_continues_bit_for_bit(id: str) -> None:
     assert torch.equal(other.load_state(kept), env._last)
     for _ in range(30):
         a, b = env.step(push(env, 0.2)), other.step(push(other, 0.2))
-        assert torch.equal(a.obs, b.obs) and torch.equal(a.reward, b.reward) and torch.equal(a.truncated, b.truncated)
+        assert (
+            torch.equal(a.obs, b.obs)
+            and torch.equal(a.reward, b.reward)
+            and torch.equal(a.truncated, b.truncated)
+        )
 
 
-# ------------------------------------------------------------------------------------------------- when it goes wrong
+# ------------------------------------------------------------------------------- when it goes wrong
 @pytest.mark.parametrize("batch", [True, False], ids=["batch", "threads"])
-def test_a_world_that_blows_up_is_reset_and_counted(batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_that_blows_up_is_reset_and_counted(
+    batch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not batch:
         monkeypatch.setattr(mujoco_cpu, "Batch", None)
     env, calm = make(action_mapping="none"), make(action_mapping="none")
@@ -225,7 +253,10 @@ def test_a_world_that_blows_up_is_reset_and_counted(batch: bool, monkeypatch: py
 BAD_MODELS = [
     ("<mujoco><worldbody><geom/></worldbody></mujoco>", "MuJoCo refuses its model: .*size"),
     ("<mujoco><worldbody>", "MuJoCo refuses its model: .*XML"),
-    (toys.BALANCE.replace('joint="slide" gear', 'joint="glide" gear'), "MuJoCo refuses its model: .*glide"),
+    (
+        toys.BALANCE.replace('joint="slide" gear', 'joint="glide" gear'),
+        "MuJoCo refuses its model: .*glide",
+    ),
 ]
 
 
@@ -243,13 +274,19 @@ def test_a_name_that_the_model_lacks() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kwargs": {"sensr": "angle"}}, "env.kwargs.sensr is unknown; did you mean sensor"),
     ({"cameras": ("eyes",)}, "env.cameras: the model has no camera 'eyes'; it has eye, side"),
-    ({"randomize": True, "ranges": {"mas": [1, 2]}}, "env.ranges: 'mas' is unknown; did you mean mass"),
+    (
+        {"randomize": True, "ranges": {"mas": [1, 2]}},
+        "env.ranges: 'mas' is unknown; did you mean mass",
+    ),
     (
         {"randomize": True, "ranges": {"mass": [2, 1]}},
         r"env.ranges.mass=\[2, 1\]: it takes two finite numbers \[low, high\]",
     ),
     ({"randomize": True, "ranges": {"mass": [-1, 1]}}, "factors 0 <= low <= high"),
-    ({"randomize": True, "ranges": {"mass": 1.2}}, r"env.ranges.mass=1.2: it takes two finite numbers"),
+    (
+        {"randomize": True, "ranges": {"mass": 1.2}},
+        r"env.ranges.mass=1.2: it takes two finite numbers",
+    ),
     ({"randomize": True, "ranges": {"mass": [1, float("inf")]}}, "it takes two finite numbers"),
     ({"kwargs": {"njmax": 3}}, "env.kwargs.njmax is read by simulator=warp only"),
     ({"cameras": ("eye", "eye")}, "names a camera twice"),
@@ -292,7 +329,9 @@ class Looking(toys.Balance):
     fields = ("sensordata", "xposition")
 
 
-@pytest.mark.parametrize(("name", "message"), [("Confused", "'sensordata' has the name"), ("Looking", "'xposition'")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("Confused", "'sensordata' has the name"), ("Looking", "'xposition'")]
+)
 def test_tasks_that_cannot_be(name: str, message: str) -> None:
     with pytest.raises(EnvError, match=message):
         make(f"{__name__}:{name}")
@@ -330,11 +369,13 @@ class Unrelated:
 
 
 def test_randomising_by_no_ranges_is_refused() -> None:
-    with pytest.raises(EnvError, match=r"no ranges of its own; name some: env.ranges.mass=\[0.8,1.2\]"):
+    with pytest.raises(
+        EnvError, match=r"no ranges of its own; name some: env.ranges.mass=\[0.8,1.2\]"
+    ):
         make("HalfCheetah", randomize=True)
 
 
-# ----------------------------------------------------------------------------------------------------------- pictures
+# ----------------------------------------------------------------------------------------- pictures
 @pytest.mark.parametrize(("id", "camera"), [("Go1Joystick", "track"), ("PandaPickCube", "wrist")])
 def test_a_context_s_first_picture_is_like_all_others(id: str, camera: str) -> None:
     env = make(id, 2, cameras=(camera,))
@@ -360,7 +401,7 @@ def test_a_world_that_blows_up_inside_a_chunk_keeps_its_last_picture() -> None:
     env.close()
 
 
-# ---------------------------------------------------------------------------------------------- a task with a mistake
+# ---------------------------------------------------------------------------- a task with a mistake
 def _reset(**more: Any) -> Any:
     whole = toys.Balance.reset
     return lambda self, u: whole(self, u) | {k: f(u) for k, f in more.items()}
@@ -370,35 +411,99 @@ MISTAKES: list[tuple[str, Any, str]] = [
     # attribute of toys.Balance, what it is instead, what is said
     ("decimation", 0, "Balance.decimation=0 must be a whole number, at least 1"),
     ("decimation", 2.5, "Balance.decimation=2.5 must be a whole number"),
-    ("stage", "acceleration", "Balance.stage='acceleration' is unknown; there are velocity, none, forces"),
+    (
+        "stage",
+        "acceleration",
+        "Balance.stage='acceleration' is unknown; there are velocity, none, forces",
+    ),
     ("fields", "sensordata", "Balance.fields='sensordata' must be a tuple of names"),
     ("fields", ("blah",), "env.id=toys:Balance: MuJoCo has no field 'blah'"),
     ("fields", (), "Balance.terminated reads 'sensordata', .* in the attribute fields"),
-    ("before", ("xpos",), "Balance.before names 'xpos', which is neither in the attribute fields nor a variable"),
+    (
+        "before",
+        ("xpos",),
+        "Balance.before names 'xpos', which is neither in the attribute fields nor a variable",
+    ),
     ("names", ("one", "two"), r"reset\(\)\['kind'\] and the attribute names go together"),
     ("spec", lambda self: None, r"Balance.spec\(\) is NoneType; it must be a mujoco.MjSpec"),
-    ("spec", lambda self: mujoco.MjSpec.from_file("no.xml"), "MuJoCo refuses its model: .*no.xml.*looked for from /"),
+    (
+        "spec",
+        lambda self: mujoco.MjSpec.from_file("no.xml"),
+        "MuJoCo refuses its model: .*no.xml.*looked for from /",
+    ),
     ("bind", lambda self, *a: 1 / 0, "Balance.bind: ZeroDivisionError"),
     ("reset", lambda self, u: None, r"Balance.reset\(\) is NoneType; it must be a dictionary"),
-    ("reset", _reset(qpos=lambda u: u[:, :1]), r"reset\(\)\['qpos'\] has shape \[2, 1\]; it must be \[2, 2\]"),
-    ("reset", _reset(qpos=lambda u: u.numpy()), r"reset\(\)\['qpos'\] is ndarray; it must be a tensor"),
-    ("reset", _reset(qpos=lambda u: u.long()), r"reset\(\)\['qpos'\] is torch.int64; it must be real"),
+    (
+        "reset",
+        _reset(qpos=lambda u: u[:, :1]),
+        r"reset\(\)\['qpos'\] has shape \[2, 1\]; it must be \[2, 2\]",
+    ),
+    (
+        "reset",
+        _reset(qpos=lambda u: u.numpy()),
+        r"reset\(\)\['qpos'\] is ndarray; it must be a tensor",
+    ),
+    (
+        "reset",
+        _reset(qpos=lambda u: u.long()),
+        r"reset\(\)\['qpos'\] is torch.int64; it must be real",
+    ),
     ("reset", _reset(qps=lambda u: u), r"reset\(\)\['qps'\] is a variable .* did you mean qpos"),
-    ("reset", _reset(goal=lambda u: u[:1]), r"reset\(\)\['goal'\] has shape \[1, 2\]; it must be \[2, 2\]"),
+    (
+        "reset",
+        _reset(goal=lambda u: u[:1]),
+        r"reset\(\)\['goal'\] has shape \[1, 2\]; it must be \[2, 2\]",
+    ),
     ("reset", _reset(xpos=lambda u: u), "its variable 'xpos' has the name of a MuJoCo field"),
-    ("reset", _reset(kind=lambda u: u[:, 0].long()), "'kind'.* and the attribute names go together"),
-    ("control", lambda self, s, a: a.repeat(1, 2), r"Balance.control\(\) has shape \[2, 2\]; it must be \[2, 1\]"),
-    ("observe", lambda self, s: s["qpos"][:, 0], r"Balance.observe\(\) has shape \[2\]; it must be \[2, D\]"),
+    (
+        "reset",
+        _reset(kind=lambda u: u[:, 0].long()),
+        "'kind'.* and the attribute names go together",
+    ),
+    (
+        "control",
+        lambda self, s, a: a.repeat(1, 2),
+        r"Balance.control\(\) has shape \[2, 2\]; it must be \[2, 1\]",
+    ),
+    (
+        "observe",
+        lambda self, s: s["qpos"][:, 0],
+        r"Balance.observe\(\) has shape \[2\]; it must be \[2, D\]",
+    ),
     ("observe", toys.Task.observe, r"Balance has no observe\(\); write one"),
-    ("reward", lambda self, b, s, a: 1.0, r"Balance.reward\(\) is float; it must be a tensor \[2\]"),
+    (
+        "reward",
+        lambda self, b, s, a: 1.0,
+        r"Balance.reward\(\) is float; it must be a tensor \[2\]",
+    ),
     ("reward", lambda self, b, s, a: a, r"Balance.reward\(\) has shape \[2, 1\]; it must be \[2\]"),
-    ("reward", lambda self, b, s, a: b["qpos"][:, 0], "Balance.reward reads 'qpos', .* in the attribute before"),
-    ("terminated", lambda self, s: s["qpos"][:, 0], r"Balance.terminated\(\) is torch.float64; it must be bool"),
+    (
+        "reward",
+        lambda self, b, s, a: b["qpos"][:, 0],
+        "Balance.reward reads 'qpos', .* in the attribute before",
+    ),
+    (
+        "terminated",
+        lambda self, s: s["qpos"][:, 0],
+        r"Balance.terminated\(\) is torch.float64; it must be bool",
+    ),
     ("success", lambda self, s: None, r"Balance.success\(\) is NoneType; it must be a tensor"),
     ("observe", lambda self, s: s["qpos"].mul_(0.5), r"a function writes into s\['qpos'\]"),
-    ("reset", _reset(qpos=lambda u: u.float()), r"reset\(\)\['qpos'\] is torch.float32; it must be torch.float64"),
-    ("success", lambda self, s: s["qpos"] > 0, r"Balance.success\(\) has shape \[2, 2\]; it must be \[2\]"),
-    ("advance", lambda self, s, a, u: {"speed": u}, r"advance\(\)\['speed'\]: reset\(\) returns no such variable"),
+    (
+        "reset",
+        _reset(qpos=lambda u: u.float()),
+        r"reset\(\)\['qpos'\] is torch.float32; it must be torch.float64",
+    ),
+    (
+        "success",
+        lambda self, s: s["qpos"] > 0,
+        r"Balance.success\(\) has shape \[2, 2\]; it must be \[2\]",
+    ),
+    (
+        "advance",
+        lambda self, s, a, u: {"speed": u},
+        r"advance\(\)\['speed'\]: reset\(\) returns no such variable",
+    ),
 ]
 
 
@@ -416,12 +521,16 @@ def test_a_mistake_in_a_task_is_told_by_name(
 def test_a_kind_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toys.Balance, "names", ("one",))
     monkeypatch.setattr(toys.Balance, "reset", _reset(kind=lambda u: u[:, 0].long() + 1))
-    with pytest.raises(EnvError, match=r"reset\(\)\['kind'\] runs from 1 to 1; names has 1 entries"):
+    with pytest.raises(
+        EnvError, match=r"reset\(\)\['kind'\] runs from 1 to 1; names has 1 entries"
+    ):
         make(n=2)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e28])
-def test_controls_that_are_no_numbers_are_counted(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controls_that_are_no_numbers_are_counted(
+    number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """MuJoCo itself would put zeros in their place without a word."""
     monkeypatch.setattr(toys.Balance, "control", lambda self, s, a: torch.where(a > 0.5, number, a))
     env = make(n=3)
@@ -432,7 +541,7 @@ def test_controls_that_are_no_numbers_are_counted(number: float, monkeypatch: py
     assert env.step(torch.zeros(3, 1)).truncated.tolist() == [False] * 3
 
 
-# ---------------------------------------------------------------------------------------------------- domain randomised
+# -------------------------------------------------------------------------------- domain randomised
 def test_randomised_masses_are_in_range_seeded_and_felt() -> None:
     options = {"randomize": True, "ranges": {"mass": [0.5, 1.5]}}
     env, again, plain = make(n=200, **options), make(n=200, **options), make(n=200)
@@ -454,12 +563,16 @@ def test_randomised_masses_are_in_range_seeded_and_felt() -> None:
 def test_randomised_gravity_and_damping_have_their_effect() -> None:
     heavy = make(n=2, randomize=True, ranges={"gravity": [2.0, 2.0]})
     assert heavy.physics.varied["opt.gravity"].tolist() == [[0, 0, -19.62]] * 2
-    free = make(n=2, randomize=True, ranges={"mass": [1, 1], "damping": [0.0, 0.0], "gains": [3.0, 3.0]})
+    free = make(
+        n=2, randomize=True, ranges={"mass": [1, 1], "damping": [0.0, 0.0], "gains": [3.0, 3.0]}
+    )
     plain = make(n=2)
     assert (free.physics.varied["dof_damping"] == 0).all()
     free.reset(), plain.reset()
     a, b = free.step(push(free, 1.0)).obs, plain.step(push(plain, 1.0)).obs
-    assert torch.allclose(a[:, 2] / b[:, 2], torch.full((2,), 3.0), rtol=0.05), "three times the force"
+    assert torch.allclose(a[:, 2] / b[:, 2], torch.full((2,), 3.0), rtol=0.05), (
+        "three times the force"
+    )
 
 
 def test_other_episodes_keep_their_model() -> None:
@@ -471,9 +584,15 @@ def test_other_episodes_keep_their_model() -> None:
     assert (masses[[0, 2]] == before[[0, 2]]).all() and (masses[1, 1:] != before[1, 1:]).all()
 
 
-# ------------------------------------------------------------------------------------------------------------- pictures
+# ----------------------------------------------------------------------------------------- pictures
 def test_images_show_the_present_of_each_world() -> None:
-    env = make(cameras=("eye", "side"), image_size=(40, 60), max_episode_steps=4, render=True, render_size=(40, 60))
+    env = make(
+        cameras=("eye", "side"),
+        image_size=(40, 60),
+        max_episode_steps=4,
+        render=True,
+        render_size=(40, 60),
+    )
     obs = env.reset()
     assert isinstance(obs, dict) and list(obs) == ["state", "eye", "side"]
     assert obs["eye"].shape == (3, 3, 40, 60) and obs["eye"].dtype == torch.uint8
@@ -481,7 +600,9 @@ def test_images_show_the_present_of_each_world() -> None:
     for t in range(4):
         step = env.step(push(env, 1.0))
         assert isinstance(step.obs, dict)
-        assert torch.equal(step.obs["eye"][0].permute(1, 2, 0), env.render()), "the film sees what the policy sees"
+        assert torch.equal(step.obs["eye"][0].permute(1, 2, 0), env.render()), (
+            "the film sees what the policy sees"
+        )
         if t == 3:
             assert isinstance(step.final_obs, dict)
             assert not torch.equal(step.final_obs["eye"][0], step.obs["eye"][0])
@@ -511,7 +632,12 @@ def test_two_sets_of_cameras_do_not_freeze_each_other() -> None:
 
 
 def test_randomised_looks() -> None:
-    ranges = {"camera_position": [-0.2, 0.2], "camera_angle": [-0.1, 0.1], "light": [0.3, 1.0], "colour": [-0.3, 0.3]}
+    ranges = {
+        "camera_position": [-0.2, 0.2],
+        "camera_angle": [-0.1, 0.1],
+        "light": [0.3, 1.0],
+        "colour": [-0.3, 0.3],
+    }
     env = make(cameras=("eye",), randomize=True, ranges={"mass": [1, 1], **ranges})
     obs = env.reset()
     assert isinstance(obs, dict)
@@ -524,14 +650,23 @@ def test_randomised_looks() -> None:
     assert rgba.min() >= 0 and rgba.max() <= 1 and (rgba[..., 3] == 1).all()
 
 
-# ----------------------------------------------------------------------------------------------------- the whole house
+# ---------------------------------------------------------------------------------- the whole house
 def test_training_counts_worlds_that_blew_up(tmp_path: Path) -> None:
     """A task that blows up now and then is trained all the same, and the metric says how often."""
-    options = {"env.id": "toys:Balance", "env.kwargs": {"blow_up": 0.9}, "updates": 3, "run_dir": str(tmp_path / "run")}
+    options = {
+        "env.id": "toys:Balance",
+        "env.kwargs": {"blow_up": 0.9},
+        "updates": 3,
+        "run_dir": str(tmp_path / "run"),
+    }
     build.train(toys.config(options), quiet=True)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     counts = [row["rollout/unstable"] for row in rows if "rollout/unstable" in row]
-    assert 0 < counts[0] <= counts[-1] and all(np.isfinite(row["policy/loss"]) for row in rows if "policy/loss" in row)
+    assert 0 < counts[0] <= counts[-1] and all(
+        np.isfinite(row["policy/loss"]) for row in rows if "policy/loss" in row
+    )
 
 
 class TwoKinds(toys.Balance):
@@ -558,19 +693,32 @@ def test_evaluation_tells_the_kinds_of_episode_apart() -> None:
     assert long.task.endswith("TwoKinds/long") and len(short.episodes) + len(long.episodes) == 40
     assert long.successes == [True] * len(long.episodes) and not any(short.successes or [True])
     metrics = {tag: m.value for tag, m in result.metrics().items() if isinstance(m, Mean)}
-    assert metrics["eval/success/long"] == 1 and metrics["eval/success/short"] == 0 < metrics["eval/success"] < 1
+    assert (
+        metrics["eval/success/long"] == 1
+        and metrics["eval/success/short"] == 0 < metrics["eval/success"] < 1
+    )
 
 
 def test_resume_is_exact(tmp_path: Path) -> None:
     """Four updates = two, resume, two: bit for bit, without replaying the simulator."""
     options = {"env.id": "toys:Balance", "env.randomize": True, "save_every": 2}
-    whole = build.train(toys.config({**options, "updates": 4, "run_dir": str(tmp_path / "whole")}), quiet=True)
-    build.train(toys.config({**options, "updates": 2, "run_dir": str(tmp_path / "half")}), quiet=True)
-    resumed = {**options, "updates": 4, "run_dir": str(tmp_path / "half"), "resume": str(tmp_path / "half")}
+    whole = build.train(
+        toys.config({**options, "updates": 4, "run_dir": str(tmp_path / "whole")}), quiet=True
+    )
+    build.train(
+        toys.config({**options, "updates": 2, "run_dir": str(tmp_path / "half")}), quiet=True
+    )
+    resumed = {
+        **options,
+        "updates": 4,
+        "run_dir": str(tmp_path / "half"),
+        "resume": str(tmp_path / "half"),
+    }
     halves = build.train(toys.config(resumed), quiet=True)
     assert whole["final_return"] == halves["final_return"]
     weights = [
-        checkpoint.open_checkpoint(tmp_path / run / "checkpoints" / "latest").policy() for run in ("whole", "half")
+        checkpoint.open_checkpoint(tmp_path / run / "checkpoints" / "latest").policy()
+        for run in ("whole", "half")
     ]
     assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
     assert "replaying" not in (tmp_path / "half" / "log.txt").read_text()

@@ -1,6 +1,8 @@
-"""mujoco_warp behind our tasks, on device "cpu": against the CPU engine, and what happens when something goes wrong.
+"""mujoco_warp behind our tasks, on device "cpu": against the CPU engine, and what happens when
+something goes wrong.
 
-The first run compiles kernels for about two minutes; they are kept in ~/.cache/warp ($WARP_CACHE_PATH).
+The first run compiles kernels for about two minutes; they are kept in ~/.cache/warp
+($WARP_CACHE_PATH).
 """
 
 from __future__ import annotations
@@ -55,11 +57,23 @@ SWING = """<mujoco>
 
 
 class Swing(Task):
-    """A rod that a motor turns, a ball that falls on the floor. Ends where the rod has turned by more than 2 rad."""
+    """A rod that a motor turns, a ball that falls on the floor.
+
+    Ends where the rod has turned by more than 2 rad.
+    """
 
     id = "Swing"
     decimation, max_episode_steps, reset_noise, step_noise = 2, 12, 4, 1
-    fields = ("xpos", "xmat", "site_xpos", "site_xmat", "sensordata", "cvel", "cfrc_ext", "body_mass")
+    fields = (
+        "xpos",
+        "xmat",
+        "site_xpos",
+        "site_xmat",
+        "sensordata",
+        "cvel",
+        "cfrc_ext",
+        "body_mass",
+    )
 
     def __init__(self, stage: Any = "velocity") -> None:
         self.stage = stage
@@ -72,7 +86,13 @@ class Swing(Task):
         self.goal = torch.tensor([[[0.0, 0.5, 0.2]]], device=device, dtype=dtype)
 
     def observe(self, s: State) -> Tensor:
-        parts = (s["qpos"], s["qvel"], s["sensordata"], s["site_xpos"].flatten(1), 0.01 * s["cfrc_ext"].flatten(1))
+        parts = (
+            s["qpos"],
+            s["qvel"],
+            s["sensordata"],
+            s["site_xpos"].flatten(1),
+            0.01 * s["cfrc_ext"].flatten(1),
+        )
         return torch.cat([*parts, s["gust"][:, None], s["cvel"].flatten(1)], 1)
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
@@ -92,7 +112,9 @@ class Swing(Task):
 
 
 class RoundAnt(Ant):
-    """With a round friction cone, whose force does not depend on the directions of a contact's tangents."""
+    """With a round friction cone, whose force does not depend on the directions of a contact's
+    tangents.
+    """
 
     def spec(self) -> mujoco.MjSpec:
         spec = super().spec()
@@ -100,11 +122,17 @@ class RoundAnt(Ant):
         return spec
 
 
-def make(id: str = f"{__name__}:Swing", n: int = 4, *, simulator: str = "warp", **options: Any) -> Any:
+def make(
+    id: str = f"{__name__}:Swing", n: int = 4, *, simulator: str = "warp", **options: Any
+) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated MJCF attributes, PGS
         env = embodied_envs.make(
-            id, num_envs=n, seeds=options.pop("seeds", list(range(n))), simulator=simulator, **options
+            id,
+            num_envs=n,
+            seeds=options.pop("seeds", list(range(n))),
+            simulator=simulator,
+            **options,
         )
     assert isinstance(env, MujocoEnv)
     return env
@@ -123,7 +151,8 @@ def final(step: Any) -> Any:
 
 
 def compare(one: MujocoEnv, other: MujocoEnv, steps: int, tolerance: float) -> int:
-    """Both engines from the same states within ``tolerance`` of 1 + |x|, each world until its first episode ends.
+    """Both engines from the same states within ``tolerance`` of 1 + |x|, each world until its first
+    episode ends.
 
     Returns how many steps of worlds were compared.
     """
@@ -131,15 +160,19 @@ def compare(one: MujocoEnv, other: MujocoEnv, steps: int, tolerance: float) -> i
     running, compared = torch.ones(one.num_envs, dtype=torch.bool), 0
     for action in random_actions(one, steps):
         a, b = one.step(action), other.step(action)
-        torch.testing.assert_close(final(b)[running], final(a)[running], rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(b.reward[running], a.reward[running], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            final(b)[running], final(a)[running], rtol=tolerance, atol=tolerance
+        )
+        torch.testing.assert_close(
+            b.reward[running], a.reward[running], rtol=tolerance, atol=tolerance
+        )
         assert torch.equal(a.terminated[running], b.terminated[running])
         compared += int(running.sum())
         running &= ~(a.terminated | a.truncated)
     return compared
 
 
-# ---------------------------------------------------------------------------------------------- the same as on the CPU
+# --------------------------------------------------------------------------- the same as on the CPU
 @pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
 def test_the_same_as_the_cpu_engine(stage: str) -> None:
     """12 control steps of free fall, impact and rolling: within 2e-4."""
@@ -154,8 +187,9 @@ def test_the_same_as_the_cpu_engine(stage: str) -> None:
         pytest.param("Hopper", 30, 1e-3, marks=pytest.mark.slow),
         pytest.param("Walker2d", 30, 1e-3, marks=pytest.mark.slow),
         pytest.param("Humanoid", 10, 1e-3, marks=pytest.mark.slow),
-        # Where a capsule stands steeply on a plane mujoco_warp turns the tangents of the contact otherwise than MuJoCo,
-        # and a pyramid of friction is not round. The first step has no contact yet.
+        # Where a capsule stands steeply on a plane mujoco_warp turns the tangents of the contact
+        # otherwise than MuJoCo, and a pyramid of friction is not round. The first step has no
+        # contact yet.
         pytest.param("Ant", 1, 1e-5, marks=pytest.mark.slow),
         pytest.param(f"{__name__}:RoundAnt", 4, 2e-3, marks=pytest.mark.slow),
     ],
@@ -175,14 +209,22 @@ def test_sensors_of_contacts_and_limits() -> None:
     for action in random_actions(one, 30):
         one.step(action.sign())
         other.step(action.sign())
-        torch.testing.assert_close(other.s["sensordata"], one.s["sensordata"].float(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            other.s["sensordata"], one.s["sensordata"].float(), rtol=1e-3, atol=1e-4
+        )
         seen.append(one.s["sensordata"].clone())
     touched, limited, distance = (torch.stack(seen)[:, :, i] for i in (0, 1, 2))
-    assert 0 < (touched > 0).float().mean() < 1 and 0 < (limited != 0).float().mean() < 1 and distance.std() > 0
+    assert (
+        0 < (touched > 0).float().mean() < 1
+        and 0 < (limited != 0).float().mean() < 1
+        and distance.std() > 0
+    )
 
 
 class Feeling(Swing):
-    """Senses whether the ball touches the floor, how far the hinge is from its limit, and the ball from the rod."""
+    """Senses whether the ball touches the floor, how far the hinge is from its limit, and the ball
+    from the rod.
+    """
 
     fields, max_episode_steps = ("sensordata", "xpos", "site_xpos", "cfrc_ext", "cvel"), 15
 
@@ -198,8 +240,18 @@ class Feeling(Swing):
 
 def test_first_states_are_those_of_the_cpu_engine() -> None:
     """Also in later episodes, and where models are drawn anew."""
-    ranges = {"mass": (0.5, 1.5), "friction": (0.5, 1.5), "damping": (0.5, 2.0), "gains": (0.8, 1.2)}
-    ranges |= {"gravity": (0.5, 1.5), "camera_position": (-0.1, 0.1), "light": (0.5, 1.0), "colour": (-0.2, 0.2)}
+    ranges = {
+        "mass": (0.5, 1.5),
+        "friction": (0.5, 1.5),
+        "damping": (0.5, 2.0),
+        "gains": (0.8, 1.2),
+    }
+    ranges |= {
+        "gravity": (0.5, 1.5),
+        "camera_position": (-0.1, 0.1),
+        "light": (0.5, 1.0),
+        "colour": (-0.2, 0.2),
+    }
     options: dict[str, Any] = {"randomize": True, "ranges": ranges}
     a, b = make(simulator="mujoco", **options), make(**options)
     a.reset()
@@ -228,9 +280,7 @@ def test_first_states_are_those_of_the_cpu_engine() -> None:
 def test_fields_have_the_shapes_of_mujoco() -> None:
     model = mujoco.MjModel.from_xml_string(SWING)
     data = mujoco.MjData(model)
-    names = (
-        "xpos xquat xmat xipos ximat site_xmat geom_xmat cam_xmat cinert cvel cfrc_ext cacc sensordata qfrc_actuator "
-    )
+    names = "xpos xquat xmat xipos ximat site_xmat geom_xmat cam_xmat cinert cvel cfrc_ext cacc sensordata qfrc_actuator "
     names += "actuator_force subtree_com qacc mocap_quat time act M geom_size jnt_range body_quat"
     physics = WarpPhysics(
         model,
@@ -243,23 +293,32 @@ def test_fields_have_the_shapes_of_mujoco() -> None:
     )
     for name in names.split():
         theirs = np.asarray(getattr(data if hasattr(data, name) else model, name))
-        assert physics.fields[name].shape == (3, *theirs.shape) and physics.fields[name].dtype == torch.float32, name
+        assert (
+            physics.fields[name].shape == (3, *theirs.shape)
+            and physics.fields[name].dtype == torch.float32
+        ), name
 
 
-# -------------------------------------------------------------------------------------------------------- the contract
+# ------------------------------------------------------------------------------------- the contract
 @pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
 def test_contract(stage: str) -> None:
     """Among others: a state continues to the last bit, and a reset of one world touches no other."""
     found = embodied_envs.check_env(
-        lambda seeds: make(n=len(seeds), seeds=seeds, max_episode_steps=7, kwargs={"stage": stage}), steps=40
+        lambda seeds: make(n=len(seeds), seeds=seeds, max_episode_steps=7, kwargs={"stage": stage}),
+        steps=40,
     )
     assert found.seeded and found.longest == 7 and found.episodes >= 20 and not found.notes
 
 
 def test_contract_with_random_models_and_cameras() -> None:
-    options: dict[str, Any] = {"randomize": True, "ranges": {"mass": (0.5, 1.5), "camera_angle": (-0.2, 0.2)}}
+    options: dict[str, Any] = {
+        "randomize": True,
+        "ranges": {"mass": (0.5, 1.5), "camera_angle": (-0.2, 0.2)},
+    }
     options |= {"cameras": ("front",), "image_size": (8, 12), "max_episode_steps": 5}
-    found = embodied_envs.check_env(lambda seeds: make(n=len(seeds), seeds=seeds, **options), steps=20)
+    found = embodied_envs.check_env(
+        lambda seeds: make(n=len(seeds), seeds=seeds, **options), steps=20
+    )
     assert found.seeded and found.episodes >= 16 and not found.notes
 
 
@@ -302,24 +361,39 @@ def test_a_world_that_blows_up_is_reset_and_the_others_do_not_notice() -> None:
 
 
 def test_replayed_kernels_give_the_same_bits() -> None:
-    eager, fast = make(cameras=("front",), image_size=(6, 6)), make(cameras=("front",), image_size=(6, 6))
+    eager, fast = (
+        make(cameras=("front",), image_size=(6, 6)),
+        make(cameras=("front",), image_size=(6, 6)),
+    )
     assert isinstance(eager.physics, WarpPhysics)
     eager.physics.records = False
     runs = [[env.reset(), *(env.step(a) for a in random_actions(env, 15))] for env in (eager, fast)]
-    assert all(torch.equal(x, y) for x, y in zip(tree.leaves(runs[0]), tree.leaves(runs[1]), strict=True))
+    assert all(
+        torch.equal(x, y) for x, y in zip(tree.leaves(runs[0]), tree.leaves(runs[1]), strict=True)
+    )
 
 
 class Recordable(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: looking at values, and tensors that the host has just made."""
+    """Refuses what a CUDA graph cannot hold: looking at values, and tensors that the host has just
+    made.
+    """
 
     def __init__(self, env: MujocoEnv) -> None:
         super().__init__()
-        self.known = {id(x) for x in (*vars(env.task).values(), *env.s.values(), *env._before.values())}
+        self.known = {
+            id(x) for x in (*vars(env.task).values(), *env.s.values(), *env._before.values())
+        }
         self.kept: list[Tensor] = []  # so that no other object gets the id of one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "lift_fresh_copy"), name
+        assert name not in (
+            "_local_scalar_dense",
+            "nonzero",
+            "masked_select",
+            "lift_fresh",
+            "lift_fresh_copy",
+        ), name
         if name in ("index", "index_put", "index_put_"):
             for x in args[1]:
                 known = x is None or (x.dtype != torch.bool and id(x) in self.known)
@@ -333,16 +407,31 @@ class Recordable(TorchDispatchMode):
 
 
 def held(env: MujocoEnv) -> dict[str, int]:
-    """Every tensor that the environment holds, by its place in memory: a graph goes on writing there."""
+    """Every tensor that the environment holds, by its place in memory: a graph goes on writing
+    there.
+    """
     owners = {"env": vars(env), "task": vars(env.task), "physics": vars(env.physics), "s": env.s}
     owners |= {"before": env._before, "last": dict(enumerate(tree.leaves(env._last)))}
-    return {f"{o}.{k}": x.data_ptr() for o, xs in owners.items() for k, x in xs.items() if isinstance(x, Tensor)}
+    return {
+        f"{o}.{k}": x.data_ptr()
+        for o, xs in owners.items()
+        for k, x in xs.items()
+        if isinstance(x, Tensor)
+    }
 
 
-@pytest.mark.parametrize("id", [f"{__name__}:Swing", *(pytest.param(x, marks=pytest.mark.slow) for x in tasks.OWN)])
+@pytest.mark.parametrize(
+    "id", [f"{__name__}:Swing", *(pytest.param(x, marks=pytest.mark.slow) for x in tasks.OWN)]
+)
 def test_as_on_a_gpu_a_control_step_looks_at_nothing(id: str) -> None:
-    """The way that CUDA graphs are recorded in, on a CPU: the same answers; no operation that the host waits for."""
-    options: dict[str, Any] = {"max_episode_steps": 5, "randomize": True, "ranges": {"gravity": (0.9, 1.1)}}
+    """The way that CUDA graphs are recorded in, on a CPU: the same answers; no operation that the
+    host waits for.
+    """
+    options: dict[str, Any] = {
+        "max_episode_steps": 5,
+        "randomize": True,
+        "ranges": {"gravity": (0.9, 1.1)},
+    }
     plain, env = make(id, 3, **options), make(id, 3, **options)
     env.physics.waits = False
     plain.reset()
@@ -358,7 +447,7 @@ def test_as_on_a_gpu_a_control_step_looks_at_nothing(id: str) -> None:
         assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------------- pictures
+# ----------------------------------------------------------------------------------------- pictures
 def test_images_are_those_of_opengl() -> None:
     """Mean absolute difference below 2 of 255 (measured: 0.3), also with models drawn anew."""
     options: dict[str, Any] = {"cameras": ("front",), "image_size": (48, 64), "randomize": True}
@@ -369,13 +458,19 @@ def test_images_are_those_of_opengl() -> None:
         assert isinstance(x, dict) and isinstance(y, dict)
         difference = (x["front"].float() - y["front"].float()).abs()
         assert y["front"].shape == (4, 3, 48, 64) and float(difference.mean()) < 2
-        assert float(x["front"].float().std()) > 30 and len({float(v) for v in x["front"].float().mean((1, 2, 3))}) == 4
+        assert (
+            float(x["front"].float().std()) > 30
+            and len({float(v) for v in x["front"].float().mean((1, 2, 3))}) == 4
+        )
         if action is not None:
             x, y = a.step(action).obs, b.step(action).obs
 
 
 def test_images_show_the_present_whatever_the_stage() -> None:
-    one, other = (make(cameras=("front",), image_size=(24, 32), kwargs={"stage": s}) for s in ("velocity", "none"))
+    one, other = (
+        make(cameras=("front",), image_size=(24, 32), kwargs={"stage": s})
+        for s in ("velocity", "none")
+    )
     one.reset()
     other.reset()
     for action in random_actions(one, 5):
@@ -387,10 +482,13 @@ def test_a_film_is_opengls() -> None:
     a, b = (make(simulator=s, render=True, render_size=(24, 32)) for s in ("mujoco", "warp"))
     a.reset()
     b.reset()
-    assert b.render().shape == (24, 32, 3) and float((a.render().float() - b.render().float()).abs().mean()) < 0.5
+    assert (
+        b.render().shape == (24, 32, 3)
+        and float((a.render().float() - b.render().float()).abs().mean()) < 0.5
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 def swing(**changes: str) -> mujoco.MjModel:
     text = SWING
     for old, new in changes.items():
@@ -413,7 +511,9 @@ def test_pgs_becomes_newton_with_a_notice() -> None:
 
 
 def test_what_is_not_supported_is_named() -> None:
-    with pytest.raises(EnvError, match=r"this model \(mjENBL_FWDINV is unsupported\.\); use simulator=mujoco"):
+    with pytest.raises(
+        EnvError, match=r"this model \(mjENBL_FWDINV is unsupported\.\); use simulator=mujoco"
+    ):
         physics_of(swing(mujoco='<option><flag fwdinv="enable"/></option>'))
     with pytest.raises(EnvError, match="bodies that sleep"):
         physics_of(swing(mujoco='<option><flag sleep="enable"/></option>'))
@@ -436,15 +536,23 @@ def test_what_is_not_supported_is_named() -> None:
 def test_without_mujoco_warp_the_cure_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mujoco_warp", None)
     monkeypatch.delitem(sys.modules, "embodied_envs.physics.mujoco_warp")
-    with pytest.raises(EnvError, match=r"pip install 'embodied-ppo\[warp\]', or use simulator=mujoco"):
+    with pytest.raises(
+        EnvError, match=r"pip install 'embodied-ppo\[warp\]', or use simulator=mujoco"
+    ):
         make()
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"nconmax": 1}, r"nconmax=1 is too small for the contacts per world \(at most [24] seen\); set [35] or more"),
-        ({"njmax": 7}, r"njmax=7 is too small for the rows of constraints in one world \(at most \d+ seen\); set \d+"),
+        (
+            {"nconmax": 1},
+            r"nconmax=1 is too small for the contacts per world \(at most [24] seen\); set [35] or more",
+        ),
+        (
+            {"njmax": 7},
+            r"njmax=7 is too small for the rows of constraints in one world \(at most \d+ seen\); set \d+",
+        ),
         ({"njmax": 0}, r"njmax=0 must be a whole number, at least 1"),
     ],
     ids=["contacts", "rows", "nonsense"],
@@ -462,22 +570,32 @@ class Boxed(Swing):
     """The ball is a box."""
 
     def spec(self) -> mujoco.MjSpec:
-        return mujoco.MjSpec.from_string(SWING.replace('type="sphere" size="0.15"', 'type="box" size="0.1 0.1 0.1"'))
+        return mujoco.MjSpec.from_string(
+            SWING.replace('type="sphere" size="0.15"', 'type="box" size="0.1 0.1 0.1"')
+        )
 
 
 def test_room_for_contacts() -> None:
-    """The ball touches 1 + 1 times, but 16 is the least; a contact has 4 rows and nothing else constrains."""
+    """The ball touches 1 + 1 times, but 16 is the least; a contact has 4 rows and nothing else
+    constrains.
+    """
     assert sizes(swing(worldbody="")) == (16, 64)
-    bodies = "".join(f'<body pos="{i} 0 1"><freejoint/><geom type="capsule" size=".1 .2"/></body>' for i in range(8))
+    bodies = "".join(
+        f'<body pos="{i} 0 1"><freejoint/><geom type="capsule" size=".1 .2"/></body>'
+        for i in range(8)
+    )
     assert sizes(swing(worldbody=bodies)) == (2 + 8 * 3, 4 * (2 + 8 * 3))
 
 
-# ---------------------------------------------------------------------------------------------------------------- a GPU
+# -------------------------------------------------------------------------------------------- a GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
 def test_on_a_gpu_the_same_as_on_the_cpu(stage: str) -> None:
     """The third control step is recorded, the others before the end are replays."""
-    one, other = make(kwargs={"stage": stage}, simulator="mujoco"), make(kwargs={"stage": stage}, device="cuda")
+    one, other = (
+        make(kwargs={"stage": stage}, simulator="mujoco"),
+        make(kwargs={"stage": stage}, device="cuda"),
+    )
     x, y = one.reset(), other.reset()
     for action in random_actions(one, 30):
         a, b = one.step(action), other.step(action.cuda())
@@ -492,7 +610,11 @@ def test_on_a_gpu_the_same_as_on_the_cpu(stage: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["HalfCheetah", "Ant"])
 def test_a_recorded_step_equals_one_as_written(name: str) -> None:
-    options: dict[str, Any] = {"max_episode_steps": 9, "randomize": True, "ranges": {"mass": (0.8, 1.2)}}
+    options: dict[str, Any] = {
+        "max_episode_steps": 9,
+        "randomize": True,
+        "ranges": {"mass": (0.8, 1.2)},
+    }
     eager, fast = (make(name, 64, device="cuda", **options) for _ in range(2))
     eager._programs = {True: eager._step}
     eager.reset()
@@ -530,7 +652,9 @@ def test_on_a_gpu_states_continue_and_answers_stay() -> None:
     kept = [env.step(action) for action in actions[:5]][-1]
     copied, state = tree.map(Tensor.clone, kept), env.state()
     after = [env.step(action) for action in actions[5:9]]
-    assert all(torch.equal(x, y) for x, y in zip(tree.leaves(kept), tree.leaves(copied), strict=True))
+    assert all(
+        torch.equal(x, y) for x, y in zip(tree.leaves(kept), tree.leaves(copied), strict=True)
+    )
     env.load_state(tree.map(Tensor.cpu, state))
     for action, want in zip(actions[5:9], after, strict=True):
         torch.testing.assert_close(env.step(action).obs, want.obs, rtol=1e-4, atol=1e-4)

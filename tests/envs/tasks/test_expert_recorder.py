@@ -21,7 +21,9 @@ N = 8
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[expert_recorder.Episode]]:
+def recorded(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[expert_recorder.Episode]]:
     folder = tmp_path_factory.mktemp("recorded")
     size = (32, 32)
     names = {
@@ -49,11 +51,15 @@ def tabletop(size: int = 32) -> MujocoEnv:
     return env
 
 
-def test_replayed_actions_repeat_what_was_recorded(recorded: tuple[Path, list[expert_recorder.Episode]]) -> None:
+def test_replayed_actions_repeat_what_was_recorded(
+    recorded: tuple[Path, list[expert_recorder.Episode]],
+) -> None:
     """From the same seeds: every first episode is seen again, bit for bit, and succeeds."""
     data, episodes = read(recorded[0]), recorded[1]
     first = {e.attempt: i for i, e in enumerate(episodes) if e.attempt < N}
-    assert len(first) > N / 2 and [e.attempt for e in episodes] == sorted(e.attempt for e in episodes)
+    assert len(first) > N / 2 and [e.attempt for e in episodes] == sorted(
+        e.attempt for e in episodes
+    )
     env = tabletop()
     sentences = env.s["instruction"].tolist()
     obs, done = env.reset(), Counter()
@@ -78,16 +84,31 @@ def test_replayed_actions_repeat_what_was_recorded(recorded: tuple[Path, list[ex
     env.close()
 
 
-def test_another_start_gives_other_episodes(recorded: tuple[Path, list[expert_recorder.Episode]]) -> None:
+def test_another_start_gives_other_episodes(
+    recorded: tuple[Path, list[expert_recorder.Episode]],
+) -> None:
     families, size = {"families": ["reach", "push", "put"]}, (8, 8)
-    options: dict[str, Any] = {"episodes": 2, "seed": 3, "num_envs": N, "image_size": size, "num_threads": 1}
-    again, other = (list(expert_recorder.record(families, **options, noise=0, start=start)) for start in (0, 12))
+    options: dict[str, Any] = {
+        "episodes": 2,
+        "seed": 3,
+        "num_envs": N,
+        "image_size": size,
+        "num_threads": 1,
+    }
+    again, other = (
+        list(expert_recorder.record(families, **options, noise=0, start=start)) for start in (0, 12)
+    )
     assert [np.array_equal(x.state, y.state) for x, y in zip(again, recorded[1])] == [True, True]
-    assert not any(x.state.shape == y.state.shape and (x.state == y.state).all() for x, y in zip(other, recorded[1]))
+    assert not any(
+        x.state.shape == y.state.shape and (x.state == y.state).all()
+        for x, y in zip(other, recorded[1])
+    )
 
 
 def test_with_noise_the_experts_action_is_recorded_where_another_was_executed() -> None:
-    """In half of the steps: then the target has not moved as recorded; and who has failed is counted, not recorded."""
+    """In half of the steps: then the target has not moved as recorded; and who has failed is
+    counted, not recorded.
+    """
     told: Counter[bool] = Counter()
     options: dict[str, Any] = {"seed": 0, "num_envs": N, "image_size": (8, 8), "num_threads": 1}
     found = list(
@@ -100,11 +121,16 @@ def test_with_noise_the_experts_action_is_recorded_where_another_was_executed() 
         )
     )
     assert len(found) == 16 <= told[True] and told[False] > 0
-    state, action = (np.concatenate([getattr(e, name)[:-1] for e in found]) for name in ("state", "action"))
+    state, action = (
+        np.concatenate([getattr(e, name)[:-1] for e in found]) for name in ("state", "action")
+    )
     after = np.concatenate([e.state[1:] for e in found])
-    finger = np.clip(state[:, 8] + 0.014 * action[:, 3], 0, 0.037)  # where the fingers would have been sent
+    finger = np.clip(
+        state[:, 8] + 0.014 * action[:, 3], 0, 0.037
+    )  # where the fingers would have been sent
     executed = np.abs(after[:, 8] - finger) < 1e-6
-    # Half as recorded; and of the others some, where the fingers were at their stops and stay there.
+    # Half as recorded; and of the others some, where the fingers were at their stops and stay
+    # there.
     assert 0.5 < executed.mean() < 0.9
 
 

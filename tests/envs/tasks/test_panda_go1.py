@@ -1,4 +1,6 @@
-"""PandaPickCube and Go1Joystick: models, observations, rewards by hand, resets, commands, memory, refusals."""
+"""PandaPickCube and Go1Joystick: models, observations, rewards by hand, resets, commands, memory,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ CPU = torch.device("cpu")
 
 
 def make(id: str, n: int = 2, **options: object) -> MujocoEnv:
-    env = embodied_envs.make(id, num_envs=n, **{"seeds": list(range(n)), "num_threads": 1, **options})
+    env = embodied_envs.make(
+        id, num_envs=n, **{"seeds": list(range(n)), "num_threads": 1, **options}
+    )
     assert isinstance(env, MujocoEnv)
     return env
 
@@ -51,13 +55,19 @@ def draws(n: int, size: int, seed: int = 0) -> Tensor:
     return uniform(torch.arange(n) + seed * n, 0, torch.zeros(n, dtype=torch.int64), size)
 
 
-# ----------------------------------------------------------------------------------------------------------- both tasks
+# --------------------------------------------------------------------------------------- both tasks
 @pytest.mark.parametrize(("id", "obs", "size"), [("PandaPickCube", 39, 8), ("Go1Joystick", 48, 12)])
 def test_keeps_the_contract(id: str, obs: int, size: int) -> None:
-    report = check_env(lambda seeds: make(id, len(seeds), seeds=seeds, max_episode_steps=15), steps=60)
+    report = check_env(
+        lambda seeds: make(id, len(seeds), seeds=seeds, max_episode_steps=15), steps=60
+    )
     assert report.longest == 15 and report.episodes >= 16 and report.seeded
     env = make(id)
-    assert isinstance(env.obs_spec, ArraySpec) and env.obs_spec.shape == (obs,) and actions(env).shape == (2, size)
+    assert (
+        isinstance(env.obs_spec, ArraySpec)
+        and env.obs_spec.shape == (obs,)
+        and actions(env).shape == (2, size)
+    )
     assert env.physics.model.opt.timestep * env.task.decimation == pytest.approx(0.02)
     assert env.physics.model.nmeshvert < 3000  # the shipped models have 400 and 100 thousand
 
@@ -80,11 +90,15 @@ def test_float32_gives_the_same_as_float64(id: str) -> None:
         assert isinstance(a, Tensor) and isinstance(b, Tensor)
         assert b.dtype == torch.float32 and torch.allclose(a.float(), b, atol=1e-5)
     u, v = draws(4, single.reset_noise).float(), draws(4, single.step_noise).float()
-    assert all(x.dtype == torch.float32 for x in (single.reset(u) | single.advance(s, action, v)).values())
+    assert all(
+        x.dtype == torch.float32 for x in (single.reset(u) | single.advance(s, action, v)).values()
+    )
 
 
 @pytest.mark.parametrize("id", ["PandaPickCube", "Go1Joystick"])
-def test_without_the_package_of_robots_the_message_names_it(id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_of_robots_the_message_names_it(
+    id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(panda, "PACKAGE", "robots_that_are_not_there")
     with pytest.raises(EnvError, match="pip install --force-reinstall robots_that_are_not_there"):
         make(id)
@@ -125,8 +139,10 @@ def test_the_panda_has_a_camera_before_it_and_one_on_its_wrist() -> None:
     env.close()
 
 
-# ---------------------------------------------------------------------------------------------------------- the Panda
-def pick(cube: list[float], gripper: list[float], target: list[float], finger: float = 0.04) -> dict[str, Tensor]:
+# ---------------------------------------------------------------------------------------- the Panda
+def pick(
+    cube: list[float], gripper: list[float], target: list[float], finger: float = 0.04
+) -> dict[str, Tensor]:
     """One world by hand: positions, m; the hand's axes are x, -y, -z of the world."""
     qpos = torch.zeros(1, 16, dtype=torch.float64)
     qpos[0, 7], qpos[0, 9:12], qpos[0, 12] = finger, torch.tensor(cube), 1.0
@@ -154,7 +170,9 @@ def test_panda_progress_by_hand() -> None:
         return float(task.progress(pick(*args)))  # pyright: ignore[reportArgumentType]
 
     # 20 cm above the cube: reach = 1 - tanh(1) = 0.238, the rest 0; none from below
-    assert progress([0.6, 0.0, 0.03], [0.6, 0.0, 0.23], target) == pytest.approx((1 - math.tanh(1)) / 5)
+    assert progress([0.6, 0.0, 0.03], [0.6, 0.0, 0.23], target) == pytest.approx(
+        (1 - math.tanh(1)) / 5
+    )
     upwards = pick([0.6, 0.0, 0.03], [0.6, 0.0, 0.03], target)
     upwards["site_xmat"] = -upwards["site_xmat"]
     assert float(task.progress(upwards)) == 0.0
@@ -162,7 +180,9 @@ def test_panda_progress_by_hand() -> None:
     assert progress([0.6, 0.0, 0.03], [0.6, 0.0, 0.03], target) == pytest.approx(0.2)
     assert progress([0.6, 0.0, 0.03], [0.6, 0.0, 0.03], target, 0.02) == pytest.approx(0.4)
     # closing at 3 cm is no grasp
-    assert progress([0.6, 0.0, 0.03], [0.6, 0.03, 0.03], target, 0.02) == pytest.approx((1 - math.tanh(0.15)) / 5)
+    assert progress([0.6, 0.0, 0.03], [0.6, 0.03, 0.03], target, 0.02) == pytest.approx(
+        (1 - math.tanh(0.15)) / 5
+    )
     # held 5 cm up and 25 cm below the target: lift = 1/2, carry = 1/2 · (1 - tanh 0.75)
     lifted = (2.5 + 2 * 0.5 * (1 - math.tanh(0.75))) / 5
     assert progress([0.6, 0.0, 0.08], [0.6, 0.0, 0.08], target, 0.02) == pytest.approx(lifted)
@@ -202,14 +222,23 @@ def test_panda_observation() -> None:
     s = pick([0.6, 0.1, 0.05], [0.5, 0.0, 0.25], [0.6, 0.0, 0.35], 0.03)
     s["qpos"][0, :7], s["qvel"][0, :7] = torch.arange(7.0), 10 + torch.arange(7.0)
     s["ctrl"] = s["qpos"][:, :8] + 0.5
-    s["qpos"][0, 12:] = torch.tensor([math.cos(math.pi / 4), 0, 0, math.sin(math.pi / 4)])  # a quarter turn about z
+    s["qpos"][0, 12:] = torch.tensor(
+        [math.cos(math.pi / 4), 0, 0, math.sin(math.pi / 4)]
+    )  # a quarter turn about z
     obs = task.observe(s)[0]
     assert obs.shape == (39,)
     assert obs[:8].tolist() == [*range(7), 0.03] and obs[8:15].tolist() == [*range(10, 17)]
     expected = [0.1, -0.1, 0.2]  # from gripper (0.1, 0.1, -0.2), y and z the other way round
     expected += [0.0, 0.1, -0.3]  # to target (0, -0.1, 0.3)
     expected += [0.0, 0.0, -1.0]  # up
-    expected += [0.0, -1.0, 0.0, 0.0, 0.0, -1.0]  # the cube's x axis is the world's y, its z axis the world's
+    expected += [
+        0.0,
+        -1.0,
+        0.0,
+        0.0,
+        0.0,
+        -1.0,
+    ]  # the cube's x axis is the world's y, its z axis the world's
     expected += [0.05, *[0.5] * 8]
     assert obs[15:].tolist() == pytest.approx(expected, abs=1e-7)
 
@@ -225,7 +254,10 @@ def test_panda_actions_move_the_position_targets() -> None:
 
 
 def test_panda_episodes_begin_in_their_ranges_and_differ() -> None:
-    env, other = make("PandaPickCube", 200), make("PandaPickCube", 200, seeds=list(range(1000, 1200)))
+    env, other = (
+        make("PandaPickCube", 200),
+        make("PandaPickCube", 200, seeds=list(range(1000, 1200))),
+    )
     env.reset()
     cube, target = env.s["qpos"][:, 9:12], env.s["mocap_pos"][:, 0]
     for x, (low, high) in (
@@ -235,7 +267,10 @@ def test_panda_episodes_begin_in_their_ranges_and_differ() -> None:
         (target[:, 1], (-0.2, 0.2)),
         (target[:, 2], (0.2, 0.4)),
     ):
-        assert low <= float(x.min()) < low + 0.05 * (high - low) and high - 0.05 * (high - low) < float(x.max()) <= high
+        assert (
+            low <= float(x.min()) < low + 0.05 * (high - low)
+            and high - 0.05 * (high - low) < float(x.max()) <= high
+        )
     other.reset()
     assert not torch.isclose(env.s["qpos"], other.s["qpos"]).all(1).any()
     first = cube.clone()
@@ -263,7 +298,7 @@ def test_panda_holds_still_without_actions() -> None:
     assert (env.s["qpos"] - start)[:, :7].abs().max() < 0.05
 
 
-# -------------------------------------------------------------------------------------------------------------- the Go1
+# ------------------------------------------------------------------------------------------ the Go1
 def walk(command: list[float], dog: Go1Joystick) -> dict[str, Tensor]:
     """One world by hand: the home pose at rest, feet on the ground."""
     s = {k: x[:1] for k, x in dog.reset(torch.full((1, 49), 0.5, dtype=torch.float64)).items()}
@@ -302,34 +337,64 @@ def test_go1_observation() -> None:
     s["qpos"][0, 7:] = dog.home + 0.25
     s["last_action"] = torch.full((1, 12), -0.5, dtype=torch.float64)
     obs = dog.observe(s)[0].tolist()
-    expected = [0, 1, 2, 3, 4, 5, 0, 0, -1, 0.5, -0.2, 0.7, *[0.25] * 12, *range(6, 18), *[-0.5] * 12]
+    expected = [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        0,
+        0,
+        -1,
+        0.5,
+        -0.2,
+        0.7,
+        *[0.25] * 12,
+        *range(6, 18),
+        *[-0.5] * 12,
+    ]
     assert obs == pytest.approx(expected)
     s["noise"] = torch.arange(1.0, 34.0, dtype=torch.float64)[None]
     off = dog.observe(s)[0] - torch.tensor(expected, dtype=torch.float64)
     assert off.tolist() == pytest.approx([*range(1, 10), 0, 0, 0, *range(10, 34), *[0] * 12])
-    drawn = dog.advance({k: x.repeat(500, *[1] * (x.ndim - 1)) for k, x in s.items()}, s["last_action"], draws(500, 38))
-    assert (drawn["noise"].abs().amax(0) / torch.tensor(dog.sensor_noise)).tolist() == pytest.approx(
-        [0.99] * 33, abs=0.01
+    drawn = dog.advance(
+        {k: x.repeat(500, *[1] * (x.ndim - 1)) for k, x in s.items()},
+        s["last_action"],
+        draws(500, 38),
     )
+    assert (
+        drawn["noise"].abs().amax(0) / torch.tensor(dog.sensor_noise)
+    ).tolist() == pytest.approx([0.99] * 33, abs=0.01)
 
 
 def test_go1_reward_by_hand() -> None:
     dog = walking()
     nothing = torch.zeros(1, 12, dtype=torch.float64)
 
-    def terms(before: dict[str, Tensor], s: dict[str, Tensor], action: Tensor = nothing) -> dict[str, float]:
+    def terms(
+        before: dict[str, Tensor], s: dict[str, Tensor], action: Tensor = nothing
+    ) -> dict[str, float]:
         return {k: float(x) for k, x in dog.terms(before, s, action).items() if float(x)}
 
     still = walk([0.0, 0.0, 0.0], dog)
     assert terms(still, still) == {"track": 1.0, "turn": 0.5}  # told to stand, and stands
     assert float(dog.reward(still, still, nothing)) == 1.5
     s = walk([0.3, 0.4, 1.0], dog)  # 0.5 m/s and 1 rad/s missing: exp(-4 · 0.25), exp(-4 · 1) / 2
-    assert terms(s, s) == pytest.approx({"track": math.exp(-1), "turn": 0.5 * math.exp(-4), "stuck": -0.3})
+    assert terms(s, s) == pytest.approx(
+        {"track": math.exp(-1), "turn": 0.5 * math.exp(-4), "stuck": -0.3}
+    )
     s["qvel"][0, :6] = torch.tensor([0.3, 0.4, 2.0, 1.0, 2.0, 1.0])
     s["actuator_force"][0, :2] = 10.0
     s["qpos"][0, 7] += 0.5
     s["last_action"] = nothing + 0.5
-    costs = {"bounce": -0.5 * 4, "sway": -0.01 * 5, "pose": -0.1 * 0.25, "effort": -2e-4 * 200, "change": -0.01 * 3}
+    costs = {
+        "bounce": -0.5 * 4,
+        "sway": -0.01 * 5,
+        "pose": -0.1 * 0.25,
+        "effort": -2e-4 * 200,
+        "change": -0.01 * 3,
+    }
     assert terms(s, s) == pytest.approx({"track": 1.0, "turn": 0.5, "stuck": -0.3} | costs)
     s["qpos"][0, 3:7] = torch.tensor([math.cos(0.3), math.sin(0.3), 0, 0])  # rolls by 0.6 rad
     assert terms(s, s)["tilt"] == pytest.approx(-(math.sin(0.6) ** 2))
@@ -349,7 +414,9 @@ def test_go1_steps_in_the_air_pay_and_slipping_feet_cost() -> None:
     assert float(terms["air"]) == pytest.approx((0.3 - 0.2) + (0.1 - 0.2), abs=1e-7)
     assert float(terms["slip"]) == pytest.approx(-0.05)
     assert dog.down(s).tolist() == [[True, True, False, True]]
-    assert dog.advance(s, nothing, draws(1, 38))["air"][0].tolist() == pytest.approx([0, 0, 0.32, 0])
+    assert dog.advance(s, nothing, draws(1, 38))["air"][0].tolist() == pytest.approx(
+        [0, 0, 0.32, 0]
+    )
     s["command"] *= 0
     assert float(dog.terms(before, s, nothing)["air"]) == 0.0
 
@@ -359,10 +426,14 @@ def test_go1_commands_change_in_the_episode_and_keep_their_ranges() -> None:
     commands = dog.command(draws(4000, 38))
     still = (commands == 0).all(1)
     assert 0.08 < float(still.double().mean()) < 0.12
-    for x, (low, high) in zip(commands[~still].T, (dog.forward_m_s, dog.sideways_m_s, dog.yaw_rad_s), strict=True):
+    for x, (low, high) in zip(
+        commands[~still].T, (dog.forward_m_s, dog.sideways_m_s, dog.yaw_rad_s), strict=True
+    ):
         assert low <= float(x.min()) < low + 0.02 and high - 0.02 < float(x.max()) <= high
     s = {k: x.repeat(4000, *[1] * (x.ndim - 1)) for k, x in walk([9.0, 9.0, 9.0], dog).items()}
-    after = dog.advance(s, torch.zeros(4000, 12, dtype=torch.float64), draws(4000, 38, seed=1))["command"]
+    after = dog.advance(s, torch.zeros(4000, 12, dtype=torch.float64), draws(4000, 38, seed=1))[
+        "command"
+    ]
     changed = (after != 9).any(1)
     assert 0.002 < float(changed.double().mean()) < 0.006  # dog.change = 0.004
     assert (after[changed].abs() <= 1).all()
@@ -380,7 +451,11 @@ def test_go1_commands_change_in_the_episode_and_keep_their_ranges() -> None:
 def test_go1_success_is_small_mean_errors_over_a_whole_episode() -> None:
     dog = walking()
     s = walk([0.0, 0.0, 0.0], dog)
-    for steps, error, good in ((499, (0.19, 0.29), True), (499, (0.21, 0.1), False), (499, (0.1, 0.31), False)):
+    for steps, error, good in (
+        (499, (0.19, 0.29), True),
+        (499, (0.21, 0.1), False),
+        (499, (0.1, 0.31), False),
+    ):
         s["steps"] = torch.tensor([float(steps)])
         s["error"] = steps * torch.tensor([error])
         assert bool(dog.success(s)) == good

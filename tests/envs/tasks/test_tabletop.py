@@ -1,4 +1,6 @@
-"""Tabletop: its words and splits, how episodes begin, what counts as done, and an expert who can do it all."""
+"""Tabletop: its words and splits, how episodes begin, what counts as done, and an expert who can do
+it all.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ from torch import Tensor
 
 import embodied_envs
 from embodied_envs.physics.mujoco_env import MujocoEnv
-from embodied_envs.tasks.tabletop import BEHIND, HALF, LEAD, OPEN, RULES, SHOVE, STEP, WAYS, Tabletop
+from embodied_envs.tasks.tabletop import (
+    BEHIND,
+    HALF,
+    LEAD,
+    OPEN,
+    RULES,
+    SHOVE,
+    STEP,
+    WAYS,
+    Tabletop,
+)
 from embodied_envs.tasks.tabletop_expert import Expert
 from embodied_envs.tasks.tabletop_language import (
     COLOURS,
@@ -45,18 +57,22 @@ def blocks(s: Mapping[str, Tensor]) -> Tensor:
 
 
 def make(num_envs: int, **options: Any) -> MujocoEnv:
-    env = embodied_envs.make("Tabletop", num_envs=num_envs, seeds=list(range(num_envs)), num_threads=1, **options)
+    env = embodied_envs.make(
+        "Tabletop", num_envs=num_envs, seeds=list(range(num_envs)), num_threads=1, **options
+    )
     assert isinstance(env, MujocoEnv)
     return env
 
 
-# --------------------------------------------------------------------------------------------------------------- words
+# -------------------------------------------------------------------------------------------- words
 def test_splits_share_no_combination_and_no_sentence() -> None:
     train, combination, wording = (episodes(None, split) for split in SPLITS)
     everything = {c for name in ALL for c in combinations(name)}
     assert set(train) | set(combination) == everything and not set(train) & set(combination)
     assert set(wording) == set(train)
-    sentences = [[x for xs in split.values() for x in xs] for split in (train, combination, wording)]
+    sentences = [
+        [x for xs in split.values() for x in xs] for split in (train, combination, wording)
+    ]
     assert len({x for xs in sentences for x in xs}) == sum(map(len, sentences))  # each once
     assert len(ALL) >= 10
 
@@ -76,7 +92,12 @@ def test_every_word_of_a_family_is_trained_in_other_company(name: str) -> None:
 
 def test_every_colour_zone_and_direction_is_trained() -> None:
     trained = list(episodes(None, "train"))
-    assert {c.a for c in trained} == {c.b for c in trained} == {c.z for c in trained} == {-1, 0, 1, 2, 3}
+    assert (
+        {c.a for c in trained}
+        == {c.b for c in trained}
+        == {c.z for c in trained}
+        == {-1, 0, 1, 2, 3}
+    )
     assert {c.d for c in trained} == {-1, 0, 1, 2, 3}
     assert {c.family for c in trained} == set(ALL)
 
@@ -85,13 +106,20 @@ def test_every_colour_zone_and_direction_is_trained() -> None:
 def test_a_sentence_names_what_the_episode_is_about(split: str) -> None:
     task = bound(split=split)
     s = beginnings(task, 3000)
-    for kind, sentence, combination in zip(*(s[k].tolist() for k in ("kind", "instruction", "combination"))):
+    for kind, sentence, combination in zip(
+        *(s[k].tolist() for k in ("kind", "instruction", "combination"))
+    ):
         c, text = task.combinations[combination], task.instructions[sentence]
         assert task.names[kind] == c.family
         said = [word for word in text.split() if word in (*COLOURS, *DIRECTIONS)]
         assert set(said) == set(c.words().values())
-        assert said == list(c.words().values()) or c.family in ("clear", "sort")  # a before b before z
-    assert len(s["kind"].unique()) == len(ALL) and len(s["instruction"].unique()) > 0.9 * len(task.instructions)
+        assert said == list(c.words().values()) or c.family in (
+            "clear",
+            "sort",
+        )  # a before b before z
+    assert len(s["kind"].unique()) == len(ALL) and len(s["instruction"].unique()) > 0.9 * len(
+        task.instructions
+    )
 
 
 def test_refusals_name_the_choices() -> None:
@@ -103,13 +131,16 @@ def test_refusals_name_the_choices() -> None:
         Tabletop(families="reach")
     with pytest.raises(EnvError, match=r"families=\[\] must be a list"):
         Tabletop(families=[])
-    with pytest.raises(EnvError, match="split='test' is unknown; there are train, unseen_combination, unseen_wording"):
+    with pytest.raises(
+        EnvError,
+        match="split='test' is unknown; there are train, unseen_combination, unseen_wording",
+    ):
         Tabletop(split="test")  # pyright: ignore[reportArgumentType]
     with pytest.raises(EnvError, match="obs='stat' is unknown; did you mean state"):
         Tabletop(obs="stat")  # pyright: ignore[reportArgumentType]
 
 
-# ---------------------------------------------------------------------------------------------------------- beginnings
+# --------------------------------------------------------------------------------------- beginnings
 def test_episodes_begin_apart_and_undone() -> None:
     task = bound()
     s = beginnings(task, 20000)
@@ -130,7 +161,9 @@ def test_stacks_and_neighbours_begin_as_their_sentences_say() -> None:
     task = bound(families=["unstack", "separate"])
     s = beginnings(task, 500)
     rows = torch.arange(500)
-    a, b = (torch.tensor([getattr(c, x) for c in task.combinations])[s["combination"]] for x in "ab")
+    a, b = (
+        torch.tensor([getattr(c, x) for c in task.combinations])[s["combination"]] for x in "ab"
+    )
     step = blocks(s)[rows, a] - blocks(s)[rows, b]
     stacked = s["kind"] == 0
     torch.testing.assert_close(
@@ -161,11 +194,13 @@ def test_goals_lie_where_the_sentences_say() -> None:
 def test_float32_begins_like_float64() -> None:
     one, two = (beginnings(bound(dtype), 500, dtype) for dtype in (torch.float32, torch.float64))
     for key, x in one.items():
-        assert x.dtype == (torch.int64 if key in ("kind", "instruction", "combination") else torch.float32)
+        assert x.dtype == (
+            torch.int64 if key in ("kind", "instruction", "combination") else torch.float32
+        )
         torch.testing.assert_close(x.double(), two[key].double(), atol=1e-5, rtol=0)
 
 
-# -------------------------------------------------------------------------------------------------- success and reward
+# ------------------------------------------------------------------------------- success and reward
 def one(family: str) -> tuple[Tabletop, dict[str, Tensor]]:
     """One world: its block A, and B, can be moved by ``lay``."""
     task = bound(families=[family])
@@ -229,7 +264,9 @@ def test_reward_is_progress_and_success() -> None:
     assert float(task.reward(at(0.1), at(0.05), torch.zeros(1, 4))) == pytest.approx(2 / 3 - 1 / 2)
     assert float(task.reward(at(0.05), at(0.1), torch.zeros(1, 4))) == pytest.approx(1 / 2 - 2 / 3)
     assert float(task.reward(at(0.1), at(0.1), torch.zeros(1, 4))) == 0
-    assert float(task.reward(at(0.1), at(0.03), torch.zeros(1, 4))) == pytest.approx(10 / 13 - 1 / 2 + 1)
+    assert float(task.reward(at(0.1), at(0.03), torch.zeros(1, 4))) == pytest.approx(
+        10 / 13 - 1 / 2 + 1
+    )
 
 
 def test_pushing_earns_by_being_behind_the_block() -> None:
@@ -248,7 +285,9 @@ def test_pushing_earns_by_being_behind_the_block() -> None:
         return (float(phi) - 0.7 * 0.1 / (0.1 + float(goal.norm()))) / 0.3
 
     assert [near(-BEHIND[0]), near(-0.04), near(-BEHIND[1])] == pytest.approx([1, 1, 1])
-    assert [near(-BEHIND[1] - 0.1), near(0.1 - BEHIND[0]), near(-0.04, 0.1)] == pytest.approx([1 / 2] * 3)
+    assert [near(-BEHIND[1] - 0.1), near(0.1 - BEHIND[0]), near(-0.04, 0.1)] == pytest.approx(
+        [1 / 2] * 3
+    )
     assert near(-BEHIND[1] - 0.03, 0.04) == pytest.approx(0.1 / 0.15)
 
 
@@ -256,13 +295,15 @@ def test_targets_follow_the_gripper_within_the_workspace() -> None:
     task, s = one("reach")
     s["ctrl"] = torch.tensor([[0.0, 0.0, 0.15, 0.03, 0.03]], dtype=torch.float64)
     up = torch.tensor([[1.0, -0.5, 1.0, 1.0]], dtype=torch.float64)
-    expected = torch.tensor([[STEP, -STEP / 2, 0.17, OPEN, OPEN]], dtype=torch.float64)  # 0.17 is the ceiling
+    expected = torch.tensor(
+        [[STEP, -STEP / 2, 0.17, OPEN, OPEN]], dtype=torch.float64
+    )  # 0.17 is the ceiling
     torch.testing.assert_close(task.control(s, up), expected)
     s["ctrl"][0, 0] = 0.05
     assert float(task.control(s, up)[0, 0]) == pytest.approx(LEAD)  # ahead of x = 0
 
 
-# ------------------------------------------------------------------------------------------------------ in the engine
+# ------------------------------------------------------------------------------------ in the engine
 def test_the_expert_can_do_every_family() -> None:
     n = 40 * len(ALL)
     env = make(n)
@@ -322,7 +363,10 @@ def test_observations() -> None:
     state = some.reset()
     assert isinstance(state, Tensor) and state.shape == (8, 91)
     hot = state[:, -16 - len(ALL) : -16].argmax(1).tolist()
-    assert hot == [ALL.index(some.task_names[k]) for k in some.s["kind"].tolist()] and len(set(hot)) == 2
+    assert (
+        hot == [ALL.index(some.task_names[k]) for k in some.s["kind"].tolist()]
+        and len(set(hot)) == 2
+    )
     some.close()
     few.close()
 

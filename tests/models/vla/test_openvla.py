@@ -1,4 +1,7 @@
-"""OpenVLA's body: towers against transformers' own, caches against whole rows. All weights are random."""
+"""OpenVLA's body: towers against transformers' own, caches against whole rows.
+
+All weights are random.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,11 @@ def lively(body: OpenVLABody, seed: int = 0) -> OpenVLABody:
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in body.named_parameters():
-            scale = 1.0 if p.ndim < 2 or name.endswith("embed_tokens.weight") else 2.0 / p[0].numel() ** 0.5
+            scale = (
+                1.0
+                if p.ndim < 2 or name.endswith("embed_tokens.weight")
+                else 2.0 / p[0].numel() ** 0.5
+            )
             p.copy_(torch.randn(p.shape, generator=g) * scale)
         body.dino.embeddings.position_embeddings[:, 0] = 0
     return body
@@ -70,7 +77,7 @@ def bins(seed: int = 0, count: int = A) -> Tensor:
     return torch.randint(0, 256, (3, count), generator=torch.Generator().manual_seed(seed))
 
 
-# ------------------------------------------------------------------------------------------------------------- picture
+# ------------------------------------------------------------------------------------------ picture
 def test_features_are_those_of_transformers_second_to_last_layers() -> None:
     body = shared()
     pixels = torch.randn(2, 6, 28, 28, generator=torch.Generator().manual_seed(0))
@@ -80,9 +87,13 @@ def test_features_are_those_of_transformers_second_to_last_layers() -> None:
         siglip = body.siglip(pixels[:, 3:], output_hidden_states=True).hidden_states
     assert len(dino) == 3 + 1 and len(siglip) == 4 + 1  # what goes in and out of each layer
     assert ours.shape == (2, P, 16 + 24)
-    torch.testing.assert_close(ours[..., :16], dino[-2][:, 1 + 4 :], rtol=1e-5, atol=1e-5)  # class and register tokens
+    torch.testing.assert_close(
+        ours[..., :16], dino[-2][:, 1 + 4 :], rtol=1e-5, atol=1e-5
+    )  # class and register tokens
     torch.testing.assert_close(ours[..., 16:], siglip[-2], rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(dino[-1], dino[-2], atol=0.1) and not torch.allclose(siglip[-1], siglip[-2], atol=0.1)
+    assert not torch.allclose(dino[-1], dino[-2], atol=0.1) and not torch.allclose(
+        siglip[-1], siglip[-2], atol=0.1
+    )
 
 
 def test_both_towers_have_the_exact_gelu() -> None:
@@ -91,7 +102,9 @@ def test_both_towers_have_the_exact_gelu() -> None:
 
 
 def test_pixels_by_hand() -> None:
-    """White: (1 - .485) / .229 = 2.2489 for DINOv2, (1 - .5) / .5 = 1 for SigLIP; black: -.485 / .229 = -2.1179, -1."""
+    """White: (1 - .485) / .229 = 2.2489 for DINOv2, (1 - .5) / .5 = 1 for SigLIP; black: -.485 /
+    .229 = -2.1179, -1.
+    """
     white = shared().pixels(torch.full((1, 3, 28, 28), 255, dtype=torch.uint8))
     assert white.shape == (1, 6, 28, 28) and white.dtype == torch.float32
     expected = torch.tensor([2.2489083, 2.4285714, 2.64, 1.0, 1.0, 1.0])
@@ -105,7 +118,9 @@ def test_resizing_is_pillows_but_for_a_level() -> None:
     image = pytest.importorskip("PIL.Image")
     g = torch.Generator().manual_seed(0)
     picture = torch.randint(0, 256, (3, 60, 45), generator=g, dtype=torch.uint8)
-    theirs = image.fromarray(picture.permute(1, 2, 0).numpy()).resize((28, 28), image.Resampling.BICUBIC)
+    theirs = image.fromarray(picture.permute(1, 2, 0).numpy()).resize(
+        (28, 28), image.Resampling.BICUBIC
+    )
     ours = (shared().pixels(picture[None])[0, 3:] * 0.5 + 0.5) * 255
     difference = ours.permute(1, 2, 0) - torch.from_numpy(np.array(theirs)).float()
     assert float(difference.abs().max()) <= 1.01 and float(difference.abs().mean()) < 0.05
@@ -118,12 +133,18 @@ def test_cameras_follow_each_other() -> None:
         both = body.vision(images)
         assert both.shape == (3, 2 * P, 32)
         for k in range(2):
-            torch.testing.assert_close(both[:, k * P : (k + 1) * P], body.vision(images[:, k]), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                both[:, k * P : (k + 1) * P], body.vision(images[:, k]), rtol=1e-5, atol=1e-5
+            )
 
 
-# ---------------------------------------------------------------------------------------------------------------- rows
-def written_out(body: OpenVLABody, images: Tensor, ids: Tensor, mask: Tensor, after: Tensor, causal: bool) -> Tensor:
-    """Hidden states [S + n, D] of row 0 by transformers' own Llama: BOS, picture, words, ``after`` [n, D]."""
+# --------------------------------------------------------------------------------------------- rows
+def written_out(
+    body: OpenVLABody, images: Tensor, ids: Tensor, mask: Tensor, after: Tensor, causal: bool
+) -> Tensor:
+    """Hidden states [S + n, D] of row 0 by transformers' own Llama: BOS, picture, words, ``after``
+    [n, D].
+    """
     llama = body.language_model.model
     words = llama.embed_tokens(ids[0, mask[0]])
     x = torch.cat((words[:1], body.vision(images[:1])[0], words[1:], after))[None]
@@ -152,7 +173,9 @@ def test_parallel_decoding_is_transformers_llama_without_a_causal_mask(row: int)
     body = shared()
     images, ids, mask = (x[row : row + 1] for x in batch())
     stop = body.language_model.model.embed_tokens(torch.tensor([2]))
-    theirs = written_out(body, images, ids, mask, torch.cat((torch.zeros(6, 32), stop)), causal=False)[-8:-2]
+    theirs = written_out(
+        body, images, ids, mask, torch.cat((torch.zeros(6, 32), stop)), causal=False
+    )[-8:-2]
     ours = body.hidden(*batch(), placeholders=6)[row]
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -171,7 +194,10 @@ def test_cached_decoding_is_teacher_forcing(rows: list[int], cameras: int) -> No
         steps.append(body.step(action[rows, a], kept))
     cached = torch.stack(steps, dim=1)
     torch.testing.assert_close(cached, whole[rows], rtol=1e-5, atol=1e-5)
-    log_p = [body.logits(h).log_softmax(-1).gather(-1, action[rows, :, None]) for h in (cached, whole[rows])]
+    log_p = [
+        body.logits(h).log_softmax(-1).gather(-1, action[rows, :, None])
+        for h in (cached, whole[rows])
+    ]
     assert float((log_p[0] - log_p[1]).abs().max()) <= 1e-5
     with pytest.raises(AssertionError):  # no room left
         body.step(action[rows, A - 1], kept)
@@ -192,7 +218,9 @@ def test_padding_and_micro_batch_change_nothing(parallel: bool) -> None:
     more = F.pad(ids, (4, 0), value=7), F.pad(mask, (4, 0))
     torch.testing.assert_close(hidden(images, *more, bins()), whole, rtol=1e-5, atol=1e-5)
     for row, length in enumerate((7, 4, 5)):
-        alone = hidden(*(x[row : row + 1] for x in (images, ids[:, -length:], mask[:, -length:], bins())))
+        alone = hidden(
+            *(x[row : row + 1] for x in (images, ids[:, -length:], mask[:, -length:], bins()))
+        )
         torch.testing.assert_close(alone[0], whole[row], rtol=1e-5, atol=1e-5)
 
 
@@ -204,11 +232,14 @@ def test_teacher_forcing_sees_the_past_only() -> None:
     before, after = body.hidden(*batch(), action), body.hidden(*batch(), other)
     torch.testing.assert_close(after[:, :2], before[:, :2], rtol=1e-5, atol=1e-5)
     assert float((after[:, 2] - before[:, 2]).abs().amax(-1).min()) > 1e-2
-    torch.testing.assert_close(body.hidden(*batch(), action[:, :1]), before[:, :1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        body.hidden(*batch(), action[:, :1]), before[:, :1], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_parallel_decoding_sees_both_directions() -> None:
-    """∂ of the first position's state by the stop token's embedding, which comes last, and by BOS's, which is first.
+    """∂ of the first position's state by the stop token's embedding, which comes last, and by
+    BOS's, which is first.
 
     In the causal form what comes later has no gradient.
     """
@@ -235,7 +266,9 @@ def test_the_picture_matters(where: str) -> None:
     forms: dict[str, Callable[[Tensor], Tensor]] = {
         "teacher": lambda x: body.hidden(x, ids, mask, bins()),
         "parallel": lambda x: body.hidden(x, ids, mask, placeholders=A),
-        "cached": lambda x: body.step(bins()[:, 0], body.begin(body.inputs_embeds(x, ids, mask), room=1)[1]),
+        "cached": lambda x: body.step(
+            bins()[:, 0], body.begin(body.inputs_embeds(x, ids, mask), room=1)[1]
+        ),
     }
     logits = [body.logits(forms[where](x)) for x in (images, 255 - images)]
     change = (logits[0] - logits[1]).abs().flatten(1).amax(1)
@@ -245,11 +278,19 @@ def test_the_picture_matters(where: str) -> None:
 def test_gradients_reach_all_that_is_read_and_nothing_else() -> None:
     body = lively(OpenVLABody(CONFIG))
     body.logits(body.hidden(*batch(), bins())).square().mean().backward()
-    empty = {name for name, p in body.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0}
+    empty = {
+        name for name, p in body.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0
+    }
     assert empty == {name for name, p in body.named_parameters() if not p.requires_grad}
-    unread = ("dino.encoder.layer.2.", "dino.layernorm.", "siglip.encoder.layers.3.", "siglip.post_layernorm.")
+    unread = (
+        "dino.encoder.layer.2.",
+        "dino.layernorm.",
+        "siglip.encoder.layers.3.",
+        "siglip.post_layernorm.",
+    )
     assert all(name.startswith((*unread, "siglip.head.")) for name in empty)
-    # timm's class token has no position of its own: it stays 0, so that nothing is lost in a published layout
+    # timm's class token has no position of its own: it stays 0, so that nothing is lost in a
+    # published layout
     grad = body.dino.embeddings.position_embeddings.grad
     assert not grad[:, 0].any() and grad[:, 1:].any()
 
@@ -257,11 +298,17 @@ def test_gradients_reach_all_that_is_read_and_nothing_else() -> None:
 @pytest.mark.parametrize("parallel", [False, True])
 def test_recomputed_layers_give_the_same_gradient(parallel: bool) -> None:
     body = lively(OpenVLABody(CONFIG))
-    weights = [body.dino.embeddings.cls_token, body.siglip.embeddings.patch_embedding.weight, body.projector.fc1.weight]
+    weights = [
+        body.dino.embeddings.cls_token,
+        body.siglip.embeddings.patch_embedding.weight,
+        body.projector.fc1.weight,
+    ]
     grads = []
     for recompute in (False, True):
         body.recompute = recompute
-        hidden = body.hidden(*batch(), placeholders=A) if parallel else body.hidden(*batch(), bins())
+        hidden = (
+            body.hidden(*batch(), placeholders=A) if parallel else body.hidden(*batch(), bins())
+        )
         grads.append(torch.autograd.grad(body.logits(hidden).square().mean(), weights))
     for a, b in zip(*grads):
         torch.testing.assert_close(a, b)
@@ -273,7 +320,7 @@ def test_train_changes_nothing() -> None:
     assert not any(module.training for module in body.modules())
 
 
-# ------------------------------------------------------------------------------------------------------------- actions
+# ------------------------------------------------------------------------------------------ actions
 @torch.no_grad()
 def test_logits_are_the_whole_vocabularys_without_the_rest() -> None:
     """Column k is id 31999 - k; the 64 ids of padding above are no actions."""

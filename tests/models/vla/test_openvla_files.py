@@ -1,7 +1,7 @@
 """OpenVLA's files: actions, prompts and statistics by hand, checkpoints against the published keys.
 
-All weights are random: no published ones are at hand. Names and shapes of a checkpoint are written out here a second
-time, by hand, so that they are not compared with themselves.
+All weights are random: no published ones are at hand. Names and shapes of a checkpoint are written
+out here a second time, by hand, so that they are not compared with themselves.
 """
 
 from __future__ import annotations
@@ -25,16 +25,21 @@ from embodied_ppo.models.vla.openvla_files import ActionTokens
 from tests.models.vla.test_openvla import CONFIG, STATS, P, batch, bins, shared
 
 
-# ------------------------------------------------------------------------------------------------------------- actions
+# ------------------------------------------------------------------------------------------ actions
 def test_bins_by_hand() -> None:
-    """Edges -1 + 2k/255, 256 of them. 0 lies between e_127 = -1/255 and e_128 = 1/255: bin 127, whose centre is 0.
+    """Edges -1 + 2k/255, 256 of them. 0 lies between e_127 = -1/255 and e_128 = 1/255: bin 127,
+    whose centre is 0.
 
-    Published: np.digitize gives 128, id 32000 - 128 = 31872; ours 31999 - 127. x = -1: 1, so 31999 (bin 0, centre
-    -254/255); x = 1: 256, so 31744 (bin 255), which means the last centre, 254/255, as bin 254 does.
+    Published: np.digitize gives 128, id 32000 - 128 = 31872; ours 31999 - 127. x = -1: 1, so 31999
+    (bin 0, centre
+    -254/255); x = 1: 256, so 31744 (bin 255), which means the last centre, 254/255, as bin 254
+    does.
     """
     tokens = ActionTokens.of(CONFIG)
     assert tokens.dim == 3 and tokens.vocab_size == 32000
-    gripper = torch.tensor([[0.0, 0.0, x] for x in (-1.0, 0.0, 0.999, 1.0, 5.0)])  # the third is not normalised
+    gripper = torch.tensor(
+        [[0.0, 0.0, x] for x in (-1.0, 0.0, 0.999, 1.0, 5.0)]
+    )  # the third is not normalised
     found = tokens.bins(gripper)[:, 2]
     assert found.tolist() == [0, 127, 254, 255, 255]
     assert tokens.ids(found).tolist() == [31999, 31872, 31745, 31744, 31744]
@@ -44,13 +49,18 @@ def test_bins_by_hand() -> None:
 
 
 def test_unnormalisation_by_hand() -> None:
-    """½ (254/255 + 1) (2 - -2) - 2 = 1.9921569; ½ (-254/255 + 1) (1 - 0) + 0 = 1/510; the third is as it is."""
+    """½ (254/255 + 1) (2 - -2) - 2 = 1.9921569; ½ (-254/255 + 1) (1 - 0) + 0 = 1/510; the third is
+    as it is.
+    """
     tokens = ActionTokens.of(CONFIG, "bridge_orig")
     found = tokens.actions(torch.tensor([254, 0, 254], dtype=torch.uint8))
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, torch.tensor([1.9921569, 0.0019608, 0.9960784]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        found, torch.tensor([1.9921569, 0.0019608, 0.9960784]), rtol=0, atol=1e-6
+    )
     assert tokens.bins(found).tolist() == [254, 0, 254]
-    # 2 (1 - -2) / 4 - 1 = ½, 127.5 · ½ + 127.5 = 191.25; 2 · ¼ - 1 = -½, 127.5 - 63.75 = 63.75; outside: clipped
+    # 2 (1 - -2) / 4 - 1 = ½, 127.5 · ½ + 127.5 = 191.25; 2 · ¼ - 1 = -½, 127.5 - 63.75 = 63.75;
+    # outside: clipped
     assert tokens.bins(torch.tensor([1.0, 0.25, -3.0])).tolist() == [191, 63, 0]
 
 
@@ -62,7 +72,8 @@ def test_bins_are_those_of_the_published_arithmetic() -> None:
     x = np.random.default_rng(0).uniform(-1.1, 1.1, (5000, 3))
     action = torch.from_numpy(x * [2, 0.5, 1] + [0, 0.5, 0])
     assert np.array_equal(
-        tokens.ids(tokens.bins(action))[:, 2].numpy(), 32000 - np.digitize(x.clip(-1, 1), edges)[:, 2]
+        tokens.ids(tokens.bins(action))[:, 2].numpy(),
+        32000 - np.digitize(x.clip(-1, 1), edges)[:, 2],
     )
     every = torch.arange(256).unsqueeze(1).expand(-1, 3)
     assert torch.equal(tokens.bins(tokens.actions(every)), every.clamp_max(254))
@@ -71,33 +82,63 @@ def test_bins_are_those_of_the_published_arithmetic() -> None:
 @pytest.mark.parametrize(
     ("stats", "key", "message"),
     [
-        ({"a": {"action": STATS}, "b": {"action": STATS}}, None, r"unnorm_key=null: norm_stats has: a, b"),
-        ({"bridge_orig": {"action": STATS}}, "bridge_org", r"unnorm_key=bridge_org: did you mean bridge_orig\?"),
+        (
+            {"a": {"action": STATS}, "b": {"action": STATS}},
+            None,
+            r"unnorm_key=null: norm_stats has: a, b",
+        ),
+        (
+            {"bridge_orig": {"action": STATS}},
+            "bridge_org",
+            r"unnorm_key=bridge_org: did you mean bridge_orig\?",
+        ),
         ({}, None, r"unnorm_key=null: norm_stats has: none"),
-        ({"a": {"action": {"mean": [0.0]}}}, "a", r"norm_stats.a.action: has no q01 but \['mean'\]"),
-        ({"a": {"action": STATS | {"mask": [True]}}}, "a", r"shapes \(3,\), \(3,\), \(1,\) but must be one list each"),
-        ({"a": {"action": STATS | {"q99": [3.0, -1.0, 1.0]}}}, "a", r"q01 must not exceed q99 .* dimension 1"),
+        (
+            {"a": {"action": {"mean": [0.0]}}},
+            "a",
+            r"norm_stats.a.action: has no q01 but \['mean'\]",
+        ),
+        (
+            {"a": {"action": STATS | {"mask": [True]}}},
+            "a",
+            r"shapes \(3,\), \(3,\), \(1,\) but must be one list each",
+        ),
+        (
+            {"a": {"action": STATS | {"q99": [3.0, -1.0, 1.0]}}},
+            "a",
+            r"q01 must not exceed q99 .* dimension 1",
+        ),
     ],
 )
-def test_statistics_that_cannot_be_used(stats: dict[str, Any], key: str | None, message: str) -> None:
+def test_statistics_that_cannot_be_used(
+    stats: dict[str, Any], key: str | None, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         ActionTokens.of(replace(CONFIG, norm_stats=stats), key)
 
 
-# -------------------------------------------------------------------------------------------------------------- prompt
+# ------------------------------------------------------------------------------------------- prompt
 def test_prompts() -> None:
     texts = []
 
     def tokenize(text: str) -> list[int]:
         texts.append(text)
-        return [1, *(300 + len(word) for word in text.split()), *([29871] if "cube" in text else [])]
+        return [
+            1,
+            *(300 + len(word) for word in text.split()),
+            *([29871] if "cube" in text else []),
+        ]
 
     ids, mask = openvla_files.encode_prompts(tokenize, ["Lift the CUBE", "push"], pad=32000)
     assert texts[0] == "In: What action should the robot take to lift the cube?\nOut:"
     assert ids.shape == mask.shape == (2, 14) and ids.dtype == torch.int64
     assert ids[0].tolist()[0] == 1 and mask[0].all()
-    assert ids[1].tolist()[:3] == [32000, 32000, 1] and mask[1].tolist() == [False] * 2 + [True] * 12
-    assert ids[:, -1].tolist() == [29871, 29871] and (ids == 29871).sum() == 2  # once, whether it was there or not
+    assert (
+        ids[1].tolist()[:3] == [32000, 32000, 1] and mask[1].tolist() == [False] * 2 + [True] * 12
+    )
+    assert (
+        ids[:, -1].tolist() == [29871, 29871] and (ids == 29871).sum() == 2
+    )  # once, whether it was there or not
 
 
 def test_a_tokenizer_without_begin_of_sequence_is_refused() -> None:
@@ -105,7 +146,7 @@ def test_a_tokenizer_without_begin_of_sequence_is_refused() -> None:
         openvla_files.encode_prompts(lambda text: [5, 6], ["lift"])
 
 
-# ---------------------------------------------------------------------------------------------------------- checkpoint
+# --------------------------------------------------------------------------------------- checkpoint
 def tower_shapes(key: str, size: int, inner: int, layers: int) -> dict[str, tuple[int, ...]]:
     """What timm's vision transformers have in common."""
     shapes: dict[str, tuple[int, ...]] = {
@@ -122,9 +163,15 @@ def tower_shapes(key: str, size: int, inner: int, layers: int) -> dict[str, tupl
             ("mlp.fc1", inner, size),
             ("mlp.fc2", size, inner),
         ):
-            shapes |= {f"{key}.blocks.{i}.{name}.weight": (out, into), f"{key}.blocks.{i}.{name}.bias": (out,)}
+            shapes |= {
+                f"{key}.blocks.{i}.{name}.weight": (out, into),
+                f"{key}.blocks.{i}.{name}.bias": (out,),
+            }
         for name in ("norm1", "norm2"):
-            shapes |= {f"{key}.blocks.{i}.{name}.weight": (size,), f"{key}.blocks.{i}.{name}.bias": (size,)}
+            shapes |= {
+                f"{key}.blocks.{i}.{name}.weight": (size,),
+                f"{key}.blocks.{i}.{name}.bias": (size,),
+            }
     return shapes
 
 
@@ -134,15 +181,30 @@ def published_shapes() -> dict[str, tuple[int, ...]]:
     shapes = tower_shapes(dino, 16, 64, 3) | tower_shapes(siglip, 24, 40, 4)
     shapes |= {f"{dino}.cls_token": (1, 1, 16), f"{dino}.reg_token": (1, 4, 16)}
     for i in range(3):
-        shapes |= {f"{dino}.blocks.{i}.ls1.scale_factor": (16,), f"{dino}.blocks.{i}.ls2.scale_factor": (16,)}
+        shapes |= {
+            f"{dino}.blocks.{i}.ls1.scale_factor": (16,),
+            f"{dino}.blocks.{i}.ls2.scale_factor": (16,),
+        }
     shapes |= {f"{siglip}.attn_pool.latent": (1, 1, 24)}
-    for name, out, into in (("q", 24, 24), ("kv", 48, 24), ("proj", 24, 24), ("mlp.fc1", 40, 24), ("mlp.fc2", 24, 40)):
-        shapes |= {f"{siglip}.attn_pool.{name}.weight": (out, into), f"{siglip}.attn_pool.{name}.bias": (out,)}
+    for name, out, into in (
+        ("q", 24, 24),
+        ("kv", 48, 24),
+        ("proj", 24, 24),
+        ("mlp.fc1", 40, 24),
+        ("mlp.fc2", 24, 40),
+    ):
+        shapes |= {
+            f"{siglip}.attn_pool.{name}.weight": (out, into),
+            f"{siglip}.attn_pool.{name}.bias": (out,),
+        }
     shapes |= {f"{siglip}.attn_pool.norm.weight": (24,), f"{siglip}.attn_pool.norm.bias": (24,)}
     for name, out, into in (("fc1", 160, 40), ("fc2", 32, 160), ("fc3", 32, 32)):
         shapes |= {f"projector.{name}.weight": (out, into), f"projector.{name}.bias": (out,)}
     llama = "language_model.model"
-    shapes |= {f"{llama}.embed_tokens.weight": (32064, 32), "language_model.lm_head.weight": (32064, 32)}
+    shapes |= {
+        f"{llama}.embed_tokens.weight": (32064, 32),
+        "language_model.lm_head.weight": (32064, 32),
+    }
     shapes |= {f"{llama}.norm.weight": (32,)}
     for i in range(3):
         for name, out, into in (
@@ -183,7 +245,10 @@ def config_json() -> dict[str, Any]:
         "pad_to_multiple_of": 64,
         "pad_token_id": 32000,
         "text_config": {"model_type": "llama", "torch_dtype": "bfloat16", **CONFIG.text},
-        "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
+        "timm_model_ids": [
+            "vit_large_patch14_reg4_dinov2.lvd142m",
+            "vit_so400m_patch14_siglip_224",
+        ],
         "torch_dtype": "bfloat16",
         "use_fused_vision_backbone": True,
         "vision_backbone_id": "dinosiglip-vit-so-224px",
@@ -198,15 +263,23 @@ def config_json() -> dict[str, Any]:
 def checkpoint(folder: Path, tensors: dict[str, Tensor] | None = None, **fields: Any) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_json() | fields))
-    save_file(synthetic() if tensors is None else tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        synthetic() if tensors is None else tensors,
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return folder
 
 
 def filled_by_hand(t: dict[str, Tensor]) -> OpenVLABody:
-    """A body whose parameters are set from published tensors one family at a time, not by ``layout``."""
+    """A body whose parameters are set from published tensors one family at a time, not by
+    ``layout``.
+    """
     body = OpenVLABody(CONFIG)
     state: dict[str, Tensor] = {
-        f"projector.fc{i}.{end}": t[f"projector.fc{i}.{end}"] for i in (1, 2, 3) for end in ("weight", "bias")
+        f"projector.fc{i}.{end}": t[f"projector.fc{i}.{end}"]
+        for i in (1, 2, 3)
+        for end in ("weight", "bias")
     }
     state |= {key: value for key, value in t.items() if key.startswith("language_model.")}
     d, s = "vision_backbone.featurizer", "vision_backbone.fused_featurizer"
@@ -217,12 +290,16 @@ def filled_by_hand(t: dict[str, Tensor]) -> OpenVLABody:
     state["siglip.embeddings.position_embedding.weight"] = t[f"{s}.pos_embed"][0]
     state["siglip.head.probe"] = t[f"{s}.attn_pool.latent"]
     for end in ("weight", "bias"):
-        state[f"dino.embeddings.patch_embeddings.projection.{end}"] = t[f"{d}.patch_embed.proj.{end}"]
+        state[f"dino.embeddings.patch_embeddings.projection.{end}"] = t[
+            f"{d}.patch_embed.proj.{end}"
+        ]
         state[f"siglip.embeddings.patch_embedding.{end}"] = t[f"{s}.patch_embed.proj.{end}"]
         state[f"dino.layernorm.{end}"] = t[f"{d}.norm.{end}"]
         state[f"siglip.post_layernorm.{end}"] = t[f"{s}.norm.{end}"]
         pool = f"{s}.attn_pool"
-        state[f"siglip.head.attention.in_proj_{end}"] = torch.cat((t[f"{pool}.q.{end}"], t[f"{pool}.kv.{end}"]))
+        state[f"siglip.head.attention.in_proj_{end}"] = torch.cat(
+            (t[f"{pool}.q.{end}"], t[f"{pool}.kv.{end}"])
+        )
         state[f"siglip.head.attention.out_proj.{end}"] = t[f"{pool}.proj.{end}"]
         state[f"siglip.head.layernorm.{end}"] = t[f"{pool}.norm.{end}"]
         for j in (1, 2):
@@ -230,7 +307,10 @@ def filled_by_hand(t: dict[str, Tensor]) -> OpenVLABody:
         for i in range(3):
             block, layer = f"{d}.blocks.{i}", f"dino.encoder.layer.{i}"
             q, k, v = t[f"{block}.attn.qkv.{end}"].chunk(3)
-            state |= {f"{layer}.attention.{name}_proj.{end}": x for name, x in (("q", q), ("k", k), ("v", v))}
+            state |= {
+                f"{layer}.attention.{name}_proj.{end}": x
+                for name, x in (("q", q), ("k", k), ("v", v))
+            }
             state[f"{layer}.attention.o_proj.{end}"] = t[f"{block}.attn.proj.{end}"]
             for name in ("norm1", "norm2", "mlp.fc1", "mlp.fc2"):
                 state[f"{layer}.{name}.{end}"] = t[f"{block}.{name}.{end}"]
@@ -239,7 +319,10 @@ def filled_by_hand(t: dict[str, Tensor]) -> OpenVLABody:
         for i in range(4):
             block, layer = f"{s}.blocks.{i}", f"siglip.encoder.layers.{i}"
             q, k, v = t[f"{block}.attn.qkv.{end}"].chunk(3)
-            state |= {f"{layer}.self_attn.{name}_proj.{end}": x for name, x in (("q", q), ("k", k), ("v", v))}
+            state |= {
+                f"{layer}.self_attn.{name}_proj.{end}": x
+                for name, x in (("q", q), ("k", k), ("v", v))
+            }
             state[f"{layer}.self_attn.out_proj.{end}"] = t[f"{block}.attn.proj.{end}"]
             for j in (1, 2):
                 state[f"{layer}.layer_norm{j}.{end}"] = t[f"{block}.norm{j}.{end}"]
@@ -249,16 +332,22 @@ def filled_by_hand(t: dict[str, Tensor]) -> OpenVLABody:
 
 
 def timm_block(x: Tensor, t: dict[str, Tensor], block: str, heads: int) -> Tensor:
-    """timm's vision transformer layer on published tensors: x += ls1·attention(norm1 x); x += ls2·mlp(norm2 x)."""
+    """timm's vision transformer layer on published tensors: x += ls1·attention(norm1 x); x +=
+    ls2·mlp(norm2 x).
+    """
 
     def linear(name: str, x: Tensor) -> Tensor:
         return F.linear(x, t[f"{block}.{name}.weight"], t[f"{block}.{name}.bias"])
 
     def norm(name: str, x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], t[f"{block}.{name}.weight"], t[f"{block}.{name}.bias"], 1e-6)
+        return F.layer_norm(
+            x, x.shape[-1:], t[f"{block}.{name}.weight"], t[f"{block}.{name}.bias"], 1e-6
+        )
 
     n, size = x.shape[-2:]
-    q, k, v = linear("attn.qkv", norm("norm1", x)).view(len(x), n, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    q, k, v = (
+        linear("attn.qkv", norm("norm1", x)).view(len(x), n, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    )
     p = (q @ k.transpose(-1, -2) * (size // heads) ** -0.5).softmax(-1)
     h = linear("attn.proj", (p @ v).transpose(1, 2).flatten(2))
     x = x + h * t.get(f"{block}.ls1.scale_factor", 1.0)
@@ -268,20 +357,36 @@ def timm_block(x: Tensor, t: dict[str, Tensor], block: str, heads: int) -> Tenso
 
 @torch.no_grad()
 def test_loaded_towers_compute_what_timms_do(tmp_path: Path) -> None:
-    """The towers written out on published tensors: patches + positions, then class and registers before them."""
+    """The towers written out on published tensors: patches + positions, then class and registers
+    before them.
+    """
     body, t = openvla_files.load(checkpoint(tmp_path)), synthetic()
     pixels = torch.randn(2, 6, 28, 28, generator=torch.Generator().manual_seed(3))
     found = []
-    for key, x, heads, blocks in (("featurizer", pixels[:, :3], 2, 3), ("fused_featurizer", pixels[:, 3:], 3, 4)):
+    for key, x, heads, blocks in (
+        ("featurizer", pixels[:, :3], 2, 3),
+        ("fused_featurizer", pixels[:, 3:], 3, 4),
+    ):
         key = f"vision_backbone.{key}"
-        x = F.conv2d(x, t[f"{key}.patch_embed.proj.weight"], t[f"{key}.patch_embed.proj.bias"], stride=7)
+        x = F.conv2d(
+            x, t[f"{key}.patch_embed.proj.weight"], t[f"{key}.patch_embed.proj.bias"], stride=7
+        )
         x = x.flatten(2).transpose(1, 2) + t[f"{key}.pos_embed"]
         if key.endswith(".featurizer"):
-            x = torch.cat((t[f"{key}.cls_token"].expand(2, -1, -1), t[f"{key}.reg_token"].expand(2, -1, -1), x), dim=1)
+            x = torch.cat(
+                (
+                    t[f"{key}.cls_token"].expand(2, -1, -1),
+                    t[f"{key}.reg_token"].expand(2, -1, -1),
+                    x,
+                ),
+                dim=1,
+            )
         for i in range(blocks - 1):
             x = timm_block(x, t, f"{key}.blocks.{i}", heads)
         found.append(x[:, -P:])
-    torch.testing.assert_close(body.features(pixels), torch.cat(found, dim=-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        body.features(pixels), torch.cat(found, dim=-1), rtol=1e-4, atol=1e-4
+    )
 
 
 @torch.no_grad()
@@ -291,7 +396,9 @@ def test_a_loaded_checkpoint_is_a_body_with_those_weights(tmp_path: Path) -> Non
     ours, theirs = loaded.state_dict(), direct.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert torch.equal(loaded.hidden(*batch(), bins()), direct.hidden(*batch(), bins()))
-    assert torch.equal(loaded.hidden(*batch(), placeholders=5), direct.hidden(*batch(), placeholders=5))
+    assert torch.equal(
+        loaded.hidden(*batch(), placeholders=5), direct.hidden(*batch(), placeholders=5)
+    )
     torch.testing.assert_close(loaded.language_model.model.rotary_emb.inv_freq, direct.language_model.model.rotary_emb.inv_freq)  # fmt: skip  # noqa: E501
     assert [n for n, p in loaded.named_parameters() if p.requires_grad] == [
         n for n, p in direct.named_parameters() if p.requires_grad
@@ -306,12 +413,17 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
     openvla_files.save(body, tmp_path / "b")
     again = load_file(tmp_path / "b" / "model.safetensors")
     assert again.keys() == tensors.keys()
-    assert all(again[key].dtype == dtype and torch.equal(again[key], tensors[key]) for key in tensors)
+    assert all(
+        again[key].dtype == dtype and torch.equal(again[key], tensors[key]) for key in tensors
+    )
     written = json.loads((tmp_path / "b" / "config.json").read_text())
     expected = config_json()
     expected["vision_sizes"]["registers"] = 4
     assert written == expected
-    assert sorted(file.name for file in (tmp_path / "b").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(file.name for file in (tmp_path / "b").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
 
 
 @torch.no_grad()
@@ -325,17 +437,26 @@ def test_a_new_body_is_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_the_published_configuration_has_the_published_sizes() -> None:
     """openvla-7b's: 256 patches of 14 pixels; nothing of ours is written into it."""
-    raw = config_json() | {"text_config": {"model_type": "llama", "pad_token_id": 32000, "vocab_size": 32064}}
+    raw = config_json() | {
+        "text_config": {"model_type": "llama", "pad_token_id": 32000, "vocab_size": 32064}
+    }
     del raw["vision_sizes"]
     config = openvla_files.read_config(raw)
     assert config.grid**2 == 256 and config.vocab_size == 32000
     assert (config.dino.hidden_size, config.dino.layers, config.dino.heads) == (1024, 24, 16)
-    assert (config.siglip.hidden_size, config.siglip.layers, config.siglip.intermediate_size) == (1152, 27, 4304)
+    assert (config.siglip.hidden_size, config.siglip.layers, config.siglip.intermediate_size) == (
+        1152,
+        27,
+        4304,
+    )
     assert openvla_files.write_config(config) == raw
     keys = openvla_files.layout(config)
     assert len(keys) == 6 + 7 + 24 * 14 + 5 + 27 * 12 + 13
     with torch.device("meta"):
-        assert sum(p.numel() for p in OpenVLABody(config, device="meta").parameters()) == 7_541_237_184 + 1024
+        assert (
+            sum(p.numel() for p in OpenVLABody(config, device="meta").parameters())
+            == 7_541_237_184 + 1024
+        )
 
 
 def test_shards_and_the_original_name_of_layer_scales(tmp_path: Path) -> None:
@@ -348,7 +469,10 @@ def test_shards_and_the_original_name_of_layer_scales(tmp_path: Path) -> None:
         save_file({name: tensors[name] for name in names if where[name] == file}, tmp_path / file)
     index = {"metadata": {}, "weight_map": where}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    ours, theirs = openvla_files.load(tmp_path).state_dict(), filled_by_hand(synthetic()).state_dict()
+    ours, theirs = (
+        openvla_files.load(tmp_path).state_dict(),
+        filled_by_hand(synthetic()).state_dict(),
+    )
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model-00002-of-00002.safetensors is in .* but missing"):
@@ -363,17 +487,22 @@ def test_shards_lie_within_the_folder(tmp_path: Path) -> None:
     for name in ("../theirs.safetensors", str(tmp_path / "theirs.safetensors")):
         index = {"metadata": {}, "weight_map": dict.fromkeys(synthetic(), name)}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(ConfigError, match=r"index.json names .*theirs.safetensors, outside; download it again"):
+        with pytest.raises(
+            ConfigError, match=r"index.json names .*theirs.safetensors, outside; download it again"
+        ):
             openvla_files.load(folder)
 
 
 def test_statistics_of_a_fine_tuned_model_go_first(tmp_path: Path) -> None:
-    mine = {"libero_spatial": {"action": STATS}, "bridge_orig": {"action": STATS | {"q99": [9.0, 9.0, 9.0]}}}
+    mine = {
+        "libero_spatial": {"action": STATS},
+        "bridge_orig": {"action": STATS | {"q99": [9.0, 9.0, 9.0]}},
+    }
     (checkpoint(tmp_path) / "dataset_statistics.json").write_text(json.dumps(mine))
     assert openvla_files.load(tmp_path).config.norm_stats == mine
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 def without(*keys: str) -> dict[str, Tensor]:
     return {key: value for key, value in synthetic().items() if key not in keys}
 
@@ -385,9 +514,18 @@ DINO_BLOCK = "vision_backbone.featurizer.blocks.0"
     ("tensors", "message"),
     [
         (without("projector.fc3.bias"), r"1 missing: projector.fc3.bias\. Are"),
-        (without(f"{DINO_BLOCK}.ls1.scale_factor", f"{DINO_BLOCK}.attn.qkv.bias"), r"2 missing: vision_backbone"),
-        (synthetic() | {"action_head.fc.weight": torch.zeros(2)}, r"1 unexpected: action_head.fc.weight"),
-        (synthetic() | {f"{DINO_BLOCK}.ls1.gamma": torch.zeros(16)}, r"1 twice: vision_backbone.*ls1"),
+        (
+            without(f"{DINO_BLOCK}.ls1.scale_factor", f"{DINO_BLOCK}.attn.qkv.bias"),
+            r"2 missing: vision_backbone",
+        ),
+        (
+            synthetic() | {"action_head.fc.weight": torch.zeros(2)},
+            r"1 unexpected: action_head.fc.weight",
+        ),
+        (
+            synthetic() | {f"{DINO_BLOCK}.ls1.gamma": torch.zeros(16)},
+            r"1 twice: vision_backbone.*ls1",
+        ),
         (
             synthetic() | {f"{DINO_BLOCK}.attn.qkv.weight": torch.zeros(48, 15)},
             r"1 of another shape: vision_backbone.featurizer.blocks.0.attn.qkv.weight \[48, 15\] instead of \[48, 16\]",
@@ -396,7 +534,10 @@ DINO_BLOCK = "vision_backbone.featurizer.blocks.0"
             synthetic() | {"vision_backbone.featurizer.pos_embed": torch.zeros(1, P + 1, 16)},
             r"pos_embed \[1, 17, 16\] instead of \[1, 16, 16\]",
         ),
-        (synthetic() | {"projector.fc1.bias": torch.zeros(160, dtype=torch.int8)}, r"not of a floating type .* I8"),
+        (
+            synthetic() | {"projector.fc1.bias": torch.zeros(160, dtype=torch.int8)},
+            r"not of a floating type .* I8",
+        ),
         (
             {f"base_model.{key}": value for key, value in synthetic().items()},
             r"missing: projector.fc1.weight, projector.fc1.bias, projector.fc2.weight, \.\.; \d+ unexpected: base_",
@@ -415,46 +556,88 @@ def test_every_key_is_used_once(tmp_path: Path, tensors: dict[str, Tensor], mess
             {"vision_backbone_id": "siglip-vit-so400m"},
             r"vision_backbone_id=siglip-vit-so400m: .*DINOv2 with SigLIP: dino",
         ),
-        ({"use_fused_vision_backbone": False}, "use_fused_vision_backbone=false: models of two towers"),
-        ({"image_resize_strategy": "letterbox"}, "image_resize_strategy=letterbox: only resize-naive"),
-        ({"text_config": {"model_type": "mistral"}}, "text_config.model_type=mistral: .* must be llama"),
-        ({"text_config": {"vocab_size": 1000}}, r"text_config.vocab_size=1000 less .*=64 leaves 936 words .* 29872"),
+        (
+            {"use_fused_vision_backbone": False},
+            "use_fused_vision_backbone=false: models of two towers",
+        ),
+        (
+            {"image_resize_strategy": "letterbox"},
+            "image_resize_strategy=letterbox: only resize-naive",
+        ),
+        (
+            {"text_config": {"model_type": "mistral"}},
+            "text_config.model_type=mistral: .* must be llama",
+        ),
+        (
+            {"text_config": {"vocab_size": 1000}},
+            r"text_config.vocab_size=1000 less .*=64 leaves 936 words .* 29872",
+        ),
         (
             {"text_config": {"vocab_size": 32064, "num_attention_heads": 3}},
             "text_config or vision_sizes: transformers refuses: .*4096",
         ),
-        ({"text_config": {"vocab_size": 32064, "tie_word_embeddings": True}}, "tie_word_embeddings=true"),
+        (
+            {"text_config": {"vocab_size": 32064, "tie_word_embeddings": True}},
+            "tie_word_embeddings=true",
+        ),
         ({"n_action_bins": "many"}, "a field has the wrong type or name .*many"),
         ({"n_action_bins": 1}, "n_action_bins=1 must be at least 2"),
         ({"pad_token_id": 40000}, "pad_token_id=40000 must be an id"),
         ({"vision_sizes": {"dino": {"width": 3}}}, "a field has the wrong type or name .*width"),
-        ({"vision_sizes": {"dino": vars(CONFIG.dino) | {"heads": 3}}}, r"dino.heads=3 must divide .*hidden_size=16"),
-        ({"vision_sizes": {"dino": vars(CONFIG.dino) | {"heads": 0}}}, r"dino.heads=0 must be a whole number"),
-        ({"vision_sizes": {"dino": vars(CONFIG.dino) | {"layers": 1}}}, r"dino.layers=1 must be at least 2"),
-        ({"vision_sizes": {"dino": vars(CONFIG.dino)}}, r"image_size=224: patches of 7 and 14 pixels"),
-        ({"vision_sizes": {"dino": vars(CONFIG.dino) | {"intermediate_size": 60}}}, r"=60 must be a multiple of"),
+        (
+            {"vision_sizes": {"dino": vars(CONFIG.dino) | {"heads": 3}}},
+            r"dino.heads=3 must divide .*hidden_size=16",
+        ),
+        (
+            {"vision_sizes": {"dino": vars(CONFIG.dino) | {"heads": 0}}},
+            r"dino.heads=0 must be a whole number",
+        ),
+        (
+            {"vision_sizes": {"dino": vars(CONFIG.dino) | {"layers": 1}}},
+            r"dino.layers=1 must be at least 2",
+        ),
+        (
+            {"vision_sizes": {"dino": vars(CONFIG.dino)}},
+            r"image_size=224: patches of 7 and 14 pixels",
+        ),
+        (
+            {"vision_sizes": {"dino": vars(CONFIG.dino) | {"intermediate_size": 60}}},
+            r"=60 must be a multiple of",
+        ),
     ],
 )
-def test_a_configuration_that_cannot_be_read(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_a_configuration_that_cannot_be_read(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=r"model.path=\S+: .*" + message):
         openvla_files.load(checkpoint(tmp_path, {}, **fields))
 
 
 def test_directories_that_hold_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.path=\S+: there is no such directory; name the directory"):
+    with pytest.raises(
+        ConfigError, match=r"model.path=\S+: there is no such directory; name the directory"
+    ):
         openvla_files.load(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"model.path=\S+: holds no config.json; name the directory"):
+    with pytest.raises(
+        ConfigError, match=r"model.path=\S+: holds no config.json; name the directory"
+    ):
         openvla_files.load(tmp_path)
     checkpoint(tmp_path)
     (tmp_path / "action_head--150000_checkpoint.pt").touch()
-    with pytest.raises(ConfigError, match=r"holds action_head--150000_checkpoint.pt: a head .* action tokens alone"):
+    with pytest.raises(
+        ConfigError, match=r"holds action_head--150000_checkpoint.pt: a head .* action tokens alone"
+    ):
         openvla_files.load(tmp_path)
     (tmp_path / "action_head--150000_checkpoint.pt").unlink()
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match=r"model.path=\S+: weights cannot be read \(SafetensorError"):
+    with pytest.raises(
+        ConfigError, match=r"model.path=\S+: weights cannot be read \(SafetensorError"
+    ):
         openvla_files.load(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"holds neither model.safetensors nor .* convert them to safetensors"):
+    with pytest.raises(
+        ConfigError, match=r"holds neither model.safetensors nor .* convert them to safetensors"
+    ):
         openvla_files.load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config.json cannot be read \(JSONDecodeError"):

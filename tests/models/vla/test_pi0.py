@@ -1,4 +1,6 @@
-"""π0 as a policy: what it acts with is what it learns with, and what it computes is what transformers computes."""
+"""π0 as a policy: what it acts with is what it learns with, and what it computes is what
+transformers computes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ CHAINS: dict[str, dict[str, Any]] = {
     "sum, learned": {"flow_chain": "sum", "flow_noise": "learned"},
     "mean, learned": {"flow_chain": "mean", "flow_noise": "learned", "temperature": 0.7},
 }
-TRUNKS: dict[str, dict[str, Any]] = {"trained": {}, "frozen": {"freeze_trunk": True}, "adapters": {"lora_rank": 4}}
+TRUNKS: dict[str, dict[str, Any]] = {
+    "trained": {},
+    "frozen": {"freeze_trunk": True},
+    "adapters": {"lora_rank": 4},
+}
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("pi0") / "tiny")
 
 
-def make(folder: Path, seed: int = 0, spec: ObsSpec = SPEC, size: int = A, chunk: int = C, **options: Any) -> PI0:
+def make(
+    folder: Path, seed: int = 0, spec: ObsSpec = SPEC, size: int = A, chunk: int = C, **options: Any
+) -> PI0:
     torch.manual_seed(seed)
     config = ModelConfig(policy="flow", checkpoint=str(folder), **options)
     box = Box((-1.0,) * (chunk * size), (1.0,) * (chunk * size))
@@ -67,7 +75,7 @@ def observations(rows: int = B, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-# -------------------------------------------------------------------------------------------------- the one property
+# --------------------------------------------------------------------------------- the one property
 @pytest.mark.parametrize("trunk", TRUNKS)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_evaluate_reproduces_act_for_any_micro_batch(folder: Path, chain: str, trunk: str) -> None:
@@ -76,13 +84,24 @@ def test_evaluate_reproduces_act_for_any_micro_batch(folder: Path, chain: str, t
     assert (KEYS in inputs) == (trunk == "frozen")
     for noise in (policy.noise(B, torch.Generator().manual_seed(1)), None):
         d = policy.act(inputs, noise=noise)
-        assert d.log_prob.shape == (B, C, A) and d.log_prob.dtype == torch.float32 and d.action.shape == (B, C * A)
+        assert (
+            d.log_prob.shape == (B, C, A)
+            and d.log_prob.dtype == torch.float32
+            and d.action.shape == (B, C * A)
+        )
         assert d.replay["latents"].shape == (B, policy.stochastic + 1, H, N)
         for size in (B, 2, 1):
             cuts = [slice(i, i + size) for i in range(0, B, size)]
-            parts = [policy.evaluate(tree.index(inputs, c), d.action[c], tree.index(d.replay, c)) for c in cuts]
-            log_prob, value = (torch.cat([getattr(p, k) for p in parts]) for k in ("log_prob", "value"))
-            assert (log_prob - d.log_prob).abs().max() < 1e-5 and (value - d.value).abs().max() < 1e-5
+            parts = [
+                policy.evaluate(tree.index(inputs, c), d.action[c], tree.index(d.replay, c))
+                for c in cuts
+            ]
+            log_prob, value = (
+                torch.cat([getattr(p, k) for p in parts]) for k in ("log_prob", "value")
+            )
+            assert (log_prob - d.log_prob).abs().max() < 1e-5 and (
+                value - d.value
+            ).abs().max() < 1e-5
             entropy = torch.cat([p.entropy for p in parts])
             assert entropy.shape == (B, C, A) and bool(entropy.isfinite().all())
         assert (policy.value(inputs) - d.value).abs().max() < 1e-5
@@ -105,13 +124,20 @@ def test_kept_and_recomputed_prefixes_are_the_same(folder: Path, chain: str) -> 
         out = policy.evaluate(inputs, d.action, d.replay)
         assert (out.log_prob - d.log_prob).abs().max() < 1e-5
         (out.log_prob.sum() + out.value.sum()).backward()
-        gradients.append({n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None})
+        gradients.append(
+            {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
+        )
     assert gradients[0].keys() == gradients[1].keys()
-    assert all((g - gradients[1][n]).abs().max() < 1e-3 * (1 + g.abs().max()) for n, g in gradients[0].items())
+    assert all(
+        (g - gradients[1][n]).abs().max() < 1e-3 * (1 + g.abs().max())
+        for n, g in gradients[0].items()
+    )
 
 
 def test_how_much_memory_prefixes_take(folder: Path) -> None:
-    """Prefix: 2 cameras x 4 patches and the longest sentence's 28 + 2 tokens = 38, of 2 layers x 2 x 8 numbers."""
+    """Prefix: 2 cameras x 4 patches and the longest sentence's 28 + 2 tokens = 38, of 2 layers x 2
+    x 8 numbers.
+    """
     policy = make(folder, freeze_trunk=True)
     inputs = policy.encode(observations())
     held = sum(x[0].numel() * x.itemsize for x in inputs.values())
@@ -126,8 +152,8 @@ def test_how_much_memory_prefixes_take(folder: Path) -> None:
 
 
 def test_at_its_published_size() -> None:
-    """Without storage: 3.5 G parameters, 0.3 G of them the expert's, and prefixes of 10.3 MB (two cameras of 256
-    tokens and 48 words, 18 layers, one key head of 256, bfloat16)."""
+    """Without storage: 3.5 G parameters, 0.3 G of them the expert's, and prefixes of 10.3 MB (two
+    cameras of 256 tokens and 48 words, 18 layers, one key head of 256, bfloat16)."""
     from transformers import PI0ForConditionalGeneration
 
     published = pi0_files.read_config({"type": "pi0"}, "DIR")
@@ -136,9 +162,12 @@ def test_at_its_published_size() -> None:
         spec = {**dict(SPEC), "state": ArraySpec((8,))}  # pyright: ignore[reportCallIssue, reportArgumentType]
         config = ModelConfig(policy="flow", checkpoint="DIR", freeze_trunk=True, dtype="bfloat16")
         words = pi0_files.Published(body, lambda sentence: range(48))
-        policy = PI0(spec, Box((-1.0,) * 35, (1.0,) * 35), config, words, chunk=5, sentences=SENTENCES)
+        policy = PI0(
+            spec, Box((-1.0,) * 35, (1.0,) * 35), config, words, chunk=5, sentences=SENTENCES
+        )
     count = {
-        learns: sum(p.numel() for p in policy.parameters() if p.requires_grad is learns) for learns in (True, False)
+        learns: sum(p.numel() for p in policy.parameters() if p.requires_grad is learns)
+        for learns in (True, False)
     }
     assert count[False] / 1e9 == pytest.approx(2.92, abs=0.01)
     expert = sum(p.numel() for p in policy.parameter_groups()["actor"])
@@ -151,7 +180,9 @@ def test_at_its_published_size() -> None:
 
 @pytest.mark.parametrize("chain", ["one", "sum", "sum, learned"])
 def test_samples_come_from_the_density_that_is_told(folder: Path, chain: str) -> None:
-    """E[p'/p] = 1 under p, for another policy's p' of the same latents: the ratio that PPO relies on."""
+    """E[p'/p] = 1 under p, for another policy's p' of the same latents: the ratio that PPO relies
+    on.
+    """
     policy, other = (make(folder, freeze_trunk=True, **CHAINS[chain]) for _ in range(2))
     with torch.no_grad():
         other.velocity.bias.add_(0.03)
@@ -164,7 +195,7 @@ def test_samples_come_from_the_density_that_is_told(folder: Path, chain: str) ->
     assert abs(float(ratio.mean()) - 1) < 5 * float(ratio.std()) / rows**0.5
 
 
-# ------------------------------------------------------------------------------------------------ against transformers
+# ----------------------------------------------------------------------------- against transformers
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 def test_the_flow_is_what_transformers_samples(key_heads: int, tmp_path: Path) -> None:
     """The whole chain from our first noise, and a single velocity with its gradient."""
@@ -172,7 +203,9 @@ def test_the_flow_is_what_transformers_samples(key_heads: int, tmp_path: Path) -
     theirs = tiny_model(key_heads=key_heads)
     obs, K = observations(), 2
     inputs = policy.encode(obs)
-    pictures = torch.stack([policy.trunk.pixels(inputs[name]) for name in ("front", "wrist")], dim=1)
+    pictures = torch.stack(
+        [policy.trunk.pixels(inputs[name]) for name in ("front", "wrist")], dim=1
+    )
     ids = inputs["/words"]
     image = torch.full((B, K * 4), 300)
     asked: dict[str, Any] = {
@@ -204,7 +237,9 @@ def test_padding_of_words_changes_nothing(folder: Path) -> None:
     policy, obs = make(folder), observations(3)
     noise = policy.noise(3, torch.Generator().manual_seed(1))
     a = policy.act(policy.encode(obs), noise=noise)
-    policy.tell(("a very long sentence that nobody has ever said before, not even in a dream", *SENTENCES))
+    policy.tell(
+        ("a very long sentence that nobody has ever said before, not even in a dream", *SENTENCES)
+    )
     b = policy.act(policy.encode(obs | {"instruction": obs["instruction"] + 1}), noise=noise)
     assert (a.log_prob - b.log_prob).abs().max() < 1e-5 and (a.value - b.value).abs().max() < 1e-5
 
@@ -224,13 +259,15 @@ def test_pictures(folder: Path) -> None:
     pixels = make(folder).trunk.pixels
     assert torch.equal(pixels(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 3, 16, 16)).unique(),
                        torch.tensor([-1.0, 1.0]))  # fmt: skip
-    wide = pixels(torch.full((1, 3, 8, 32), 255, dtype=torch.uint8))  # 4 x 16 of white, black above and below
+    wide = pixels(
+        torch.full((1, 3, 8, 32), 255, dtype=torch.uint8)
+    )  # 4 x 16 of white, black above and below
     assert wide.shape == (1, 3, 16, 16)
     assert bool((wide[..., 6:10, :] > 0.9999).all()) and bool((wide[..., :6, :] == -1).all())
     assert bool((wide[..., 10:, :] == -1).all())
 
 
-# ---------------------------------------------------------------------------------------------------------- what learns
+# -------------------------------------------------------------------------------------- what learns
 @pytest.mark.parametrize("trunk", TRUNKS)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_who_learns(folder: Path, trunk: str, checkpointing: bool) -> None:
@@ -241,9 +278,15 @@ def test_who_learns(folder: Path, trunk: str, checkpointing: bool) -> None:
     for _ in range(2):  # nothing of the first graph is in the second
         policy.zero_grad()
         policy.evaluate(inputs, d.action, d.replay).log_prob.sum().backward()
-    got = {name for name, p in policy.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    got = {
+        name
+        for name, p in policy.named_parameters()
+        if p.grad is not None and p.grad.abs().sum() > 0
+    }
     groups = policy.parameter_groups()
-    assert {id(p) for g in groups.values() for p in g} == {id(p) for p in policy.parameters() if p.requires_grad}
+    assert {id(p) for g in groups.values() for p in g} == {
+        id(p) for p in policy.parameters() if p.requires_grad
+    }
     assert "expert.layers.0.self_attn.q_proj.weight" in got and "embed.state_proj.weight" in got
     vlm = {name for name in got if name.startswith("trunk.vlm")}
     if trunk == "frozen":
@@ -280,11 +323,16 @@ def test_the_value_reaches_the_trunk_only_if_it_may(folder: Path, detach: bool) 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_bfloat16(folder: Path, trunk: str) -> None:
-    """What is trained stays float32, keys of a frozen trunk are kept in bfloat16, answers are those of float32 but for
-    rounding."""
-    policy, plain = (make(folder, dtype=dtype, **TRUNKS[trunk]) for dtype in ("bfloat16", "float32"))
+    """What is trained stays float32, keys of a frozen trunk are kept in bfloat16, answers are those
+    of float32 but for rounding."""
+    policy, plain = (
+        make(folder, dtype=dtype, **TRUNKS[trunk]) for dtype in ("bfloat16", "float32")
+    )
     noise = policy.noise(B, torch.Generator().manual_seed(1))
-    assert all(p.dtype == (torch.float32 if p.requires_grad else torch.bfloat16) for p in policy.parameters())
+    assert all(
+        p.dtype == (torch.float32 if p.requires_grad else torch.bfloat16)
+        for p in policy.parameters()
+    )
     inputs = policy.encode(observations())
     if trunk == "frozen":
         assert inputs[KEYS].dtype == torch.bfloat16
@@ -307,7 +355,9 @@ def test_a_clone_comes_closer(folder: Path) -> None:
     for i in range(80):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(i)
-        loss, found = policy.bc_loss(inputs, action.repeat(4, 1, 1), executed.repeat(4, 1), generator)
+        loss, found = policy.bc_loss(
+            inputs, action.repeat(4, 1, 1), executed.repeat(4, 1), generator
+        )
         loss.backward()
         optimizer.step()
     assert found is not None and found.focus.shape == (4 * B, 64)
@@ -317,10 +367,19 @@ def test_a_clone_comes_closer(folder: Path) -> None:
 
 @pytest.mark.parametrize("chain", ["one", "sum"])
 def test_ppo_learns_what_each_sentence_wants(folder: Path, chain: str) -> None:
-    """Reward -(a - target of the sentence)²: best answer that ignores the words -0.17, at the start -1.7."""
-    policy, rows, generator = make(folder, freeze_trunk=True, **CHAINS[chain]), 96, torch.Generator().manual_seed(0)
+    """Reward -(a - target of the sentence)²: best answer that ignores the words -0.17, at the start
+    -1.7.
+    """
+    policy, rows, generator = (
+        make(folder, freeze_trunk=True, **CHAINS[chain]),
+        96,
+        torch.Generator().manual_seed(0),
+    )
     obs = observations(rows)
-    inputs, target = policy.encode(obs), torch.tensor([-0.5, 0.0, 0.5])[obs["instruction"]].view(-1, 1, 1)
+    inputs, target = (
+        policy.encode(obs),
+        torch.tensor([-0.5, 0.0, 0.5])[obs["instruction"]].view(-1, 1, 1),
+    )
     parameters = [p for group in policy.parameter_groups().values() for p in group]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     rewards = []
@@ -330,7 +389,11 @@ def test_ppo_learns_what_each_sentence_wants(folder: Path, chain: str) -> None:
         rewards.append(float(reward.mean()))
         advantage = (reward - reward.mean()) / reward.std()
         for _ in range(2):
-            ratio = (policy.evaluate(inputs, d.action, d.replay).log_prob - d.log_prob).sum((1, 2)).exp()
+            ratio = (
+                (policy.evaluate(inputs, d.action, d.replay).log_prob - d.log_prob)
+                .sum((1, 2))
+                .exp()
+            )
             optimizer.zero_grad()
             (-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()).backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -338,16 +401,21 @@ def test_ppo_learns_what_each_sentence_wants(folder: Path, chain: str) -> None:
     assert rewards[0] < -1 and sum(rewards[-5:]) / 5 > -0.13
 
 
-# --------------------------------------------------------------------------------------------------------- its weights
+# -------------------------------------------------------------------------------------- its weights
 def test_a_directory_of_lerobots_layout_is_read_completely(folder: Path) -> None:
     held = load_file(folder / "model.safetensors")
     assert (
         "model.paligemma_with_expert.paligemma.model.vision_tower.vision_model.encoder.layers.0.layer_norm1.bias"
         in held
     )
-    assert "model.action_in_proj.weight" in held and "model.paligemma_with_expert.paligemma.lm_head.weight" in held
+    assert (
+        "model.action_in_proj.weight" in held
+        and "model.paligemma_with_expert.paligemma.lm_head.weight" in held
+    )
     ours, meant = pi0_files.read(folder).model.state_dict(), tiny_model().state_dict()
-    assert ours.keys() == meant.keys() and all(torch.equal(x, meant[name]) for name, x in ours.items())
+    assert ours.keys() == meant.keys() and all(
+        torch.equal(x, meant[name]) for name, x in ours.items()
+    )
     assert len(held) == len(meant)
 
 
@@ -380,7 +448,9 @@ def test_a_runs_checkpoint(folder: Path, trunk: str, tmp_path: Path) -> None:
                 p.add_(0.1)
     torch.save(policy.state_dict(), tmp_path / "policy.pt")
     weights = torch.load(tmp_path / "policy.pt", weights_only=True)
-    assert any(name.startswith("trunk.vlm.vision_tower") for name in weights) == (trunk == "trained")
+    assert any(name.startswith("trunk.vlm.vision_tower") for name in weights) == (
+        trunk == "trained"
+    )
     checkpoint.load_weights(other, weights, "policy.pt")
     noise = policy.noise(B, torch.Generator().manual_seed(1))
     d, e = (p.act(p.encode(observations()), noise=noise) for p in (policy, other))
@@ -443,37 +513,52 @@ def test_statistics(where: str, folder: Path, tmp_path: Path) -> None:
         save_file(named, other / "policy_preprocessor_step_5_normalizer_processor.safetensors")
     elif where == "lerobot before":
         held = load_file(other / "model.safetensors")
-        buffers = {f"normalize_targets.buffer_action.{x}": torch.full((2,), torch.inf) for x in ("mean", "std")}
+        buffers = {
+            f"normalize_targets.buffer_action.{x}": torch.full((2,), torch.inf)
+            for x in ("mean", "std")
+        }
         for name, x in named.items():
             feature, _, moment = name.rpartition(".")
             whose = "unnormalize_outputs" if feature == "action" else "normalize_inputs"
             buffers[f"{whose}.buffer_{feature.replace('.', '_')}.{moment}"] = x
         save_file(held | buffers, other / "model.safetensors")
     elif where == "transformers":
-        told = {"state_mean": MEANS["observation.state"], "state_std": DEVIATIONS["observation.state"]}
+        told = {
+            "state_mean": MEANS["observation.state"],
+            "state_std": DEVIATIONS["observation.state"],
+        }
         told |= {"actions_mean": MEANS["action"], "actions_std": DEVIATIONS["action"]}
         (other / "processor_config.json").write_text(json.dumps(told))
     else:
         stats = {"state": "observation.state", "actions": "action"}
-        told = {k: {"mean": MEANS[n] + [0.0] * 3, "std": DEVIATIONS[n] + [0.0] * 3} for k, n in stats.items()}
+        told = {
+            k: {"mean": MEANS[n] + [0.0] * 3, "std": DEVIATIONS[n] + [0.0] * 3}
+            for k, n in stats.items()
+        }
         (other / "assets" / "robot").mkdir(parents=True)
-        (other / "assets" / "robot" / "norm_stats.json").write_text(json.dumps({"norm_stats": told}))
+        (other / "assets" / "robot" / "norm_stats.json").write_text(
+            json.dumps({"norm_stats": told})
+        )
     policy, plain, obs = make(other), make(folder, normalize_obs=False), observations()
     inputs = policy.encode(obs)
     expected = (obs["state"] - named["observation.state.mean"]) / 2
-    assert (inputs["/vector"][:, :5] - expected).abs().max() < 1e-6 and not inputs["/vector"][:, 5:].any()
+    assert (inputs["/vector"][:, :5] - expected).abs().max() < 1e-6 and not inputs["/vector"][
+        :, 5:
+    ].any()
     same = {**obs, "state": expected}
     noise = policy.noise(B, torch.Generator().manual_seed(1))
     d, e = policy.act(inputs, noise=noise), plain.act(plain.encode(same), noise=noise)
     scaled = e.action.view(B, C, A) * named["action.std"] + named["action.mean"]
     assert (d.action.view(B, C, A) - scaled).abs().max() < 1e-4
-    assert (policy.normalize_actions(d.action.view(B, C, A)) - e.action.view(B, C, A)).abs().max() < 1e-4
+    assert (
+        policy.normalize_actions(d.action.view(B, C, A)) - e.action.view(B, C, A)
+    ).abs().max() < 1e-4
     assert (d.log_prob - e.log_prob).abs().max() < 1e-4  # of the latents: units are not in it
     policy.observe(obs, torch.ones(B, dtype=torch.bool))
     assert torch.equal(policy.encode(obs)["/vector"], inputs["/vector"])
 
 
-# ------------------------------------------------------------------------------------------------------ the whole of it
+# ---------------------------------------------------------------------------------- the whole of it
 SMALL = [
     *(f"env.{x}" for x in ("num_envs=4", "image_size=16", "max_episode_steps=8")),
     *(f"algorithm.{x}" for x in ("horizon=4", "global_batch_size=8", "update_epoch=2")),
@@ -492,15 +577,29 @@ def test_a_run_and_the_evaluation_of_its_checkpoint(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = write_tiny(tmp_path / "tiny", max_state_dim=32)
-    options = {"model.freeze_trunk": False, **{f"model.{name}": x for name, x in TRUNKS[trunk].items()}}
-    words = [f"{name}={str(x).lower()}" for name, x in options.items()] + ["algorithm.micro_batch_size=4"]
+    options = {
+        "model.freeze_trunk": False,
+        **{f"model.{name}": x for name, x in TRUNKS[trunk].items()},
+    }
+    words = [f"{name}={str(x).lower()}" for name, x in options.items()] + [
+        "algorithm.micro_batch_size=4"
+    ]
     words += ["model.dtype=float32", "updates=2", "save_every=1", f"model.checkpoint={folder}"]
     told = run(capsys, "train", "--quiet", "--json", "experiment=pi0_tabletop", *SMALL, *words)
     assert told["updates"] == 2 and told["final_return"] is not None
-    again = run(capsys, "evaluate", "--json", f"checkpoint={told['checkpoint']}", "episodes=2", "video=false")
+    again = run(
+        capsys,
+        "evaluate",
+        "--json",
+        f"checkpoint={told['checkpoint']}",
+        "episodes=2",
+        "video=false",
+    )
     assert again["eval/return"] == told["final_return"]
     weights = torch.load(Path(told["checkpoint"]) / "policy.pt", weights_only=True)
-    assert any(name.startswith("trunk.vlm.vision_tower") for name in weights) == (trunk == "trained")
+    assert any(name.startswith("trunk.vlm.vision_tower") for name in weights) == (
+        trunk == "trained"
+    )
     log = next(tmp_path.rglob("log.txt")).read_text()
     assert ("kept through the epochs of an update" in log) == (trunk == "frozen")
 
@@ -511,10 +610,20 @@ def test_experiments_for_libero(
 ) -> None:
     """Everything but the simulator, whose meshes do not ship."""
     monkeypatch.chdir(tmp_path)
-    words = ["env.id=Tabletop", "env.cameras=[front]", "env.kwargs.obs=language", "updates=1", "algorithm.horizon=4"]
+    words = [
+        "env.id=Tabletop",
+        "env.cameras=[front]",
+        "env.kwargs.obs=language",
+        "updates=1",
+        "algorithm.horizon=4",
+    ]
     if name == "pi0_libero":
         folder = write_tiny(tmp_path / "tiny", max_state_dim=32)
-        words += [f"model.checkpoint={folder}", "algorithm.micro_batch_size=4", "algorithm.update_epoch=1"]
+        words += [
+            f"model.checkpoint={folder}",
+            "algorithm.micro_batch_size=4",
+            "algorithm.update_epoch=1",
+        ]
     else:
         words += ["cloning.dataset=null", "cloning.foresight_steps=2", "cloning.batch_size=4"]
         words += ["cloning.steps=2", "cloning.episodes=8", "model.width=16", "model.depth=1"]
@@ -522,10 +631,12 @@ def test_experiments_for_libero(
     assert told["updates"] == 1 and told["final_success"] is not None
 
 
-# ------------------------------------------------------------------------------------------------------ what it refuses
+# ---------------------------------------------------------------------------------- what it refuses
 def test_without_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"needs transformers .*pip install 'embodied-ppo\[vla\]'"):
+    with pytest.raises(
+        ConfigError, match=r"needs transformers .*pip install 'embodied-ppo\[vla\]'"
+    ):
         make(folder)
 
 
@@ -536,7 +647,11 @@ def test_what_it_refuses(folder: Path, tmp_path: Path) -> None:
 
     says("there is no such directory; name one of π0", folder=tmp_path / "nowhere")
     says("holds no config.json", folder=tmp_path)
-    for kind, told in (("smolvla", "a directory of SmolVLA"), ("pi05", "π0.5, whose"), ("what", "of what, not of π0")):
+    for kind, told in (
+        ("smolvla", "a directory of SmolVLA"),
+        ("pi05", "π0.5, whose"),
+        ("what", "of what, not of π0"),
+    ):
         other = tmp_path / kind
         other.mkdir()
         (other / "config.json").write_text(json.dumps({"type": kind}))
@@ -553,12 +668,26 @@ def test_what_it_refuses(folder: Path, tmp_path: Path) -> None:
     (empty / "model.safetensors").unlink()
     says("holds no weights", folder=empty)
     says("actions have 9 dimensions, the model's max_action_dim = 8", size=9)
-    says("env.action_chunk=7: the model plans chunk_size = 6 actions; write env.action_chunk=6", chunk=7)
-    says("states have 9 numbers, the model reads max_state_dim = 8", spec={**dict(SPEC), "state": ArraySpec((9,))})  # pyright: ignore
+    says(
+        "env.action_chunk=7: the model plans chunk_size = 6 actions; write env.action_chunk=6",
+        chunk=7,
+    )
+    says(
+        "states have 9 numbers, the model reads max_state_dim = 8",
+        spec={**dict(SPEC), "state": ArraySpec((9,))},
+    )  # pyright: ignore
     says("holds no picture", spec={"state": ArraySpec((5,))})
-    says("adapters are on what model.freeze_trunk=true freezes; keep one", lora_rank=4, freeze_trunk=True)
+    says(
+        "adapters are on what model.freeze_trunk=true freezes; keep one",
+        lora_rank=4,
+        freeze_trunk=True,
+    )
     few = write_tiny(
-        tmp_path / "few", statistics={"observation.state.mean": torch.ones(3), "observation.state.std": torch.ones(3)}
+        tmp_path / "few",
+        statistics={
+            "observation.state.mean": torch.ones(3),
+            "observation.state.std": torch.ones(3),
+        },
     )
     says("its statistics of states are of 3 numbers, the task's has 5", folder=few)
     with pytest.raises(ConfigError, match="the task's actions are discrete"):

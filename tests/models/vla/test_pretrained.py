@@ -1,4 +1,6 @@
-"""Action tokens of published models: directories with the published layout, tiny and with random weights."""
+"""Action tokens of published models: directories with the published layout, tiny and with random
+weights.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cache(lambda kind: make(kind, root / kind))
 
 
-def policy_of(folder: Path, *, lively: bool = True, spec: Any = SPEC, **options: Any) -> CheckpointVLA:
+def policy_of(
+    folder: Path, *, lively: bool = True, spec: Any = SPEC, **options: Any
+) -> CheckpointVLA:
     unnorm = {"unnorm_key": "bridge_orig"} if folder.name == "openvla" else {}
-    config = ModelConfig(**{"policy": "token", "checkpoint": str(folder), "bins": K, **unnorm, **options})
+    config = ModelConfig(
+        **{"policy": "token", "checkpoint": str(folder), "bins": K, **unnorm, **options}
+    )
     torch.manual_seed(0)
     box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
     policy = CheckpointVLA.of(spec, box, config, chunk=C, sentences=SENTENCES)
@@ -65,7 +71,7 @@ def acted(policy: CheckpointVLA, inputs: dict[str, Tensor], seed: int = 1) -> An
     return policy.act(inputs, noise=policy.noise(B, torch.Generator().manual_seed(seed)))
 
 
-# -------------------------------------------------------------------------------------------------- what PPO relies on
+# ------------------------------------------------------------------------------- what PPO relies on
 @pytest.mark.parametrize("decode", DECODE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluate_reproduces_act_for_any_micro_batch(folders: Any, kind: str, decode: str) -> None:
@@ -74,12 +80,23 @@ def test_evaluate_reproduces_act_for_any_micro_batch(folders: Any, kind: str, de
     policy = policy_of(folders(kind), decode=decode, **options)
     inputs = policy.encode(observations())
     for d in (acted(policy, inputs), policy.act(inputs)):
-        assert d.log_prob.shape == (B, C, A) and d.log_prob.dtype == torch.float32 and d.action.shape == (B, C * A)
+        assert (
+            d.log_prob.shape == (B, C, A)
+            and d.log_prob.dtype == torch.float32
+            and d.action.shape == (B, C * A)
+        )
         for size in (B, 2, 1):
             cuts = [slice(i, i + size) for i in range(0, B, size)]
-            parts = [policy.evaluate(tree.index(inputs, c), d.action[c], tree.index(d.replay, c)) for c in cuts]
-            log_prob, value = (torch.cat([getattr(p, k) for p in parts]) for k in ("log_prob", "value"))
-            assert (log_prob - d.log_prob).abs().max() < 1e-5 and (value - d.value).abs().max() < 1e-5
+            parts = [
+                policy.evaluate(tree.index(inputs, c), d.action[c], tree.index(d.replay, c))
+                for c in cuts
+            ]
+            log_prob, value = (
+                torch.cat([getattr(p, k) for p in parts]) for k in ("log_prob", "value")
+            )
+            assert (log_prob - d.log_prob).abs().max() < 1e-5 and (
+                value - d.value
+            ).abs().max() < 1e-5
             assert bool(torch.cat([p.entropy for p in parts]).isfinite().all())
         assert (policy.value(inputs) - d.value).abs().max() < 1e-5
     assert d.value.abs().max() > 0
@@ -88,7 +105,9 @@ def test_evaluate_reproduces_act_for_any_micro_batch(folders: Any, kind: str, de
 @pytest.mark.parametrize("kind", ["paligemma", "qwen3_vl", "openvla"])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("decode", DECODE)
-def test_adapters_and_a_frozen_tower_change_nothing_of_that(folders: Any, kind: str, frozen: bool, decode: str) -> None:
+def test_adapters_and_a_frozen_tower_change_nothing_of_that(
+    folders: Any, kind: str, frozen: bool, decode: str
+) -> None:
     policy = policy_of(folders(kind), freeze_trunk=frozen, decode=decode, **ADAPTED)
     policy.FROZEN_ROWS = 2
     inputs = policy.encode(observations())
@@ -102,11 +121,14 @@ def test_adapters_and_a_frozen_tower_change_nothing_of_that(folders: Any, kind: 
 
 @pytest.mark.parametrize("kind", ["smolvlm", "paligemma", "qwen2_5_vl", "qwen3_vl"])
 def test_teacher_forcing_is_the_models_own(folders: Any, kind: str) -> None:
-    """Hidden states by transformers' whole forward pass of prompt and action words; where it opens a directory the
-    first token's logits are compared as well."""
+    """Hidden states by transformers' whole forward pass of prompt and action words; where it opens
+    a directory the first token's logits are compared as well."""
     policy = policy_of(folders(kind), decode="autoregressive", lively=False)
     body: VisionLanguage = policy.body
-    inputs, bins = policy.encode(observations()), torch.randint(0, K, (B, C * A), generator=torch.Generator())
+    inputs, bins = (
+        policy.encode(observations()),
+        torch.randint(0, K, (B, C * A), generator=torch.Generator()),
+    )
     ids, mask = inputs["/ids"], inputs["/mask"]
     options: dict[str, Any] = body.pixels(inputs["/images"].flatten(0, 1))
     n = C * A - 1
@@ -142,10 +164,14 @@ def test_what_an_answer_depends_on(folders: Any, kind: str, decode: str) -> None
     assert (changed[:, 1].abs().max() > 1e-5) == (decode == "autoregressive")
 
 
-# --------------------------------------------------------------------------------------------------------- what learns
+# -------------------------------------------------------------------------------------- what learns
 @pytest.mark.parametrize("kind", ["smolvlm", "paligemma", "openvla"])
-@pytest.mark.parametrize("options", [{}, {"freeze_trunk": True}, ADAPTED, ADAPTED | {"dtype": "bfloat16"}], ids=str)
-def test_groups_hold_all_that_is_trained_once(folders: Any, kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"freeze_trunk": True}, ADAPTED, ADAPTED | {"dtype": "bfloat16"}], ids=str
+)
+def test_groups_hold_all_that_is_trained_once(
+    folders: Any, kind: str, options: dict[str, Any]
+) -> None:
     policy = policy_of(folders(kind), **options)
     groups = policy.parameter_groups()
     ids = [id(p) for group in groups.values() for p in group]
@@ -154,10 +180,16 @@ def test_groups_hold_all_that_is_trained_once(folders: Any, kind: str, options: 
     assert all(p.dtype == torch.float32 for group in groups.values() for p in group)
     rest = [p for p in policy.parameters() if not p.requires_grad and p.is_floating_point()]
     assert all(p.dtype == getattr(torch, options.get("dtype", "float32")) for p in rest)
-    names = {name for name, p in policy.named_parameters() if p.requires_grad and not name.startswith("value_head")}
+    names = {
+        name
+        for name, p in policy.named_parameters()
+        if p.requires_grad and not name.startswith("value_head")
+    }
     if "lora_rank" in options:
         assert all("lora_" in name or name in ("body.head", "body.query") for name in names)
-        assert len([name for name in names if "lora_" in name]) == 2 * 2 * 7  # layers x (A, B) x linear layers
+        assert (
+            len([name for name in names if "lora_" in name]) == 2 * 2 * 7
+        )  # layers x (A, B) x linear layers
     sight = {id(p) for p in policy.body.vision_parameters()}
     assert bool(sight & set(ids)) == (not options)
     inputs = policy.encode(observations())
@@ -165,7 +197,9 @@ def test_groups_hold_all_that_is_trained_once(folders: Any, kind: str, options: 
     out = policy.evaluate(inputs, d.action, d.replay)
     (out.log_prob.sum() + out.value.sum()).backward()
     dead = {name for name in names if policy.get_parameter(name).grad is None}
-    assert all(".vision_tower." in name for name in dead)  # SigLIP's pooling, which PaliGemma does not read
+    assert all(
+        ".vision_tower." in name for name in dead
+    )  # SigLIP's pooling, which PaliGemma does not read
 
 
 def test_bfloat16_is_close_and_its_log_probabilities_are_float32(folders: Any) -> None:
@@ -190,12 +224,16 @@ def test_recomputed_layers_give_the_same_gradient_and_keep_less(
         inputs = policy.encode(observations())
         d = acted(policy, inputs)
         saved: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, s=saved: s.append(x.numel()) or x, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, s=saved: s.append(x.numel()) or x, lambda x: x
+        ):
             out = policy.evaluate(inputs, d.action, d.replay)
         kept.append(sum(saved))
         out.log_prob.sum().backward()
         grads.append({n: p.grad for n, p in policy.named_parameters() if p.grad is not None})
-        assert not any(module.training for module in policy.modules() if isinstance(module, torch.nn.Dropout))
+        assert not any(
+            module.training for module in policy.modules() if isinstance(module, torch.nn.Dropout)
+        )
     assert grads[0].keys() == grads[1].keys()
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad)
@@ -211,7 +249,9 @@ def test_a_reference_shares_what_is_frozen(folders: Any) -> None:
     before = other.act(inputs).log_prob
     with torch.no_grad():
         policy.body.head.add_(1.0 * torch.randn_like(policy.body.head))
-    assert torch.equal(other.act(inputs).log_prob, before) and not torch.equal(policy.act(inputs).log_prob, before)
+    assert torch.equal(other.act(inputs).log_prob, before) and not torch.equal(
+        policy.act(inputs).log_prob, before
+    )
 
 
 @pytest.mark.parametrize("options", [{}, ADAPTED], ids=str)
@@ -231,11 +271,16 @@ def test_a_clone_comes_closer(folders: Any, options: dict[str, Any]) -> None:
     assert (policy.act(inputs).action.view(B, C, A) - action).abs().mean() < 0.2
 
 
-# -------------------------------------------------------------------------------------------------------- what is kept
+# ------------------------------------------------------------------------------------- what is kept
 @pytest.mark.parametrize("kind", ["smolvlm", "paligemma", "openvla"])
 @pytest.mark.parametrize("options", [{}, ADAPTED], ids=str)
-def test_a_checkpoint_holds_what_is_trained(folders: Any, kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    policy, other = policy_of(folders(kind), **options), policy_of(folders(kind), lively=False, **options)
+def test_a_checkpoint_holds_what_is_trained(
+    folders: Any, kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    policy, other = (
+        policy_of(folders(kind), **options),
+        policy_of(folders(kind), lively=False, **options),
+    )
     state = policy.state_dict()
     names = {name for name, p in policy.named_parameters() if p.requires_grad}
     if options:
@@ -243,7 +288,9 @@ def test_a_checkpoint_holds_what_is_trained(folders: Any, kind: str, options: di
     else:
         assert set(state) >= names and lora.BASE not in state
     torch.save(state, tmp_path / "policy.pt")
-    checkpoint.load_weights(other, torch.load(tmp_path / "policy.pt", weights_only=True), "policy.pt")
+    checkpoint.load_weights(
+        other, torch.load(tmp_path / "policy.pt", weights_only=True), "policy.pt"
+    )
     inputs = policy.encode(observations())
     assert torch.equal(acted(policy, inputs).log_prob, acted(other, inputs).log_prob)
 
@@ -254,7 +301,10 @@ def test_adapters_refuse_another_base(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"note": "another"}))
     other = policy_of(folder, **ADAPTED)
-    with pytest.raises(CheckpointError, match=r"model.checkpoint=\S+smolvlm: its digest is [0-9a-f]{12}\.\., the one"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model.checkpoint=\S+smolvlm: its digest is [0-9a-f]{12}\.\., the one",
+    ):
         checkpoint.load_weights(other, policy.state_dict(), "policy.pt")
     with pytest.raises(CheckpointError, match=r"lora_A.*this model needs \(2, 32\)"):
         checkpoint.load_weights(policy_of(folder, lora_rank=2), policy.state_dict(), "policy.pt")
@@ -264,7 +314,9 @@ def test_adapters_refuse_another_base(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["smolvlm", "paligemma", "qwen3_vl", "openvla"])
 @pytest.mark.parametrize("options", [{}, ADAPTED], ids=str)
-def test_an_exported_directory_acts_the_same(folders: Any, kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_an_exported_directory_acts_the_same(
+    folders: Any, kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     """Adapters merged, words of actions back in the vocabulary."""
     policy = policy_of(folders(kind), decode="autoregressive", **options)
     inputs = policy.encode(observations())
@@ -287,20 +339,31 @@ def test_merging_is_the_sum(folders: Any) -> None:
     torch.testing.assert_close(policy.body.language.layers[0].self_attn.q_proj.weight, expected)
 
 
-# ---------------------------------------------------------------------------------------------- pictures, prompts, bins
+# -------------------------------------------------------------------------- pictures, prompts, bins
 def test_patches_are_transformers(folders: Any) -> None:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil,
+        smart_resize,
+    )
 
     body = policy_of(folders("qwen2_5_vl")).body
-    theirs = Qwen2VLImageProcessorPil.from_pretrained(folders("qwen2_5_vl"), patch_size=4, merge_size=2)
+    theirs = Qwen2VLImageProcessorPil.from_pretrained(
+        folders("qwen2_5_vl"), patch_size=4, merge_size=2
+    )
     images = observations()["front"]
-    told = theirs([x.permute(1, 2, 0).numpy() for x in images], return_tensors="pt", do_resize=False)
+    told = theirs(
+        [x.permute(1, 2, 0).numpy() for x in images], return_tensors="pt", do_resize=False
+    )
     ours = body.pixels(images)
     assert torch.equal(ours["image_grid_thw"], told["image_grid_thw"])
-    torch.testing.assert_close(ours["pixel_values"], told["pixel_values"].float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ours["pixel_values"], told["pixel_values"].float(), rtol=1e-5, atol=1e-5
+    )
     for size in ((64, 64), (480, 640), (30, 100), (2000, 1000)):
         fitted = _fitted(*size, factor=28, fewest=56 * 56, most=28 * 28 * 1280)
-        assert fitted == smart_resize(*size, factor=28, min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
+        assert fitted == smart_resize(
+            *size, factor=28, min_pixels=56 * 56, max_pixels=28 * 28 * 1280
+        )
 
 
 def test_pixels_by_hand(folders: Any) -> None:
@@ -327,7 +390,10 @@ def test_prompts(folders: Any) -> None:
     ):
         body: VisionLanguage = policy_of(folders(kind)).body
         image = body.tokenizer.convert_ids_to_tokens(body.image_id)
-        assert body.tokenizer.decode(body.prompt("Lift it")) == before + image * body.visual_tokens + after, kind
+        assert (
+            body.tokenizer.decode(body.prompt("Lift it"))
+            == before + image * body.visual_tokens + after
+        ), kind
     assert body.visual_tokens == (SIDE // 4 // 2) ** 2
 
 
@@ -347,13 +413,19 @@ def test_several_cameras(folders: Any) -> None:
         obs = observations() | {"wrist": observations(seed=1)["front"]}
         inputs = policy.encode(obs)
         d = acted(policy, inputs)
-        assert (policy.evaluate(inputs, d.action, d.replay).log_prob - d.log_prob).abs().max() < 1e-5
+        assert (
+            policy.evaluate(inputs, d.action, d.replay).log_prob - d.log_prob
+        ).abs().max() < 1e-5
         other = policy.encode(obs | {"wrist": 255 - obs["wrist"]})
-        assert (policy.evaluate(other, d.action, d.replay).log_prob - d.log_prob).abs().max() > 1e-4, kind
+        assert (
+            policy.evaluate(other, d.action, d.replay).log_prob - d.log_prob
+        ).abs().max() > 1e-4, kind
 
 
 def test_openvlas_actions_are_its_statistics(folders: Any) -> None:
-    """Bin 0 of 16 edges: x = -1 + 1/15; q01 = -2, q99 = 2 give 2 x, q01 = 0, q99 = 1 give (x + 1) / 2."""
+    """Bin 0 of 16 edges: x = -1 + 1/15; q01 = -2, q99 = 2 give 2 x, q01 = 0, q99 = 1 give (x + 1) /
+    2.
+    """
     policy = policy_of(folders("openvla"))
     action = policy.centre(torch.zeros(1, C, A, dtype=torch.int64))
     x = -1 + 1 / 15
@@ -364,11 +436,14 @@ def test_openvlas_actions_are_its_statistics(folders: Any) -> None:
     assert not torch.equal(other.centre(bins), policy.centre(bins))
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 def test_directories_of_another_kind(folders: Any, tmp_path: Path) -> None:
     cases: dict[str, tuple[dict[str, Any] | None, str]] = {
         "empty": (None, r"model.checkpoint=\S+empty: holds no config.json; name the directory"),
-        "pi0": ({"type": "pi0"}, r"holds pi0, not a model of action tokens: write model.policy=flow"),
+        "pi0": (
+            {"type": "pi0"},
+            r"holds pi0, not a model of action tokens: write model.policy=flow",
+        ),
         "llama": (
             {"model_type": "llama"},
             r"holds llama, which has no vision_config; model.policy=token reads OpenVLA",
@@ -381,10 +456,14 @@ def test_directories_of_another_kind(folders: Any, tmp_path: Path) -> None:
             (tmp_path / name / "config.json").write_text(json.dumps(raw))
         with pytest.raises(ConfigError, match=message):
             policy_of(tmp_path / name)
-    (tmp_path / "clip" / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 32}}))
+    (tmp_path / "clip" / "preprocessor_config.json").write_text(
+        json.dumps({"size": {"height": 32}})
+    )
     with pytest.raises(ConfigError, match=r"holds a clip, which transformers refuses: ValueError"):
         policy_of(tmp_path / "clip")
-    with pytest.raises(ConfigError, match=r"model.checkpoint=\S+nowhere: there is no such directory; download one"):
+    with pytest.raises(
+        ConfigError, match=r"model.checkpoint=\S+nowhere: there is no such directory; download one"
+    ):
         policy_of(tmp_path / "nowhere")
 
 
@@ -395,7 +474,8 @@ def test_weights_that_are_missing_are_not_drawn_at_random(tmp_path: Path) -> Non
     del weights[gone]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ConfigError, match=r"model.checkpoint=\S+: the weights lack \S*q_proj.weight, 1 in all; download"
+        ConfigError,
+        match=r"model.checkpoint=\S+: the weights lack \S*q_proj.weight, 1 in all; download",
     ):
         policy_of(folder)
 
@@ -403,26 +483,60 @@ def test_weights_that_are_missing_are_not_drawn_at_random(tmp_path: Path) -> Non
 def test_options_that_do_not_fit_a_directory(folders: Any) -> None:
     vlm, openvla = folders("smolvlm"), folders("openvla")
     for folder, options, message in (
-        (vlm, {"unnorm_key": "x"}, r"model.unnorm_key=x: \S+ holds a smolvlm, which has no statistics"),
-        (vlm, {"bins": 1000}, r"model.bins=1000: the vocabulary has only \d+ words that no prompt uses"),
-        (openvla, {"unnorm_key": "bridge"}, r"model.unnorm_key=bridge: did you mean bridge_orig\? .*, tabletop"),
+        (
+            vlm,
+            {"unnorm_key": "x"},
+            r"model.unnorm_key=x: \S+ holds a smolvlm, which has no statistics",
+        ),
+        (
+            vlm,
+            {"bins": 1000},
+            r"model.bins=1000: the vocabulary has only \d+ words that no prompt uses",
+        ),
+        (
+            openvla,
+            {"unnorm_key": "bridge"},
+            r"model.unnorm_key=bridge: did you mean bridge_orig\? .*, tabletop",
+        ),
         (openvla, {"unnorm_key": None}, r"model.unnorm_key=null: .*bridge_orig, tabletop"),
-        (openvla, {"bins": 256}, r"model.bins=256: the checkpoint has 16 words for actions; write model.bins=16"),
+        (
+            openvla,
+            {"bins": 256},
+            r"model.bins=256: the checkpoint has 16 words for actions; write model.bins=16",
+        ),
         (
             vlm,
             {"spec": {"state": ArraySpec((5,))}},
             r"the observation holds no picture; name a camera with env.cameras",
         ),
-        (vlm, {"spec": {"a": PICTURE, "b": ArraySpec((3, 16, 16), torch.uint8)}}, r"must be RGB and of one size"),
+        (
+            vlm,
+            {"spec": {"a": PICTURE, "b": ArraySpec((3, 16, 16), torch.uint8)}},
+            r"must be RGB and of one size",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             policy_of(folder, **options)
     config = ModelConfig(policy="token", checkpoint=str(openvla), bins=K, unnorm_key="tabletop")
-    with pytest.raises(ConfigError, match=r"its actions have 2 dimensions, the task's 3; use another model.unnorm_key"):
+    with pytest.raises(
+        ConfigError,
+        match=r"its actions have 2 dimensions, the task's 3; use another model.unnorm_key",
+    ):
         CheckpointVLA.of(SPEC, Box((-1.0,) * 6, (1.0,) * 6), config, chunk=2, sentences=SENTENCES)
-    with pytest.raises(ConfigError, match=r"env.action_mapping=rescale: .* write env.action_mapping=clip"):
-        CheckpointVLA.of(SPEC, Box((-2.0,) * 4, (1.0,) * 4), config, chunk=2, sentences=SENTENCES, mapping="rescale")
-    with pytest.raises(ConfigError, match=r"the task's actions are discrete; use model.policy=actor_critic"):
+    with pytest.raises(
+        ConfigError, match=r"env.action_mapping=rescale: .* write env.action_mapping=clip"
+    ):
+        CheckpointVLA.of(
+            SPEC,
+            Box((-2.0,) * 4, (1.0,) * 4),
+            config,
+            chunk=2,
+            sentences=SENTENCES,
+            mapping="rescale",
+        )
+    with pytest.raises(
+        ConfigError, match=r"the task's actions are discrete; use model.policy=actor_critic"
+    ):
         CheckpointVLA.of(SPEC, Discrete(3), config, chunk=1, sentences=SENTENCES)
 
 
@@ -432,11 +546,13 @@ def test_a_missing_extra_is_named(
 ) -> None:
     folder = folders("smolvlm")
     monkeypatch.setitem(__import__("sys").modules, missing, None)
-    with pytest.raises(ConfigError, match=rf"needs {missing} .*: pip install 'embodied-ppo\[vla\]'"):
+    with pytest.raises(
+        ConfigError, match=rf"needs {missing} .*: pip install 'embodied-ppo\[vla\]'"
+    ):
         policy_of(folder, **options)
 
 
-# ---------------------------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------- the command
 TINY = [
     "experiment=tabletop_token",
     f"model.bins={K}",
@@ -474,10 +590,19 @@ def of_tabletop(folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["smolvlm", "openvla"])
 def test_train_evaluate_and_export(
-    folders: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folders: Any,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = [f"model.checkpoint={folders(kind)}", "model.lora_rank=2", "run_dir=run", "algorithm.use_kl_loss=true"]
+    options = [
+        f"model.checkpoint={folders(kind)}",
+        "model.lora_rank=2",
+        "run_dir=run",
+        "algorithm.use_kl_loss=true",
+    ]
     if kind == "openvla":
         options += ["model.unnorm_key=four", "model.decode=autoregressive"]
         of_tabletop(folders(kind))
@@ -490,10 +615,12 @@ def test_train_evaluate_and_export(
     written = run(capsys, "export", "checkpoint=run", "out=mine")
     assert written["logit_difference"] < 1e-4
     Path("new").touch()
-    assert {file.stat().st_mode for file in Path("mine").iterdir()} == {Path("new").stat().st_mode}, (
-        "as the umask has it"
+    assert {file.stat().st_mode for file in Path("mine").iterdir()} == {
+        Path("new").stat().st_mode
+    }, "as the umask has it"
+    again = run(
+        capsys, "train", *TINY, *options[1:], "model.checkpoint=mine", "run_dir=second", "updates=1"
     )
-    again = run(capsys, "train", *TINY, *options[1:], "model.checkpoint=mine", "run_dir=second", "updates=1")
     assert again["updates"] == 1
 
 
@@ -503,8 +630,16 @@ def test_experiments_for_openvla(
 ) -> None:
     """Everything but the simulator, whose meshes do not ship, and the size."""
     monkeypatch.chdir(tmp_path)
-    options = ["env.id=Tabletop", "env.cameras=[front]", "env.image_size=32", "env.kwargs.obs=language"]
-    options += [f"model.checkpoint={of_tabletop(make('openvla', tmp_path / 'tiny'))}", "model.unnorm_key=four"]
+    options = [
+        "env.id=Tabletop",
+        "env.cameras=[front]",
+        "env.image_size=32",
+        "env.kwargs.obs=language",
+    ]
+    options += [
+        f"model.checkpoint={of_tabletop(make('openvla', tmp_path / 'tiny'))}",
+        "model.unnorm_key=four",
+    ]
     done = run(capsys, "train", f"experiment={name}", *TINY[1:], *options)
     assert done["updates"] == 2 and done["final_success"] is not None
     weights = torch.load(Path(done["checkpoint"]) / "policy.pt", weights_only=True)
@@ -513,12 +648,26 @@ def test_experiments_for_openvla(
 
 
 def test_a_clone_by_command(
-    folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folders: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Demonstrations are recorded and imitated before PPO, by adapters alone; the second run takes the clone."""
+    """Demonstrations are recorded and imitated before PPO, by adapters alone; the second run takes
+    the clone.
+    """
     monkeypatch.chdir(tmp_path)
-    options = [f"model.checkpoint={folders('paligemma')}", "model.lora_rank=2", "model.freeze_trunk=true"]
-    options += ["cloning.steps=3", "cloning.foresight_steps=2", "cloning.episodes=8", "cloning.batch_size=4"]
+    options = [
+        f"model.checkpoint={folders('paligemma')}",
+        "model.lora_rank=2",
+        "model.freeze_trunk=true",
+    ]
+    options += [
+        "cloning.steps=3",
+        "cloning.foresight_steps=2",
+        "cloning.episodes=8",
+        "cloning.batch_size=4",
+    ]
     tiny = [option for option in TINY if not option.startswith("cloning")]
     first, again = (run(capsys, "train", *tiny, *options, f"run_dir={name}") for name in "ab")
     assert first["cloning_loss"] > 0 and first["cloning_loss"] == again["cloning_loss"]

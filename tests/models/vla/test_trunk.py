@@ -41,9 +41,13 @@ Family = TokenVLA | FlowVLA | GaussianVLA
 
 def make(seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
-    config = ModelConfig(**{"policy": "token", "bins": 16, "width": 32, "word_buckets": 64, **options})
+    config = ModelConfig(
+        **{"policy": "token", "bins": 16, "width": 32, "word_buckets": 64, **options}
+    )
     family = {"token": TokenVLA, "flow": FlowVLA, "gaussian": GaussianVLA}[config.policy]
-    policy = family(SPEC, Box((-1.0,) * (C * A), (1.0,) * (C * A)), config, chunk=C, sentences=SENTENCES)
+    policy = family(
+        SPEC, Box((-1.0,) * (C * A), (1.0,) * (C * A)), config, chunk=C, sentences=SENTENCES
+    )
     policy.freeze(config.freeze_trunk)
     with torch.no_grad():  # new models think all actions equally likely, and every value 0
         for p in policy.parameters():
@@ -67,11 +71,20 @@ def test_evaluate_reproduces_act_for_any_micro_batch(family: str, options: dict[
     inputs = policy.encode(observations())
     for noise in (policy.noise(B, torch.Generator().manual_seed(1)), None):
         d = policy.act(inputs, noise=noise)
-        assert d.log_prob.shape == (B, C, A) and d.log_prob.dtype == torch.float32 and d.action.shape == (B, C * A)
+        assert (
+            d.log_prob.shape == (B, C, A)
+            and d.log_prob.dtype == torch.float32
+            and d.action.shape == (B, C * A)
+        )
         for size in (B, 3, 1):
             cuts = [slice(i, i + size) for i in range(0, B, size)]
-            parts = [policy.evaluate(tree.index(inputs, c), d.action[c], tree.index(d.replay, c)) for c in cuts]
-            log_prob, value = (torch.cat([getattr(p, k) for p in parts]) for k in ("log_prob", "value"))
+            parts = [
+                policy.evaluate(tree.index(inputs, c), d.action[c], tree.index(d.replay, c))
+                for c in cuts
+            ]
+            log_prob, value = (
+                torch.cat([getattr(p, k) for p in parts]) for k in ("log_prob", "value")
+            )
             assert torch.allclose(log_prob, d.log_prob, rtol=1e-5, atol=1e-5)
             assert (value - d.value).abs().max() < 1e-5
             entropy = torch.cat([p.entropy for p in parts])
@@ -89,7 +102,9 @@ def test_a_frozen_trunk_sees_the_same_and_learns_nothing(family: str) -> None:
     policy.FROZEN_ROWS = 3
     inputs = policy.encode(observations())
     frozen = policy.act(inputs, noise=noise)
-    assert (frozen.log_prob - d.log_prob).abs().max() < 1e-5 and (frozen.value - d.value).abs().max() < 1e-5
+    assert (frozen.log_prob - d.log_prob).abs().max() < 1e-5 and (
+        frozen.value - d.value
+    ).abs().max() < 1e-5
     out = policy.evaluate(inputs, frozen.action, frozen.replay)
     (out.log_prob.sum() + out.value.sum()).backward()
     assert all(p.grad is None for p in policy.trunk.parameters())
@@ -100,7 +115,9 @@ def test_a_frozen_trunk_sees_the_same_and_learns_nothing(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_samples_come_from_the_density_that_is_told(family: str) -> None:
-    """E[p'/p] = 1 under p, for another policy's p' of the same latents: the ratio that PPO relies on."""
+    """E[p'/p] = 1 under p, for another policy's p' of the same latents: the ratio that PPO relies
+    on.
+    """
     options = FAMILIES[family] | {"temperature": 1.3} | ({"bins": 4} if "tokens" in family else {})
     policy, other = make(**options), make(**options)
     with torch.no_grad():
@@ -146,13 +163,19 @@ def test_what_an_answer_depends_on() -> None:
         d = policy.act(policy.encode(obs))
         base = policy.evaluate(policy.encode(obs), d.action, d.replay)
         for name in obs:
-            other = obs | {name: torch.flip(obs[name], dims=(-1,)) if name != "instruction" else (obs[name] + 1) % 3}
+            other = obs | {
+                name: torch.flip(obs[name], dims=(-1,))
+                if name != "instruction"
+                else (obs[name] + 1) % 3
+            }
             changed = policy.evaluate(policy.encode(other), d.action, d.replay)
             assert (changed.log_prob - base.log_prob).abs().max() > 1e-4, (decode, name)
             assert (changed.value - base.value).abs().max() > 1e-4, (decode, name)
         bins = d.replay["bins"].clone()
         bins[:, 1, 0] = (bins[:, 1, 0] + 1) % 16
-        changed = policy.evaluate(policy.encode(obs), d.action, {"bins": bins}).log_prob - base.log_prob
+        changed = (
+            policy.evaluate(policy.encode(obs), d.action, {"bins": bins}).log_prob - base.log_prob
+        )
         assert changed[:, 0].abs().max() < 1e-6  # what comes before does not see it
         assert (changed[:, 1, 1:].abs().max() > 1e-4) == (decode == "autoregressive")
 
@@ -210,13 +233,18 @@ def test_one_stochastic_step_drawn_for_each_chain() -> None:
     one = policy.encode(tree.map(lambda x: x[:1].expand(rows, *x.shape[1:]), observations()))
     noise = policy.noise(rows, torch.Generator().manual_seed(0))
     d = policy.act(one, noise=noise)
-    assert torch.bincount(d.replay["step"], minlength=4).tolist() == pytest.approx([1000] * 4, abs=150)
+    assert torch.bincount(d.replay["step"], minlength=4).tolist() == pytest.approx(
+        [1000] * 4, abs=150
+    )
     assert d.replay["latents"].shape == (rows, 2, C, A)  # two of five
-    # the step's own noise is all that tells two chains with the same beginning and the same stochastic step apart
+    # the step's own noise is all that tells two chains with the same beginning and the same
+    # stochastic step apart
     other = noise.clone()
     other[:, 1] = 0
     mean = policy.act(one, noise=other).replay["latents"][:, 1]
-    std = torch.tensor([0.5, 0.5 * 3**0.5 / 2, 0.25, 0.5 / 12**0.5])[d.replay["step"]].view(-1, 1, 1)
+    std = torch.tensor([0.5, 0.5 * 3**0.5 / 2, 0.25, 0.5 / 12**0.5])[d.replay["step"]].view(
+        -1, 1, 1
+    )
     assert torch.allclose(d.replay["latents"][:, 1], mean + std * noise[:, 1], atol=1e-5)
 
 
@@ -227,7 +255,9 @@ def test_bins(bins: int, parts: int) -> None:
     assert torch.allclose(policy.centre(torch.arange(parts)), centres, atol=1e-6)
     assert policy.centre(torch.tensor(bins - 1)) == policy.centre(torch.tensor(parts - 1))
     assert torch.equal(policy.bin_of(policy.centre(torch.arange(parts))), torch.arange(parts))
-    edges = torch.tensor([-2.0, -1.0, -1 + 1.99 / parts, -1 + 2.01 / parts, 1 - 1.99 / parts, 1.0, 3.0])
+    edges = torch.tensor(
+        [-2.0, -1.0, -1 + 1.99 / parts, -1 + 2.01 / parts, 1 - 1.99 / parts, 1.0, 3.0]
+    )
     assert policy.bin_of(edges).tolist() == [0, 0, 0, 1, parts - 1, parts - 1, parts - 1]
     assert policy.centre(policy.bin_of(torch.zeros(1))) == 0  # standing still is an action
 
@@ -286,7 +316,9 @@ def test_the_value_head_alone_is_the_critic(family: str, detach: bool) -> None:
 
 def test_words() -> None:
     assert word_ids("Push the RED block!", 64) == word_ids("push the red block", 64)
-    assert len(word_ids("push the red block", 64)) == 4 and 0 not in word_ids("push the red block", 2)
+    assert len(word_ids("push the red block", 64)) == 4 and 0 not in word_ids(
+        "push the red block", 2
+    )
     table = sentence_table(SENTENCES, 64)
     assert table.shape == (3, 5) and table[2].tolist()[2:] == [0, 0, 0]
     # a checkpoint serves a simulator with other sentences, and padding changes nothing
@@ -309,7 +341,9 @@ def test_what_a_word_points_at_does_not_depend_on_the_words_around() -> None:
     """So pairs that were never named together are found as well as those that were."""
     policy, heard = make(word_buckets=256), []
     policy.tell(("take the red block to the blue zone", "take the red block to the green zone"))
-    obs = tree.map(lambda x: x[:1].expand(2, *x.shape[1:]), observations()) | {"instruction": torch.arange(2)}
+    obs = tree.map(lambda x: x[:1].expand(2, *x.shape[1:]), observations()) | {
+        "instruction": torch.arange(2)
+    }
     inputs = policy.encode(obs)
     choose = policy.trunk.choose
     choose.register_forward_hook(lambda module, given, made: heard.append(given[0]))
@@ -325,27 +359,44 @@ def test_what_a_word_points_at_does_not_depend_on_the_words_around() -> None:
 
 @torch.no_grad()
 def test_words_know_their_place_where_those_beside_them_are_unheard() -> None:
-    """ "Nudge the red cube over to the red circle", to somebody who has never heard of cubes and circles."""
+    """ "Nudge the red cube over to the red circle", to somebody who has never heard of cubes and
+    circles.
+    """
     policy, heard = make(), []
     policy.trunk.choose.register_forward_hook(lambda module, given, made: heard.append(given[0]))
     inputs = policy.encode(observations(1))
     for pads in (0, 3):
-        words = torch.tensor([[MASKED_WORD, 5, MASKED_WORD, MASKED_WORD, MASKED_WORD, 5, MASKED_WORD, *pads * [0]]])
+        words = torch.tensor(
+            [[MASKED_WORD, 5, MASKED_WORD, MASKED_WORD, MASKED_WORD, 5, MASKED_WORD, *pads * [0]]]
+        )
         policy.encode_context(inputs | {WORDS: words})
     (a, b), n = heard, 7
     assert torch.allclose(a[0], b[0, :n], atol=1e-6)
     assert (a[0, 1] - a[0, 5]).abs().max() > 0.1
     assert torch.allclose(
-        policy.act(inputs | {WORDS: words}).log_prob, policy.act(inputs | {WORDS: words[:, :n]}).log_prob
+        policy.act(inputs | {WORDS: words}).log_prob,
+        policy.act(inputs | {WORDS: words[:, :n]}).log_prob,
     )
 
 
 @pytest.mark.parametrize(
     ("spec", "action", "says"),
     [
-        ({"state": ArraySpec((5,))}, Box((-1.0,), (1.0,)), "holds no picture; name one with env.cameras=.front."),
-        ({"eye": ArraySpec((3, 20, 16), torch.uint8)}, Box((-1.0,), (1.0,)), "'eye': 20 x 16 pixels"),
-        ({"eye": ArraySpec((3, 16, 16), torch.uint8)}, Discrete(4), "the task's actions are discrete"),
+        (
+            {"state": ArraySpec((5,))},
+            Box((-1.0,), (1.0,)),
+            "holds no picture; name one with env.cameras=.front.",
+        ),
+        (
+            {"eye": ArraySpec((3, 20, 16), torch.uint8)},
+            Box((-1.0,), (1.0,)),
+            "'eye': 20 x 16 pixels",
+        ),
+        (
+            {"eye": ArraySpec((3, 16, 16), torch.uint8)},
+            Discrete(4),
+            "the task's actions are discrete",
+        ),
     ],
 )
 def test_what_it_refuses(spec: dict[str, ArraySpec], action: Any, says: str) -> None:

@@ -1,4 +1,6 @@
-"""mode=reasoning from the command line: train, resume, evaluate, export; graders, reward models, critics, refusals."""
+"""mode=reasoning from the command line: train, resume, evaluate, export; graders, reward models,
+critics, refusals.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ Capture = pytest.CaptureFixture[str]
 ROOT = Path(__file__).resolve().parents[3]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 """Where the real questions may be; they are no part of the repository."""
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 SIZES |= {"intermediate_size": 32}
 SMALL = [
     *(f"actor.model.architecture.{name}={size}" for name, size in SIZES.items()),
@@ -52,7 +59,9 @@ TINY = ["experiment=arithmetic", *SMALL]
 @pytest.fixture(scope="module", autouse=True)
 def few_problems() -> Iterator[None]:
     """Ten thousand take half a second to read; integration/test_experiments.py has them all."""
-    few = {name: replace(task, train=20, held_out=16) for name, task in synthetic_tasks.TASKS.items()}
+    few = {
+        name: replace(task, train=20, held_out=16) for name, task in synthetic_tasks.TASKS.items()
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synthetic_tasks, "TASKS", few)
         yield
@@ -68,7 +77,9 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(capsys: Capture, command: str, *options: object) -> dict[str, Any]:
     """What a command that succeeds answers."""
     capsys.readouterr()
-    code = main.main([command, "--json", *(["--quiet"] if command != "export" else []), *map(str, options)])
+    code = main.main(
+        [command, "--json", *(["--quiet"] if command != "export" else []), *map(str, options)]
+    )
     out = capsys.readouterr()
     assert code == 0, out.err
     return json.loads(out.out)
@@ -99,7 +110,7 @@ def write_lines(name: str, items: list[dict[str, Any]]) -> Path:
     return path
 
 
-# --------------------------------------------------------------------------------------------------------------- train
+# -------------------------------------------------------------------------------------------- train
 def test_a_run_leaves_everything_behind(capsys: Capture) -> None:
     summary = train(capsys)
     assert summary == json.loads(Path("run/summary.json").read_text())
@@ -107,7 +118,13 @@ def test_a_run_leaves_everything_behind(capsys: Capture) -> None:
     assert 2 * 8 <= summary["tokens"] <= 2 * 8 * 4
     for name in ("tokens_per_s", "cpu_us_per_token"):
         assert summary[name] > 0
-    assert set(summary["cpu_us_per_token_by_phase"]) == {"generate", "grade", "advantages", "update", "other"}
+    assert set(summary["cpu_us_per_token_by_phase"]) == {
+        "generate",
+        "grade",
+        "advantages",
+        "update",
+        "other",
+    }
     assert 0 <= summary["initial_success"] <= 1 and 0 <= summary["final_success"] <= 1
     stored = yaml.safe_load(Path("run/config.yaml").read_text())
     assert stored["actor"]["model"]["architecture"]["hidden_size"] == 16 and "env" not in stored
@@ -115,15 +132,24 @@ def test_a_run_leaves_everything_behind(capsys: Capture) -> None:
     assert [row["update"] for row in found] == [0, 1, 2]
     assert all("tokens" in row and "env_steps" not in row for row in found)
     assert found[-1]["tokens"] == summary["tokens"]
-    assert {"rollout/return", "rollout/success", "policy/approx_kl", "value/loss"} <= found[1].keys()
+    assert {"rollout/return", "rollout/success", "policy/approx_kl", "value/loss"} <= found[
+        1
+    ].keys()
     assert "eval/accuracy" in found[0] and "eval/accuracy" in found[2]
     events = EventAccumulator(summary["tensorboard"]).Reload()
     assert "eval/accuracy" in events.Tags()["scalars"]
     (tag,) = (tag for tag in events.Tags()["tensors"] if tag.startswith("samples"))
     table = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
     assert "ground&#95;truth" in table and re.search(r"\d\d\+\d\d=", table)
-    assert Path(summary["checkpoint"]).name == "step_000002" == Path("run/checkpoints/latest").resolve().name
-    assert Path(summary["report"]).name == "report.html" and "tokens" in Path(summary["report"]).read_text()
+    assert (
+        Path(summary["checkpoint"]).name
+        == "step_000002"
+        == Path("run/checkpoints/latest").resolve().name
+    )
+    assert (
+        Path(summary["report"]).name == "report.html"
+        and "tokens" in Path(summary["report"]).read_text()
+    )
     report = json.loads(Path(summary["report_json"]).read_text())
     assert list(report["tasks"]) == ["arithmetic"]
 
@@ -150,7 +176,13 @@ def test_two_halves_equal_the_whole(options: list[str], capsys: Capture) -> None
     Path("even.py").write_text(
         "def compute_score(solution_str, **rest):\n    return sum(c in '02468' for c in solution_str)"
     )
-    options = [*options, "eval_every=2", "save_every=2", f"reward.path={Path('even.py').resolve()}", "reward.workers=0"]
+    options = [
+        *options,
+        "eval_every=2",
+        "save_every=2",
+        f"reward.path={Path('even.py').resolve()}",
+        "reward.workers=0",
+    ]
     train(capsys, *options, "updates=4", "run_dir=whole")
     train(capsys, *options, "updates=2", "run_dir=halves")
     run(capsys, "train", "resume=halves", "updates=4")
@@ -169,20 +201,29 @@ def test_two_halves_equal_the_whole(options: list[str], capsys: Capture) -> None
 def test_an_interrupt_saves_and_the_run_goes_on(capsys: Capture) -> None:
     flags = [*TINY, "run_dir=run", "updates=100000", "save_every=5", "reward.workers=0"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "embodied_ppo.commands.main", "train", *flags], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "embodied_ppo.commands.main", "train", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     wait_for(Path("run/checkpoints/latest"), process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "continue with resume=run" in err and "Traceback" not in err, err
+    assert (
+        process.returncode == 130 and "continue with resume=run" in err and "Traceback" not in err
+    ), err
     newest = checkpoint.newest_valid(Path("run"))
-    assert newest is not None and newest.update == rows(Path("run"))[-1]["update"], "everything learned was saved"
+    assert newest is not None and newest.update == rows(Path("run"))[-1]["update"], (
+        "everything learned was saved"
+    )
     with pytest.MonkeyPatch.context() as patch:  # this process has fewer problems
         patch.setattr(synthetic_tasks, "TASKS", {t.name: t for t in synthetic_tasks._TASKS})
-        assert run(capsys, "train", "resume=run", f"updates={newest.update + 1}")["updates"] == newest.update + 1
+        assert (
+            run(capsys, "train", "resume=run", f"updates={newest.update + 1}")["updates"]
+            == newest.update + 1
+        )
 
 
-# --------------------------------------------------------------------------------------------------- files and weights
+# -------------------------------------------------------------------------------- files and weights
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -198,10 +239,17 @@ def questions(part: str, count: int) -> list[dict[str, str]]:
     rows = []
     for i in range(count):
         crates, days = i + {"train": 10, "test": 1000}[part], i % 7 + 2
-        question = f"Ida packs {crates} crates a day." + " She likes it." * (i % 40) + f" How many in {days} days?"
+        question = (
+            f"Ida packs {crates} crates a day."
+            + " She likes it." * (i % 40)
+            + f" How many in {days} days?"
+        )
         done = crates * days
         rows.append(
-            {"question": question, "answer": f"{crates}*{days}=<<{crates}*{days}={done}>>{done:,}\n#### {done:,}"}
+            {
+                "question": question,
+                "answer": f"{crates}*{days}=<<{crates}*{days}={done}>>{done:,}\n#### {done:,}",
+            }
         )
     return rows
 
@@ -220,10 +268,18 @@ def save_model(folder: Path, texts: list[str], seed: int = 0, **sizes: Any) -> P
         vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     words.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=special[0], eos_token=special[2])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token=special[0], eos_token=special[2]
+    )
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
-    fields = {**SIZES, "max_position_embeddings": 512, "vocab_size": 416, "eos_token_id": 2, **sizes}
+    fields = {
+        **SIZES,
+        "max_position_embeddings": 512,
+        "vocab_size": 416,
+        "eos_token_id": 2,
+        **sizes,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         Qwen2ForCausalLM(Qwen2Config(**fields)).save_pretrained(folder)
@@ -233,7 +289,9 @@ def save_model(folder: Path, texts: list[str], seed: int = 0, **sizes: Any) -> P
 def gsm8k() -> tuple[list[str], Path]:
     """Options for a tiny model of its own, and the model's directory."""
     train_rows, test_rows = questions("train", 60), questions("test", 12)
-    model = save_model(Path("model"), [row[key] for row in train_rows for key in ("question", "answer")])
+    model = save_model(
+        Path("model"), [row[key] for row in train_rows for key in ("question", "answer")]
+    )
     options = [
         "experiment=gsm8k_qwen2_5_0_5b",
         f"actor.model.path={model}",
@@ -261,11 +319,14 @@ def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
     summary = run(capsys, "train", *options)
     assert summary["updates"] == 1 and summary["final_success"] is not None
     told = re.search(
-        r"data: (\d+) prompts of data.train=\S+; (\d+) longer than algorithm.prompt_length=200 were left", log()
+        r"data: (\d+) prompts of data.train=\S+; (\d+) longer than algorithm.prompt_length=200 were left",
+        log(),
     )
     assert told and int(told[1]) + int(told[2]) == 60 and int(told[1]) > 0 < int(told[2])
     row = rows(Path("run"))[-1]
-    assert row["rollout/grader_failures"] == 0 and row["kl/to_reference"] == pytest.approx(0, abs=1e-4)
+    assert row["rollout/grader_failures"] == 0 and row["kl/to_reference"] == pytest.approx(
+        0, abs=1e-4
+    )
     samples = json.loads(Path(summary["report_json"]).read_text())
     assert list(samples["tasks"]) == ["openai/gsm8k"]
 
@@ -275,9 +336,9 @@ def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
     done = run(capsys, "export", "checkpoint=run", "out=mine")
     assert done["logit_difference"] == 0
     Path("new").touch()
-    assert {file.stat().st_mode for file in Path("mine").iterdir()} == {Path("new").stat().st_mode}, (
-        "as the umask has it"
-    )
+    assert {file.stat().st_mode for file in Path("mine").iterdir()} == {
+        Path("new").stat().st_mode
+    }, "as the umask has it"
     mine = AutoModelForCausalLM.from_pretrained("mine", dtype=torch.float32)
     before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     config = loader.load(Config, yaml.safe_load(Path("run/config.yaml").read_text()))
@@ -288,13 +349,22 @@ def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
         assert torch.equal(mine(ids).logits, policy.model(ids).logits)
         assert not torch.equal(mine(ids).logits, before(ids).logits), "it has learned"
     theirs, ours = (AutoTokenizer.from_pretrained(folder) for folder in ("mine", model))
-    assert theirs.chat_template == CHAT and theirs("Ida packs 12")["input_ids"] == ours("Ida packs 12")["input_ids"]
+    assert (
+        theirs.chat_template == CHAT
+        and theirs("Ida packs 12")["input_ids"] == ours("Ida packs 12")["input_ids"]
+    )
     assert "is not an empty directory" in refusal(capsys, "export", "checkpoint=run", "out=mine")
 
 
 def test_every_tag_is_documented(capsys: Capture) -> None:
-    """docs/metrics.md has a row for each that this mode writes; test_log has the other way round for robots."""
-    options = ["algorithm.use_kl_in_reward=true", "algorithm.use_kl_loss=true", "algorithm.entropy_target=0.5"]
+    """docs/metrics.md has a row for each that this mode writes; test_log has the other way round
+    for robots.
+    """
+    options = [
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.use_kl_loss=true",
+        "algorithm.entropy_target=0.5",
+    ]
     options += ["algorithm.off_policy_correction=token", "reward.format='[0-9]*'", "evaluation.n=4"]
     train(capsys, *options, "evaluation.deterministic=false", "algorithm.entropy_bonus=0.01")
     board = EventAccumulator("run/tensorboard").Reload()
@@ -303,7 +373,9 @@ def test_every_tag_is_documented(capsys: Capture) -> None:
     documented = re.findall(r"^\| `([^`]+)`", text, re.M)
     patterns = [re.escape(tag).replace("<k>", r"\d+").replace("<n>", r"\d+") for tag in documented]
     assert not {tag for tag in written if not any(re.fullmatch(p, tag) for p in patterns)}
-    missing = {tag for tag in LANGUAGE_ONLY if "<" not in tag and not tag.startswith("hparam")} - written
+    missing = {
+        tag for tag in LANGUAGE_ONLY if "<" not in tag and not tag.startswith("hparam")
+    } - written
     assert not missing
 
 
@@ -329,15 +401,20 @@ def test_files_and_directories_that_are_not_there(capsys: Capture) -> None:
             "algorithm.response_length=500",
             r"response_length = 500: with the longest prompt .* model's limit is 512; lower",
         ),
-        ("algorithm.prompt_length=20", "prompt_length = 20: all 60 prompts are longer, the shortest has"),
+        (
+            "algorithm.prompt_length=20",
+            "prompt_length = 20: all 60 prompts are longer, the shortest has",
+        ),
         ("reward.grader=gsm8k_strct", "did you mean gsm8k_strict"),
     ):
         assert re.search(words, refusal(capsys, "train", *options, change)), change
     (model / "config.json").unlink()
-    assert re.search("actor.model.path=.*: holds no config.json", refusal(capsys, "train", *options))
+    assert re.search(
+        "actor.model.path=.*: holds no config.json", refusal(capsys, "train", *options)
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ evaluate
+# ----------------------------------------------------------------------------------------- evaluate
 def test_evaluations_of_a_checkpoint(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     train(capsys)
 
@@ -346,7 +423,9 @@ def test_evaluations_of_a_checkpoint(capsys: Capture, monkeypatch: pytest.Monkey
         return {tag: x for tag, x in found.items() if tag.startswith("eval/")}
 
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    assert main.main(["evaluate", "checkpoint=run", "episodes=8", "n=2", "deterministic=false"]) == 0
+    assert (
+        main.main(["evaluate", "checkpoint=run", "episodes=8", "n=2", "deterministic=false"]) == 0
+    )
     told = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
     assert told[0].startswith("responses 0/16  ") and told[-1] == "responses 16/16  0 s left"
     once = measure("out=once")
@@ -356,28 +435,53 @@ def test_evaluations_of_a_checkpoint(capsys: Capture, monkeypatch: pytest.Monkey
     assert {"eval/pass@2", "eval/pass@4", "eval/maj@4"} <= many.keys()
     assert many != measure("n=4", "deterministic=false", "seed=1")
     assert measure("response_length=2")["eval/length"] <= 2
-    problems = [{"prompt": f"{i}+{i}=", "answer": f"{2 * i:03d}"[::-1], "data_source": "arithmetic"} for i in (10, 11)]
+    problems = [
+        {"prompt": f"{i}+{i}=", "answer": f"{2 * i:03d}"[::-1], "data_source": "arithmetic"}
+        for i in (10, 11)
+    ]
     other = write_lines("other.jsonl", problems)
     measure(f"data=[{other}]", "out=other")
     assert json.loads(Path("other/report.json").read_text())["tasks"]["arithmetic"]["episodes"] == 2
     for option, value in (("env.max_episode_steps", 5), ("num_envs", 3), ("video_steps", 5)):
         line = refusal(capsys, "evaluate", "checkpoint=run", f"{option}={value}")
-        assert f"{option.partition('.')[0]} = " in line and "run is a language model; leave it out" in line
+        assert (
+            f"{option.partition('.')[0]} = " in line
+            and "run is a language model; leave it out" in line
+        )
     assert "does not exist" in refusal(capsys, "evaluate", "checkpoint=run", "data=[nowhere.jsonl]")
     assert "deterministic = true" in refusal(capsys, "evaluate", "checkpoint=run", "n=4")
 
 
 def test_a_robot_has_no_prompts(capsys: Capture) -> None:
-    sizes = ["env.num_envs=2", "algorithm.horizon=4", "algorithm.global_batch_size=8", "evaluation.episodes=1"]
-    run(capsys, "train", "experiment=cartpole", *sizes, "updates=1", "run_dir=robot", "evaluation.video_episodes=0")
+    sizes = [
+        "env.num_envs=2",
+        "algorithm.horizon=4",
+        "algorithm.global_batch_size=8",
+        "evaluation.episodes=1",
+    ]
+    run(
+        capsys,
+        "train",
+        "experiment=cartpole",
+        *sizes,
+        "updates=1",
+        "run_dir=robot",
+        "evaluation.video_episodes=0",
+    )
     for option in ("data=[x.jsonl]", "n=2", "temperature=0.5", "top_k=3", "response_length=4"):
         line = refusal(capsys, "evaluate", "checkpoint=robot", "deterministic=false", option)
-        why = "model.policy=actor_critic has none" if option.startswith("temperature") else "robot is a robot policy"
-        assert f"{why}; leave it out" in line and line.startswith(f"error: {option.partition('=')[0]} = ")
+        why = (
+            "model.policy=actor_critic has none"
+            if option.startswith("temperature")
+            else "robot is a robot policy"
+        )
+        assert f"{why}; leave it out" in line and line.startswith(
+            f"error: {option.partition('=')[0]} = "
+        )
     assert "is a robot policy" in refusal(capsys, "export", "checkpoint=robot", "out=mine")
 
 
-# -------------------------------------------------------------------------------------------------------------- judges
+# ------------------------------------------------------------------------------------------- judges
 GRADERS = """
 import asyncio, time
 
@@ -403,23 +507,35 @@ def hangs(data_source, solution_str, ground_truth, extra_info=None):
 def test_a_synthetic_task_is_graded_in_worker_processes(capsys: Capture) -> None:
     train(capsys, "updates=1", "reward.workers=2", "evaluation.episodes=1")
     last = rows(Path("run"))[-1]
-    assert last["rollout/grader_failures"] == 0 and last["rollout/return"] == last["rollout/success"]
+    assert (
+        last["rollout/grader_failures"] == 0 and last["rollout/return"] == last["rollout/success"]
+    )
 
 
 @pytest.mark.parametrize("name", ["sync", "later"])
 def test_a_grader_of_ones_own(name: str, capsys: Capture) -> None:
     Path("mine.py").write_text(GRADERS)
-    summary = train(capsys, f"reward.path={Path('mine.py').resolve()}", f"reward.name={name}", "updates=1")
+    summary = train(
+        capsys, f"reward.path={Path('mine.py').resolve()}", f"reward.name={name}", "updates=1"
+    )
     last = rows(Path("run"))[-1]
-    assert last["rollout/grader_failures"] == 0 and last["rollout/return"] >= last["rollout/length"] - 1
+    assert (
+        last["rollout/grader_failures"] == 0
+        and last["rollout/return"] >= last["rollout/length"] - 1
+    )
     assert summary["final_return"] == last["eval/return"] > 1
-    assert ("rollout/success" in last) == (name == "later") and (last["eval/accuracy"] == 1) >= (name == "later")
+    assert ("rollout/success" in last) == (name == "later") and (last["eval/accuracy"] == 1) >= (
+        name == "later"
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "cause"), [("crashes", "RuntimeError: it is odd"), ("hangs", "took longer than timeout_s = 0.2")]
+    ("name", "cause"),
+    [("crashes", "RuntimeError: it is odd"), ("hangs", "took longer than timeout_s = 0.2")],
 )
-def test_a_grader_that_fails_costs_its_own_samples_only(name: str, cause: str, capsys: Capture) -> None:
+def test_a_grader_that_fails_costs_its_own_samples_only(
+    name: str, cause: str, capsys: Capture
+) -> None:
     Path("mine.py").write_text(GRADERS)
     options = ["evaluation.episodes=1"]
     if name == "hangs":
@@ -434,7 +550,13 @@ def test_a_grader_that_fails_costs_its_own_samples_only(name: str, cause: str, c
     assert log().count("reward: a response could not be graded") == 1 and cause in log()
 
 
-RLHF = ["experiment=rlhf_tiny", *SMALL, "reward.model.pairs=40", "reward.model.steps=4", "reward.model.batch_size=8"]
+RLHF = [
+    "experiment=rlhf_tiny",
+    *SMALL,
+    "reward.model.pairs=40",
+    "reward.model.steps=4",
+    "reward.model.batch_size=8",
+]
 
 
 def test_a_reward_model_learns_first_and_judges_then(capsys: Capture) -> None:
@@ -460,16 +582,33 @@ def test_a_resumed_run_has_the_same_reward_model(capsys: Capture) -> None:
 
 
 def test_a_reward_model_that_begins_as_a_model_by_path(capsys: Capture) -> None:
-    fields = {**SIZES, "model_type": "qwen2", "vocab_size": 24, "max_position_embeddings": 64, "eos_token_id": 2}
+    fields = {
+        **SIZES,
+        "model_type": "qwen2",
+        "vocab_size": 24,
+        "max_position_embeddings": 64,
+        "eos_token_id": 2,
+    }
     causal_lm.load(None, fields, what="actor.model").save_pretrained("model")
     options = [option for option in RLHF if not option.startswith(("actor.", "warm_start."))]
-    run(capsys, "train", *options, f"actor.model.path={Path('model').resolve()}", "warm_start.steps=0", "run_dir=run")
+    run(
+        capsys,
+        "train",
+        *options,
+        f"actor.model.path={Path('model').resolve()}",
+        "warm_start.steps=0",
+        "run_dir=run",
+    )
     assert "of held-out preferences right" in log()
 
 
 def test_a_reward_model_by_path(capsys: Capture) -> None:
     """It knows one thing: whether a text is one; so every response is worth its bias."""
-    architecture = {**yaml.safe_load((ROOT / "configs/experiment/arithmetic.yaml").read_text())["actor"]["model"]}
+    architecture = {
+        **yaml.safe_load((ROOT / "configs/experiment/arithmetic.yaml").read_text())["actor"][
+            "model"
+        ]
+    }
     model = reward_model.new({**architecture["architecture"], **SIZES})
     model.config.reward_offset = -3.0
     model.save_pretrained("judge")
@@ -478,31 +617,61 @@ def test_a_reward_model_by_path(capsys: Capture) -> None:
     assert summary["initial_return"] == summary["final_return"] == pytest.approx(3.0)
     assert summary["final_success"] < 1
     found = run(capsys, "evaluate", "checkpoint=run", "episodes=8")
-    assert found["eval/return"] == pytest.approx(3.0) and found["eval/accuracy"] == summary["final_success"]
+    assert (
+        found["eval/return"] == pytest.approx(3.0)
+        and found["eval/accuracy"] == summary["final_success"]
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- critic
+# ------------------------------------------------------------------------------------------- critic
 def test_a_critic_of_another_size(capsys: Capture) -> None:
-    fields = {**SIZES, "model_type": "qwen2", "vocab_size": 24, "hidden_size": 24, "max_position_embeddings": 64}
-    train(capsys, "critic.model.architecture={" + ",".join(f"{k}:{v}" for k, v in fields.items()) + "}")
-    assert contents(Path("run"), 2)[1]["learner"]["critic_weights"]["value_head.weight"].shape == (1, 24)
+    fields = {
+        **SIZES,
+        "model_type": "qwen2",
+        "vocab_size": 24,
+        "hidden_size": 24,
+        "max_position_embeddings": 64,
+    }
+    train(
+        capsys,
+        "critic.model.architecture={" + ",".join(f"{k}:{v}" for k, v in fields.items()) + "}",
+    )
+    assert contents(Path("run"), 2)[1]["learner"]["critic_weights"]["value_head.weight"].shape == (
+        1,
+        24,
+    )
 
 
 def test_a_critic_by_path(capsys: Capture) -> None:
     other = save_model(Path("critic"), ["1"], hidden_size=24)
     train(capsys, f"critic.model.path={other}")
-    assert contents(Path("run"), 2)[1]["learner"]["critic_weights"]["value_head.weight"].shape == (1, 24)
+    assert contents(Path("run"), 2)[1]["learner"]["critic_weights"]["value_head.weight"].shape == (
+        1,
+        24,
+    )
 
 
 def test_critic_warmup_leaves_the_actor_alone(capsys: Capture) -> None:
-    cold = [option for option in TINY if not option.startswith("warm_start.")] + ["warm_start.steps=0"]
+    cold = [option for option in TINY if not option.startswith("warm_start.")] + [
+        "warm_start.steps=0"
+    ]
     run(
-        capsys, "train", *cold, "run_dir=run", "algorithm.critic_warmup=1", "save_every=1", "algorithm.weight_decay=0.1"
+        capsys,
+        "train",
+        *cold,
+        "run_dir=run",
+        "algorithm.critic_warmup=1",
+        "save_every=1",
+        "algorithm.weight_decay=0.1",
     )
     config = loader.load(Config, yaml.safe_load(Path("run/config.yaml").read_text()))
-    fresh = reasoning.make_policy(config, synthetic_tasks.tokenizer(), torch.device("cpu")).state_dict()
+    fresh = reasoning.make_policy(
+        config, synthetic_tasks.tokenizer(), torch.device("cpu")
+    ).state_dict()
     (first, training), (second, _) = (contents(Path("run"), update) for update in (1, 2))
-    assert first.keys() == fresh.keys() and all(torch.equal(first[name], fresh[name]) for name in fresh)
+    assert first.keys() == fresh.keys() and all(
+        torch.equal(first[name], fresh[name]) for name in fresh
+    )
     assert any(not torch.equal(second[name], fresh[name]) for name in fresh)
     critic = training["learner"]["critic_weights"]
     trunk = "decoder.base.embed_tokens.weight"

@@ -1,4 +1,6 @@
-"""Predicted placements of language models: seconds worked out by hand, and what there is to choose from."""
+"""Predicted placements of language models: seconds worked out by hand, and what there is to choose
+from.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from tests.placement.test_cost_model import cost, nothing
 
 
 def measured(**differs: Any) -> Measured:
-    """64 responses, each: generated in 1 ms, graded in 0.1, looked at in 0.2 by reference and critic, learnt from in 2
-    by the actor, in 1 by the critic."""
+    """64 responses, each: generated in 1 ms, graded in 0.1, looked at in 0.2 by reference and
+    critic, learnt from in 2 by the actor, in 1 by the critic."""
     values: dict[str, Any] = {
         "compiled": False,
         "responses": 64,
@@ -41,7 +43,13 @@ def measured(**differs: Any) -> Measured:
 
 
 ALL = "rollout,actor,critic,reference,reward"
-WITHOUT: dict[str, Any] = {"view": None, "values": None, "teach": None, "critic_steps": 0, "critic_gradient_bytes": 0}
+WITHOUT: dict[str, Any] = {
+    "view": None,
+    "values": None,
+    "teach": None,
+    "critic_steps": 0,
+    "critic_gradient_bytes": 0,
+}
 
 
 def seconds(placement: Any, m: Measured, devices: int = 2, **options: Any) -> Prediction:
@@ -57,8 +65,11 @@ def test_in_one_process_one_thing_follows_the_other() -> None:
 
 
 def test_two_threads_learn_at_once_as_far_as_there_are_cores() -> None:
-    assert predicted(None, measured(concurrent=True), {}).update_s == pytest.approx(64 * (0.4 + 2) * 1e-3)
-    # values 64 x 0.2 and both learning 64 x 3 ms of CPU on one core, after what the reference and the critic say
+    assert predicted(None, measured(concurrent=True), {}).update_s == pytest.approx(
+        64 * (0.4 + 2) * 1e-3
+    )
+    # values 64 x 0.2 and both learning 64 x 3 ms of CPU on one core, after what the reference and
+    # the critic say
     alone = predicted(None, measured(concurrent=True, cores=1.0), {})
     assert alone.update_s == pytest.approx(64 * (0.4 + 3) * 1e-3)
 
@@ -75,7 +86,9 @@ def test_a_critic_that_is_apart_learns_while_the_actor_does() -> None:
     assert apart.update_s == pytest.approx(64 * (0.4 + 2) * 1e-3 + CALL_S)
     assert apart.collect_s == pytest.approx(64 * 1.1e-3 + CALL_S)
     # asked for values, told to learn: two messages, and the rows
-    told = seconds({"rollout,actor,reference,reward": 0, "critic": 1}, measured(message_s=1e-3, byte_s=1e-9))
+    told = seconds(
+        {"rollout,actor,reference,reward": 0, "critic": 1}, measured(message_s=1e-3, byte_s=1e-9)
+    )
     assert told.update_s == pytest.approx(apart.update_s + 2e-3 + 1e5 * 1e-9)
     # one core does what two would have done at once
     one = seconds({"rollout,actor,reference,reward": 0, "critic": 1}, measured(cores=1.0))
@@ -116,7 +129,9 @@ def legal(devices: int, without: tuple[str, ...] = ()) -> dict[Any, Choice]:
         try:
             where = choice.component_placement or choice.placement
             p = plan(where, hardware, mode="reasoning", without=without)
-            check_sequences(p, prompts=64, group_size=1, batches={"algorithm.global_batch_size": 32})
+            check_sequences(
+                p, prompts=64, group_size=1, batches={"algorithm.global_batch_size": 32}
+            )
         except PlacementError:
             continue
         found.setdefault(meaning(p), choice)

@@ -1,4 +1,6 @@
-"""The decode engine against transformers' generation and the learner's log-probabilities; batching changes nothing."""
+"""The decode engine against transformers' generation and the learner's log-probabilities; batching
+changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from embodied_ppo.rollout.generation.sampling import Sampling, choose
 from embodied_ppo.rollout.generation.vllm import VllmEngine, response_seeds, sampling_arguments
 from tests.models.test_causal_lm import FAMILIES, make
 
-PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15], [5, 6, 7], [5, 6, 7], [20, 21, 22, 23], [24, 25]]
+PROMPTS = [
+    [5, 6, 7],
+    [8, 9, 10, 11, 12, 13, 14],
+    [15],
+    [5, 6, 7],
+    [5, 6, 7],
+    [20, 21, 22, 23],
+    [24, 25],
+]
 
 
 def engine(policy: LanguagePolicy, slots: int = 64, **more: Any) -> Engine:
@@ -28,20 +38,33 @@ def engine(policy: LanguagePolicy, slots: int = 64, **more: Any) -> Engine:
 
 
 def same(a: Generation, b: Generation) -> bool:
-    return torch.equal(a.token, b.token) and torch.equal(a.length, b.length) and torch.equal(a.stopped, b.stopped)
+    return (
+        torch.equal(a.token, b.token)
+        and torch.equal(a.length, b.length)
+        and torch.equal(a.stopped, b.stopped)
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- engine
-@pytest.mark.parametrize(("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)])
+# ------------------------------------------------------------------------------------------- engine
+@pytest.mark.parametrize(
+    ("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)]
+)
 def test_greedy_tokens_are_transformers(kind: str, more: dict[str, Any]) -> None:
     policy = make(kind, **more)
-    found = engine(policy, slots=3).generate(PROMPTS, Sampling(12, temperature=0.0, stop_ids=(2, 33)), seed=0)
+    found = engine(policy, slots=3).generate(
+        PROMPTS, Sampling(12, temperature=0.0, stop_ids=(2, 33)), seed=0
+    )
     for i, prompt in enumerate(PROMPTS):
-        config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=[2, 33], pad_token_id=0)
+        config = GenerationConfig(
+            max_new_tokens=12, do_sample=False, eos_token_id=[2, 33], pad_token_id=0
+        )
         theirs = policy.model.generate(torch.tensor([prompt]), generation_config=config)
         n = int(found.length[i])
         assert found.token[i, :n].tolist() == theirs[0, len(prompt) :].tolist()
-        assert bool(found.stopped[i]) == (int(found.token[i, n - 1]) in (2, 33)) and not found.token[i, n:].any()
+        assert (
+            bool(found.stopped[i]) == (int(found.token[i, n - 1]) in (2, 33))
+            and not found.token[i, n:].any()
+        )
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 7, 64])
@@ -56,10 +79,16 @@ def test_the_number_of_slots_changes_nothing(slots: int) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 64])
 def test_a_repetition_penalty_knows_its_own_row_only(slots: int) -> None:
-    """transformers' rule, prompts included; a slot taken over remembers nothing of the response before."""
+    """transformers' rule, prompts included; a slot taken over remembers nothing of the response
+    before.
+    """
     policy = make()
-    found = engine(policy, slots).generate(PROMPTS, Sampling(12, temperature=0.0, repetition_penalty=1.7), seed=0)
-    config = GenerationConfig(max_new_tokens=12, do_sample=False, repetition_penalty=1.7, eos_token_id=None)
+    found = engine(policy, slots).generate(
+        PROMPTS, Sampling(12, temperature=0.0, repetition_penalty=1.7), seed=0
+    )
+    config = GenerationConfig(
+        max_new_tokens=12, do_sample=False, repetition_penalty=1.7, eos_token_id=None
+    )
     for i, prompt in enumerate(PROMPTS):
         theirs = policy.model.generate(torch.tensor([prompt]), generation_config=config)
         assert found.token[i].tolist() == theirs[0, len(prompt) :].tolist()
@@ -68,10 +97,16 @@ def test_a_repetition_penalty_knows_its_own_row_only(slots: int) -> None:
 def test_a_sample_is_a_function_of_seed_and_number() -> None:
     policy, sampling = make(), Sampling(10)
     all_of_them = engine(policy).generate(PROMPTS, sampling, seed=5)
-    few = engine(policy).generate(PROMPTS[4:1:-1], sampling, seed=5, samples=torch.tensor([4, 3, 2]))
+    few = engine(policy).generate(
+        PROMPTS[4:1:-1], sampling, seed=5, samples=torch.tensor([4, 3, 2])
+    )
     assert torch.equal(few.token, all_of_them.token[[4, 3, 2]])
-    assert not torch.equal(all_of_them.token[0], all_of_them.token[3]), "equal prompts, other randomness"
-    assert not torch.equal(engine(policy).generate(PROMPTS, sampling, seed=6).token, all_of_them.token)
+    assert not torch.equal(all_of_them.token[0], all_of_them.token[3]), (
+        "equal prompts, other randomness"
+    )
+    assert not torch.equal(
+        engine(policy).generate(PROMPTS, sampling, seed=6).token, all_of_them.token
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -102,12 +137,19 @@ def test_finished_rows_are_not_computed() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "parts"),
-    [(1, [[1], [1], [1], [2], [1], [1]]), (14, [[1, 1], [1, 2], [1, 1]]), (1024, [[1, 1, 1, 2, 1, 1]])],
+    [
+        (1, [[1], [1], [1], [2], [1], [1]]),
+        (14, [[1, 1], [1, 2], [1, 1]]),
+        (1024, [[1, 1, 1, 2, 1, 1]]),
+    ],
 )
 def test_prompts_read_in_parts_change_nothing(
     tokens: int, parts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``parts``: copies of each prompt in a pass. The longest has 7 tokens: 14 are two prompts, 1 is one."""
+    """``parts``: copies of each prompt in a pass.
+
+    The longest has 7 tokens: 14 are two prompts, 1 is one.
+    """
     policy, sampling = make(), Sampling(12, stop_ids=(2, *range(30, 40)))
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", 1 << 15)
     whole = engine(policy).generate(PROMPTS, sampling, seed=5)
@@ -123,9 +165,13 @@ def test_prompts_read_in_parts_change_nothing(
     assert found == parts
 
 
-@pytest.mark.parametrize(("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)])
+@pytest.mark.parametrize(
+    ("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)]
+)
 def test_a_step_of_even_rows_equals_one_of_uneven_rows(kind: str, more: dict[str, Any]) -> None:
-    """Prompts of one length alone take the path that writes a column of the cache; with a longer one they do not."""
+    """Prompts of one length alone take the path that writes a column of the cache; with a longer
+    one they do not.
+    """
     policy, sampling = make(kind, **more), Sampling(12)
     even = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
     alone = engine(policy).generate(even, sampling, seed=5)
@@ -137,7 +183,9 @@ def test_a_step_of_even_rows_equals_one_of_uneven_rows(kind: str, more: dict[str
 def test_a_model_s_own_settings_do_not_leak_in() -> None:
     policy, sampling = make(), Sampling(10)
     before = engine(policy).generate(PROMPTS, sampling, seed=5)
-    policy.model.generation_config = GenerationConfig(temperature=0.1, top_k=1, repetition_penalty=1.5, eos_token_id=7)
+    policy.model.generation_config = GenerationConfig(
+        temperature=0.1, top_k=1, repetition_penalty=1.5, eos_token_id=7
+    )
     assert same(engine(policy).generate(PROMPTS, sampling, seed=5), before)
 
 
@@ -160,7 +208,9 @@ def test_a_stop_text_may_need_many_tokens_for_a_character() -> None:
     told = list(f"ab{stop}".encode())
     state = _State(1, 1, Sampling(30, stop=(stop,)), 0, torch.zeros(1, 30), 256, None)
     state.token[0, : len(told)] = torch.tensor(told)
-    assert state._ends_with_stop(0, len(told), decode) and not state._ends_with_stop(0, len(told) - 1, decode)
+    assert state._ends_with_stop(0, len(told), decode) and not state._ends_with_stop(
+        0, len(told) - 1, decode
+    )
 
 
 def test_new_weights_are_used_at_once() -> None:
@@ -170,17 +220,21 @@ def test_new_weights_are_used_at_once() -> None:
     with torch.no_grad():
         policy.model.lm_head.weight.neg_()
     e.update_weights(1)
-    assert e.version == 1 and not torch.equal(e.generate(PROMPTS, sampling, seed=0).token, before.token)
+    assert e.version == 1 and not torch.equal(
+        e.generate(PROMPTS, sampling, seed=0).token, before.token
+    )
     e.sleep()
     e.wake()
     assert e.generate(PROMPTS, sampling, seed=0).token.shape == (7, 10)
 
 
-# -------------------------------------------------------------------------------------------------------- fixed shapes
+# ------------------------------------------------------------------------------------- fixed shapes
 RULES = [
     Sampling(20, stop_ids=(2, *range(30, 40))),
     Sampling(20, temperature=0.0, stop_ids=tuple(range(20, 40))),
-    Sampling(13, temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.5, stop_ids=(2,)),
+    Sampling(
+        13, temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.5, stop_ids=(2,)
+    ),
     Sampling(1),
 ]
 CODE = lambda ids: "".join(chr(60 + i) for i in ids)  # noqa: E731
@@ -201,7 +255,9 @@ def buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("buckets")
 @pytest.mark.parametrize("slots", [1, 3, 64])
 def test_fixed_shapes_change_nothing(slots: int) -> None:
-    """Ragged prompts, groups, refills, compaction, ends within a round; one engine for all rules, memory used again."""
+    """Ragged prompts, groups, refills, compaction, ends within a round; one engine for all rules,
+    memory used again.
+    """
     policy = make()
     static = engine(policy, slots, static=True)
     for sampling in RULES:
@@ -209,11 +265,16 @@ def test_fixed_shapes_change_nothing(slots: int) -> None:
         assert equal(static.generate(PROMPTS, sampling, seed=5), free)
     text = CODE(engine(policy).generate(PROMPTS, Sampling(20), seed=5).token[1].tolist())
     stops = Sampling(20, stop=(text[5:7], text[0]), stop_ids=(2,))
-    both = [engine(policy, slots, decode=CODE, static=x).generate(PROMPTS, stops, seed=5) for x in (False, True)]
+    both = [
+        engine(policy, slots, decode=CODE, static=x).generate(PROMPTS, stops, seed=5)
+        for x in (False, True)
+    ]
     assert equal(*both) and both[0].stopped.any()
 
 
-@pytest.mark.parametrize(("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)])
+@pytest.mark.parametrize(
+    ("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)]
+)
 def test_fixed_shapes_of_every_family(kind: str, more: dict[str, Any]) -> None:
     policy = make(kind, **more)
     both = [engine(policy, 3, static=x).generate(PROMPTS, RULES[0], seed=5) for x in (False, True)]
@@ -224,7 +285,10 @@ def test_buckets() -> None:
     e = engine(make(), 20, static=True)
     e.generate([PROMPTS[0]] * 30, Sampling(200), seed=0)  # 203 tokens and a round: two times 128
     assert e._rounds is not None
-    found = [e._rounds.bucket(active, widest) for active, widest in ((1, 1), (8, 128), (9, 129), (17, 300))]
+    found = [
+        e._rounds.bucket(active, widest)
+        for active, widest in ((1, 1), (8, 128), (9, 129), (17, 300))
+    ]
     assert found == [(8, 128), (8, 128), (16, 256), (20, 256)]
 
 
@@ -236,7 +300,9 @@ def test_new_weights_elsewhere_and_sleep_forget_graphs() -> None:
     assert kept is not None
     with torch.no_grad():
         policy.model.lm_head.weight.neg_()  # in place
-    assert equal(e.generate(PROMPTS, RULES[0], seed=0), engine(policy).generate(PROMPTS, RULES[0], seed=0))
+    assert equal(
+        e.generate(PROMPTS, RULES[0], seed=0), engine(policy).generate(PROMPTS, RULES[0], seed=0)
+    )
     assert e._rounds is kept
     policy.model.lm_head.weight.data = policy.model.lm_head.weight.data.clone()
     e.generate(PROMPTS, RULES[0], seed=0)
@@ -250,12 +316,20 @@ class Recordable(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "lift_fresh_copy"), name
+        assert name not in (
+            "_local_scalar_dense",
+            "nonzero",
+            "masked_select",
+            "lift_fresh",
+            "lift_fresh_copy",
+        ), name
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("sampling", RULES[:3], ids=["sample", "greedy", "filtered"])
-@pytest.mark.parametrize(("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)])
+@pytest.mark.parametrize(
+    ("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)]
+)
 def test_a_step_looks_at_nothing(kind: str, more: dict[str, Any], sampling: Sampling) -> None:
     """What graphs record, on a CPU; and all that it leaves lies where it lay before."""
     e = engine(make(kind, **more), static=True)
@@ -283,7 +357,9 @@ def test_products_in_bfloat16(static: bool) -> None:
     assert e._cache is not None and e._cache.keys[0].dtype == torch.bfloat16
     same_token = found.token == whole.token
     assert same_token.float().mean() > 0.5 and found.log_prob.dtype == torch.float32
-    torch.testing.assert_close(found.log_prob[same_token], whole.log_prob[same_token], rtol=0, atol=0.1)
+    torch.testing.assert_close(
+        found.log_prob[same_token], whole.log_prob[same_token], rtol=0, atol=0.1
+    )
     assert not torch.equal(found.log_prob, whole.log_prob)
     e.generate(PROMPTS, Sampling(12), seed=5)
 
@@ -306,11 +382,23 @@ def test_graphs_change_nothing(slots: int) -> None:
     assert same(e.generate(PROMPTS, RULES[0], seed=5), free)
 
 
-# ---------------------------------------------------------------------------------------------------------------- vLLM
+# --------------------------------------------------------------------------------------------- vLLM
 def test_what_vllm_is_told() -> None:
-    known = sampling_arguments(Sampling(7, temperature=0.5, top_k=0, top_p=0.9, stop_ids=(2, 3), stop=("x",)), 11)
-    assert known["top_k"] == -1 and known["top_p"] == 0.9 and known["temperature"] == 0.5 and known["max_tokens"] == 7
-    assert known["stop_token_ids"] == [2, 3] and known["stop"] == ["x"] and known["detokenize"] and known["seed"] == 11
+    known = sampling_arguments(
+        Sampling(7, temperature=0.5, top_k=0, top_p=0.9, stop_ids=(2, 3), stop=("x",)), 11
+    )
+    assert (
+        known["top_k"] == -1
+        and known["top_p"] == 0.9
+        and known["temperature"] == 0.5
+        and known["max_tokens"] == 7
+    )
+    assert (
+        known["stop_token_ids"] == [2, 3]
+        and known["stop"] == ["x"]
+        and known["detokenize"]
+        and known["seed"] == 11
+    )
     assert known["ignore_eos"] and known["logprobs"] == 0 and known["repetition_penalty"] == 1.0
     plain = sampling_arguments(Sampling(7, top_k=4), 0)
     assert plain["top_k"] == 4 and not plain["detokenize"] and plain["stop"] == []
@@ -326,12 +414,13 @@ def test_seeds_of_responses() -> None:
 def test_without_vllm_there_is_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(
-        ConfigError, match=r"rollout.engine=vllm needs vLLM .*pip install vllm .*rollout.engine=builtin"
+        ConfigError,
+        match=r"rollout.engine=vllm needs vLLM .*pip install vllm .*rollout.engine=builtin",
     ):
         VllmEngine(make(), "/nowhere", pad_id=0)
 
 
-# ------------------------------------------------------------------------------------------------------------ sampling
+# ----------------------------------------------------------------------------------------- sampling
 LOGITS = torch.tensor([[0.1, 0.4, 0.05, 0.3, 0.15]]).log()
 
 
@@ -348,16 +437,22 @@ def test_what_each_rule_does() -> None:
     assert frequencies(Sampling(1)) == [0.1, 0.4, 0.05, 0.3, 0.15]
     assert frequencies(Sampling(1, temperature=0.0)) == [0, 1, 0, 0, 0]
     # p² / Σ p² = (.01, .16, .0025, .09, .0225) / .285
-    assert frequencies(Sampling(1, temperature=0.5)) == pytest.approx([0.035, 0.561, 0.009, 0.316, 0.079], abs=1e-3)
+    assert frequencies(Sampling(1, temperature=0.5)) == pytest.approx(
+        [0.035, 0.561, 0.009, 0.316, 0.079], abs=1e-3
+    )
     assert frequencies(Sampling(1, top_k=2)) == pytest.approx([0, 4 / 7, 0, 3 / 7, 0], abs=1e-3)
     assert frequencies(Sampling(1, top_k=9)) == [0.1, 0.4, 0.05, 0.3, 0.15]
     assert frequencies(Sampling(1, top_p=0.5)) == pytest.approx([0, 4 / 7, 0, 3 / 7, 0], abs=1e-3)
     assert frequencies(Sampling(1, top_p=0.01)) == [0, 1, 0, 0, 0]
-    assert frequencies(Sampling(1, min_p=0.3)) == pytest.approx([0, 0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85], abs=1e-3)
+    assert frequencies(Sampling(1, min_p=0.3)) == pytest.approx(
+        [0, 0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85], abs=1e-3
+    )
     # token 1 occurred: its logit log .4 < 0 doubles, p = .16; Σ = .76
     second = torch.tensor([[False, True, False, False, False]])
     expected = [0.1 / 0.76, 0.16 / 0.76, 0.05 / 0.76, 0.3 / 0.76, 0.15 / 0.76]
-    assert frequencies(Sampling(1, repetition_penalty=2.0), second) == pytest.approx(expected, abs=1e-3)
+    assert frequencies(Sampling(1, repetition_penalty=2.0), second) == pytest.approx(
+        expected, abs=1e-3
+    )
 
 
 def test_the_log_probability_is_that_before_filters() -> None:
@@ -377,7 +472,14 @@ def test_the_ends_of_the_unit_interval_are_possible_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", -1), ("top_k", -1), ("top_p", 0), ("min_p", 2), ("repetition_penalty", 0), ("stop", ("",))],
+    [
+        ("temperature", -1),
+        ("top_k", -1),
+        ("top_p", 0),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("stop", ("",)),
+    ],
 )
 def test_senseless_rules_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"rollout.{field} = .*must be"):
