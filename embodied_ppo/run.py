@@ -88,20 +88,26 @@ def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
     rules_of_cloning = (
         (
             model.policy == "actor_critic",
-            "model.policy = actor_critic: cannot be cloned; write model.policy=token, flow or gaussian, or "
-            "experiment=tabletop_token",
+            (
+                "model.policy = actor_critic: cannot be cloned; write model.policy=token, flow or"
+                " gaussian, or experiment=tabletop_token"
+            ),
         ),
         (steps == 0, "cloning.steps = 0: nothing would be learned; write cloning.steps=1500"),
         (
             config.resume is not None,
-            f"resume = {config.resume}: clone begins anew; leave it out, or go on with PPO: embodied-ppo train "
-            f"resume={config.resume} run_dir=NEW",
+            (
+                f"resume = {config.resume}: clone begins anew; leave it out, or go on with PPO:"
+                f" embodied-ppo train resume={config.resume} run_dir=NEW"
+            ),
         ),
         (
             config.run_dir is not None
             and bool(checkpoint.steps(Path(config.run_dir) / "checkpoints")),
-            f"run_dir={config.run_dir}: holds a run already; name another, or go on with PPO: embodied-ppo train "
-            f"resume={config.run_dir} run_dir=NEW",
+            (
+                f"run_dir={config.run_dir}: holds a run already; name another, or go on with PPO:"
+                f" embodied-ppo train resume={config.run_dir} run_dir=NEW"
+            ),
         ),
     )
     for violated, message in rules_of_cloning:
@@ -127,7 +133,8 @@ def _start(
                 source = checkpoint.open_checkpoint(resumed)
             if newest and source is None:
                 raise CheckpointError(
-                    f"resume={config.resume}: holds no checkpoint (checkpoints/step_*); start a new run"
+                    f"resume={config.resume}: holds no checkpoint (checkpoints/step_*); start a"
+                    " new run"
                 )
             if newest and source is not None:
                 checkpoint.repair(run_dir, source, early.append)
@@ -152,8 +159,8 @@ def _train(
         if (summary := _finished(run_dir, source, updates)) is not None:
             if not quiet:
                 message = (
-                    f"{run_dir}: nothing left to train and nothing changed; {mode(config).budget_options} asks for "
-                    f"more than {updates} updates"
+                    f"{run_dir}: nothing left to train and nothing changed;"
+                    f" {mode(config).budget_options} asks for more than {updates} updates"
                 )
                 print(message, file=sys.stderr, flush=True)
             return summary
@@ -219,7 +226,8 @@ def _train(
             if error.errno not in DISK:
                 raise
             raise ConfigError(
-                f"run_dir={run_dir}: cannot be written ({error.strerror}); free space, or name another"
+                f"run_dir={run_dir}: cannot be written ({error.strerror}); free space, or name"
+                " another"
             ) from error
         say[0] = log.say
         try:
@@ -248,7 +256,8 @@ def _train(
                     if lost > config.cluster.max_restarts:
                         raise
                     log.say(
-                        f"{error}\nrebuilding, {lost} of {config.cluster.max_restarts} (cluster.max_restarts)"
+                        f"{error}\nrebuilding, {lost} of {config.cluster.max_restarts}"
+                        " (cluster.max_restarts)"
                     )
                     components.system.close()
         except Exception as error:  # of any kind: the log records why the run ended; raised again
@@ -260,8 +269,8 @@ def _train(
                 saved = checkpoint.steps(run_dir / "checkpoints")
                 next_command = f"resume={run_dir}" if saved else "the same command"
                 raise TrainingError(
-                    f"{error.filename or run_dir}: cannot be written ({error.strerror}); free space, then continue "
-                    f"with {next_command}"
+                    f"{error.filename or run_dir}: cannot be written ({error.strerror}); free"
+                    f" space, then continue with {next_command}"
                 ) from error
             raise
         finally:
@@ -382,7 +391,8 @@ def _run(
     split["other"] = total - sum(split.values())
     if outcome.interrupted:
         log.say(
-            f"interrupted after update {outcome.updates}; saved {system.saved}; continue with resume={run_dir}"
+            f"interrupted after update {outcome.updates}; saved {system.saved}; continue with"
+            f" resume={run_dir}"
         )
         raise SystemExit(130)
     assert system.saved is not None and system.result is not None
@@ -524,8 +534,8 @@ def demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
                 )
         except KeyboardInterrupt:
             bar.say(
-                f"interrupted; {expert_demos.recorded(config.out)} of {config.episodes} demonstrations are safe in "
-                f"{config.out}; the same command goes on"
+                f"interrupted; {expert_demos.recorded(config.out)} of {config.episodes}"
+                f" demonstrations are safe in {config.out}; the same command goes on"
             )
             raise SystemExit(130) from None
     return {

@@ -94,7 +94,8 @@ def place(device: str, words: Sequence[str]) -> None:
     updates.
     """
     print(
-        "\n| placement | update s | swap s | idle share of the device | peak memory of a process, GiB |"
+        "\n| placement | update s | swap s | idle share of the device | peak memory of a process,"
+        " GiB |"
     )
     print("|---|---|---|---|---|")
     for name, where in PLACES.items():
@@ -128,7 +129,8 @@ def place(device: str, words: Sequence[str]) -> None:
         memory = ", ".join(f"{tag[7 : -len(kind)] or 'all'} {x:.2f}" for tag, x in peaks.items())
         idle = f"{mean['device/idle']:.2f}" if where else "-"
         print(
-            f"| {name} | {whole:.3f} | {mean.get('time/swap_s', 0.0):.3f} | {idle} | {memory or '-'} |",
+            f"| {name} | {whole:.3f} | {mean.get('time/swap_s', 0.0):.3f} | {idle} |"
+            f" {memory or '-'} |",
             flush=True,
         )
 
@@ -278,7 +280,7 @@ def ppo_s(
     )
     engine = Engine(policy, slots=shape.prompts, pad_id=0)
     tasks = [Prompt(tuple(p), "", "", "bench", {}, i) for i, p in enumerate(prompts)]
-    text = lambda ids: "x" * len(ids)  # noqa: E731
+    text = lambda ids: "x" * len(ids)
     sampling = Sampling(
         shape.new, stop_ids=tuple(range(0, shape.vocabulary, shape.new))
     )  # half as long on average
@@ -290,14 +292,14 @@ def ppo_s(
         made: list[Any] = []
         collect = lambda u=update, m=made: m.append(
             rollout.collect(shape.new, update=u, version=u)[0]
-        )  # noqa: E731
-        prepare = lambda m=made: m.append(learner._prepare(m[0])[0])  # noqa: E731
+        )
+        prepare = lambda m=made: m.append(learner._prepare(m[0])[0])
         found["generate"] = seconds(collect)
         found["values, log-probabilities, advantages"] = seconds(prepare)
         for name, optimizer in (("critic", values.optimizer), ("actor", learner.optimizer)):
             optimize = lambda d=optimizer, m=made, u=update: d.optimize(
                 m[1], u, critic_only=False, entropy_coef=0.0
-            )  # noqa: E731
+            )
             found[name] = seconds(optimize)
     return found
 
@@ -316,7 +318,8 @@ def speak(shape: Shape, device: str) -> None:
             else "as many rows and keys as there are"
         )
         print(
-            f"| decode step, {shape.prompts} responses, {how} | {decode_ms(policy, shape, prompts, static):.2f} ms |"
+            f"| decode step, {shape.prompts} responses, {how} |"
+            f" {decode_ms(policy, shape, prompts, static):.2f} ms |"
         )
     rows = min(shape.prompts, max(1, shape.micro_tokens // (shape.prompt + shape.new)))
     lengths = torch.linspace(
@@ -330,7 +333,8 @@ def speak(shape: Shape, device: str) -> None:
     flops = shape.flops(policy.decoder.module, lengths, responses)
     share = flops / took / PEAK
     print(
-        f"| forward and backward, {int(lengths.sum())} tokens | {took * 1e3:.1f} ms, {share:.1%} of peak |"
+        f"| forward and backward, {int(lengths.sum())} tokens | {took * 1e3:.1f} ms, {share:.1%} of"
+        " peak |"
     )
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -373,7 +377,8 @@ def main() -> None:
         )
     tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-rs"])
     print(
-        f"tests that need a GPU: {'passed' if tests.returncode == 0 else 'FAILED'}; {torch.cuda.get_device_name()}"
+        f"tests that need a GPU: {'passed' if tests.returncode == 0 else 'FAILED'};"
+        f" {torch.cuda.get_device_name()}"
     )
     print("| experiment | device | compiled | collect ms | update ms |\n|---|---|---|---|---|")
     for name, words in SETTINGS.items():

@@ -110,10 +110,12 @@ def main() -> None:
     torch.set_num_threads(1)
     words = sys.argv[1:]
     print(
-        f"PPO, response tokens per CPU second; {' '.join(words) or 'as shipped'}; torch {torch.__version__}"
+        f"PPO, response tokens per CPU second; {' '.join(words) or 'as shipped'}; torch"
+        f" {torch.__version__}"
     )
     print(
-        "| minibatches | tokens per CPU second | CPU us per token by phase | accuracy before | after | MB |"
+        "| minibatches | tokens per CPU second | CPU us per token by phase | accuracy before |"
+        " after | MB |"
     )
     print("|---" * 6 + "|")
     half = ["actor.model.dtype=bfloat16", "critic.model.dtype=bfloat16"]

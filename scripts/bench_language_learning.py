@@ -34,8 +34,12 @@ VARIANTS = {
     "KL in the reward": "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.02",
     "KL in the reward, adaptive": "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive",
     "KL loss k3": "algorithm.use_kl_loss=true algorithm.kl_loss_coef=0.02",
-    "KL loss k1+": "algorithm.use_kl_loss=true algorithm.kl_loss_coef=0.02 algorithm.kl_loss_type=k1+",
-    "KL loss full": "algorithm.use_kl_loss=true algorithm.kl_loss_coef=0.02 algorithm.kl_loss_type=full",
+    "KL loss k1+": (
+        "algorithm.use_kl_loss=true algorithm.kl_loss_coef=0.02 algorithm.kl_loss_type=k1+"
+    ),
+    "KL loss full": (
+        "algorithm.use_kl_loss=true algorithm.kl_loss_coef=0.02 algorithm.kl_loss_type=full"
+    ),
     "no dual clip": "algorithm.clip_ratio_c=null",
     "seq-mean-token-sum": "algorithm.loss_agg_func=seq-mean-token-sum",
     "seq-mean-token-mean": "algorithm.loss_agg_func=seq-mean-token-mean",
@@ -108,7 +112,8 @@ def table() -> None:
         before, after = (", ".join(f"{c[i]:.3f}" for c in curves) for i in (0, -1))
         cpu = statistics.median(e["cpu_s"] for e in entries)
         print(
-            f"| {name} | {before} | {after} | {statistics.median(c[-1] for c in curves):.3f} | {cpu:.0f} |"
+            f"| {name} | {before} | {after} | {statistics.median(c[-1] for c in curves):.3f} |"
+            f" {cpu:.0f} |"
         )
 
 

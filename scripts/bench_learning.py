@@ -103,7 +103,8 @@ def table() -> None:
     for e in load():
         by_name.setdefault(e["experiment"], []).append(e)
     print(
-        "| experiment | seeds | median | each seed | target | CPU us/step |\n|---|---|---|---|---|---|"
+        "| experiment | seeds | median | each seed | target | CPU us/step"
+        " |\n|---|---|---|---|---|---|"
     )
     for name, entries in by_name.items():
         returns = [e["final_return"] for e in entries]
@@ -111,7 +112,8 @@ def table() -> None:
         each = ", ".join(f"{r:.0f}" for r in returns)
         target = TARGETS.get(name, "")
         print(
-            f"| {name} | {len(entries)} | {statistics.median(returns):.0f} | {each} | {target} | {cpu:.0f} |"
+            f"| {name} | {len(entries)} | {statistics.median(returns):.0f} | {each} | {target} |"
+            f" {cpu:.0f} |"
         )
 
 
@@ -139,7 +141,8 @@ def plot() -> None:
     for axis in axes[-1]:
         axis.set_xlabel("environment steps (millions)", fontsize=8)
     figure.suptitle(
-        "Return of training episodes (sampled actions), each seed; dotted: target of the evaluation",
+        "Return of training episodes (sampled actions), each seed; dotted: target of the"
+        " evaluation",
         fontsize=9,
     )
     figure.tight_layout()

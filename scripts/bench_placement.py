@@ -250,7 +250,9 @@ def shared_memory() -> int:
 
 
 def resources(placement: str, processes: int) -> dict[str, float]:
-    """What a placement of so many processes holds, by what; to be called in a process that is new."""
+    """What a placement of so many processes holds, by what; to be called in a process that is
+    new.
+    """
     torch.set_num_threads(1)
     options: dict[str, Any] = {
         "placement": placement,
@@ -313,7 +315,8 @@ def grown(placement: str, counts: list[int]) -> dict[str, float]:
         with ProcessPoolExecutor(1, mp_context=spawn) as alone:
             found[processes] = alone.submit(resources, placement, processes).result()
     print(
-        f"\n| {placement}, processes | {' | '.join(map(str, counts))} |\n|---|{'---|' * len(counts)}"
+        f"\n| {placement}, processes | {' | '.join(map(str, counts))}"
+        f" |\n|---|{'---|' * len(counts)}"
     )
     for what in found[counts[0]]:
         print(f"| {what} | {' | '.join(f'{found[count][what]:.3g}' for count in counts)} |")

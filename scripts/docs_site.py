@@ -97,12 +97,17 @@ def options() -> str:
     """Every option of config.py, in its order, under the section it is in."""
     lines = ["# Options", ""]
     lines += [
-        "Made from `embodied_ppo/config/schema.py` when these pages were built. "
-        "On the command line: `section.name=value`.",
+        (
+            "Made from `embodied_ppo/config/schema.py` when these pages were built. "
+            "On the command line: `section.name=value`."
+        ),
         "",
     ]
     lines += [
-        "`embodied-ppo config experiment=NAME` prints the same with each value and who set it; `--only WORD` picks.",
+        (
+            "`embodied-ppo config experiment=NAME` prints the same with each value and who set it;"
+            " `--only WORD` picks."
+        ),
         "",
     ]
     lines += _section("train", Config, "", "## train", "Top level: `name=value`.")
@@ -137,7 +142,10 @@ def _entry(cls: type, path: str, prefix: str) -> list[str]:
     return [
         f"#### {path} {{#{prefix}{path}}}",
         "",
-        f'<div class="option"><p>{_prose(option.meaning)}</p><p class="facts">{" · ".join(facts)}</p></div>',
+        (
+            f'<div class="option"><p>{_prose(option.meaning)}</p><p'
+            f' class="facts">{" · ".join(facts)}</p></div>'
+        ),
         "",
     ]
 
@@ -206,7 +214,10 @@ def recipes(markdown: str) -> str:
         lines += [f"embodied-ppo train experiment={name}{''.join(yours)}", "```", ""]
         if name in drawn:
             lines += [
-                f"![{drawn[name][0]} of {name} while it learns](curves/{name}.svg){{ loading=lazy }}",
+                (
+                    f"![{drawn[name][0]} of {name} while it learns](curves/{name}.svg){{"
+                    " loading=lazy }"
+                ),
                 "",
             ]
         return "\n".join(lines)
@@ -216,7 +227,9 @@ def recipes(markdown: str) -> str:
 
 @cache
 def curves() -> dict[str, tuple[str, str, dict[str, list[tuple[float, float]]]]]:
-    """Experiment -> what is drawn, over what, and each seed's points, of the runs in docs/results."""
+    """Experiment -> what is drawn, over what, and each seed's points, of the runs in
+    docs/results.
+    """
     found: dict[str, tuple[str, str, dict[str, list[tuple[float, float]]]]] = {}
 
     def add(name: str, what: str, over: str, seed: int, points: list[tuple[float, float]]) -> None:

@@ -61,7 +61,9 @@ def plans() -> dict[str, Plan]:
 
 
 def collect(p: Plan, begin: float) -> list[Work]:
-    """Decisions and steps of one rollout; with stages, one part's decision beside the other's step."""
+    """Decisions and steps of one rollout; with stages, one part's decision beside the other's
+    step.
+    """
     one = 1.0 / p.stages
     found = []
     for step in range(STEPS):
@@ -108,7 +110,10 @@ def draw(p: Plan) -> str:
     def box(work_from: float, to: float, kind: str, faint: bool = False) -> str:
         x, width = LEFT + work_from * scale, (to - work_from) * scale
         shade = ' fill-opacity="0.55"' if faint else ""
-        return f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{LANE}" fill="{COLOURS[kind]}"{shade}/>'
+        return (
+            f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{LANE}"'
+            f' fill="{COLOURS[kind]}"{shade}/>'
+        )
 
     for device in range(p.hardware.total):
         lines.append(f'<text x="6" y="{top + 11:.1f}" font-weight="bold">device {device}</text>')
@@ -139,7 +144,10 @@ def draw(p: Plan) -> str:
         f'<text x="{WIDTH - 8}" y="{top + 13:.1f}" text-anchor="end" fill="#666">time →</text>'
     )
     height = round(top + 20)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
+        f' height="{height}"'
+    )
     head += ' font-family="sans-serif" font-size="12" shape-rendering="crispEdges">'
     ground = '<rect width="100%" height="100%" fill="white"/>'
     return "\n".join([head, ground, *lines, "</svg>"]) + "\n"

@@ -50,8 +50,8 @@ QWEN: dict[str, Any] = {
 }
 PREPROCESSOR = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.4, 0.6], "resample": 3}
 CHAT = (
-    "{% for m in messages %}<|im_start|>{% for c in m['content'] %}"
-    "{% if c['type'] == 'image' %}IMAGE{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}Assistant:"
+    "{% for m in messages %}<|im_start|>{% for c in m['content'] %}{% if c['type'] == 'image'"
+    " %}IMAGE{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}Assistant:"
 )
 
 

@@ -1,4 +1,6 @@
-"""A batched physics task in torch, and the three shapes in which simulators hand such a thing out."""
+"""A batched physics task in torch, and the three shapes in which simulators hand such a thing
+out.
+"""
 
 from __future__ import annotations
 

@@ -83,7 +83,8 @@ def gae(
     """
     if bootstrap_type not in BOOTSTRAP_TYPES:
         raise ConfigError(
-            f"algorithm.bootstrap_type = {bootstrap_type}: must be one of {', '.join(BOOTSTRAP_TYPES)}"
+            f"algorithm.bootstrap_type = {bootstrap_type}: must be one of"
+            f" {', '.join(BOOTSTRAP_TYPES)}"
         )
     mask = mask.bool()
     done = terminated.bool() | truncated.bool()
@@ -126,7 +127,9 @@ def _scan_by_doubling(carry: Tensor, x: Tensor) -> Tensor:
 
 
 def _skip_holes(value: Tensor, next_value: Tensor, done: Tensor, mask: Tensor) -> Tensor:
-    """Replace ``next_value`` before a hole in an episode by V of the next unmasked row; all [T, N]."""
+    """Replace ``next_value`` before a hole in an episode by V of the next unmasked row; all [T,
+    N].
+    """
     before_hole = (mask & ~done)[:-1] & ~mask[1:]  # [T-1, N]
     if not bool(before_hole.any()):
         return next_value
@@ -204,13 +207,14 @@ def _groups(x: Tensor, group_size: int) -> Tensor:
     """Reshape [N] to [G, group_size]."""
     if group_size < 2:
         raise ConfigError(
-            f"algorithm.group_size = {group_size}: group-relative advantages and rewards need >= 2 columns in "
-            f"a group; set algorithm.group_size, or use adv_type=gae and another reward_norm"
+            f"algorithm.group_size = {group_size}: group-relative advantages and rewards need >= 2"
+            " columns in a group; set algorithm.group_size, or use adv_type=gae and another"
+            " reward_norm"
         )
     if x.shape[0] % group_size:
         raise ConfigError(
-            f"algorithm.group_size = {group_size}: must divide the {x.shape[0]} columns of the rollout; "
-            f"set env.num_envs (or the number of responses) to a multiple of it"
+            f"algorithm.group_size = {group_size}: must divide the {x.shape[0]} columns of the"
+            " rollout; set env.num_envs (or the number of responses) to a multiple of it"
         )
     return x.reshape(-1, group_size)
 
@@ -440,12 +444,14 @@ def shape_rewards(
     if norm == "running":
         if shift:
             raise ConfigError(
-                "algorithm.reward_shift = true: must be false with algorithm.reward_norm = running, which only divides "
-                "by the deviation of the discounted return; use reward_norm=batch to subtract a mean"
+                "algorithm.reward_shift = true: must be false with algorithm.reward_norm = running,"
+                " which only divides by the deviation of the discounted return; use"
+                " reward_norm=batch to subtract a mean"
             )
         if running_std is None:
             raise ConfigError(
-                "algorithm.reward_norm = running: needs the running deviation; pass running_std=ReturnScaler.std"
+                "algorithm.reward_norm = running: needs the running deviation; pass"
+                " running_std=ReturnScaler.std"
             )
         x = x / running_std
     elif norm is not None:

@@ -58,7 +58,8 @@ def estimate(
         return _full(logits, ref_logits)
     if ref_log_prob is None:
         raise ConfigError(
-            f"kl estimator = {kind}: needs the reference policy's log-probabilities; load a reference"
+            f"kl estimator = {kind}: needs the reference policy's log-probabilities; load a"
+            " reference"
         )
     delta = log_prob - ref_log_prob.detach()
     value = _sampled(delta, kind.removesuffix("+"))
@@ -84,7 +85,8 @@ def _full(logits: Tensor | None, ref_logits: Tensor | None) -> Tensor:
     """Return the exact KL of two categorical distributions."""
     if logits is None or ref_logits is None:
         raise ConfigError(
-            "kl estimator = full: needs logits of policy and reference, which only categorical policies have; use k3"
+            "kl estimator = full: needs logits of policy and reference, which only categorical"
+            " policies have; use k3"
         )
     log_p = logits.log_softmax(-1)
     log_q = ref_logits.detach().log_softmax(-1)
@@ -104,7 +106,8 @@ def check_loss_type(kind: str) -> None:
         raise ConfigError(f"algorithm.kl_loss_type = {kind}: must be one of {', '.join(KINDS)}")
     if kind == "k1":
         raise ConfigError(
-            "algorithm.kl_loss_type = k1: its expected gradient is zero, so it trains nothing; use k2, k3 or k1+"
+            "algorithm.kl_loss_type = k1: its expected gradient is zero, so it trains nothing; use"
+            " k2, k3 or k1+"
         )
 
 
@@ -188,12 +191,14 @@ class AdaptiveKL:
         """
         if not math.isfinite(kl):
             raise TrainingError(
-                f"KL to the reference = {kl}: the KL controller needs a finite one; lower lr or max_grad_norm"
+                f"KL to the reference = {kl}: the KL controller needs a finite one; lower lr or"
+                " max_grad_norm"
             )
         if STEP_LIMIT * n >= self.horizon:
             raise ConfigError(
-                f"algorithm.kl_ctrl.horizon = {self.horizon:g}: must be > {STEP_LIMIT:g} x {n} sequences an update, or "
-                f"the coefficient could turn negative; set it to {10 * n} or more"
+                f"algorithm.kl_ctrl.horizon = {self.horizon:g}: must be > {STEP_LIMIT:g} x {n}"
+                f" sequences an update, or the coefficient could turn negative; set it to {10 * n}"
+                " or more"
             )
         error = min(max(kl / self.target - 1.0, -STEP_LIMIT), STEP_LIMIT)
         self.coef *= 1.0 + error * n / self.horizon

@@ -110,7 +110,9 @@ class Critic(Protocol):
         ...
 
     def initialize(self, actor: Any) -> None:
-        """Initialise from ``actor``, once and before any other call, unless it has its own weights."""
+        """Initialise from ``actor``, once and before any other call, unless it has its own
+        weights.
+        """
         ...
 
     def values(self, obs: Mapping[str, Tensor], mask: Tensor) -> Tensor:
@@ -120,7 +122,9 @@ class Critic(Protocol):
     def begin(
         self, obs: Mapping[str, Tensor], mask: Tensor, value: Tensor, returns: Tensor, update: int
     ) -> None:
-        """Begin to learn ``returns`` [T, N]; ``value``: what ``values`` returned for the same rows."""
+        """Begin to learn ``returns`` [T, N]; ``value``: what ``values`` returned for the same
+        rows.
+        """
         ...
 
     def end(self) -> OptimizationStats:
@@ -128,7 +132,9 @@ class Critic(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return "critic_weights", and "critic": everything else that the next update depends on."""
+        """Return "critic_weights", and "critic": everything else that the next update depends
+        on.
+        """
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
@@ -274,9 +280,9 @@ class Learner:
             mask=mask,
             weight=weight,
             ref_log_prob=reference.log_prob if reference is not None and c.use_kl_loss else None,
-            ref_logits=reference.logits
-            if reference is not None and c.use_kl_loss and full
-            else None,
+            ref_logits=(
+                reference.logits if reference is not None and c.use_kl_loss and full else None
+            ),
         )
         return (batch if c.minibatch_unit == "column" else tree.flatten_time(batch)), metrics
 
@@ -329,7 +335,9 @@ class Learner:
         self.actor.initialize()
 
     def state_tensors(self) -> Any:
-        """Return the tensors that are in this process between updates, without those of the policy."""
+        """Return the tensors that are in this process between updates, without those of the
+        policy.
+        """
         model = self._critic_model
         others = [*([] if model is None else [model.state_tensors()]), *self.actor.state_tensors()]
         return [self.optimizer.state(), self.returns.state_dict(), *others]
@@ -366,8 +374,8 @@ class Learner:
         refers = c.use_kl_loss or c.use_kl_in_reward
         if refers and state["reference"] is None:
             raise ConfigError(
-                "algorithm.use_kl_loss/use_kl_in_reward: the checkpoint holds no reference policy to continue "
-                "with; start a new run, or resume without the KL options"
+                "algorithm.use_kl_loss/use_kl_in_reward: the checkpoint holds no reference policy"
+                " to continue with; start a new run, or resume without the KL options"
             )
         self.optimizer.load_state(state if value_head else state["actor"])
         if model is not None:
@@ -523,7 +531,9 @@ def estimated(
 def summary(
     actor: OptimizationStats, critic: OptimizationStats, c: AlgorithmConfig, *, lr: Sequence[float]
 ) -> Metrics:
-    """Return the metrics of the epochs; ``actor`` and ``critic`` are equal where one loss has both."""
+    """Return the metrics of the epochs; ``actor`` and ``critic`` are equal where one loss has
+    both.
+    """
     a, v = defaultdict(float, actor.sums), defaultdict(float, critic.sums)
     metrics: Metrics = {
         "policy/loss": Mean(a["policy_loss"], a["steps"]),

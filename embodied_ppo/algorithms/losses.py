@@ -51,14 +51,15 @@ def check_levels(*, logprob_type: str, entropy_type: str, reward_type: str) -> N
         _check_level(level, f"algorithm.{name}")
     if reward_type == "token_level":
         raise ConfigError(
-            "algorithm.reward_type = token_level: a reward belongs to an action or a chunk, not to an action "
-            "dimension; use action_level or chunk_level"
+            "algorithm.reward_type = token_level: a reward belongs to an action or a chunk, not to"
+            " an action dimension; use action_level or chunk_level"
         )
     for name, level in (("logprob_type", logprob_type), ("entropy_type", entropy_type)):
         if LEVELS.index(level) > LEVELS.index(reward_type):
             raise ConfigError(
-                f"algorithm.{name} = {level}: must be as fine as or finer than algorithm.reward_type = {reward_type}; "
-                f"use {name}={reward_type} or reward_type={level}"
+                f"algorithm.{name} = {level}: must be as fine as or finer than"
+                f" algorithm.reward_type = {reward_type}; use {name}={reward_type} or"
+                f" reward_type={level}"
             )
 
 
@@ -82,8 +83,9 @@ def reduce_log_prob(log_prob: Tensor, level: str, *, batch_dims: int) -> Tensor:
         return log_prob
     if trailing not in (1, 2) or level == "token_level":
         raise ConfigError(
-            f"{level}: cannot be computed from log-probabilities of shape {tuple(log_prob.shape)} with "
-            f"{batch_dims} batch dimensions; use a coarser logprob_type or a policy that gives [.., C, A]"
+            f"{level}: cannot be computed from log-probabilities of shape {tuple(log_prob.shape)}"
+            f" with {batch_dims} batch dimensions; use a coarser logprob_type or a policy that"
+            " gives [.., C, A]"
         )
     return log_prob.sum(-1) if level == "action_level" else log_prob.flatten(batch_dims).sum(-1)
 
@@ -145,7 +147,8 @@ def policy_loss(
     """
     if clip_ratio_c is not None and clip_ratio_c <= 1:
         raise ConfigError(
-            f"algorithm.clip_ratio_c = {clip_ratio_c:g}: must be > 1 (3.0 is usual), or null for no dual clip"
+            f"algorithm.clip_ratio_c = {clip_ratio_c:g}: must be > 1 (3.0 is usual), or null for no"
+            " dual clip"
         )
     keep = expand_mask(mask, log_prob)
     advantage = torch.where(keep, _expand(advantage, log_prob), 0.0)
@@ -167,9 +170,9 @@ def policy_loss(
             "clip_fraction": (clipped > plain).sum().float(),
             "dual_clip_fraction": dual.sum().float(),
             "approx_kl": torch.where(keep, torch.expm1(log_r) - log_r, 0.0).sum(),
-            "ratio_max": torch.where(keep, ratio, 0.0).max()
-            if ratio.numel()
-            else ratio.new_zeros(()),
+            "ratio_max": (
+                torch.where(keep, ratio, 0.0).max() if ratio.numel() else ratio.new_zeros(())
+            ),
             "count": keep.sum().float(),
         }
     return loss, stats
@@ -271,9 +274,10 @@ def value_loss(
         return loss, torch.zeros_like(value, dtype=torch.bool)
     change = value - old_value
     near = old_value + change.clamp(-value_clip, value_clip)
-    return torch.maximum(
-        loss, huber(returns - near, huber_delta)
-    ), change.detach().abs() > value_clip
+    return (
+        torch.maximum(loss, huber(returns - near, huber_delta)),
+        change.detach().abs() > value_clip,
+    )
 
 
 # -------------------------------------------------------------------------------------- aggregation
@@ -342,8 +346,8 @@ def aggregate(
     elif how == "seq-mean-token-sum-norm":
         if length is None or length <= 0:
             raise ConfigError(
-                f"algorithm.loss_agg_func = seq-mean-token-sum-norm: needs a constant length > 0, got {length}; "
-                "set algorithm.response_length"
+                "algorithm.loss_agg_func = seq-mean-token-sum-norm: needs a constant length > 0,"
+                f" got {length}; set algorithm.response_length"
             )
         column = column / length
     return column.sum() / _at_least_one(denominator, x)
@@ -366,7 +370,8 @@ def _check_how(how: str) -> None:
 def _check_columns(mask: Tensor, what: str) -> None:
     if mask.ndim != 2:
         raise ConfigError(
-            f"{what}: needs whole columns [T, B], got a mask {tuple(mask.shape)}; set minibatch_unit=column"
+            f"{what}: needs whole columns [T, B], got a mask {tuple(mask.shape)}; set"
+            " minibatch_unit=column"
         )
 
 
@@ -405,7 +410,8 @@ class EntropyController:
             return
         if not math.isfinite(entropy):
             raise TrainingError(
-                f"entropy = {entropy}: the entropy controller needs a finite one; lower lr or max_grad_norm"
+                f"entropy = {entropy}: the entropy controller needs a finite one; lower lr or"
+                " max_grad_norm"
             )
         error = min(max(self.target - entropy, -1.0), 1.0)
         self.coef = min(max(self.coef * math.exp(self.rate * error), self.SMALLEST), self.LARGEST)

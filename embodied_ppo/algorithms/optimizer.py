@@ -477,7 +477,10 @@ class MinibatchOptimizer:
     ) -> TrainingError:
         """Return the error to raise; write the batch, if given, together with the policy."""
         norm = math.hypot(float(stats["actor_norm"]), float(stats["critic_norm"]))
-        text = f"{where}: loss {float(stats['loss']):g}, gradient norm {norm:g} (not finite), not trained on"
+        text = (
+            f"{where}: loss {float(stats['loss']):g}, gradient norm {norm:g} (not finite), not"
+            " trained on"
+        )
         if part is not None and self.dump_dir is not None:
             self.dump_dir.mkdir(parents=True, exist_ok=True)
             path = self.dump_dir / (
@@ -498,7 +501,9 @@ class MinibatchOptimizer:
 
     # -------------------------------------------------------------------------------- learning rate
     def adapt(self, sums: Mapping[str, float]) -> None:
-        """Move the learning rates so that approx_kl stays near desired_kl (lr_schedule=adaptive)."""
+        """Move the learning rates so that approx_kl stays near desired_kl
+        (lr_schedule=adaptive).
+        """
         if self.config.lr_schedule != "adaptive":
             return
         approx_kl = float(sums["approx_kl"]) / max(1.0, float(sums["count"]))

@@ -144,7 +144,9 @@ def statistic_names(batch: Batch) -> tuple[str, ...]:
 
 
 def _aggregate(b: Batch, c: AlgorithmConfig, denominator: Tensor, length: float) -> Aggregate:
-    """Return the aggregation that the options select, over the minibatch of which ``b`` is a part."""
+    """Return the aggregation that the options select, over the minibatch of which ``b`` is a
+    part.
+    """
     return lambda x: losses.aggregate(
         x, b.mask, how=c.loss_agg_func, denominator=denominator, length=length
     )

@@ -399,7 +399,7 @@ def _pip(name: str) -> str:
 def _python() -> Row:
     """Check the version of Python."""
     now, name = sys.version_info[:2], f"{platform.python_version()} at {sys.executable}"
-    (least, below) = PYTHON
+    least, below = PYTHON
     cure = "make PYTHON=/path/to/python3.11 train; without root: conda create -n ppo python=3.11"
     if not least <= now < below:
         return Row("python", "problem", f"{name}; works with 3.11, 3.12 and 3.13", cure)
@@ -521,7 +521,10 @@ def _driver() -> list[str]:
 def _compiler() -> Row:
     """Compile and run a program with OpenMP."""
     name = os.environ.get("CXX") or "g++"
-    cure = "apt-get install g++; without root: conda install -c conda-forge gxx; export CXX=$CONDA_PREFIX/bin/g++"
+    cure = (
+        "apt-get install g++; without root: conda install -c conda-forge gxx; export"
+        " CXX=$CONDA_PREFIX/bin/g++"
+    )
     if shutil.which(name) is None:
         if os.environ.get("CXX"):
             return Row(
@@ -541,7 +544,8 @@ def _compiler() -> Row:
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder, "a.cpp"), Path(folder, "a.out")
         source.write_text(
-            "#include <vector>\n#include <omp.h>\nint main() { return std::vector<int>(7).size(); }\n"
+            "#include <vector>\n#include <omp.h>\nint main() { return"
+            " std::vector<int>(7).size(); }\n"
         )
         try:
             command = [name, "-fopenmp", str(source), "-o", str(program)]
@@ -587,7 +591,10 @@ def _gl_cure() -> str:
 
 
 GL_CURES = {
-    "egl": "apt-get install libegl1 libgl1-mesa-dri; without root: conda install -c conda-forge libegl mesalib",
+    "egl": (
+        "apt-get install libegl1 libgl1-mesa-dri; without root: conda install -c conda-forge libegl"
+        " mesalib"
+    ),
     "osmesa": "apt-get install libosmesa6; without root: conda install -c conda-forge mesalib=24",
     "glfw": "needs a screen: xvfb-run -a embodied-ppo ..; not needed if EGL works",
 }

@@ -70,7 +70,8 @@ def fit(config: Config, devices: int) -> Fitted:
     limit = hardware_of(replace(config, cluster=one), device).memory
     if limit is None:
         raise ConfigError(
-            f"device = {config.device}: there is none here to measure; write cluster.device_memory_gb=24"
+            f"device = {config.device}: there is none here to measure; write"
+            " cluster.device_memory_gb=24"
         )
     fitted, plan, placement_reason = _fit_placement(config, devices, device)
     plan = replace(plan, hardware=replace(plan.hardware, memory=limit))
@@ -79,8 +80,9 @@ def fit(config: Config, devices: int) -> Fitted:
     notes = [f"uses {used} of {devices} devices"] if used < devices else []
     if batch_sizes.batches(config).actor.minibatches > 1 and learners != _learners(config, device):
         notes.append(
-            f"{learners} learning now: which samples share a minibatch is drawn anew (each process draws its "
-            "share from its own environments or prompts); how many, how often and with what step size stays"
+            f"{learners} learning now: which samples share a minibatch is drawn anew (each process"
+            " draws its share from its own environments or prompts); how many, how often and with"
+            " what step size stays"
         )
     cuts_minibatches = fitted.algorithm != config.algorithm and config.compile != "never"
     if cuts_minibatches and mode(config).compiles_complete_minibatches_only:
@@ -107,7 +109,9 @@ def fit(config: Config, devices: int) -> Fitted:
 
 
 def _learners(config: Config, device: torch.device) -> int:
-    """Return the number of learners of the original recipe; 0 where this machine lacks its devices."""
+    """Return the number of learners of the original recipe; 0 where this machine lacks its
+    devices.
+    """
     try:
         return place(config, device).processes("actor")
     except PlacementError:
@@ -234,11 +238,13 @@ def destination(out: str) -> tuple[Path, str, str]:
     file = Path(out)
     if file.suffix != ".yaml" or file.parent.name != "experiment":
         raise ConfigError(
-            f"--out {out}: experiments are in a folder of that name; write --out my_configs/experiment/{file.stem}.yaml"
+            f"--out {out}: experiments are in a folder of that name; write --out"
+            f" my_configs/experiment/{file.stem}.yaml"
         )
     if not re.fullmatch(r"[\w .-]+", file.stem, re.ASCII):
         raise ConfigError(
-            f"--out {out}: no experiment can be called {file.stem!r}; letters, digits and _ . - can be used"
+            f"--out {out}: no experiment can be called {file.stem!r}; letters, digits and _ . - can"
+            " be used"
         )
     if file.exists():
         raise ConfigError(f"--out {out}: is there already; name another file")

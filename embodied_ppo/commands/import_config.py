@@ -30,7 +30,8 @@ def run(args: argparse.Namespace) -> None:
     """Convert a file of another framework and print what each of its options became."""
     if len(args.overrides) != 2:
         raise UsageError(
-            "import-config needs a framework and a file; write import-config verl FILE.yaml --out NEW.yaml"
+            "import-config needs a framework and a file; write import-config verl FILE.yaml --out"
+            " NEW.yaml"
         )
     from embodied_ppo.interop import convert
 

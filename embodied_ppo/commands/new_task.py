@@ -127,8 +127,10 @@ def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
     environment.filters["quoted"] = lambda text: _literal(text)[1:-1]
     path = Path(os.path.relpath(mjcf.resolve(), folder.resolve())).as_posix()
     texts = {
-        file: environment.get_template(template).render(
-            name=name, kind=kind, mjcf=path, **description
+        file: (
+            environment.get_template(template).render(
+                name=name, kind=kind, mjcf=path, **description
+            )
         )
         for file, template in files.items()
     }
@@ -177,16 +179,21 @@ def load(mjcf: Path) -> mujoco.MjModel:
         )
     if not np.isfinite(model.key_qpos).all():
         raise EnvError(
-            f"{where} a keyframe's qpos holds {model.key_qpos[~np.isfinite(model.key_qpos)][0]}; correct it"
+            f"{where} a keyframe's qpos holds {model.key_qpos[~np.isfinite(model.key_qpos)][0]};"
+            " correct it"
         )
     if not model.njnt:
         raise EnvError(
-            f"{where} nothing in it can move; add joints to its bodies: <joint name=.. type=hinge axis=../>"
+            f"{where} nothing in it can move; add joints to its bodies: <joint name=.. type=hinge"
+            " axis=../>"
         )
     if not model.nu:
         cure = '<actuator><motor name=".." joint=".." ctrlrange="-1 1"/></actuator>'
         if "<robot" in mjcf.read_text(encoding="utf-8", errors="replace"):
-            save = f"s = mujoco.MjSpec.from_file({str(mjcf)!r}); s.compile(); open('robot.xml', 'w').write(s.to_xml())"
+            save = (
+                f"s = mujoco.MjSpec.from_file({str(mjcf)!r}); s.compile(); open('robot.xml',"
+                " 'w').write(s.to_xml())"
+            )
             raise EnvError(
                 f"{where} is a URDF, which MuJoCo reads without actuators and with a fixed base; "
                 f'save it as MJCF: python -c "import mujoco; {save}", '
@@ -237,7 +244,8 @@ def _class_name(name: str) -> str:
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.origin is not None:
         raise EnvError(
-            f"NAME {name!r} is a Python module already ({spec.origin}); choose another name, such as {name}_task"
+            f"NAME {name!r} is a Python module already ({spec.origin}); choose another name, such"
+            f" as {name}_task"
         )
     return kind
 
@@ -329,7 +337,8 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
             moved[model.joint(j).name] = round(float(low + high) / 2, 4)
     if moved:
         assumed.append(
-            f"at home {', '.join(moved)} are in the middle of their range, because 0 is outside of it"
+            f"at home {', '.join(moved)} are in the middle of their range, because 0 is outside"
+            " of it"
         )
 
     floating = [body for body, _ in _free(model)]
@@ -393,7 +402,8 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
     step_s = decimation * timestep
     episode = max(1, round(EPISODE_S / step_s))
     assumed.append(
-        f"a decision every {step_s:g} s ({decimation} x {timestep:g} s), episodes of {episode} decisions"
+        f"a decision every {step_s:g} s ({decimation} x {timestep:g} s), episodes of {episode}"
+        " decisions"
     )
     return {
         "file": mjcf.name,

@@ -291,7 +291,9 @@ class _EnoughUpdates(Exception):
 
 
 def _update_seconds(request: RunRequest, plan: placement.Plan | None, first: int) -> float:
-    """Return the median seconds of an update from update ``first`` on, without those that warm up."""
+    """Return the median seconds of an update from update ``first`` on, without those that warm
+    up.
+    """
     config, lag = request.config, request.config.cluster.max_lag
     warm_up = 1 + lag
     with ExitStack() as stack:

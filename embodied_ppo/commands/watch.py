@@ -560,7 +560,8 @@ def listen(paths: Sequence[str], *, port: int = 0) -> Server:
             )
         if not find([Path(path)]):
             raise UsageError(
-                f"{path}: is not a run and contains none ({ROWS} is missing); name a run directory, or a folder of runs"
+                f"{path}: is not a run and contains none ({ROWS} is missing); name a run directory,"
+                " or a folder of runs"
             )
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port}: is not from 0 to 65535; leave it out for a free port")

@@ -1,4 +1,6 @@
-"""Names that other trainers give to options: read as ours, or refused with what to write instead."""
+"""Names that other trainers give to options: read as ours, or refused with what to write
+instead.
+"""
 
 from __future__ import annotations
 
@@ -84,20 +86,31 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
 }
 # Options that are peers' and have no meaning here, or not yet: path -> reason and cure.
 REFUSED: dict[str, str] = {
-    f"rollout.{name}": "training on filtered samples would learn from another distribution than the one sampled; for "
-    f"evaluation there is evaluation.{name}"
+    f"rollout.{name}": (
+        "training on filtered samples would learn from another distribution than the one sampled;"
+        f" for evaluation there is evaluation.{name}"
+    )
     for name in ("top_k", "top_p", "min_p", "repetition_penalty")
 }
 _MINIBATCHES = (
-    "it counts minibatches, and here their size is given: write algorithm.global_batch_size = algorithm.horizon x "
-    "env.num_envs / that number"
+    "it counts minibatches, and here their size is given: write algorithm.global_batch_size ="
+    " algorithm.horizon x env.num_envs / that number"
 )
-_VALUE_CLIP = "the clip range of the value is a separate number: write algorithm.value_clip=0.2, or null for none"
+_VALUE_CLIP = (
+    "the clip range of the value is a separate number: write algorithm.value_clip=0.2, or null for"
+    " none"
+)
 _OBSERVATIONS = (
     "write model.normalize_obs=true or false; what is normalised is clipped at model.obs_clip"
 )
-_HIDDEN = "policy and value have layers of the same widths: write model.hidden=[256,256] model.shared_backbone=false"
-_TRACKER = "a run writes TensorBoard files and metrics.jsonl into its directory and uses no tracking service; leave it out"
+_HIDDEN = (
+    "policy and value have layers of the same widths: write model.hidden=[256,256]"
+    " model.shared_backbone=false"
+)
+_TRACKER = (
+    "a run writes TensorBoard files and metrics.jsonl into its directory and uses no tracking"
+    " service; leave it out"
+)
 # Names of CleanRL and rsl_rl whose meaning is not that of one option here, in whatever section:
 # name -> what to write.
 CURES: dict[str, str] = {
@@ -106,12 +119,18 @@ CURES: dict[str, str] = {
     "clip_vloss": _VALUE_CLIP,
     "use_clipped_value_loss": _VALUE_CLIP,
     "anneal_lr": "true is algorithm.lr_schedule=linear here, false algorithm.lr_schedule=constant",
-    "schedule": "fixed is algorithm.lr_schedule=constant here; adaptive is algorithm.lr_schedule=adaptive, which "
-    "changes the rate once an update, not with every minibatch",
-    "norm_adv": "advantages are standardised once over the whole rollout, not in each minibatch: "
-    "algorithm.normalize_advantages=true, or false",
-    "normalize_advantage_per_mini_batch": "advantages are standardised once over the whole rollout (their false), "
-    "never in each minibatch; leave it out",
+    "schedule": (
+        "fixed is algorithm.lr_schedule=constant here; adaptive is algorithm.lr_schedule=adaptive,"
+        " which changes the rate once an update, not with every minibatch"
+    ),
+    "norm_adv": (
+        "advantages are standardised once over the whole rollout, not in each minibatch: "
+        "algorithm.normalize_advantages=true, or false"
+    ),
+    "normalize_advantage_per_mini_batch": (
+        "advantages are standardised once over the whole rollout (their false), "
+        "never in each minibatch; leave it out"
+    ),
     "empirical_normalization": _OBSERVATIONS,
     "obs_normalization": _OBSERVATIONS,
     "actor_hidden_dims": _HIDDEN,
@@ -122,5 +141,7 @@ CURES: dict[str, str] = {
     "wandb_project_name": _TRACKER,
     "wandb_project": _TRACKER,
     "wandb_entity": _TRACKER,
-    "capture_video": "videos are recorded during evaluations: write evaluation.video_episodes=2, or 0 for none",
+    "capture_video": (
+        "videos are recorded during evaluations: write evaluation.video_episodes=2, or 0 for none"
+    ),
 }

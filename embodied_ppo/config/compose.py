@@ -78,8 +78,9 @@ def prepare(
         for path in ("updates", "env_steps", "eval_every", "save_every"):
             if origin.get(path) == FLAGS and getattr(config, path) is not None:
                 raise ConfigError(
-                    f"{path} = {getattr(config, path)} ({FLAGS}) is set but not read by clone, which makes no updates; "
-                    f"leave it out, or write it when PPO goes on: train resume=RUN run_dir=NEW {path}=.."
+                    f"{path} = {getattr(config, path)} ({FLAGS}) is set but not read by clone,"
+                    " which makes no updates; leave it out, or write it when PPO goes on: train"
+                    f" resume=RUN run_dir=NEW {path}=.."
                 )
         return loaded  # build.clone compares the rest
     checked = config
@@ -107,7 +108,8 @@ def _demos_layers(lines: Sequence[str], layers: Sequence[tuple[str, Any]]) -> li
     mode = [node["mode"] for _, node in layers if "mode" in node][-1:]
     if mode and mode[0] != mode_of("env"):
         raise ConfigError(
-            f"mode = {mode[0]}: demos records a robot's expert; write experiment=tabletop_token, or another robot's"
+            f"mode = {mode[0]}: demos records a robot's expert; write experiment=tabletop_token, or"
+            " another robot's"
         )
     ours = strict.describe(DemosConfig)
     reads = [*(path for path in ours if "." not in path), *(f"env.{name}" for name in DEMOS_ENV)]
@@ -126,7 +128,8 @@ def _demos_layers(lines: Sequence[str], layers: Sequence[tuple[str, Any]]) -> li
             ]
     if written:
         raise ConfigError(
-            f"{written[0]} ({FLAGS}) is set but not read by demos; leave it out. Read are {', '.join(reads)}"
+            f"{written[0]} ({FLAGS}) is set but not read by demos; leave it out. Read are"
+            f" {', '.join(reads)}"
         )
     own = {path.partition(".")[0] for path in ours}
     return [
@@ -227,8 +230,8 @@ def _layers(
         _delete(overrides, loader, layers)
     except RecursionError:
         raise ConfigError(
-            f"--config-name {name}: its defaults lists name each other for ever; in --config-dir give your own config "
-            "another name than the one it lists"
+            f"--config-name {name}: its defaults lists name each other for ever; in --config-dir"
+            " give your own config another name than the one it lists"
         ) from None
     except (HydraException, OmegaConfBaseException, YAMLError) as e:
         raise ConfigError(_hydra_says(e)) from e
@@ -243,7 +246,10 @@ def _not_utf8(folder: str | None) -> str:
         try:
             file.read_bytes().decode()
         except UnicodeDecodeError as e:
-            return f"{file}: byte {e.start} (0x{e.object[e.start]:02x}) is not UTF-8; save the file as UTF-8"
+            return (
+                f"{file}: byte {e.start} (0x{e.object[e.start]:02x}) is not UTF-8; save the file as"
+                " UTF-8"
+            )
         except OSError:
             continue
     return f"--config-dir {folder}: a file is not UTF-8; save it as UTF-8"
@@ -286,8 +292,8 @@ def _resolved(
                         OmegaConf.to_container(inner, resolve=True)
                 except (OmegaConfBaseException, RecursionError) as e:
                     raise ConfigError(
-                        f"{path} = {show(value)} ({label}): {_hydra_says(e)}; write a value, or name an option "
-                        "that has one"
+                        f"{path} = {show(value)} ({label}): {_hydra_says(e)}; write a value, or"
+                        " name an option that has one"
                     ) from e
         raise ConfigError(_hydra_says(error)) from error
     return [(label, _pick(node, resolved)) for label, node in written]
@@ -337,7 +343,8 @@ def _flags(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> Any:
                 OmegaConf.update(node, o.key_or_group, o.value(), merge=True, force_add=True)
             except (OmegaConfBaseException, TypeError, ValueError) as e:
                 raise ConfigError(
-                    f"{o.input_line} is not understood ({_hydra_says(e)}); correct the value, or leave it out"
+                    f"{o.input_line} is not understood ({_hydra_says(e)}); correct the value, or"
+                    " leave it out"
                 ) from e
     return node
 
@@ -356,7 +363,8 @@ def _delete(
         owners = [node for node in parents if OmegaConf.is_dict(node) and leaf in node]
         if not owners:
             raise ConfigError(
-                f"{o.input_line}: no file sets {o.key_or_group}, so it cannot be removed; leave it out"
+                f"{o.input_line}: no file sets {o.key_or_group}, so it cannot be removed; leave"
+                " it out"
             )
         for owner in owners:
             del owner[leaf]
@@ -378,7 +386,8 @@ def _stored(resume: str) -> tuple[str, dict[str, Any]]:
     file = _config_of(folder)
     if file is None:
         raise CheckpointError(
-            f"resume = {resume}: holds no config.yaml; name a run directory or a checkpoint inside one"
+            f"resume = {resume}: holds no config.yaml; name a run directory or a checkpoint"
+            " inside one"
         )
     try:
         content = strict.plain_yaml(file.read_text(encoding="utf-8"))
@@ -468,7 +477,8 @@ def parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
         override = _parse_line(line, loader)
         if override.is_sweep_override():
             raise ConfigError(
-                f"{line} names several values; add --multirun, or give one (a list is written [a,b])"
+                f"{line} names several values; add --multirun, or give one (a list is written"
+                " [a,b])"
             )
         if override.is_hydra_override():
             raise ConfigError(f"{line} is set but not read; hydra.* is for --multirun")
@@ -479,7 +489,8 @@ def parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
                 if str(chosen) not in options:
                     kind = PlacementError if group == "placement" else ConfigError
                     raise kind(
-                        f"{group} = {chosen}: no such {group}; {choose(str(chosen), options, 'there are: ')}"
+                        f"{group} = {chosen}: no such {group};"
+                        f" {choose(str(chosen), options, 'there are: ')}"
                     )
             if isinstance(value, list):
                 one = f"write {group}={value[0] if value else 'NAME'}"
@@ -518,7 +529,8 @@ def _parse_line(line: str, loader: ConfigLoaderImpl) -> Override:
     ) as e:  # the last two: of very long numbers, very deep lists
         quoted_value = shortened(f"{key}='{value}'", 60)
         raise ConfigError(
-            f'{shortened(line, 60)} is not understood ({_hydra_says(e)}); quote the value: "{quoted_value}"'
+            f"{shortened(line, 60)} is not understood ({_hydra_says(e)}); quote the value:"
+            f' "{quoted_value}"'
         ) from e
     return override
 
@@ -530,7 +542,9 @@ def _is_group(override: Override, loader: ConfigLoaderImpl) -> bool:
 
 
 def quoted(line: str) -> str:
-    """Quote a dictionary with quoted keys, which YAML and JSON allow and Hydra's grammar does not."""
+    """Quote a dictionary with quoted keys, which YAML and JSON allow and Hydra's grammar does
+    not.
+    """
     key, equals, value = line.partition("=")
     if not (equals and value.startswith("{") and '"' in value):
         return line
@@ -618,7 +632,8 @@ def _check_jobs(jobs: Sequence[Sequence[str]], args: argparse.Namespace) -> set[
         names.add(config.name)
         if folder is not None and folders.setdefault(folder, i) != i:
             raise ConfigError(
-                f"run_dir = {folder} is that of job {folders[folder]} and of job {i}; leave run_dir out"
+                f"run_dir = {folder} is that of job {folders[folder]} and of job {i}; leave"
+                " run_dir out"
             )
     return names
 

@@ -197,8 +197,8 @@ def read(
                 before, other = written.get(target, (raw, value))
                 if before != raw and not _same(other, value):
                     raise ConfigError(
-                        f"{before} = {show(other)} and {raw} = {show(value)}{_at(label)} are the same option "
-                        f"({target}) with different values; keep one of them"
+                        f"{before} = {show(other)} and {raw} = {show(value)}{_at(label)} are the"
+                        f" same option ({target}) with different values; keep one of them"
                     )
                 written[target] = (raw, value)
         for target, (_, value) in written.items():
@@ -229,8 +229,8 @@ def _leaves(cls: type, mapping: Any, label: str) -> Iterator[tuple[str, Any]]:
             return  # a heading without options under it
         elif not path or dotted in sections(cls):
             raise ConfigError(
-                f"{dotted or 'the configuration'} = {show(node)}{_at(label)} is a section, not a value; write options "
-                f"under it: {listed(_members(cls, dotted))}"
+                f"{dotted or 'the configuration'} = {show(node)}{_at(label)} is a section, not a"
+                f" value; write options under it: {listed(_members(cls, dotted))}"
             )
         else:
             yield dotted, node
@@ -253,7 +253,8 @@ def _canonical(
         if raw == DUAL_CLIP:
             if not isinstance(value, bool):
                 raise ConfigError(
-                    f"{raw} = {show(value)}{_at(label)} must be true or false; or set {targets[0]}=3.0"
+                    f"{raw} = {show(value)}{_at(label)} must be true or false; or set"
+                    f" {targets[0]}=3.0"
                 )
             value = _DUAL_CLIP if value else None
     elif reason := next(
@@ -297,7 +298,8 @@ def _read_env(mapping: Mapping[str, Any], label: str, aliases: dict[str, str]) -
     part = read(Config, [(label, {"env": mapping})])
     if "env.num_envs" in part.origin:
         raise ConfigError(
-            f"env.num_envs = {show(part.config.env.num_envs)}{_at(label)} is not read here; set num_envs"
+            f"env.num_envs = {show(part.config.env.num_envs)}{_at(label)} is not read here; set"
+            " num_envs"
         )
     aliases.update(part.aliases)
     return {
@@ -356,7 +358,9 @@ def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> A
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite float from a number, or from text that YAML 1.1 does not parse as one (3e-4)."""
+    """Return a finite float from a number, or from text that YAML 1.1 does not parse as one
+    (3e-4).
+    """
     if isinstance(value, str) and re.fullmatch(
         r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value.strip()
     ):
@@ -498,7 +502,9 @@ def _hints(cls: type) -> dict[str, Any]:
 
 @cache
 def describe(cls: type, prefix: str = "") -> dict[str, Option]:
-    """Return path -> Option in the order of the source; the meaning is the string under the field."""
+    """Return path -> Option in the order of the source; the meaning is the string under the
+    field.
+    """
     meanings = _meanings(cls)
     result: dict[str, Option] = {}
     for f in fields(cls):

@@ -239,8 +239,8 @@ def _range(part: Any, count: int, label: str, what: str) -> range:
     numbers = [first.strip(), *([last.strip()] if dash else [])]
     if isinstance(part, bool) or not all(n.isdecimal() and len(n) < 10 for n in numbers):
         raise PlacementError(
-            f"{label}: {show(part)} is no {what}; write all, a number, a range as 0-3, 'first half', 'second half', "
-            "or a list of these"
+            f"{label}: {show(part)} is no {what}; write all, a number, a range as 0-3, 'first"
+            " half', 'second half', or a list of these"
         )
     low, high = int(first), int(last) if dash else int(first)
     if high < low:
@@ -248,9 +248,10 @@ def _range(part: Any, count: int, label: str, what: str) -> range:
     if high >= count:
         there = f"0-{count - 1}" if count > 1 else "0"
         raise PlacementError(
-            f"{label}: {text} needs {what} {high}, but there {'are' if count > 1 else 'is'} {count} ({there}); "
-            f"write {'0' if low >= count or low == count - 1 == 0 else f'{low}-{count - 1}'}, "
-            "or say what there is in cluster.num_nodes and cluster.devices_per_node"
+            f"{label}: {text} needs {what} {high}, but there {'are' if count > 1 else 'is'} {count}"
+            f" ({there}); write"
+            f" {'0' if low >= count or low == count - 1 == 0 else f'{low}-{count - 1}'}, or say"
+            " what there is in cluster.num_nodes and cluster.devices_per_node"
         )
     return range(low, high + 1)
 
@@ -279,7 +280,8 @@ def check_roles(placement: Mapping[str, Any], mode: str, *, without: Sequence[st
         if role not in placed and role not in without:
             joined = ",".join([*(_roles(next(iter(placement))) if placement else ()), role])
             raise PlacementError(
-                f"{whole}: no device for {role}; join it to an entry, as '{joined}', or give it its own"
+                f"{whole}: no device for {role}; join it to an entry, as '{joined}', or give it"
+                " its own"
             )
 
 
@@ -290,7 +292,8 @@ def _group(entry: str, value: Any, hardware: Hardware) -> Group:
         unknown = [key for key in value if key not in ("devices", "processes", "node")]
         if unknown:
             raise PlacementError(
-                f"{label}: {unknown[0]} is not known; {choose(str(unknown[0]), ('devices', 'processes', 'node'), '')}"
+                f"{label}: {unknown[0]} is not known;"
+                f" {choose(str(unknown[0]), ('devices', 'processes', 'node'), '')}"
             )
         devices, processes, node = (
             value.get("devices", "all"),
@@ -299,8 +302,8 @@ def _group(entry: str, value: Any, hardware: Hardware) -> Group:
         )
     if node is not None and node not in list(hardware.labels):
         raise PlacementError(
-            f"{label}: no node bears the label {node}; {choose(str(node), list(hardware.labels), 'labels: ')} "
-            "(cluster.node_groups)"
+            f"{label}: no node bears the label {node};"
+            f" {choose(str(node), list(hardware.labels), 'labels: ')} (cluster.node_groups)"
         )
     where = ranges(devices, hardware.on(node), label)
     ranks = _ranks(where, processes, hardware, label)
@@ -322,13 +325,15 @@ def _ranks(
         )
     if processes > MOST * count:
         raise PlacementError(
-            f"{label}: processes = {processes} are more than {MOST} on a device; write processes: {count}"
+            f"{label}: processes = {processes} are more than {MOST} on a device; write processes:"
+            f" {count}"
         )
     if processes % count and count % processes:
         near = [n for n in range(1, 2 * count + 1) if n % count == 0 or count % n == 0]
         best = min(near, key=lambda n: abs(n - processes))
         raise PlacementError(
-            f"{label}: {processes} processes do not divide evenly over {count} devices; write processes: {best}"
+            f"{label}: {processes} processes do not divide evenly over {count} devices; write"
+            f" processes: {best}"
         )
     if processes >= count:
         return tuple((where[i * count // processes],) for i in range(processes))
@@ -337,7 +342,8 @@ def _ranks(
     for devices in ranks:
         if len({hardware.node(d) for d in devices}) > 1:
             raise PlacementError(
-                f"{label}: a process would have devices {show(list(devices))} of two nodes; write processes: {count}"
+                f"{label}: a process would have devices {show(list(devices))} of two nodes; write"
+                f" processes: {count}"
             )
     return ranks
 
@@ -384,8 +390,8 @@ def _preset(name: str, hardware: Hardware, mode: str, wanted: Sequence[str]) -> 
     groups = list[Group]()
     if "env" not in ROLES[mode] and PRESETS[name].get("env") == "first half":
         raise PlacementError(
-            f"placement = {name}: sets the simulators apart, and mode=reasoning has none; use fused, colocated or "
-            "disaggregated"
+            f"placement = {name}: sets the simulators apart, and mode=reasoning has none; use"
+            " fused, colocated or disaggregated"
         )
     for entry, devices in PRESETS[name].items():
         roles = [role for role in entry.split(",") if role in wanted]
@@ -393,8 +399,8 @@ def _preset(name: str, hardware: Hardware, mode: str, wanted: Sequence[str]) -> 
             continue
         if "half" in devices and hardware.total < 2:
             raise PlacementError(
-                f"placement = {name}: needs 2 devices, and there is 1; use fused or colocated, or say what there is "
-                "in cluster.devices_per_node"
+                f"placement = {name}: needs 2 devices, and there is 1; use fused or colocated, or"
+                " say what there is in cluster.devices_per_node"
             )
         groups.append(_group(",".join(roles), devices, hardware))
     return tuple(groups)
@@ -409,9 +415,9 @@ def _check_lag(p: Plan) -> None:
                 continue
             if common := set(p.group(learner).devices) & set(p.group(role).devices):
                 raise PlacementError(
-                    f"cluster.max_lag = {p.max_lag}: {role} and {learner} share device {min(common)}, so they cannot "
-                    f"run at once; write cluster.max_lag=0, or give {learner} its own devices "
-                    "(placement=disaggregated)"
+                    f"cluster.max_lag = {p.max_lag}: {role} and {learner} share device"
+                    f" {min(common)}, so they cannot run at once; write cluster.max_lag=0, or give"
+                    f" {learner} its own devices (placement=disaggregated)"
                 )
 
 
@@ -420,8 +426,8 @@ def _check_weights(p: Plan) -> None:
         if p.weights_path(rank) == "ipc" and p.near(rank) is None:
             node = p.hardware.node(p.group("rollout").ranks[rank][0])
             raise PlacementError(
-                f"cluster.weights = ipc: rollout rank {rank} is on node {node}, which has no actor to read the memory "
-                "of; leave it out (auto)"
+                f"cluster.weights = ipc: rollout rank {rank} is on node {node}, which has no actor"
+                " to read the memory of; leave it out (auto)"
             )
 
 
@@ -443,14 +449,15 @@ def check_numbers(p: Plan, *, num_envs: int, group_size: int, global_batch_size:
         grouped = f" x algorithm.group_size = {group_size}" if group_size > 1 else ""
         step = most * group_size
         raise PlacementError(
-            f"env.num_envs = {num_envs}: cannot be dealt out evenly over {max(counts.values())} processes x "
-            f"cluster.stages = {p.stages}{grouped}; write env.num_envs={max(step, round(num_envs / step) * step)}"
+            f"env.num_envs = {num_envs}: cannot be dealt out evenly over {max(counts.values())}"
+            f" processes x cluster.stages = {p.stages}{grouped}; write"
+            f" env.num_envs={max(step, round(num_envs / step) * step)}"
         )
     if global_batch_size % counts["actor"]:
         near = max(1, round(global_batch_size / counts["actor"])) * counts["actor"]
         raise PlacementError(
-            f"algorithm.global_batch_size = {global_batch_size}: cannot be dealt out evenly over {counts['actor']} "
-            f"processes of actor; write algorithm.global_batch_size={near}"
+            f"algorithm.global_batch_size = {global_batch_size}: cannot be dealt out evenly over"
+            f" {counts['actor']} processes of actor; write algorithm.global_batch_size={near}"
         )
 
 
@@ -469,25 +476,26 @@ def check_sequences(p: Plan, *, prompts: int, group_size: int, batches: Mapping[
     actors, acts = p.processes("actor"), p.processes("rollout")
     if acts % actors and actors % acts:
         raise PlacementError(
-            f"{PATH}: {acts} processes of rollout and {actors} of actor: one must divide the other; "
-            f"write processes: {_divisor(actors, acts)} for rollout"
+            f"{PATH}: {acts} processes of rollout and {actors} of actor: one must divide the other;"
+            f" write processes: {_divisor(actors, acts)} for rollout"
         )
     if p.has("critic") and p.processes("critic") != actors:
         raise PlacementError(
-            f"{PATH}: {p.processes('critic')} processes of critic and {actors} of actor: each actor has its own "
-            f"critic; write processes: {actors} for critic"
+            f"{PATH}: {p.processes('critic')} processes of critic and {actors} of actor: each actor"
+            f" has its own critic; write processes: {actors} for critic"
         )
     for asker, role in (("rollout", "reward"), ("actor", "reference")):
         if p.has(role) and p.processes(asker) % p.processes(role):
             raise PlacementError(
-                f"{PATH}: {p.processes(role)} processes of {role} cannot be dealt out evenly over "
-                f"{p.processes(asker)} of {asker}; write processes: {_divisor(p.processes(asker), 1)} for {role}"
+                f"{PATH}: {p.processes(role)} processes of {role} cannot be dealt out evenly over"
+                f" {p.processes(asker)} of {asker}; write processes:"
+                f" {_divisor(p.processes(asker), 1)} for {role}"
             )
     if prompts % acts:
         near = max(1, round(prompts / acts)) * acts
         raise PlacementError(
-            f"algorithm.rollout_batch_size = {prompts}: cannot be dealt out evenly over {acts} processes of rollout; "
-            f"write algorithm.rollout_batch_size={near}"
+            f"algorithm.rollout_batch_size = {prompts}: cannot be dealt out evenly over {acts}"
+            f" processes of rollout; write algorithm.rollout_batch_size={near}"
         )
     for option, responses in {
         "algorithm.rollout_batch_size": prompts * group_size,
@@ -498,8 +506,8 @@ def check_sequences(p: Plan, *, prompts: int, group_size: int, batches: Mapping[
             while near % group_size:
                 near += actors
             raise PlacementError(
-                f"{option} = {responses // group_size}: {responses} responses cannot be dealt out evenly over {actors} "
-                f"processes of actor; write {option}={near // group_size}"
+                f"{option} = {responses // group_size}: {responses} responses cannot be dealt out"
+                f" evenly over {actors} processes of actor; write {option}={near // group_size}"
             )
 
 
@@ -609,7 +617,10 @@ def check_memory(
         return
     message, cure = excess
     if sharded is not None and _too_much(p, sharded(), least) is None:
-        cure = f"write cluster.shard=true: {p.processes('actor')} processes of actor then hold a part of the model each"
+        cure = (
+            f"write cluster.shard=true: {p.processes('actor')} processes of actor then hold a part"
+            " of the model each"
+        )
     raise PlacementError(f"{message}; {cure}")
 
 
@@ -633,8 +644,11 @@ def _too_much(p: Plan, needs: Mapping[str, Need], least: bool) -> tuple[str, str
                 f", {amount(CONTEXT)} of each for CUDA itself" if p.hardware.kind == "cuda" else ""
             )
             return (
-                f"placement: {load.where} needs {parts} = {amount(load.total)} to {load.phase}, more than {ROOM:.0%} "
-                f"of its {amount(limit)}; one process of {largest}: {purposes}{context}",
+                (
+                    f"placement: {load.where} needs {parts} = {amount(load.total)} to {load.phase},"
+                    f" more than {ROOM:.0%} of its {amount(limit)}; one process of {largest}:"
+                    f" {purposes}{context}"
+                ),
                 _memory_cure(p, needs[largest], least),
             )
     return None

@@ -1,4 +1,6 @@
-"""Which mode reads an option, and under which conditions, as declared on its field in ``schema``."""
+"""Which mode reads an option, and under which conditions, as declared on its field in
+``schema``.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def readers(cls: type = Config) -> dict[str, Reader]:
 
 
 def _readers(cls: type, prefix: str, inherited: Reader) -> Iterator[tuple[str, Reader]]:
-    """Yield the readers of a section; what an option does not declare it inherits from its section."""
+    """Yield the readers of a section; what an option does not declare it inherits from its
+    section.
+    """
     for field in fields(cls):
         path = prefix + field.name
         reader = _reader(field, inherited)

@@ -10,7 +10,6 @@ options, lead to the option being read. ``readers`` collects these declarations,
 refuses an option that is set but not read.
 """
 
-# ruff: noqa: RUF009 (option and section return a dataclasses.field, not a shared default)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -352,7 +351,8 @@ class ModelConfig:
     detach_value: bool | None = option(
         None,
         read_if=ReadIf(
-            "model.policy=token, flow or gaussian (actor_critic has a trunk for each with model.shared_backbone=false)",
+            "model.policy=token, flow or gaussian (actor_critic has a trunk for each with"
+            " model.shared_backbone=false)",
             lambda c: c.model.policy != "actor_critic",
         ),
     )

@@ -46,13 +46,15 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
         return None
     if not DEVICE.fullmatch(config.device):
         raise ConfigError(
-            f"device = {show(config.device)} must be auto, cpu, cuda or cuda:N; the safe one is device=cpu"
+            f"device = {show(config.device)} must be auto, cpu, cuda or cuda:N; the safe one is"
+            " device=cpu"
         )
     if isinstance(config, EvaluateConfig):
         return _check_evaluation(config, explicit)
     if not re.fullmatch(r"[^/\\\0]+", config.name) or config.name.startswith("."):
         raise ConfigError(
-            f"name = {show(config.name)} must be one folder name without / and leading dot; try name=custom"
+            f"name = {show(config.name)} must be one folder name without / and leading dot; try"
+            " name=custom"
         )
     for path in sorted(explicit):
         mode, value = mode_of(path), attrgetter(path)(config)
@@ -88,7 +90,8 @@ def _check_placement(config: Config) -> None:
     if cluster.component_placement:
         if preset != "local":
             raise PlacementError(
-                f"placement = {preset}: cluster.component_placement places the roles too; leave one of them out"
+                f"placement = {preset}: cluster.component_placement places the roles too; leave one"
+                " of them out"
             )
         placement.check_roles(
             cluster.component_placement, config.mode, without=unused_roles(config)
@@ -101,8 +104,9 @@ def _check_placement(config: Config) -> None:
             value = getattr(cluster, field.name)
             if value != getattr(default, field.name):
                 raise PlacementError(
-                    f"cluster.{field.name} = {show(value)}: is not read with placement=local, which is this process "
-                    f"alone; choose a placement ({', '.join(placement.PRESETS)}), or leave it out"
+                    f"cluster.{field.name} = {show(value)}: is not read with placement=local, which"
+                    f" is this process alone; choose a placement ({', '.join(placement.PRESETS)}),"
+                    " or leave it out"
                 )
 
 
@@ -110,8 +114,9 @@ def _check_lag(cluster: ClusterConfig) -> None:
     """Refuse a transport that cannot serve rollouts that run ahead. Raises PlacementError."""
     if cluster.max_lag and cluster.weights not in ("auto", "store"):
         raise PlacementError(
-            f"cluster.weights = {cluster.weights}: rollouts that run ahead take weights when they are ready, which "
-            "only cluster.weights=store keeps for them; write that, or cluster.max_lag=0"
+            f"cluster.weights = {cluster.weights}: rollouts that run ahead take weights when they"
+            " are ready, which only cluster.weights=store keeps for them; write that, or"
+            " cluster.max_lag=0"
         )
 
 
@@ -120,13 +125,13 @@ def check_tuning(config: Config, explicit: Collection[str] = ()) -> None:
     rules_of(config.mode).check_tuning(config)
     if config.resume is not None:
         raise ConfigError(
-            f"resume = {config.resume}: is not read by tune, which does not continue a run; leave it out, and write "
-            "it to train with the placement that tune recommends"
+            f"resume = {config.resume}: is not read by tune, which does not continue a run; leave"
+            " it out, and write it to train with the placement that tune recommends"
         )
     if config.cluster.shard:
         raise PlacementError(
-            "cluster.shard = true: tune cannot predict the cost of gathering a sharded model; leave it out, and write "
-            "it to train with the placement that tune recommends"
+            "cluster.shard = true: tune cannot predict the cost of gathering a sharded model; leave"
+            " it out, and write it to train with the placement that tune recommends"
         )
     default = ClusterConfig()
     searched = (
@@ -156,13 +161,14 @@ def _check_evaluation(config: EvaluateConfig, explicit: Collection[str]) -> None
     """Check what does not depend on the checkpoint. Raises ConfigError."""
     if not config.checkpoint:
         raise ConfigError(
-            "checkpoint = '' must name a checkpoint or run directory; write checkpoint=runs/NAME/DATE-SEED"
+            "checkpoint = '' must name a checkpoint or run directory; write"
+            " checkpoint=runs/NAME/DATE-SEED"
         )
     _check_unread(config, explicit)
     if config.n > 1 and config.deterministic:
         raise ConfigError(
-            f"n = {config.n}, but deterministic = true: all {config.n} responses would be the same; write "
-            "deterministic=false"
+            f"n = {config.n}, but deterministic = true: all {config.n} responses would be the same;"
+            " write deterministic=false"
         )
 
 
@@ -172,8 +178,8 @@ def check_evaluation(config: EvaluateConfig, mode: str, explicit: Collection[str
         value = getattr(config, path)
         if mode_of(path, EvaluateConfig) not in (None, mode) and value not in (*UNSET, ()):
             raise ConfigError(
-                f"{path} = {show(value)} is set but not read: {config.checkpoint} is a {rules_of(mode).policy}; leave "
-                "it out"
+                f"{path} = {show(value)} is set but not read: {config.checkpoint} is a"
+                f" {rules_of(mode).policy}; leave it out"
             )
 
 
@@ -184,40 +190,55 @@ def _check_algorithm(config: Config) -> None:
     rules = (
         (
             a.loss_type != mode_rules.loss_type,
-            f"algorithm.loss_type = {a.loss_type} {mode_rules.loss_type_mismatch}; write "
-            f"algorithm.loss_type={mode_rules.loss_type}",
+            (
+                f"algorithm.loss_type = {a.loss_type} {mode_rules.loss_type_mismatch}; write "
+                f"algorithm.loss_type={mode_rules.loss_type}"
+            ),
         ),
         (
             a.clip_ratio_low >= 1,
-            f"algorithm.clip_ratio_low = {a.clip_ratio_low:g} must be < 1 (the ratio is clipped at 1 - this, which "
-            "must stay positive); the default is algorithm.clip_ratio_low=0.2",
+            (
+                f"algorithm.clip_ratio_low = {a.clip_ratio_low:g} must be < 1 (the ratio is clipped"
+                " at 1 - this, which must stay positive); the default is"
+                " algorithm.clip_ratio_low=0.2"
+            ),
         ),
         (
             a.use_kl_loss and a.kl_loss_type == "k1",
-            "algorithm.kl_loss_type = k1 has a gradient of expectation zero and cannot be a loss; write "
-            "algorithm.kl_loss_type=k2, k3 or k1+",
+            (
+                "algorithm.kl_loss_type = k1 has a gradient of expectation zero and cannot be a"
+                " loss; write algorithm.kl_loss_type=k2, k3 or k1+"
+            ),
         ),
         (
             comparison is not None and a.group_size < 2,
-            f"{comparison} compares {mode_rules.group_members} of a group, but algorithm.group_size = {a.group_size}; "
-            "it must be >= 2: write algorithm.group_size=4",
+            (
+                f"{comparison} compares {mode_rules.group_members} of a group, but"
+                f" algorithm.group_size = {a.group_size}; it must be >= 2: write"
+                " algorithm.group_size=4"
+            ),
         ),
         *mode_rules.algorithm_rules(config),
         (
             a.reward_shift and a.reward_scale,
-            "algorithm.reward_shift = true (only subtract) and algorithm.reward_scale = true (only divide) exclude "
-            "each other; for both steps leave both false",
+            (
+                "algorithm.reward_shift = true (only subtract) and algorithm.reward_scale = true"
+                " (only divide) exclude each other; for both steps leave both false"
+            ),
         ),
         (
             a.reward_shift and a.reward_norm == "running",
-            "algorithm.reward_shift = true subtracts a mean, but algorithm.reward_norm = running only divides; write "
-            "algorithm.reward_norm=batch",
+            (
+                "algorithm.reward_shift = true subtracts a mean, but algorithm.reward_norm ="
+                " running only divides; write algorithm.reward_norm=batch"
+            ),
         ),
     )
     refuse(rules)
     for name in ("logprob_type", "entropy_type"):
         if LEVELS.index(a.reward_type) < LEVELS.index(getattr(a, name)):
             raise ConfigError(
-                f"algorithm.reward_type = {a.reward_type} is finer than algorithm.{name} = {getattr(a, name)}; an "
-                f"advantage can be spread over finer entries only: write algorithm.reward_type={getattr(a, name)}"
+                f"algorithm.reward_type = {a.reward_type} is finer than algorithm.{name} ="
+                f" {getattr(a, name)}; an advantage can be spread over finer entries only: write"
+                f" algorithm.reward_type={getattr(a, name)}"
             )

@@ -65,11 +65,13 @@ def _libraries() -> Path:
     status = folder.stat()
     if status.st_uid != os.getuid():
         raise RuntimeError(
-            f"{folder} is another user's (uid {status.st_uid}); EMBODIED_PPO_CACHE names another directory"
+            f"{folder} is another user's (uid {status.st_uid}); EMBODIED_PPO_CACHE names another"
+            " directory"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise RuntimeError(
-            f"others can write in {folder} (mode {status.st_mode & 0o777:o}), and what is there runs: chmod go-w"
+            f"others can write in {folder} (mode {status.st_mode & 0o777:o}), and what is there"
+            " runs: chmod go-w"
         )
     return folder
 
@@ -84,7 +86,10 @@ def obstacle() -> str:
     except RuntimeError as error:
         return str(error)
     except OSError as error:
-        return f"{cache_folder()} cannot be written ({error.strerror}; EMBODIED_PPO_CACHE names another directory)"
+        return (
+            f"{cache_folder()} cannot be written ({error.strerror}; EMBODIED_PPO_CACHE names"
+            " another directory)"
+        )
 
 
 def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
@@ -114,7 +119,8 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
     ]
     for name, m in modules.items():  # not repr(m): it may contain counters of the module
         words.append(
-            f"{name} {type(m).__qualname__} { {k: v for k, v in vars(m).items() if not k.startswith('_')} }"
+            f"{name} {type(m).__qualname__}"
+            f" { {k: v for k, v in vars(m).items() if not k.startswith('_')} }"
         )
     words += [f"{x.dtype}{tuple(x.shape)}{x.stride()}{x.device}" for x in example]
     digest.update("\n".join(words).encode())
@@ -122,7 +128,9 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
 
 
 def _all_modules(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules by name, those held outside the module tree (``causal_lm.Aside``) included."""
+    """Yield all modules by name, those held outside the module tree (``causal_lm.Aside``)
+    included.
+    """
     for inner, m in module.named_modules(prefix=name):
         yield inner, m
         for attribute, value in vars(m).items():
@@ -197,7 +205,7 @@ class Library:
         example = [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in example
         ]
-        request = tempfile.TemporaryFile()  # noqa: SIM115  (not a pipe: nobody reads before torch is imported)
+        request = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             request.write(pickle.dumps((program, example, str(self.path))))
         except (
@@ -227,7 +235,7 @@ class Library:
         environment["TMPDIR"] = (
             self.work.name
         )  # of the compiler, so that its files are removed, too
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed when collected)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._child = subprocess.Popen(
             [
                 *(sys.executable, "-c", f"import {__name__} as compiled; compiled._build_stdin()"),
@@ -391,7 +399,8 @@ class CompileSchedule:
                 try:
                     if self._library.busy():
                         self.notice(
-                            f"compile: waiting for the compiler, once; the result stays in {cache_folder()}"
+                            "compile: waiting for the compiler, once; the result stays in"
+                            f" {cache_folder()}"
                         )
                     self._function = self._library.load()
                 finally:
@@ -422,7 +431,9 @@ class _Program(nn.Module):
 
 
 def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) -> None:
-    """Trace ``program`` (its backward pass included), compile it and write the library to ``path``."""
+    """Trace ``program`` (its backward pass included), compile it and write the library to
+    ``path``.
+    """
     import torch._inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -68,7 +68,10 @@ def listed(names: Sequence[str], limit: int = 190) -> str:
     text = ", ".join(names)
     if len(text) <= limit:
         return text or "none"
-    return f"{text[:limit].rpartition(', ')[0] or shortened(names[0], limit)}, .. ({len(names)} in all)"
+    return (
+        f"{text[:limit].rpartition(', ')[0] or shortened(names[0], limit)}, .. ({len(names)} in"
+        " all)"
+    )
 
 
 def shortened(text: str, limit: int = LONGEST_LINE) -> str:

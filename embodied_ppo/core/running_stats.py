@@ -40,7 +40,8 @@ def expand_mask(mask: Tensor, x: Tensor) -> Tensor:
     """
     if mask.shape != x.shape[: mask.ndim]:
         raise ConfigError(
-            f"mask {tuple(mask.shape)}: must be the leading dimensions of {tuple(x.shape)}; check the *_type levels"
+            f"mask {tuple(mask.shape)}: must be the leading dimensions of {tuple(x.shape)}; check"
+            " the *_type levels"
         )
     return mask.bool().reshape(mask.shape + (1,) * (x.ndim - mask.ndim)).expand_as(x)
 
@@ -163,7 +164,9 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def merge(self, mean: Tensor, var: Tensor, count: Tensor | float) -> None:
-        """Merge population moments [*shape] over ``count`` samples (formula of ``merge_moments``)."""
+        """Merge population moments [*shape] over ``count`` samples (formula of
+        ``merge_moments``).
+        """
         n = float(count)
         if n == 0:
             return

@@ -134,8 +134,8 @@ def overdue() -> str:
     ):
         return ""
     return (
-        f"{_subject()} has not returned for {seconds:g} s (env.step_timeout_s){_phase()}; repair the simulator or "
-        "raise the limit; resume continues from the last checkpoint"
+        f"{_subject()} has not returned for {seconds:g} s (env.step_timeout_s){_phase()}; repair"
+        " the simulator or raise the limit; resume continues from the last checkpoint"
     )
 
 
@@ -156,7 +156,10 @@ def cause(ending: str) -> str:
         ending: How the process ended, e.g. "was ended by SIGSEGV".
     """
     if numbers[SINCE]:
-        return f"{_subject()}: the process {ending}{_phase()}; resume continues from the last checkpoint"
+        return (
+            f"{_subject()}: the process {ending}{_phase()}; resume continues from the last"
+            " checkpoint"
+        )
     return f"the process {ending}; resume continues from the last checkpoint, if there is one"
 
 

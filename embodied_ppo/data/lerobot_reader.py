@@ -108,8 +108,8 @@ class Demonstrations:
         count = max(round(fraction * len(names)), int(fraction > 0))
         if not 0 <= fraction < 1 or count >= len(names):
             raise ConfigError(
-                f"held-out fraction={fraction}: {count} of {len(names)} episodes would be held out; choose a number "
-                "in [0, 1) that leaves one to train on, or record more episodes"
+                f"held-out fraction={fraction}: {count} of {len(names)} episodes would be held out;"
+                " choose a number in [0, 1) that leaves one to train on, or record more episodes"
             )
         order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))
         held = torch.zeros(len(names), dtype=torch.bool)
@@ -243,7 +243,8 @@ def read_info(folder: Path) -> dict[str, Any]:
     if not isinstance(info, dict) or info.get("codebase_version") not in READ:
         version = info.get("codebase_version") if isinstance(info, dict) else None
         raise ConfigError(
-            f"{path}: codebase_version={version!r} is unknown; this reads {', '.join(READ)}; convert it with LeRobot"
+            f"{path}: codebase_version={version!r} is unknown; this reads {', '.join(READ)};"
+            " convert it with LeRobot"
         )
     for key, kind in (
         ("features", dict),
@@ -274,7 +275,8 @@ def _named(folder: Path, features: Mapping[str, Any], name: str) -> str:
             shape = features[key].get("shape")
             if not isinstance(shape, list) or len(shape) != 1 or not _whole(shape[0], 1):
                 raise ConfigError(
-                    f"{folder}/meta/info.json: {key} has shape {shape}; it must be one vector a frame"
+                    f"{folder}/meta/info.json: {key} has shape {shape}; it must be one vector a"
+                    " frame"
                 )
             return key
     raise ConfigError(
@@ -300,8 +302,8 @@ def _episodes_v3(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -
     rows = read_rows(folder)
     if len(rows) < info["total_episodes"]:
         raise ConfigError(
-            f"{folder}/meta/episodes: has {len(rows)} of the {info['total_episodes']} episodes that meta/info.json "
-            "counts; copy or download the folder anew"
+            f"{folder}/meta/episodes: has {len(rows)} of the {info['total_episodes']} episodes that"
+            " meta/info.json counts; copy or download the folder anew"
         )
     episodes = []
     for row in rows:
@@ -318,8 +320,8 @@ def _episodes_v3(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -
             episodes.append(_Episode(row["episode_index"], row["length"], data, videos_at))
         except NOWHERE as error:
             raise ConfigError(
-                f"{folder}/meta/episodes: episode {row.get('episode_index')} does not say where it is "
-                f"({type(error).__name__}: {error}); record or download it anew"
+                f"{folder}/meta/episodes: episode {row.get('episode_index')} does not say where it"
+                f" is ({type(error).__name__}: {error}); record or download it anew"
             ) from error
     return _checked(folder / "meta/episodes", episodes)
 
@@ -343,13 +345,13 @@ def _episodes_v2(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -
             )
         except NOWHERE as error:
             raise ConfigError(
-                f"{folder}/meta/episodes.jsonl: {row} does not say where it is ({type(error).__name__}: {error}); "
-                "download it anew"
+                f"{folder}/meta/episodes.jsonl: {row} does not say where it is"
+                f" ({type(error).__name__}: {error}); download it anew"
             ) from error
     if len(episodes) < info["total_episodes"]:
         raise ConfigError(
-            f"{folder}/meta/episodes.jsonl: has {len(episodes)} of the {info['total_episodes']} episodes that "
-            "meta/info.json counts; download it anew"
+            f"{folder}/meta/episodes.jsonl: has {len(episodes)} of the {info['total_episodes']}"
+            " episodes that meta/info.json counts; download it anew"
         )
     return _checked(folder / "meta/episodes.jsonl", episodes)
 
@@ -386,7 +388,8 @@ def _checked(path: Path, episodes: list[_Episode]) -> list[_Episode]:
     for episode in episodes:
         if not _whole(episode.index, 0):
             raise ConfigError(
-                f"{path}: episode_index={episode.index!r} is no number of an episode; download it anew"
+                f"{path}: episode_index={episode.index!r} is no number of an episode; download it"
+                " anew"
             )
     episodes.sort(key=lambda episode: episode.index)
     for i, episode in enumerate(episodes):
@@ -396,7 +399,8 @@ def _checked(path: Path, episodes: list[_Episode]) -> list[_Episode]:
             )
         if not _whole(episode.length, 1):
             raise ConfigError(
-                f"{path}: episode {episode.index} has length={episode.length}; it must be at least 1"
+                f"{path}: episode {episode.index} has length={episode.length}; it must be at"
+                " least 1"
             )
     return episodes
 
@@ -449,7 +453,8 @@ def read_tasks(folder: Path, version: str) -> dict[int, str]:
         }
     except NOWHERE as error:
         raise ConfigError(
-            f"{path}: has no columns task_index and task ({type(error).__name__}: {error}); download it anew"
+            f"{path}: has no columns task_index and task ({type(error).__name__}: {error});"
+            " download it anew"
         ) from error
 
 
@@ -468,9 +473,10 @@ def _check_memory(
         )
         fits = int(episodes * (free / 2) / need)
         raise ConfigError(
-            f"{folder}: {frames} frames x ({sizes}) bytes = {need / 2**30:.2f} GiB of pictures and numbers, more than "
-            f"half of the {free / 2**30:.2f} GiB of memory that are free; about limit={fits} of its {episodes} "
-            "episodes would fit; else use smaller pictures, or a machine with more memory"
+            f"{folder}: {frames} frames x ({sizes}) bytes = {need / 2**30:.2f} GiB of pictures and"
+            f" numbers, more than half of the {free / 2**30:.2f} GiB of memory that are free; about"
+            f" limit={fits} of its {episodes} episodes would fit; else use smaller pictures, or a"
+            " machine with more memory"
         )
 
 
@@ -570,7 +576,8 @@ class _Table:
                 or self._table[name].null_count
             ):
                 raise ConfigError(
-                    f"{path}: {name} is not a whole number in every frame; record or download it anew"
+                    f"{path}: {name} is not a whole number in every frame; record or download it"
+                    " anew"
                 )
         self._episode, self._frame, self._task = (
             self._table[name].to_numpy() for name in ("episode_index", "frame_index", "task_index")
@@ -591,7 +598,8 @@ class _Table:
                 f"frame {lost[0]} is missing" if len(lost) else f"{len(frame)} frames are there"
             )
             raise ConfigError(
-                f"{self._where(episode)} should have {episode.length} frames, but {detail}; record or download it anew"
+                f"{self._where(episode)} should have {episode.length} frames, but {detail}; record"
+                " or download it anew"
             )
         return rows
 
@@ -601,7 +609,8 @@ class _Table:
         for index in np.unique(task).tolist():
             if index not in known:
                 raise ConfigError(
-                    f"{self._where(episode)} has task_index={index}, which meta/tasks does not have; download it anew"
+                    f"{self._where(episode)} has task_index={index}, which meta/tasks does not"
+                    " have; download it anew"
                 )
         return task
 
@@ -632,8 +641,8 @@ class _Table:
         if len(wrong := np.flatnonzero(there != dims)):
             at = wrong[0]
             raise ConfigError(
-                f"{self.path}: episode {self._episode[at]}, frame {self._frame[at]}: {name} has {there[at]} numbers; "
-                f"meta/info.json says {dims}; record or download it anew"
+                f"{self.path}: episode {self._episode[at]}, frame {self._frame[at]}: {name} has"
+                f" {there[at]} numbers; meta/info.json says {dims}; record or download it anew"
             )
         flat = column.flatten() if lists else column
         try:
@@ -659,7 +668,8 @@ class _Table:
             data = held.get("bytes") if isinstance(held, dict) else held
             if not isinstance(data, bytes):
                 raise ConfigError(
-                    f"{where} holds no picture; download the dataset with its pictures in the tables"
+                    f"{where} holds no picture; download the dataset with its pictures in the"
+                    " tables"
                 )
             try:
                 with Image.open(io.BytesIO(data), formats=PICTURES) as picture:
@@ -686,7 +696,8 @@ def check_finite(x: np.ndarray, where: str) -> None:
     if len(bad := np.argwhere(~np.isfinite(x))):
         frame, i = bad[0].tolist()
         raise ConfigError(
-            f"{where} [{i}] is {x[frame, i]} in frame {frame}; it must be finite: leave the episode out"
+            f"{where} [{i}] is {x[frame, i]} in frame {frame}; it must be finite: leave the"
+            " episode out"
         )
 
 
@@ -694,7 +705,9 @@ def check_finite(x: np.ndarray, where: str) -> None:
 def _decode(
     path: Path, spans: Sequence[tuple[_Episode, int, np.ndarray]], size: tuple[int, int]
 ) -> None:
-    """Decode a video into uint8 [L, H, W, 3] of each episode; ``spans`` are sorted by first frame."""
+    """Decode a video into uint8 [L, H, W, 3] of each episode; ``spans`` are sorted by first
+    frame.
+    """
     if not path.exists():
         raise ConfigError(
             f"{path} is missing; copy or download the folder anew, or record it again"
@@ -704,7 +717,8 @@ def _decode(
             width, height = next(frames)["size"]
             if (height, width) != size:
                 raise ConfigError(
-                    f"{path}: shows {height} x {width} pixels; meta/info.json says {size[0]} x {size[1]}"
+                    f"{path}: shows {height} x {width} pixels; meta/info.json says {size[0]} x"
+                    f" {size[1]}"
                 )
             at = 0  # index of the next frame
             for episode, first, out in spans:
@@ -717,8 +731,8 @@ def _decode(
                     frame = at + i - first
                     if picture is None:
                         raise ConfigError(
-                            f"{path}: ends after {at + i} frames, at episode {episode.index}, frame {max(frame, 0)} of "
-                            f"{len(out)}; record or download it anew"
+                            f"{path}: ends after {at + i} frames, at episode {episode.index}, frame"
+                            f" {max(frame, 0)} of {len(out)}; record or download it anew"
                         )
                     if frame >= 0:
                         out[frame] = np.frombuffer(picture, dtype=np.uint8).reshape(*size, 3)
@@ -731,7 +745,9 @@ def _decode(
 
 
 def _frames(path: Path) -> Any:
-    """Yield the video's metadata, then the bytes [H, W, 3] of each frame; stops at a damaged frame."""
+    """Yield the video's metadata, then the bytes [H, W, 3] of each frame; stops at a damaged
+    frame.
+    """
     read_frames: Any = imageio_ffmpeg.read_frames
     return read_frames(
         str(path),

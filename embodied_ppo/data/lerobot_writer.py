@@ -101,7 +101,8 @@ class Writer:
                 raise ConfigError(f"{self.folder}: {name}={number} must be at least 1")
         if bad := [name for name in cameras if "/" in name or not name]:
             raise ConfigError(
-                f"{self.folder}: camera {bad[0]!r} cannot be a folder; give it a name without slashes"
+                f"{self.folder}: camera {bad[0]!r} cannot be a folder; give it a name without"
+                " slashes"
             )
         arrow(self.folder)
         self._tasks: dict[str, int] = {}
@@ -148,7 +149,8 @@ class Writer:
             if isinstance(error, OSError):
                 cause = one_line(error)[:200]
                 raise ConfigError(
-                    f"{self.folder}: episode {self.episodes} could not be encoded ({cause}); is the disk full? {SAFE}"
+                    f"{self.folder}: episode {self.episodes} could not be encoded ({cause}); is the"
+                    f" disk full? {SAFE}"
                 ) from error
             raise
         if len(self._episode_rows) == self._per_file:
@@ -176,7 +178,8 @@ class Writer:
         except OSError as error:
             os.close(lock)
             raise ConfigError(
-                f"{self.folder}: another process records into it; wait for it, or choose another folder"
+                f"{self.folder}: another process records into it; wait for it, or choose another"
+                " folder"
             ) from error
         return lock
 
@@ -199,8 +202,8 @@ class Writer:
         for key in wanted | there:
             if wanted.get(key) != there.get(key):
                 raise ConfigError(
-                    f"{self.folder}: holds demonstrations with {key}={there.get(key)}, not {wanted.get(key)}; choose "
-                    "another folder, or the options it was begun with"
+                    f"{self.folder}: holds demonstrations with {key}={there.get(key)}, not"
+                    f" {wanted.get(key)}; choose another folder, or the options it was begun with"
                 )
         rows = read_rows(self.folder)
         self._tasks = {text: index for index, text in read_tasks(self.folder, VERSION).items()}
@@ -214,8 +217,8 @@ class Writer:
                 }
             except KeyError as error:
                 raise ConfigError(
-                    f"{self.folder}: episode {row['episode_index']} has no column {error.args[0]}, so it was recorded "
-                    "by something else; choose another folder"
+                    f"{self.folder}: episode {row['episode_index']} has no column {error.args[0]},"
+                    " so it was recorded by something else; choose another folder"
                 ) from error
             self._stats = {
                 key: _merged(self._stats.get(key), new) for key, new in row_stats.items()
@@ -257,7 +260,8 @@ class Writer:
             x = images[name]
             if x.shape != (length, *size, 3) or x.dtype != np.uint8:
                 raise ConfigError(
-                    f"{where}: camera {name} shows {x.dtype} {list(x.shape)}; it must be uint8 {[length, *size, 3]}"
+                    f"{where}: camera {name} shows {x.dtype} {list(x.shape)}; it must be uint8"
+                    f" {[length, *size, 3]}"
                 )
         for name, x in ((STATE, state), (ACTION, action)):
             if x.shape != (length, self._dims[name]):

@@ -88,7 +88,8 @@ def files_of(paths: Paths) -> list[Path]:
             inside = sorted(p for pattern in ("*.jsonl", "*.parquet") for p in path.glob(pattern))
             if not inside:
                 raise ConfigError(
-                    f"{path}: a directory without *.jsonl and *.parquet; name one that has some, or a file"
+                    f"{path}: a directory without *.jsonl and *.parquet; name one that has some, or"
+                    " a file"
                 )
             files += inside
         elif path.is_file():
@@ -195,7 +196,8 @@ def read_rows(
         for where, item in _parquet(path) if path.suffix == ".parquet" else _json(path):
             if not isinstance(item, dict):
                 raise ConfigError(
-                    f"{where}: {_show(item)} is no object; write {{'prompt': .., 'ground_truth': ..}}"
+                    f"{where}: {_show(item)} is no object; write {{'prompt': .., 'ground_truth':"
+                    " ..}"
                 )
             if len(rows) == before:  # the first row determines the layout of the file
                 gsm8k = prompt_key in (None, "question") and answer_key is None and _is_gsm8k(item)
@@ -222,7 +224,8 @@ def _find(
             return there[0]
         words, keys = ", ".join(known), ", ".join(item) or "none"
         raise ConfigError(
-            f"{where}: none of {words} is there; its keys: {keys}; name the right one with {option}=KEY"
+            f"{where}: none of {words} is there; its keys: {keys}; name the right one with"
+            f" {option}=KEY"
         )
     if item.get(key) is None:
         what = "is null" if key in item else "is not there"
@@ -269,8 +272,8 @@ def _row(
         truth = truth.strip().replace(",", "")
         if not marker or not truth:
             raise ConfigError(
-                f"{where}: {label} = {_show(item[truth_key])} has no answer after '####' like the first row's; fix "
-                f"it, or take all of it with answer_key={truth_key}"
+                f"{where}: {label} = {_show(item[truth_key])} has no answer after '####' like the"
+                f" first row's; fix it, or take all of it with answer_key={truth_key}"
             )
     source, extra = item.get("data_source"), item.get("extra_info")
     if not isinstance(source, (str, type(None))):
@@ -313,7 +316,8 @@ def _prompt(value: Any, where: str) -> str | list[dict[str, str]]:
             text = message.get(key) if isinstance(message, dict) else None
             if not isinstance(text, str):
                 raise ConfigError(
-                    f"{where}[{i}] = {_show(message)} must have a text under '{key}'; texts only are read"
+                    f"{where}[{i}] = {_show(message)} must have a text under '{key}'; texts only"
+                    " are read"
                 )
     return [{"role": m["role"], "content": m["content"]} for m in value]
 
@@ -382,12 +386,13 @@ def load_prompts(
     chat = chat_template != "never" and bool(tokenizer.chat_template)
     if chat_template == "always" and not chat:
         raise ConfigError(
-            "chat_template = always: the tokenizer has none; write chat_template=never, or add one to it"
+            "chat_template = always: the tokenizer has none; write chat_template=never, or add one"
+            " to it"
         )
     if system is not None and not chat:
         raise ConfigError(
-            f"system = {_show(system)} is set but not read; it needs a tokenizer with a chat template and "
-            "chat_template=auto, or leave it out"
+            f"system = {_show(system)} is set but not read; it needs a tokenizer with a chat"
+            " template and chat_template=auto, or leave it out"
         )
     prompts: list[Prompt] = []
     lengths: list[int] = []
@@ -417,8 +422,9 @@ def load_prompts(
             prompts.append(Prompt(ids, text, row.ground_truth, row.data_source, row.extra, index))
     if not prompts:
         raise ConfigError(
-            f"prompt_length = {prompt_length}: all {len(lengths)} prompts are longer, the shortest has {min(lengths)} "
-            f"tokens, the longest {max(lengths)}; write prompt_length={max(lengths)}"
+            f"prompt_length = {prompt_length}: all {len(lengths)} prompts are longer, the shortest"
+            f" has {min(lengths)} tokens, the longest {max(lengths)}; write"
+            f" prompt_length={max(lengths)}"
         )
     return prompts, len(lengths) - len(prompts)
 
@@ -434,7 +440,8 @@ def _messages(row: Row, suffix: str, system: str | None) -> list[dict[str, str]]
         users = [i for i, m in enumerate(messages) if m["role"] == "user"]
         if not users:
             raise ConfigError(
-                f"{row.where}: no message has the role 'user' that suffix = {_show(suffix)} could end"
+                f"{row.where}: no message has the role 'user' that suffix = {_show(suffix)}"
+                " could end"
             )
         last = messages[users[-1]]
         messages[users[-1]] = {**last, "content": last["content"] + suffix}
@@ -522,8 +529,9 @@ class Sampler:
         for name, now in (("size", self.size), ("seed", self.seed), ("shuffle", int(self.shuffle))):
             if state[name] != now:
                 raise ConfigError(
-                    f"sampler: {name} is {now}, the state to continue has {state[name]}: their orders differ; use the "
-                    "same data, prompt_length, seed and shuffle, or start a new run"
+                    f"sampler: {name} is {now}, the state to continue has {state[name]}: their"
+                    " orders differ; use the same data, prompt_length, seed and shuffle, or start"
+                    " a new run"
                 )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._draw()

@@ -148,12 +148,13 @@ def evaluation_seeds(seed: int, episodes: int) -> list[int]:
     """
     if not 0 <= seed <= LARGEST_SEED:
         raise EnvError(
-            f"evaluation seed {seed}: must be from 0 to {LARGEST_SEED}; write seed=0 (train: evaluation.seed=0)"
+            f"evaluation seed {seed}: must be from 0 to {LARGEST_SEED}; write seed=0 (train:"
+            " evaluation.seed=0)"
         )
     if episodes > EPISODES_PER_SEED:
         raise EnvError(
-            f"{episodes} evaluation episodes: one evaluation seed has {EPISODES_PER_SEED}; measure at most "
-            "that many, and the others with another seed"
+            f"{episodes} evaluation episodes: one evaluation seed has {EPISODES_PER_SEED}; measure"
+            " at most that many, and the others with another seed"
         )
     first = EVAL_SEED_BASE + seed * EPISODES_PER_SEED
     return list(range(first, first + episodes))
@@ -251,7 +252,8 @@ def _run_block(
         if not bool(reward.isfinite().all()):
             i = int((~reward.isfinite()).nonzero()[0])
             raise EnvError(
-                f"env.id={env.id}: reward {reward[i]:g} at step {t} of the episode with seed {seeds[i]}"
+                f"env.id={env.id}: reward {reward[i]:g} at step {t} of the episode with seed"
+                f" {seeds[i]}"
             )
         total += reward
         length += primitive_steps
@@ -325,7 +327,7 @@ def evaluation_mode(policy: Policy, temperature: float | None = None) -> Iterato
     """Set ``eval()`` and, if given, ``temperature``; restore them and the sentences at the end."""
     before, sentences = getattr(policy, "temperature", None), getattr(policy, "sentences", ())
     if temperature is not None:
-        setattr(policy, "temperature", temperature)  # noqa: B010, not every policy has one
+        setattr(policy, "temperature", temperature)  # noqa: B010
     modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
     training = [m.training for m in modules]
     for m in modules:
@@ -341,7 +343,9 @@ def evaluation_mode(policy: Policy, temperature: float | None = None) -> Iterato
 
 
 def set_instructions(policy: Policy, sentences: Sequence[str]) -> None:
-    """Set the sentences that the observation "instruction" indexes, if the policy reads sentences."""
+    """Set the sentences that the observation "instruction" indexes, if the policy reads
+    sentences.
+    """
     if (
         sentences
         and tuple(sentences) != getattr(policy, "sentences", None)
@@ -358,7 +362,9 @@ def policy_device(policy: Policy) -> torch.device:
 
 
 def fingerprint(obs: Obs) -> str:
-    """Return the sha256 (hex) of one observation's bytes; of a dictionary in the order of its keys."""
+    """Return the sha256 (hex) of one observation's bytes; of a dictionary in the order of its
+    keys.
+    """
     digest = hashlib.sha256()
     for _, x in sorted(obs.items()) if isinstance(obs, dict) else [("", obs)]:
         digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -386,7 +392,9 @@ def wilson_interval(successes: int, n: int, z: float = Z95) -> tuple[float, floa
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Return Student's t-interval of the mean, mean ± t(n-1) s/√n; None for fewer than two values."""
+    """Return Student's t-interval of the mean, mean ± t(n-1) s/√n; None for fewer than two
+    values.
+    """
     n = len(values)
     if n < 2:
         return None

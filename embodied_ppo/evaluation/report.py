@@ -72,8 +72,10 @@ WORDS: dict[Unit, dict[str, str]] = {
         "ended": "ended",
         "by itself": "by itself",
         "cut": "cut at the limit",
-        "intervals": "mean score and length by Student's t, accuracy by Wilson's score; several responses "
-        "to one prompt are not taken for independent",
+        "intervals": (
+            "mean score and length by Student's t, accuracy by Wilson's score; several responses "
+            "to one prompt are not taken for independent"
+        ),
     },
 }
 """What the page calls things; all that differs between robots and language models."""
@@ -401,7 +403,9 @@ def short(x: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About ``count`` round numbers (1, 2 or 5 times a power of ten apart) that span [low, high]."""
+    """About ``count`` round numbers (1, 2 or 5 times a power of ten apart) that span [low,
+    high].
+    """
     if not high > low:
         high, low = low + max(abs(low), 1.0) * 0.5, low - max(abs(low), 1.0) * 0.5
     raw = (high - low) / count
@@ -556,7 +560,10 @@ def histogram(values: list[float], unit: Unit = "env_steps") -> Chart:
             y=y_of(count),
             width=round(max(1.0, x_of(high) - x_of(low) - 1), 1),
             height=round(BOTTOM - y_of(count), 1),
-            label=f"{count} of {len(values)} {episodes} with a {what} of {number(low)} to {number(high)}",
+            label=(
+                f"{count} of {len(values)} {episodes} with a {what} of {number(low)} to"
+                f" {number(high)}"
+            ),
         )
         for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
         if count

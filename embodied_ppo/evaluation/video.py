@@ -183,7 +183,10 @@ def _render_in_process(request: _Request, deadline_s: float) -> str:
     lines = [
         line.strip() for line in errors.read_text(errors="replace").splitlines() if line.strip()
     ]
-    return f"{lines[-1] if lines else 'the renderer ended without a word'} (exit status {child.returncode})"
+    return (
+        f"{lines[-1] if lines else 'the renderer ended without a word'} (exit status"
+        f" {child.returncode})"
+    )
 
 
 def _render_stdin() -> None:

@@ -211,8 +211,8 @@ class _CloningRun:
             return loss, loss
         action, executed = (x.to(self.device) for x in self.demos.chunk(frames, self.policy.chunk))
         loss, grounding = self.policy.bc_loss(inputs, action, executed, noise)
-        return loss, loss if self.state_head is None else loss + self._auxiliary_loss(
-            grounding, frames
+        return loss, (
+            loss if self.state_head is None else loss + self._auxiliary_loss(grounding, frames)
         )
 
     def _auxiliary_loss(self, grounding: Grounding | None, frames: Tensor) -> Tensor:
@@ -238,7 +238,9 @@ def _mask_words(words: Tensor, noise: torch.Generator) -> Tensor:
 
 
 def _cells(images: Tensor) -> Tensor:
-    """Return the mean colour of each CELL x CELL pixels: uint8 [F, H, W, 3] -> uint8 [F, HW/16, 3]."""
+    """Return the mean colour of each CELL x CELL pixels: uint8 [F, H, W, 3] -> uint8 [F, HW/16,
+    3].
+    """
     parts = (F.avg_pool2d(part.permute(0, 3, 1, 2).float(), CELL) for part in images.split(1024))
     return torch.cat([part.round().byte().flatten(2).transpose(1, 2) for part in parts])
 
@@ -261,14 +263,15 @@ def check(policy: Family, demos: Demonstrations) -> None:
     size = demos.action.shape[1]
     if size != policy.size:
         raise ConfigError(
-            f"cloning.dataset: its actions have {size} dimensions, the task's {policy.size}; name demonstrations of "
-            "this robot, or record some (embodied-ppo demos)"
+            f"cloning.dataset: its actions have {size} dimensions, the task's {policy.size}; name"
+            " demonstrations of this robot, or record some (embodied-ppo demos)"
         )
     cameras = policy.trunk.encoder.images
     if missing := [name for name in cameras if name not in demos.images]:
         raise ConfigError(
-            f"cloning.dataset: holds no camera {missing[0]!r}, only {', '.join(demos.images) or 'none'}; set "
-            f"env.cameras to what it holds, or record with env.cameras=[{','.join(cameras)}]"
+            f"cloning.dataset: holds no camera {missing[0]!r}, only"
+            f" {', '.join(demos.images) or 'none'}; set env.cameras to what it holds, or record"
+            f" with env.cameras=[{','.join(cameras)}]"
         )
     for name, spec in cameras.items():
         height, width = demos.images[name].shape[1:3]
@@ -277,21 +280,22 @@ def check(policy: Family, demos: Demonstrations) -> None:
         )  # (H, W, channels)
         if shape[2] != 3:
             raise ConfigError(
-                f"cloning.dataset: camera {name!r} shows 3 channels (RGB), the task's {shape[2]}; use a task whose "
-                "pictures are RGB"
+                f"cloning.dataset: camera {name!r} shows 3 channels (RGB), the task's {shape[2]};"
+                " use a task whose pictures are RGB"
             )
         if (height, width) != shape[:2]:
             raise ConfigError(
-                f"cloning.dataset: camera {name!r} shows {height} x {width} pixels, the task's {shape[0]} x {shape[1]};"
-                " set env.image_size to what the dataset has, or record with the task's"
+                f"cloning.dataset: camera {name!r} shows {height} x {width} pixels, the task's"
+                f" {shape[0]} x {shape[1]}; set env.image_size to what the dataset has, or record"
+                " with the task's"
             )
     numbers, vectors = demos.state.shape[1], policy.trunk.encoder.vectors
     if vectors and numbers != policy.trunk.encoder.vector_size:
         named = " + ".join(f"{name} ({math.prod(spec.shape)})" for name, spec in vectors.items())
         raise ConfigError(
-            f"cloning.dataset: its observation.state has {numbers} numbers, the task's {named} "
-            f"{policy.trunk.encoder.vector_size}; name demonstrations with the same, or record some "
-            "(embodied-ppo demos)"
+            f"cloning.dataset: its observation.state has {numbers} numbers, the task's {named}"
+            f" {policy.trunk.encoder.vector_size}; name demonstrations with the same, or record"
+            " some (embodied-ppo demos)"
         )
 
 

@@ -1,4 +1,6 @@
-"""Recording of a task's scripted expert, and cloning from demonstrations; both are cached on disk."""
+"""Recording of a task's scripted expert, and cloning from demonstrations; both are cached on
+disk.
+"""
 
 from __future__ import annotations
 
@@ -114,18 +116,19 @@ def recording_env(config: DemosConfig) -> EnvConfig:
         raise ConfigError(f"out = {config.out}: is a file; name a folder")
     if env.id != "Tabletop":
         raise ConfigError(
-            f"env.id = {env.id}: has no expert to record; write experiment=tabletop_token (env.id=Tabletop), or bring "
-            "demonstrations of your own as cloning.dataset=FOLDER (LeRobot's layout)"
+            f"env.id = {env.id}: has no expert to record; write experiment=tabletop_token"
+            " (env.id=Tabletop), or bring demonstrations of your own as cloning.dataset=FOLDER"
+            " (LeRobot's layout)"
         )
     if not env.cameras:
         raise ConfigError(
-            "env.cameras = []: demonstrations are of what cameras see; write env.cameras=[front], or "
-            "experiment=tabletop_token"
+            "env.cameras = []: demonstrations are of what cameras see; write env.cameras=[front],"
+            " or experiment=tabletop_token"
         )
     if env.kwargs.get("obs", "language") != "language":
         raise ConfigError(
-            f"env.kwargs.obs = {show(env.kwargs['obs'])}: demonstrations are of obs=language; write "
-            "env.kwargs.obs=language"
+            f"env.kwargs.obs = {show(env.kwargs['obs'])}: demonstrations are of obs=language; write"
+            " env.kwargs.obs=language"
         )
     _check_ranges(env)
     return replace(env, simulator="mujoco", kwargs={**env.kwargs, "obs": "language"})
@@ -135,8 +138,8 @@ def _check_ranges(env: EnvConfig) -> None:
     """Refuse custom randomisation ranges."""
     if env.randomize and env.ranges:
         raise ConfigError(
-            f"env.ranges = {show(env.ranges)}: demonstrations are randomised by the task's own ranges; take them away "
-            "(~env.ranges), or write env.randomize=false"
+            f"env.ranges = {show(env.ranges)}: demonstrations are randomised by the task's own"
+            " ranges; take them away (~env.ranges), or write env.randomize=false"
         )
 
 
@@ -179,7 +182,8 @@ def record(
                 done(f"{folder} holds {existing} demonstrations; nothing is left to record")
             else:
                 notice(
-                    f"recording {missing} demonstrations into {folder}{f', which holds {existing}' if existing else ''}"
+                    f"recording {missing} demonstrations into"
+                    f" {folder}{f', which holds {existing}' if existing else ''}"
                 )
                 advance(existing, config.episodes)
                 for episode in recorder.record(
@@ -258,8 +262,8 @@ def _check_request(config: DemosConfig, *, begun: bool) -> None:
         for name, value in request.items():
             if name in stored and stored[name] != json.loads(json.dumps(value)):
                 raise ConfigError(
-                    f"{config.out}: holds demonstrations with {name}={show(stored[name])}, not {show(value)}; choose "
-                    "another folder, or the options it was begun with"
+                    f"{config.out}: holds demonstrations with {name}={show(stored[name])}, not"
+                    f" {show(value)}; choose another folder, or the options it was begun with"
                 )
         return
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
@@ -294,7 +298,8 @@ def clone(
     info = folder / "meta" / "info.json"
     if not folder.is_dir():
         raise ConfigError(
-            f"cloning.dataset={folder}: does not exist; record it (embodied-ppo demos), or name another"
+            f"cloning.dataset={folder}: does not exist; record it (embodied-ppo demos), or name"
+            " another"
         )
     if not info.is_file():
         raise ConfigError(
@@ -327,14 +332,15 @@ def clone(
     def make() -> None:
         demos = read_demonstrations(folder, limit=c.episodes)
         notice(
-            f"cloning: {len(demos.state):,} frames of {int(demos.episode[-1]) + 1:,} demonstrations in {folder}"
+            f"cloning: {len(demos.state):,} frames of {int(demos.episode[-1]) + 1:,} demonstrations"
+            f" in {folder}"
         )
         result = behavior_cloning.clone(
             policy, demos, c, seed=config.seed, notice=notice, advance=advance
         )
         notice(
-            f"cloning: loss {result.loss:.3f}, of held-out episodes {result.held_out_loss:.3f}, {result.cpu_s:.0f} CPU "
-            "seconds"
+            f"cloning: loss {result.loss:.3f}, of held-out episodes {result.held_out_loss:.3f},"
+            f" {result.cpu_s:.0f} CPU seconds"
         )
         losses_by_name.update(cloning_loss=result.loss, held_out_loss=result.held_out_loss)
         with suppress(OSError):  # e.g. a full disk, which ``once`` reports

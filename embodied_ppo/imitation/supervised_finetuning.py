@@ -63,8 +63,8 @@ def warm_start(
     count = steps * batch_size
     if count > len(examples):
         raise ConfigError(
-            f"warm start: steps * batch_size = {steps} * {batch_size} = {count} must be <= {len(examples)} examples; "
-            "make more of them, or take fewer steps"
+            f"warm start: steps * batch_size = {steps} * {batch_size} = {count} must be <="
+            f" {len(examples)} examples; make more of them, or take fewer steps"
         )
     examples = examples[:count]
     weights = {name: p.detach() for name, p in policy.named_parameters()}
@@ -109,7 +109,9 @@ def _train(
 
 
 def loss(policy: LanguagePolicy, examples: Sequence[Example]) -> Tensor:
-    """Return -Σ log π(token) / number of tokens over all response tokens, a scalar with gradient."""
+    """Return -Σ log π(token) / number of tokens over all response tokens, a scalar with
+    gradient.
+    """
     ids, place, mask = (x.to(policy.model.lm_head.weight.device) for x in _batch(examples))
     token = ids.gather(1, place + 1)
     log_prob = policy.view(policy.hidden(ids[:, :-1], place), token).log_prob

@@ -77,7 +77,10 @@ class Migration:
                 node = node.setdefault(name, {})
             node[leaf] = value
         body = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
-        return f"# @package _global_\n# By embodied-ppo import-config {self.peer}; {MISSING} is yours to write\n{body}"
+        return (
+            f"# @package _global_\n# By embodied-ppo import-config {self.peer}; {MISSING} is yours"
+            f" to write\n{body}"
+        )
 
 
 FRAMEWORKS: dict[str, Framework] = {"rlinf": RLINF, "verl": VERL, "roll": ROLL, "trl": TRL}
@@ -112,7 +115,8 @@ def read(file: str, peer: str) -> Source:
     if not isinstance(content, Mapping) or not content:
         kind = {str: "text", list: "a list"}.get(type(content), "a value") if content else "nothing"
         raise ConfigError(
-            f"{file} holds no options but {kind}; name a YAML file with {FRAMEWORKS[peer].name}'s options"
+            f"{file} holds no options but {kind}; name a YAML file with {FRAMEWORKS[peer].name}'s"
+            " options"
         )
     pending = [content]
     for _ in range(LIMIT):
@@ -291,7 +295,8 @@ def _recognise(source: Source, peer: str, file: str) -> None:
     if not known[peer]:
         first = shortened(", ".join(list(source.values)[:3]), 100)
         raise ConfigError(
-            f"{file} holds no option of {name}'s (it has {first}); name a YAML file with {name}'s options"
+            f"{file} holds no option of {name}'s (it has {first}); name a YAML file with {name}'s"
+            " options"
         )
 
 

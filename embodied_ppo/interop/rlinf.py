@@ -139,8 +139,8 @@ def _env(value: Any, source: Source) -> Answer:
             "env.id": f"libero/{source.get('env.train.task_suite_name', 'libero_10')}",
         }
     return (
-        f"write env.simulator=torch and env.id=package.module:function, a function that wraps {value} "
-        "(docs/tasks.md), or another id"
+        "write env.simulator=torch and env.id=package.module:function, a function that wraps"
+        f" {value} (docs/tasks.md), or another id"
     )
 
 
@@ -165,7 +165,7 @@ def _model(value: Any, source: Source) -> Answer:
         return (
             f"{value} does not exist here; the models are model.policy=actor_critic, token, flow "
             "and "
-            f"gaussian (docs/vla.md)"
+            "gaussian (docs/vla.md)"
         )
     return {"model.policy": words[value]}
 
@@ -246,9 +246,11 @@ def _minibatches(value: Any, source: Source) -> Answer:
 def _optim(section: str) -> dict[str, Rule]:
     per_actor = section == "algorithm"
     adam = {
-        f"adam_{name}": option(f"algorithm.adam_{name}")
-        if per_actor
-        else no_option("set for the actor: algorithm.adam_*")
+        f"adam_{name}": (
+            option(f"algorithm.adam_{name}")
+            if per_actor
+            else no_option("set for the actor: algorithm.adam_*")
+        )
         for name in ("beta1", "beta2", "eps")
     }
     schedule = {
@@ -396,7 +398,10 @@ TABLE: dict[str, Rule] = {
         1,
         1.0,
         same="1: rewards are not scaled, as here",
-        other="rewards are not scaled here; scale them in the task, or write algorithm.reward_norm=running",
+        other=(
+            "rewards are not scaled here; scale them in the task, or write"
+            " algorithm.reward_norm=running"
+        ),
     ),
     "algorithm.filter_rewards": only_values(
         False, same="off, as here", other="groups are not filtered by their reward"
@@ -455,9 +460,11 @@ TABLE: dict[str, Rule] = {
         "read from the checkpoint, the task or the transformers config here"
     ),
     "actor.fsdp_config.gradient_checkpointing": lambda value, source: {
-        "model.gradient_checkpointing"
-        if _robot(source)
-        else "actor.model.gradient_checkpointing": value
+        (
+            "model.gradient_checkpointing"
+            if _robot(source)
+            else "actor.model.gradient_checkpointing"
+        ): value
     },
     "actor.tokenizer.tokenizer_model": option_if_set(
         "actor.tokenizer", "null: the model's, as here"
@@ -515,7 +522,10 @@ TABLE: dict[str, Rule] = {
         1,
         1.0,
         same="1: rewards are not scaled, as here",
-        other="rewards are not scaled here; scale them in the task, or write algorithm.reward_norm=running",
+        other=(
+            "rewards are not scaled here; scale them in the task, or write"
+            " algorithm.reward_norm=running"
+        ),
     ),
     "env.train.use_*reset_state_ids": no_option(
         "initial states are derived from seed; a group shares one"

@@ -99,10 +99,16 @@ def _placement(value: Any, source: Source) -> Answer:
     for theirs, role in used.items():
         mapping = source.get(f"{theirs}.device_mapping")
         if mapping is None:
-            return f"{theirs}.device_mapping is missing in the file; write cluster.component_placement, or placement=fused"
+            return (
+                f"{theirs}.device_mapping is missing in the file; write"
+                " cluster.component_placement, or placement=fused"
+            )
         devices = _devices(mapping)
         if not devices:
-            return f"{theirs}.device_mapping = {show(mapping)} is not understood; write cluster.component_placement"
+            return (
+                f"{theirs}.device_mapping = {show(mapping)} is not understood; write"
+                " cluster.component_placement"
+            )
         placement["rollout,reward" if role == "rollout" else role] = _compact(devices)
     if set(map(str, placement.values())) == {"0"}:
         return "one device needs one process: placement=local, the default"
@@ -136,7 +142,10 @@ def _batch(role: str, path: str) -> Rule:
     def rule(value: Any, source: Source) -> Answer:
         responses, group = _step(role, source), int(source.get("num_return_sequences_in_group", 1))
         if responses is None or responses % group:
-            return f"write {path}: prompts of an optimiser step (theirs: responses of one device, here {show(value)})"
+            return (
+                f"write {path}: prompts of an optimiser step (theirs: responses of one device, here"
+                f" {show(value)})"
+            )
         return {path: responses // group}
 
     return rule
@@ -274,7 +283,10 @@ def _norm(value: Any, source: Source) -> Answer:
     if "running" in (mean, std):
         return RUNNING
     if None not in (mean, std) and mean != std:
-        return "here mean and deviation are both of the batch, or both of the group: algorithm.reward_norm"
+        return (
+            "here mean and deviation are both of the batch, or both of the group:"
+            " algorithm.reward_norm"
+        )
     kind = mean or std
     return {
         "algorithm.reward_norm": kind,
@@ -328,7 +340,8 @@ def _differences(source: Source) -> dict[str, str]:
         )
     if _has_critic(source) and (source.get("lambd", 0.95) != 1 or source.get("gamma", 1) != 1):
         differences["lambd"] = (
-            "their GAE starts at the end of the padding with the critic's value there, ours at the last token"
+            "their GAE starts at the end of the padding with the critic's value there, ours at the"
+            " last token"
         )
     return differences
 
@@ -362,9 +375,11 @@ def _training(role: str, section: str) -> dict[str, Rule]:
         "lr_scheduler_type": option(f"{section}.lr_schedule"),
         "warmup_steps": warmup_steps(section, _steps_per_update(role)),
         "warmup_ratio": warmup_fraction(section, lambda s: s.get("max_steps")),
-        "per_device_train_batch_size": _batch(role, path)
-        if section == "critic"
-        else lambda value, source: {"algorithm.micro_batch_size": value},
+        "per_device_train_batch_size": (
+            _batch(role, path)
+            if section == "critic"
+            else lambda value, source: {"algorithm.micro_batch_size": value}
+        ),
         "gradient_accumulation_steps": _batch(role, path),
         "adam_beta1": adam("algorithm.adam_beta1"),
         "adam_beta2": adam("algorithm.adam_beta2"),
@@ -545,7 +560,8 @@ TABLE: dict[str, Rule] = {
     **prefixed(
         "actor_infer.generating_args.",
         no_options(
-            "max_new_tokens max_length num_return_sequences length_penalty logprobs include_stop_str_in_output",
+            "max_new_tokens max_length num_return_sequences length_penalty logprobs"
+            " include_stop_str_in_output",
             "set by response_length and num_return_sequences_in_group",
         ),
     ),

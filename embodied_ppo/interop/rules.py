@@ -137,7 +137,9 @@ def no_options(names: str, why: str) -> dict[str, Rule]:
 
 
 def sampling_option(name: str, *neutral: Any) -> Rule:
-    """Map a sampling filter such as top_k; unless it is off, our loader refuses it with a reason."""
+    """Map a sampling filter such as top_k; unless it is off, our loader refuses it with a
+    reason.
+    """
     return lambda value, source: (
         "off, as here" if value is None or value in neutral else {f"rollout.{name}": value}
     )
@@ -169,7 +171,10 @@ def warmup_fraction(section: str, updates: Callable[[Source], int | None]) -> Ru
     def rule(value: Any, source: Source) -> Answer:
         total = updates(source)
         if value and total is None:
-            return f"a fraction of all updates, whose number the file does not set; write {path} = {value:g} x updates"
+            return (
+                f"a fraction of all updates, whose number the file does not set; write {path} ="
+                f" {value:g} x updates"
+            )
         return {path: int((value or 0) * (total or 0))}
 
     return rule
@@ -194,14 +199,20 @@ OFFLOAD = (
     "cluster.component_placement sets which roles share one"
 )
 ENGINE = "a setting of their inference engine; here only rollout.engine and rollout.slots exist"
-MEMORY = "changes memory only; algorithm.micro_batch_size or micro_batch_tokens limit every forward pass here"
+MEMORY = (
+    "changes memory only; algorithm.micro_batch_size or micro_batch_tokens limit every forward pass"
+    " here"
+)
 LOGGING = (
     "a run directory holds TensorBoard files, metrics.jsonl, checkpoints and reports: "
     "runs/NAME/<date>-<seed>, or run_dir="
 )
 PROFILE = "profiling and debugging of their code"
 THEIR_CODE = "names a part of their code; nothing in the file is imported or run"
-HYDRA = "read by Hydra; a defaults list is not followed: import the composed file, which `--cfg job` prints"
+HYDRA = (
+    "read by Hydra; a defaults list is not followed: import the composed file, which `--cfg job`"
+    " prints"
+)
 REMOTE = "code in a model directory is never run here"
 SHUFFLE = "every epoch draws a fresh permutation here, from seed"
 RESUME = "on the command line: resume=auto or resume=DIR"

@@ -48,7 +48,10 @@ def _updates(source: Source) -> int | None:
 def _batches(value: Any, source: Source) -> Answer:
     batch, parts = _batch(source), int(source.get("num_mini_batches", 1))
     if parts < 1 or batch % parts:
-        return f"num_mini_batches = {parts} does not divide the batch of {batch}, which their code refuses, too"
+        return (
+            f"num_mini_batches = {parts} does not divide the batch of {batch}, which their code"
+            " refuses, too"
+        )
     return {"algorithm.rollout_batch_size": batch, "algorithm.global_batch_size": batch // parts}
 
 

@@ -83,9 +83,11 @@ def _differences(source: Source) -> dict[str, str]:
     if source.get(path) != "seq-mean-token-sum-norm":
         return {}
     return {
-        path: "their loss is the sum over the sequences of a micro-batch, ours the mean over all: "
-        "their "
-        "loss is ppo_micro_batch_size_per_gpu times ours, so grad_clip takes effect earlier"
+        path: (
+            "their loss is the sum over the sequences of a micro-batch, ours the mean over all: "
+            "their "
+            "loss is ppo_micro_batch_size_per_gpu times ours, so grad_clip takes effect earlier"
+        )
     }
 
 
@@ -113,12 +115,12 @@ def _sampled_validation(value: Any, source: Source) -> Answer:
 
 
 def _optim(section: str, grad_clip: str) -> dict[str, Rule]:
-    betas: Rule = lambda value, source: (  # noqa: E731
+    betas: Rule = lambda value, source: (
         {"algorithm.adam_beta1": value[0], "algorithm.adam_beta2": value[1]}
         if section == "algorithm" and isinstance(value, list) and len(value) == 2
         else "actor and critic share one pair here: algorithm.adam_beta1, adam_beta2"
     )
-    clip: Rule = lambda value, source: (  # noqa: E731
+    clip: Rule = lambda value, source: (
         f"{grad_clip} takes precedence there, too"
         if source.get(grad_clip) is not None
         else {f"{section}.max_grad_norm": value}
@@ -180,7 +182,8 @@ def _model(section: str) -> dict[str, Rule]:
             "enable_activation_offload fused_kernel_options hf_config_path mtp override_config "
             "tiled_mlp "
             "tokenizer_path use_fused_kernels use_liger use_remove_padding use_shm",
-            "how their code runs the model (kernels, padding, attention); there is one forward pass here",
+            "how their code runs the model (kernels, padding, attention); there is one forward pass"
+            " here",
         ),
     }
 
@@ -243,7 +246,8 @@ _ACTOR: dict[str, Rule] = {
         "entropy_from_logits_with_chunking freeze_vision_tower router_replay "
         "ulysses_sequence_parallel_size "
         "use_prefix_grouper use_remove_padding",
-        "how their code runs the loss (kernels, padding, chunks, sequence parallelism, router replay)",
+        "how their code runs the loss (kernels, padding, chunks, sequence parallelism, router"
+        " replay)",
     ),
 }
 _ROLLOUT: dict[str, Rule] = {

@@ -112,8 +112,8 @@ class NatureCNN(nn.Module):
         channels, height, width = shape
         if min(height, width) < 36:
             raise ConfigError(
-                f"env observation {name!r}: image of {height} x {width} pixels is below the cnn's 36 x 36; "
-                "use model.backbone=mlp or a larger picture"
+                f"env observation {name!r}: image of {height} x {width} pixels is below the cnn's"
+                " 36 x 36; use model.backbone=mlp or a larger picture"
             )
 
         def conv(size_in: int, size_out: int, kernel: int, stride: int) -> nn.Conv2d:
@@ -150,7 +150,8 @@ class Trunk(nn.Module):
         use_cnn = config.backbone == "cnn" or (config.backbone == "auto" and bool(encoder.images))
         if use_cnn and not encoder.images:
             raise ConfigError(
-                "model.backbone=cnn: the observation holds no uint8 image [C, H, W]; use model.backbone=mlp"
+                "model.backbone=cnn: the observation holds no uint8 image [C, H, W]; use"
+                " model.backbone=mlp"
             )
         self.names = list(encoder.images)
         self.cnns = nn.ModuleList()  # one per image in the order of ``names``; empty for an MLP

@@ -235,7 +235,9 @@ class Decoder(nn.Module):
         return self(one, packing.position.unsqueeze(0), attend=blocks(packing))[0][packing.at]
 
     def separate(self, packing: Packing) -> Attend:
-        """Return attention of packed rows, computed row by row; the slow reference of ``varlen``."""
+        """Return attention of packed rows, computed row by row; the slow reference of
+        ``varlen``.
+        """
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             sizes = packing.start.diff().tolist()
@@ -342,7 +344,9 @@ def _heads(attention: Any, which: str, h: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary position embedding (Su et al. 2021) to [B, heads, L, d], angles [1 or B, L, d]."""
+    """Apply rotary position embedding (Su et al. 2021) to [B, heads, L, d], angles [1 or B, L,
+    d].
+    """
     a, b = x.chunk(2, dim=-1)
     return x * cos.unsqueeze(1) + torch.cat((-b, a), dim=-1) * sin.unsqueeze(1)
 
@@ -659,8 +663,9 @@ def load(
         if path is not None:
             if not Path(path, "config.json").is_file():
                 raise ConfigError(
-                    f"{what}.path={path}: holds no config.json; name a directory that transformers wrote "
-                    "(hf download NAME --local-dir DIR), or leave path null for a new, small model"
+                    f"{what}.path={path}: holds no config.json; name a directory that transformers"
+                    " wrote (hf download NAME --local-dir DIR), or leave path null for a new,"
+                    " small model"
                 )
             model = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -679,14 +684,17 @@ def load(
     except torch.OutOfMemoryError:
         raise
     except FORWARD_ERRORS as failure:
-        error = f"its structure is different, or its sizes do not fit: {type(failure).__name__}: {failure}"
+        error = (
+            f"its structure is different, or its sizes do not fit: {type(failure).__name__}:"
+            f" {failure}"
+        )
     else:
         if error <= (TOLERANCE if model.dtype == torch.float32 else 0.05):
             return model
         error = f"logits differ by {error:.2g} of the largest"
     raise ConfigError(
-        f"{what}: {type(model).__name__} computes something else than models of the Llama family do ({error}); Llama, "
-        "SmolLM, Mistral, Qwen 2 to 3 and Gemma 1 to 3 are supported"
+        f"{what}: {type(model).__name__} computes something else than models of the Llama family do"
+        f" ({error}); Llama, SmolLM, Mistral, Qwen 2 to 3 and Gemma 1 to 3 are supported"
     )
 
 

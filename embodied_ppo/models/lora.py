@@ -62,7 +62,8 @@ def adapt(module: nn.Module, *, rank: int, alpha: float) -> None:
     names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     if not names:
         raise ConfigError(
-            f"model.lora_rank={rank}: {type(module).__name__} has no linear layers; write lora_rank=0"
+            f"model.lora_rank={rank}: {type(module).__name__} has no linear layers; write"
+            " lora_rank=0"
         )
     scale: Any = alpha  # peft declares an int but accepts any number
     config = LoraConfig(r=rank, lora_alpha=scale, lora_dropout=0.0, target_modules=names)
@@ -71,7 +72,9 @@ def adapt(module: nn.Module, *, rank: int, alpha: float) -> None:
 
 
 def merge(module: nn.Module) -> None:
-    """Replace adapted layers by linear layers with weight W + (alpha / rank) B A, in the type of W."""
+    """Replace adapted layers by linear layers with weight W + (alpha / rank) B A, in the type
+    of W.
+    """
     adapted: list[tuple[str, Any]] = [
         (name, layer) for name, layer in module.named_modules() if _adapted(layer)
     ]
@@ -179,8 +182,9 @@ class Adapted(nn.Module):
         if base is None or not torch.equal(base.cpu(), self.base):
             expected = "none" if base is None else f"{_hex(base)}.."
             raise CheckpointError(
-                f"model.checkpoint={self.folder}: its digest is {_hex(self.base)}.., the one that adapters were "
-                f"trained on {expected}; name the directory that the run named, as it was then"
+                f"model.checkpoint={self.folder}: its digest is {_hex(self.base)}.., the one that"
+                f" adapters were trained on {expected}; name the directory that the run named, as"
+                " it was then"
             )
         if strict and (wrong := sorted(set(state) ^ (set(self.state_dict()) - {BASE}))):
             raise CheckpointError(

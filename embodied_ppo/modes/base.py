@@ -235,8 +235,9 @@ class Mode(ABC):
             return f"needs torch 2.13, this is {version}; write cluster.shard=false"
         if plan.processes("actor") == 1:
             return (
-                "one process learns, and has no other to share a model with; give actor more devices "
-                "(cluster.devices_per_node, cluster.component_placement), or write cluster.shard=false"
+                "one process learns, and has no other to share a model with; give actor more"
+                " devices (cluster.devices_per_node, cluster.component_placement), or write"
+                " cluster.shard=false"
             )
         return ""
 
@@ -405,7 +406,9 @@ class Mode(ABC):
     def choices(
         self, config: Config, hardware: placement.Hardware, cores: int
     ) -> list[cost_model.Choice]:
-        """Return the placements that ``embodied-ppo tune`` compares on these devices and CPU cores."""
+        """Return the placements that ``embodied-ppo tune`` compares on these devices and CPU
+        cores.
+        """
 
     @abstractmethod
     def cost_model(

@@ -185,7 +185,8 @@ class Connection:
         header_size, payload_size = PREFIX.unpack(prefix)
         if header_size > MAX_HEADER:
             raise ProcessLost(
-                f"{self.peer}: sent an invalid message (it announces a header of {header_size} bytes)"
+                f"{self.peer}: sent an invalid message (it announces a header of {header_size}"
+                " bytes)"
             )
         try:
             header, payload = bytearray(header_size), torch.empty(payload_size, dtype=torch.uint8)

@@ -268,8 +268,9 @@ class Measured(Machine):
             *(list(costs.values())[-1] for costs in (self.act, self.learn)),
         )
         return (
-            f"a step of {n} environments {self.simulate.wall(n) * 1e3:.3g} ms, deciding {act.wall(n) * 1e3:.3g} ms, "
-            f"learning {learn.wall(n):.3g} s an update; {super().summary()}"
+            f"a step of {n} environments {self.simulate.wall(n) * 1e3:.3g} ms, deciding"
+            f" {act.wall(n) * 1e3:.3g} ms, learning {learn.wall(n):.3g} s an update;"
+            f" {super().summary()}"
         )
 
 

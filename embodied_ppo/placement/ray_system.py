@@ -115,8 +115,9 @@ class Reservation:
                 ray.init(address=address, **ray_options)
             elif len(hardware.per_node) > 1:
                 raise PlacementError(
-                    f"cluster.num_nodes = {len(hardware.per_node)}: no Ray cluster is named; start one (ray start "
-                    "--head here, ray start --address=HOST:6379 on the others) and write cluster.address=auto"
+                    f"cluster.num_nodes = {len(hardware.per_node)}: no Ray cluster is named; start"
+                    " one (ray start --head here, ray start --address=HOST:6379 on the others) and"
+                    " write cluster.address=auto"
                 )
             else:
                 cores = {"num_cpus": max(hardware.total, os.cpu_count() or 1)}
@@ -128,8 +129,9 @@ class Reservation:
                 "cluster.address =" if options.address else "cluster.address is null, RAY_ADDRESS ="
             )
             raise PlacementError(
-                f"{option} {address}: Ray cannot be reached ({str(error).splitlines()[0]}); "
-                "check ray status there; if it asks for a token, RAY_AUTH_MODE=token is needed here, too"
+                f"{option} {address}: Ray cannot be reached ({str(error).splitlines()[0]}); check"
+                " ray status there; if it asks for a token, RAY_AUTH_MODE=token is needed"
+                " here, too"
             ) from error
 
     def _reserve(
@@ -353,8 +355,8 @@ class ClusterSystem(RunSystem):
         for handle, sees in zip(handles, visible, strict=True):
             if not sees:
                 raise PlacementError(
-                    f"run_dir={run_dir}: {handle} does not see this machine's {folder}; name a folder that all "
-                    "machines share under one path"
+                    f"run_dir={run_dir}: {handle} does not see this machine's {folder}; name a"
+                    " folder that all machines share under one path"
                 )
 
     def _servers(self, caller: str, rank: int) -> dict[str, list[WorkerHandle]]:
@@ -567,8 +569,9 @@ class ClusterSystem(RunSystem):
         for handle, (version, checksum) in zip(handles, checksums, strict=True):
             if (version, checksum) != checksums[0]:
                 raise PlacementError(
-                    f"weights: {handle} holds {checksum} at version {version}, {handles[0]} holds {expected} at "
-                    f"version {expected_version} (cluster.check_weights); report this with the command"
+                    f"weights: {handle} holds {checksum} at version {version}, {handles[0]} holds"
+                    f" {expected} at version {expected_version} (cluster.check_weights); report"
+                    " this with the command"
                 )
 
     # ---------------------------------------------------------------------------------------- calls

@@ -55,7 +55,10 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 T_co = TypeVar("T_co", covariant=True)
 
-BuildWorker: TypeAlias = "Callable[[WorkerSpec, Exchange | None, Callable[[str], None]], tuple[Worker, Mapping[str, Any]]]"
+BuildWorker: TypeAlias = (
+    "Callable[[WorkerSpec, Exchange | None, Callable[[str], None]], tuple[Worker, Mapping[str,"
+    " Any]]]"
+)
 """(spec, exchange for requests of other processes, log) -> worker, and facts for the run's summary.
 
 It is pickled.
@@ -71,13 +74,15 @@ LOOK_EVERY_S = 10.0
 SELF_EXPLANATORY = (ConfigError, EnvError, PlacementError, CheckpointError, TrainingError)
 """Errors whose message is complete. Other errors are reported with their traceback."""
 STORE_FULL = (
-    "Ray's shared memory on its machine is full, and so is the disk that it moves objects to (/tmp/ray); free that "
-    "disk, start Ray with more memory (--object-store-memory=BYTES), lower algorithm.horizon or env.num_envs, or let "
-    "one process act and learn ('rollout,actor': its experience stays where it is)"
+    "Ray's shared memory on its machine is full, and so is the disk that it moves objects to"
+    " (/tmp/ray); free that disk, start Ray with more memory (--object-store-memory=BYTES), lower"
+    " algorithm.horizon or env.num_envs, or let one process act and learn ('rollout,actor': its"
+    " experience stays where it is)"
 )
 NODE_LOST = (
-    "Ray's own process on its machine (raylet) is gone, or the machine is: killed, out of memory, or /dev/shm was "
-    "filled by others; see /tmp/ray/session_latest/logs/raylet.out there, free memory, start Ray again"
+    "Ray's own process on its machine (raylet) is gone, or the machine is: killed, out of memory,"
+    " or /dev/shm was filled by others; see /tmp/ray/session_latest/logs/raylet.out there, free"
+    " memory, start Ray again"
 )
 
 
@@ -256,8 +261,9 @@ class RayWorker:
             return self._form_group(name, address, rank, world, timedelta(seconds=timeout_s))
         except RuntimeError as error:  # torch's DistError, or an error of gloo
             raise ProcessLost(
-                f"{name} rank {rank} of {world}: the others were not met at {address[0]}:{address[1]} within "
-                f"{timeout_s:g} s (cluster.step_timeout_s): {one_line(error, kind=True)}"
+                f"{name} rank {rank} of {world}: the others were not met at"
+                f" {address[0]}:{address[1]} within {timeout_s:g} s (cluster.step_timeout_s):"
+                f" {one_line(error, kind=True)}"
             ) from error
 
     def _form_group(
@@ -506,8 +512,9 @@ def _translated(error: RayError, handle: WorkerHandle, phase: str) -> Exception:
             return type(cause)(text if user_error else f"{handle}, {phase}: {text}")
         if _is_consequence(error):  # and no other process reported a cause
             return ProcessLost(
-                f"process lost: {handle}, {phase}: the processes it works with did not answer in time "
-                f"(cluster.step_timeout_s), or the network between them is gone: {one_line(cause, kind=True)}"
+                f"process lost: {handle}, {phase}: the processes it works with did not answer in"
+                " time (cluster.step_timeout_s), or the network between them is gone:"
+                f" {one_line(cause, kind=True)}"
             )
         lines = [line for line in str(error).splitlines() if line.strip()]
         return TrainingError(
@@ -538,8 +545,8 @@ def _timed_out(handles: Sequence[WorkerHandle], phase: str, timeout_s: float) ->
     names = ", ".join(map(str, handles))
     option = "start_timeout_s" if phase == "start" else "step_timeout_s"
     lines = [
-        f"no answer for {timeout_s:g} s (cluster.{option}): {names}, {phase}; the limit is on the phase as a whole: "
-        "where it is only slow, raise the limit"
+        f"no answer for {timeout_s:g} s (cluster.{option}): {names}, {phase}; the limit is on the"
+        " phase as a whole: where it is only slow, raise the limit"
     ]
     calls = [handle.start(RayWorker.stacks) for handle in handles]
     for call in calls:
@@ -547,7 +554,8 @@ def _timed_out(handles: Sequence[WorkerHandle], phase: str, timeout_s: float) ->
             lines.append(f"--- {call.handle}\n{ray.get(call.ref, timeout=5.0)}")
         except (GetTimeoutError, RayError):
             lines.append(
-                f"--- {call.handle}: no stacks either (the process is stopped, or the machine is overloaded)"
+                f"--- {call.handle}: no stacks either (the process is stopped, or the machine is"
+                " overloaded)"
             )
     return ProcessLost("\n".join(lines))
 

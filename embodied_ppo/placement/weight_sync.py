@@ -83,15 +83,16 @@ class WeightLayout:
         for ours, theirs in zip(self.entries, other.entries, strict=False):
             if (ours[0], ours[2]) != (theirs[0], theirs[2]):
                 raise PlacementError(
-                    f"weights: {ours[0]} {list(ours[2])} of the actor is {theirs[0]} {list(theirs[2])} in {process}; "
-                    "all processes must build the same model: same version, config and files"
+                    f"weights: {ours[0]} {list(ours[2])} of the actor is {theirs[0]}"
+                    f" {list(theirs[2])} in {process}; all processes must build the same model:"
+                    " same version, config and files"
                 )
         if len(self.entries) != len(other.entries):
             longer = max(self.entries, other.entries, key=len)
             extra = longer[min(len(self.entries), len(other.entries))][0]
             raise PlacementError(
-                f"weights: {extra} is only in {'the actor' if longer is self.entries else process}; all processes must "
-                "build the same model: same version, config and files"
+                f"weights: {extra} is only in {'the actor' if longer is self.entries else process};"
+                " all processes must build the same model: same version, config and files"
             )
 
 

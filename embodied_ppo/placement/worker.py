@@ -53,8 +53,8 @@ class WorkerSpec:
     ranks: Mapping[str, tuple[int, int]]
     stages: int = 1
     clients: Mapping[str, Sequence[Client]] = field(default_factory=dict)
-    learners: Ranks = Ranks()  # noqa: RUF009  (has no state)
-    critics: Ranks = Ranks()  # noqa: RUF009
+    learners: Ranks = Ranks()
+    critics: Ranks = Ranks()
     env_description: Mapping[str, Any] | None = None
     tensors_move: bool = False
 

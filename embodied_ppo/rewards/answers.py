@@ -31,10 +31,12 @@ _NUMBER_WORDS = _words(
 )
 CHANGES_VALUE = _NUMBER_WORDS | _words(
     # magnitudes and fractions
-    "k mn mln mio bn half halves third thirds quarter fourths fifth fifths sixths sevenths eighth "
-    "eighths ninths tenth tenths hundredth hundredths thousandth thousandths thrice twice double triple "
+    "k mn mln mio bn half halves third thirds quarter fourths fifth fifths sixths sevenths eighth"
+    " eighths ninths tenth tenths hundredth hundredths thousandth thousandths thrice twice double"
+    " triple "
     # operators
-    "plus minus negative squared cubed multiplied divided root sqrt factorial modulo mod pi infinity inf nan "
+    "plus minus negative squared cubed multiplied divided root sqrt factorial modulo mod pi"
+    " infinity inf nan "
     # alternatives, ranges and approximations
     "or either neither nor not never maybe perhaps possibly versus vs than least most between "
     "approximately approx roughly about around nearly almost"
@@ -68,7 +70,10 @@ _MARKUP = [
         # A line break replaces everything else, because digits on its two sides stay apart.
         (r"<[|/]?[A-Za-z_]{1,32}\|?>", "\n"),  # <answer>, </answer>, <|im_end|>
         (
-            r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf|quad)(?![A-Za-z])|\\[()\[\],;:! ]|[{}$€£¥₹]",
+            (
+                r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf|quad)(?![A-Za-z])|\\[()\[\],;:!"
+                r" ]|[{}$€£¥₹]"
+            ),
             "\n",
         ),
         # Emphasis: **72**, __72__, `72`; its first half may stand before the marker.

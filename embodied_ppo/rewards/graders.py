@@ -226,7 +226,8 @@ def auto(
     """
     if data_source not in DEFAULTS:
         raise ConfigError(
-            f"data_source = {data_source!r} has no grader of its own; name one of {', '.join(GRADERS)}"
+            f"data_source = {data_source!r} has no grader of its own; name one of"
+            f" {', '.join(GRADERS)}"
         )
     return DEFAULTS[data_source](data_source, solution_str, ground_truth, extra_info)
 
@@ -263,8 +264,8 @@ def resolve(spec: str | Grader) -> Grader:
             f"{label}: {error}; it is called with the keywords {', '.join(keywords)}"
         ) from error
     if inspect.iscoroutinefunction(grader) or inspect.iscoroutinefunction(
-        getattr(grader, "__call__", None)
-    ):  # noqa: B004
+        getattr(grader, "__call__", None)  # noqa: B004
+    ):
         return _synchronous(grader)
     return grader
 
@@ -434,7 +435,8 @@ def as_grade(result: Any) -> Grade:
     entries = dict(result)
     if "score" not in entries:
         raise ValueError(
-            f"the grader's dictionary has no 'score'; its keys: {', '.join(map(str, entries)) or 'none'}"
+            "the grader's dictionary has no 'score'; its keys:"
+            f" {', '.join(map(str, entries)) or 'none'}"
         )
 
     def take(*names: str) -> Any:
@@ -449,9 +451,11 @@ def as_grade(result: Any) -> Grade:
     }
     return Grade(
         score,
-        answer=None
-        if answer is None
-        else " ".join(str(answer).encode(errors="replace").decode().split()),
+        answer=(
+            None
+            if answer is None
+            else " ".join(str(answer).encode(errors="replace").decode().split())
+        ),
         correct=None if right is None else _real("acc", right) >= 1,
         format_ok=None if form is None else _real("format", form) >= 1,
         extra={k: float(v) for k, v in numbers.items() if math.isfinite(float(v))},

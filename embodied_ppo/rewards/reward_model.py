@@ -76,8 +76,9 @@ def load(
         tokenizer = Tokenizer.from_pretrained(path, **local)
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(
-            f"{option}: a checkpoint of {', '.join(model.config.architectures or ['?'])} without {missing[0]}, which "
-            "would be random; name a reward model (…ForSequenceClassification with one label)"
+            f"{option}: a checkpoint of {', '.join(model.config.architectures or ['?'])} without"
+            f" {missing[0]}, which would be random; name a reward model (…ForSequenceClassification"
+            " with one label)"
         )
     if model.config.num_labels != 1:
         raise ConfigError(
@@ -91,8 +92,8 @@ def load(
         )
     if max(tokenizer.get_vocab().values()) >= vocabulary:
         raise ConfigError(
-            f"{option}: its tokenizer has {len(tokenizer)} tokens, the model {vocabulary}; save the one that the "
-            "model was trained with there"
+            f"{option}: its tokenizer has {len(tokenizer)} tokens, the model {vocabulary}; save the"
+            " one that the model was trained with there"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -119,8 +120,8 @@ def new(architecture: Mapping[str, Any], *, device: torch.device | str = "cpu") 
         )
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ConfigError(
-            f"architecture={dict(architecture)}: transformers refuses a reward model: {one_line(error)}; "
-            "write the actor's"
+            f"architecture={dict(architecture)}: transformers refuses a reward model:"
+            f" {one_line(error)}; write the actor's"
         ) from error
     _check_head(model, f"architecture={dict(architecture)}")
     nn.init.zeros_(model.score.weight)
@@ -142,8 +143,9 @@ def _check_head(model: Any, option: str) -> None:
     """Check that the model has a linear head."""
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ConfigError(
-            f"{option}: {type(model).__name__} has no linear head named score that every token can be read with; name "
-            "a causal model, such as Llama, Mistral, Qwen 2 to 3 or Gemma 1 to 3"
+            f"{option}: {type(model).__name__} has no linear head named score that every token can"
+            " be read with; name a causal model, such as Llama, Mistral, Qwen 2 to 3 or Gemma 1"
+            " to 3"
         )
 
 
@@ -190,7 +192,9 @@ def _scores(model: Any, rows: Sequence[list[int]]) -> Tensor:
 
 @torch.no_grad()
 def _score_all(model: Any, rows: Sequence[list[int]], batch_tokens: int) -> Tensor:
-    """Return the scores of all rows, float32 [len(rows)] on the CPU, in batches of similar lengths."""
+    """Return the scores of all rows, float32 [len(rows)] on the CPU, in batches of similar
+    lengths.
+    """
     model.eval()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     scores = torch.empty(len(rows))
@@ -342,7 +346,8 @@ def train(
     assert model.dtype == torch.float32, "AdamW's steps are below the resolution of shorter types"
     if len(pairs) < 2:
         raise ConfigError(
-            f"reward.model.pairs={len(pairs)}: one to learn from and one held out are needed; write 1000"
+            f"reward.model.pairs={len(pairs)}: one to learn from and one held out are needed; write"
+            " 1000"
         )
     better = _encode(tokenizer, [prompt + good for prompt, good, _ in pairs], add_eos)
     worse = _encode(tokenizer, [prompt + bad for prompt, _, bad in pairs], add_eos)
@@ -363,7 +368,8 @@ def train(
         loss = _loss(*scores.split(batch_size))
         if not torch.isfinite(loss):
             raise TrainingError(
-                f"reward model: the loss of step {step} is {loss.item()}; lower reward.model.lr={lr:g}"
+                f"reward model: the loss of step {step} is {loss.item()}; lower"
+                f" reward.model.lr={lr:g}"
             )
         optimizer.zero_grad()
         loss.backward()

@@ -1,4 +1,6 @@
-"""Worker processes that run graders, so that a grader that crashes or hangs does not stop training."""
+"""Worker processes that run graders, so that a grader that crashes or hangs does not stop
+training.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ START_S = 120.0
 
 
 def _serve(spec: str | Grader, pipe: Connection) -> None:
-    """Run a worker: send None once the grader is loaded (else a message), then answer every sample."""
+    """Run a worker: send None once the grader is loaded (else a message), then answer every
+    sample.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()  # a process group of its own, so that children of the grader can be killed with it
     parent = multiprocessing.parent_process()
@@ -65,8 +69,9 @@ class _Worker:
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             self.pipe.close()
             raise ConfigError(
-                f"grader = {str(spec)[:80]}: cannot be sent to worker processes ({one_line(error)[:80]}); "
-                "define it at the top level of a module, or set workers=0"
+                f"grader = {str(spec)[:80]}: cannot be sent to worker processes"
+                f" ({one_line(error)[:80]}); define it at the top level of a module, or set"
+                " workers=0"
             ) from error
         finally:
             far.close()
@@ -154,7 +159,10 @@ class GraderPool:
         if failed:
             i = failed[0]
             source, response, truth, _ = samples[i]
-            sample = f"data_source = {source}, ground_truth = {truth[:60]!r}, response = {response[:60]!r}"
+            sample = (
+                f"data_source = {source}, ground_truth = {truth[:60]!r}, response ="
+                f" {response[:60]!r}"
+            )
             self.last_failure = f"sample {i} of {len(samples)} ({sample}): {results[i][1]}"
         return [grade for grade, _ in results]
 

@@ -1,4 +1,6 @@
-"""Collection of trajectories of a language model: sample prompts, generate responses, grade them."""
+"""Collection of trajectories of a language model: sample prompts, generate responses, grade
+them.
+"""
 
 from __future__ import annotations
 
@@ -103,8 +105,9 @@ class ReasoningRollout:
         """
         if not sampling.plain:
             raise ConfigError(
-                "rollout: top_k, top_p, min_p, repetition_penalty and temperature=0 sample from another distribution "
-                "than the one whose probabilities are trained; leave them for evaluation"
+                "rollout: top_k, top_p, min_p, repetition_penalty and temperature=0 sample from"
+                " another distribution than the one whose probabilities are trained; leave them for"
+                " evaluation"
             )
         self.prompts, self.generator, self.graders = prompts, generator, graders
         self.text = reader(decode, sampling.stop)
@@ -169,13 +172,15 @@ class ReasoningRollout:
             self.notice(f"reward: a response could not be graded: {self.graders.last_failure}")
         if all(g.failed for g in grades):
             raise TrainingError(
-                f"reward: none of {len(grades)} responses could be graded: {self.graders.last_failure}"
+                f"reward: none of {len(grades)} responses could be graded:"
+                f" {self.graders.last_failure}"
             )
         scores = torch.tensor([g.score for g in grades], device=generation.token.device)
         if bool((scores == scores[0]).all()) and not self._equal_scores_noticed:
             self._equal_scores_noticed = True
             self.notice(
-                f"reward: all {len(grades)} responses of an update scored {scores[0]:g}; that teaches nothing"
+                f"reward: all {len(grades)} responses of an update scored {scores[0]:g}; that"
+                " teaches nothing"
             )
         metrics = self._metrics(prompts, generation, grades, scores)
         return self._trajectory(prompts, generation, scores, version), metrics

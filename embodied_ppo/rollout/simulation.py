@@ -44,8 +44,9 @@ def _check_finite(values: Obs, id: str, update: int, name: str) -> None:
             continue
         t, i, *index = (~x.isfinite()).nonzero()[0].tolist()
         raise TrainingError(
-            f"env.id={id}: {name} {f'{index} ' if index else ''}of environment {i} is {float(x[t, i][tuple(index)])} "
-            f"(update {update}, step {t}); nothing was trained on it; fix the simulator, or resume the last checkpoint"
+            f"env.id={id}: {name} {f'{index} ' if index else ''}of environment {i} is"
+            f" {float(x[t, i][tuple(index)])} (update {update}, step {t}); nothing was trained on"
+            " it; fix the simulator, or resume the last checkpoint"
         )
 
 

@@ -259,7 +259,9 @@ def _prune(folder: Path, keep_last: int) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Out of sight first: a directory called step_* stays complete whenever the process is killed."""
+    """Out of sight first: a directory called step_* stays complete whenever the process is
+    killed.
+    """
     aside = path.with_name(f".deleting-{path.name}-{os.getpid()}")
     path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
@@ -290,10 +292,12 @@ def find(path: str | Path) -> Path:
         )
         if runs:
             raise CheckpointError(
-                f"checkpoint={path}: is no run, but holds {len(runs)}; name one, the last is {runs[-1]}"
+                f"checkpoint={path}: is no run, but holds {len(runs)}; name one, the last is"
+                f" {runs[-1]}"
             )
         raise CheckpointError(
-            f"checkpoint={path}: holds no checkpoint (checkpoints/step_*); if it is a run, train with save_every > 0"
+            f"checkpoint={path}: holds no checkpoint (checkpoints/step_*); if it is a run, train"
+            " with save_every > 0"
         )
     return checkpoints[-1].resolve()
 
@@ -319,7 +323,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         ) from error
     if version != FORMAT:
         raise CheckpointError(
-            f"{folder / MANIFEST}: format {version}, this version reads {FORMAT}; use the version that wrote it"
+            f"{folder / MANIFEST}: format {version}, this version reads {FORMAT}; use the version"
+            " that wrote it"
         )
     for name in (CONFIG, POLICY, TRAINING):
         if name not in expected:
@@ -333,7 +338,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         data = file.read_bytes()
         if len(data) != size:
             raise CheckpointError(
-                f"{file}: has {len(data)} bytes, its manifest says {size}; it was cut short, use another checkpoint"
+                f"{file}: has {len(data)} bytes, its manifest says {size}; it was cut short, use"
+                " another checkpoint"
             )
         if hashlib.sha256(data).hexdigest() != digest:
             raise CheckpointError(
@@ -397,7 +403,8 @@ def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: st
     for name, tensor in own.items():
         if name not in weights:
             raise CheckpointError(
-                f"{source}: has no tensor {name!r}; it is another model's, use the model it was trained with"
+                f"{source}: has no tensor {name!r}; it is another model's, use the model it was"
+                " trained with"
             )
         if not isinstance(weights[name], torch.Tensor):
             raise CheckpointError(
@@ -405,12 +412,13 @@ def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: st
             )
         if weights[name].shape != tensor.shape:
             raise CheckpointError(
-                f"{source}: tensor {name!r} is {tuple(weights[name].shape)}, this model needs {tuple(tensor.shape)}; "
-                "use the model and env it was trained with"
+                f"{source}: tensor {name!r} is {tuple(weights[name].shape)}, this model needs"
+                f" {tuple(tensor.shape)}; use the model and env it was trained with"
             )
     extra = sorted(map(str, weights.keys() - own.keys()))
     if extra:
         raise CheckpointError(
-            f"{source}: has tensor {extra[0]!r}, which this model lacks; use the model it was trained with"
+            f"{source}: has tensor {extra[0]!r}, which this model lacks; use the model it was"
+            " trained with"
         )
     module.load_state_dict(dict(weights))

@@ -60,8 +60,10 @@ RANGES: tuple[Range, ...] = (
         "policy/ratio_max",
         None,
         20.0,
-        above="some action became far more likely in one update: lower lr; in the thousands, the policy that acts is "
-        "not the one that learns",
+        above=(
+            "some action became far more likely in one update: lower lr; in the thousands, the"
+            " policy that acts is not the one that learns"
+        ),
     ),
     Range(
         "policy/dual_clip_fraction",
@@ -73,8 +75,10 @@ RANGES: tuple[Range, ...] = (
         "value/explained_variance",
         -0.1,  # of a critic that knows nothing yet it is 0, more or less
         None,
-        below="the critic is worse than a constant: check the scale of rewards (reward_norm=running), raise value_lr, "
-        "or give it critic_warmup",
+        below=(
+            "the critic is worse than a constant: check the scale of rewards (reward_norm=running),"
+            " raise value_lr, or give it critic_warmup"
+        ),
     ),
     Range(
         "value/clip_fraction",
@@ -86,8 +90,10 @@ RANGES: tuple[Range, ...] = (
         "advantage/zero_fraction",
         None,
         0.5,
-        above="most groups teach nothing, their scores are all alike: choose prompts of middling difficulty, or raise "
-        "group_size",
+        above=(
+            "most groups teach nothing, their scores are all alike: choose prompts of middling"
+            " difficulty, or raise group_size"
+        ),
     ),
     Range(
         "rollout/truncated",
@@ -224,8 +230,9 @@ class Watch:
         most = max(phases, key=lambda t: after[t] - before[t], default="")
         grown = f"; {most} has gone from {before[most]:.3g} to {after[most]:.3g}" if most else ""
         return (
-            f"{tag} is {now:,.0f}, below half of its median of {usual:,.0f}{grown}: look who else uses the machine "
-            "(top, nvidia-smi), whether memory is short, and whether episodes have become dearer to simulate"
+            f"{tag} is {now:,.0f}, below half of its median of {usual:,.0f}{grown}: look who else"
+            " uses the machine (top, nvidia-smi), whether memory is short, and whether episodes"
+            " have become dearer to simulate"
         )
 
     def _collapsed(self) -> str:
@@ -236,8 +243,9 @@ class Watch:
         if returns[1] > returns[0] + 0.1 * abs(returns[0]):
             return ""
         return (
-            f"policy/entropy has fallen from {entropy[0]:.3g} to {entropy[1]:.3g} and returns have not risen: the "
-            "policy no longer tries anything; lower lr, set algorithm.entropy_bonus=0.01 or algorithm.entropy_target"
+            f"policy/entropy has fallen from {entropy[0]:.3g} to {entropy[1]:.3g} and returns have"
+            " not risen: the policy no longer tries anything; lower lr, set"
+            " algorithm.entropy_bonus=0.01 or algorithm.entropy_target"
         )
 
     def _exploded(self) -> str:
@@ -250,8 +258,8 @@ class Watch:
         ):
             return ""
         return (
-            f"value/loss has grown from {loss[0]:.3g} to {loss[1]:.3g}: the critic does not follow; scale rewards "
-            "(algorithm.reward_norm=running), lower value_lr, or set value_clip"
+            f"value/loss has grown from {loss[0]:.3g} to {loss[1]:.3g}: the critic does not follow;"
+            " scale rewards (algorithm.reward_norm=running), lower value_lr, or set value_clip"
         )
 
     def _dead(self) -> str:
@@ -270,6 +278,7 @@ class Watch:
             return ""
         said = "no episode has succeeded and " if successes else ""
         return (
-            f"{said}rollout/return has been {returns[0]:.3g} in {HISTORY} updates: nothing tells good from bad; check "
-            "the reward (grader, success_key), make the task easier to begin with, or clone demonstrations first"
+            f"{said}rollout/return has been {returns[0]:.3g} in {HISTORY} updates: nothing tells"
+            " good from bad; check the reward (grader, success_key), make the task easier to begin"
+            " with, or clone demonstrations first"
         )

@@ -118,7 +118,7 @@ class Log:
             unit,
             f"speed/{unit}_per_s",
         )  # every update's row holds that tag, and no other row
-        self._text: TextIO = open(run_dir / "log.txt", "a", buffering=1)  # noqa: SIM115  (closed by close)
+        self._text: TextIO = open(run_dir / "log.txt", "a", buffering=1)  # noqa: SIM115
         watchdog.log_to(run_dir / "log.txt")
         self._open(first_update)
         self._bar = None
@@ -153,7 +153,9 @@ class Log:
 
     # ------------------------------------------------------------------------------------- messages
     def say(self, text: str, *, show: bool = True) -> None:
-        """One line for the user, on stderr (unless they have seen it: not ``show``) and in log.txt."""
+        """One line for the user, on stderr (unless they have seen it: not ``show``) and in
+        log.txt.
+        """
         with suppress(
             OSError
         ):  # a full disk: what is said is still shown, and metrics() tells of it

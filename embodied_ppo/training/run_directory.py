@@ -123,7 +123,8 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
             raise ConfigError(f"run_dir={run_dir}: is a file; name a directory")
         if checkpoint.steps(run_dir / "checkpoints"):
             raise ConfigError(
-                f"run_dir={run_dir}: holds a run already; continue it with resume=auto or name another"
+                f"run_dir={run_dir}: holds a run already; continue it with resume=auto or name"
+                " another"
             )
         return run_dir, None
     if config.resume == "auto":
@@ -134,7 +135,8 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
             run_dir = next((r for r in reversed(runs) if checkpoint.steps(r / "checkpoints")), None)
         if run_dir is None or not checkpoint.steps(run_dir / "checkpoints"):
             say(
-                f"resume=auto: no checkpoint of {config.name!r} with seed {config.seed} yet; starting anew"
+                f"resume=auto: no checkpoint of {config.name!r} with seed {config.seed} yet;"
+                " starting anew"
             )
             return run_dir or new_run_dir(config), None
         return run_dir, "newest"
@@ -154,8 +156,8 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
     )
     if newest != found.name:
         raise ConfigError(
-            f"resume={config.resume}: the run has gone on to {newest}, which continuing here would mix up; "
-            f"branch off with run_dir=NEW, or continue the run with resume={home}"
+            f"resume={config.resume}: the run has gone on to {newest}, which continuing here would"
+            f" mix up; branch off with run_dir=NEW, or continue the run with resume={home}"
         )
     return run_dir, str(found)
 
@@ -187,8 +189,9 @@ def check_resume(
             continue
         if path in FIXED_ON_RESUME:
             raise ConfigError(
-                f"{path}={now}: the run to resume has {old.get(path)}, which its weights, counters or random streams "
-                "rest on; leave it (and experiment=: resume= alone has the run's own options), or start a new run"
+                f"{path}={now}: the run to resume has {old.get(path)}, which its weights, counters"
+                " or random streams rest on; leave it (and experiment=: resume= alone has the"
+                " run's own options), or start a new run"
             )
         say(f"resume: {path} was {old.get(path)}, is {now}")
     now, then = arithmetic(config, device), source.arithmetic()
@@ -199,7 +202,8 @@ def check_resume(
         f"{name} was {then[name]}, is {now[name]}" for name in now if then.get(name) != now[name]
     ]:
         say(
-            f"resume: {', '.join(changes)}: results differ by rounding from those of an uninterrupted run"
+            f"resume: {', '.join(changes)}: results differ by rounding from those of an"
+            " uninterrupted run"
         )
     schedule = config.algorithm.lr_schedule
     length = [
@@ -210,11 +214,13 @@ def check_resume(
     ]
     if schedule in ("linear", "cosine") and length[0] != length[1]:
         say(
-            f"resume: the run was to have {length[0]} updates, now {length[1]}: lr_schedule={schedule} spans them anew"
+            f"resume: the run was to have {length[0]} updates, now {length[1]}:"
+            f" lr_schedule={schedule} spans them anew"
         )
     if source.update > updates:
         raise ConfigError(
-            f"updates={updates}: the checkpoint {source.path} has done {source.update}; ask for more"
+            f"updates={updates}: the checkpoint {source.path} has done {source.update}; ask for"
+            " more"
         )
 
 
@@ -309,15 +315,19 @@ PACKAGES = (
 
 
 def arithmetic(config: Config, device: torch.device) -> dict[str, Any]:
-    """What the rounding of floating-point results depends on besides the options of the algorithm."""
+    """What the rounding of floating-point results depends on besides the options of the
+    algorithm.
+    """
     cuda = device.type == "cuda"
     return {
         "threads": config.threads or torch.get_num_threads(),
         "matmul_precision": config.matmul_precision,
         "compile": config.compile,
-        "device": torch.cuda.get_device_name(device)
-        if cuda
-        else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
+        "device": (
+            torch.cuda.get_device_name(device)
+            if cuda
+            else f"cpu ({torch.backends.cpu.get_cpu_capability()})"
+        ),
         "torch": versions()["torch"],
     }
 

@@ -25,7 +25,9 @@ class Result(Protocol):
 
 
 class Collector(Protocol):
-    """Interface of ``simulation.Rollout``, ``simulation.Staged`` and ``language.ReasoningRollout``."""
+    """Interface of ``simulation.Rollout``, ``simulation.Staged`` and
+    ``language.ReasoningRollout``.
+    """
 
     @property
     def one_state(self) -> bool:
@@ -99,7 +101,9 @@ class RunSystem(ABC):
 
     @abstractmethod
     def cpu_s(self) -> dict[str, float]:
-        """Return CPU seconds of training by phase; "process" is the sum over all other processes."""
+        """Return CPU seconds of training by phase; "process" is the sum over all other
+        processes.
+        """
 
     @abstractmethod
     def _measure(self) -> Result:
@@ -107,7 +111,9 @@ class RunSystem(ABC):
 
     @abstractmethod
     def _save(self, update: int, rest: Mapping[str, Any]) -> Path:
-        """Call ``checkpoint.save`` with the state of all parts; ``rest`` holds its other arguments."""
+        """Call ``checkpoint.save`` with the state of all parts; ``rest`` holds its other
+        arguments.
+        """
 
     @abstractmethod
     def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
@@ -201,6 +207,7 @@ def resume(
                 notice(f"resume: {count} {'do' if world > 1 else 'does'}; episodes begin anew")
     except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(
-            f"{source.path / checkpoint.TRAINING}: does not fit this run ({str(error).splitlines()[0]}); "
-            "resume with the options and the placement it was trained with"
+            f"{source.path / checkpoint.TRAINING}: does not fit this run"
+            f" ({str(error).splitlines()[0]}); resume with the options and the placement it was"
+            " trained with"
         ) from error

@@ -145,8 +145,8 @@ def _make_env(
     if simulator in ("auto", "mujoco", "warp") and tasks.find(id) is not None:
         if options.success_key is not None:
             raise EnvError(
-                f"env.id={id}: success_key={options.success_key!r} is for EnvPool and Gymnasium; leave it out, "
-                "because the task defines success"
+                f"env.id={id}: success_key={options.success_key!r} is for EnvPool and Gymnasium;"
+                " leave it out, because the task defines success"
             )
         engine = simulator
         if simulator == "auto":

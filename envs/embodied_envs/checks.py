@@ -258,13 +258,16 @@ class _Run:
             if telling[0].same_step:
                 _fail(
                     self.env,
-                    "final_obs is equal to the next episode's first observation wherever an episode ended",
+                    "final_obs is equal to the next episode's first observation wherever an episode"
+                    " ended",
                     "final_obs must be the true successor, taken before the reset",
                 )
             _fail(
                 self.env,
-                "the observation of an episode's last row is equal to the next episode's first one (off by one)",
-                "with final_obs None the last row must carry the true successor, and the masked row after it the reset",
+                "the observation of an episode's last row is equal to the next episode's first one"
+                " (off by one)",
+                "with final_obs None the last row must carry the true successor, and the masked row"
+                " after it the reset",
             )
 
     def notes(self) -> list[str]:
@@ -275,7 +278,8 @@ class _Run:
             )
         elif not any(b.moved for b in self.boundaries):
             out.append(
-                "observations never changed within an episode: last and first ones cannot be told apart"
+                "observations never changed within an episode: last and first ones cannot be told"
+                " apart"
             )
         return out
 
@@ -446,9 +450,10 @@ def _check_mask(env: VectorEnv, mask: Tensor, awaiting: Tensor, t: int) -> None:
     if bool((awaiting & mask).any()):
         _fail(
             env,
-            f"an episode ended at step {t - 1} with final_obs None, and step {t} is not masked there",
-            "give the true last observation as final_obs if the step that ends an episode also resets, "
-            "or answer one masked row (mask False) that carries the reset",
+            f"an episode ended at step {t - 1} with final_obs None, and step {t} is not masked"
+            " there",
+            "give the true last observation as final_obs if the step that ends an episode also"
+            " resets, or answer one masked row (mask False) that carries the reset",
         )
     if bool((~awaiting & ~mask).any()):
         _fail(
@@ -467,14 +472,17 @@ def _check_clock(env: VectorEnv, lengths: Tensor, step: Step, t: int) -> None:
         _fail(
             env,
             f"an episode goes on after {limit} steps (step {t}), and max_episode_steps is {limit}",
-            "set truncated on the last step that the clock allows; the row that only resets does not count",
+            "set truncated on the last step that the clock allows; the row that only resets does"
+            " not count",
         )
     for i in _indices(step.truncated.cpu()):
         if int(lengths[i]) != limit:
             _fail(
                 env,
-                f"truncated after {int(lengths[i])} steps at step {t}, and max_episode_steps is {limit}",
-                "count from the first action after a reset; an end for another reason is terminated",
+                f"truncated after {int(lengths[i])} steps at step {t}, and max_episode_steps is"
+                f" {limit}",
+                "count from the first action after a reset; an end for another reason is"
+                " terminated",
             )
 
 
@@ -592,7 +600,8 @@ def _check_state(env: VectorEnv, actions: list[Tensor]) -> bool:
             _fail(
                 env,
                 f"{t + 1} steps after load_state(), {name} differs from what followed state()",
-                "save everything (clocks, random generators, who is about to reset), or return None from state()",
+                "save everything (clocks, random generators, who is about to reset), or return None"
+                " from state()",
             )
     return True
 
@@ -658,7 +667,9 @@ def _copy(answer: Any) -> Any:
 
 
 def _first_difference(a: Any, b: Any) -> str | None:
-    """The name of the first tensor that differs (final_obs: only where an episode ended), or None."""
+    """The name of the first tensor that differs (final_obs: only where an episode ended), or
+    None.
+    """
     x, y = _leaves(a), _leaves(b)
     if set(x) != set(y):
         return sorted(set(x) ^ set(y))[0]

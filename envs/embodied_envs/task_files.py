@@ -166,11 +166,12 @@ class TaskFiles:
         if kept is None or not kept.complete:
             changed = self.changes(places)[0] if places else self.files[0].name
             raise EnvError(
-                f"env.id={self.id}: {changed} is not the file that the run began with (task {self.hash}), and the "
-                "run's copy is not readable here; put the same file there"
+                f"env.id={self.id}: {changed} is not the file that the run began with (task"
+                f" {self.hash}), and the run's copy is not readable here; put the same file there"
             )
         say(
-            f"task: executing the run's copies in {kept.store}: the originals are changed or missing here"
+            f"task: executing the run's copies in {kept.store}: the originals are changed or"
+            " missing here"
         )
         return kept.use_copies()
 
@@ -193,7 +194,8 @@ def for_evaluation(
         found = collect(id, kwargs)
         if found is not None:
             say(
-                f"task: the run keeps no copy of its files; executing {_shown(found.root / found.files[0].name)}"
+                "task: the run keeps no copy of its files; executing"
+                f" {_shown(found.root / found.files[0].name)}"
             )
         return found
     places = kept.originals()
@@ -203,7 +205,8 @@ def for_evaluation(
         return kept
     if places is None and not kept.complete:
         raise EnvError(
-            f"env.id={id}: cannot be imported here, and the run keeps no complete copy; set PYTHONPATH"
+            f"env.id={id}: cannot be imported here, and the run keeps no complete copy; set"
+            " PYTHONPATH"
         )
     if changed and (allow or not kept.complete):
         why = "allow_changed_task=true" if allow else "the run keeps no complete copy"
@@ -213,12 +216,13 @@ def for_evaluation(
     kept.use_copies()
     if places is None:
         say(
-            f"task: {id} cannot be imported from here; executing the run's copies in {_shown(kept.store)}"
+            f"task: {id} cannot be imported from here; executing the run's copies in"
+            f" {_shown(kept.store)}"
         )
     else:
         say(
-            f"task: {_listed(changed)} changed since training; executing the run's copies in {_shown(kept.store)}; "
-            "allow_changed_task=true executes the changed files"
+            f"task: {_listed(changed)} changed since training; executing the run's copies in"
+            f" {_shown(kept.store)}; allow_changed_task=true executes the changed files"
         )
     return kept
 
@@ -237,23 +241,26 @@ def for_training(
     changed = [] if places is None else kept.changes(places)
     if changed and not allow:
         raise ConfigError(
-            f"resume: the task changed since the checkpoint: {_listed(changed)}; restore it (the run's copy: "
-            f"{_shown(kept.store)}), or write allow_changed_task=true"
+            f"resume: the task changed since the checkpoint: {_listed(changed)}; restore it (the"
+            f" run's copy: {_shown(kept.store)}), or write allow_changed_task=true"
         )
     if changed:
         say(
-            f"resume: {_listed(changed)} changed since the checkpoint; training goes on with the changed task"
+            f"resume: {_listed(changed)} changed since the checkpoint; training goes on with the"
+            " changed task"
         )
         kept.use_originals(changed=True)
         return collect(id, kwargs)
     if places is None:
         if not kept.complete:
             raise EnvError(
-                f"env.id={id}: cannot be imported here, and the run keeps no complete copy; set PYTHONPATH"
+                f"env.id={id}: cannot be imported here, and the run keeps no complete copy; set"
+                " PYTHONPATH"
             )
         kept.use_copies()
         say(
-            f"resume: {id} cannot be imported from here; executing the run's copies in {_shown(kept.store)}"
+            f"resume: {id} cannot be imported from here; executing the run's copies in"
+            f" {_shown(kept.store)}"
         )
     else:
         kept.use_originals()
@@ -416,7 +423,9 @@ def _located(module: str) -> Path | None:
 
 
 def _sources(module: str) -> dict[str, Path]:
-    """Dotted name -> file, of a module and what it imports of the user's; {} where it is not there."""
+    """Dotted name -> file, of a module and what it imports of the user's; {} where it is not
+    there.
+    """
     first = _located(module)
     if first is None or first.suffix != ".py":
         return {}
@@ -495,7 +504,9 @@ def _named(path: Path) -> list[Path]:
 
 
 def _models(id: str, kwargs: Mapping[str, Any]) -> tuple[list[Path], bool]:
-    """XML files that a ``Task`` loads, and whether one has a path relative to the current folder."""
+    """XML files that a ``Task`` loads, and whether one has a path relative to the current
+    folder.
+    """
     kind = tasks.find(id)
     if kind is None:
         return [], False

@@ -36,7 +36,8 @@ def main(run_dir: str = "runs/example", updates: int = 30) -> dict[str, float]:
     )
     summary = run.train(config, quiet=True)
     print(
-        f"return before training {summary['initial_return']:.1f}, after {summary['final_return']:.1f}"
+        f"return before training {summary['initial_return']:.1f}, after"
+        f" {summary['final_return']:.1f}"
     )
     result = run.evaluate(EvaluateConfig(checkpoint=run_dir, episodes=20, video=False), quiet=True)
     print(f"20 new episodes: {result['eval/return']:.1f}, report {result['report']}")

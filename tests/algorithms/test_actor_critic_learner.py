@@ -673,7 +673,9 @@ def test_kl_loss_holds_the_policy():
 
 
 def test_the_reference_is_the_policy_training_began_with():
-    """As a function of raw observations: when the normaliser moves on, the reference keeps its own."""
+    """As a function of raw observations: when the normaliser moves on, the reference keeps its
+    own.
+    """
     learner = make({"use_kl_loss": True, "lr": 1e-12})
     initial = make().policy
     first = numbers(learner.update(experience(learner), update=0))["kl/to_reference"]

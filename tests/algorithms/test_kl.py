@@ -1,4 +1,6 @@
-"""KL: hand-computed estimators, their gradients and expectations, the penalty and the controllers."""
+"""KL: hand-computed estimators, their gradients and expectations, the penalty and the
+controllers.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ def generator(seed: int = 0) -> torch.Generator:
 def loss_of(
     ratio: float, advantage: float, **options: float | None
 ) -> tuple[float, dict[str, float], float]:
-    """Loss, statistics and d loss / d log-prob of one element whose probability ratio is ``ratio``."""
+    """Loss, statistics and d loss / d log-prob of one element whose probability ratio is
+    ``ratio``.
+    """
     lp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     old, a = torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
     loss, stats = losses.policy_loss(lp, old, a, ALL, **{**CLIP, **options})

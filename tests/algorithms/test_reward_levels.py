@@ -109,7 +109,9 @@ def random_trajectory(learner: Learner, *, seed: int = 0) -> Trajectory:
 
 
 def reference_loss(learner: Learner, t: Trajectory, level: str) -> Tensor:
-    """L_policy + L_value - 0.01 H in float64, written as loops over columns, decisions and actions."""
+    """L_policy + L_value - 0.01 H in float64, written as loops over columns, decisions and
+    actions.
+    """
     c = learner.config
     policy: Any = learner.policy
     view = policy.evaluate(policy.encode(t.obs.flatten(0, 1)), t.action.flatten(0, 1), {})

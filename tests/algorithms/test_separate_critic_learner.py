@@ -44,7 +44,9 @@ BASE = AlgorithmConfig(
 def experience(
     policy: LanguagePolicy, *, more: int = 0, seed: int = 0, noise: float = 0.0
 ) -> Trajectory:
-    """Ragged rows, with ``more`` columns of padding behind prompts and responses; one score a row."""
+    """Ragged rows, with ``more`` columns of padding behind prompts and responses; one score a
+    row.
+    """
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, 50, (N, 12), generator=g)
     width, rows = 5 + T - 1 + more, T + more

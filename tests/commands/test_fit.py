@@ -320,7 +320,10 @@ def test_the_recipe_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             [*ROBOT, "--devices", "1", "cluster.device_memory_gb=0.0001"],
-            "more than 92% of its 0.1 MB; one process of env,rollout,actor: .. lower algorithm.horizon or env.num_envs",
+            (
+                "more than 92% of its 0.1 MB; one process of env,rollout,actor: .. lower"
+                " algorithm.horizon or env.num_envs"
+            ),
         ),
         (
             [

@@ -1,4 +1,6 @@
-"""The console command: one line per refusal and nothing written; who set what; sweeps; exit codes."""
+"""The console command: one line per refusal and nothing written; who set what; sweeps; exit
+codes.
+"""
 
 from __future__ import annotations
 
@@ -56,16 +58,25 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def mine(tmp_path: Path) -> Path:
     """A user's own configs: a primary config, an experiment and a group."""
     files = {
-        "mine.yaml": "defaults:\n  - train\n  - override experiment: hopper\n  - _self_\nalgorithm:\n  vf_coef: 0.25\n",
-        "experiment/own.yaml": "# @package _global_\n# My own task\nalgorithm:\n  clip_ratio_low: 0.1\n  gamma: 0.9\n",
-        "experiment/tuned.yaml": "# @package _global_\ndefaults: [override /algorithm: fast]\nalgorithm: {lr: 2e-3}\n",
+        "mine.yaml": (
+            "defaults:\n  - train\n  - override experiment: hopper\n  - _self_\nalgorithm:\n "
+            " vf_coef: 0.25\n"
+        ),
+        "experiment/own.yaml": (
+            "# @package _global_\n# My own task\nalgorithm:\n  clip_ratio_low: 0.1\n  gamma: 0.9\n"
+        ),
+        "experiment/tuned.yaml": (
+            "# @package _global_\ndefaults: [override /algorithm: fast]\nalgorithm: {lr: 2e-3}\n"
+        ),
         "algorithm/fast.yaml": "lr: 1.0e-2\ngamma: 0.95\n",
         "algorithm/slow.yaml": "lr: 1.0e-5\ngamma: 0.97\n",
         "env/pole.yaml": "id: CartPole-v1\nnum_envs: 8\n",
         "lost.yaml": "defaults:\n  - train\n  - override experiment: nowhere\n",
         "broken.yaml": "defaults: [train, _self_]\nalgorithm: {gamma: [}\n",
         "listed.yaml": "- train\n",
-        "twice.yaml": "defaults: [train, _self_]\nalgorithm: {clip_ratio: 0.1, clip_ratio_low: 0.3}\n",
+        "twice.yaml": (
+            "defaults: [train, _self_]\nalgorithm: {clip_ratio: 0.1, clip_ratio_low: 0.3}\n"
+        ),
         "typo.yaml": "defaults: [train, _self_]\nalgorithm: {gama: 0.1}\n",
         "loop.yaml": "defaults: [loop, _self_]\n",
     }
@@ -277,11 +288,16 @@ REFUSALS = [
     ),
     (
         "train experiment=cartpole env.num_envs=100000000 algorithm.global_batch_size=100000000",
-        "placement: node 0 needs 1 x .. to collect, more than 92% of its .. lower algorithm.horizon or env.num_envs",
+        (
+            "placement: node 0 needs 1 x .. to collect, more than 92% of its .. lower"
+            " algorithm.horizon or env.num_envs"
+        ),
     ),
     (
-        "train experiment=gsm8k_qwen2_5_0_5b actor.model.path=nowhere data.train=[a.jsonl] data.eval=[b.jsonl] "
-        "placement=fused cluster.devices_per_node=1 device=cpu",
+        (
+            "train experiment=gsm8k_qwen2_5_0_5b actor.model.path=nowhere data.train=[a.jsonl]"
+            " data.eval=[b.jsonl] placement=fused cluster.devices_per_node=1 device=cpu"
+        ),
         "actor.tokenizer= .. nowhere: is no directory",
     ),
     (
@@ -315,7 +331,10 @@ REFUSALS = [
         "algorithm.rollout_batch_size = 1000000000000000003 .. <= 10,000,000",
     ),
     (
-        "train experiment=arithmetic algorithm.rollout_batch_size=1280000 algorithm.group_size=10000",
+        (
+            "train experiment=arithmetic algorithm.rollout_batch_size=1280000"
+            " algorithm.group_size=10000"
+        ),
         "1280000 x 10000 x .. tokens must be <= 10,000,000,000",
     ),
     ("train threads=100000000", "threads = 100000000 .. <= 1,024"),
@@ -380,7 +399,10 @@ REFUSALS = [
     # commands, flags and paths
     (
         "",
-        "no command; commands: train, demos, clone, evaluate, plan, tune, watch, fit, doctor, .. new-task",
+        (
+            "no command; commands: train, demos, clone, evaluate, plan, tune, watch, fit, doctor,"
+            " .. new-task"
+        ),
     ),
     ("trian", "trian: no such command; did you mean train?"),
     ("plann experiment=hopper", "plann: no such command; did you mean plan? commands: train"),
@@ -419,12 +441,18 @@ REFUSALS = [
     ),
     (
         "demos out=x episodes=0",
-        "episodes = 0 (command line) must be a whole number >= 1 and <= 1,000,000,000; give episodes",
+        (
+            "episodes = 0 (command line) must be a whole number >= 1 and <= 1,000,000,000; give"
+            " episodes"
+        ),
     ),
     ("demos out=x noise=1", "noise = 1 (command line) must be a finite number >= 0 and < 1"),
     (
         "demos out=x seed=-1",
-        "seed = -1 (command line) must be .. >= 0 and <= 9,223,372,036,854,775,807; the default is seed=0",
+        (
+            "seed = -1 (command line) must be .. >= 0 and <= 9,223,372,036,854,775,807; the default"
+            " is seed=0"
+        ),
     ),
     (
         "demos out=x algorithm.lam=0.9",
@@ -472,7 +500,10 @@ REFUSALS = [
     ),
     (
         "clone updates=3",
-        "updates = 3 (command line) is set but not read by clone .. resume=RUN run_dir=NEW updates=",
+        (
+            "updates = 3 (command line) is set but not read by clone .. resume=RUN run_dir=NEW"
+            " updates="
+        ),
     ),
     ("clone env_steps=3", "env_steps = 3 (command line) is set but not read by clone"),
     ("clone resume=nowhere", "resume = nowhere: clone begins anew; leave it out"),
@@ -922,7 +953,10 @@ def test_experiments_lists_what_ships_and_what_is_mine(
     ],
 )
 def test_quick_answers_load_neither_torch_nor_hydra(line: str) -> None:
-    code = f"import sys; from embodied_ppo.commands import main; main.main({line.split()!r}); print(sorted(sys.modules))"
+    code = (
+        f"import sys; from embodied_ppo.commands import main; main.main({line.split()!r});"
+        " print(sorted(sys.modules))"
+    )
     before = cpu_of_children()
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
@@ -959,8 +993,8 @@ def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     assert (summary["updates"], summary["env_steps"]) == (1, 32)
     assert "algorithm.vf_coef is read as algorithm.value_loss_coef" in out.err
     assert (
-        "compiled code: never (compile=auto starts after 8192 optimiser steps, in update 8193, and the run"
-        in out.err
+        "compiled code: never (compile=auto starts after 8192 optimiser steps, in update 8193, and"
+        " the run" in out.err
     )
     stored = Path("run/config.yaml")
     assert yaml.safe_load(stored.read_text())["algorithm"]["value_loss_coef"] == 0.7
@@ -1172,8 +1206,10 @@ def test_a_config_that_is_not_utf8_is_named(capsys: pytest.CaptureFixture[str]) 
     Path("mine/experiment/latin.yaml").write_bytes('name: "caf\xe9"\n'.encode("latin-1"))
     for more in ([], ["-m"]):
         assert main.main(["train", *more, "--config-dir", "mine", "experiment=latin"]) == 2
-        assert capsys.readouterr().err == (
-            "error: mine/experiment/latin.yaml: byte 10 (0xe9) is not UTF-8; save the file as UTF-8\n"
+        assert (
+            capsys.readouterr().err
+            == "error: mine/experiment/latin.yaml: byte 10 (0xe9) is not UTF-8; save the file as"
+            " UTF-8\n"
         )
     assert main.main(["experiments", "--config-dir", "mine"]) == 0
     assert "(not UTF-8)" in capsys.readouterr().out

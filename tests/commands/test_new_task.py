@@ -86,13 +86,16 @@ def test_the_printed_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
     )
     out = capsys.readouterr().out
     assert (
-        "hinge: no range and no actuator, and gravity moves it, so an episode ends 1 (rad, m) from home"
-        in out
+        "hinge: no range and no actuator, and gravity moves it, so an episode ends 1 (rad, m) from"
+        " home" in out
     )
     assert "push has no ctrlrange: its action is from -1 to 1, [-1.0, 1.0]" in out
     assert "all 1 sensors are observed (1 numbers)" in out
     test, train, evaluate = (line.strip() for line in out.split("next:\n")[1].splitlines())
-    small = "env.num_envs=4 algorithm.horizon=16 algorithm.global_batch_size=32 updates=2 evaluation.episodes=1"
+    small = (
+        "env.num_envs=4 algorithm.horizon=16 algorithm.global_batch_size=32 updates=2"
+        " evaluation.episodes=1"
+    )
     small += " evaluation.num_envs=1 evaluation.video_episodes=0 compile=never"
     run(f"{test}\n{train} {small}\n{evaluate} episodes=1 num_envs=1 video=false")
     assert Path("a folder/runs/first/summary.json").is_file()
@@ -180,7 +183,10 @@ def test_positions_in_the_world_are_not_observed_through_sensors() -> None:
     )
     Path("../robots/lost.xml").write_text(text)
     written = new_task.write("my_lost", Path("../robots/lost.xml"))
-    line = "4 of 8 sensors are observed (10 numbers); not place, mass, to_start, touched: positions in the world"
+    line = (
+        "4 of 8 sensors are observed (10 numbers); not place, mass, to_start, touched: positions in"
+        " the world"
+    )
     assert line in written.assumed
     sys.path.append("my_lost")
     env = embodied_envs.make("my_lost:MyLost", num_envs=1, seeds=[0])
@@ -233,7 +239,10 @@ def test_wheels_and_objects_may_turn() -> None:
 
 
 def test_the_home_pose_is_the_keyframe_of_that_name() -> None:
-    keys = '<keyframe><key name="other" qpos="1 0"/><key name="home" qpos=".5 .25"/></keyframe></mujoco>'
+    keys = (
+        '<keyframe><key name="other" qpos="1 0"/><key name="home" qpos=".5'
+        ' .25"/></keyframe></mujoco>'
+    )
     Path("robot.xml").write_text(BALANCE.replace("</mujoco>", keys))
     assert (
         new_task.write("posed", Path("robot.xml"), Path(".")).assumed[0]
@@ -246,7 +255,10 @@ def test_the_home_pose_is_the_keyframe_of_that_name() -> None:
     env.close()
 
 
-BALL = '<mujoco><worldbody>{}<body name="ball"><freejoint/><geom size=".1"/>{}</body></worldbody>{}</mujoco>'
+BALL = (
+    '<mujoco><worldbody>{}<body name="ball"><freejoint/><geom'
+    ' size=".1"/>{}</body></worldbody>{}</mujoco>'
+)
 ARM = '<body><joint name="j"/><geom size=".1" pos=".1 0 0"/></body>'
 MOTOR = '<actuator><motor joint="j"/></actuator>'
 URDF = """<robot name="arm"><link name="base"/><link name="arm"><inertial><mass value="1"/>
@@ -275,11 +287,17 @@ REFUSED = [
     (
         "robot.urdf",
         URDF,
-        "robot.urdf: is a URDF, which MuJoCo reads without actuators and .* save it as MJCF: python -c",
+        (
+            "robot.urdf: is a URDF, which MuJoCo reads without actuators and .* save it as MJCF:"
+            " python -c"
+        ),
     ),
     (
         "robot.xml",
-        f'<mujoco><worldbody><body name="b"><joint/><geom size=".1"/>{ARM}</body></worldbody>{MOTOR}</mujoco>',
+        (
+            '<mujoco><worldbody><body name="b"><joint/><geom'
+            f' size=".1"/>{ARM}</body></worldbody>{MOTOR}</mujoco>'
+        ),
         r"joint 0 \(of body b\) has no name",
     ),
     (
@@ -289,7 +307,10 @@ REFUSED = [
     ),
     (
         "robot.xml",
-        f'<mujoco><worldbody>{ARM}</worldbody>{MOTOR}<keyframe><key qpos="nan"/></keyframe></mujoco>',
+        (
+            f"<mujoco><worldbody>{ARM}</worldbody>{MOTOR}<keyframe><key"
+            ' qpos="nan"/></keyframe></mujoco>'
+        ),
         "qpos holds nan",
     ),
 ]

@@ -63,7 +63,10 @@ def command(body: str) -> list[str]:
             "watchdog.limit(0.2)\n    with watchdog.resetting: ctypes.PyDLL(None).sleep(60)",
             *(
                 3,
-                "env.id=Task-v0: reset() has not returned for 0.2 s (env.step_timeout_s) (update 4)",
+                (
+                    "env.id=Task-v0: reset() has not returned for 0.2 s (env.step_timeout_s)"
+                    " (update 4)"
+                ),
             ),
         ),
         ("os.kill(os.getppid(), 15)\n    time.sleep(60)", 130, "interrupted"),
@@ -133,7 +136,10 @@ def test_the_child_ends_with_the_command() -> None:
 
 def test_time_in_which_the_user_had_stopped_the_command_does_not_count(tmp_path: Path) -> None:
     """Ctrl-Z stops the whole group in the middle of a simulator's call."""
-    body = "watchdog.limit(1.0)\n    with watchdog.stepping: print('ready', flush=True); time.sleep(0.5)"
+    body = (
+        "watchdog.limit(1.0)\n    with watchdog.stepping: print('ready', flush=True);"
+        " time.sleep(0.5)"
+    )
     run = subprocess.Popen(
         command(body), stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
     )

@@ -195,7 +195,10 @@ def test_a_users_own_configs_get_it(capsys: pytest.CaptureFixture[str], tmp_path
     """An experiment in a folder of one's own; its name says which file, however it is spelt."""
     mine = tmp_path / "my own"
     (mine / "experiment").mkdir(parents=True)
-    text = "# @package _global_\nname: first try\ndefaults: [cartpole]\ncluster: {devices_per_node: 2}\n"
+    text = (
+        "# @package _global_\nname: first try\ndefaults: [cartpole]\ncluster: {devices_per_node:"
+        " 2}\n"
+    )
     (mine / "experiment" / "own.yaml").write_text(text)
     told = tuned(capsys, "experiment=own", "--config-dir", str(mine), "placement=local")
     assert told["file"] == str(mine / "placement" / "tuned_first-try.yaml")
@@ -337,7 +340,10 @@ def test_another_file_that_places_the_run_is_said(
 ) -> None:
     """Taken away for tune it would come back to train."""
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
-    text = "# @package _global_\ndefaults: [cartpole]\ncluster: {component_placement: {env: 0, 'rollout,actor': 0}}\n"
+    text = (
+        "# @package _global_\ndefaults: [cartpole]\ncluster: {component_placement: {env: 0,"
+        " 'rollout,actor': 0}}\n"
+    )
     (tmp_path / "mine" / "experiment" / "own.yaml").write_text(text)
     words = [
         "tune",

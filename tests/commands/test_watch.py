@@ -151,7 +151,8 @@ def test_a_rewind_that_has_grown_past_the_place_is_noticed(tmp_path: Path) -> No
 def test_lines_that_are_no_numbers(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(
-        b'{"a": NaN, "b": -Infinity, "c": 1e999, "d": null, "e": "x", "f": 2}\n{"torn\n[1]\n\xff\n{"f": 3}\n'
+        b'{"a": NaN, "b": -Infinity, "c": 1e999, "d": null, "e": "x", "f":'
+        b' 2}\n{"torn\n[1]\n\xff\n{"f": 3}\n'
     )
     found = watch.read_on(file, 0, "")
     assert (
@@ -584,7 +585,10 @@ def test_bad_input_is_one_line_with_the_cure(
         ([tmp_path / "x"], f"{tmp_path}/x: no such directory; name a run, or a folder of runs"),
         (
             [tmp_path / "none"],
-            f"{tmp_path}/none: is not a run and contains none (metrics.jsonl is missing); name a run",
+            (
+                f"{tmp_path}/none: is not a run and contains none (metrics.jsonl is missing); name"
+                " a run"
+            ),
         ),
         (
             [tmp_path, "--port", port],
@@ -606,7 +610,10 @@ def test_bad_input_is_one_line_with_the_cure(
 
 def started(folder: Path, *form: str) -> tuple[subprocess.Popen[str], str]:
     """The command in ``folder``, and the address that it prints."""
-    code = "import sys; from embodied_ppo.commands import main; code = main.main(['watch', *sys.argv[1:]]); "
+    code = (
+        "import sys; from embodied_ppo.commands import main; code = main.main(['watch',"
+        " *sys.argv[1:]]); "
+    )
     code += "sys.exit(9 if 'torch' in sys.modules else code)"
     command = [sys.executable, "-c", code, *form]
     process = subprocess.Popen(
@@ -651,7 +658,10 @@ def page(browser: Browser) -> Browser:
 
 def shown(page: Browser, tag: str) -> dict[str, int]:
     """Run's directory -> points of its curve."""
-    found = f"[...document.querySelectorAll('[data-tag=\"{tag}\"] path.main')].map(p => [p.dataset.run, +p.dataset.points])"
+    found = (
+        f"[...document.querySelectorAll('[data-tag=\"{tag}\"] path.main')].map(p => [p.dataset.run,"
+        " +p.dataset.points])"
+    )
     return {Path(run).name: points for run, points in page.evaluate(found)}
 
 
@@ -675,7 +685,8 @@ def test_the_page_follows_runs(tmp_path: Path, serve: Any, page: Browser) -> Non
     assert "No warnings" in text(page, "#health")
     assert "running, update 40 of 100" in text(page, "#runs")
     diff = page.evaluate(
-        "[...document.querySelectorAll('#diff tbody tr')].map(r => [...r.children].map(c => c.innerText))"
+        "[...document.querySelectorAll('#diff tbody tr')].map(r => [...r.children].map(c =>"
+        " c.innerText))"
     )
     assert diff == [["seed", "4", "3"]]
     bars = page.evaluate(
@@ -687,7 +698,10 @@ def test_the_page_follows_runs(tmp_path: Path, serve: Any, page: Browser) -> Non
     write(bad, 41, 45, kl=4.2)  # runs away
     until(page, "rollout/return", {"good": 40, "bad": 45})
     page.wait("document.querySelector('.warnings')")
-    warning = f"{tmp_path.name}/bad: policy/approx_kl is 4.2, above 0.03: updates move the policy too far: lower lr"
+    warning = (
+        f"{tmp_path.name}/bad: policy/approx_kl is 4.2, above 0.03: updates move the policy too"
+        " far: lower lr"
+    )
     assert warning in text(page, ".warnings")
     assert "1 warning" in text(page, "#runs")
 
@@ -734,7 +748,10 @@ def test_settings_by_keyboard(tmp_path: Path, serve: Any, page: Browser) -> None
     until(page, "rollout/return", {"b": 40})
     page.key(" ")
     until(page, "rollout/return", {"a": 40, "b": 40})
-    label = "document.querySelector('[data-tag=\"rollout/return\"] svg > text:last-of-type').textContent"
+    label = (
+        'document.querySelector(\'[data-tag="rollout/return"] svg >'
+        " text:last-of-type').textContent"
+    )
     assert page.evaluate(label) == "environment steps"
     for _ in range(30):
         page.key("Tab")
@@ -772,13 +789,15 @@ def test_it_fits(tmp_path: Path, serve: Any, page: Browser, width: int, dark: bo
         ).close()
     page.open(serve(tmp_path).address, width=width, dark=dark)
     page.wait(
-        "document.querySelectorAll('path.main').length >= 18 && document.querySelectorAll('#diff td').length == 6"
+        "document.querySelectorAll('path.main').length >= 18 && document.querySelectorAll('#diff"
+        " td').length == 6"
     )
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(20, 24, 28)" if dark else "rgb(250, 250, 248)")
     colours = page.evaluate(
-        "[...document.querySelectorAll('[data-tag=\"rollout/return\"] .main')].map(p => p.style.stroke)"
+        "[...document.querySelectorAll('[data-tag=\"rollout/return\"] .main')].map(p =>"
+        " p.style.stroke)"
     )
     assert len(set(colours)) == 6
     cut = """[...document.querySelectorAll('figure svg')].filter(s => s.getBoundingClientRect().width).flatMap(svg => {
@@ -814,7 +833,10 @@ def test_film_and_report(tmp_path: Path, serve: Any, page: Browser) -> None:
         64,
         2,
     ]
-    jump = "new Promise(done => { video.onseeked = () => done(video.currentTime); video.currentTime = 1.5 })"
+    jump = (
+        "new Promise(done => { video.onseeked = () => done(video.currentTime); video.currentTime ="
+        " 1.5 })"
+    )
     assert page.evaluate(jump) == 1.5
     make_film(run / "videos" / "step_000040.mp4")
     page.wait("document.querySelector('video').src.includes('step_000040')")
@@ -837,7 +859,8 @@ def test_names_from_files_are_text_and_nothing_leaves(
             f.write(json.dumps({"update": 41, "env_steps": 4100, f"evil/{evil}": 1.0}) + "\n")
     page.open(serve(tmp_path).address)
     page.wait(
-        "document.querySelectorAll('#diff td').length == 2 && document.querySelectorAll('figure').length > 7"
+        "document.querySelectorAll('#diff td').length == 2 &&"
+        " document.querySelectorAll('figure').length > 7"
     )
     assert (
         page.evaluate("document.title") == "embodied-ppo watch"

@@ -75,9 +75,11 @@ def test_a_language_models_update() -> None:
     limits = {"algorithm__micro_batch_tokens": 900, "algorithm__micro_batch_size": 8}
     c = language(critic__global_batch_size=32, critic__update_epoch=1, **limits)
     assert batches(c).critic == Passes(1, 2, 32)
-    assert lines(c)[1] == (
-        "2 epochs x 4 minibatches of 16 prompts = 8 optimiser steps (at most 8 responses and 900 tokens at once), the "
-        "critic's 1 epoch x 2 minibatches of 32 prompts = 2 optimiser steps"
+    assert (
+        lines(c)[1]
+        == "2 epochs x 4 minibatches of 16 prompts = 8 optimiser steps (at most 8 responses and 900"
+        " tokens at once), the critic's 1 epoch x 2 minibatches of 32 prompts = 2 optimiser"
+        " steps"
     )
     assert batches(language(algorithm__adv_type="grpo")).critic is None
 

@@ -300,7 +300,10 @@ def test_long_messages_keep_their_beginning_and_their_end() -> None:
         ("model.hiden", "did you mean model.hidden?"),
         (
             "clip_coef",
-            "clip_coef belongs to algorithm.clip_coef (= algorithm.clip_ratio_low, algorithm.clip_ratio_high)",
+            (
+                "clip_coef belongs to algorithm.clip_coef (= algorithm.clip_ratio_low,"
+                " algorithm.clip_ratio_high)"
+            ),
         ),
         (
             "update_epochs",

@@ -202,9 +202,10 @@ def test_weights_travel_as_they_are_asked_to_where_that_can_be() -> None:
     assert plan(apart, two).near(1) is None
     with pytest.raises(PlacementError) as caught:
         plan(apart, two, weights="ipc")
-    assert str(caught.value) == (
-        "cluster.weights = ipc: rollout rank 0 is on node 0, which has no actor to read the memory of; leave it out "
-        "(auto)"
+    assert (
+        str(caught.value)
+        == "cluster.weights = ipc: rollout rank 0 is on node 0, which has no actor to read the"
+        " memory of; leave it out (auto)"
     )
 
 
@@ -231,9 +232,11 @@ def test_running_ahead_needs_devices_of_its_own() -> None:
         with pytest.raises(PlacementError) as caught:
             plan(name, EIGHT, max_lag=1)
         device = 4 if name == "hybrid" else 0
-        assert str(caught.value) == (
-            f"cluster.max_lag = 1: {role} and actor share device {device}, so they cannot run at once; write "
-            "cluster.max_lag=0, or give actor its own devices (placement=disaggregated)"
+        assert (
+            str(caught.value)
+            == f"cluster.max_lag = 1: {role} and actor share device {device}, so they cannot run at"
+            " once; write cluster.max_lag=0, or give actor its own devices"
+            " (placement=disaggregated)"
         )
 
 
@@ -304,10 +307,11 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
     check_memory(plan("colocated", Hardware((2,), "cuda")), NEEDS)  # not known: not judged
     with pytest.raises(PlacementError) as caught:
         check_memory(of(13_000_000_000), NEEDS)
-    assert str(caught.value) == (
-        "placement: cuda 0 needs 1 x 0.5 GB (env) + 1 x 0.5 GB (rollout) + 1 x 11.5 GB (actor) = 12.5 GB to update, "
-        "more than 92% of its 13 GB; one process of actor: weights 2 GB, activations 9 GB, "
-        "0.5 GB of each for CUDA itself; lower algorithm.micro_batch_size"
+    assert (
+        str(caught.value)
+        == "placement: cuda 0 needs 1 x 0.5 GB (env) + 1 x 0.5 GB (rollout) + 1 x 11.5 GB (actor) ="
+        " 12.5 GB to update, more than 92% of its 13 GB; one process of actor: weights 2 GB,"
+        " activations 9 GB, 0.5 GB of each for CUDA itself; lower algorithm.micro_batch_size"
     )
     apart = plan("disaggregated", Hardware((2,), "cuda", memory=13_000_000_000))
     check_memory(apart, {"env,rollout": NEEDS["rollout"], "actor": NEEDS["actor"]})
@@ -357,10 +361,9 @@ def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.Monk
         sum(map(int, needs.values()))
         for shard in (False, True)
         for c in [toys.config({"placement": "fused", "cluster.shard": shard, **wide})]
-        for needs in EmbodiedMode()
-        .memory_estimator(c)
-        .needs(plan("fused", Hardware((4,))))
-        .values()
+        for needs in (
+            EmbodiedMode().memory_estimator(c).needs(plan("fused", Hardware((4,)))).values()
+        )
     )
     assert parts < 0.9 * whole
     between = int(4 * (parts + whole) / 2 / ROOM)

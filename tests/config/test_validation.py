@@ -21,33 +21,47 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
     [
         (
             {"algorithm.global_batch_size": 300},
-            "algorithm.horizon x env.num_envs = 32 x 64 = 2048 is not a multiple of algorithm.global_batch_size = 300; "
-            "nearest: 256, 512; or with this batch, nearest env.num_envs: 75",
+            (
+                "algorithm.horizon x env.num_envs = 32 x 64 = 2048 is not a multiple of"
+                " algorithm.global_batch_size = 300; nearest: 256, 512; or with this batch, nearest"
+                " env.num_envs: 75"
+            ),
         ),
         (
             {"algorithm.global_batch_size": 4096},
-            "32 x 64 = 2048 is not a multiple of algorithm.global_batch_size = 4096; nearest: 2048; or with this "
-            "batch, nearest env.num_envs: 128",
+            (
+                "32 x 64 = 2048 is not a multiple of algorithm.global_batch_size = 4096; nearest:"
+                " 2048; or with this batch, nearest env.num_envs: 128"
+            ),
         ),
         (
             {"algorithm.minibatch_unit": "column", "algorithm.global_batch_size": 100},
-            "algorithm.global_batch_size = 100 is not a multiple of algorithm.horizon = 32 (algorithm.minibatch_unit = "
-            "column); nearest: 64, 128",
+            (
+                "algorithm.global_batch_size = 100 is not a multiple of algorithm.horizon = 32"
+                " (algorithm.minibatch_unit = column); nearest: 64, 128"
+            ),
         ),
         (
             {"algorithm.minibatch_unit": "column", "algorithm.global_batch_size": 96},
-            "algorithm.horizon x env.num_envs = 32 x 64 = 2048 is not a multiple of algorithm.global_batch_size = 96; "
-            "nearest: 64, 128; or with this batch, nearest env.num_envs: 63, 66",
+            (
+                "algorithm.horizon x env.num_envs = 32 x 64 = 2048 is not a multiple of"
+                " algorithm.global_batch_size = 96; nearest: 64, 128; or with this batch, nearest"
+                " env.num_envs: 63, 66"
+            ),
         ),
         (
             {"algorithm.micro_batch_size": 512},
-            "algorithm.micro_batch_size = 512 must be <= algorithm.global_batch_size = 256; write "
-            "algorithm.micro_batch_size=256",
+            (
+                "algorithm.micro_batch_size = 512 must be <= algorithm.global_batch_size = 256;"
+                " write algorithm.micro_batch_size=256"
+            ),
         ),
         (
             {"algorithm.minibatch_unit": "column", "algorithm.micro_batch_size": 40},
-            "algorithm.micro_batch_size = 40 is not a multiple of algorithm.horizon = 32 (algorithm.minibatch_unit = "
-            "column); nearest: 32, 64",
+            (
+                "algorithm.micro_batch_size = 40 is not a multiple of algorithm.horizon = 32"
+                " (algorithm.minibatch_unit = column); nearest: 32, 64"
+            ),
         ),
         (
             {"algorithm.group_size": 5},
@@ -72,7 +86,10 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
         ),
         (
             {"algorithm.loss_agg_func": "seq-mean-token-sum"},
-            "loss_agg_func = seq-mean-token-sum .. minibatch_unit = step .. algorithm.minibatch_unit=column",
+            (
+                "loss_agg_func = seq-mean-token-sum .. minibatch_unit = step .."
+                " algorithm.minibatch_unit=column"
+            ),
         ),
         (
             {"algorithm.use_kl_loss": True, "algorithm.kl_loss_type": "k1"},
@@ -97,7 +114,10 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
         ),
         (
             {"algorithm.logprob_type": "chunk_level", "algorithm.reward_type": "action_level"},
-            "reward_type = action_level is finer than algorithm.logprob_type = chunk_level;  .. =chunk_level",
+            (
+                "reward_type = action_level is finer than algorithm.logprob_type = chunk_level;  .."
+                " =chunk_level"
+            ),
         ),
         (
             {"algorithm.entropy_type": "chunk_level", "algorithm.reward_type": "action_level"},
@@ -125,7 +145,10 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
                 "algorithm.kl_ctrl.type": "adaptive",
                 "algorithm.kl_ctrl.horizon": 10,
             },
-            "kl_ctrl.horizon = 10 must be > 0.2 x env.num_envs = 12.8, .. algorithm.kl_ctrl.horizon=640",
+            (
+                "kl_ctrl.horizon = 10 must be > 0.2 x env.num_envs = 12.8, .."
+                " algorithm.kl_ctrl.horizon=640"
+            ),
         ),
     ],
 )

@@ -440,7 +440,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: info(
             f, data_path="../good0/data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
         ),
-        r"episode 0 does not say where it is \(ValueError: '\.\./good0/data.*' lies outside the folder\)",
+        (
+            r"episode 0 does not say where it is \(ValueError: '\.\./good0/data.*' lies outside the"
+            r" folder\)"
+        ),
     ),
     "elsewhere": (
         lambda f: info(f, video_path="/etc/passwd"),
@@ -556,7 +559,10 @@ def test_damaged_pictures_in_tables_are_told_with_file_episode_and_frame(
     }
     for name, data in spoiled.items():
         folder = in_tables(tmp_path / name, [[whole] * 2, [whole, data]], (H, W))
-        message = r"data/1\.parquet: episode 1, frame 1: observation\.images\.front cannot be decoded .*; record or down"
+        message = (
+            r"data/1\.parquet: episode 1, frame 1: observation\.images\.front cannot be decoded .*;"
+            r" record or down"
+        )
         with pytest.raises(ConfigError, match=message) as caught:
             read(folder)
         assert str(folder) in str(caught.value) and "unexpected keyword" not in str(caught.value)
@@ -587,7 +593,10 @@ def test_whatever_a_damaged_picture_raises_is_told(tmp_path: Path) -> None:
 
 def test_pictures_run_no_programs_and_do_not_unfold(tmp_path: Path) -> None:
     """PostScript, which pillow hands to Ghostscript, and a small file of 100 million pixels."""
-    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 24 16\n%%EndComments\n(x) run\nshowpage\n%%EOF\n"
+    eps = (
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 24 16\n%%EndComments\n(x)"
+        b" run\nshowpage\n%%EOF\n"
+    )
     with pytest.raises(ConfigError, match=r"frame 0: .* cannot be decoded \(cannot identify"):
         read(in_tables(tmp_path / "eps", [[eps]], (H, W)))
     held = io.BytesIO()
@@ -617,7 +626,9 @@ def test_v2_1_is_read(tmp_path: Path, kind: str) -> None:
     }
     paths = {
         "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
-        "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+        "video_path": (
+            "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
+        ),
     }
     whole = {
         "codebase_version": "v2.1",

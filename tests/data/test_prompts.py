@@ -124,7 +124,7 @@ def test_plain_rows(tmp_path: Path) -> None:
     )
     assert (row.prompt, row.ground_truth, row.extra) == ("p", "g", {})
     # all of a solution, where asked for by name; a question without ####
-    (row, _) = read_rows(write(tmp_path / "g.jsonl", GSM8K), answer_key="answer")
+    row, _ = read_rows(write(tmp_path / "g.jsonl", GSM8K), answer_key="answer")
     assert row.ground_truth == GSM8K[0]["answer"] and row.suffix == ""
     (row,) = read_rows(write(tmp_path / "q.jsonl", [{"question": "2+2?", "answer": "4"}]))
     assert (row.ground_truth, row.data_source, row.suffix) == ("4", "q", "")
@@ -221,7 +221,10 @@ ROW = '{"prompt": "p", "answer": "1"}'
         (ROW + "\n7\n", r"f.jsonl:2: 7 is no object; write \{'prompt'"),
         (
             '{"promt": "p", "answer": "1"}',
-            r"f.jsonl:1: none of prompt, question is there; its keys: promt, answer;.*prompt_key=KEY",
+            (
+                r"f.jsonl:1: none of prompt, question is there; its keys: promt,"
+                r" answer;.*prompt_key=KEY"
+            ),
         ),
         (
             '{"prompt": "p", "anwser": "1"}',
@@ -259,7 +262,10 @@ ROW = '{"prompt": "p", "answer": "1"}'
         ),
         (
             '{"question": "q", "answer": "s\\n#### 1"}\n{"question": "q", "answer": "so 5"}',
-            r"f.jsonl:2: answer = 'so 5' has no answer after '####' .* take all of it with answer_key=answer",
+            (
+                r"f.jsonl:2: answer = 'so 5' has no answer after '####' .* take all of it with"
+                r" answer_key=answer"
+            ),
         ),
     ],
 )
@@ -368,7 +374,9 @@ def test_mistakes_with_the_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"prompt_length = 6: all 3 prompts are longer, the shortest has 7 tokens, the longest 9",
+        match=(
+            r"prompt_length = 6: all 3 prompts are longer, the shortest has 7 tokens, the longest 9"
+        ),
     ):
         load_prompts(file, tokenizer, prompt_length=6, chat_template="auto", system=None)
     with pytest.raises(

@@ -166,7 +166,10 @@ def test_a_simulator_that_exceeds_its_time_limit_is_named(tmp_path: Path) -> Non
     """
     with ExitStack() as stack:
         made = system(tmp_path, stack, **{"env.step_timeout_s": 1e-9})
-        message = r"env rank 0 \(pid \d+, node \w+\), collect: env\.id=HalfCheetah-v4: (step|reset)\(\) has not returned for "
+        message = (
+            r"env rank 0 \(pid \d+, node \w+\), collect: env\.id=HalfCheetah-v4: (step|reset)\(\)"
+            r" has not returned for "
+        )
         with pytest.raises(
             ProcessLost, match=message + r"1e-09 s \(env\.step_timeout_s\) \(update 7\)"
         ):
@@ -293,11 +296,12 @@ def test_memory_and_disk_that_are_full_are_named_with_a_cure(
             made.collect(96, update=0)
         assert time.monotonic() - start < 60
         first = known["env,rollout rank 0"]
-        assert str(caught.value) == (
-            f"{first}, collect: Ray's shared memory on its machine is full, and so is the disk that it moves objects "
-            "to (/tmp/ray); free that disk, start Ray with more memory (--object-store-memory=BYTES), lower "
-            "algorithm.horizon or env.num_envs, or let one process act and learn ('rollout,actor': its experience "
-            "stays where it is)"
+        assert (
+            str(caught.value)
+            == f"{first}, collect: Ray's shared memory on its machine is full, and so is the disk"
+            " that it moves objects to (/tmp/ray); free that disk, start Ray with more memory"
+            " (--object-store-memory=BYTES), lower algorithm.horizon or env.num_envs, or let"
+            " one process act and learn ('rollout,actor': its experience stays where it is)"
         )
     assert toys.gone(*(h.pid for h in known.values()))
 

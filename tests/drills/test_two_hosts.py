@@ -83,7 +83,9 @@ class Host:
         return done
 
     def processes(self) -> dict[int, str]:
-        """Process ids and command lines of whatever runs there, besides what keeps the host alive."""
+        """Process ids and command lines of whatever runs there, besides what keeps the host
+        alive.
+        """
         found = {}
         for entry in Path("/proc", str(self.init), "root", "proc").glob("[0-9]*/cmdline"):
             with suppress(FileNotFoundError, ProcessLookupError):  # has just ended
@@ -215,8 +217,14 @@ def test_roles_on_two_hosts_train_as_one_process_does(
 ) -> None:
     """Simulators, experience, weights and checkpoints of another host than the driver's."""
     train = f"embodied-ppo train experiment=cartpole {' '.join(SMALL.split())}"
-    apart = "'cluster.component_placement={env: 1, rollout: 0, actor: 1}' 'cluster.node_groups={sim: 1}'"
-    joined = "cluster.num_nodes=2 cluster.address=auto cluster.devices_per_node=1 cluster.check_weights=true"
+    apart = (
+        "'cluster.component_placement={env: 1, rollout: 0, actor: 1}'"
+        " 'cluster.node_groups={sim: 1}'"
+    )
+    joined = (
+        "cluster.num_nodes=2 cluster.address=auto cluster.devices_per_node=1"
+        " cluster.check_weights=true"
+    )
     before = [host.processes() for host in hosts]
     hosts[0].run(f"{train} {apart} {joined} run_dir=there", cwd=tmp_path)
     assert [left(host, there) for host, there in zip(hosts, before, strict=True)] == [{}, {}]

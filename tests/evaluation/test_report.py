@@ -371,7 +371,10 @@ LONG = "The shelf holds 48 jars. " * 60 + "So:\n" + "9" * 400 + "\n#### 12"
 
 def exam(temperature: float = 1.0) -> PromptEvaluationResult:
     """Four responses to each of six prompts of two sources; right: 4, 2 and 0 of 4 in turns."""
-    question = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
+    question = (
+        "<|im_start|>system\nYou are a helpful"
+        " assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
+    )
     texts = [
         question.format("Ida packs 12 crates a day for 6 days. How many? " * (1 + 10 * (i == 2)))
         for i in range(6)
@@ -524,7 +527,8 @@ def test_long_texts_keep_their_ends() -> None:
 def test_a_browser_shows_the_samples(tmp_path: Path, width: int) -> None:
     probe = tmp_path / "probe.html"
     page = html.escape(examined(tmp_path).html.read_text())
-    probe.write_text(f"""<!doctype html><iframe id=f width={width} height=3000 srcdoc="{page}"></iframe><script>
+    probe.write_text(
+        f"""<!doctype html><iframe id=f width={width} height=3000 srcdoc="{page}"></iframe><script>
 onload = () => {{
   const d = document.getElementById("f").contentDocument, wide = e => e.scrollWidth - e.clientWidth;
   document.title = JSON.stringify({{
@@ -533,7 +537,8 @@ onload = () => {{
     texts: [...d.querySelectorAll(".said")].map(e => [e.innerText, e.getBoundingClientRect().width]),
   }});
 }};
-</script>""")
+</script>"""
+    )
     dom = _browse(
         tmp_path,
         "--window-size=1300,900",

@@ -112,7 +112,9 @@ def test_new_weights_are_used_at_once(both: tuple[LanguagePolicy, VllmEngine]) -
 def test_stop_texts(
     both: tuple[LanguagePolicy, VllmEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token that completes one is the response's last; the model's own end of sequence is none."""
+    """The token that completes one is the response's last; the model's own end of sequence is
+    none.
+    """
     _, engine = both
     free = engine.generate(PROMPTS, Sampling(12), seed=3)
     assert free.length.tolist() == [12] * 5 and not free.stopped.any()

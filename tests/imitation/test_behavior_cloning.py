@@ -199,7 +199,9 @@ def test_demonstrations_of_another_robot(change: dict[str, Any], says: str) -> N
 
 
 def relabelled(**spec: ArraySpec) -> Any:
-    """A policy with other observations and, name for name of ``SPEC``, the weights of ``make()``."""
+    """A policy with other observations and, name for name of ``SPEC``, the weights of
+    ``make()``.
+    """
     config = ModelConfig(policy="token", bins=16, width=32, word_buckets=64)
     box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
     policy = TokenVLA(

@@ -44,7 +44,9 @@ def copied() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The image's working directory before anything is installed: what is copied and nothing else."""
+    """The image's working directory before anything is installed: what is copied and nothing
+    else.
+    """
     home = tmp_path_factory.mktemp("image")
     for source, target in copied().items():
         assert (ROOT / source).exists(), f"COPY {source}"
@@ -72,7 +74,10 @@ def test_the_package_installs_from_what_is_copied(image: Path) -> None:
     """The wheel of the editable installation, as pip asks for it: README, licence, version, every
     package's folder.
     """
-    script = "import sys; from setuptools import build_meta; print(build_meta.build_editable(sys.argv[1]))"
+    script = (
+        "import sys; from setuptools import build_meta;"
+        " print(build_meta.build_editable(sys.argv[1]))"
+    )
     (image / "out").mkdir()
     done = subprocess.run(
         [sys.executable, "-c", script, "out"], cwd=image, capture_output=True, text=True

@@ -70,7 +70,10 @@ def test_the_promised_experiments_ship() -> None:
     promised += (
         " panda_pick_cube go1_joystick tabletop_push tabletop_reach metaworld atari gymnasium"
     )
-    promised += " tabletop_token tabletop_flow tabletop_gaussian arithmetic scratchpad rlhf_tiny gsm8k_qwen2_5_0_5b"
+    promised += (
+        " tabletop_token tabletop_flow tabletop_gaussian arithmetic scratchpad rlhf_tiny"
+        " gsm8k_qwen2_5_0_5b"
+    )
     assert set(promised.split()) <= set(EXPERIMENTS)
 
 

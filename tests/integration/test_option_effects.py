@@ -798,7 +798,9 @@ def files() -> Iterator[None]:
 
 
 def trainings() -> set[str]:
-    """Options for which two trainings are compared, or a value is refused, by the two other files."""
+    """Options for which two trainings are compared, or a value is refused, by the two other
+    files.
+    """
     return {path for m in TRAININGS for table in (m.CHANGES, m.TOLD, m.REFUSED) for path in table}
 
 
@@ -854,12 +856,16 @@ def page() -> str:
     lines = [
         "# What each option changes",
         "",
-        "Every option has two values whose runs differ, or a value that is refused. The tests compare them: "
-        "[tests/integration/test_option_effects.py](../tests/integration/test_option_effects.py), "
-        "[tests/integration/test_options.py](../tests/integration/test_options.py) and "
-        "[tests/integration/test_options_language.py](../tests/integration/test_options_language.py). "
-        "This page is written from their tables by `PYTHONPATH=tests python -m tests.integration.test_option_effects`; "
-        "a new option without an entry fails the tests.",
+        (
+            "Every option has two values whose runs differ, or a value that is refused. The tests"
+            " compare them:"
+            " [tests/integration/test_option_effects.py](../tests/integration/test_option_effects.py),"
+            " [tests/integration/test_options.py](../tests/integration/test_options.py) and"
+            " [tests/integration/test_options_language.py](../tests/integration/test_options_language.py)."
+            " This page is written from their tables by `PYTHONPATH=tests python -m"
+            " tests.integration.test_option_effects`; a new option without an entry fails the"
+            " tests."
+        ),
     ]
 
     def table(title: str, head: str, rows: list[list[str]]) -> None:

@@ -246,15 +246,24 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         placed(1, {"rollout,actor,critic,reward,reference": 0}),
     ),
     (
-        "3 processes of rollout and 2 of actor: one must divide the other; write processes: 2 for rollout",
+        (
+            "3 processes of rollout and 2 of actor: one must divide the other; write processes: 2"
+            " for rollout"
+        ),
         placed(5, {"rollout,reward": "0-2", "actor,critic": "3-4"}),
     ),
     (
-        "1 processes of critic and 2 of actor: each actor has its own critic; write processes: 2 for critic",
+        (
+            "1 processes of critic and 2 of actor: each actor has its own critic; write processes:"
+            " 2 for critic"
+        ),
         placed(4, {"rollout,reward": 0, "actor": "1-2", "critic": 3}),
     ),
     (
-        "2 processes of reward cannot be dealt out evenly over 1 of rollout; write processes: 1 for reward",
+        (
+            "2 processes of reward cannot be dealt out evenly over 1 of rollout; write processes: 1"
+            " for reward"
+        ),
         placed(4, {"rollout": 0, "reward": "1-2", "actor,critic": 3}),
     ),
     (
@@ -262,8 +271,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {**FUSED, "cluster__devices_per_node": 3},
     ),
     (
-        "global_batch_size = 2: 2 responses cannot be dealt out evenly over 4 processes of actor; write "
-        "algorithm.global_batch_size=4",
+        (
+            "global_batch_size = 2: 2 responses cannot be dealt out evenly over 4 processes of"
+            " actor; write algorithm.global_batch_size=4"
+        ),
         {**FUSED, "cluster__devices_per_node": 4, "algorithm__global_batch_size": 2},
     ),
     (
@@ -271,7 +282,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {"placement": "colocated", "cluster__devices_per_node": 2, "cluster__shard": True},
     ),
     (
-        "cluster.shard = true: actor and critic gather their layers one after another; write critic.concurrent=false",
+        (
+            "cluster.shard = true: actor and critic gather their layers one after another; write"
+            " critic.concurrent=false"
+        ),
         {**TWICE["fused"], "cluster__shard": True, "critic__concurrent": True},
     ),
     (

@@ -21,7 +21,10 @@ from embodied_ppo.core.errors import EnvError
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
-SMALL = "env.num_envs=4 env_steps=512 algorithm.horizon=64 algorithm.global_batch_size=64 evaluation.episodes=2"
+SMALL = (
+    "env.num_envs=4 env_steps=512 algorithm.horizon=64 algorithm.global_batch_size=64"
+    " evaluation.episodes=2"
+)
 SMALL += " evaluation.video_steps=4 compile=never"
 """Added to each training."""
 COMMANDS = {"embodied-ppo": "-m embodied_ppo.commands.main", "python": ""}
@@ -29,7 +32,9 @@ COMMANDS = {"embodied-ppo": "-m embodied_ppo.commands.main", "python": ""}
 
 @pytest.mark.slow
 def test_every_block_runs(tmp_path: Path) -> None:
-    """``sh`` is run; ``LANGUAGE FILE`` is saved; ``python FILE:function`` replaces that function."""
+    """``sh`` is run; ``LANGUAGE FILE`` is saved; ``python FILE:function`` replaces that
+    function.
+    """
     for name, words in COMMANDS.items():
         file = tmp_path / "bin" / name
         file.parent.mkdir(exist_ok=True)

@@ -592,7 +592,9 @@ def test_references_inside_the_file_are_resolved():
             "algorithm.loss_type": "actor",
             "runner.seq_length": 12288,
             "data.max_prompt_length": 512,
-            "algorithm.sampling_params.max_new_tokens": "${subtract:${runner.seq_length}, ${data.max_prompt_length}}",
+            "algorithm.sampling_params.max_new_tokens": (
+                "${subtract:${runner.seq_length}, ${data.max_prompt_length}}"
+            ),
             "actor.model.precision": "bf16",
             "critic.model.precision": "${actor.model.precision}",
             "algorithm.recompute_logprobs": "${not:${rollout.return_logprobs}}",
@@ -665,10 +667,12 @@ FILES = {
     "code.yaml": "algorithm: !!python/object/apply:os.mkdir [pwned]\n",
     "self.yaml": "algorithm: &a {b: *a}\n",
     "list_self.yaml": "algorithm: {gamma: &a [*a]}\n",
-    "bomb.yaml": "a: &a {x: 1, y: 1}\n"
-    + "".join(
-        f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n"
-        for a, b in zip("abcdefghi", "bcdefghij", strict=True)
+    "bomb.yaml": (
+        "a: &a {x: 1, y: 1}\n"
+        + "".join(
+            f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n"
+            for a, b in zip("abcdefghi", "bcdefghij", strict=True)
+        )
     ),
     "hexadecimal.yaml": f"algorithm: {{gamma: 0x{'f' * 6000}}}\n",
 }

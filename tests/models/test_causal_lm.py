@@ -227,7 +227,7 @@ def test_view_against_a_float64_twin(
         assert ours.dtype == torch.float32 and ours.shape == (3, 4)
         torch.testing.assert_close(ours.double(), twin, rtol=1e-5, atol=1e-5)
     weights = [policy.model.lm_head.weight, policy.model.model.embed_tokens.weight]
-    ours = torch.autograd.grad(found.log_prob.sum() + 2 * found.entropy.sum() + 3 * found.distance.sum(), weights, retain_graph=True)  # fmt: skip  # noqa: E501
+    ours = torch.autograd.grad(found.log_prob.sum() + 2 * found.entropy.sum() + 3 * found.distance.sum(), weights, retain_graph=True)  # fmt: skip
     twin = torch.autograd.grad(
         expected.sum() - 2 * (p * p.log()).sum() + 3 * (p * (p / q).log()).sum(), weights
     )

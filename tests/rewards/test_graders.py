@@ -314,7 +314,10 @@ def test_graders_of_files(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             "gsm8k_strct",
-            r"grader = gsm8k_strct: no such grader; did you mean gsm8k_strict\? there are: auto, exact",
+            (
+                r"grader = gsm8k_strct: no such grader; did you mean gsm8k_strict\? there are:"
+                r" auto, exact"
+            ),
         ),
         (
             "{dir}/reward.py",
@@ -335,7 +338,10 @@ def test_graders_of_files(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "{dir}/needy.py",
-            r"needy.py cannot be imported \(ModuleNotFoundError: No module named 'nowhere_to_be_found'",
+            (
+                r"needy.py cannot be imported \(ModuleNotFoundError: No module named"
+                r" 'nowhere_to_be_found'"
+            ),
         ),
         ("{dir}/syntax.py", r"syntax.py cannot be imported \(SyntaxError: .*syntax.py, line 1"),
         ("{dir}/quits.py", r"quits.py cannot be imported \(SystemExit: 1"),
@@ -370,8 +376,8 @@ def test_a_missing_grader_is_refused_before_the_run_is_built(file: str, tmp_path
 
 def test_the_command_refuses_a_missing_grader_without_loading_torch() -> None:
     code = (
-        "import sys; from embodied_ppo.commands.main import main; "
-        "code = main(['train', 'experiment=arithmetic', 'reward.grader=os:path']); print(code, 'torch' in sys.modules)"
+        "import sys; from embodied_ppo.commands.main import main; code = main(['train',"
+        " 'experiment=arithmetic', 'reward.grader=os:path']); print(code, 'torch' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.stdout.split() == ["2", "False"] and "os:path: path is no function" in ran.stderr

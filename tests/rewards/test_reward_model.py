@@ -308,7 +308,7 @@ def test_a_rule_says_right_or_wrong_and_changes_no_score(says: bool) -> None:
     assert [g.score for g in grades] == scores(
         RewardModel(judge.model, judge.tokenizer), ["a", "b", "f"]
     )
-    assert [(g.answer, g.correct, g.format_ok) for g in grades] == [("a", True, True), ("b", False, True), (None, False, None)]  # fmt: skip  # noqa: E501
+    assert [(g.answer, g.correct, g.format_ok) for g in grades] == [("a", True, True), ("b", False, True), (None, False, None)]  # fmt: skip
     assert not any(g.failed for g in grades) and judge.failures == 1
     assert judge.last_failure == "only the rule failed, the model's score stands: ValueError: f"
     judge.close()

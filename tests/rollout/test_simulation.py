@@ -240,7 +240,10 @@ def test_groups_share_their_start_and_not_their_actions():
 
 def test_sampling_key_is_the_same_in_every_process():
     parts = [(0, 0, 0, 0), (1, 2, "shuffle", 3), (7, "env", 0, 5)]
-    code = f"from embodied_ppo.rollout.simulation import sampling_key\nfor p in {parts!r}: print(sampling_key(*p))"
+    code = (
+        f"from embodied_ppo.rollout.simulation import sampling_key\nfor p in {parts!r}:"
+        " print(sampling_key(*p))"
+    )
     keys = [sampling_key(*p) for p in parts]
     out = subprocess.run(
         [sys.executable, "-c", code],

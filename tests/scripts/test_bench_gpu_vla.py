@@ -196,7 +196,7 @@ def test_operations_are_those_that_torch_counts(part: str) -> None:
     objective = actor_critic_learner(
         policy, CONFIG, num_envs=ROWS, updates=2, seed=0
     ).optimizer.loss
-    learn = lambda: objective(b, whole, whole, entropy_coef=0.0)[0].backward()  # noqa: E731
+    learn = lambda: objective(b, whole, whole, entropy_coef=0.0)[0].backward()
     assert counted(learn) == pytest.approx(ops.learn, rel=0.08)
     policy.zero_grad()
     if isinstance(policy, PI0) and policy.frozen:

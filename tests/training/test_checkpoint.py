@@ -289,7 +289,9 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(
 
 
 def test_a_manifest_does_not_reach_outside(run_dir: Path) -> None:
-    """A name with ``..`` would tell whether a file is there, how long it is and what its digest is."""
+    """A name with ``..`` would tell whether a file is there, how long it is and what its digest
+    is.
+    """
     file = step(run_dir) / "manifest.json"
     manifest = json.loads(file.read_text())
     manifest["files"]["../../../secret"] = {"bytes": 1, "sha256": "0"}

@@ -1,4 +1,6 @@
-"""Ranges of healthy metrics: what is judged, what is said, and that docs/metrics.md says the same."""
+"""Ranges of healthy metrics: what is judged, what is said, and that docs/metrics.md says the
+same.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def rows(tag: str, *values: float | None) -> list[dict[str, float | None]]:
 
 
 def test_the_middle_of_the_newest_values_is_judged() -> None:
-    """Median of (0.01, 0.02, 9, 0.02, 0.01) is 0.02: one odd update is no news; nor are older ones."""
+    """Median of (0.01, 0.02, 9, 0.02, 0.01) is 0.02: one odd update is no news; nor are older
+    ones.
+    """
     (fine,) = judge(rows("policy/approx_kl", 5.0, 5.0, 5.0, 0.01, 0.02, 9.0, 0.02, 0.01))
     assert fine == Verdict("policy/approx_kl", 0.02, False, "")
     (ill,) = judge(rows("policy/approx_kl", 0.01, 0.01, 0.2, 0.4, 0.8))

@@ -179,7 +179,10 @@ gymnasium.register("test/Turns-v0", lambda **kwargs: Turns(**kwargs))
         ("large", "value/loss has grown from "),
         (
             "dull",
-            "no episode has succeeded and rollout/return has been 0 in 50 updates: nothing tells good from bad",
+            (
+                "no episode has succeeded and rollout/return has been 0 in 50 updates: nothing"
+                " tells good from bad"
+            ),
         ),
     ],
 )

@@ -186,7 +186,9 @@ def test_timer_of_the_caller(tmp_path):
 
 
 def test_lag_of_a_real_system(tmp_path):
-    """Learning from a rollout that an older policy made: the lag is told, and the ratios are wider."""
+    """Learning from a rollout that an older policy made: the lag is told, and the ratios are
+    wider.
+    """
     c = toys.config({"env.id": "CartPole-v1"})
     env = embodied.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
     policy = embodied.make_policy(c, env)

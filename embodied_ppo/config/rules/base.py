@@ -144,7 +144,9 @@ def refuse(rules: Iterable[Rule]) -> None:
 
 
 def group_comparison(config: Config) -> str | None:
-    """Return the option that compares the members of a group, with its value; None: there is none."""
+    """Return the option that compares the members of a group, with its value; None: there is
+    none.
+    """
     a = config.algorithm
     if a.adv_type in ("grpo", "rloo", "reinforce_plus_plus_baseline"):
         return f"algorithm.adv_type = {a.adv_type}"
@@ -164,8 +166,9 @@ def check_controller(config: Config, sequences: int, product: str) -> None:
     # An update multiplies the coefficient by 1 + error x sequences / horizon with error >= -0.2.
     if adaptive and a.kl_ctrl.horizon <= 0.2 * sequences:
         raise ConfigError(
-            f"algorithm.kl_ctrl.horizon = {a.kl_ctrl.horizon:g} must be > 0.2 x {product} = {0.2 * sequences:g}, or "
-            f"the coefficient could turn negative; write algorithm.kl_ctrl.horizon={10 * sequences}"
+            f"algorithm.kl_ctrl.horizon = {a.kl_ctrl.horizon:g} must be > 0.2 x {product} ="
+            f" {0.2 * sequences:g}, or the coefficient could turn negative; write"
+            f" algorithm.kl_ctrl.horizon={10 * sequences}"
         )
 
 

@@ -36,7 +36,8 @@ class EmbodiedRules(ModeRules):
         _check_levels(config)
         if config.updates is None and config.env_steps is None:
             raise ConfigError(
-                "updates = null and env_steps = null: nothing says how long to train; write updates=100"
+                "updates = null and env_steps = null: nothing says how long to train; write"
+                " updates=100"
             )
         _check_model(config)
 
@@ -45,13 +46,18 @@ class EmbodiedRules(ModeRules):
         return (
             (
                 comparison is not None and not config.env.restart_each_rollout,
-                f"{comparison} needs groups that start together, but env.restart_each_rollout = false; write "
-                "env.restart_each_rollout=true",
+                (
+                    f"{comparison} needs groups that start together, but env.restart_each_rollout ="
+                    " false; write env.restart_each_rollout=true"
+                ),
             ),
             (
                 a.loss_agg_func != "token-mean" and a.minibatch_unit != "column",
-                f"algorithm.loss_agg_func = {a.loss_agg_func} averages over sequences, but algorithm.minibatch_unit = "
-                f"{a.minibatch_unit} cuts them; write algorithm.minibatch_unit=column (or loss_agg_func=token-mean)",
+                (
+                    f"algorithm.loss_agg_func = {a.loss_agg_func} averages over sequences, but"
+                    f" algorithm.minibatch_unit = {a.minibatch_unit} cuts them; write"
+                    " algorithm.minibatch_unit=column (or loss_agg_func=token-mean)"
+                ),
             ),
         )
 
@@ -69,7 +75,10 @@ class EmbodiedRules(ModeRules):
     def _rollout_line(self, config: Config, b: Batches) -> str:
         steps = "steps" if config.env.action_chunk == 1 else "decisions"
         horizon = config.algorithm.horizon
-        return f"{config.env.num_envs:,} environments x {horizon:,} {steps} = {b.samples:,} samples an update"
+        return (
+            f"{config.env.num_envs:,} environments x {horizon:,} {steps} = {b.samples:,} samples an"
+            " update"
+        )
 
     def _run_line(self, config: Config, b: Batches, updates: int) -> str:
         steps = b.samples * config.env.action_chunk
@@ -84,26 +93,30 @@ def _check_model(config: Config) -> None:
     model = config.model
     if model.policy != "actor_critic" and not model.shared_backbone:
         raise ConfigError(
-            f"model.shared_backbone = false: model.policy={model.policy} has one trunk; leave it out"
+            f"model.shared_backbone = false: model.policy={model.policy} has one trunk; leave"
+            " it out"
         )
     if model.policy == "flow" and model.flow_noise == "learned" and model.flow_chain == "one":
         raise ConfigError(
-            "model.flow_chain = one: with model.flow_noise=learned every step is stochastic; write model.flow_chain=sum"
+            "model.flow_chain = one: with model.flow_noise=learned every step is stochastic; write"
+            " model.flow_chain=sum"
         )
     if model.width % (2 * model.heads):
         raise ConfigError(
-            f"model.width = {model.width}: must be a multiple of 2 x model.heads = {2 * model.heads}; write "
-            f"{max(1, round(model.width / (2 * model.heads))) * 2 * model.heads}"
+            f"model.width = {model.width}: must be a multiple of 2 x model.heads ="
+            f" {2 * model.heads}; write"
+            f" {max(1, round(model.width / (2 * model.heads))) * 2 * model.heads}"
         )
     if not model.min_log_std < model.max_log_std:
         raise ConfigError(
-            f"model.min_log_std = {model.min_log_std:g} must be < model.max_log_std = {model.max_log_std:g}; "
-            "the defaults are -5 and 2"
+            f"model.min_log_std = {model.min_log_std:g} must be < model.max_log_std ="
+            f" {model.max_log_std:g}; the defaults are -5 and 2"
         )
     if not model.min_log_std <= model.init_log_std <= model.max_log_std:
         raise ConfigError(
-            f"model.init_log_std = {model.init_log_std:g} must be >= model.min_log_std = {model.min_log_std:g} and "
-            f"<= model.max_log_std = {model.max_log_std:g}; move it inside"
+            f"model.init_log_std = {model.init_log_std:g} must be >= model.min_log_std ="
+            f" {model.min_log_std:g} and <= model.max_log_std = {model.max_log_std:g}; move it"
+            " inside"
         )
 
 
@@ -117,15 +130,17 @@ def _check_levels(config: Config) -> None:
         return
     if a.loss_agg_func != "token-mean":
         raise ConfigError(
-            f"algorithm.loss_agg_func = {a.loss_agg_func}: sequences of actions are not aggregated with "
-            f"algorithm.reward_type = action_level and env.action_chunk = {config.env.action_chunk}; write "
-            "algorithm.loss_agg_func=token-mean, or algorithm.reward_type=chunk_level"
+            f"algorithm.loss_agg_func = {a.loss_agg_func}: sequences of actions are not aggregated"
+            " with algorithm.reward_type = action_level and env.action_chunk ="
+            f" {config.env.action_chunk}; write algorithm.loss_agg_func=token-mean, or"
+            " algorithm.reward_type=chunk_level"
         )
     if a.off_policy_correction == "sequence":
         raise ConfigError(
-            "algorithm.off_policy_correction = sequence: sequences of actions have no weight with "
-            f"algorithm.reward_type = action_level and env.action_chunk = {config.env.action_chunk}; write "
-            "algorithm.off_policy_correction=token, or algorithm.reward_type=chunk_level"
+            "algorithm.off_policy_correction = sequence: sequences of actions have no weight with"
+            " algorithm.reward_type = action_level and env.action_chunk ="
+            f" {config.env.action_chunk}; write algorithm.off_policy_correction=token, or"
+            " algorithm.reward_type=chunk_level"
         )
 
 
@@ -152,13 +167,13 @@ def _check_sizes(config: Config) -> None:
         env_unit = math.lcm(batch // math.gcd(batch, a.horizon), a.group_size)
         envs = nearest_multiples(env_unit, num_envs)
         raise ConfigError(
-            f"{rollout} is not a multiple of algorithm.global_batch_size = {batch}; nearest: {cure}; or with this "
-            f"batch, nearest env.num_envs: {envs}"
+            f"{rollout} is not a multiple of algorithm.global_batch_size = {batch}; nearest:"
+            f" {cure}; or with this batch, nearest env.num_envs: {envs}"
         )
     if micro is not None and micro > batch:
         raise ConfigError(
-            f"algorithm.micro_batch_size = {micro} must be <= algorithm.global_batch_size = {batch}; "
-            f"write algorithm.micro_batch_size={batch}"
+            f"algorithm.micro_batch_size = {micro} must be <= algorithm.global_batch_size ="
+            f" {batch}; write algorithm.micro_batch_size={batch}"
         )
     if micro is not None and micro % unit:
         cure = nearest_multiples(unit, micro)
@@ -169,5 +184,6 @@ def _check_sizes(config: Config) -> None:
     if num_envs % a.group_size:
         cure = nearest_values(divisors(num_envs), a.group_size)
         raise ConfigError(
-            f"env.num_envs = {num_envs} is not a multiple of algorithm.group_size = {a.group_size}; nearest: {cure}"
+            f"env.num_envs = {num_envs} is not a multiple of algorithm.group_size = {a.group_size};"
+            f" nearest: {cure}"
         )

@@ -40,18 +40,20 @@ class ReasoningRules(ModeRules):
         stages = config.cluster.stages
         if stages > 1:
             raise PlacementError(
-                f"cluster.stages = {stages}: is for simulators, and mode=reasoning has none; write cluster.stages=1"
+                f"cluster.stages = {stages}: is for simulators, and mode=reasoning has none; write"
+                " cluster.stages=1"
             )
 
     def check_tuning(self, config: Config) -> None:
         if config.compile == "always":
             raise ConfigError(
-                "compile = always: tune times language models without the compiler; leave it out, and write it to "
-                "train with the placement that tune recommends"
+                "compile = always: tune times language models without the compiler; leave it out,"
+                " and write it to train with the placement that tune recommends"
             )
         if config.rollout.engine != "builtin":
             raise ConfigError(
-                f"rollout.engine = {config.rollout.engine}: tune times the built-in engine, not this one; leave it out"
+                f"rollout.engine = {config.rollout.engine}: tune times the built-in engine, not"
+                " this one; leave it out"
             )
 
     def unused_roles(self, config: Config) -> list[str]:
@@ -100,42 +102,62 @@ def _check_options(config: Config) -> None:
         ),
         (
             d.task is None and not d.train,
-            "data.train = [] and data.task = null: there are no prompts; write data.train=[FILE.jsonl] or "
-            "data.task=arithmetic",
+            (
+                "data.train = [] and data.task = null: there are no prompts; write"
+                " data.train=[FILE.jsonl] or data.task=arithmetic"
+            ),
         ),
         (
             d.task is None and not d.eval,
-            "data.eval = []: there is nothing to evaluate on; write data.eval=[FILE.jsonl] with held-out prompts",
+            (
+                "data.eval = []: there is nothing to evaluate on; write data.eval=[FILE.jsonl] with"
+                " held-out prompts"
+            ),
         ),
         (
             config.actor.model.path is None and not config.actor.model.architecture,
-            "actor.model.path = null: there is no model; name a directory that transformers wrote, or give "
-            "actor.model.architecture (experiment=arithmetic has one)",
+            (
+                "actor.model.path = null: there is no model; name a directory that transformers"
+                " wrote, or give actor.model.architecture (experiment=arithmetic has one)"
+            ),
         ),
         (
             d.task is None and config.actor.model.path is None and config.actor.tokenizer is None,
-            "actor.tokenizer = null: a new model for files of prompts needs one; write actor.tokenizer=DIRECTORY",
+            (
+                "actor.tokenizer = null: a new model for files of prompts needs one; write"
+                " actor.tokenizer=DIRECTORY"
+            ),
         ),
         (
             a.adv_type == "gae" and not config.critic.use_critic_model,
-            "critic.use_critic_model = false, but algorithm.adv_type = gae needs a critic; write "
-            "critic.use_critic_model=true, or algorithm.adv_type=grpo with algorithm.group_size=8",
+            (
+                "critic.use_critic_model = false, but algorithm.adv_type = gae needs a critic;"
+                " write critic.use_critic_model=true, or algorithm.adv_type=grpo with"
+                " algorithm.group_size=8"
+            ),
         ),
         (
             r.overlong_buffer >= a.response_length,
-            f"rollout.overlong_buffer = {r.overlong_buffer} must be < algorithm.response_length = {a.response_length}; "
-            "lower it",
+            (
+                f"rollout.overlong_buffer = {r.overlong_buffer} must be < algorithm.response_length"
+                f" = {a.response_length}; lower it"
+            ),
         ),
         (
             e.n > 1 and e.deterministic,
-            f"evaluation.n = {e.n}, but evaluation.deterministic = true: all {e.n} responses would be the same; write "
-            "evaluation.deterministic=false",
+            (
+                f"evaluation.n = {e.n}, but evaluation.deterministic = true: all {e.n} responses"
+                " would be the same; write evaluation.deterministic=false"
+            ),
         ),
         (
             config.compile == "always"
             and (a.micro_batch_tokens is not None or a.micro_batch_size is not None),
-            "compile = always: compiled minibatches have one shape; leave algorithm.micro_batch_tokens and "
-            "algorithm.micro_batch_size null, or write compile=never",
+            (
+                "compile = always: compiled minibatches have one shape; leave"
+                " algorithm.micro_batch_tokens and algorithm.micro_batch_size null, or write"
+                " compile=never"
+            ),
         ),
         (
             config.critic.model.path is not None and bool(config.critic.model.architecture),
@@ -144,12 +166,17 @@ def _check_options(config: Config) -> None:
         (
             (r.engine == "vllm" or config.actor.model.path is not None)
             and config.warm_start.steps > 0,
-            f"warm_start.steps = {config.warm_start.steps} is for a new model (actor.model.path=null) and "
-            "rollout.engine=builtin; write warm_start.steps=0",
+            (
+                f"warm_start.steps = {config.warm_start.steps} is for a new model"
+                " (actor.model.path=null) and rollout.engine=builtin; write warm_start.steps=0"
+            ),
         ),
         (
             r.engine == "vllm" and config.actor.model.path is None,
-            "rollout.engine = vllm needs a directory; write actor.model.path=DIRECTORY, or rollout.engine=builtin",
+            (
+                "rollout.engine = vllm needs a directory; write actor.model.path=DIRECTORY, or"
+                " rollout.engine=builtin"
+            ),
         ),
     )
     refuse(rules)
@@ -161,8 +188,9 @@ def _check_sizes(config: Config) -> None:
     total, responses = a.rollout_batch_size, a.rollout_batch_size * a.group_size
     if responses * a.response_length > LARGEST_ROLLOUT:
         raise ConfigError(
-            f"algorithm.rollout_batch_size x group_size x response_length = {total} x {a.group_size} x "
-            f"{a.response_length} tokens must be <= {LARGEST_ROLLOUT:,}; lower one of them"
+            f"algorithm.rollout_batch_size x group_size x response_length = {total} x"
+            f" {a.group_size} x {a.response_length} tokens must be <= {LARGEST_ROLLOUT:,}; lower"
+            " one of them"
         )
     batches = {
         "algorithm.global_batch_size": a.global_batch_size,
@@ -173,13 +201,15 @@ def _check_sizes(config: Config) -> None:
         if total % batch:
             near = nearest_multiples(unit, total)
             raise ConfigError(
-                f"algorithm.rollout_batch_size = {total} is not a multiple of {path} = {batch} (prompts); nearest: "
-                f"{nearest_values(divisors(total), batch)}; or nearest algorithm.rollout_batch_size: {near}"
+                f"algorithm.rollout_batch_size = {total} is not a multiple of {path} = {batch}"
+                f" (prompts); nearest: {nearest_values(divisors(total), batch)}; or nearest"
+                f" algorithm.rollout_batch_size: {near}"
             )
     if a.micro_batch_size is not None and a.micro_batch_size > a.global_batch_size * a.group_size:
         raise ConfigError(
-            f"algorithm.micro_batch_size = {a.micro_batch_size} (responses) must be <= algorithm.global_batch_size x "
-            f"group_size = {a.global_batch_size * a.group_size}; leave it null"
+            f"algorithm.micro_batch_size = {a.micro_batch_size} (responses) must be <="
+            f" algorithm.global_batch_size x group_size = {a.global_batch_size * a.group_size};"
+            " leave it null"
         )
     check_controller(config, responses, "algorithm.rollout_batch_size x group_size")
 
@@ -190,6 +220,6 @@ def _check_format(pattern: str | None) -> None:
         re.compile(pattern or "", re.DOTALL)
     except (re.error, OverflowError, RecursionError) as error:
         raise ConfigError(
-            f"reward.format = {show(pattern)} is no regular expression ({error}); correct it, or write "
-            "reward.format=null"
+            f"reward.format = {show(pattern)} is no regular expression ({error}); correct it, or"
+            " write reward.format=null"
         ) from error

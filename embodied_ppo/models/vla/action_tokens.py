@@ -85,7 +85,9 @@ class Tokens(nn.Module, Generic[Context]):
 
     @abstractmethod
     def grounding(self, context: Context, first: Tensor) -> Grounding | None:
-        """Return the input of cloning's auxiliary loss; ``first`` [B, D] predicts the first token."""
+        """Return the input of cloning's auxiliary loss; ``first`` [B, D] predicts the first
+        token.
+        """
 
     @property
     def device(self) -> torch.device:
@@ -258,9 +260,10 @@ class TokenVLA(Tokens[Memory], VLA):
         state = _DecodingState(
             context, self.decoder.project_memory(context), [[] for _ in self.decoder.blocks]
         )
-        return self.next(
-            torch.full((len(context.summary),), self.bins, device=self.device), state
-        ), state
+        return (
+            self.next(torch.full((len(context.summary),), self.bins, device=self.device), state),
+            state,
+        )
 
     def next(self, bins: Tensor, state: _DecodingState) -> Tensor:
         """See ``Tokens.next``."""

@@ -37,7 +37,10 @@ from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.causal_lm import FORWARD_ERRORS, Aside
 from embodied_ppo.models.checkpoint_files import config_errors, read_json
 
-CURE = "name one that transformers wrote (hf download HuggingFaceTB/SmolVLM-256M-Instruct --local-dir DIR)"
+CURE = (
+    "name one that transformers wrote (hf download HuggingFaceTB/SmolVLM-256M-Instruct --local-dir"
+    " DIR)"
+)
 REQUEST = "What action should the robot take to {}?"
 """Message of the user, in the words of OpenVLA."""
 TOLERANCE = 1e-4
@@ -291,8 +294,8 @@ class VisionLanguage(nn.Module):
             ids = t(f"{image * self.cameras}{request}").input_ids
         if ids.count(self.image_id) != self.cameras:
             raise ConfigError(
-                f"model_type={self.kind}: its prompt has {ids.count(self.image_id)} places for {self.cameras} pictures;"
-                " the tokenizer or the chat template is another model's"
+                f"model_type={self.kind}: its prompt has {ids.count(self.image_id)} places for"
+                f" {self.cameras} pictures; the tokenizer or the chat template is another model's"
             )
         delimiters = IMAGE_DELIMITERS.get(self.kind, ("", ""))
         before, after = (t(text, add_special_tokens=False).input_ids for text in delimiters)
@@ -395,7 +398,9 @@ class VisionLanguage(nn.Module):
 
     @torch.no_grad()
     def start(self, prefix: Prefix) -> tuple[Tensor, DecodingState]:
-        """Return the hidden states [B, D] before the first action token, and the state of ``next``."""
+        """Return the hidden states [B, D] before the first action token, and the state of
+        ``next``.
+        """
         from transformers import DynamicCache
 
         options: dict[str, Any] = {}
@@ -513,7 +518,8 @@ class VisionLanguage(nn.Module):
             from transformers.utils import logging
         except ImportError as error:
             raise ConfigError(
-                f"model.checkpoint={folder} needs transformers ({error}): pip install 'embodied-ppo[vla]'"
+                f"model.checkpoint={folder} needs transformers ({error}): pip install"
+                " 'embodied-ppo[vla]'"
             ) from error
         logging.disable_progress_bar()
         option = f"model.checkpoint={folder}"
@@ -571,8 +577,8 @@ class VisionLanguage(nn.Module):
                 return body
             error = f"logits differ by {error:.2g} of the largest"
         raise ConfigError(
-            f"{option}: holds a {kind}, whose forward pass is not the one computed here ({error}); PaliGemma, SmolVLM, "
-            "Idefics 3, LLaVA, Qwen 2 to 3 VL are supported"
+            f"{option}: holds a {kind}, whose forward pass is not the one computed here ({error});"
+            " PaliGemma, SmolVLM, Idefics 3, LLaVA, Qwen 2 to 3 VL are supported"
         )
 
     @torch.no_grad()

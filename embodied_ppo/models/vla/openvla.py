@@ -114,7 +114,8 @@ class OpenVLAConfig:
                     raise ConfigError(f"{label}.{size}={value} must be a whole number, at least 1")
             if tower.hidden_size % tower.heads:
                 raise ConfigError(
-                    f"{label}.heads={tower.heads} must divide {label}.hidden_size={tower.hidden_size}; change either"
+                    f"{label}.heads={tower.heads} must divide"
+                    f" {label}.hidden_size={tower.hidden_size}; change either"
                 )
             if tower.layers < 2:
                 raise ConfigError(
@@ -122,20 +123,23 @@ class OpenVLAConfig:
                 )
         if self.dino.intermediate_size % self.dino.hidden_size:
             raise ConfigError(
-                f"vision_sizes.dino.intermediate_size={self.dino.intermediate_size} must be a multiple of "
-                f"vision_sizes.dino.hidden_size={self.dino.hidden_size}, as DINOv2's are"
+                f"vision_sizes.dino.intermediate_size={self.dino.intermediate_size} must be a"
+                f" multiple of vision_sizes.dino.hidden_size={self.dino.hidden_size}, as"
+                " DINOv2's are"
             )
         if self.image_size // self.siglip.patch_size != self.grid or not self.grid:
             raise ConfigError(
-                f"image_size={self.image_size}: patches of {self.dino.patch_size} and {self.siglip.patch_size} pixels "
-                "must give both towers the same number, at least 1; choose equal patch_size"
+                f"image_size={self.image_size}: patches of {self.dino.patch_size} and"
+                f" {self.siglip.patch_size} pixels must give both towers the same number, at least"
+                " 1; choose equal patch_size"
             )
         lowest = max(EMPTY + 1, self.action_bins + 3)
         if self.vocab_size < lowest:
             raise ConfigError(
-                f"text_config.vocab_size={self.text.get('vocab_size', 32000)} less pad_to_multiple_of="
-                f"{self.pad_to_multiple_of} leaves {self.vocab_size} words but must leave at least {lowest}: prompts "
-                f"hold word {EMPTY}, actions are the last {self.action_bins}; Llama 2 has 32000"
+                f"text_config.vocab_size={self.text.get('vocab_size', 32000)} less"
+                f" pad_to_multiple_of={self.pad_to_multiple_of} leaves {self.vocab_size} words but"
+                f" must leave at least {lowest}: prompts hold word {EMPTY}, actions are the last"
+                f" {self.action_bins}; Llama 2 has 32000"
             )
         if self.action_bins < 2:
             raise ConfigError(
@@ -143,11 +147,13 @@ class OpenVLAConfig:
             )
         if not 0 <= self.pad_token_id < self.vocab_size + self.pad_to_multiple_of:
             raise ConfigError(
-                f"pad_token_id={self.pad_token_id} must be an id of text_config.vocab_size; use 32000"
+                f"pad_token_id={self.pad_token_id} must be an id of text_config.vocab_size; use"
+                " 32000"
             )
         if self.text.get("tie_word_embeddings"):
             raise ConfigError(
-                "text_config.tie_word_embeddings=true: Llama 2 has a head of its own; set it to false"
+                "text_config.tie_word_embeddings=true: Llama 2 has a head of its own; set it to"
+                " false"
             )
 
 
@@ -279,7 +285,9 @@ class OpenVLABody(nn.Module):
 
     @property
     def recompute(self) -> bool:
-        """Whether activations are recomputed in the backward pass: less memory, a third more time."""
+        """Whether activations are recomputed in the backward pass: less memory, a third more
+        time.
+        """
         return self.trunk.module.recompute
 
     @recompute.setter
@@ -314,7 +322,9 @@ class OpenVLABody(nn.Module):
         return torch.stack(channels, dim=1)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Return the outputs of the second-to-last layers, [N, patches, D of both], not normalised."""
+        """Return the outputs of the second-to-last layers, [N, patches, D of both], not
+        normalised.
+        """
         return torch.cat((self._dino(pixels[:, :3]), self._siglip(pixels[:, 3:])), dim=-1)
 
     def _dino(self, pixels: Tensor) -> Tensor:
@@ -430,9 +440,12 @@ class OpenVLABody(nn.Module):
             cache.value.append(F.pad(v, (0, 0, 0, room)))
             return masked(i, q, k, v)
 
-        return trunk.run(sequence.x, sequence.position, attend, place.expand(len(sequence.x), -1))[
-            :, 0
-        ], cache
+        return (
+            trunk.run(sequence.x, sequence.position, attend, place.expand(len(sequence.x), -1))[
+                :, 0
+            ],
+            cache,
+        )
 
     @torch.no_grad()
     def step(self, bins: Tensor, cache: Cache) -> Tensor:

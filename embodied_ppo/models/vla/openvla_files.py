@@ -144,8 +144,8 @@ def encode_prompts(
         ids = list(tokenize(prompt(instruction)))
         if not ids or ids[0] != BOS or BOS in ids[1:]:
             raise ConfigError(
-                f"tokenizer: {prompt(instruction)!r} gives {ids[:3]}.. but must begin with BOS = {BOS}, once; use the "
-                "checkpoint's tokenizer.json, with special tokens"
+                f"tokenizer: {prompt(instruction)!r} gives {ids[:3]}.. but must begin with BOS ="
+                f" {BOS}, once; use the checkpoint's tokenizer.json, with special tokens"
             )
         rows.append(ids if ids[-1] == EMPTY else [*ids, EMPTY])
     width = max(map(len, rows))
@@ -234,11 +234,13 @@ class ActionTokens:
         if not low.shape == high.shape == mask.shape or low.ndim != 1:
             sizes = f"{tuple(low.shape)}, {tuple(high.shape)}, {tuple(mask.shape)}"
             raise ConfigError(
-                f"{label}: q01, q99 and mask have shapes {sizes} but must be one list each, equally long"
+                f"{label}: q01, q99 and mask have shapes {sizes} but must be one list each, equally"
+                " long"
             )
         if bool((low > high).any()):
             raise ConfigError(
-                f"{label}: q01 must not exceed q99 but does in dimension {int((low > high).int().argmax())}"
+                f"{label}: q01 must not exceed q99 but does in dimension"
+                f" {int((low > high).int().argmax())}"
             )
         edges = (
             torch.arange(config.action_bins, dtype=torch.float64) * (2 / (config.action_bins - 1))
@@ -427,8 +429,9 @@ def load(
     heads = sorted(file.name for file in folder.glob("*--*checkpoint.pt"))
     if heads:
         raise ConfigError(
-            f"{label}: holds {heads[0]}: a head or projector beside the model (regression, diffusion, proprioception, "
-            "FiLM) that is not computed; name a checkpoint with action tokens alone"
+            f"{label}: holds {heads[0]}: a head or projector beside the model (regression,"
+            " diffusion, proprioception, FiLM) that is not computed; name a checkpoint with action"
+            " tokens alone"
         )
     files = _weights(folder, label)
     try:
@@ -476,8 +479,9 @@ def _weights(folder: Path, label: str) -> list[Path]:
         return [folder / "model.safetensors"]
     if not (folder / "model.safetensors.index.json").is_file():
         raise ConfigError(
-            f"{label}: holds neither model.safetensors nor model.safetensors.index.json; other formats (.bin, .pt) "
-            "can run code when they are read: convert them to safetensors first"
+            f"{label}: holds neither model.safetensors nor model.safetensors.index.json; other"
+            " formats (.bin, .pt) can run code when they are read: convert them to safetensors"
+            " first"
         )
     names = read_json(folder / "model.safetensors.index.json", label, CURE).get("weight_map")
     if not isinstance(names, dict) or not names:
@@ -509,7 +513,7 @@ def _check(files: Sequence[Path], expected: Mapping[str, Entry]) -> dict[str, tu
     wrong, twice, quantised = [], [], []
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (it is no mapping)
+            for name in tensors.keys():  # noqa: SIM118
                 key = (
                     name[: -len("gamma")] + "scale_factor"
                     if name.endswith((".ls1.gamma", ".ls2.gamma"))
@@ -536,8 +540,9 @@ def _check(files: Sequence[Path], expected: Mapping[str, Entry]) -> dict[str, tu
     )
     if text:
         raise ConfigError(
-            f"the weights are not those of the model that config.json describes: {text}. Are vision_backbone_id and "
-            "text_config those that the weights were written with? (LoRA adapters must be merged first)"
+            f"the weights are not those of the model that config.json describes: {text}. Are"
+            " vision_backbone_id and text_config those that the weights were written with? (LoRA"
+            " adapters must be merged first)"
         )
     return locations
 

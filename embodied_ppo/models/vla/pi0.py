@@ -170,13 +170,14 @@ class Trunk(nn.Module):
         self.encoder = Encoder(named, config)
         if not self.encoder.images:
             raise ConfigError(
-                f"{what}: the observation holds no picture; name one with env.cameras=[front], or use "
-                "model.policy=actor_critic"
+                f"{what}: the observation holds no picture; name one with env.cameras=[front], or"
+                " use model.policy=actor_critic"
             )
         size = self.encoder.vector_size
         if size > numbers:
             raise ConfigError(
-                f"{what}: states have {size} numbers, the model reads max_state_dim = {numbers}; use fewer"
+                f"{what}: states have {size} numbers, the model reads max_state_dim = {numbers};"
+                " use fewer"
             )
         self.numbers, self.tokenize = numbers, published.tokenize
         self.mean: Tensor | None
@@ -200,7 +201,9 @@ class Trunk(nn.Module):
         self.register_buffer("table", torch.zeros(1, 1, dtype=torch.int64), persistent=False)
 
     def words(self, sentences: Sequence[str]) -> Tensor:
-        """Return word ids int64 [S, words], padded with PAD; one empty sentence without sentences."""
+        """Return word ids int64 [S, words], padded with PAD; one empty sentence without
+        sentences.
+        """
         rows = [list(self.tokenize(sentence)) for sentence in sentences or ("",)]
         width = max(map(len, rows))
         return torch.tensor([row + [PAD] * (width - len(row)) for row in rows], dtype=torch.int64)
@@ -312,17 +315,18 @@ class PI0(Flow, lora.Adapted):
         self.chunk, self.size = chunk, action_size(action_spec, chunk, config)
         if self.size > sizes.max_action_dim:
             raise ConfigError(
-                f"{what}: the task's actions have {self.size} dimensions, the model's max_action_dim = "
-                f"{sizes.max_action_dim}; use a checkpoint made for more"
+                f"{what}: the task's actions have {self.size} dimensions, the model's"
+                f" max_action_dim = {sizes.max_action_dim}; use a checkpoint made for more"
             )
         if chunk > sizes.chunk_size:
             raise ConfigError(
-                f"env.action_chunk={chunk}: the model plans chunk_size = {sizes.chunk_size} actions; write "
-                f"env.action_chunk={sizes.chunk_size} or less"
+                f"env.action_chunk={chunk}: the model plans chunk_size = {sizes.chunk_size}"
+                f" actions; write env.action_chunk={sizes.chunk_size} or less"
             )
         if config.lora_rank and config.freeze_trunk:
             raise ConfigError(
-                f"model.lora_rank={config.lora_rank}: adapters are on what model.freeze_trunk=true freezes; keep one"
+                f"model.lora_rank={config.lora_rank}: adapters are on what model.freeze_trunk=true"
+                " freezes; keep one"
             )
         _check_sizes(sizes, what)
         self.configure_chain(config, horizon=sizes.chunk_size, padded=sizes.max_action_dim)
@@ -502,12 +506,15 @@ class PI0(Flow, lora.Adapted):
         if not self.frozen:
             return None
         each, room = self.prefix_bytes(), self._room_gb()
-        sizes = f"model.freeze_trunk: {rows} prefixes of {each / 1e6:.3g} MB are {rows * each / 1e9:.3g} GB"
+        sizes = (
+            f"model.freeze_trunk: {rows} prefixes of {each / 1e6:.3g} MB are"
+            f" {rows * each / 1e9:.3g} GB"
+        )
         if rows <= self.most_rows():
             return f"{sizes}, kept through the epochs of an update (they may take {room:.3g} GB)"
         return (
-            f"{sizes} and may take {room:.3g} GB: every minibatch computes them anew; at most {self.most_rows()} "
-            "(algorithm.horizon x env.num_envs) are kept"
+            f"{sizes} and may take {room:.3g} GB: every minibatch computes them anew; at most"
+            f" {self.most_rows()} (algorithm.horizon x env.num_envs) are kept"
         )
 
     # ------------------------------------------------------------------------------------- the body
@@ -610,6 +617,6 @@ def _check_sizes(config: Any, what: str) -> None:
     for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"):
         if getattr(text, name) != getattr(expert, name):
             raise ConfigError(
-                f"{what}: vlm_config.text_config.{name}={getattr(text, name)} and dit_config.{name}="
-                f"{getattr(expert, name)} must be equal"
+                f"{what}: vlm_config.text_config.{name}={getattr(text, name)} and"
+                f" dit_config.{name}={getattr(expert, name)} must be equal"
             )

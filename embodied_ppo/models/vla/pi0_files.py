@@ -90,8 +90,9 @@ class Statistics:
         """
         if len(self.mean) < n:
             raise ConfigError(
-                f"model.checkpoint: its statistics of {what} are of {len(self.mean)} numbers, the task's has {n}; use "
-                "a checkpoint of this robot, or a directory without statistics (model.normalize_obs then counts them)"
+                f"model.checkpoint: its statistics of {what} are of {len(self.mean)} numbers, the"
+                f" task's has {n}; use a checkpoint of this robot, or a directory without"
+                " statistics (model.normalize_obs then counts them)"
             )
         return Statistics(self.mean[:n].float(), self.std[:n].float())
 
@@ -149,7 +150,9 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
 
 
 def lerobot_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of transformers for lerobot's config.json; missing ones are as published."""
+    """Return the fields of transformers for lerobot's config.json; missing ones are as
+    published.
+    """
     sizes = []
     for name, usual in (("paligemma_variant", "gemma_2b"), ("action_expert_variant", "gemma_300m")):
         variant = raw.get(name, usual)
@@ -172,7 +175,8 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
     config = read_config(raw, folder)
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(
-            f"model.checkpoint={folder}: holds no weights (model.safetensors); download it completely"
+            f"model.checkpoint={folder}: holds no weights (model.safetensors); download it"
+            " completely"
         )
     transformers = _transformers()
     with config_errors(f"model.checkpoint={folder}: transformers refuses: "):
@@ -190,8 +194,8 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
     for what, names in (("lack", loading_info["missing_keys"]), ("have an unknown", unknown)):
         if names:
             raise ConfigError(
-                f"model.checkpoint={folder}: the weights {what} {min(names)} ({len(names)} in all); they are of "
-                "another model"
+                f"model.checkpoint={folder}: the weights {what} {min(names)} ({len(names)} in all);"
+                " they are of another model"
             )
     return model
 
@@ -204,7 +208,8 @@ def _transformers() -> Any:
         from transformers.utils import logging
     except ImportError as error:
         raise ConfigError(
-            f"model.checkpoint needs transformers 5.23 or later ({error}): pip install 'embodied-ppo[vla]'"
+            f"model.checkpoint needs transformers 5.23 or later ({error}): pip install"
+            " 'embodied-ppo[vla]'"
         ) from error
     logging.disable_progress_bar()
     return transformers
@@ -230,8 +235,8 @@ def _words(folder: Path) -> Words:
         for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     ):
         raise ConfigError(
-            f"model.checkpoint={folder}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json of "
-            "google/paligemma-3b-pt-224 into it"
+            f"model.checkpoint={folder}: holds no tokenizer; copy tokenizer.json and"
+            " tokenizer_config.json of google/paligemma-3b-pt-224 into it"
         )
     try:
         tokenizer = _transformers().AutoTokenizer.from_pretrained(

@@ -108,7 +108,9 @@ class Body(Protocol):
         ...
 
     def start(self, context: Any, /) -> tuple[Tensor, Any]:
-        """Return the hidden states [B, D] before the first action token, and the state of ``next``."""
+        """Return the hidden states [B, D] before the first action token, and the state of
+        ``next``.
+        """
         ...
 
     def next(self, bins: Tensor, state: Any) -> Tensor:
@@ -216,16 +218,16 @@ class VisionEncoder(nn.Module):
         shapes = {name: s.shape for name, s in self.encoder.images.items()}
         if not shapes:
             raise ConfigError(
-                f"model.checkpoint={config.checkpoint}: the observation holds no picture; name a camera with "
-                "env.cameras=[front]"
+                f"model.checkpoint={config.checkpoint}: the observation holds no picture; name a"
+                " camera with env.cameras=[front]"
             )
         a, b, c = next(iter(shapes.values()))
         last = channels_last(next(iter(self.encoder.images.values())))
         channels, self.picture = (c, (a, b)) if last else (a, (b, c))
         if channels != 3 or len(set(shapes.values())) > 1:
             raise ConfigError(
-                f"model.checkpoint={config.checkpoint}: pictures must be RGB and of one size, but are {shapes}; set "
-                "env.cameras and env.image_size"
+                f"model.checkpoint={config.checkpoint}: pictures must be RGB and of one size, but"
+                f" are {shapes}; set env.cameras and env.image_size"
             )
 
     @torch.no_grad()
@@ -350,8 +352,8 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         if kind != "openvla":
             if config.unnorm_key is not None:
                 raise ConfigError(
-                    f"model.unnorm_key={config.unnorm_key}: {folder} holds a {kind}, which has no statistics of "
-                    "actions; leave it null"
+                    f"model.unnorm_key={config.unnorm_key}: {folder} holds a {kind}, which has no"
+                    " statistics of actions; leave it null"
                 )
             cameras = len(self.trunk.encoder.images)
             parallel = None if self.autoregressive else count
@@ -370,13 +372,13 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
             raise ConfigError(f"model.{error}") from error
         if self.actions.dim != self.size:
             raise ConfigError(
-                f"model.checkpoint={folder}: its actions have {self.actions.dim} dimensions, the task's {self.size}; "
-                "use another model.unnorm_key, or a task of that robot"
+                f"model.checkpoint={folder}: its actions have {self.actions.dim} dimensions, the"
+                f" task's {self.size}; use another model.unnorm_key, or a task of that robot"
             )
         if body.config.action_bins != self.bins:
             raise ConfigError(
-                f"model.bins={self.bins}: the checkpoint has {body.config.action_bins} words for actions; write "
-                f"model.bins={body.config.action_bins}"
+                f"model.bins={self.bins}: the checkpoint has {body.config.action_bins} words for"
+                f" actions; write model.bins={body.config.action_bins}"
             )
         return OpenVLA(
             body, openvla_files.tokenizer(folder, what="model.checkpoint"), actions=count
@@ -559,7 +561,8 @@ def _kind(folder: str) -> str:
         return kind
     if raw.get("vision_config") is None:
         raise ConfigError(
-            f"{label}: holds {kind}, which has no vision_config; model.policy=token reads OpenVLA (model_type openvla) "
-            "and vision-language models (PaliGemma, SmolVLM, Idefics 3, LLaVA, Qwen 2 to 3 VL)"
+            f"{label}: holds {kind}, which has no vision_config; model.policy=token reads OpenVLA"
+            " (model_type openvla) and vision-language models (PaliGemma, SmolVLM, Idefics 3,"
+            " LLaVA, Qwen 2 to 3 VL)"
         )
     return kind

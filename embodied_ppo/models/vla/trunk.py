@@ -102,8 +102,8 @@ class Stem(nn.Module):
         channels, height, w = shape
         if height % (2 * CELL) or w % (2 * CELL):
             raise ConfigError(
-                f"env observation {name!r}: {height} x {w} pixels; a VLA cuts it into patches of 8 x 8: use "
-                "env.image_size=64, or another multiple of 8"
+                f"env observation {name!r}: {height} x {w} pixels; a VLA cuts it into patches of 8"
+                " x 8: use env.image_size=64, or another multiple of 8"
             )
         half, self.grid = width // 2, (height // CELL, w // CELL)
         self.patch, self.merge = nn.Linear(CELL * CELL * channels, half), nn.Linear(4 * half, width)
@@ -158,8 +158,8 @@ class Trunk(nn.Module):
         self.encoder = Encoder(named, config)
         if not self.encoder.images:
             raise ConfigError(
-                f"model.policy={config.policy}: the observation holds no picture; name one with env.cameras=[front], "
-                "or use model.policy=actor_critic"
+                f"model.policy={config.policy}: the observation holds no picture; name one with"
+                " env.cameras=[front], or use model.policy=actor_critic"
             )
         width = config.width
         self.names = list(self.encoder.images)
@@ -205,7 +205,9 @@ class Trunk(nn.Module):
         weight[new] = torch.randn(weight.shape, generator=generator)[new.cpu()].to(weight)
 
     def encode(self, obs: Obs) -> dict[str, Tensor]:
-        """Return normalised vectors, images and, where the simulator gives instructions, word ids."""
+        """Return normalised vectors, images and, where the simulator gives instructions, word
+        ids.
+        """
         named = obs if isinstance(obs, dict) else {"obs": obs}
         inputs = self.encoder({name: x for name, x in named.items() if name != INSTRUCTION})
         if self.has_instruction:
@@ -439,7 +441,8 @@ def action_size(spec: ActionSpec, chunk: int, config: ModelConfig) -> int:
     """
     if not isinstance(spec, Box):
         raise ConfigError(
-            f"model.policy={config.policy}: the task's actions are discrete; use model.policy=actor_critic"
+            f"model.policy={config.policy}: the task's actions are discrete; use"
+            " model.policy=actor_critic"
         )
     return spec.size // chunk
 
@@ -458,8 +461,9 @@ def check_units(spec: ActionSpec, config: ModelConfig, mapping: str) -> None:
     unit = isinstance(spec, Box) and set(spec.low) == {-1.0} and set(spec.high) == {1.0}
     if mapping == "rescale" and not unit:
         raise ConfigError(
-            f"env.action_mapping=rescale: model.checkpoint={config.checkpoint} gives actions in its dataset's "
-            "units, and the task's bounds are not -1 and 1; write env.action_mapping=clip"
+            f"env.action_mapping=rescale: model.checkpoint={config.checkpoint} gives actions in its"
+            " dataset's units, and the task's bounds are not -1 and 1; write"
+            " env.action_mapping=clip"
         )
 
 

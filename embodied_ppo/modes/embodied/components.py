@@ -197,7 +197,8 @@ def make_policy(config: Config, env: VectorEnv | EnvDescription) -> AnyPolicy:
                 )
         if a.entropy_target is not None and a.entropy_target > 50:
             raise ConfigError(
-                f"algorithm.entropy_target={a.entropy_target}: is above any reachable entropy; use < 50 nats"
+                f"algorithm.entropy_target={a.entropy_target}: is above any reachable entropy; use"
+                " < 50 nats"
             )
     return policy.to(env.device)
 
@@ -230,15 +231,21 @@ def compile_from(
     )  # a CUDA graph is captured in a moment
     since = 0 if immediately else -(-COMPILE_AFTER // batches(config).actor.steps)
     if since >= total_updates(config):
-        return None, (
-            f"compile=auto starts after {COMPILE_AFTER} optimiser steps, in update {since + 1}, and the run has "
-            f"{total_updates(config)}"
+        return (
+            None,
+            (
+                f"compile=auto starts after {COMPILE_AFTER} optimiser steps, in update {since + 1},"
+                f" and the run has {total_updates(config)}"
+            ),
         )
     why = compile.obstacle() if device.type == "cpu" else ""
     if a.micro_batch_size is not None and a.micro_batch_size < a.global_batch_size:
         why = "algorithm.micro_batch_size cuts minibatches; leave it null"
     if (a.rollout_micro_batch_size or config.env.num_envs) < config.env.num_envs // parts:
-        why = "algorithm.rollout_micro_batch_size cuts the observations that are acted on; leave it null"
+        why = (
+            "algorithm.rollout_micro_batch_size cuts the observations that are acted on; leave it"
+            " null"
+        )
     if config.model.checkpoint is not None:
         why = "the model of model.checkpoint runs as it is"
     if config.cloning.coef:
@@ -283,8 +290,9 @@ def _unread_options(config: Config, env: VectorEnv) -> Iterator[str]:
     horizon, clock = config.algorithm.horizon, env.max_episode_steps
     if config.env.restart_each_rollout and clock is not None and horizon < clock:
         yield (
-            f"algorithm.horizon={horizon}: with env.restart_each_rollout=true only the first {horizon} of up to "
-            f"{clock} steps of an episode are ever seen; set algorithm.horizon={clock} to see all"
+            f"algorithm.horizon={horizon}: with env.restart_each_rollout=true only the first"
+            f" {horizon} of up to {clock} steps of an episode are ever seen; set"
+            f" algorithm.horizon={clock} to see all"
         )
 
 
@@ -411,7 +419,9 @@ def writer(
 
 
 def clone(request: RunRequest, policy: AnyPolicy) -> dict[str, float]:
-    """Train ``policy`` on demonstrations if ``cloning.steps`` is set; return facts for the summary."""
+    """Train ``policy`` on demonstrations if ``cloning.steps`` is set; return facts for the
+    summary.
+    """
     if not request.config.cloning.steps or not request.fresh_start:
         return {}
     assert not isinstance(policy, ActorCritic)  # refused by validation
@@ -434,7 +444,8 @@ def log_settings(
         f"never ({reason})" if compiled_since is None else f"from update {compiled_since + 1} on"
     )
     request.early.append(
-        f"threads: {torch.get_num_threads()} for tensors, {simulators} for simulators; compiled code: {compiled}"
+        f"threads: {torch.get_num_threads()} for tensors, {simulators} for simulators; compiled"
+        f" code: {compiled}"
     )
 
 
@@ -541,9 +552,10 @@ def export(
     """
     if trained.model.checkpoint is None or trained.model.policy != "token":
         raise ConfigError(
-            f"checkpoint={source.path.name}: is a robot policy (model.policy={trained.model.policy}); export writes "
-            "language models, and model.policy=token with model.checkpoint. docs/tutorial.md, section 6, loads "
-            f"{source.path / checkpoint.POLICY}"
+            f"checkpoint={source.path.name}: is a robot policy"
+            f" (model.policy={trained.model.policy}); export writes language models, and"
+            " model.policy=token with model.checkpoint. docs/tutorial.md, section 6, loads"
+            f" {source.path / checkpoint.POLICY}"
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out={out}: is not an empty directory; name a new one")

@@ -104,27 +104,38 @@ def build_worker(
         )
         for i, env in enumerate(envs)
     ]
-    return Worker(
-        spec,
-        policy=policy,
-        rollout=None if not rollouts else rollouts[0] if len(rollouts) == 1 else Staged(rollouts),
-        learner=learner,
-        server=server,
-        count=lambda experience: steps_per_update(config) // learners.world,
-        measure=lambda: components.measure(
-            config.evaluation, policy, lambda seeds: _simulators(request, spec, seeds, "evaluate")
+    return (
+        Worker(
+            spec,
+            policy=policy,
+            rollout=(
+                None if not rollouts else rollouts[0] if len(rollouts) == 1 else Staged(rollouts)
+            ),
+            learner=learner,
+            server=server,
+            count=lambda experience: steps_per_update(config) // learners.world,
+            measure=lambda: components.measure(
+                config.evaluation,
+                policy,
+                lambda seeds: _simulators(request, spec, seeds, "evaluate"),
+            ),
+            write=(
+                _sharded_writer(request, spaces)
+                if learners.sharded
+                else components.writer(request, policy)
+            ),
+            env_description=spaces,
         ),
-        write=_sharded_writer(request, spaces)
-        if learners.sharded
-        else components.writer(request, policy),
-        env_description=spaces,
-    ), facts
+        facts,
+    )
 
 
 def _sharded_writer(
     request: RunRequest, spaces: Any
 ) -> Callable[[EvaluationResult, checkpoint.Checkpoint, Path], components.Written]:
-    """Return ``components.writer`` with the checkpoint's weights, since no process has all of them."""
+    """Return ``components.writer`` with the checkpoint's weights, since no process has all of
+    them.
+    """
 
     def write(
         result: EvaluationResult, source: checkpoint.Checkpoint, out: Path
@@ -154,7 +165,9 @@ def _describe_simulators(request: RunRequest) -> dict[str, Any]:
 
 
 def _simulators(request: RunRequest, spec: WorkerSpec, seeds: list[int], kind: str) -> VectorEnv:
-    """Return simulators of this process, or of others: of all to train, of the first to evaluate."""
+    """Return simulators of this process, or of others: of all to train, of the first to
+    evaluate.
+    """
     clients = spec.clients.get("env", ())
     if not clients:
         return _local_simulators(request, seeds, kind)

@@ -142,7 +142,8 @@ def make_policy(config: Config, tokenizer: Any, device: torch.device) -> Languag
     needed = max(tokenizer.get_vocab().values()) + 1
     if needed > vocabulary:
         raise ConfigError(
-            f"actor.model: has {vocabulary} tokens, the tokenizer has {needed}; use the tokenizer of this model"
+            f"actor.model: has {vocabulary} tokens, the tokenizer has {needed}; use the tokenizer"
+            " of this model"
         )
     policy = LanguagePolicy(
         model, temperature=config.rollout.temperature, compute=getattr(torch, m.dtype)
@@ -161,8 +162,9 @@ def check_length(policy: LanguagePolicy, prompts: Sequence[Prompt], response_len
     limit = getattr(policy.model.config, "max_position_embeddings", None)
     if limit is not None and longest + response_length > limit:
         raise ConfigError(
-            f"algorithm.response_length = {response_length}: with the longest prompt of {longest} tokens that is "
-            f"{longest + response_length}, the model's limit is {limit}; lower it, or take shorter prompts"
+            f"algorithm.response_length = {response_length}: with the longest prompt of {longest}"
+            f" tokens that is {longest + response_length}, the model's limit is {limit}; lower it,"
+            " or take shorter prompts"
         )
     return longest + response_length
 
@@ -190,7 +192,8 @@ def make_critic(
         )
         if vocabulary < needed:
             raise ConfigError(
-                f"critic.model: has {vocabulary} tokens, the actor {needed}; take one of the same family"
+                f"critic.model: has {vocabulary} tokens, the actor {needed}; take one of the same"
+                " family"
             )
     critic = LanguageCritic(model, compute=getattr(torch, m.dtype))
     critic.decoder.recompute = m.gradient_checkpointing
@@ -235,8 +238,8 @@ def stop_ids(config: Config, policy: LanguagePolicy, tokenizer: Any) -> tuple[in
     tokens = tuple(sorted({*flat, *config.rollout.stop_token_ids}))
     if not tokens and not config.rollout.stop:
         raise ConfigError(
-            "rollout.stop_token_ids = []: neither tokenizer nor model name a token that ends a response; name one, or "
-            "rollout.stop=[TEXT]"
+            "rollout.stop_token_ids = []: neither tokenizer nor model name a token that ends a"
+            " response; name one, or rollout.stop=[TEXT]"
         )
     limit = policy.model.get_input_embeddings().num_embeddings
     if tokens and tokens[-1] >= limit:
@@ -278,8 +281,9 @@ def make_graders(config: Config, prompts: Sequence[Prompt], stack: ExitStack) ->
         unknown = sorted({p.data_source for p in prompts} - set(graders.DEFAULTS))
         if unknown and r.model.path is None:
             raise ConfigError(
-                f"reward.grader = auto: data_source {unknown[0]!r} has no grader of its own; name one of "
-                f"{', '.join(g for g in graders.GRADERS if g != 'auto')}, module:function or FILE.py:function"
+                f"reward.grader = auto: data_source {unknown[0]!r} has no grader of its own; name"
+                f" one of {', '.join(g for g in graders.GRADERS if g != 'auto')}, module:function"
+                " or FILE.py:function"
             )
         spec = "exact" if unknown else "auto"
     workers = 0 if callable(spec) and r.workers is None else r.workers
@@ -289,7 +293,9 @@ def make_graders(config: Config, prompts: Sequence[Prompt], stack: ExitStack) ->
 
 
 def with_format(config: Config, graders: Graders) -> Graders:
-    """Return the grader with the reward for the form of a response added, if reward.format is set."""
+    """Return the grader with the reward for the form of a response added, if reward.format is
+    set.
+    """
     r = config.reward
     if r.format is None:
         return graders
@@ -623,7 +629,9 @@ def writer(
 
 
 def title(config: Config, size: int | None = None) -> str:
-    """Return the name of what is trained, for the log's first line; ``size``: number of parameters."""
+    """Return the name of what is trained, for the log's first line; ``size``: number of
+    parameters.
+    """
     name = config.data.task or Path(config.actor.model.path or "a new model").name
     return name if size is None else f"{name}, {size / 1e6:.1f} M parameters"
 

@@ -42,7 +42,10 @@ class ReasoningMode(Mode):
     score_metric = "eval/accuracy"
     success_metric = "eval/accuracy"
     budget_options = "updates="
-    cloning_error = "mode = reasoning: clone is for robot policies; a language model is warmed up by train, see warm_start.steps"
+    cloning_error = (
+        "mode = reasoning: clone is for robot policies; a language model is warmed up by train, see"
+        " warm_start.steps"
+    )
     profiles_trained_policy = True  # it has learned when to end a response
 
     # ------------------------------------------------------------------------------------ placement
@@ -60,9 +63,9 @@ class ReasoningMode(Mode):
         )
         if full_kl(a) and plan.has("reference") and not plan.fused("actor", "reference"):
             raise PlacementError(
-                "cluster.component_placement: the full KL divergence needs the reference's logits, which are not "
-                "sent between processes; join them, as 'actor,reference', or write "
-                "algorithm.kl_loss_type=k3 and algorithm.kl_penalty=k1"
+                "cluster.component_placement: the full KL divergence needs the reference's logits,"
+                " which are not sent between processes; join them, as 'actor,reference', or write"
+                " algorithm.kl_loss_type=k3 and algorithm.kl_penalty=k1"
             )
         if (
             config.rollout.engine == "vllm"
@@ -77,13 +80,25 @@ class ReasoningMode(Mode):
             return reason
         for role in ("critic", "reference"):
             if plan.has(role) and not plan.fused("actor", role):
-                return f"{role} is in processes of its own; join them, as 'actor,{role}', or write cluster.shard=false"
+                return (
+                    f"{role} is in processes of its own; join them, as 'actor,{role}', or write"
+                    " cluster.shard=false"
+                )
         if config.critic.concurrent:
-            return "actor and critic gather their layers one after another; write critic.concurrent=false"
+            return (
+                "actor and critic gather their layers one after another; write"
+                " critic.concurrent=false"
+            )
         if full_kl(config.algorithm):
-            return "the full KL divergence reads policy and reference at once; use k3 (algorithm.kl_loss_type, kl_penalty)"
+            return (
+                "the full KL divergence reads policy and reference at once; use k3"
+                " (algorithm.kl_loss_type, kl_penalty)"
+            )
         if config.rollout.engine == "vllm" and plan.fused("rollout", "actor"):
-            return "vLLM has weights of its own; give rollout its own processes (placement=disaggregated)"
+            return (
+                "vLLM has weights of its own; give rollout its own processes"
+                " (placement=disaggregated)"
+            )
         return ""
 
     def facts(self, config: Config, plan: placement.Plan) -> dict[str, int]:

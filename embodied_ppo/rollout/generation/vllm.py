@@ -89,10 +89,14 @@ class VllmEngine:
         )  # weights are handed over in this process
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         try:
-            from vllm import LLM, SamplingParams  # pyright: ignore[reportAttributeAccessIssue]  (not this file)
+            from vllm import (
+                LLM,
+                SamplingParams,
+            )  # pyright: ignore[reportAttributeAccessIssue]  (not this file)
         except ImportError as error:
             raise ConfigError(
-                f"rollout.engine=vllm needs vLLM ({error}): pip install vllm (CUDA only), or use rollout.engine=builtin"
+                f"rollout.engine=vllm needs vLLM ({error}): pip install vllm (CUDA only), or use"
+                " rollout.engine=builtin"
             ) from error
         self.policy, self.pad_id, self.texts, self.version = policy, pad_id, texts, 0
         self._params: Any = SamplingParams

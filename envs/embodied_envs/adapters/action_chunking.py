@@ -26,7 +26,8 @@ class ChunkedActions:
     def __init__(self, env: VectorEnv, chunk: int) -> None:
         if not isinstance(env.action_spec, Box):
             raise EnvError(
-                f"env.id={env.id}: env.action_chunk={chunk}: its actions are discrete; use action_chunk=1"
+                f"env.id={env.id}: env.action_chunk={chunk}: its actions are discrete; use"
+                " action_chunk=1"
             )
         self.env, self.chunk = env, chunk
         self.id, self.num_envs, self.device, self.obs_spec = (
@@ -53,7 +54,8 @@ class ChunkedActions:
         if action.numel() != self.num_envs * self.action_spec.size or len(action) != self.num_envs:
             size = self.action_spec.size // self.chunk
             raise EnvError(
-                f"env.id={self.id}: actions of shape {list(action.shape)}; it takes {[self.num_envs, self.chunk, size]}"
+                f"env.id={self.id}: actions of shape {list(action.shape)}; it takes"
+                f" {[self.num_envs, self.chunk, size]}"
             )
         steps: list[Step] = []
         alive = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
@@ -82,7 +84,8 @@ class ChunkedActions:
             begun = self.env.reset_where(~alive & ~fresh)
             if begun is None:
                 raise EnvError(
-                    f"env.id={self.id}: env.action_chunk={self.chunk}: it cannot begin one episode alone"
+                    f"env.id={self.id}: env.action_chunk={self.chunk}: it cannot begin one episode"
+                    " alone"
                 )
             obs = _where(~alive & ~fresh, begun, obs)
         return replace(
@@ -93,9 +96,9 @@ class ChunkedActions:
             truncated=any_of([s.truncated for s in steps]),
             mask=torch.ones_like(alive),
             final_obs=final,
-            success=None
-            if last.success is None
-            else any_of([_flag(s.success, ran) for s in steps]),
+            success=(
+                None if last.success is None else any_of([_flag(s.success, ran) for s in steps])
+            ),
             executed=ran,
             task=steps[0].task,
         )

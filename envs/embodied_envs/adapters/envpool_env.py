@@ -1,4 +1,6 @@
-"""EnvPool's C++ simulators (Atari, MuJoCo, MetaWorld, Fetch, Playground, ...) as a ``VectorEnv``."""
+"""EnvPool's C++ simulators (Atari, MuJoCo, MetaWorld, Fetch, Playground, ...) as a
+``VectorEnv``.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,10 @@ def load() -> Any:
     global _egl_error
     if _egl_error is None:
         if "envpool" in sys.modules:
-            _egl_error = "envpool was imported before embodied_envs loaded it; call embodied_envs.make before importing envpool"
+            _egl_error = (
+                "envpool was imported before embodied_envs loaded it; call embodied_envs.make"
+                " before importing envpool"
+            )
         else:
             try:
                 ctypes.CDLL("libEGL.so.1", mode=ctypes.RTLD_GLOBAL)
@@ -112,7 +117,8 @@ class EnvPoolEnv(Adapter):
         arguments = dict(options.kwargs or {})
         if reserved := sorted(set(arguments) & set(_RESERVED)):
             raise EnvError(
-                f"env.id={id}: kwargs {', '.join(reserved)} are set by the adapter; use their own option"
+                f"env.id={id}: kwargs {', '.join(reserved)} are set by the adapter; use their own"
+                " option"
             )
         arguments["num_threads"] = (
             min(num_envs, _cores()) if options.num_threads is None else options.num_threads
@@ -132,8 +138,8 @@ class EnvPoolEnv(Adapter):
         config = spec.config._asdict()
         if config["max_num_players"] != 1:
             raise EnvError(
-                f"env.id={id}: a game of {config['max_num_players']} players, and only single-player tasks are "
-                "supported; choose another id"
+                f"env.id={id}: a game of {config['max_num_players']} players, and only"
+                " single-player tasks are supported; choose another id"
             )
         family: str = self._envpool.registration.registry.specs[id][0]
         self.max_episode_steps = self._time_limit(
@@ -186,9 +192,11 @@ class EnvPoolEnv(Adapter):
             terminated=torch.from_numpy(state[self._done] & ~truncated),
             truncated=torch.from_numpy(truncated),
             mask=torch.from_numpy(acted),
-            success=None
-            if self._success is None
-            else torch.from_numpy((state[self._success] != 0) & acted),
+            success=(
+                None
+                if self._success is None
+                else torch.from_numpy((state[self._success] != 0) & acted)
+            ),
         )
         return step if self.device.type == "cpu" else _to(step, self.device)
 
@@ -208,7 +216,9 @@ class EnvPoolEnv(Adapter):
         )
 
     def restart(self, seeds: list[int]) -> None:
-        """Free the simulators; the ``reset`` that must follow builds them again with these seeds."""
+        """Free the simulators; the ``reset`` that must follow builds them again with these
+        seeds.
+        """
         super().restart(seeds)
         self._pool = None
 
@@ -312,7 +322,8 @@ class EnvPoolEnv(Adapter):
                 else "it has no time limit"
             )
             raise EnvError(
-                f"env.id={self.id}: max_episode_steps={requested} has no effect in EnvPool ({reason}); leave it out"
+                f"env.id={self.id}: max_episode_steps={requested} has no effect in EnvPool"
+                f" ({reason}); leave it out"
             )
         return limit
 
@@ -346,13 +357,15 @@ class EnvPoolEnv(Adapter):
         needed_gb, free_gb = each_gb * self.num_envs, free_memory_gb()
         if needed_gb > free_gb:
             raise EnvError(
-                f"env.id={self.id}: {self.num_envs} environments need {needed_gb:.1f} GB ({each_gb * 1000:.0f} MB "
-                f"each), {free_gb:.1f} GB are free; num_envs={int(free_gb / each_gb)} is the most that fits"
+                f"env.id={self.id}: {self.num_envs} environments need {needed_gb:.1f} GB"
+                f" ({each_gb * 1000:.0f} MB each), {free_gb:.1f} GB are free;"
+                f" num_envs={int(free_gb / each_gb)} is the most that fits"
             )
         if needed_gb > 2:
             warnings.warn(
-                f"env.id={self.id}: {self.num_envs} environments will take {needed_gb:.1f} GB of memory "
-                f"({each_gb * 1000:.0f} MB each: EnvPool copies the robot's meshes); {free_gb:.1f} GB are free",
+                f"env.id={self.id}: {self.num_envs} environments will take {needed_gb:.1f} GB of"
+                f" memory ({each_gb * 1000:.0f} MB each: EnvPool copies the robot's meshes);"
+                f" {free_gb:.1f} GB are free",
                 stacklevel=4,
             )
 

@@ -72,8 +72,9 @@ class GymnasiumEnv(Adapter):
     def __init__(self, id: str, options: AdapterOptions) -> None:
         if options.num_threads is not None:
             raise EnvError(
-                f"env.id={id}: num_threads={options.num_threads} is an option of EnvPool; Gymnasium steps in this "
-                "process (or one process per environment with kwargs vectorization_mode=async)"
+                f"env.id={id}: num_threads={options.num_threads} is an option of EnvPool; Gymnasium"
+                " steps in this process (or one process per environment with kwargs"
+                " vectorization_mode=async)"
             )
         super().__init__(id, options)
         self._name = _registered_name(id)
@@ -188,20 +189,23 @@ class GymnasiumEnv(Adapter):
         )
         if mode not in _VECTORIZATION:
             raise EnvError(
-                f"env.id={self.id}: vectorization_mode={mode!r} is unknown; choose one of {', '.join(_VECTORIZATION)}"
+                f"env.id={self.id}: vectorization_mode={mode!r} is unknown; choose one of"
+                f" {', '.join(_VECTORIZATION)}"
             )
         autoreset = kwargs.pop("autoreset_mode", None)
         if autoreset is not None and autoreset not in _AUTORESET:
             raise EnvError(
-                f"env.id={self.id}: autoreset_mode={autoreset!r} is unknown; choose one of {', '.join(_AUTORESET)}"
+                f"env.id={self.id}: autoreset_mode={autoreset!r} is unknown; choose one of"
+                f" {', '.join(_AUTORESET)}"
             )
         vector_kwargs = dict(kwargs.pop("vector_kwargs", None) or {})
         self._has_own_vector = mode == "vector_entry_point"
         if self._has_own_vector:
             if autoreset is not None:
                 raise EnvError(
-                    f"env.id={self.id}: autoreset_mode={autoreset!r} has no effect on the environment's own vector "
-                    "implementation; leave it out, or choose vectorization_mode=sync"
+                    f"env.id={self.id}: autoreset_mode={autoreset!r} has no effect on the"
+                    " environment's own vector implementation; leave it out, or choose"
+                    " vectorization_mode=sync"
                 )
         else:
             vector_kwargs |= {"copy": True, "autoreset_mode": _AUTORESET[autoreset or "next_step"]}
@@ -225,14 +229,16 @@ class GymnasiumEnv(Adapter):
         if env.num_envs != self.num_envs:
             env.close()
             raise EnvError(
-                f"env.id={self.id}: num_envs={self.num_envs}, but its vector has {env.num_envs} environments"
+                f"env.id={self.id}: num_envs={self.num_envs}, but its vector has {env.num_envs}"
+                " environments"
             )
         if self._render_size is not None:
             modes = env.metadata.get("render_modes") or []
             if "rgb_array" not in modes:
                 env.close()
                 raise EnvError(
-                    f"env.id={self.id}: render=True needs render mode rgb_array, it has {modes or 'none'}"
+                    f"env.id={self.id}: render=True needs render mode rgb_array, it has"
+                    f" {modes or 'none'}"
                 )
             _disable_shadows(env)
         return env
@@ -245,9 +251,9 @@ class GymnasiumEnv(Adapter):
         if mode not in _AUTORESET.values():
             self.close()
             raise EnvError(
-                f"env.id={self.id}: its vector implementation has autoreset_mode={mode}; it must reset ended episodes "
-                'itself and declare how: metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP} '
-                "(or SAME_STEP)"
+                f"env.id={self.id}: its vector implementation has autoreset_mode={mode}; it must"
+                ' reset ended episodes itself and declare how: metadata = {"autoreset_mode":'
+                " gymnasium.vector.AutoresetMode.NEXT_STEP} (or SAME_STEP)"
             )
         return mode
 
@@ -295,8 +301,8 @@ class GymnasiumEnv(Adapter):
         final = info.get("final_obs")
         if final is None:
             raise EnvError(
-                f"env.id={self.id}: it resets in the same step and gives no info['final_obs']; put the last "
-                "observation of the episode there"
+                f"env.id={self.id}: it resets in the same step and gives no info['final_obs']; put"
+                " the last observation of the episode there"
             )
         assert self._done is not None
         if isinstance(final, np.ndarray) and final.dtype == object:

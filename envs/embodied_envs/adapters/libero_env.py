@@ -108,7 +108,8 @@ class LiberoEnv(GymnasiumEnv):
     ) -> None:
         if not has_task(id):
             raise EnvError(
-                f"env.id={id} is not a suite of LIBERO; choose one of {', '.join(f'libero/{s}' for s in TIME_LIMITS)}"
+                f"env.id={id} is not a suite of LIBERO; choose one of"
+                f" {', '.join(f'libero/{s}' for s in TIME_LIMITS)}"
             )
         suite, kwargs = id.removeprefix("libero/"), dict(options.kwargs or {})
         num_envs, obs_keys = options.num_envs, options.obs_keys
@@ -191,7 +192,9 @@ class LiberoTask(gymnasium.Env):
     def reset(
         self, *, seed: int | None = None, options: Any = None
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Set objects to one of the fixed initial states; LIBERO draws the positions of fixtures."""
+        """Set objects to one of the fixed initial states; LIBERO draws the positions of
+        fixtures.
+        """
         super().reset(seed=seed)
         sim = self._sim = self._sim or self._build()
         fixtures, state = (int(x) for x in self.np_random.integers((2**31, STATES)))
@@ -304,9 +307,10 @@ def _package(id: str) -> Path:
     spec = importlib.util.find_spec("libero")
     if spec is None or not spec.submodule_search_locations:
         raise EnvError(
-            f"env.id={id}: hf-libero is not installed. It needs mujoco 3.8 and an environment of its own: "
-            "pip install -c scripts/constraints-libero.txt -e '.[libero]', then pip uninstall torchvision, whose wheel "
-            "does not match torch (make test-libero does both in .venv-libero)"
+            f"env.id={id}: hf-libero is not installed. It needs mujoco 3.8 and an environment of"
+            " its own: pip install -c scripts/constraints-libero.txt -e '.[libero]', then pip"
+            " uninstall torchvision, whose wheel does not match torch (make test-libero does both"
+            " in .venv-libero)"
         )
     return Path(spec.submodule_search_locations[0]) / "libero"
 
@@ -321,8 +325,9 @@ def _find_assets(id: str, assets: str | None) -> Path:
         if all((folder / name).is_dir() for name in _ASSETS):
             return folder
     raise EnvError(
-        f"env.id={id}: LIBERO's meshes and textures (206 MB) are not in {' nor '.join(map(str, folders))}. Download "
-        f"them with: {_DOWNLOAD} (or elsewhere, and set env.kwargs.assets=FOLDER)"
+        f"env.id={id}: LIBERO's meshes and textures (206 MB) are not in"
+        f" {' nor '.join(map(str, folders))}. Download them with: {_DOWNLOAD} (or elsewhere, and"
+        " set env.kwargs.assets=FOLDER)"
     )
 
 

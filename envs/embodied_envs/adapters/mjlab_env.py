@@ -26,7 +26,9 @@ from embodied_ppo.core.types import EnvError
 
 
 def has_task(id: str) -> bool:
-    """Return whether the id has mjlab's prefix; importing mjlab to look it up would take seconds."""
+    """Return whether the id has mjlab's prefix; importing mjlab to look it up would take
+    seconds.
+    """
     return id.startswith("Mjlab-")
 
 
@@ -65,9 +67,9 @@ def _registry(id: str) -> Any:
     colon fails.
     """
     cure = (
-        "It needs mujoco 3.11 and an environment of its own: pip install -c scripts/constraints-mjlab.txt -e "
-        "'.[mjlab]', then pip uninstall torchvision, whose wheel does not match torch (make test-mjlab does both in "
-        ".venv-mjlab)"
+        "It needs mujoco 3.11 and an environment of its own: pip install -c"
+        " scripts/constraints-mjlab.txt -e '.[mjlab]', then pip uninstall torchvision, whose wheel"
+        " does not match torch (make test-mjlab does both in .venv-mjlab)"
     )
     with wrap_errors(f"env.id={id}: mjlab cannot be imported (", f"). {cure}"):
         importlib.import_module("mjlab.tasks")

@@ -49,22 +49,25 @@ def select_observations(names: Sequence[str], keys: Sequence[str] | None, *, id:
                 else "env.obs_keys=[NAME,..]"
             )
             raise EnvError(
-                f"env.id={id}: its observation has {privileged[0]}, which exists in simulation only; write {cure} "
-                "to leave it out, or name it there too"
+                f"env.id={id}: its observation has {privileged[0]}, which exists in simulation"
+                f" only; write {cure} to leave it out, or name it there too"
             )
         return list(names)
     if not names:
         raise EnvError(
-            f"env.id={id}: env.obs_keys={_format_names(keys)}: its observation is one array; leave obs_keys out"
+            f"env.id={id}: env.obs_keys={_format_names(keys)}: its observation is one array; leave"
+            " obs_keys out"
         )
     if not keys:
         raise EnvError(
-            f"env.id={id}: env.obs_keys=[] selects nothing; write null for all, or some of {_format_names(groups)}"
+            f"env.id={id}: env.obs_keys=[] selects nothing; write null for all, or some of"
+            f" {_format_names(groups)}"
         )
     for key in keys:
         if not any(name == key or name.startswith(f"{key}/") for name in names):
             raise EnvError(
-                f"env.id={id}: env.obs_keys: {key!r} is not in its observation; {choose(key, groups, 'it has ')}"
+                f"env.id={id}: env.obs_keys: {key!r} is not in its observation;"
+                f" {choose(key, groups, 'it has ')}"
             )
     return [
         name for name in names if any(name == key or name.startswith(f"{key}/") for key in keys)
@@ -108,7 +111,8 @@ def observations(
     flat = _flatten(space)
     if not flat:
         raise EnvError(
-            f"env.id={id}: its observation dictionary is empty; wrap the environment to observe something"
+            f"env.id={id}: its observation dictionary is empty; wrap the environment to observe"
+            " something"
         )
     names = select_observations(list(flat), keys, id=id)
     pairs = {n: _leaf(flat[n], id=f"{id}, observation {n!r}", device=device) for n in names}
@@ -152,13 +156,13 @@ def actions(
         return Discrete(int(space.n)), lambda action: action.cpu().numpy()
     if not isinstance(space, spaces.Box):
         raise EnvError(
-            f"env.id={id}: action space {_short(space)} is not supported (one Box or one Discrete is); "
-            "wrap the environment so that it takes one vector or one choice"
+            f"env.id={id}: action space {_short(space)} is not supported (one Box or one Discrete"
+            " is); wrap the environment so that it takes one vector or one choice"
         )
     if not np.issubdtype(space.dtype, np.floating):
         raise EnvError(
-            f"env.id={id}: its actions are a Box of {space.dtype} (integers), and only a Box of floats or a "
-            "Discrete is supported; wrap the environment so that it takes one choice"
+            f"env.id={id}: its actions are a Box of {space.dtype} (integers), and only a Box of"
+            " floats or a Discrete is supported; wrap the environment so that it takes one choice"
         )
     low, high = (
         np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (space.low, space.high)
@@ -172,14 +176,17 @@ def actions(
 
 
 def check_seeds(id: str, seeds: list[int], num_envs: int) -> None:
-    """Raise EnvError unless there is one seed in [0, 2**31) for each of ``num_envs`` environments."""
+    """Raise EnvError unless there is one seed in [0, 2**31) for each of ``num_envs``
+    environments.
+    """
     if len(seeds) != num_envs:
         raise EnvError(
             f"env.id={id}: {len(seeds)} seeds for {num_envs} environments; give one each"
         )
     if invalid := [seed for seed in seeds if not 0 <= seed < 2**31]:
         raise EnvError(
-            f"env.id={id}: seed {invalid[0]} is outside [0, 2**31); simulators store seeds in 32 bits"
+            f"env.id={id}: seed {invalid[0]} is outside [0, 2**31); simulators store seeds in 32"
+            " bits"
         )
 
 
@@ -194,7 +201,8 @@ def action_shape_error(id: str, action: Tensor, shape: torch.Size) -> EnvError:
     Unchecked, simulators in C++ would read past their end.
     """
     return EnvError(
-        f"env.id={id}: actions of shape {list(action.shape)}; it takes {list(shape)}, environments first"
+        f"env.id={id}: actions of shape {list(action.shape)}; it takes {list(shape)}, environments"
+        " first"
     )
 
 
@@ -234,8 +242,9 @@ def _leaf(space: Any, *, id: str, device: torch.device) -> tuple[ArraySpec, Leaf
         )
     else:
         raise EnvError(
-            f"env.id={id}: observation space {_short(space)} is not supported (Box, Discrete, MultiBinary, "
-            "MultiDiscrete and dictionaries of them are); wrap the environment so that it returns fixed-shape arrays"
+            f"env.id={id}: observation space {_short(space)} is not supported (Box, Discrete,"
+            " MultiBinary, MultiDiscrete and dictionaries of them are); wrap the environment so"
+            " that it returns fixed-shape arrays"
         )
     if device.type == "cpu":
         return spec, convert

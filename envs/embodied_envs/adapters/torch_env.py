@@ -106,8 +106,9 @@ class TorchVectorEnv(Adapter):
         """Create the environment with ``make``, or with the function that ``id`` names."""
         if options.num_threads is not None:
             raise EnvError(
-                f"env.id={id}: num_threads={options.num_threads} is an option of EnvPool and of our engine; leave it "
-                "out (its factory may take an option of its own through env.kwargs)"
+                f"env.id={id}: num_threads={options.num_threads} is an option of EnvPool and of our"
+                " engine; leave it out (its factory may take an option of its own through"
+                " env.kwargs)"
             )
         super().__init__(id, options)
         num_envs, obs_keys = self.num_envs, options.obs_keys
@@ -120,7 +121,8 @@ class TorchVectorEnv(Adapter):
         partial = kwargs.pop("partial_reset", None)
         if observe is not None and obs_keys is not None:
             raise EnvError(
-                f"env.id={id}: env.obs_keys and env.kwargs.observe both select observations; leave one out"
+                f"env.id={id}: env.obs_keys and env.kwargs.observe both select observations; leave"
+                " one out"
             )
         if final not in ("info", "previous"):
             raise EnvError(
@@ -164,8 +166,9 @@ class TorchVectorEnv(Adapter):
         self._info_has_final_obs = False
         if self._use_previous_obs:
             warnings.warn(
-                f"env.id={id}: final_observation=previous: if the time limit ends an episode without its last "
-                "observation, the value of the observation before it is used, which is biased by one step",
+                f"env.id={id}: final_observation=previous: if the time limit ends an episode"
+                " without its last observation, the value of the observation before it is used,"
+                " which is biased by one step",
                 stacklevel=2,
             )
 
@@ -238,8 +241,9 @@ class TorchVectorEnv(Adapter):
         """Call the factory; raise EnvError if it fails or does not exist."""
         if make is None:
             raise EnvError(
-                f'env.id={self.id}: names no function; simulator=torch needs "package.module:function", which is '
-                "called with num_envs, seed, device and env.kwargs and returns the environment"
+                f"env.id={self.id}: names no function; simulator=torch needs"
+                ' "package.module:function", which is called with num_envs, seed, device and'
+                " env.kwargs and returns the environment"
             )
         arguments: dict[str, Any] = {
             "num_envs": self.num_envs,
@@ -252,7 +256,8 @@ class TorchVectorEnv(Adapter):
             arguments["render_mode"] = "rgb_array"
         if reserved := sorted(set(arguments) & set(options)):
             raise EnvError(
-                f"env.id={self.id}: kwargs {', '.join(reserved)} are set by the adapter; leave them out"
+                f"env.id={self.id}: kwargs {', '.join(reserved)} are set by the adapter; leave"
+                " them out"
             )
         with wrap_errors(f"env.id={self.id}: its function fails with {arguments | options}: "):
             return make(**arguments, **options)
@@ -301,8 +306,9 @@ class TorchVectorEnv(Adapter):
         if mode not in (AutoresetMode.SAME_STEP, AutoresetMode.SAME_STEP.value):
             self.close()
             raise EnvError(
-                f"env.id={self.id}: its metadata has autoreset_mode={mode}; only AutoresetMode.SAME_STEP is "
-                "supported: the step that ends an episode starts the next one"
+                f"env.id={self.id}: its metadata has autoreset_mode={mode}; only"
+                " AutoresetMode.SAME_STEP is supported: the step that ends an episode starts the"
+                " next one"
             )
 
     def _observed_space(
@@ -352,8 +358,9 @@ class TorchVectorEnv(Adapter):
         for name, spec in specs.items():
             if tuple(named[name].shape) != (self.num_envs, *spec.shape):
                 raise EnvError(
-                    f"env.id={self.id}: observation {name!r} has shape {list(named[name].shape)}, its "
-                    f"single_observation_space has {list(spec.shape)} for each of {self.num_envs} environments"
+                    f"env.id={self.id}: observation {name!r} has shape {list(named[name].shape)},"
+                    f" its single_observation_space has {list(spec.shape)} for each of"
+                    f" {self.num_envs} environments"
                 )
         self._keep_previous(converted)
         return converted
@@ -383,8 +390,8 @@ class TorchVectorEnv(Adapter):
         """Convert one entry of an observation; raise EnvError unless it is a tensor."""
         if not isinstance(x, Tensor):
             raise EnvError(
-                f"env.id={self.id}: observation {name!r} is a {type(x).__name__}, not a torch.Tensor; "
-                "use simulator=gymnasium for environments of numpy arrays"
+                f"env.id={self.id}: observation {name!r} is a {type(x).__name__}, not a"
+                " torch.Tensor; use simulator=gymnasium for environments of numpy arrays"
             )
         spec = self.obs_spec[name] if isinstance(self.obs_spec, dict) else self.obs_spec
         space = self._leaves[name]
@@ -400,7 +407,9 @@ class TorchVectorEnv(Adapter):
         return torch.as_tensor(x).reshape(self.num_envs).to(self.device, dtype, copy=True)
 
     def _final_obs(self, obs: Obs, info: Mapping[str, Any], ended: Tensor) -> Obs | None:
-        """Return the true successors where bool [N] ``ended``; raise EnvError if they are missing."""
+        """Return the true successors where bool [N] ``ended``; raise EnvError if they are
+        missing.
+        """
         previous = self._previous_obs
         self._keep_previous(obs)
         for key in ("final_obs", "final_observation"):
@@ -413,10 +422,12 @@ class TorchVectorEnv(Adapter):
             return previous
         if bool(ended.any()):  # synchronises with the device
             raise EnvError(
-                f"env.id={self.id}: an episode ended, and its last observation is not in info['final_obs'] (nor "
-                "'final_observation'), so the value of the next state is unknown if the time limit ended it. Put it "
-                "there, before the reset (Isaac Lab: cfg.compute_final_obs=True); or set env.kwargs.final_observation="
-                "previous to use the observation before it instead, biased by one step where episodes are truncated"
+                f"env.id={self.id}: an episode ended, and its last observation is not in"
+                " info['final_obs'] (nor 'final_observation'), so the value of the next state is"
+                " unknown if the time limit ended it. Put it there, before the reset (Isaac Lab:"
+                " cfg.compute_final_obs=True); or set env.kwargs.final_observation=previous to use"
+                " the observation before it instead, biased by one step where episodes are"
+                " truncated"
             )
         return None
 

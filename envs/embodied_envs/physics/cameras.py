@@ -35,8 +35,8 @@ def gl_context(width: int, height: int) -> Any:
         except Exception as error:  # PyOpenGL's own, which cannot be named before PyOpenGL loads; the next is tried
             failures.append(f"{backend}: {type(error).__name__}: {error}")
     raise EnvError(
-        f"cameras: no OpenGL without a screen ({'; '.join(failures)}); Debian: apt-get install libegl1 "
-        "libgl1-mesa-dri, or libosmesa6 and MUJOCO_GL=osmesa"
+        f"cameras: no OpenGL without a screen ({'; '.join(failures)}); Debian: apt-get install"
+        " libegl1 libgl1-mesa-dri, or libosmesa6 and MUJOCO_GL=osmesa"
     )
 
 
@@ -105,7 +105,8 @@ class Cameras:
             raise EnvError(f"env.cameras={list(names)}: names a camera twice")
         if unknown := [n for n in names if n not in known]:
             raise EnvError(
-                f"env.cameras: the model has no camera {unknown[0]!r}; it has {', '.join(known) or 'none'}"
+                f"env.cameras: the model has no camera {unknown[0]!r}; it has"
+                f" {', '.join(known) or 'none'}"
             )
         self._ids = [known.index(n) for n in names]
         self._film = 0 if known else -1

@@ -116,7 +116,8 @@ def make(
     task_class = tasks.find(id)
     if task_class is None:
         raise EnvError(
-            f"env.id={id}: no task of ours; choose one of {', '.join(tasks.OWN)}, or package.module:Class"
+            f"env.id={id}: no task of ours; choose one of {', '.join(tasks.OWN)}, or"
+            " package.module:Class"
         )
     kwargs = dict(options.kwargs or {})
     sizes = {name: kwargs.pop(name, None) for name in ("nconmax", "njmax")}
@@ -126,7 +127,8 @@ def make(
     if warp_sizes and engine != "warp":
         name = next(iter(warp_sizes))
         raise EnvError(
-            f"env.id={id}: env.kwargs.{name} is read by simulator=warp only; leave it out, or write null"
+            f"env.id={id}: env.kwargs.{name} is read by simulator=warp only; leave it out, or write"
+            " null"
         )
     task = tasks.make(id, task_class, kwargs)
     _check(task, id)

@@ -143,7 +143,9 @@ class WarpPhysics:
         self._render = self._renderer() if cameras.names else None
 
     def _allocate(self) -> None:
-        """The simulator's model and data; a field that differs between worlds gets a row for each."""
+        """The simulator's model and data; a field that differs between worlds gets a row for
+        each.
+        """
         varied = self.randomization.fields
         self._weighs = "body_mass" in varied or "body_inertia" in varied
         batched = [
@@ -606,4 +608,7 @@ def _too_small(option: str, limit: int, what: str, seen: int) -> str:
     one that lost.
     """
     needed = math.ceil(1.25 * seen) if seen > limit else 2 * limit
-    return f"env.kwargs.{option}={limit} is too small for the {what} (at most {seen} seen); set {needed} or more"
+    return (
+        f"env.kwargs.{option}={limit} is too small for the {what} (at most {seen} seen); set"
+        f" {needed} or more"
+    )

@@ -42,7 +42,10 @@ class TaskValidator:
                 yield
             except KeyError as error:
                 name = error.args[0] if error.args else "?"
-                cure = "list a field of MuJoCo in the attribute fields, let reset() return a variable of the task"
+                cure = (
+                    "list a field of MuJoCo in the attribute fields, let reset() return a variable"
+                    " of the task"
+                )
                 if function == "reward" and name in self.state_names:
                     cure = "list it in the attribute before"
                 raise EnvError(
@@ -75,7 +78,8 @@ class TaskValidator:
             start = reset()
         if not isinstance(start, Mapping):
             raise EnvError(
-                f"{self.where}.reset() is {type(start).__name__}; it must be a dictionary of tensors"
+                f"{self.where}.reset() is {type(start).__name__}; it must be a dictionary of"
+                " tensors"
             )
         fields = self.physics.fields
         for name, x in start.items():
@@ -84,30 +88,35 @@ class TaskValidator:
                 self._tensor(what, x, tuple(fields[name].shape))
                 if x.dtype != self.physics.dtype:
                     raise EnvError(
-                        f"{self.where}.{what} is {x.dtype}; it must be {self.physics.dtype}, the dtype that bind() gets"
+                        f"{self.where}.{what} is {x.dtype}; it must be {self.physics.dtype}, the"
+                        " dtype that bind() gets"
                     )
                 continue
             if name in fields:
                 raise EnvError(
-                    f"{self.where}: its variable {name!r} has the name of a MuJoCo field; name it otherwise"
+                    f"{self.where}: its variable {name!r} has the name of a MuJoCo field; name it"
+                    " otherwise"
                 )
             if similar := difflib.get_close_matches(name, INITIAL_FIELDS, n=1, cutoff=0.8):
                 raise EnvError(
-                    f"{self.where}.{what} is a variable of the task; rename it, or did you mean {similar[0]}?"
+                    f"{self.where}.{what} is a variable of the task; rename it, or did you mean"
+                    f" {similar[0]}?"
                 )
             self._tensor(what, x, (self.n, *getattr(x, "shape", (0,))[1:]), "any")
         for name, attribute in (("kind", "names"), ("instruction", "instructions")):
             entries: tuple[str, ...] = getattr(self.task, attribute)
             if (name in start) != bool(entries):
                 raise EnvError(
-                    f"{self.where}: reset()[{name!r}] and the attribute {attribute} go together; one is missing"
+                    f"{self.where}: reset()[{name!r}] and the attribute {attribute} go together;"
+                    " one is missing"
                 )
             if entries:
                 self._tensor(f"reset()[{name!r}]", x := start[name], (self.n,), "int64")
                 if int(x.min()) < 0 or int(x.max()) >= len(entries):
                     raise EnvError(
-                        f"{self.where}.reset()[{name!r}] runs from {int(x.min())} to {int(x.max())}; {attribute} has "
-                        f"{len(entries)} entries, 0 to {len(entries) - 1}"
+                        f"{self.where}.reset()[{name!r}] runs from {int(x.min())} to"
+                        f" {int(x.max())}; {attribute} has {len(entries)} entries, 0 to"
+                        f" {len(entries) - 1}"
                     )
         return dict(start)
 
@@ -115,8 +124,8 @@ class TaskValidator:
         """Return copies of the state entries that ``reward`` reads from before the step."""
         if unknown := [k for k in self.task.before if k not in s]:
             raise EnvError(
-                f"{self.where}.before names {unknown[0]!r}, which is neither in the attribute fields nor a variable "
-                "that reset() returns; add it there"
+                f"{self.where}.before names {unknown[0]!r}, which is neither in the attribute"
+                " fields nor a variable that reset() returns; add it there"
             )
         return {k: s[k].clone() for k in self.task.before}
 
@@ -142,7 +151,8 @@ class TaskValidator:
             for name, x in task.advance(s, action, action.new_zeros(n, task.step_noise)).items():
                 if name not in s or name in self.physics.fields:
                     raise EnvError(
-                        f"{self.where}.advance()[{name!r}]: reset() returns no such variable; add it there"
+                        f"{self.where}.advance()[{name!r}]: reset() returns no such variable; add"
+                        " it there"
                     )
                 self._tensor(f"advance()[{name!r}]", x, tuple(s[name].shape), "any")
         with self._calling("observe"):

@@ -49,7 +49,8 @@ def find(id: str) -> type[Task] | None:
         return value
     if hasattr(value, "observe") and hasattr(value, "spec"):
         raise EnvError(
-            f"env.id={id}: {name} is written like a task but is no subclass of embodied_envs.tasks.Task"
+            f"env.id={id}: {name} is written like a task but is no subclass of"
+            " embodied_envs.tasks.Task"
         )
     return None
 
@@ -73,7 +74,10 @@ def hint(id: str) -> str:
         for k, x in members.items()
         if isinstance(x, type) and issubclass(x, Task) and x is not Task
     ]
-    return f"; {module} has no {name!r}, it has {', '.join(there) or 'no subclass of embodied_envs.tasks.Task'}"
+    return (
+        f"; {module} has no {name!r}, it has"
+        f" {', '.join(there) or 'no subclass of embodied_envs.tasks.Task'}"
+    )
 
 
 def make(id: str, kind: type[Task], kwargs: dict[str, Any]) -> Task:

@@ -100,7 +100,8 @@ def record(
         raise EnvError(f"noise={noise} must be a probability, at least 0 and less than 1")
     if task_kwargs.get("obs", "language") != "language":
         raise EnvError(
-            f"env.kwargs.obs={task_kwargs['obs']!r}: demonstrations are of obs=language; leave it out"
+            f"env.kwargs.obs={task_kwargs['obs']!r}: demonstrations are of obs=language; leave"
+            " it out"
         )
     env = embodied_envs.make(
         Tabletop.id,
@@ -126,7 +127,8 @@ def record(
                     return
             elif attempts >= 100 and done < 0.1 * attempts:
                 raise EnvError(
-                    f"env.id={Tabletop.id}: the expert succeeded in {done} of {attempts} episodes; lower noise={noise}"
+                    f"env.id={Tabletop.id}: the expert succeeded in {done} of {attempts} episodes;"
+                    f" lower noise={noise}"
                 )
     finally:
         env.close()

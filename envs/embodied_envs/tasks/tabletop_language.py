@@ -210,7 +210,9 @@ FAMILIES: dict[str, Family] = {
 
 
 class Combination(NamedTuple):
-    """A family and its arguments: indices in COLOURS and DIRECTIONS, -1 where the family has none."""
+    """A family and its arguments: indices in COLOURS and DIRECTIONS, -1 where the family has
+    none.
+    """
 
     family: str
     a: int
@@ -264,11 +266,13 @@ def episodes(families: Sequence[str] | None, split: str) -> dict[Combination, tu
     """
     if split not in SPLITS:
         raise EnvError(
-            f"env.id=Tabletop: split={split!r} is unknown; {choose(str(split), SPLITS, 'there are ')}"
+            f"env.id=Tabletop: split={split!r} is unknown;"
+            f" {choose(str(split), SPLITS, 'there are ')}"
         )
     if isinstance(families, str) or (families is not None and not families):
         raise EnvError(
-            f"env.id=Tabletop: families={families!r} must be a list of names, or null for all of them"
+            f"env.id=Tabletop: families={families!r} must be a list of names, or null for all of"
+            " them"
         )
     names = list(FAMILIES) if families is None else list(families)
     for name in names:

@@ -72,7 +72,7 @@ class Task(ABC):
     def spec(self) -> mujoco.MjSpec:
         """The model, fresh at every call: an engine may change it."""
 
-    def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:  # noqa: B027, optional
+    def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:  # noqa: B027
         """Called once, before any other function: look names up in ``model``, make the constant
         tensors.
 
@@ -117,7 +117,9 @@ class Task(ABC):
         return None
 
     def advance(self, s: State, action: Tensor, u: Tensor) -> dict[str, Tensor]:
-        """The task's variables [N, ..] that change with a control step; ``u`` is [N, step_noise]."""
+        """The task's variables [N, ..] that change with a control step; ``u`` is [N,
+        step_noise].
+        """
         return {}
 
     def reset(self, u: Tensor) -> dict[str, Tensor]:

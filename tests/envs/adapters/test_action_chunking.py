@@ -24,9 +24,14 @@ def chunked(
 
 @pytest.mark.parametrize("same_step", [True, False], ids=["same_step", "next_step"])
 def test_an_end_inside_a_chunk_leaves_the_rest_unexecuted(same_step: bool) -> None:
-    """Lengths 2 (terminates), 3 (clock), 7 and 3 = the chunk itself (terminates at its last step)."""
+    """Lengths 2 (terminates), 3 (clock), 7 and 3 = the chunk itself (terminates at its last
+    step).
+    """
     env = chunked([2, 4, 7, 3], [False, True, False, False], 3, same_step=same_step)
-    assert env.action_spec.size == 3 and env.reset().shape == (4, 3)  # pyright: ignore[reportAttributeAccessIssue]
+    assert env.action_spec.size == 3 and env.reset().shape == (
+        4,
+        3,
+    )  # pyright: ignore[reportAttributeAccessIssue]
     step = env.step(torch.zeros(4, 3, 1))
     # rewards are 100 i + 10 episode + step
     assert step.reward.tolist() == [[1, 2, 0], [101, 102, 103], [201, 202, 203], [301, 302, 303]]

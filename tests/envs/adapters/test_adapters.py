@@ -252,7 +252,9 @@ def test_unit_bounds_are_clamped_by_both_mappings() -> None:
 
 @pytest.mark.parametrize("simulator", ["envpool", "gymnasium"])
 def test_actions_reach_the_simulator_in_its_units(simulator: str) -> None:
-    """InvertedPendulum takes forces in [-3, 3] N: 0.5 rescaled is 1.5 as it is, and 9 clipped is 3."""
+    """InvertedPendulum takes forces in [-3, 3] N: 0.5 rescaled is 1.5 as it is, and 9 clipped
+    is 3.
+    """
 
     def after(mapping: str, value: float) -> Tensor:
         env = make("InvertedPendulum-v5", simulator=simulator, action_mapping=mapping)
@@ -363,7 +365,7 @@ class Corridor(gymnasium.Env):
     the episode.
     """
 
-    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  (Gymnasium's way)
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
     observation_space = spaces.Dict(
         {
             "where": spaces.Discrete(6, start=-1),
@@ -565,7 +567,10 @@ REFUSED = [
     (
         "HalfCheeta-v4",
         {},
-        "unknown to our tasks and envpool and gymnasium; .*our tasks: HalfCheetah; .*envpool: HalfCh.*gymnasium: ",
+        (
+            "unknown to our tasks and envpool and gymnasium; .*our tasks: HalfCheetah; .*envpool:"
+            " HalfCh.*gymnasium: "
+        ),
     ),
     (
         "HalfCheeta-v4",
@@ -632,7 +637,10 @@ REFUSED = [
     (
         "Go1JoystickFlatTerrain-v1",
         {},
-        r"has privileged_state, which exists in simulation only; write env.obs_keys=\[state\] to leave it out",
+        (
+            r"has privileged_state, which exists in simulation only; write env.obs_keys=\[state\]"
+            r" to leave it out"
+        ),
     ),
     (
         "Go1JoystickFlatTerrain-v1",
@@ -718,7 +726,10 @@ def test_mujocos_own_warnings_do_not_flood_the_terminal(
 
 def test_importing_the_package_loads_no_simulator() -> None:
     """EnvPool takes 1 to 3 s to import; whoever only asks for help should not wait for it."""
-    code = "import embodied_envs, sys; print([m for m in ('envpool', 'mujoco', 'ray') if m in sys.modules])"
+    code = (
+        "import embodied_envs, sys; print([m for m in ('envpool', 'mujoco', 'ray') if m in"
+        " sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -10,7 +10,9 @@ import pytest
 
 @pytest.mark.parametrize("end", ["", "env.close()", "del env"])
 def test_a_process_ends_in_silence_whoever_closes_its_cameras(end: str) -> None:
-    """EGL ends at the interpreter's exit, too, and complains of contexts that are freed after it."""
+    """EGL ends at the interpreter's exit, too, and complains of contexts that are freed after
+    it.
+    """
     code = f"""
 import embodied_envs
 options = {{"cameras": ["front"], "image_size": (16, 16), "render": True, "render_size": (20, 30), "num_threads": 1}}

@@ -342,7 +342,10 @@ def test_finding_tasks() -> None:
     assert tasks.find("toys:ScriptedEnv") is None and tasks.find("HalfCheetah-v4") is None
     with pytest.raises(EnvError, match="cannot import 'no_such_module'"):
         tasks.find("no_such_module:Task")
-    code = "import embodied_envs, sys; embodied_envs.tasks.find('HalfCheetah-v4'); assert 'mujoco' not in sys.modules"
+    code = (
+        "import embodied_envs, sys; embodied_envs.tasks.find('HalfCheetah-v4'); assert 'mujoco' not"
+        " in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -233,7 +233,10 @@ class Feeling(Swing):
         text = text.replace('<geom type="sphere"', '<geom name="ball" type="sphere"')
         text = text.replace('<geom type="plane"', '<geom name="floor" type="plane"')
         text = text.replace('<geom type="capsule"', '<geom name="rod" type="capsule"')
-        sensors = '<contact geom1="ball" geom2="floor" num="1" data="found"/><jointlimitpos joint="hinge"/>'
+        sensors = (
+            '<contact geom1="ball" geom2="floor" num="1" data="found"/><jointlimitpos'
+            ' joint="hinge"/>'
+        )
         sensors += '<distance geom1="ball" geom2="rod" cutoff="1"/><jointlimitvel joint="hinge"/>'
         return mujoco.MjSpec.from_string(text.replace("<sensor>", f"<sensor>{sensors}"))
 
@@ -280,7 +283,10 @@ def test_first_states_are_those_of_the_cpu_engine() -> None:
 def test_fields_have_the_shapes_of_mujoco() -> None:
     model = mujoco.MjModel.from_xml_string(SWING)
     data = mujoco.MjData(model)
-    names = "xpos xquat xmat xipos ximat site_xmat geom_xmat cam_xmat cinert cvel cfrc_ext cacc sensordata qfrc_actuator "
+    names = (
+        "xpos xquat xmat xipos ximat site_xmat geom_xmat cam_xmat cinert cvel cfrc_ext cacc"
+        " sensordata qfrc_actuator "
+    )
     names += "actuator_force subtree_com qacc mocap_quat time act M geom_size jnt_range body_quat"
     physics = WarpPhysics(
         model,
@@ -302,7 +308,9 @@ def test_fields_have_the_shapes_of_mujoco() -> None:
 # ------------------------------------------------------------------------------------- the contract
 @pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
 def test_contract(stage: str) -> None:
-    """Among others: a state continues to the last bit, and a reset of one world touches no other."""
+    """Among others: a state continues to the last bit, and a reset of one world touches no
+    other.
+    """
     found = embodied_envs.check_env(
         lambda seeds: make(n=len(seeds), seeds=seeds, max_episode_steps=7, kwargs={"stage": stage}),
         steps=40,
@@ -547,11 +555,17 @@ def test_without_mujoco_warp_the_cure_is_said(monkeypatch: pytest.MonkeyPatch) -
     [
         (
             {"nconmax": 1},
-            r"nconmax=1 is too small for the contacts per world \(at most [24] seen\); set [35] or more",
+            (
+                r"nconmax=1 is too small for the contacts per world \(at most [24] seen\); set [35]"
+                r" or more"
+            ),
         ),
         (
             {"njmax": 7},
-            r"njmax=7 is too small for the rows of constraints in one world \(at most \d+ seen\); set \d+",
+            (
+                r"njmax=7 is too small for the rows of constraints in one world \(at most \d+"
+                r" seen\); set \d+"
+            ),
         ),
         ({"njmax": 0}, r"njmax=0 must be a whole number, at least 1"),
     ],

@@ -60,7 +60,9 @@ def shared() -> OpenVLABody:
 
 
 def batch(seed: int = 0, cameras: int = 0, size: int = 28) -> tuple[Tensor, Tensor, Tensor]:
-    """Images uint8 [3, (K,) 3, size, size], prompts of 7, 4 and 5 tokens padded on the left, mask."""
+    """Images uint8 [3, (K,) 3, size, size], prompts of 7, 4 and 5 tokens padded on the left,
+    mask.
+    """
     g = torch.Generator().manual_seed(seed)
     shape = (3, *([cameras] if cameras else []), 3, size, size)
     images = torch.randint(0, 256, shape, generator=g, dtype=torch.uint8)

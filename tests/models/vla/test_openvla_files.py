@@ -399,7 +399,7 @@ def test_a_loaded_checkpoint_is_a_body_with_those_weights(tmp_path: Path) -> Non
     assert torch.equal(
         loaded.hidden(*batch(), placeholders=5), direct.hidden(*batch(), placeholders=5)
     )
-    torch.testing.assert_close(loaded.language_model.model.rotary_emb.inv_freq, direct.language_model.model.rotary_emb.inv_freq)  # fmt: skip  # noqa: E501
+    torch.testing.assert_close(loaded.language_model.model.rotary_emb.inv_freq, direct.language_model.model.rotary_emb.inv_freq)  # fmt: skip
     assert [n for n, p in loaded.named_parameters() if p.requires_grad] == [
         n for n, p in direct.named_parameters() if p.requires_grad
     ]
@@ -528,7 +528,10 @@ DINO_BLOCK = "vision_backbone.featurizer.blocks.0"
         ),
         (
             synthetic() | {f"{DINO_BLOCK}.attn.qkv.weight": torch.zeros(48, 15)},
-            r"1 of another shape: vision_backbone.featurizer.blocks.0.attn.qkv.weight \[48, 15\] instead of \[48, 16\]",
+            (
+                r"1 of another shape: vision_backbone.featurizer.blocks.0.attn.qkv.weight \[48,"
+                r" 15\] instead of \[48, 16\]"
+            ),
         ),
         (
             synthetic() | {"vision_backbone.featurizer.pos_embed": torch.zeros(1, P + 1, 16)},
@@ -540,7 +543,10 @@ DINO_BLOCK = "vision_backbone.featurizer.blocks.0"
         ),
         (
             {f"base_model.{key}": value for key, value in synthetic().items()},
-            r"missing: projector.fc1.weight, projector.fc1.bias, projector.fc2.weight, \.\.; \d+ unexpected: base_",
+            (
+                r"missing: projector.fc1.weight, projector.fc1.bias, projector.fc2.weight, \.\.;"
+                r" \d+ unexpected: base_"
+            ),
         ),
     ],
 )

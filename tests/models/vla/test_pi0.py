@@ -159,7 +159,10 @@ def test_at_its_published_size() -> None:
     published = pi0_files.read_config({"type": "pi0"}, "DIR")
     with torch.device("meta"):
         body = PI0ForConditionalGeneration(published)
-        spec = {**dict(SPEC), "state": ArraySpec((8,))}  # pyright: ignore[reportCallIssue, reportArgumentType]
+        spec = {
+            **dict(SPEC),
+            "state": ArraySpec((8,)),
+        }  # pyright: ignore[reportCallIssue, reportArgumentType]
         config = ModelConfig(policy="flow", checkpoint="DIR", freeze_trunk=True, dtype="bfloat16")
         words = pi0_files.Published(body, lambda sentence: range(48))
         policy = PI0(
@@ -481,12 +484,18 @@ def test_lerobots_own_config_json() -> None:
 
     ours, published = pi0_files.read_config(raw, "DIR"), PI0Config()
     for part, names in {
-        "vlm_config.text_config": "hidden_size intermediate_size num_hidden_layers num_attention_heads "
-        "num_key_value_heads head_dim vocab_size",
-        "vlm_config.vision_config": "hidden_size intermediate_size num_hidden_layers num_attention_heads patch_size "
-        "image_size",
+        "vlm_config.text_config": (
+            "hidden_size intermediate_size num_hidden_layers num_attention_heads "
+            "num_key_value_heads head_dim vocab_size"
+        ),
+        "vlm_config.vision_config": (
+            "hidden_size intermediate_size num_hidden_layers num_attention_heads patch_size "
+            "image_size"
+        ),
         "vlm_config": "image_token_id projection_dim",
-        "dit_config": "hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim",
+        "dit_config": (
+            "hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim"
+        ),
         "": "chunk_size max_state_dim max_action_dim num_inference_steps min_period max_period",
     }.items():
         for name in names.split():
@@ -505,7 +514,9 @@ DEVIATIONS = {"observation.state": [2.0] * 5, "action": [2.0, 4.0]}
 
 @pytest.mark.parametrize("where", ["lerobot", "lerobot before", "transformers", "openpi"])
 def test_statistics(where: str, folder: Path, tmp_path: Path) -> None:
-    """States are (s - mean) / std, actions x std + mean, wherever the directory keeps the numbers."""
+    """States are (s - mean) / std, actions x std + mean, wherever the directory keeps the
+    numbers.
+    """
     other = write_tiny(tmp_path / "tiny")
     named = {f"{n}.mean": torch.tensor(x) for n, x in MEANS.items()}
     named |= {f"{n}.std": torch.tensor(x) for n, x in DEVIATIONS.items()}

@@ -157,16 +157,20 @@ def test_the_mode_is_the_likeliest_and_samples_follow_the_probabilities(decode: 
 
 
 def test_what_an_answer_depends_on() -> None:
-    """Picture, words, state; with autoregressive tokens also those before, and never those after."""
+    """Picture, words, state; with autoregressive tokens also those before, and never those
+    after.
+    """
     for decode in DECODE:
         policy, obs = make(decode=decode), observations()
         d = policy.act(policy.encode(obs))
         base = policy.evaluate(policy.encode(obs), d.action, d.replay)
         for name in obs:
             other = obs | {
-                name: torch.flip(obs[name], dims=(-1,))
-                if name != "instruction"
-                else (obs[name] + 1) % 3
+                name: (
+                    torch.flip(obs[name], dims=(-1,))
+                    if name != "instruction"
+                    else (obs[name] + 1) % 3
+                )
             }
             changed = policy.evaluate(policy.encode(other), d.action, d.replay)
             assert (changed.log_prob - base.log_prob).abs().max() > 1e-4, (decode, name)

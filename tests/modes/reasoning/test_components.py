@@ -171,10 +171,13 @@ STATEFUL = [
 
 @pytest.mark.parametrize("options", [[], STATEFUL], ids=["plain", "everything adapts"])
 def test_two_halves_equal_the_whole(options: list[str], capsys: Capture) -> None:
-    """Four updates of 8 of 20 prompts: the data's first epoch ends in the third, the resumed half."""
+    """Four updates of 8 of 20 prompts: the data's first epoch ends in the third, the resumed
+    half.
+    """
     # the even digits are worth something, or nothing would be learned
     Path("even.py").write_text(
-        "def compute_score(solution_str, **rest):\n    return sum(c in '02468' for c in solution_str)"
+        "def compute_score(solution_str, **rest):\n    return sum(c in '02468' for c in"
+        " solution_str)"
     )
     options = [
         *options,
@@ -319,7 +322,8 @@ def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
     summary = run(capsys, "train", *options)
     assert summary["updates"] == 1 and summary["final_success"] is not None
     told = re.search(
-        r"data: (\d+) prompts of data.train=\S+; (\d+) longer than algorithm.prompt_length=200 were left",
+        r"data: (\d+) prompts of data.train=\S+; (\d+) longer than algorithm.prompt_length=200 were"
+        r" left",
         log(),
     )
     assert told and int(told[1]) + int(told[2]) == 60 and int(told[1]) > 0 < int(told[2])
@@ -391,7 +395,10 @@ def test_files_and_directories_that_are_not_there(capsys: Capture) -> None:
     for change, words in (
         (
             "data.train=[trian.jsonl]",
-            r"data.train=\[.*/trian.jsonl\]: .*/trian.jsonl: does not exist; did you mean train.jsonl",
+            (
+                r"data.train=\[.*/trian.jsonl\]: .*/trian.jsonl: does not exist; did you mean"
+                r" train.jsonl"
+            ),
         ),
         ("actor.tokenizer=nowhere", r"actor.tokenizer=.*/nowhere: is no directory; .*hf download"),
         (f"actor.model.path={Path.cwd()}", "holds no tokenizer"),

@@ -126,7 +126,9 @@ def test_log_probabilities_are_the_learner_s(temperature: float) -> None:
 
 
 def test_finished_rows_are_not_computed() -> None:
-    """Tokens that go through the model: prompts, and one for each token but the last of a response."""
+    """Tokens that go through the model: prompts, and one for each token but the last of a
+    response.
+    """
     policy, seen = make(), Counter()
     embed = policy.model.model.embed_tokens
     embed.register_forward_hook(lambda m, args, out: seen.update(tokens=args[0].numel()))
@@ -191,7 +193,7 @@ def test_a_model_s_own_settings_do_not_leak_in() -> None:
 
 def test_stop_texts() -> None:
     policy = make()
-    decode = lambda ids: "".join(chr(60 + i) for i in ids)  # noqa: E731
+    decode = lambda ids: "".join(chr(60 + i) for i in ids)
     free = engine(policy).generate(PROMPTS, Sampling(20), seed=5)
     text = decode(free.token[1].tolist())
     stop = text[6:8]
@@ -203,7 +205,7 @@ def test_stop_texts() -> None:
 
 
 def test_a_stop_text_may_need_many_tokens_for_a_character() -> None:
-    decode = lambda ids: bytes(ids).decode(errors="replace")  # noqa: E731
+    decode = lambda ids: bytes(ids).decode(errors="replace")
     stop = "\N{OCTAGONAL SIGN}" * 4  # 16 tokens
     told = list(f"ab{stop}".encode())
     state = _State(1, 1, Sampling(30, stop=(stop,)), 0, torch.zeros(1, 30), 256, None)
@@ -237,7 +239,7 @@ RULES = [
     ),
     Sampling(1),
 ]
-CODE = lambda ids: "".join(chr(60 + i) for i in ids)  # noqa: E731
+CODE = lambda ids: "".join(chr(60 + i) for i in ids)
 
 
 def equal(a: Generation, b: Generation) -> bool:
