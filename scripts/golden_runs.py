@@ -170,7 +170,9 @@ def train(name: str, folder: Path) -> dict[str, Any]:
     """
     if any("{pi0}" in option for option in RUNS[name]) and not (folder / "pi0").exists():
         sys.path.insert(0, str(TESTS))
-        importlib.import_module("tiny_pi0").write_tiny(folder / "pi0", max_state_dim=16)
+        importlib.import_module("tiny_pi0_checkpoint").write_checkpoint(
+            folder / "pi0", max_state_dim=16
+        )
     options = [option.replace("{pi0}", str(folder / "pi0")) for option in RUNS[name]]
     run_dir = folder / name
     for extra in ([], *([CONTINUED[name]] if name in CONTINUED else [])):

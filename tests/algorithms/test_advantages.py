@@ -10,8 +10,8 @@ from statistics import fmean, pvariance
 from typing import Any
 
 import pytest
+import reference_numerics
 import torch
-import twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -56,7 +56,7 @@ def column(*, mask: list[int] | None = None, **rows: list[float]) -> dict[str, T
 
 
 def twin(rows: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
-    out = twins.gae(**{name: x.tolist() for name, x in rows.items()}, **options)
+    out = reference_numerics.gae(**{name: x.tolist() for name, x in rows.items()}, **options)
     return torch.tensor(out[0]), torch.tensor(out[1])
 
 
@@ -310,12 +310,14 @@ def test_group_twins(group_size, groups, seed):
     score = torch.randn(group_size * groups, generator=torch.Generator().manual_seed(seed))
     s = score.tolist()
     assert advantages.grpo(score, group_size).tolist() == pytest.approx(
-        twins.grpo(s, group_size), abs=1e-6, rel=1e-6
+        reference_numerics.grpo(s, group_size), abs=1e-6, rel=1e-6
     )
     plain = advantages.grpo(score, group_size, normalize_std=False)
-    assert plain.tolist() == pytest.approx(twins.grpo(s, group_size, normalize_std=False), abs=1e-6)
+    assert plain.tolist() == pytest.approx(
+        reference_numerics.grpo(s, group_size, normalize_std=False), abs=1e-6
+    )
     assert advantages.rloo(score, group_size).tolist() == pytest.approx(
-        twins.rloo(s, group_size), abs=1e-6
+        reference_numerics.rloo(s, group_size), abs=1e-6
     )
     close(plain.reshape(groups, group_size).sum(1), torch.zeros(groups), 1e-5)
 
@@ -363,12 +365,12 @@ def test_reinforce_by_hand():
 def test_reinforce_plus_plus_twin(seed):
     rows = random_rows(10, 4, seed)
     done, mask = rows["terminated"] | rows["truncated"], rows["mask"].tolist()
-    raw = twins.return_to_go(rows["reward"].tolist(), done.tolist(), mask, gamma=0.9)
+    raw = reference_numerics.return_to_go(rows["reward"].tolist(), done.tolist(), mask, gamma=0.9)
     options = {name: rows[name] for name in ("reward", "terminated", "truncated", "mask")}
     close(advantages.reinforce_plus_plus(**options, gamma=0.9, whiten=False), torch.tensor(raw))
     close(
         advantages.reinforce_plus_plus(**options, gamma=0.9),
-        torch.tensor(twins.standardise(raw, mask)),
+        torch.tensor(reference_numerics.standardise(raw, mask)),
         2e-6,
     )
 
@@ -379,13 +381,13 @@ def test_reinforce_plus_plus_baseline_twin(seed):
     rows["mask"][0] = True
     score = torch.where(rows["mask"], rows["reward"], 0.0).sum(0)
     mask = rows["mask"].tolist()
-    centred = twins.grpo(score.tolist(), 2, normalize_std=False)
+    centred = reference_numerics.grpo(score.tolist(), 2, normalize_std=False)
     raw = [[c if keep else 0.0 for c, keep in zip(centred, row)] for row in mask]
     close(
         advantages.reinforce_plus_plus_baseline(score, rows["mask"], 2, whiten=False),
         torch.tensor(raw),
     )
-    expected = torch.tensor(twins.standardise(raw, mask))
+    expected = torch.tensor(reference_numerics.standardise(raw, mask))
     close(advantages.reinforce_plus_plus_baseline(score, rows["mask"], 2), expected, 2e-6)
 
 
@@ -464,7 +466,7 @@ def test_normalize_twin_and_moments(seed):
     g = torch.Generator().manual_seed(seed)
     a, mask = torch.randn(20, 6, generator=g) * 7 + 100, torch.rand(20, 6, generator=g) < 0.5
     out, _ = advantages.normalize(a, mask)
-    close(out, torch.tensor(twins.standardise(a.tolist(), mask.tolist())))
+    close(out, torch.tensor(reference_numerics.standardise(a.tolist(), mask.tolist())))
     mean, var, _ = running_stats.masked_moments(out, mask)
     assert mean.item() == pytest.approx(0, abs=1e-6) and var.item() == pytest.approx(1, abs=1e-6)
     close(advantages.normalize(out, mask)[0], out)  # whitening twice is whitening once
@@ -533,11 +535,16 @@ def test_reward_norm_flags(flags, expected, norm):
 
 def test_reward_norm_over_the_batch_and_over_groups():
     batch = advantages.shape_rewards(REWARD, KEPT, norm="batch")
-    close(batch[KEPT], torch.tensor(twins.standardise(REWARD.tolist(), KEPT.tolist()))[KEPT])
+    close(
+        batch[KEPT],
+        torch.tensor(reference_numerics.standardise(REWARD.tolist(), KEPT.tolist()))[KEPT],
+    )
     assert batch[1, 1].item() == 99.0  # masked: untouched
     groups = advantages.shape_rewards(REWARD, KEPT, norm="group", group_size=2)
     for cut in (slice(0, 2), slice(2, 4)):
-        expected = torch.tensor(twins.standardise(REWARD[:, cut].tolist(), KEPT[:, cut].tolist()))
+        expected = torch.tensor(
+            reference_numerics.standardise(REWARD[:, cut].tolist(), KEPT[:, cut].tolist())
+        )
         close(groups[:, cut][KEPT[:, cut]], expected[KEPT[:, cut]])
 
 
@@ -602,7 +609,7 @@ def test_return_scaler_twin_over_several_rollouts(seed):
         rows = random_rows(7, 3, 10 * seed + i)
         done = rows["terminated"] | rows["truncated"]
         s.update(rows["reward"], done, rows["mask"], 0.97)
-        more, state = twins.discounted_returns(
+        more, state = reference_numerics.discounted_returns(
             rows["reward"].tolist(), done.tolist(), rows["mask"].tolist(), gamma=0.97, start=state
         )
         seen += more

@@ -8,8 +8,8 @@ import math
 from typing import Any
 
 import pytest
+import reference_numerics
 import torch
-import twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,7 +117,7 @@ def test_policy_loss_twin(elements, low, high, c):
         clip_ratio_high=high,
         clip_ratio_c=c,
     )
-    expected, (clipped, dual, k3, count), largest = twins.policy_loss(
+    expected, (clipped, dual, k3, count), largest = reference_numerics.policy_loss(
         lp, old, advantage, mask, low=low, high=high, c=c
     )
     assert loss.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -133,7 +133,7 @@ def test_policy_loss_twin_in_float32_with_fractions_that_move():
     lp, old = torch.randn(400, generator=g) * 0.3, torch.randn(400, generator=g) * 0.3
     advantage, mask = torch.randn(400, generator=g), torch.rand(400, generator=g) < 0.8
     loss, stats = losses.policy_loss(lp, old, advantage, mask, **CLIP, clip_ratio_c=1.5)
-    expected, (clipped, dual, k3, count), _ = twins.policy_loss(
+    expected, (clipped, dual, k3, count), _ = reference_numerics.policy_loss(
         lp.tolist(), old.tolist(), advantage.tolist(), mask.tolist(), low=0.2, high=0.2, c=1.5
     )
     assert loss.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
@@ -269,7 +269,7 @@ def test_value_loss_twin(elements, clip, delta):
         value_clip=clip,
         huber_delta=delta,
     )
-    expected, clipped = twins.value_loss(value, old, returns, clip=clip, delta=delta)
+    expected, clipped = reference_numerics.value_loss(value, old, returns, clip=clip, delta=delta)
     assert loss.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert flags.tolist() == clipped
 
@@ -299,7 +299,9 @@ def test_aggregate_twin(how, trailing):
     x = torch.randn(6, 5, *trailing, generator=g)
     mask = torch.rand(6, 5, generator=g) < 0.6
     mask[:, 2] = False
-    expected = twins.aggregate(x.reshape(6, 5, -1).tolist(), mask.tolist(), how=how, length=6)
+    expected = reference_numerics.aggregate(
+        x.reshape(6, 5, -1).tolist(), mask.tolist(), how=how, length=6
+    )
     assert losses.aggregate(x, mask, how=how, length=6).item() == pytest.approx(expected, abs=1e-6)
 
 

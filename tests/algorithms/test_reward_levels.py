@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
-import toys
+import toy_envs
 from torch import Tensor
 
 from embodied_envs.adapters.action_chunking import ChunkedActions
@@ -200,13 +201,13 @@ def test_actions_after_an_end_change_nothing() -> None:
     assert outcomes[0] == pytest.approx(outcomes[1])
 
 
-class CountingActions(toys.CountingPolicy):
+class CountingActions(toy_envs.CountingPolicy):
     """V of action i of a plan is that of the observation and i/8; the plan is C actions of one
     number.
     """
 
     def _values(self, inputs: Tensor) -> Tensor:
-        return toys.value_of(inputs).unsqueeze(1) + torch.arange(C) / 8
+        return toy_envs.value_of(inputs).unsqueeze(1) + torch.arange(C) / 8
 
     def noise(self, rows: int, generator: torch.Generator | None = None) -> Tensor:
         return torch.randn(rows, C, generator=generator)
@@ -226,7 +227,7 @@ def test_a_rollout_has_rows_of_actions_where_the_policy_values_them(same_step: b
     + action/8. The simulator of column 0 begins episode 1 inside the chunk, where nothing counts,
       then episode 2.
     """
-    env = ChunkedActions(toys.ScriptedEnv([2, 4], [False, True], same_step=same_step), C)
+    env = ChunkedActions(toy_envs.ScriptedEnv([2, 4], [False, True], same_step=same_step), C)
     t, _ = Rollout(env, CountingActions(), seed=0, gamma=0.5).collect(2, update=0, version=0)
     assert t.steps is None and t.version.shape == (2, 2)
     assert t.mask.tolist() == [
@@ -256,7 +257,9 @@ CHUNKS = {"env.action_chunk": 4, "env.max_episode_steps": 10, "algorithm.entropy
 
 
 def trained(options: dict[str, Any]) -> dict[str, float]:
-    return toys.tiny_training(toys.config({**CHUNKS, "updates": 1, **options}))[-1]
+    return run_helpers.tiny_training(run_helpers.tiny_config({**CHUNKS, "updates": 1, **options}))[
+        -1
+    ]
 
 
 def test_levels_of_an_actor_critic_differ() -> None:
@@ -305,16 +308,18 @@ def test_levels_of_an_actor_critic_differ() -> None:
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as error:
-        toys.config({**CHUNKS, "algorithm.entropy_bonus": 0.0, **options})
+        run_helpers.tiny_config({**CHUNKS, "algorithm.entropy_bonus": 0.0, **options})
     assert len(str(error.value)) <= 300
 
 
 def test_detach_value_of_an_actor_critic() -> None:
     """null and false are what it does: the value loss trains the shared trunk. A stored ``true`` of
     an earlier version is read as before."""
-    toys.config({"model.detach_value": False})
+    run_helpers.tiny_config({"model.detach_value": False})
     stored = loader.load(
-        loader.Config, toys.nested({"updates": 1, "model.detach_value": True}), source=loader.STORED
+        loader.Config,
+        run_helpers.nested({"updates": 1, "model.detach_value": True}),
+        source=loader.STORED,
     )
     assert stored.model.detach_value is True
     learner = make_learner({}, values=1)
@@ -341,12 +346,12 @@ def test_limits_bound_forward_passes_and_change_no_number(monkeypatch: pytest.Mo
         return plain(self, features)
 
     monkeypatch.setattr(ActorCritic, "_policy", counted)
-    before = toys.tiny_training(toys.config(RECOMPUTED))
+    before = run_helpers.tiny_training(run_helpers.tiny_config(RECOMPUTED))
     assert (
         max(rows[False]) == 16 and 4 in rows[False]
     )  # 4 environments; recomputation: global_batch_size
     rows[False].clear()
-    after = toys.tiny_training(toys.config({**RECOMPUTED, **LIMITS}))
+    after = run_helpers.tiny_training(run_helpers.tiny_config({**RECOMPUTED, **LIMITS}))
     assert set(rows[False]) == {3, 1, 5, 2}, "4 = 3 + 1 environments; 32 = 6 x 5 + 2 samples"
     for base, changed in zip(before, after, strict=True):
         assert changed == pytest.approx(base, rel=1e-4, abs=1e-5)
@@ -383,12 +388,12 @@ def test_a_block_of_rlinf_trains_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_compiled_code_has_one_shape() -> None:
-    c = toys.config({"algorithm.rollout_micro_batch_size": 3, "updates": 2000})
+    c = run_helpers.tiny_config({"algorithm.rollout_micro_batch_size": 3, "updates": 2000})
     notices: list[str] = []
     assert embodied.compile_from(c, torch.device("cpu"), notices.append)[0] is None
     assert "rollout_micro_batch_size" in notices[0]
     with pytest.raises(ConfigError, match="rollout_micro_batch_size"):
         embodied.compile_from(replace(c, compile="always"), torch.device("cpu"), notices.append)
-    enough = toys.config({"algorithm.rollout_micro_batch_size": 256, "updates": 2000})
+    enough = run_helpers.tiny_config({"algorithm.rollout_micro_batch_size": 256, "updates": 2000})
     if not compile.obstacle():
         assert embodied.compile_from(enough, torch.device("cpu"), notices.append)[0] is not None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toys
+import run_helpers
 from packaging.requirements import Requirement
 
 from embodied_ppo.commands import doctor, main
@@ -163,7 +163,7 @@ def test_what_hangs_is_ended_at_the_deadline(
     began = time.monotonic()
     answer = doctor._ask(["envpool"])["envpool"]
     assert answer == Answer(error="did not answer in 5 s") and time.monotonic() - began < 30
-    assert toys.gone(int(child.read_text()))
+    assert run_helpers.processes_ended(int(child.read_text()))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import mujoco
 import pytest
 import torch
 import yaml
-from toys import BALANCE
+from toy_envs import BALANCE
 
 import embodied_envs
 from embodied_ppo.commands import main, new_task

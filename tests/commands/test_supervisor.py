@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toys
+import run_helpers
 
 from embodied_ppo.core import watchdog
 from embodied_ppo.core.errors import ProcessLost, TrainingError
@@ -131,7 +131,7 @@ def test_the_child_ends_with_the_command() -> None:
     child = int(run.stdout.readline().split()[1])
     run.kill()
     run.wait()
-    assert toys.gone(child)
+    assert run_helpers.processes_ended(child)
 
 
 def test_time_in_which_the_user_had_stopped_the_command_does_not_count(tmp_path: Path) -> None:

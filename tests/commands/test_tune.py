@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import ray
+import run_helpers
 import torch
-import toys
 import yaml
 from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -233,7 +233,7 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 def test_what_does_not_fit_is_refused_with_the_sum() -> None:
     cpu = torch.device("cpu")
-    free = replace(toys.config(), cluster=ClusterConfig(devices_per_node=2))
+    free = replace(run_helpers.tiny_config(), cluster=ClusterConfig(devices_per_node=2))
     offers, refused = tuning.candidates(free, cpu)
     alone, both = (
         next(o.memory for o in offers if o.choice.name == name) for name in ("local", "colocated")
@@ -283,11 +283,11 @@ def test_a_placement_that_breaks_is_passed_over(capsys: pytest.CaptureFixture[st
         == 3
     )
     assert "placements failed; " in capsys.readouterr().err
-    assert toys.slots_free() == 8.0
+    assert run_helpers.free_ray_cpus() == 8.0
 
 
 def test_one_process_is_always_tried() -> None:
-    config = replace(toys.config(), cluster=ClusterConfig(devices_per_node=2))
+    config = replace(run_helpers.tiny_config(), cluster=ClusterConfig(devices_per_node=2))
     offers = {
         offer.choice.name: offer for offer in tuning.candidates(config, torch.device("cpu"))[0]
     }
@@ -359,7 +359,9 @@ def test_another_file_that_places_the_run_is_said(
 
 
 def test_the_policy_on_a_machine_without_room_is_a_placement_error() -> None:
-    c = replace(toys.config(), cluster=ClusterConfig(devices_per_node=1, device_memory_gb=1e-6))
+    c = replace(
+        run_helpers.tiny_config(), cluster=ClusterConfig(devices_per_node=1, device_memory_gb=1e-6)
+    )
     with pytest.raises(
         PlacementError, match="tune: no placement is left; local: placement: node 0 needs"
     ):

@@ -22,7 +22,7 @@ import imageio.v3 as imageio
 import numpy as np
 import pytest
 import yaml
-from chromium import Browser
+from headless_browser import Browser
 
 from embodied_ppo.commands import main, watch
 from embodied_ppo.training.logging import Log

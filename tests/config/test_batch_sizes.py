@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toys
+import run_helpers
 
 from embodied_ppo import run
 from embodied_ppo.config import loader
@@ -34,7 +34,9 @@ LANGUAGE = {
 
 
 def test_a_robots_update() -> None:
-    c = toys.config({**ROBOT, "algorithm.update_epoch": 4, "env_steps": 51_000, "updates": None})
+    c = run_helpers.tiny_config(
+        {**ROBOT, "algorithm.update_epoch": 4, "env_steps": 51_000, "updates": None}
+    )
     b = batches(c)
     assert (b.samples, b.actor, b.critic, b.actor.steps) == (1024, Passes(4, 8, 128), None, 32)
     assert lines(c) == [
@@ -45,7 +47,7 @@ def test_a_robots_update() -> None:
 
 
 def test_chunks_and_micro_batches() -> None:
-    c = toys.config(
+    c = run_helpers.tiny_config(
         {
             **ROBOT,
             "env.action_chunk": 5,
@@ -63,7 +65,7 @@ def test_chunks_and_micro_batches() -> None:
 
 def language(**more: Any) -> Config:
     options = LANGUAGE | {name.replace("__", "."): value for name, value in more.items()}
-    return loader.load(Config, toys.nested(options), source="configs/small")
+    return loader.load(Config, run_helpers.nested(options), source="configs/small")
 
 
 def test_a_language_models_update() -> None:
@@ -94,7 +96,9 @@ def test_a_run_tells_it_once_before_it_trains(
         "algorithm.global_batch_size": 32,
         "updates": 2,
     }
-    c = toys.config({**ROBOT, **small, "run_dir": str(tmp_path / "run"), "evaluation.episodes": 1})
+    c = run_helpers.tiny_config(
+        {**ROBOT, **small, "run_dir": str(tmp_path / "run"), "evaluation.episodes": 1}
+    )
     summary = run.train(c, quiet=quiet)
     told, err = (tmp_path / "run" / "log.txt").read_text(), capsys.readouterr().err
     for line in lines(c):

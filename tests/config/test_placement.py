@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
-import toys
 
 from embodied_ppo.config.placement import (
     PRESETS,
@@ -145,7 +145,9 @@ def test_a_label_for_a_node_that_is_not_there() -> None:
         match=r"^cluster.node_groups = \{train: 1\}: 1 needs node 1, but there is 1 \(0\)",
     ):
         EmbodiedMode().plan(
-            toys.config({"placement": "fused", "cluster.node_groups": {"sim": 0, "train": 1}}),
+            run_helpers.tiny_config(
+                {"placement": "fused", "cluster.node_groups": {"sim": 0, "train": 1}}
+            ),
             torch.device("cpu"),
         )
 
@@ -347,7 +349,7 @@ def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.Monk
     def refused(memory: int, **options: Any) -> str:
         hardware = Hardware((4,), "cpu", memory=memory)
         monkeypatch.setattr(base, "hardware_of", lambda config, device: hardware)
-        c = toys.config({"placement": "fused", **options})
+        c = run_helpers.tiny_config({"placement": "fused", **options})
         placed = EmbodiedMode().plan(c, torch.device("cpu"))
         assert placed is not None
         try:
@@ -360,7 +362,7 @@ def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.Monk
     whole, parts = (
         sum(map(int, needs.values()))
         for shard in (False, True)
-        for c in [toys.config({"placement": "fused", "cluster.shard": shard, **wide})]
+        for c in [run_helpers.tiny_config({"placement": "fused", "cluster.shard": shard, **wide})]
         for needs in (
             EmbodiedMode().memory_estimator(c).needs(plan("fused", Hardware((4,)))).values()
         )
@@ -381,7 +383,8 @@ def test_parts_are_refused_where_there_is_nobody_to_share_with(
         monkeypatch.setattr(base, "hardware_of", lambda config, device: Hardware((devices,)))
         with pytest.raises((ConfigError, PlacementError)) as told:
             EmbodiedMode().plan(
-                toys.config({"placement": "fused", "cluster.shard": True}), torch.device("cpu")
+                run_helpers.tiny_config({"placement": "fused", "cluster.shard": True}),
+                torch.device("cpu"),
             )
         return str(told.value)
 
@@ -410,14 +413,14 @@ def test_what_takes_turns_on_a_gpu_is_not_compiled(monkeypatch: pytest.MonkeyPat
     hardware = Hardware((1,), "cuda")
     monkeypatch.setattr(base, "hardware_of", lambda config, device: hardware)
     for name, why in (("colocated", "take turns on a GPU"), ("fused", "")):
-        c = toys.config({"compile": "always", "placement": name})
+        c = run_helpers.tiny_config({"compile": "always", "placement": name})
         if why:
             with pytest.raises(ConfigError, match=f"compile=always: processes that {why}"):
                 EmbodiedMode().plan(c, torch.device("cuda"))
         else:
             assert EmbodiedMode().plan(c, torch.device("cuda")) is not None
     apart = {"rollout,actor,reward": 0, "critic": 1, "reference": 1}
-    asked = toys.config({"compile": "always"})
+    asked = run_helpers.tiny_config({"compile": "always"})
     with pytest.raises(ConfigError, match="compile=always: processes that take turns on a GPU"):
         base.check_compile(asked, plan(apart, Hardware((2,), "cuda"), mode="reasoning"))
     base.check_compile(asked, plan(apart, Hardware((2,)), mode="reasoning"))

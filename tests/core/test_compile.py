@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
-import toys
 from torch import Tensor
 
 from embodied_ppo import run as build
@@ -236,7 +236,7 @@ def test_a_run_that_is_killed_leaves_no_compiler_and_no_folder(tmp_path: Path) -
         time.sleep(0.1)
     run.kill()
     run.wait()
-    assert toys.gone(int(pid), *map(int, started)) and not Path(work).exists()
+    assert run_helpers.processes_ended(int(pid), *map(int, started)) and not Path(work).exists()
 
 
 def test_a_compilation_has_a_time_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ def test_obstacles(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "file" / "below"))
         assert "cannot be written (Not a directory" in compile.obstacle()
     said: list[str] = []
-    c = toys.config({"compile": "auto", "updates": 10_000})
+    c = run_helpers.tiny_config({"compile": "auto", "updates": 10_000})
     since, why = embodied.compile_from(c, torch.device("cpu"), said.append)
     assert since is None and said == [f"compile: not used, {why}"]
     with pytest.raises(ConfigError, match=r"compile=always: .*; or use compile=auto"):
@@ -305,7 +305,7 @@ def test_from_which_update() -> None:
 
     def decided(**options: Any) -> tuple[int | None, str]:
         return embodied.compile_from(
-            toys.config({"updates": 2000, **options}), torch.device("cpu"), pytest.fail
+            run_helpers.tiny_config({"updates": 2000, **options}), torch.device("cpu"), pytest.fail
         )
 
     def since(**options: Any) -> int | None:
@@ -321,11 +321,13 @@ def test_from_which_update() -> None:
     reason = "compile=auto starts after 8192 optimiser steps, in update 1367, and the run has 1366"
     assert decided(updates=1366) == (None, reason)
     said: list[str] = []
-    c = toys.config({"updates": 2000, "algorithm.micro_batch_size": 4})
+    c = run_helpers.tiny_config({"updates": 2000, "algorithm.micro_batch_size": 4})
     why = embodied.compile_from(c, torch.device("cpu"), said.append)[1]
     assert why.startswith("algorithm.micro_batch_size cuts minibatches") and why in said[0]
     assert (
-        embodied.compile_from(toys.config({"updates": 2000}), torch.device("cuda"), pytest.fail)[0]
+        embodied.compile_from(
+            run_helpers.tiny_config({"updates": 2000}), torch.device("cuda"), pytest.fail
+        )[0]
         == 0
     )  # a CUDA graph
 

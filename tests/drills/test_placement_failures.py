@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import ray
+import run_helpers
 import torch
-import toys
 from conftest import start_ray
 from ray.exceptions import RayTaskError
 
@@ -43,7 +43,9 @@ HYBRID: dict[str, Any] = {
 
 def system(tmp_path: Path, stack: ExitStack, **options: Any) -> Any:
     longer = {"env.id": "HalfCheetah-v4", "algorithm.horizon": 64}
-    return toys.placed(toys.config({**SMALL, **HYBRID, **longer, **options}), tmp_path, stack)
+    return run_helpers.build_cluster_system(
+        run_helpers.tiny_config({**SMALL, **HYBRID, **longer, **options}), tmp_path, stack
+    )
 
 
 def soon(act: Callable[[], Any], seconds: float = 0.3) -> threading.Timer:
@@ -85,7 +87,7 @@ def test_a_process_that_dies_is_named_at_once(victim: str, phase: str, tmp_path:
         text = str(caught.value)
         assert text.startswith(f"process lost: {victim} (pid {known[victim].pid}, node "), text
         assert f", {phase}: " in text
-    assert toys.gone(*pids)
+    assert run_helpers.processes_ended(*pids)
 
 
 def test_of_processes_that_learn_together_the_one_that_died_is_named(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_of_processes_that_learn_together_the_one_that_died_is_named(tmp_path: P
         ):
             made.update(experience, update=0)
         killer.join()
-    assert toys.gone(*(h.pid for h in known.values()))
+    assert run_helpers.processes_ended(*(h.pid for h in known.values()))
 
 
 def test_a_process_that_is_stopped_is_named_after_the_deadline_with_what_it_did(
@@ -126,7 +128,7 @@ def test_a_process_that_is_stopped_is_named_after_the_deadline_with_what_it_did(
         assert (
             "env rank 0" in text and "cluster.step_timeout_s" in text and "raise the limit" in text
         ), text
-    assert toys.gone(frozen.pid, waiting.pid)
+    assert run_helpers.processes_ended(frozen.pid, waiting.pid)
 
 
 def test_what_a_process_does_is_told_however_deep_in_a_library_it_waits() -> None:
@@ -203,7 +205,7 @@ def test_a_run_that_loses_a_process_ends_as_if_it_had_not(
     """
     options = {**SMALL, "updates": 4, "save_every": 1}
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    build.train(toys.config({**options, "run_dir": str(undisturbed)}), quiet=True)
+    build.train(run_helpers.tiny_config({**options, "run_dir": str(undisturbed)}), quiet=True)
     options |= {**HYBRID, "cluster.max_restarts": 1}
     collect = cluster_module.ClusterSystem.collect
     left = [1]
@@ -215,7 +217,7 @@ def test_a_run_that_loses_a_process_ends_as_if_it_had_not(
         return collect(self, horizon, update=update)
 
     monkeypatch.setattr(cluster_module.ClusterSystem, "collect", deadly)
-    build.train(toys.config({**options, "run_dir": str(killed)}), quiet=True)
+    build.train(run_helpers.tiny_config({**options, "run_dir": str(killed)}), quiet=True)
     assert rows(killed) == rows(undisturbed)
     one, other = (
         checkpoint.open_checkpoint(d / "checkpoints" / "step_000004").policy()
@@ -238,7 +240,10 @@ def test_without_restarts_the_run_fails_with_the_cause(
     publish = cluster_module.ClusterSystem.publish
     monkeypatch.setattr(cluster_module.ClusterSystem, "publish", deadly)
     with pytest.raises(ProcessLost, match=r"process lost: rollout,actor rank 0 \(pid \d+"):
-        build.train(toys.config({**SMALL, **HYBRID, "run_dir": str(tmp_path / "run")}), quiet=True)
+        build.train(
+            run_helpers.tiny_config({**SMALL, **HYBRID, "run_dir": str(tmp_path / "run")}),
+            quiet=True,
+        )
     assert (
         "failed: ProcessLost: process lost: rollout,actor rank 0"
         in (tmp_path / "run" / "log.txt").read_text()
@@ -273,8 +278,8 @@ def small_store(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_experience_larger_than_rays_memory_goes_by_disk(tmp_path: Path) -> None:
     apart, local = tmp_path / "apart", tmp_path / "local"
     options = {"placement": "disaggregated", "cluster.devices_per_node": 2, "run_dir": str(apart)}
-    build.train(toys.config({**SMALL, **PICTURES, **options}), quiet=True)
-    build.train(toys.config({**SMALL, **PICTURES, "run_dir": str(local)}), quiet=True)
+    build.train(run_helpers.tiny_config({**SMALL, **PICTURES, **options}), quiet=True)
+    build.train(run_helpers.tiny_config({**SMALL, **PICTURES, "run_dir": str(local)}), quiet=True)
     assert rows(apart) == rows(local)
 
 
@@ -286,10 +291,10 @@ def test_memory_and_disk_that_are_full_are_named_with_a_cure(
     small_store: None, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
-        c = toys.config(
+        c = run_helpers.tiny_config(
             {**SMALL, **PICTURES, "placement": "disaggregated", "cluster.devices_per_node": 2}
         )
-        made = toys.placed(c, tmp_path, stack)
+        made = run_helpers.build_cluster_system(c, tmp_path, stack)
         known = handles(made)
         start = time.monotonic()
         with pytest.raises(TrainingError) as caught:
@@ -303,7 +308,7 @@ def test_memory_and_disk_that_are_full_are_named_with_a_cure(
             " (--object-store-memory=BYTES), lower algorithm.horizon or env.num_envs, or let"
             " one process act and learn ('rollout,actor': its experience stays where it is)"
         )
-    assert toys.gone(*(h.pid for h in known.values()))
+    assert run_helpers.processes_ended(*(h.pid for h in known.values()))
 
 
 def below(pid: int) -> dict[int, str]:
@@ -339,7 +344,7 @@ def test_rays_own_process_that_dies_is_named(tmp_path: Path) -> None:
     assert run.returncode == 3
     assert "process lost: " in err.splitlines()[-1]
     assert "Ray's own process on its machine (raylet) is gone" in err.splitlines()[-1], err
-    assert toys.gone(*family)
+    assert run_helpers.processes_ended(*family)
     assert [json.loads(line)["update"] for line in metrics.read_text().splitlines()][:3] == [
         0,
         1,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import ray
-import toys
+import run_helpers
 from ray.cluster_utils import Cluster
 
 from embodied_ppo import run
@@ -51,8 +51,8 @@ def test_two_machines_train_as_one_and_the_loss_of_one_is_said(
         "cluster.component_placement": {"env": {"node": "sim", "devices": 0}, "rollout,actor": 0},
     }
     there, here = tmp_path / "there", tmp_path / "here"
-    run.train(toys.config({**TWO, **apart, "run_dir": str(there)}), quiet=True)
-    run.train(toys.config({**SMALL, "run_dir": str(here)}), quiet=True)
+    run.train(run_helpers.tiny_config({**TWO, **apart, "run_dir": str(there)}), quiet=True)
+    run.train(run_helpers.tiny_config({**SMALL, "run_dir": str(here)}), quiet=True)
     assert rows(there) == rows(here)
     log = (there / "log.txt").read_text()
     assert "cpu 2   1     rank 0  -" in log and "cpu 0   0     -       rank 0" in log
@@ -60,13 +60,13 @@ def test_two_machines_train_as_one_and_the_loss_of_one_is_said(
         PlacementError, match="needs 3 nodes with 2, 2, 2 CPUs, and the Ray cluster has 2"
     ):
         three = {"cluster.num_nodes": 3, "env.num_envs": 12, "algorithm.global_batch_size": 48}
-        run.train(toys.config({**TWO, **three, "placement": "fused"}), quiet=True)
-    c = toys.config({**TWO, **apart, "cluster.step_timeout_s": 30.0})
+        run.train(run_helpers.tiny_config({**TWO, **three, "placement": "fused"}), quiet=True)
+    c = run_helpers.tiny_config({**TWO, **apart, "cluster.step_timeout_s": 30.0})
     with ExitStack() as stack:
         before = signal.signal(signal.SIGTERM, pytest.fail)
         stack.callback(signal.signal, signal.SIGTERM, before)
         stack.callback(lambda: ours.append(sigterm_is_ours()))
-        made = toys.placed(c, tmp_path, stack)
+        made = run_helpers.build_cluster_system(c, tmp_path, stack)
         ours = [sigterm_is_ours()]
         homes = {h.name: h.node for group in made.processes.values() for h in group}
         assert len(set(homes.values())) == 2

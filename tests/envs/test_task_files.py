@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toys
+import toy_envs
 
 from embodied_envs import task_files
 from embodied_ppo import run
@@ -48,7 +48,7 @@ FILES = {
     "arm_tools/unused.py": "",
     "models/parts.xml": '<mujoco><asset><mesh name="cube" file="cube.obj"/></asset></mujoco>',
     "models/meshes/cube.obj": CUBE,
-    "models/balance.xml": toys.BALANCE.replace(
+    "models/balance.xml": toy_envs.BALANCE.replace(
         "<worldbody>", '<compiler meshdir="meshes"/><include file="parts.xml"/><worldbody>', 1
     ),
 }

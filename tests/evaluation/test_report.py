@@ -16,7 +16,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import chromium
+import headless_browser
 import numpy as np
 import pytest
 
@@ -341,8 +341,8 @@ const timer = setInterval(() => {{
 def _browse(folder: Path, *arguments: str) -> str:
     """Run the browser without a window; what it prints."""
     command = [
-        chromium.program(),
-        *chromium.FLAGS,
+        headless_browser.chromium_path(),
+        *headless_browser.FLAGS,
         f"--user-data-dir={folder / 'profile'}",
         *arguments,
     ]

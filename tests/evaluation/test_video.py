@@ -259,7 +259,7 @@ def test_a_run_without_a_film_says_why_in_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    point = ("env.id=toys:toys/Point-v0", "env.num_threads=0")
+    point = ("env.id=toy_envs:toy_envs/Point-v0", "env.num_threads=0")
     assert train("run", *point, "evaluation.video_episodes=1")["video"] is None
     assert re.search(
         r" no video: EnvError: .* render=True needs render mode rgb_array",

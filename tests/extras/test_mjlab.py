@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
-import toys
 
 from embodied_envs.adapters import mjlab_env
 from embodied_envs.adapters.base import AdapterOptions
@@ -123,7 +123,7 @@ def test_ppo_learns_to_balance() -> None:
     """
     updates = 40
     algorithm = {"horizon": 25, "global_batch_size": 400, "lr": 2e-3, "gamma": 0.97}
-    c = toys.config(
+    c = run_helpers.tiny_config(
         {f"algorithm.{k}": v for k, v in algorithm.items()}
         | {"env.num_envs": 64, "model.hidden": (32, 32), "updates": updates}
     )

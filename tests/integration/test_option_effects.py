@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
-import toys
 from torch import nn
 
 from embodied_ppo import run as build
@@ -85,7 +85,7 @@ def command(name: str, words: list[str], option: str, value: Any) -> str:
 
 
 TRAIN: dict[str, Any] = {
-    "env.id": "toys:Balance",
+    "env.id": "toy_envs:Balance",
     "env.num_envs": 2,
     "env.max_episode_steps": 6,
     "algorithm.horizon": 4,
@@ -103,7 +103,7 @@ TRAIN: dict[str, Any] = {
 def _run(options: str) -> Path:
     given = json.loads(options)
     folder = FOLDER / f"run{abs(hash(options))}"
-    build.train(toys.config({**TRAIN, "run_dir": str(folder), **given}), quiet=True)
+    build.train(run_helpers.tiny_config({**TRAIN, "run_dir": str(folder), **given}), quiet=True)
     return folder
 
 
@@ -215,10 +215,14 @@ def of_evaluate(key: str, option: str, needs: dict[str, Any] | None = None) -> C
 
 def seconds_env(value: dict[str, Any], option: str) -> Any:
     """Observations after 3 steps of the environment that evaluates."""
-    base = {"env.id": "toys/Point-v0", "env.num_threads": 0}
+    base = {"env.id": "toy_envs/Point-v0", "env.num_threads": 0}
     if option == "evaluation.randomize":
-        base = {"env.id": "toys:Balance", "env.randomize": True, "env.ranges": {"mass": [0.1, 0.2]}}
-    c = toys.config({**base, option: value})
+        base = {
+            "env.id": "toy_envs:Balance",
+            "env.randomize": True,
+            "env.ranges": {"mass": [0.1, 0.2]},
+        }
+    c = run_helpers.tiny_config({**base, option: value})
     env: Any = embodied.make_env([5, 6], config=embodied.evaluation_env(c), device=CPU)
     try:
         env.reset()
@@ -238,7 +242,9 @@ def evaluation_envs(value: int) -> int:
             "make_env",
             lambda seeds, **more: (sizes.append(len(seeds)), make(seeds, **more))[1],
         )
-        c = toys.config({**TRAIN, "evaluation.num_envs": value, "evaluation.episodes": 4})
+        c = run_helpers.tiny_config(
+            {**TRAIN, "evaluation.num_envs": value, "evaluation.episodes": 4}
+        )
         env = embodied.make_env([0], config=c.env, device=CPU)
         policy = embodied.make_policy(c, env)
         embodied.measure(
@@ -254,7 +260,7 @@ def threads_of_simulator(value: int) -> int:
     """Threads of this process that a simulator of 4 environments starts."""
     before = len(os.listdir("/proc/self/task"))
     env = embodied.make_env(
-        [0, 1, 2, 3], config=toys.config({"env.num_threads": value}).env, device=CPU
+        [0, 1, 2, 3], config=run_helpers.tiny_config({"env.num_threads": value}).env, device=CPU
     )
     try:
         env.reset()
@@ -281,7 +287,7 @@ class Forwards:
 
 def joint_forwards(option: str, value: Any, needs: dict[str, Any], kind: str) -> Any:
     """Rows of every forward pass of one update of a robot policy."""
-    c = toys.config({**needs, option: value})
+    c = run_helpers.tiny_config({**needs, option: value})
     env = embodied.make_env(list(range(c.env.num_envs)), config=c.env, device=CPU)
     try:
         policy = embodied.make_policy(c, env)
@@ -335,7 +341,7 @@ CLUSTER = {"placement": "fused", "cluster.devices_per_node": 2, "env.num_envs": 
 
 def planned(option: str, value: Any, needs: dict[str, Any] | None = None) -> Any:
     """What ``embodied-ppo plan`` says of the devices, weights and memory."""
-    c = toys.config({**CLUSTER, **(needs or {}), option: value})
+    c = run_helpers.tiny_config({**CLUSTER, **(needs or {}), option: value})
     plan = mode(c).plan(c, CPU)
     if plan is None:
         return None
@@ -367,7 +373,9 @@ def located(value: str | None) -> str:
     """Where a run of an existing directory goes on."""
     folder = run("save_every", 50)
     return str(
-        run_directory.locate(toys.config({**TRAIN, "run_dir": str(folder), "resume": value}), print)
+        run_directory.locate(
+            run_helpers.tiny_config({**TRAIN, "run_dir": str(folder), "resume": value}), print
+        )
     )
 
 
@@ -413,19 +421,19 @@ PAIRS: dict[str, Pair] = {
         "embodied",
         "reasoning",
         "refused with options of the other mode",
-        lambda v: toys.config({"mode": v}).mode,
+        lambda v: run_helpers.tiny_config({"mode": v}).mode,
     ),
     "placement": Pair(
         "local",
         "fused",
         "devices of the plan",
-        lambda v: EmbodiedMode().plan(toys.config({"placement": v}), CPU) is None,
+        lambda v: EmbodiedMode().plan(run_helpers.tiny_config({"placement": v}), CPU) is None,
     ),
     "name": Pair(
         "one",
         "two",
         "run directory",
-        lambda v: run_directory.locate(toys.config({"name": v}), print)[0].parts[:2],
+        lambda v: run_directory.locate(run_helpers.tiny_config({"name": v}), print)[0].parts[:2],
     ),
     "description": Pair(
         "one",
@@ -439,7 +447,7 @@ PAIRS: dict[str, Pair] = {
         "a",
         "b",
         "run directory",
-        lambda v: run_directory.locate(toys.config({"run_dir": v}), print)[0],
+        lambda v: run_directory.locate(run_helpers.tiny_config({"run_dir": v}), print)[0],
     ),
     "seed": Pair(0, 1, "weights", lambda v: test_options.train({"seed": v})[-1]["weights"]),
     "updates": Pair(2, 3, "updates of the run", lambda v: len(test_options.train({"updates": v}))),
@@ -447,7 +455,9 @@ PAIRS: dict[str, Pair] = {
         64,
         128,
         "updates of the run",
-        lambda v: batch_sizes.total_updates(toys.config({"updates": None, "env_steps": v})),
+        lambda v: batch_sizes.total_updates(
+            run_helpers.tiny_config({"updates": None, "env_steps": v})
+        ),
     ),
     "resume": Pair(None, "auto", "an existing run is refused or continued", located),
     "save_every": Pair(1, 2, "checkpoints of the run", partial(checkpoints, "save_every")),
@@ -464,7 +474,7 @@ PAIRS: dict[str, Pair] = {
         "always",
         "never",
         "first compiled update",
-        lambda v: embodied.compile_from(toys.config({"compile": v}), CPU, print),
+        lambda v: embodied.compile_from(run_helpers.tiny_config({"compile": v}), CPU, print),
     ),
     "matmul_precision": Pair(
         "highest", "medium", "precision of float32 products while training", precision
@@ -877,7 +887,7 @@ def page() -> str:
         ("Training of robot policies", test_options),
         ("Training of language models", test_options_language),
     ):
-        rows, base = [], loader.flat(toys.BASE if module is test_options else module.BASE)
+        rows, base = [], loader.flat(run_helpers.BASE if module is test_options else module.BASE)
         for entries, effect in (
             (module.CHANGES, "weights"),
             (module.TOLD, ""),

@@ -12,15 +12,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import published
 import pytest
-import toys
+import run_helpers
+import tiny_vlm_checkpoints
 
 from embodied_ppo.config import loader, readers
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core.types import ConfigError
 
-POINT = {"env.id": "toys/Point-v0", "env.num_threads": 0}
+POINT = {"env.id": "toy_envs/Point-v0", "env.num_threads": 0}
 PICTURES = {
     "env.id": "Pong-v5",
     "env.num_envs": 2,
@@ -29,7 +29,7 @@ PICTURES = {
 }
 FALLING = {"env.id": "CartPole-v1", "algorithm.horizon": 32}
 """A task that ends within a rollout."""
-EYE = {"env.id": "toys:Balance", "env.num_threads": 1}
+EYE = {"env.id": "toy_envs:Balance", "env.num_threads": 1}
 """A task of our own with a camera and with ranges for its model."""
 SEES = {**EYE, "env.cameras": ["eye"], "env.image_size": 40}
 TOKENS = {
@@ -209,18 +209,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.fixture(scope="module", autouse=True)
 def models() -> None:
     """What model.checkpoint names."""
-    published.make("smolvlm", ROOT / "smolvlm")
+    tiny_vlm_checkpoints.write_checkpoint("smolvlm", ROOT / "smolvlm")
     stats = {
         name: {"action": {"q01": [-x], "q99": [x]}} for name, x in (("slow", 0.1), ("fast", 1.0))
     }
-    (published.make("openvla", ROOT / "openvla") / "dataset_statistics.json").write_text(
-        json.dumps(stats)
-    )
+    (
+        tiny_vlm_checkpoints.write_checkpoint("openvla", ROOT / "openvla")
+        / "dataset_statistics.json"
+    ).write_text(json.dumps(stats))
 
 
 @functools.cache
 def trained(options: str, lag: int = 0) -> list[dict[str, float]]:
-    return toys.tiny_training(toys.config(json.loads(options)), max_lag=lag)
+    return run_helpers.tiny_training(run_helpers.tiny_config(json.loads(options)), max_lag=lag)
 
 
 def train(options: dict[str, Any], lag: int = 0) -> list[dict[str, float]]:
@@ -240,7 +241,7 @@ def test_every_option_has_a_case():
 
 def test_trainings_repeat():
     """The premise of what follows: any difference is the option's."""
-    assert train({}) == toys.tiny_training(toys.config({}))
+    assert train({}) == run_helpers.tiny_training(run_helpers.tiny_config({}))
     assert all(math.isfinite(row["weights"]) for row in train({}))
 
 
@@ -277,7 +278,7 @@ def test_option_changes_nothing(path):
 def test_option_is_refused(path):
     value, words = REFUSED[path]
     with pytest.raises(ConfigError, match=words):
-        toys.config({path: value})
+        run_helpers.tiny_config({path: value})
 
 
 def test_without_lag_there_is_nothing_to_correct():
@@ -346,4 +347,6 @@ def test_full_kl_needs_logits(kind):
             with pytest.raises(
                 ConfigError, match=f"{path}.*needs the logits of a categorical policy"
             ):
-                toys.tiny_training(toys.config({**IN_LOSS, **IN_REWARD, path: "full"}))
+                run_helpers.tiny_training(
+                    run_helpers.tiny_config({**IN_LOSS, **IN_REWARD, path: "full"})
+                )

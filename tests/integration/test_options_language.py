@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
-import toys
 
 from embodied_ppo.config import loader, readers, validation
 from embodied_ppo.config.schema import Config
@@ -281,7 +281,7 @@ def files() -> Iterator[None]:
 
 def config(options: dict[str, Any]) -> Config:
     """``BASE`` as a file that ships, ``options`` as flags, checked as the command checks."""
-    loaded = loader.read(Config, [("configs/base", BASE), ("test", toys.nested(options))])
+    loaded = loader.read(Config, [("configs/base", BASE), ("test", run_helpers.nested(options))])
     validation.check(loaded.config, explicit=loaded.deliberate({"test"}))
     return loaded.config
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import ray
+import run_helpers
 import torch
-import toys
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from embodied_ppo import run
@@ -52,7 +52,7 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 
 def train(run_dir: Path, **options: Any) -> list[dict[str, Any]]:
     given = {name.replace("__", "."): value for name, value in options.items()}
-    run.train(toys.config({**SMALL, "run_dir": str(run_dir), **given}), quiet=True)
+    run.train(run_helpers.tiny_config({**SMALL, "run_dir": str(run_dir), **given}), quiet=True)
     return rows(run_dir)
 
 
@@ -192,8 +192,8 @@ def test_learners_that_hold_parts_learn_what_whole_ones_do(
         checkpoint.open_checkpoint(d / "checkpoints" / "step_000004")
         for d in (reference, tmp_path / "run")
     )
-    toys.assert_alike(other.policy(), one.policy())
-    toys.assert_alike(other.training()["learner"], one.training()["learner"])
+    run_helpers.assert_states_close(other.policy(), one.policy())
+    run_helpers.assert_states_close(other.training()["learner"], one.training()["learner"])
 
 
 def test_a_run_with_parts_resumes_one_with_whole_models_and_the_other_way_round(
@@ -322,7 +322,7 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
         with pytest.raises((kind, EnvError), match=words):
             train(tmp_path / "run", cluster__devices_per_node=2, **options)
         assert not (tmp_path / "run").exists()
-    assert toys.slots_free() == 8.0
+    assert run_helpers.free_ray_cpus() == 8.0
 
 
 def test_devices_that_are_not_there_are_said_within_the_deadline(tmp_path: Path) -> None:
@@ -367,9 +367,9 @@ def test_a_ray_that_does_not_answer_is_named_at_once(monkeypatch: pytest.MonkeyP
 
 
 def test_a_system_may_be_closed_twice(tmp_path: Path) -> None:
-    c = toys.config({**SMALL, "placement": "fused", "cluster.devices_per_node": 1})
+    c = run_helpers.tiny_config({**SMALL, "placement": "fused", "cluster.devices_per_node": 1})
     with ExitStack() as stack:
-        toys.placed(c, tmp_path, stack).close()
+        run_helpers.build_cluster_system(c, tmp_path, stack).close()
 
 
 def listening(pid: int) -> set[str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
-import toys
 
 from embodied_ppo import run as build
 from embodied_ppo.algorithms.learner import Learner
@@ -60,7 +60,8 @@ KL: dict[str, Any] = {"algorithm.use_kl_loss": True, "algorithm.use_kl_in_reward
 def config(options: dict[str, Any]) -> Config:
     """``SMALL`` as a file that ships, ``options`` as flags, checked as the command checks."""
     loaded = loader.read(
-        Config, [("configs/small", toys.nested(SMALL)), ("test", toys.nested(options))]
+        Config,
+        [("configs/small", run_helpers.nested(SMALL)), ("test", run_helpers.nested(options))],
     )
     validation.check(loaded.config, explicit=loaded.deliberate({"test"}))
     return loaded.config
@@ -201,7 +202,7 @@ def test_learners_that_hold_parts_learn_what_whole_ones_do(once: Once, tmp_path:
         assert_close(
             train(tmp_path / name, **KL, **few, **options, cluster__shard=True), rows(whole)
         )
-        toys.assert_alike(weights(tmp_path / name), weights(whole))
+        run_helpers.assert_states_close(weights(tmp_path / name), weights(whole))
         assert (
             "cluster.shard: 2 processes of actor hold" in (tmp_path / name / "log.txt").read_text()
         )

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
-import toys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from embodied_ppo import run
@@ -479,11 +479,13 @@ def test_a_run_that_goes_on_from_another_leaves_that_one_alone(tmp_path, monkeyp
         "env.num_envs": 8,
     }
     small |= {"evaluation.episodes": 4, "evaluation.video_episodes": 0, "compile": "never"}
-    run.train(toys.config({**small, "updates": 1, "run_dir": "first"}), quiet=True)
+    run.train(run_helpers.tiny_config({**small, "updates": 1, "run_dir": "first"}), quiet=True)
     files = {p: p.read_bytes() for p in Path("first").rglob("*") if p.is_file()}
     for updates, name in ((2, "second"), (1, "third")):  # the third has nothing left to train
         run.train(
-            toys.config({**small, "updates": updates, "run_dir": name, "resume": "first"}),
+            run_helpers.tiny_config(
+                {**small, "updates": updates, "run_dir": name, "resume": "first"}
+            ),
             quiet=True,
         )
         assert {p: p.read_bytes() for p in Path("first").rglob("*") if p.is_file()} == files

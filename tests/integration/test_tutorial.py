@@ -136,7 +136,7 @@ def test_every_finding_of_check_env_is_explained() -> None:
 
 TASK = """
 import torch
-from toys import Balance
+from toy_envs import Balance
 class Drawn(Balance):
     def reset(self, u):
         return super().reset(u) | {"qvel": torch.rand(len(u), 2, dtype=torch.float64)}

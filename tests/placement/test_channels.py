@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
-import toys
 from torch import Tensor
 
 from embodied_ppo.core import tree
@@ -283,7 +283,7 @@ TASKS = [
 
 
 def rollouts(options: dict[str, Any], envs: list[VectorEnv], seed: int = 0) -> list[Rollout]:
-    c = toys.config(options)
+    c = run_helpers.tiny_config(options)
     policy = embodied.make_policy(c, envs[0])
     rest: Any = {"seed": seed, "stages": len(envs), "stagger": c.env.stagger, "restart_every": 16}
     return [Rollout(env, policy, stage=i, **rest) for i, env in enumerate(envs)]
@@ -292,7 +292,7 @@ def rollouts(options: dict[str, Any], envs: list[VectorEnv], seed: int = 0) -> l
 @pytest.mark.parametrize("options", TASKS, ids=lambda o: o["env.id"])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_rollout_over_lines_is_the_rollout(options: dict[str, Any], servers: int) -> None:
-    c = toys.config(options)
+    c = run_helpers.tiny_config(options)
     seeds = env_seeds(0, 0, 4)
 
     def make(kind: str, seeds: list[int]) -> VectorEnv:
@@ -329,7 +329,7 @@ def test_stages_take_turns() -> None:
     """Two stages of one process, and of two servers: the same experience, and the second simulates
     while the first acts."""
     options = {"env.id": "CartPole-v1", "env.num_envs": 4}
-    c = toys.config(options)
+    c = run_helpers.tiny_config(options)
     seeds = env_seeds(0, 0, 4)
     order: list[str] = []
 

@@ -15,12 +15,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import published
 import pytest
-import tiny_pi0
+import run_helpers
+import tiny_pi0_checkpoint
+import tiny_vlm_checkpoints
 import torch
 import torch.distributed as dist
-import toys
 from torch import nn
 
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
@@ -102,8 +102,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of published models, by kind."""
     root = tmp_path_factory.mktemp("published")
     for kind in ("openvla", "paligemma", "qwen3_vl", "smolvlm"):
-        published.make(kind, root / kind)
-    tiny_pi0.write_tiny(root / "pi0")
+        tiny_vlm_checkpoints.write_checkpoint(kind, root / kind)
+    tiny_pi0_checkpoint.write_checkpoint(root / "pi0")
     return root
 
 
@@ -272,7 +272,7 @@ def test_an_update_is_that_of_whole_models(case: str, processes: Processes, fold
     kind, model, algorithm = CASES[case]
     whole = processes(learned, kind, folder, model, algorithm, False)
     parts = processes(learned, kind, folder, model, algorithm, True)
-    toys.assert_alike(parts[0][0], whole[0][0])
+    run_helpers.assert_states_close(parts[0][0], whole[0][0])
     for update in range(3):
         one, many = (
             merged([told[update] for _, told, _ in whole]),
@@ -316,7 +316,7 @@ def spoken(case: str, sharded: bool) -> Any:
 @of_worlds([case for case in SPOKEN if case != "a token budget"], ["a token budget"])
 def test_so_it_is_with_language_models(case: str, processes: Processes) -> None:
     whole, parts = processes(spoken, case, False), processes(spoken, case, True)
-    toys.assert_alike(parts[0][0], whole[0][0])
+    run_helpers.assert_states_close(parts[0][0], whole[0][0])
     for update in range(3):
         one, many = (
             merged([told[update] for _, told in whole]),
@@ -475,9 +475,9 @@ def test_what_is_saved_goes_on_with_parts_and_whole(
     whole = going_on(
         case, folder, 1, 2, half, False, alone=True
     )  # in one process, as any other checkpoint
-    toys.assert_alike(whole, through)
+    run_helpers.assert_states_close(whole, through)
     back = processes(going_on, case, folder, 2, 3, whole, True)[0]
-    toys.assert_alike(back, going_on(case, folder, 2, 3, whole, False, alone=True))
+    run_helpers.assert_states_close(back, going_on(case, folder, 2, 3, whole, False, alone=True))
 
 
 def broken(folder: Path, dump: Path) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
-import toys
 from torch import Tensor, nn
 
 from embodied_ppo.core.types import ArraySpec, Box, PlacementError
@@ -118,7 +118,7 @@ def test_the_first_tensor_that_differs_is_named(other: dict[str, Tensor], text: 
 
 
 def test_only_what_an_update_changes_travels() -> None:
-    policy = ActorCritic(ArraySpec((5,)), Box((-1.0,), (1.0,)), toys.config().model)
+    policy = ActorCritic(ArraySpec((5,)), Box((-1.0,), (1.0,)), run_helpers.tiny_config().model)
     assert isinstance(policy, nn.Module)
     everything = weight_tensors(policy, frozen=True)
     for name, p in policy.named_parameters():
@@ -174,9 +174,9 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("eight_slots")
 @pytest.mark.parametrize("way", WAYS)
 def test_after_publish_every_process_holds_the_learners_tensors(way: str, tmp_path: Path) -> None:
-    c = toys.config({**SMALL, **WAYS[way], "cluster.devices_per_node": 4})
+    c = run_helpers.tiny_config({**SMALL, **WAYS[way], "cluster.devices_per_node": 4})
     with ExitStack() as stack:
-        made = toys.placed(c, tmp_path, stack)
+        made = run_helpers.build_cluster_system(c, tmp_path, stack)
         assert made.paths == [way] * 2
         everyone = list(dict.fromkeys([*made.learners, *made.actors]))
         assert {version for version, _ in made._call(everyone, Worker.checksum)} == {0}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toys
+import run_helpers
 
 from embodied_ppo.core.types import ConfigError
 from embodied_ppo.data.synthetic_tasks import TaskGrader
@@ -152,7 +152,7 @@ def test_causes_are_told(pool: GraderPool, word: str, told: str) -> None:
 def test_what_a_grader_started_ends_with_it(pool: GraderPool, tmp_path: Path) -> None:
     assert pool.grade([sample("child", file=str(tmp_path / "pid"))])[0].failed
     child = int((tmp_path / "pid").read_text())
-    assert toys.gone(child)
+    assert run_helpers.processes_ended(child)
 
 
 def test_workers_ignore_interrupts_and_survive_idle_deaths(pool: GraderPool) -> None:
@@ -196,7 +196,7 @@ def test_workers_end_with_their_parent(file: str) -> None:
         assert alive(worker)
         time.sleep(0.2)
         parent.kill()
-    assert toys.gone(worker)
+    assert run_helpers.processes_ended(worker)
 
 
 def test_graders_that_cannot_be_loaded(file: str, tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import sys
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
-import toys
+import toy_envs
 
 from embodied_ppo.core import tree
 from embodied_ppo.core.random import TRAINING_SEEDS, env_seeds, sampling_key
@@ -28,8 +29,8 @@ def rollout(
     one_episode=False,
     **options,
 ):
-    env = toys.ScriptedEnv(lengths, clock, **options)
-    policy = toys.CountingPolicy()
+    env = toy_envs.ScriptedEnv(lengths, clock, **options)
+    policy = toy_envs.CountingPolicy()
     return env, Rollout(env, policy, seed=seed, group_size=group_size, one_episode=one_episode)
 
 
@@ -108,11 +109,11 @@ def test_rows_of_a_simulator_that_resets_in_the_same_step():
     check_what_was_decided(t, env)
 
 
-def check_what_was_decided(t: Trajectory, env: toys.ScriptedEnv) -> None:
+def check_what_was_decided(t: Trajectory, env: toy_envs.ScriptedEnv) -> None:
     assert isinstance(t.obs, torch.Tensor)
     assert torch.equal(t.action, torch.stack(env.actions))  # a_t is what the simulator got at t
     assert torch.equal(t.log_prob, -t.action.unsqueeze(2))
-    assert torch.equal(t.value, toys.value_of(t.obs))
+    assert torch.equal(t.value, toy_envs.value_of(t.obs))
     assert torch.equal(t.replay["seen"], t.obs)
     assert (t.version == 7).all() and t.version.dtype == torch.int64
     rows, n = t.reward.shape
@@ -153,7 +154,7 @@ def test_rollouts_continue_where_the_last_one_stopped():
 def test_truncation_bootstraps_the_final_observation_in_a_real_simulator():
     """EnvPool's InvertedPendulum with a clock of 3 steps: next_value of the cut row is V of the row
     after it (a dummy), which acts on the final observation."""
-    c = toys.config({"env.id": "InvertedPendulum-v4", "env.max_episode_steps": 3})
+    c = run_helpers.tiny_config({"env.id": "InvertedPendulum-v4", "env.max_episode_steps": 3})
     env = embodied.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
     policy = embodied.make_policy(c, env)
     t, metrics = Rollout(env, policy, seed=0).collect(10, update=0, version=0)
@@ -224,7 +225,7 @@ def test_seeds():
 
 
 def test_groups_share_their_start_and_not_their_actions():
-    c = toys.config({"algorithm.group_size": 2, "env.restart_each_rollout": True})
+    c = run_helpers.tiny_config({"algorithm.group_size": 2, "env.restart_each_rollout": True})
     env = embodied.make_env(env_seeds(0, 0, 4, 2), config=c.env, device=torch.device("cpu"))
     t, _ = Rollout(
         env, embodied.make_policy(c, env), seed=0, group_size=2, one_episode=True
@@ -264,7 +265,7 @@ def test_sampling_key_is_the_same_in_every_process():
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "InvertedPendulum-v4", "HalfCheetah-v4"])
 def test_the_same_seed_gives_the_same_trajectory(env_id):
     def collect(seed: int, updates=(0, 1)) -> Trajectory:
-        c = toys.config({"env.id": env_id})
+        c = run_helpers.tiny_config({"env.id": env_id})
         env = embodied.make_env(env_seeds(seed, 0, 4), config=c.env, device=torch.device("cpu"))
         r = Rollout(env, embodied.make_policy(c, env), seed=seed)
         parts = [r.collect(12, update=u, version=u)[0] for u in updates]
@@ -284,7 +285,9 @@ def test_the_same_seed_gives_the_same_trajectory(env_id):
 
 
 def test_the_policy_that_acted_is_replayed_exactly():
-    c = toys.config({"env.id": "HalfCheetah-v4", "model.distribution": "squashed_gaussian"})
+    c = run_helpers.tiny_config(
+        {"env.id": "HalfCheetah-v4", "model.distribution": "squashed_gaussian"}
+    )
     env = embodied.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
     policy = embodied.make_policy(c, env)
     t, _ = Rollout(env, policy, seed=0).collect(8, update=0, version=0)
@@ -347,10 +350,10 @@ def test_stagger(same_step: bool, saves: bool):
     none is counted.
     """
 
-    def staggered() -> tuple[toys.ScriptedEnv, Rollout]:
-        env = toys.ScriptedEnv([8, 8, 8, 3], [True] * 4, same_step=same_step, saves=saves)
+    def staggered() -> tuple[toy_envs.ScriptedEnv, Rollout]:
+        env = toy_envs.ScriptedEnv([8, 8, 8, 3], [True] * 4, same_step=same_step, saves=saves)
         env.max_episode_steps = 8
-        return env, Rollout(env, toys.CountingPolicy(), seed=0, stagger=True)
+        return env, Rollout(env, toy_envs.CountingPolicy(), seed=0, stagger=True)
 
     env, r = staggered()
     t, metrics = r.collect(7, update=0, version=0)

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import pytest
 import yaml
-from chromium import Browser
+from headless_browser import Browser
 from mkdocs.exceptions import PluginError
 
 from embodied_ppo.config.loader import describe

@@ -14,7 +14,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-import toys
+import run_helpers
 
 from embodied_ppo import run
 from embodied_ppo.training import health
@@ -126,7 +126,9 @@ SMALL: dict[str, Any] = {
 
 def test_a_real_training_says_it_in_log_and_tensorboard(tmp_path: Path) -> None:
     """Steps a hundred times too large: the KL runs away, and the policy stops trying."""
-    run.train(toys.config({**SMALL, "run_dir": str(tmp_path / "run"), "algorithm.lr": 0.1}))
+    run.train(
+        run_helpers.tiny_config({**SMALL, "run_dir": str(tmp_path / "run"), "algorithm.lr": 0.1})
+    )
     log = (tmp_path / "run" / "log.txt").read_text()
     warnings = [line for line in log.splitlines() if "warning, update" in line]
     assert any("policy/approx_kl is" in line and "lower lr" in line for line in warnings), log
@@ -203,7 +205,8 @@ def test_a_robot_that_turns_bad_is_told_of(
         "algorithm.update_epoch": 1,
     }
     run.train(
-        toys.config({**SMALL, **options, **smaller, "run_dir": str(tmp_path / "run")}), quiet=True
+        run_helpers.tiny_config({**SMALL, **options, **smaller, "run_dir": str(tmp_path / "run")}),
+        quiet=True,
     )
     told = [
         line
@@ -218,7 +221,8 @@ def test_a_robot_that_turns_bad_is_told_of(
 
 def test_a_real_training_that_is_well_says_nothing(tmp_path: Path) -> None:
     run.train(
-        toys.config({**SMALL, "run_dir": str(tmp_path / "run"), "algorithm.lr": 1e-3}), quiet=True
+        run_helpers.tiny_config({**SMALL, "run_dir": str(tmp_path / "run"), "algorithm.lr": 1e-3}),
+        quiet=True,
     )
     rows = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -20,8 +20,8 @@ from typing import Any
 import imageio.v3 as imageio
 import numpy as np
 import pytest
+import run_helpers
 import torch
-import toys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
@@ -329,7 +329,7 @@ def test_peak_memory():
 # ---------------------------------------------------------------------------------------- every tag
 ALL_ON: dict[str, Any] = {
     **{
-        "env.id": "toys/Point-v0",
+        "env.id": "toy_envs/Point-v0",
         "env.num_threads": 0,
         "eval_every": 1,
         "save_every": 1,
@@ -364,7 +364,7 @@ def documented() -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "all"
-    run.train(toys.config({**ALL_ON, "run_dir": str(path)}), quiet=True)
+    run.train(run_helpers.tiny_config({**ALL_ON, "run_dir": str(path)}), quiet=True)
     return path
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
-import toys
 
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.core.random import env_seeds
@@ -189,7 +189,7 @@ def test_lag_of_a_real_system(tmp_path):
     """Learning from a rollout that an older policy made: the lag is told, and the ratios are
     wider.
     """
-    c = toys.config({"env.id": "CartPole-v1"})
+    c = run_helpers.tiny_config({"env.id": "CartPole-v1"})
     env = embodied.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
     policy = embodied.make_policy(c, env)
     system = LocalSystem(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import toys
+import toy_envs
 from torch import Tensor
 
 import embodied_envs
@@ -19,7 +19,7 @@ from embodied_ppo.rollout.simulation import Rollout
 def chunked(
     lengths: list[int], clock: list[bool], chunk: int, *, same_step: bool
 ) -> ChunkedActions:
-    return ChunkedActions(toys.ScriptedEnv(lengths, clock, same_step=same_step), chunk)
+    return ChunkedActions(toy_envs.ScriptedEnv(lengths, clock, same_step=same_step), chunk)
 
 
 @pytest.mark.parametrize("same_step", [True, False], ids=["same_step", "next_step"])
@@ -71,7 +71,7 @@ def test_a_rollout_discounts_inside_and_between() -> None:
     """Σ γ^i r_i is the reward of a decision that lasted k steps, and the next value counts γ^k."""
     env = chunked([2, 5], [False, True], 3, same_step=True)
 
-    class Policy(toys.CountingPolicy):
+    class Policy(toy_envs.CountingPolicy):
         def noise(self, rows: int, generator: torch.Generator | None = None) -> Tensor:
             return torch.randn(rows, 3, generator=generator)
 
@@ -119,7 +119,7 @@ def test_a_chunk_is_the_same_steps_of_the_simulator() -> None:
         assert torch.equal(step.obs, rewards[-1].obs)
 
 
-@pytest.mark.parametrize("id", ["HalfCheetah-v4", "CartPole-v1", "toys:Balance"])
+@pytest.mark.parametrize("id", ["HalfCheetah-v4", "CartPole-v1", "toy_envs:Balance"])
 def test_every_simulator_begins_single_episodes(id: str) -> None:
     """Ends everywhere, and none leaks into the next episode: lengths add up to the clock."""
     simulator = {"CartPole-v1": "gymnasium"}.get(id, "auto")
@@ -170,8 +170,8 @@ def test_one_picture_for_a_chunk() -> None:
         "max_episode_steps": 5,
         "cameras": ("eye",),
     }
-    env = embodied_envs.make("toys:Balance", **options, action_chunk=3)
-    plain: Any = embodied_envs.make("toys:Balance", **options)
+    env = embodied_envs.make("toy_envs:Balance", **options, action_chunk=3)
+    plain: Any = embodied_envs.make("toy_envs:Balance", **options)
     assert isinstance(env, ChunkedActions)
     inner: Any = env.env
     taken: list[int] = []
@@ -200,7 +200,7 @@ def test_one_picture_for_a_chunk() -> None:
 
 
 def test_wrong_shapes() -> None:
-    env = embodied_envs.make("toys:Balance", num_envs=2, seeds=[1, 2], action_chunk=3)
+    env = embodied_envs.make("toy_envs:Balance", num_envs=2, seeds=[1, 2], action_chunk=3)
     env.reset()
     with pytest.raises(EnvError, match=r"actions of shape \[2, 4\]; it takes \[2, 3, 1\]"):
         env.step(torch.zeros(2, 4))

@@ -326,7 +326,7 @@ def test_nested_and_single_number_observations_get_flat_names() -> None:
         ("CheetahRun-v1", ["velocity"], {}),
         ("test/Teacher-v0", ["critic"], {}),  # selects critic/force and critic/mass
         ("torch_tasks:student", ["critic", "student"], {}),
-        ("toys:Privileged", ["state"], {"num_threads": 1, "cameras": ["eye"]}),
+        ("toy_envs:Privileged", ["state"], {"num_threads": 1, "cameras": ["eye"]}),
     ],
 )
 def test_obs_keys_select_observations(id: str, keys: list[str], options: dict[str, Any]) -> None:
@@ -334,7 +334,7 @@ def test_obs_keys_select_observations(id: str, keys: list[str], options: dict[st
     obs, step = play(env, 1)
     names = {
         "test/Teacher-v0": ["critic/force", "critic/mass"],
-        "toys:Privileged": ["state", "eye"],
+        "toy_envs:Privileged": ["state", "eye"],
     }.get(id, keys)
     assert (
         isinstance(env.obs_spec, dict)
@@ -656,7 +656,7 @@ REFUSED = [
     ("test/Teacher-v0", {}, r"has critic/force, .*; write env.obs_keys=\[policy\]"),
     ("torch_tasks:student", {}, r"has critic, .*; write env.obs_keys=\[student\]"),
     (
-        "toys:Privileged",
+        "toy_envs:Privileged",
         {"num_threads": 1},
         r"has privileged_mass, .*; write env.obs_keys=\[state\]",
     ),

@@ -8,9 +8,9 @@ import warnings
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
 import torch_tasks
-import toys
 from torch import Tensor
 
 from embodied_envs.adapters import torch_env
@@ -324,7 +324,7 @@ def test_ppo_learns_to_hold_the_cart() -> None:
     """Random pushes stay 0.7 m from the middle on average, a held cart at most 0.3 m (with the way
     there).
     """
-    c = toys.config(
+    c = run_helpers.tiny_config(
         {
             "env.num_envs": 64,
             "algorithm.horizon": 16,

@@ -16,8 +16,9 @@ import gymnasium
 import mujoco
 import numpy as np
 import pytest
+import run_helpers
 import torch
-import toys
+import toy_envs
 from torch import Tensor
 
 import embodied_envs
@@ -35,7 +36,7 @@ from embodied_ppo.training import checkpoint
 LOCOMOTION = ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid")
 
 
-def make(id: str = "toys:Balance", n: int = 3, **options: Any) -> MujocoEnv:
+def make(id: str = "toy_envs:Balance", n: int = 3, **options: Any) -> MujocoEnv:
     env = embodied_envs.make(
         id, num_envs=n, seeds=options.pop("seeds", list(range(n))), simulator="mujoco", **options
     )
@@ -111,7 +112,7 @@ def test_first_states_are_spread_as_gymnasiums(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------- the protocol
-@pytest.mark.parametrize("id", ["toys:Balance", *LOCOMOTION])
+@pytest.mark.parametrize("id", ["toy_envs:Balance", *LOCOMOTION])
 @pytest.mark.parametrize(
     "options", [{}, {"randomize": True, "ranges": {"mass": [0.8, 1.2]}}], ids=["plain", "random"]
 )
@@ -204,7 +205,7 @@ def test_variables_of_the_task() -> None:
     assert env.s["pushes"].tolist() == [0] * 3, "they begin anew with the episode"
 
 
-@pytest.mark.parametrize("id", ["toys:Balance", "Ant", "Humanoid"])
+@pytest.mark.parametrize("id", ["toy_envs:Balance", "Ant", "Humanoid"])
 def test_a_saved_state_continues_bit_for_bit(id: str) -> None:
     options = {"randomize": True, "ranges": {"mass": [0.5, 2.0]}, "max_episode_steps": 20}
     env, other = make(id, **options), make(id, **options, seeds=[8, 9, 10])
@@ -236,7 +237,7 @@ def test_a_world_that_blows_up_is_reset_and_counted(
     for t in range(6):
         action = push(env)
         if t == 3:
-            action[1] = 5.0  # above toys.Balance's blow_up
+            action[1] = 5.0  # above toy_envs.Balance's blow_up
         step, quiet = env.step(action), calm.step(push(calm))
         assert all(bool(x.isfinite().all()) for x in tree.leaves(step) if x.is_floating_point())
         if t == 3:
@@ -254,7 +255,7 @@ BAD_MODELS = [
     ("<mujoco><worldbody><geom/></worldbody></mujoco>", "MuJoCo refuses its model: .*size"),
     ("<mujoco><worldbody>", "MuJoCo refuses its model: .*XML"),
     (
-        toys.BALANCE.replace('joint="slide" gear', 'joint="glide" gear'),
+        toy_envs.BALANCE.replace('joint="slide" gear', 'joint="glide" gear'),
         "MuJoCo refuses its model: .*glide",
     ),
 ]
@@ -262,12 +263,12 @@ BAD_MODELS = [
 
 @pytest.mark.parametrize(("mjcf", "message"), BAD_MODELS, ids=range(len(BAD_MODELS)))
 def test_a_bad_model(mjcf: str, message: str) -> None:
-    with pytest.raises(EnvError, match=f"env.id=toys:Balance: {message}"):
+    with pytest.raises(EnvError, match=f"env.id=toy_envs:Balance: {message}"):
         make(kwargs={"mjcf": mjcf})
 
 
 def test_a_name_that_the_model_lacks() -> None:
-    with pytest.raises(EnvError, match=r"env.id=toys:Balance: .*'angel'.*angle"):
+    with pytest.raises(EnvError, match=r"env.id=toy_envs:Balance: .*'angel'.*angle"):
         make(kwargs={"sensor": "angel"})
 
 
@@ -316,14 +317,14 @@ def test_wrong_calls() -> None:
         env.reset()
 
 
-class Confused(toys.Balance):
+class Confused(toy_envs.Balance):
     """A variable with the name of a field."""
 
     def reset(self, u: Tensor) -> dict[str, Tensor]:
         return super().reset(u) | {"sensordata": u}
 
 
-class Looking(toys.Balance):
+class Looking(toy_envs.Balance):
     """A field that MuJoCo does not have."""
 
     fields = ("sensordata", "xposition")
@@ -338,8 +339,8 @@ def test_tasks_that_cannot_be(name: str, message: str) -> None:
 
 
 def test_finding_tasks() -> None:
-    assert tasks.find("toys:Balance") is toys.Balance
-    assert tasks.find("toys:ScriptedEnv") is None and tasks.find("HalfCheetah-v4") is None
+    assert tasks.find("toy_envs:Balance") is toy_envs.Balance
+    assert tasks.find("toy_envs:ScriptedEnv") is None and tasks.find("HalfCheetah-v4") is None
     with pytest.raises(EnvError, match="cannot import 'no_such_module'"):
         tasks.find("no_such_module:Task")
     code = (
@@ -352,8 +353,8 @@ def test_finding_tasks() -> None:
 @pytest.mark.parametrize(
     ("id", "message"),
     [
-        ("toys:Ballance", "toys has no 'Ballance', it has Balance"),
-        ("toys", "a task of yours is named toys:Class"),
+        ("toy_envs:Ballance", "toy_envs has no 'Ballance', it has Balance"),
+        ("toy_envs", "a task of yours is named toy_envs:Class"),
         (
             "tests.envs.physics.test_mujoco_env:Unrelated",
             "Unrelated is written like a task but is no subclass of embodied_envs.tasks.Task",
@@ -393,12 +394,12 @@ def test_a_context_s_first_picture_is_like_all_others(id: str, camera: str) -> N
 
 def test_a_world_that_blows_up_inside_a_chunk_keeps_its_last_picture() -> None:
     env = embodied_envs.make(
-        "toys:Balance", num_envs=2, seeds=[0, 1], simulator="mujoco", cameras=("eye",), action_chunk=4,
+        "toy_envs:Balance", num_envs=2, seeds=[0, 1], simulator="mujoco", cameras=("eye",), action_chunk=4,
         action_mapping="none",
     )  # fmt: skip
     first: Any = env.reset()
     action = torch.zeros(2, 4, 1)
-    action[0, 2] = 5.0  # above toys.Balance's blow_up
+    action[0, 2] = 5.0  # above toy_envs.Balance's blow_up
     final: Any = env.step(action).final_obs
     assert torch.equal(final["eye"][0], first["eye"][0]) and int(first["eye"].sum()) > 0
     env.close()
@@ -406,12 +407,12 @@ def test_a_world_that_blows_up_inside_a_chunk_keeps_its_last_picture() -> None:
 
 # ---------------------------------------------------------------------------- a task with a mistake
 def _reset(**more: Any) -> Any:
-    whole = toys.Balance.reset
+    whole = toy_envs.Balance.reset
     return lambda self, u: whole(self, u) | {k: f(u) for k, f in more.items()}
 
 
 MISTAKES: list[tuple[str, Any, str]] = [
-    # attribute of toys.Balance, what it is instead, what is said
+    # attribute of toy_envs.Balance, what it is instead, what is said
     ("decimation", 0, "Balance.decimation=0 must be a whole number, at least 1"),
     ("decimation", 2.5, "Balance.decimation=2.5 must be a whole number"),
     (
@@ -420,7 +421,7 @@ MISTAKES: list[tuple[str, Any, str]] = [
         "Balance.stage='acceleration' is unknown; there are velocity, none, forces",
     ),
     ("fields", "sensordata", "Balance.fields='sensordata' must be a tuple of names"),
-    ("fields", ("blah",), "env.id=toys:Balance: MuJoCo has no field 'blah'"),
+    ("fields", ("blah",), "env.id=toy_envs:Balance: MuJoCo has no field 'blah'"),
     ("fields", (), "Balance.terminated reads 'sensordata', .* in the attribute fields"),
     (
         "before",
@@ -473,7 +474,7 @@ MISTAKES: list[tuple[str, Any, str]] = [
         lambda self, s: s["qpos"][:, 0],
         r"Balance.observe\(\) has shape \[2\]; it must be \[2, D\]",
     ),
-    ("observe", toys.Task.observe, r"Balance has no observe\(\); write one"),
+    ("observe", toy_envs.Task.observe, r"Balance has no observe\(\); write one"),
     (
         "reward",
         lambda self, b, s, a: 1.0,
@@ -514,16 +515,16 @@ MISTAKES: list[tuple[str, Any, str]] = [
 def test_a_mistake_in_a_task_is_told_by_name(
     name: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(toys.Balance, name, value)
+    monkeypatch.setattr(toy_envs.Balance, name, value)
     if "'xpos' has the name" in message:
-        monkeypatch.setattr(toys.Balance, "fields", ("sensordata", "xpos"))
+        monkeypatch.setattr(toy_envs.Balance, "fields", ("sensordata", "xpos"))
     with pytest.raises(EnvError, match=message):
         make(n=2)
 
 
 def test_a_kind_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toys.Balance, "names", ("one",))
-    monkeypatch.setattr(toys.Balance, "reset", _reset(kind=lambda u: u[:, 0].long() + 1))
+    monkeypatch.setattr(toy_envs.Balance, "names", ("one",))
+    monkeypatch.setattr(toy_envs.Balance, "reset", _reset(kind=lambda u: u[:, 0].long() + 1))
     with pytest.raises(
         EnvError, match=r"reset\(\)\['kind'\] runs from 1 to 1; names has 1 entries"
     ):
@@ -535,7 +536,9 @@ def test_controls_that_are_no_numbers_are_counted(
     number: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MuJoCo itself would put zeros in their place without a word."""
-    monkeypatch.setattr(toys.Balance, "control", lambda self, s, a: torch.where(a > 0.5, number, a))
+    monkeypatch.setattr(
+        toy_envs.Balance, "control", lambda self, s, a: torch.where(a > 0.5, number, a)
+    )
     env = make(n=3)
     env.reset()
     step = env.step(torch.tensor([[0.0], [1.0], [0.0]]))
@@ -657,12 +660,12 @@ def test_randomised_looks() -> None:
 def test_training_counts_worlds_that_blew_up(tmp_path: Path) -> None:
     """A task that blows up now and then is trained all the same, and the metric says how often."""
     options = {
-        "env.id": "toys:Balance",
+        "env.id": "toy_envs:Balance",
         "env.kwargs": {"blow_up": 0.9},
         "updates": 3,
         "run_dir": str(tmp_path / "run"),
     }
-    build.train(toys.config(options), quiet=True)
+    build.train(run_helpers.tiny_config(options), quiet=True)
     rows = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -672,7 +675,7 @@ def test_training_counts_worlds_that_blew_up(tmp_path: Path) -> None:
     )
 
 
-class TwoKinds(toys.Balance):
+class TwoKinds(toy_envs.Balance):
     """An episode that begins to the right is long, and succeeds."""
 
     names = ("short", "long")
@@ -704,12 +707,14 @@ def test_evaluation_tells_the_kinds_of_episode_apart() -> None:
 
 def test_resume_is_exact(tmp_path: Path) -> None:
     """Four updates = two, resume, two: bit for bit, without replaying the simulator."""
-    options = {"env.id": "toys:Balance", "env.randomize": True, "save_every": 2}
+    options = {"env.id": "toy_envs:Balance", "env.randomize": True, "save_every": 2}
     whole = build.train(
-        toys.config({**options, "updates": 4, "run_dir": str(tmp_path / "whole")}), quiet=True
+        run_helpers.tiny_config({**options, "updates": 4, "run_dir": str(tmp_path / "whole")}),
+        quiet=True,
     )
     build.train(
-        toys.config({**options, "updates": 2, "run_dir": str(tmp_path / "half")}), quiet=True
+        run_helpers.tiny_config({**options, "updates": 2, "run_dir": str(tmp_path / "half")}),
+        quiet=True,
     )
     resumed = {
         **options,
@@ -717,7 +722,7 @@ def test_resume_is_exact(tmp_path: Path) -> None:
         "run_dir": str(tmp_path / "half"),
         "resume": str(tmp_path / "half"),
     }
-    halves = build.train(toys.config(resumed), quiet=True)
+    halves = build.train(run_helpers.tiny_config(resumed), quiet=True)
     assert whole["final_return"] == halves["final_return"]
     weights = [
         checkpoint.open_checkpoint(tmp_path / run / "checkpoints" / "latest").policy()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_pi0 import tiny_model, write_tiny
+from tiny_pi0_checkpoint import tiny_model, write_checkpoint
 from torch import Tensor
 
 from embodied_ppo.commands import main
@@ -48,7 +48,7 @@ TRUNKS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("pi0") / "tiny")
+    return write_checkpoint(tmp_path_factory.mktemp("pi0") / "tiny")
 
 
 def make(
@@ -202,7 +202,7 @@ def test_samples_come_from_the_density_that_is_told(folder: Path, chain: str) ->
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 def test_the_flow_is_what_transformers_samples(key_heads: int, tmp_path: Path) -> None:
     """The whole chain from our first noise, and a single velocity with its gradient."""
-    policy = make(write_tiny(tmp_path, key_heads=key_heads), flow_steps=5)
+    policy = make(write_checkpoint(tmp_path, key_heads=key_heads), flow_steps=5)
     theirs = tiny_model(key_heads=key_heads)
     obs, K = observations(), 2
     inputs = policy.encode(obs)
@@ -424,7 +424,7 @@ def test_a_directory_of_lerobots_layout_is_read_completely(folder: Path) -> None
 
 @pytest.mark.parametrize("layout", ["transformers", "lerobot before 0.4"])
 def test_other_layouts(layout: str, folder: Path, tmp_path: Path) -> None:
-    other, meant = write_tiny(tmp_path / "tiny", seed=1), tiny_model()
+    other, meant = write_checkpoint(tmp_path / "tiny", seed=1), tiny_model()
     if layout == "transformers":
         meant.save_pretrained(other)
     else:
@@ -459,7 +459,7 @@ def test_a_runs_checkpoint(folder: Path, trunk: str, tmp_path: Path) -> None:
     d, e = (p.act(p.encode(observations()), noise=noise) for p in (policy, other))
     assert torch.equal(d.log_prob, e.log_prob) and torch.equal(d.value, e.value)
     if trunk != "trained":
-        another = make(write_tiny(tmp_path / "another", seed=3), **TRUNKS[trunk])
+        another = make(write_checkpoint(tmp_path / "another", seed=3), **TRUNKS[trunk])
         with pytest.raises(CheckpointError, match="its digest is"):
             another.load_state_dict(weights)
     copied = copy.deepcopy(policy)  # a reference for a KL penalty
@@ -517,7 +517,7 @@ def test_statistics(where: str, folder: Path, tmp_path: Path) -> None:
     """States are (s - mean) / std, actions x std + mean, wherever the directory keeps the
     numbers.
     """
-    other = write_tiny(tmp_path / "tiny")
+    other = write_checkpoint(tmp_path / "tiny")
     named = {f"{n}.mean": torch.tensor(x) for n, x in MEANS.items()}
     named |= {f"{n}.std": torch.tensor(x) for n, x in DEVIATIONS.items()}
     if where == "lerobot":
@@ -587,7 +587,7 @@ def test_a_run_and_the_evaluation_of_its_checkpoint(
     trunk: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = write_tiny(tmp_path / "tiny", max_state_dim=32)
+    folder = write_checkpoint(tmp_path / "tiny", max_state_dim=32)
     options = {
         "model.freeze_trunk": False,
         **{f"model.{name}": x for name, x in TRUNKS[trunk].items()},
@@ -629,7 +629,7 @@ def test_experiments_for_libero(
         "algorithm.horizon=4",
     ]
     if name == "pi0_libero":
-        folder = write_tiny(tmp_path / "tiny", max_state_dim=32)
+        folder = write_checkpoint(tmp_path / "tiny", max_state_dim=32)
         words += [
             f"model.checkpoint={folder}",
             "algorithm.micro_batch_size=4",
@@ -669,7 +669,7 @@ def test_what_it_refuses(folder: Path, tmp_path: Path) -> None:
         says(told, folder=other)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "openvla"}))
     says("OpenVLA, read with model.policy=token", folder=tmp_path)
-    empty = write_tiny(tmp_path / "empty")
+    empty = write_checkpoint(tmp_path / "empty")
     (empty / "tokenizer.json").unlink()
     (empty / "tokenizer_config.json").unlink()
     says("holds no tokenizer; copy", folder=empty)
@@ -693,7 +693,7 @@ def test_what_it_refuses(folder: Path, tmp_path: Path) -> None:
         lora_rank=4,
         freeze_trunk=True,
     )
-    few = write_tiny(
+    few = write_checkpoint(
         tmp_path / "few",
         statistics={
             "observation.state.mean": torch.ones(3),

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from published import KINDS, SIDE, make
 from safetensors.torch import load_file, save_file
+from tiny_vlm_checkpoints import KINDS, SIDE, write_checkpoint
 from torch import Tensor
 
 from embodied_ppo.commands import main
@@ -38,7 +38,7 @@ ADAPTED = {"lora_rank": 4}
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A kind -> its directory, made once."""
     root = tmp_path_factory.mktemp("published")
-    return cache(lambda kind: make(kind, root / kind))
+    return cache(lambda kind: write_checkpoint(kind, root / kind))
 
 
 def policy_of(
@@ -296,7 +296,7 @@ def test_a_checkpoint_holds_what_is_trained(
 
 
 def test_adapters_refuse_another_base(tmp_path: Path) -> None:
-    folder = make("smolvlm", tmp_path / "smolvlm")
+    folder = write_checkpoint("smolvlm", tmp_path / "smolvlm")
     policy = policy_of(folder, **ADAPTED)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"note": "another"}))
@@ -468,7 +468,7 @@ def test_directories_of_another_kind(folders: Any, tmp_path: Path) -> None:
 
 
 def test_weights_that_are_missing_are_not_drawn_at_random(tmp_path: Path) -> None:
-    folder = make("smolvlm", tmp_path / "smolvlm")
+    folder = write_checkpoint("smolvlm", tmp_path / "smolvlm")
     weights = load_file(folder / "model.safetensors")
     gone = next(name for name in weights if "q_proj" in name and "text_model" in name)
     del weights[gone]
@@ -637,7 +637,7 @@ def test_experiments_for_openvla(
         "env.kwargs.obs=language",
     ]
     options += [
-        f"model.checkpoint={of_tabletop(make('openvla', tmp_path / 'tiny'))}",
+        f"model.checkpoint={of_tabletop(write_checkpoint('openvla', tmp_path / 'tiny'))}",
         "model.unnorm_key=four",
     ]
     done = run(capsys, "train", f"experiment={name}", *TINY[1:], *options)
@@ -676,7 +676,7 @@ def test_a_clone_by_command(
 
 def test_the_gripper_closes_as_the_simulators_does(folders: Any, tmp_path: Path) -> None:
     """OpenVLA's datasets: 0 closed, 1 open; LIBERO: 1 closes, -1 opens."""
-    folder = make("openvla", tmp_path / "openvla")
+    folder = write_checkpoint("openvla", tmp_path / "openvla")
     stats = {"action": {"q01": [-1.0, 0.0], "q99": [1.0, 1.0], "mask": [True, False]}}
     (folder / "dataset_statistics.json").write_text(json.dumps({"gripper": stats}))
     config = ModelConfig(policy="token", checkpoint=str(folder), bins=K, unnorm_key="gripper")

@@ -25,7 +25,7 @@ FLAGS = (
 WAIT_S = 60.0
 
 
-def program() -> str:
+def chromium_path() -> str:
     """Where there is none the test is skipped; with $NO_SKIPS, as .ci/run sets it, which installs
     one, it fails.
     """
@@ -45,7 +45,7 @@ class Browser:
 
     def __init__(self, folder: Path) -> None:
         """``folder`` is for the browser's own files."""
-        where = program()
+        where = chromium_path()
         ours, theirs = os.pipe(), os.pipe()  # what it reads, what it writes
         self._out, self._in = ours[1], theirs[0]
         line = f'exec "$@" 3<&{ours[0]} 4>&{theirs[1]}'

@@ -72,7 +72,7 @@ def tokenizer(*special: str) -> Any:
     return fast
 
 
-def make(kind: str, folder: Path) -> Path:
+def write_checkpoint(kind: str, folder: Path) -> Path:
     """``kind``: one of KINDS. OpenVLA's actions have two dimensions and 16 bins."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

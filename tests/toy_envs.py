@@ -1,12 +1,8 @@
-"""Parts with numbers one can read: a scripted vector environment, a policy that counts, a Gymnasium
-task with success, and a training of a few milliseconds."""
+"""Small environments and a policy whose numbers are known in advance."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
@@ -16,27 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from embodied_envs.tasks import State, Task
-from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
-from embodied_ppo.config import loader, validation
-from embodied_ppo.config.batch_sizes import total_updates
-from embodied_ppo.config.schema import Config
-from embodied_ppo.core import compile
-from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import (
     ActionSpec,
     ArraySpec,
     Box,
     Decision,
     Evaluation,
-    Mean,
     Obs,
     ObsSpec,
     Step,
 )
-from embodied_ppo.modes.base import RunRequest
-from embodied_ppo.modes.embodied import components as embodied
-from embodied_ppo.modes.registry import mode
-from embodied_ppo.modes.workers import build_workers
 
 
 # ----------------------------------------------------------------------------- scripted environment
@@ -278,134 +263,5 @@ class Point(gymnasium.Env):
         return self.x.copy(), -distance, info["success"], False, info
 
 
-if "toys/Point-v0" not in gymnasium.registry:
-    gymnasium.register("toys/Point-v0", "toys:Point", max_episode_steps=12)
-
-
-# ------------------------------------------------------------------------------------ tiny training
-BASE: dict[str, Any] = {
-    "env": {"id": "HalfCheetah-v4", "num_envs": 4, "num_threads": 1},
-    "model": {"hidden": [16]},
-    "algorithm": {"horizon": 8, "global_batch_size": 16, "update_epoch": 3, "lr": 3e-3},
-    "updates": 3,
-}
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a.b": 1} -> {"a": {"b": 1}}."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, leaf = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value
-    return tree
-
-
-def config(options: Mapping[str, Any] | None = None) -> Config:
-    """``BASE`` with ``options`` (dotted paths), checked as the command checks; every option given
-    must be read.
-    """
-    options = options or {}
-    base = (
-        BASE
-        if options.get("model.policy", "actor_critic") == "actor_critic"
-        else {**BASE, "model": {}}
-    )
-    loaded = loader.read(Config, [("base", base), ("test", nested(options))])
-    validation.check(loaded.config, explicit=loaded.deliberate({"test"}))
-    return loaded.config
-
-
-def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
-    """Train as ``build`` would; per update every metric that is no measurement of time, and a sum
-    over the weights.
-
-    ``max_lag``: the rollouts that lie between acting and learning, as in ``loop.train``.
-    """
-    env = embodied.make_env(
-        env_seeds(c.seed, 0, c.env.num_envs, c.algorithm.group_size),
-        config=c.env,
-        device=torch.device("cpu"),
-    )
-    try:
-        policy = embodied.make_policy(c, env)
-        rollout = embodied.make_rollout(c, env, policy, compile.CompileSchedule(None))
-        updates = total_updates(c)
-        learner = actor_critic_learner(
-            policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=c.seed
-        )
-        pending, rows = [], []
-        for update in range(updates + max_lag):
-            if update < updates:
-                pending.append(rollout.collect(c.algorithm.horizon, update=update, version=0))
-            if update >= max_lag:
-                trajectory, metrics = pending.pop(0)
-                metrics = metrics | learner.update(trajectory, update=update - max_lag)
-                weights = sum(float(p.detach().double().abs().sum()) for p in policy.parameters())
-                row = {k: v.value if isinstance(v, Mean) else float(v) for k, v in metrics.items()}
-                rows.append(row | {"weights": weights})
-        return rows
-    finally:
-        env.close()
-
-
-def placed(c: Config, run_dir: Path, stack: ExitStack) -> Any:
-    """The ClusterSystem of ``c``; ``stack`` closes it."""
-    request = RunRequest(c, torch.device("cpu"), run_dir, 4, "", {}, print, print, [])
-    plan = mode(c).plan(c, request.device)
-    assert plan is not None
-    system: Any = build_workers(mode(c), request, plan).system
-    stack.callback(system.close)
-    return system
-
-
-def slots_free(expected: float = 8.0) -> float:
-    """CPUs that Ray has to give, as soon as there are as many as expected: it takes them back a
-    moment later.
-    """
-    import ray  # takes a second to load
-
-    until = time.monotonic() + 20
-    while (
-        free := ray.available_resources().get("CPU", 0.0)
-    ) != expected and time.monotonic() < until:
-        time.sleep(0.2)
-    return free
-
-
-def gone(*pids: int) -> bool:
-    """Whether these processes end within a moment.
-
-    Whoever inherits one may leave it a zombie, which has no command.
-    """
-
-    def runs(pid: int) -> bool:
-        try:
-            return bool(Path("/proc", str(pid), "cmdline").read_bytes())
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-
-    until = time.monotonic() + 10
-    while (left := any(map(runs, pids))) and time.monotonic() < until:
-        time.sleep(0.05)
-    return not left
-
-
-def assert_alike(found: Any, expected: Any, where: str = "") -> None:
-    """The same nested state, tensors to 1e-5."""
-    assert type(found) is type(expected), where
-    if isinstance(expected, dict):
-        assert list(found) == list(expected), where
-        for name, value in expected.items():
-            assert_alike(found[name], value, f"{where}/{name}")
-    elif isinstance(expected, Tensor):
-        assert type(found) is Tensor and found.dtype == expected.dtype, where
-        torch.testing.assert_close(
-            found, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{where}: {text}"
-        )
-    elif isinstance(expected, list):
-        assert_alike(dict(enumerate(found)), dict(enumerate(expected)), where)
-    else:
-        assert found == expected, where
+if "toy_envs/Point-v0" not in gymnasium.registry:
+    gymnasium.register("toy_envs/Point-v0", "toy_envs:Point", max_episode_steps=12)

@@ -95,7 +95,7 @@ def write_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def write_tiny(
+def write_checkpoint(
     folder: Path, *, statistics: dict[str, Tensor] | None = None, seed: int = 0, **fields: Any
 ) -> Path:
     """``statistics``: lerobot's names -> numbers, as its normaliser keeps them."""
