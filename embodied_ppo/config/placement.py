@@ -1,8 +1,7 @@
-"""Placement syntax: text -> a checked ``Plan`` of processes, roles and devices, before any process
-is started.
+"""Placement syntax: text -> a checked ``Plan`` of processes, roles and devices.
 
-Roles joined by a comma share a process; entries with common devices take turns; the rest run at
-once.
+Roles joined by a comma share a process; entries with common devices take turns; the other entries
+run concurrently. No process is started here.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from embodied_ppo.config.rules.base import divisors
 from embodied_ppo.core.errors import PlacementError, choose, show
 
 ROLES: dict[str, tuple[str, ...]] = {
@@ -29,22 +29,27 @@ PRESETS: dict[str, dict[str, str]] = {
     "hybrid": {"env": "first half", "rollout,actor": "second half"},
     "pipelined": {"env": "first half", "rollout": "second half", "actor": "all"},
 }
-"""Meaning of ``placement=NAME``. Roles that a run does not have are left out. ``local`` runs in
-this process, without Ray."""
+"""Component placement that ``placement=NAME`` stands for.
+
+Roles that a run does not have are left out. ``local`` runs in this process, without Ray.
+"""
 
 PATH = "cluster.component_placement"
-MOST = 1024
-"""Maximum number of processes on one device; more is taken for a typing error."""
-MOST_DEVICES = 16384
+MAX_PROCESSES_PER_DEVICE = 1024
+"""Maximum number of processes on one device; a larger number is refused as a typing error."""
+MAX_DEVICES = 16384
 """Maximum number of devices of all machines."""
 
-ASKS: dict[str, tuple[str, ...]] = {"rollout": ("env", "reward"), "actor": ("critic", "reference")}
+REQUESTS: dict[str, tuple[str, ...]] = {
+    "rollout": ("env", "reward"),
+    "actor": ("critic", "reference"),
+}
 """Role -> the roles that it sends requests to: a call within a process, a message between
 processes.
 """
 
-ASLEEP, WEIGHTS, ALL = 0, 1, 2
-"""State of a process on its device: nothing; the weights; also optimiser and gradients."""
+OFFLOADED, WEIGHTS, ALL = 0, 1, 2
+"""What a process has on its device: nothing; the weights; also optimiser state and gradients."""
 
 PHASES: dict[str, dict[str, int]] = {
     "collect": {"env": ALL, "rollout": ALL, "reward": ALL},
@@ -53,7 +58,7 @@ PHASES: dict[str, dict[str, int]] = {
     "evaluate": {"env": ALL, "rollout": ALL, "reward": ALL},
     "save": {"actor": ALL, "critic": ALL, "reference": ALL, "rollout": WEIGHTS, "env": ALL},
 }
-"""Phase -> the state that each role needs on its device. The other roles may be offloaded."""
+"""Phase -> what each role needs on its device. The other roles may be offloaded."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +138,10 @@ class Plan:
         """Return the group whose processes have ``role``."""
         return next(g for g in self.groups if role in g.roles)
 
-    def apart(self, asker: str) -> list[str]:
-        """Return the roles in other processes that ``asker`` sends requests to."""
-        return [
-            role for role in ASKS.get(asker, ()) if self.has(role) and not self.fused(asker, role)
-        ]
+    def remote_roles(self, caller: str) -> list[str]:
+        """Return the roles in other processes that ``caller`` sends requests to."""
+        present = [role for role in REQUESTS.get(caller, ()) if self.has(role)]
+        return [role for role in present if not self.fused(caller, role)]
 
     def processes(self, role: str) -> int:
         return self.group(role).processes
@@ -153,9 +157,7 @@ class Plan:
         )
 
     def weights_path(self, rank: int) -> str:
-        """Return the transport of the actor's weights to rollout process ``rank``: share, ipc,
-        broadcast or store.
-        """
+        """Return how rollout process ``rank`` gets the weights: share, ipc, broadcast or store."""
         if self.fused("rollout", "actor"):
             return "share"
         if self.weights != "auto" or self.max_lag:
@@ -163,29 +165,22 @@ class Plan:
         device = self.group("rollout").ranks[rank][0]
         return "ipc" if device in self.group("actor").devices else "broadcast"
 
-    def near(self, rank: int) -> int | None:
-        """Return the actor process on the device of rollout process ``rank``, else on its machine;
-        None: neither.
-        """
+    def nearest_actor(self, rank: int) -> int | None:
+        """Return the actor process on the device, else on the node, of rollout process ``rank``."""
         device, ranks = self.group("rollout").ranks[rank][0], self.group("actor").ranks
-        neighbours = [i for i, devices in enumerate(ranks) if device in devices]
-        neighbours += [
-            i
-            for i, devices in enumerate(ranks)
-            if self.hardware.node(devices[0]) == self.hardware.node(device)
-        ]
-        return neighbours[0] if neighbours else None
+        node_of = self.hardware.node
+        on_device = [i for i, devices in enumerate(ranks) if device in devices]
+        on_node = [i for i, devices in enumerate(ranks) if node_of(devices[0]) == node_of(device)]
+        return next(iter(on_device + on_node), None)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return a table of the ranks of each group (columns) on each device (rows); the first row
-        is the header.
-        """
+        """Return a table: the ranks of each group (columns) on each device (rows), with header."""
         h = self.hardware
         table = [("device", "node", *(g.name for g in self.groups))]
         for device in range(h.total):
             cells = []
             for g in self.groups:
-                ranks = [str(i) for i, has in enumerate(g.ranks) if device in has]
+                ranks = [str(i) for i, devices in enumerate(g.ranks) if device in devices]
                 cells.append(f"rank {', '.join(ranks)}" if ranks else "-")
             table.append((f"{h.kind} {device}", str(h.node(device)), *cells))
         return table
@@ -193,7 +188,7 @@ class Plan:
 
 # ------------------------------------------------------------------------------------------ grammar
 def ranges(
-    value: Any, available: Sequence[int], label: str, what: str = "device"
+    value: Any, available: Sequence[int], label: str, unit: str = "device"
 ) -> tuple[int, ...]:
     """Parse ``all``, ``2``, ``0-3``, ``first half``, ``second half`` or a list of these.
 
@@ -201,7 +196,7 @@ def ranges(
         value: The text, number or list.
         available: Devices or nodes that the numbers index.
         label: Beginning of error messages.
-        what: What is numbered, for error messages.
+        unit: Name of a numbered thing in error messages.
 
     Returns:
         The selected entries of ``available``, ascending.
@@ -212,23 +207,23 @@ def ranges(
     parts = list(value) if isinstance(value, (list, tuple)) else [value]
     count, positions = len(available), list[int]()
     if not parts:
-        raise PlacementError(f"{label}: names no {what}; write all, a number or a range as 0-3")
+        raise PlacementError(f"{label}: names no {unit}; write all, a number or a range as 0-3")
     for part in parts:
-        positions += _range(part, count, label, what)
-    twice = sorted({d for d in positions if positions.count(d) > 1})
-    if twice:
-        raise PlacementError(f"{label}: {what} {twice[0]} is listed twice; list it once")
+        positions += _range(part, count, label, unit)
+    repeated = sorted({d for d in positions if positions.count(d) > 1})
+    if repeated:
+        raise PlacementError(f"{label}: {unit} {repeated[0]} is listed twice; list it once")
     return tuple(sorted(available[d] for d in positions))
 
 
-def _range(part: Any, count: int, label: str, what: str) -> range:
+def _range(part: Any, count: int, label: str, unit: str) -> range:
     text = " ".join(str(part).split())
     if text == "all":
         return range(count)
     if text in ("first half", "second half"):
         if count < 2:
             raise PlacementError(
-                f"{label}: there is {count} {what}, which has no halves; write all"
+                f"{label}: there is {count} {unit}, which has no halves; write all"
             )
         return range(count // 2) if text == "first half" else range(count // 2, count)
     if "," in text:
@@ -239,7 +234,7 @@ def _range(part: Any, count: int, label: str, what: str) -> range:
     numbers = [first.strip(), *([last.strip()] if dash else [])]
     if isinstance(part, bool) or not all(n.isdecimal() and len(n) < 10 for n in numbers):
         raise PlacementError(
-            f"{label}: {show(part)} is no {what}; write all, a number, a range as 0-3, 'first"
+            f"{label}: {show(part)} is no {unit}; write all, a number, a range as 0-3, 'first"
             " half', 'second half', or a list of these"
         )
     low, high = int(first), int(last) if dash else int(first)
@@ -248,7 +243,7 @@ def _range(part: Any, count: int, label: str, what: str) -> range:
     if high >= count:
         there = f"0-{count - 1}" if count > 1 else "0"
         raise PlacementError(
-            f"{label}: {text} needs {what} {high}, but there {'are' if count > 1 else 'is'} {count}"
+            f"{label}: {text} needs {unit} {high}, but there {'are' if count > 1 else 'is'} {count}"
             f" ({there}); write"
             f" {'0' if low >= count or low == count - 1 == 0 else f'{low}-{count - 1}'}, or say"
             " what there is in cluster.num_nodes and cluster.devices_per_node"
@@ -257,92 +252,84 @@ def _range(part: Any, count: int, label: str, what: str) -> range:
 
 
 def _roles(entry: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in str(entry).split(","))
+    """Return the roles of a comma-separated entry."""
+    return tuple(role.strip() for role in str(entry).split(","))
 
 
 def check_roles(placement: Mapping[str, Any], mode: str, *, without: Sequence[str] = ()) -> None:
     """Check that each role of the run is placed once. Raises PlacementError."""
-    placed, whole = list[str](), f"{PATH} = {show(placement)}"
+    placed, all_entries = list[str](), f"{PATH} = {show(placement)}"
     for entry, value in placement.items():
         label = f"{PATH} = {{{entry}: {show(value)}}}"
         for role in _roles(entry):
             if role not in ROLES[mode]:
-                why = f"{role or repr(role)} is no role of mode={mode}"
-                if role in ASKS["actor"]:  # a role of the other mode
-                    why += " (it is part of the actor)"
-                raise PlacementError(f"{label}: {why}; {choose(role, ROLES[mode], 'roles: ')}")
+                reason = f"{role or repr(role)} is no role of mode={mode}"
+                if role in REQUESTS["actor"]:  # a role of the other mode
+                    reason += " (it is part of the actor)"
+                raise PlacementError(f"{label}: {reason}; {choose(role, ROLES[mode], 'roles: ')}")
             if role in without:
                 raise PlacementError(f"{label}: this run has no {role}; leave it out")
             if role in placed:
-                raise PlacementError(f"{whole}: {role} is placed twice; name it once")
+                raise PlacementError(f"{all_entries}: {role} is placed twice; name it once")
             placed.append(role)
     for role in ROLES[mode]:
         if role not in placed and role not in without:
             joined = ",".join([*(_roles(next(iter(placement))) if placement else ()), role])
             raise PlacementError(
-                f"{whole}: no device for {role}; join it to an entry, as '{joined}', or give it"
-                " its own"
+                f"{all_entries}: no device for {role}; join it to an entry, as '{joined}', or give"
+                " it its own"
             )
 
 
 def _group(entry: str, value: Any, hardware: Hardware) -> Group:
+    """Return the group of one entry of the placement."""
     label = f"{PATH} = {{{entry}: {show(value)}}}"
-    devices, processes, node = value, None, None
-    if isinstance(value, Mapping):
-        unknown = [key for key in value if key not in ("devices", "processes", "node")]
-        if unknown:
-            raise PlacementError(
-                f"{label}: {unknown[0]} is not known;"
-                f" {choose(str(unknown[0]), ('devices', 'processes', 'node'), '')}"
-            )
-        devices, processes, node = (
-            value.get("devices", "all"),
-            value.get("processes"),
-            value.get("node"),
+    options = value if isinstance(value, Mapping) else {"devices": value}
+    known = ("devices", "processes", "node")
+    if unknown := [key for key in options if key not in known]:
+        raise PlacementError(
+            f"{label}: {unknown[0]} is not known; {choose(str(unknown[0]), known, '')}"
         )
+    node = options.get("node")
     if node is not None and node not in list(hardware.labels):
         raise PlacementError(
             f"{label}: no node bears the label {node};"
             f" {choose(str(node), list(hardware.labels), 'labels: ')} (cluster.node_groups)"
         )
-    where = ranges(devices, hardware.on(node), label)
-    ranks = _ranks(where, processes, hardware, label)
-    return Group(_roles(entry), where, ranks, node)
+    devices = ranges(options.get("devices", "all"), hardware.on(node), label)
+    ranks = _ranks(devices, options.get("processes"), hardware, label)
+    return Group(_roles(entry), devices, ranks, node)
 
 
 def _ranks(
-    where: tuple[int, ...], processes: Any, hardware: Hardware, label: str
+    devices: tuple[int, ...], processes: Any, hardware: Hardware, label: str
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the devices of each process: one, or several processes per device, or several devices
-    per process.
-    """
-    count = len(where)
+    """Return the devices of each process; processes may share a device, or have several."""
+    count = len(devices)
     if processes is None:
-        return tuple((d,) for d in where)
+        return tuple((d,) for d in devices)
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         raise PlacementError(
             f"{label}: processes = {show(processes)} must be a number >= 1; leave it out: {count}"
         )
-    if processes > MOST * count:
+    if processes > MAX_PROCESSES_PER_DEVICE * count:
         raise PlacementError(
-            f"{label}: processes = {processes} are more than {MOST} on a device; write processes:"
-            f" {count}"
+            f"{label}: processes = {processes} are more than {MAX_PROCESSES_PER_DEVICE} on a device;"
+            f" write processes: {count}"
         )
     if processes % count and count % processes:
-        near = [n for n in range(1, 2 * count + 1) if n % count == 0 or count % n == 0]
-        best = min(near, key=lambda n: abs(n - processes))
         raise PlacementError(
             f"{label}: {processes} processes do not divide evenly over {count} devices; write"
-            f" processes: {best}"
+            f" processes: {_nearest_divisor(count, processes)}"
         )
     if processes >= count:
-        return tuple((where[i * count // processes],) for i in range(processes))
+        return tuple((devices[i * count // processes],) for i in range(processes))
     each = count // processes
-    ranks = tuple(where[i : i + each] for i in range(0, count, each))
-    for devices in ranks:
-        if len({hardware.node(d) for d in devices}) > 1:
+    ranks = tuple(devices[i : i + each] for i in range(0, count, each))
+    for rank in ranks:
+        if len({hardware.node(d) for d in rank}) > 1:
             raise PlacementError(
-                f"{label}: a process would have devices {show(list(devices))} of two nodes; write"
+                f"{label}: a process would have devices {show(list(rank))} of two nodes; write"
                 f" processes: {count}"
             )
     return ranks
@@ -374,39 +361,39 @@ def plan(
         PlacementError: The placement is malformed, or does not fit the hardware or the options.
     """
     if isinstance(placement, str):
-        groups = _preset(
-            placement, hardware, mode, [role for role in ROLES[mode] if role not in without]
-        )
+        groups = _preset(placement, hardware, mode, without)
     else:
         check_roles(placement, mode, without=without)
         groups = tuple(_group(entry, value, hardware) for entry, value in placement.items())
-    p = Plan(groups, hardware, stages, max_lag, weights)
-    _check_lag(p)
-    _check_weights(p)
-    return p
+    checked = Plan(groups, hardware, stages, max_lag, weights)
+    _check_lag(checked)
+    _check_weights(checked)
+    return checked
 
 
-def _preset(name: str, hardware: Hardware, mode: str, wanted: Sequence[str]) -> tuple[Group, ...]:
-    groups = list[Group]()
+def _preset(name: str, hardware: Hardware, mode: str, without: Sequence[str]) -> tuple[Group, ...]:
+    """Return the groups of a preset without the roles that the run does not have."""
     if "env" not in ROLES[mode] and PRESETS[name].get("env") == "first half":
         raise PlacementError(
-            f"placement = {name}: sets the simulators apart, and mode=reasoning has none; use"
+            f"placement = {name}: sets the simulators apart, and mode={mode} has none; use"
             " fused, colocated or disaggregated"
         )
+    present = set(ROLES[mode]) - set(without)
+    groups = list[Group]()
     for entry, devices in PRESETS[name].items():
-        roles = [role for role in entry.split(",") if role in wanted]
-        if not roles:
-            continue
-        if "half" in devices and hardware.total < 2:
+        roles = [role for role in entry.split(",") if role in present]
+        if roles and "half" in devices and hardware.total < 2:
             raise PlacementError(
                 f"placement = {name}: needs 2 devices, and there is 1; use fused or colocated, or"
                 " say what there is in cluster.devices_per_node"
             )
-        groups.append(_group(",".join(roles), devices, hardware))
+        if roles:
+            groups.append(_group(",".join(roles), devices, hardware))
     return tuple(groups)
 
 
 def _check_lag(p: Plan) -> None:
+    """Check that roles which run concurrently share no device. Raises PlacementError."""
     if not p.max_lag:
         return
     for learner in ("actor", "critic", "reference"):
@@ -422,8 +409,9 @@ def _check_lag(p: Plan) -> None:
 
 
 def _check_weights(p: Plan) -> None:
+    """Check that ``ipc`` has an actor on every node with a rollout. Raises PlacementError."""
     for rank in range(p.processes("rollout")):
-        if p.weights_path(rank) == "ipc" and p.near(rank) is None:
+        if p.weights_path(rank) == "ipc" and p.nearest_actor(rank) is None:
             node = p.hardware.node(p.group("rollout").ranks[rank][0])
             raise PlacementError(
                 f"cluster.weights = ipc: rollout rank {rank} is on node {node}, which has no actor"
@@ -442,22 +430,23 @@ def check_numbers(p: Plan, *, num_envs: int, group_size: int, global_batch_size:
         if a % b and b % a:
             raise PlacementError(
                 f"{PATH}: {a} processes of {one} and {b} of {other}: one must divide the other; "
-                f"write processes: {_divisor(b, a)} for {one}"
+                f"write processes: {_nearest_divisor(b, a)} for {one}"
             )
-    most = max(counts.values()) * p.stages
-    if num_envs % (most * group_size):
-        grouped = f" x algorithm.group_size = {group_size}" if group_size > 1 else ""
-        step = most * group_size
+    processes = max(counts.values())
+    unit = processes * p.stages * group_size
+    if num_envs % unit:
+        groups = f" x algorithm.group_size = {group_size}" if group_size > 1 else ""
         raise PlacementError(
-            f"env.num_envs = {num_envs}: cannot be dealt out evenly over {max(counts.values())}"
-            f" processes x cluster.stages = {p.stages}{grouped}; write"
-            f" env.num_envs={max(step, round(num_envs / step) * step)}"
+            f"env.num_envs = {num_envs}: cannot be divided evenly over {processes} processes x"
+            f" cluster.stages = {p.stages}{groups}; write"
+            f" env.num_envs={_nearest_multiple(unit, num_envs)}"
         )
-    if global_batch_size % counts["actor"]:
-        near = max(1, round(global_batch_size / counts["actor"])) * counts["actor"]
+    actors = counts["actor"]
+    if global_batch_size % actors:
         raise PlacementError(
-            f"algorithm.global_batch_size = {global_batch_size}: cannot be dealt out evenly over"
-            f" {counts['actor']} processes of actor; write algorithm.global_batch_size={near}"
+            f"algorithm.global_batch_size = {global_batch_size}: cannot be divided evenly over"
+            f" {actors} processes of actor; write"
+            f" algorithm.global_batch_size={_nearest_multiple(actors, global_batch_size)}"
         )
 
 
@@ -473,50 +462,51 @@ def check_sequences(p: Plan, *, prompts: int, group_size: int, batches: Mapping[
     Raises:
         PlacementError: They do not divide.
     """
-    actors, acts = p.processes("actor"), p.processes("rollout")
-    if acts % actors and actors % acts:
+    actors, rollouts = p.processes("actor"), p.processes("rollout")
+    if rollouts % actors and actors % rollouts:
         raise PlacementError(
-            f"{PATH}: {acts} processes of rollout and {actors} of actor: one must divide the other;"
-            f" write processes: {_divisor(actors, acts)} for rollout"
+            f"{PATH}: {rollouts} processes of rollout and {actors} of actor: one must divide the"
+            f" other; write processes: {_nearest_divisor(actors, rollouts)} for rollout"
         )
     if p.has("critic") and p.processes("critic") != actors:
         raise PlacementError(
             f"{PATH}: {p.processes('critic')} processes of critic and {actors} of actor: each actor"
             f" has its own critic; write processes: {actors} for critic"
         )
-    for asker, role in (("rollout", "reward"), ("actor", "reference")):
-        if p.has(role) and p.processes(asker) % p.processes(role):
+    for caller, role in (("rollout", "reward"), ("actor", "reference")):
+        if p.has(role) and p.processes(caller) % p.processes(role):
             raise PlacementError(
-                f"{PATH}: {p.processes(role)} processes of {role} cannot be dealt out evenly over"
-                f" {p.processes(asker)} of {asker}; write processes:"
-                f" {_divisor(p.processes(asker), 1)} for {role}"
+                f"{PATH}: {p.processes(role)} processes of {role} cannot be divided evenly over"
+                f" {p.processes(caller)} of {caller}; write processes: 1 for {role}"
             )
-    if prompts % acts:
-        near = max(1, round(prompts / acts)) * acts
+    if prompts % rollouts:
         raise PlacementError(
-            f"algorithm.rollout_batch_size = {prompts}: cannot be dealt out evenly over {acts}"
-            f" processes of rollout; write algorithm.rollout_batch_size={near}"
+            f"algorithm.rollout_batch_size = {prompts}: cannot be divided evenly over {rollouts}"
+            " processes of rollout; write"
+            f" algorithm.rollout_batch_size={_nearest_multiple(rollouts, prompts)}"
         )
-    for option, responses in {
-        "algorithm.rollout_batch_size": prompts * group_size,
-        **batches,
-    }.items():
+    sizes = {"algorithm.rollout_batch_size": prompts * group_size, **batches}
+    for option, responses in sizes.items():
         if responses % actors:
-            near = max(1, round(responses / actors)) * actors
-            while near % group_size:
-                near += actors
+            nearest = _nearest_multiple(actors, responses)
+            while nearest % group_size:
+                nearest += actors
             raise PlacementError(
-                f"{option} = {responses // group_size}: {responses} responses cannot be dealt out"
-                f" evenly over {actors} processes of actor; write {option}={near // group_size}"
+                f"{option} = {responses // group_size}: {responses} responses cannot be divided"
+                f" evenly over {actors} processes of actor; write {option}={nearest // group_size}"
             )
 
 
-def _divisor(of: int, near: int) -> int:
-    """Return the divisor or multiple of ``of`` that is nearest to ``near``."""
-    return min(
-        (n for n in range(1, 2 * max(of, near) + 1) if n % of == 0 or of % n == 0),
-        key=lambda n: abs(n - near),
-    )
+def _nearest_divisor(count: int, value: int) -> int:
+    """Return the divisor or multiple of ``count`` that is nearest to ``value``."""
+    multiples = [value // count * count, (value // count + 1) * count]
+    candidates = sorted({*divisors(count), *filter(None, multiples)})
+    return min(candidates, key=lambda n: abs(n - value))
+
+
+def _nearest_multiple(unit: int, value: int) -> int:
+    """Return the positive multiple of ``unit`` that is nearest to ``value``."""
+    return max(1, round(value / unit)) * unit
 
 
 def lines(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -530,14 +520,13 @@ def lines(rows: Sequence[Sequence[str]]) -> list[str]:
 
 # ------------------------------------------------------------------------------------------- memory
 Need = Mapping[str, int]
-"""Purpose (weights, gradients, optimiser, experience, activations) -> peak memory of one process,
-bytes.
-"""
-CONTEXT = 500_000_000
+"""Purpose (weights, gradients, optimiser, ...) -> peak memory of one process, bytes."""
+CUDA_CONTEXT = 500_000_000
 """Memory of the CUDA context of one process, bytes (estimated, not measured)."""
-ROOM = 0.92
-"""Fraction of a device's memory to plan with; the driver, the allocator and other programs use the
-remainder.
+USABLE_MEMORY = 0.92
+"""Fraction of a device's memory to plan with.
+
+The driver, the allocator and other programs use the remainder.
 """
 
 
@@ -546,12 +535,12 @@ class Load:
     """Memory of a device (on the CPU: of a machine) in the phase that needs most.
 
     Attributes:
-        where: The device or node.
+        place: The device or node.
         phase: The phase.
         parts: Name of a group -> bytes of each of its processes there.
     """
 
-    where: str
+    place: str
     phase: str
     parts: Mapping[str, Sequence[int]]
 
@@ -571,27 +560,25 @@ def loads(p: Plan, needs: Mapping[str, Need]) -> list[Load]:
         needs: Name of a group -> need of one of its processes.
     """
     gpu = p.hardware.kind == "cuda"
-    most: dict[str, Load] = {}
+    largest: dict[str, Load] = {}
     for phase in ("collect", "update", "publish"):
-        wanted = PHASES[phase]
         places: dict[str, dict[str, list[int]]] = {}
         for g in p.groups:
-            need = needs[g.name]
-            level = (
-                max(wanted.get(role, ASLEEP) for role in g.roles) if gpu and p.sharing(g) else ALL
-            )
-            size = {ASLEEP: 0, WEIGHTS: need.get("weights", 0), ALL: sum(need.values())}[
-                level
-            ] + CONTEXT * gpu
-            for has in g.ranks:
-                for device in has:
-                    where = f"cuda {device}" if gpu else f"node {p.hardware.node(device)}"
-                    places.setdefault(where, {}).setdefault(g.name, []).append(size // len(has))
-        for where, parts in places.items():
-            load = Load(where, phase, parts)
-            if where not in most or load.total > most[where].total:
-                most[where] = load
-    return list(most.values())
+            need, level = needs[g.name], ALL
+            if gpu and p.sharing(g):
+                level = max(PHASES[phase].get(role, OFFLOADED) for role in g.roles)
+            sizes = {OFFLOADED: 0, WEIGHTS: need.get("weights", 0), ALL: sum(need.values())}
+            size = sizes[level] + CUDA_CONTEXT * gpu
+            for devices in g.ranks:
+                for device in devices:
+                    place = f"cuda {device}" if gpu else f"node {p.hardware.node(device)}"
+                    parts = places.setdefault(place, {}).setdefault(g.name, [])
+                    parts.append(size // len(devices))
+        for place, parts in places.items():
+            load = Load(place, phase, parts)
+            if place not in largest or load.total > largest[place].total:
+                largest[place] = load
+    return list(largest.values())
 
 
 def check_memory(
@@ -612,11 +599,11 @@ def check_memory(
     Raises:
         PlacementError: A device is too small; the message has the sum.
     """
-    excess = _too_much(p, needs, least)
+    excess = _excess(p, needs, least)
     if excess is None:
         return
     message, cure = excess
-    if sharded is not None and _too_much(p, sharded(), least) is None:
+    if sharded is not None and _excess(p, sharded(), least) is None:
         cure = (
             f"write cluster.shard=true: {p.processes('actor')} processes of actor then hold a part"
             " of the model each"
@@ -624,33 +611,27 @@ def check_memory(
     raise PlacementError(f"{message}; {cure}")
 
 
-def _too_much(p: Plan, needs: Mapping[str, Need], least: bool) -> tuple[str, str] | None:
-    """Return the message about the first device that is too small, and a cure; None: everything
-    fits.
-    """
+def _excess(p: Plan, needs: Mapping[str, Need], least: bool) -> tuple[str, str] | None:
+    """Return the message about the first device that is too small, and a cure, if there is one."""
     limit = p.hardware.memory
     if limit is None:
         return None
     for load in loads(p, needs):
-        if load.total > ROOM * limit:
-            largest = max(load.parts, key=lambda name: sum(load.parts[name]))
-            purposes = ", ".join(
-                f"{what} {amount(size)}" for what, size in needs[largest].items() if size
-            )
-            parts = " + ".join(
-                f"{len(sizes)} x {amount(sizes[0])} ({name})" for name, sizes in load.parts.items()
-            )
-            context = (
-                f", {amount(CONTEXT)} of each for CUDA itself" if p.hardware.kind == "cuda" else ""
-            )
-            return (
-                (
-                    f"placement: {load.where} needs {parts} = {amount(load.total)} to {load.phase},"
-                    f" more than {ROOM:.0%} of its {amount(limit)}; one process of {largest}:"
-                    f" {purposes}{context}"
-                ),
-                _memory_cure(p, needs[largest], least),
-            )
+        if load.total <= USABLE_MEMORY * limit:
+            continue
+        largest = max(load.parts, key=lambda name: sum(load.parts[name]))
+        purposes = [f"{purpose} {amount(size)}" for purpose, size in needs[largest].items() if size]
+        if p.hardware.kind == "cuda":
+            purposes.append(f"{amount(CUDA_CONTEXT)} of each for CUDA itself")
+        parts = " + ".join(
+            f"{len(sizes)} x {amount(sizes[0])} ({name})" for name, sizes in load.parts.items()
+        )
+        message = (
+            f"placement: {load.place} needs {parts} = {amount(load.total)} to {load.phase}, more"
+            f" than {USABLE_MEMORY:.0%} of its {amount(limit)}; one process of {largest}:"
+            f" {', '.join(purposes)}"
+        )
+        return message, _memory_cure(p, needs[largest], least)
     return None
 
 
@@ -660,25 +641,26 @@ def amount(size: int) -> str:
 
 
 def _memory_cure(p: Plan, need: Need, least: bool) -> str:
-    most = max(need, key=lambda what: need[what])
-    smallest = "use gradient_checkpointing, a smaller model" + (
-        " or fewer env.num_envs" if p.has("env") else ""
-    )
+    """Return what reduces the largest part of the memory of a process."""
+    envs = " or fewer env.num_envs" if p.has("env") else ""
+    smallest = f"use gradient_checkpointing, a smaller model{envs}"
     return {
         "activations": smallest if least else "lower algorithm.micro_batch_size",
         "experience": "lower algorithm.horizon or env.num_envs, or use more devices",
         "cache": "lower rollout.slots",
         "weights": "use a smaller model, or give roles devices of their own",
-    }.get(most, "train adapters (model.lora_rank), or give roles devices of their own")
+    }.get(
+        max(need, key=lambda purpose: need[purpose]),
+        "train adapters (model.lora_rank), or give roles devices of their own",
+    )
 
 
 def memory_rows(p: Plan, needs: Mapping[str, Need]) -> list[tuple[str, ...]]:
-    """Return a table of the memory of one process: purposes (rows) x groups (columns); the first
-    row is the header.
-    """
-    kinds = list(dict.fromkeys(what for need in needs.values() for what in need))
-    table = [("one process needs", *(g.name for g in p.groups))]
-    for what in kinds:
-        table.append((what, *(amount(needs[g.name].get(what, 0)) for g in p.groups)))
-    table.append(("together", *(amount(sum(needs[g.name].values())) for g in p.groups)))
-    return table
+    """Return a table of the memory of one process: purposes (rows) x groups (columns)."""
+    group_needs = [needs[g.name] for g in p.groups]
+    purposes = list(dict.fromkeys(purpose for need in needs.values() for purpose in need))
+    return [
+        ("one process needs", *(g.name for g in p.groups)),
+        *((purpose, *(amount(n.get(purpose, 0)) for n in group_needs)) for purpose in purposes),
+        ("together", *(amount(sum(n.values())) for n in group_needs)),
+    ]

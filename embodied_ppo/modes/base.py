@@ -497,10 +497,10 @@ def hardware_of(config: Config, device: torch.device) -> placement.Hardware:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if c.device_memory_gb:
         memory = int(c.device_memory_gb * 1e9)
-    if (count := (c.devices_per_node or here) * c.num_nodes) > placement.MOST_DEVICES:
+    if (count := (c.devices_per_node or here) * c.num_nodes) > placement.MAX_DEVICES:
         raise PlacementError(
             f"cluster.num_nodes x cluster.devices_per_node = {count} devices, more than "
-            f"{placement.MOST_DEVICES}; write the numbers of your cluster"
+            f"{placement.MAX_DEVICES}; write the numbers of your cluster"
         )
     nodes = tuple(range(c.num_nodes))
     labels = {

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise, product
 from typing import Any
 
-from embodied_ppo.config.placement import ALL, ASLEEP, PRESETS, WEIGHTS, Hardware, Need, Plan
+from embodied_ppo.config.placement import ALL, OFFLOADED, PRESETS, WEIGHTS, Hardware, Need, Plan
 from embodied_ppo.placement.offload import Residency
 
 CALL_S = 0.002
@@ -488,7 +488,7 @@ def _resident_bytes(need: Need, level: int) -> int:
     """Bytes of a process on the device at a residency level, between phases."""
     weights = need.get("weights", 0)
     return {
-        ASLEEP: 0,
+        OFFLOADED: 0,
         WEIGHTS: weights,
         ALL: weights + need.get("gradients", 0) + need.get("optimiser", 0),
     }[level]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from embodied_ppo.config.placement import ALL, ASLEEP, PHASES, WEIGHTS, Group, Plan
+from embodied_ppo.config.placement import ALL, OFFLOADED, PHASES, WEIGHTS, Group, Plan
 
 MOVES = {"cuda"}
 """Kinds of devices that are offloaded from.
@@ -37,7 +37,7 @@ class Residency:
         need = PHASES[phase]
         moves = []
         for group in filter(self.turns, self.plan.groups):
-            level = max(need.get(role, ASLEEP) for role in group.roles)
+            level = max(need.get(role, OFFLOADED) for role in group.roles)
             if level != self.level[group]:
                 moves.append((group, level))
         moves.sort(key=lambda move: move[1] > self.level[move[0]])
@@ -68,7 +68,7 @@ class TensorOffloader:
         """Move tensors so that the device holds those of ``level`` and no others.
 
         Args:
-            level: ASLEEP, WEIGHTS or ALL.
+            level: OFFLOADED, WEIGHTS or ALL.
 
         Returns:
             Number of bytes that were moved.

@@ -18,7 +18,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from embodied_ppo.config.placement import ASKS, Group, Plan
+from embodied_ppo.config.placement import REQUESTS, Group, Plan
 from embodied_ppo.config.schema import ClusterConfig
 from embodied_ppo.core.types import Mean, Metrics, PlacementError
 from embodied_ppo.placement.offload import Residency
@@ -305,7 +305,9 @@ class ClusterSystem(RunSystem):
                     self.secret,
                     options.step_timeout_s,
                     serves=any(
-                        role in group.roles for caller in ASKS for role in self.plan.apart(caller)
+                        role in group.roles
+                        for caller in REQUESTS
+                        for role in self.plan.remote_roles(caller)
                     ),
                     meets="actor" in group.roles and rank == 0,
                 )
@@ -362,7 +364,7 @@ class ClusterSystem(RunSystem):
     def _servers(self, caller: str, rank: int) -> dict[str, list[WorkerHandle]]:
         """Role -> other processes with it that rank ``rank`` of ``caller`` sends requests to."""
         servers, count = dict[str, list[WorkerHandle]](), self.plan.processes(caller)
-        for role in self.plan.apart(caller):
+        for role in self.plan.remote_roles(caller):
             handles, n = self.processes[self.plan.group(role)], self.plan.processes(role)
             first = rank * n // count
             servers[role] = handles[first : max(first + 1, (rank + 1) * n // count)]
@@ -377,7 +379,7 @@ class ClusterSystem(RunSystem):
         started, and a process that sends requests must not be one of its own servers.
         """
         callers_of: dict[WorkerHandle, set[WorkerHandle]] = {}
-        for caller in ASKS:
+        for caller in REQUESTS:
             for rank, handle in enumerate(self.processes[self.plan.group(caller)]):
                 if handle in callers:
                     for role, servers in self._servers(caller, rank).items():
@@ -394,7 +396,7 @@ class ClusterSystem(RunSystem):
         """The spec of one process, and the addresses of the processes that it works with."""
         ranks = dict.fromkeys(group.roles, (rank, group.processes))
         roles_of: dict[str, list[str]] = {}
-        for caller in ASKS.keys() & group.roles:
+        for caller in REQUESTS.keys() & group.roles:
             for role, handles in self._servers(caller, rank).items():
                 for handle in handles:
                     roles_of.setdefault(handle.name, []).append(role)
@@ -452,10 +454,10 @@ class ClusterSystem(RunSystem):
         self._prepare_weight_sync(frozen=True)
         self.publish(0)
         self._prepare_weight_sync(frozen=False)
-        if self.plan.apart("actor"):
+        if self.plan.remote_roles("actor"):
             self._move_to_phase("save")  # in this phase all roles of a learner have their tensors
             calls = [h.call(Worker.initialize) for h in self.learners]
-            self._wait([*calls, *self._serve(self.learners, *ASKS["actor"])], "initialize")
+            self._wait([*calls, *self._serve(self.learners, *REQUESTS["actor"])], "initialize")
 
     @contextmanager
     def _training(self) -> Iterator[None]:
@@ -539,7 +541,9 @@ class ClusterSystem(RunSystem):
             calls += self._join_gather([first])
             calls += [self.actors[r].call(Worker.unpack, version, data) for r in ranks]
         if ranks := ranks_of.get("ipc"):
-            sender_of = {r: self.learners[i] for r in ranks if (i := self.plan.near(r)) is not None}
+            sender_of = {
+                r: self.learners[i] for r in ranks if (i := self.plan.nearest_actor(r)) is not None
+            }
             senders = list(dict.fromkeys(sender_of.values()))
             calls += self._join_gather(senders)
             buffers = dict(zip(senders, self._call(senders, Worker.export_ipc), strict=True))
@@ -618,7 +622,7 @@ class ClusterSystem(RunSystem):
 
     def _collect(self, horizon: int, update: int) -> tuple[RemoteExperience, Metrics]:
         self._move_to_phase("collect")
-        serving = self._serve(self.actors, *ASKS["rollout"], during=f"update {update}")
+        serving = self._serve(self.actors, *REQUESTS["rollout"], during=f"update {update}")
         started = [h.call_split(Worker.collect, horizon, update) for h in self.actors]
         data, calls = [data for data, _ in started], [call for _, call in started]
         if self.plan.max_lag:
@@ -646,7 +650,7 @@ class ClusterSystem(RunSystem):
             h.call(Worker.update, update, *self._share_of(i, experience.data))
             for i, h in enumerate(self.learners)
         ]
-        replies = self._wait([*calls, *self._serve(self.learners, *ASKS["actor"])], "update")[
+        replies = self._wait([*calls, *self._serve(self.learners, *REQUESTS["actor"])], "update")[
             : len(calls)
         ]
         self.steps += sum(reply.result[1] for reply in replies)
@@ -683,7 +687,7 @@ class ClusterSystem(RunSystem):
         self._move_to_phase("evaluate")
         first = self.actors[0]
         evaluating = first.call(Worker.evaluate)
-        serving = self._serve([first], *ASKS["rollout"], during="evaluation")
+        serving = self._serve([first], *REQUESTS["rollout"], during="evaluation")
         return self._wait([evaluating, *serving], "evaluate")[0].result
 
     def write(self, result: Any, source: checkpoint.Checkpoint, out: Path) -> dict[str, str | None]:
@@ -698,7 +702,7 @@ class ClusterSystem(RunSystem):
         states = [h.call_for_data(Worker.state) for h in self.actors]
         # Workers run calls in order: one with a rollout and a critic must return its rollout's
         # state, which the first learner waits for, before it serves that learner's requests.
-        serving += self._serve([first], *ASKS["actor"])
+        serving += self._serve([first], *REQUESTS["actor"])
         folder = str(self.records.checkpoints.absolute())
         calls = [first.call(Worker.save, folder, update, rest, *states)]
         if self.options.shard:  # gathering the shards is a collective operation
@@ -710,7 +714,11 @@ class ClusterSystem(RunSystem):
         handles = list(dict.fromkeys([*self.actors, *self.learners]))
         calls = [h.start(RayWorker.load, str(source.path.absolute())) for h in handles]
         self._wait(
-            [*calls, *self._serve(self.actors, "env"), *self._serve(self.learners, *ASKS["actor"])],
+            [
+                *calls,
+                *self._serve(self.actors, "env"),
+                *self._serve(self.learners, *REQUESTS["actor"]),
+            ],
             "load",
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embodied_ppo.config.placement import ALL, ASKS, WEIGHTS
+from embodied_ppo.config.placement import ALL, REQUESTS, WEIGHTS
 from embodied_ppo.core import tree, watchdog
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.types import Learner, Metrics, Trajectory
@@ -132,7 +132,7 @@ class Worker:
     def initialize(self) -> None:
         """Send the initial weights to remote models; called once when all processes are built."""
         self._initialize()
-        self.finish_requests(*ASKS["actor"])
+        self.finish_requests(*REQUESTS["actor"])
 
     def collect(self, horizon: int, update: int) -> tuple[Trajectory | None, Metrics]:
         """Collect experience.
@@ -147,7 +147,7 @@ class Worker:
         """
         assert self.rollout is not None
         trajectory, metrics = self.rollout.collect(horizon, update=update, version=self.version)
-        self.finish_requests(*ASKS["rollout"])
+        self.finish_requests(*REQUESTS["rollout"])
         if "actor" in self.spec.roles:
             self.experience[update] = trajectory
             return None, metrics
@@ -185,7 +185,7 @@ class Worker:
                 trajectory = tree.map(lambda x: x.chunk(n, dim=1)[i].contiguous(), trajectory)
         lag = self.version - trajectory.version.double().mean().item()
         metrics = self.learner.update(trajectory, update=update) | {"rollout/version_lag": lag}
-        self.finish_requests(*ASKS["actor"])
+        self.finish_requests(*REQUESTS["actor"])
         return metrics, self.count(trajectory)
 
     def serve(self, callers: int, during: str) -> None:
@@ -206,7 +206,7 @@ class Worker:
             return self.measure()
         finally:
             # The servers wait for this message even where the evaluation fails.
-            self.finish_requests(*ASKS["rollout"])
+            self.finish_requests(*REQUESTS["rollout"])
 
     def write(self, result: Any, checkpoint_path: str, out: str) -> dict[str, str | None]:
         """Write the report of an evaluation.
@@ -332,7 +332,7 @@ class Worker:
         """Move tensors so that the device holds those of a residency level; simulators stay.
 
         Args:
-            level: ASLEEP, WEIGHTS or ALL.
+            level: OFFLOADED, WEIGHTS or ALL.
 
         Returns:
             Number of bytes that were moved.
@@ -395,7 +395,7 @@ class Worker:
         states = [torch.load(io.BytesIO(data), weights_only=True) for data in rollouts]
         rollout = states[0] if len(states) == 1 else {"processes": states}
         training = {"learner": learner, "rollout": rollout}
-        self.finish_requests(*ASKS["actor"])
+        self.finish_requests(*REQUESTS["actor"])
         return str(
             checkpoint.save(
                 Path(folder), update=update, policy=policy, training=training, **options
@@ -426,7 +426,7 @@ class Worker:
             learners=self.spec.learners,
         )
         self.version = source.update
-        self.finish_requests("env", *ASKS["actor"])
+        self.finish_requests("env", *REQUESTS["actor"])
 
     # ----------------------------------------------------------------------------------- statistics
     def cpu_s(self) -> dict[str, float]:

@@ -245,7 +245,7 @@ REFUSALS = [
     ),
     (
         "train placement=fused cluster.devices_per_node=1 cluster.stages=3",
-        "env.num_envs = 64: cannot be dealt out evenly .. write env.num_envs=63",
+        "env.num_envs = 64: cannot be divided evenly .. write env.num_envs=63",
     ),
     (
         "train experiment=arithmetic placement=hybrid",

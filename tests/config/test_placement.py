@@ -14,7 +14,7 @@ import torch
 from embodied_ppo.config.placement import (
     PRESETS,
     ROLES,
-    ROOM,
+    USABLE_MEMORY,
     Group,
     Hardware,
     Plan,
@@ -198,10 +198,10 @@ def test_weights_travel_as_they_are_asked_to_where_that_can_be() -> None:
     for weights, path in (("auto", "broadcast"), ("store", "store"), ("broadcast", "broadcast")):
         assert plan(apart, two, weights=weights).weights_path(0) == path
     assert plan(apart, EIGHT, max_lag=1).weights_path(0) == "store"
-    assert [plan(apart, EIGHT, weights="ipc").near(rank) for rank in range(2)] == [0, 0]
-    assert [plan(across, two, weights="ipc").near(rank) for rank in range(2)] == [0, 1]
-    assert plan("colocated", EIGHT).near(5) == 5
-    assert plan(apart, two).near(1) is None
+    assert [plan(apart, EIGHT, weights="ipc").nearest_actor(rank) for rank in range(2)] == [0, 0]
+    assert [plan(across, two, weights="ipc").nearest_actor(rank) for rank in range(2)] == [0, 1]
+    assert plan("colocated", EIGHT).nearest_actor(5) == 5
+    assert plan(apart, two).nearest_actor(1) is None
     with pytest.raises(PlacementError) as caught:
         plan(apart, two, weights="ipc")
     assert (
@@ -247,11 +247,11 @@ NUMBERS: list[tuple[Any, dict[str, int], str]] = [
      "other; write processes: 2 for env"),
     ({"env,rollout": "0-3", "actor": "4-6"}, {}, f"{C}: 4 processes of rollout and 3 of actor: one must divide the "
      "other; write processes: 3 for rollout"),
-    ("fused", {"num_envs": 20}, "env.num_envs = 20: cannot be dealt out evenly over 8 processes x cluster.stages = 1; "
+    ("fused", {"num_envs": 20}, "env.num_envs = 20: cannot be divided evenly over 8 processes x cluster.stages = 1; "
      "write env.num_envs=16"),
-    ("fused", {"num_envs": 8, "group_size": 4}, "env.num_envs = 8: cannot be dealt out evenly over 8 processes x "
+    ("fused", {"num_envs": 8, "group_size": 4}, "env.num_envs = 8: cannot be divided evenly over 8 processes x "
      "cluster.stages = 1 x algorithm.group_size = 4; write env.num_envs=32"),
-    ("fused", {"global_batch_size": 100}, "algorithm.global_batch_size = 100: cannot be dealt out evenly over 8 "
+    ("fused", {"global_batch_size": 100}, "algorithm.global_batch_size = 100: cannot be divided evenly over 8 "
      "processes of actor; write algorithm.global_batch_size=96"),
 ]  # fmt: skip
 
@@ -368,7 +368,7 @@ def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.Monk
         )
     )
     assert parts < 0.9 * whole
-    between = int(4 * (parts + whole) / 2 / ROOM)
+    between = int(4 * (parts + whole) / 2 / USABLE_MEMORY)
     assert refused(between, **wide).endswith("write cluster.shard=true: 4 processes of actor then hold a part of the "
                                              "model each")  # fmt: skip
     assert refused(between, **wide, **{"cluster.shard": True}) == ""

@@ -293,7 +293,7 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
         (EnvError, "CartPole-v7", {"placement": "fused", "env__id": "CartPole-v7"}),
         (
             PlacementError,
-            "cannot be dealt out",
+            "cannot be divided",
             {
                 "placement": "fused",
                 "env__num_envs": 6,

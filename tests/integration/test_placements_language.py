@@ -262,18 +262,18 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         (
-            "2 processes of reward cannot be dealt out evenly over 1 of rollout; write processes: 1"
+            "2 processes of reward cannot be divided evenly over 1 of rollout; write processes: 1"
             " for reward"
         ),
         placed(4, {"rollout": 0, "reward": "1-2", "actor,critic": 3}),
     ),
     (
-        "rollout_batch_size = 16: cannot be dealt out evenly over 3 processes of rollout",
+        "rollout_batch_size = 16: cannot be divided evenly over 3 processes of rollout",
         {**FUSED, "cluster__devices_per_node": 3},
     ),
     (
         (
-            "global_batch_size = 2: 2 responses cannot be dealt out evenly over 4 processes of"
+            "global_batch_size = 2: 2 responses cannot be divided evenly over 4 processes of"
             " actor; write algorithm.global_batch_size=4"
         ),
         {**FUSED, "cluster__devices_per_node": 4, "algorithm__global_batch_size": 2},

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from embodied_ppo.config.placement import Hardware, plan
 from embodied_ppo.placement import offload
-from embodied_ppo.placement.offload import ALL, ASLEEP, WEIGHTS, Residency, TensorOffloader
+from embodied_ppo.placement.offload import ALL, OFFLOADED, WEIGHTS, Residency, TensorOffloader
 from embodied_ppo.placement.ray_system import ClusterSystem
 from embodied_ppo.placement.worker import Worker
 from tests.integration.test_placements import assert_close, rows, train
@@ -25,12 +25,12 @@ def steps(r: Residency, phase: str) -> list[tuple[str, int]]:
 
 def test_who_waits_gives_its_memory_back_before_others_wake() -> None:
     r = Residency(plan("colocated", Hardware((2,), "cuda")))
-    assert steps(r, "publish") == [("env", ASLEEP), ("rollout", WEIGHTS), ("actor", WEIGHTS)]
-    assert steps(r, "collect") == [("actor", ASLEEP), ("env", ALL), ("rollout", ALL)]
+    assert steps(r, "publish") == [("env", OFFLOADED), ("rollout", WEIGHTS), ("actor", WEIGHTS)]
+    assert steps(r, "collect") == [("actor", OFFLOADED), ("env", ALL), ("rollout", ALL)]
     assert steps(r, "collect") == []  # idempotent
-    assert steps(r, "update") == [("env", ASLEEP), ("rollout", ASLEEP), ("actor", ALL)]
+    assert steps(r, "update") == [("env", OFFLOADED), ("rollout", OFFLOADED), ("actor", ALL)]
     assert steps(r, "publish") == [("actor", WEIGHTS), ("rollout", WEIGHTS)]
-    assert steps(r, "evaluate") == [("actor", ASLEEP), ("env", ALL), ("rollout", ALL)]
+    assert steps(r, "evaluate") == [("actor", OFFLOADED), ("env", ALL), ("rollout", ALL)]
     assert steps(r, "save") == [("rollout", WEIGHTS), ("actor", ALL)]
 
 
@@ -39,7 +39,7 @@ def test_only_who_shares_a_device_moves() -> None:
         r = Residency(plan(name, Hardware((4,), "cuda")))
         assert not any(steps(r, phase) for phase in offload.PHASES)
     r = Residency(plan({"env": 0, "rollout,actor": "0-1"}, Hardware((2,), "cuda")))
-    assert steps(r, "update") == [("env", ASLEEP)]
+    assert steps(r, "update") == [("env", OFFLOADED)]
     assert not steps(
         Residency(plan("colocated", Hardware((2,), "cpu"))), "collect"
     )  # the host's memory already
@@ -68,14 +68,14 @@ def test_tensors_come_back_bit_for_bit_where_they_were() -> None:
             opt.zero_grad()
             model(x).square().sum().backward()
             opt.step()
-        moved = offloader.move_to((ASLEEP, WEIGHTS, ALL)[i % 3])
+        moved = offloader.move_to((OFFLOADED, WEIGHTS, ALL)[i % 3])
         if i % 3 == 0:
             assert first.untyped_storage().nbytes() == view.untyped_storage().nbytes() == 0
             whole = moved
             assert moved == sum(
                 x.numel() * x.element_size() for x in [*net.parameters(), *net.buffers()]
             ) + sum(x.numel() * 4 for s in optimizer.state.values() for x in s.values() if x.ndim)
-            assert offloader.move_to(ASLEEP) == 0
+            assert offloader.move_to(OFFLOADED) == 0
         if i % 3 == 1:
             exp_avg = optimizer.state[net[0].weight]["exp_avg"]
             assert first.untyped_storage().nbytes() > 0 and exp_avg.untyped_storage().nbytes() == 0

@@ -133,7 +133,7 @@ def predicted(p: Plan | None, m: Measured, needs: Mapping[str, Need]) -> Predict
             else update
         )
         return Prediction(collect, update, 0.0, collect + update)
-    rollout_requests, actor_requests = p.apart("rollout"), p.apart("actor")
+    rollout_requests, actor_requests = p.remote_roles("rollout"), p.remote_roles("actor")
     rows = m.experience_bytes / count("actor") * m.byte_s
     return prediction(
         p,
