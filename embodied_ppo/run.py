@@ -120,7 +120,7 @@ def _start(
     config: Config, explicit: Any, quiet: bool, *, imitate: bool, since_s: float = 0.0
 ) -> dict[str, Any]:
     """Open the run directory and the checkpoint to resume, then run; ``imitate``: clone only."""
-    watchdog.forget()  # in a sweep, the calls of the previous run
+    watchdog.clear()  # in a sweep, the calls of the previous run
     validation.check(config, explicit)
     early: list[str] = []
     with claimed(config, early.append) as (run_dir, resumed):

@@ -60,7 +60,7 @@ from embodied_ppo.core.errors import (
     PlacementError,
     ProcessLost,
     one_line,
-    shortened,
+    shorten,
 )
 from embodied_ppo.data import lerobot_reader, prompts
 from embodied_ppo.placement import channels
@@ -504,7 +504,7 @@ def option_run(case: tuple[str, str, str]) -> None:
             if not isinstance(loaded.config, DemosConfig):
                 validation.check(loaded.config, explicit=loaded.deliberate({compose.FLAGS}))
     except REFUSALS as error:
-        message = shortened(f"error: {one_line(error)}")
+        message = shorten(f"error: {one_line(error)}")
         assert path in message and len(message) <= LONGEST_LINE, message
         raise
     finally:

@@ -18,7 +18,7 @@ from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import compile, tree
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.running_stats import Moments, RunningMoments
-from embodied_ppo.core.tree import in_parts
+from embodied_ppo.core.tree import apply_in_parts
 from embodied_ppo.core.types import Evaluation, Policy, Trajectory
 
 METHODS = ("encode", "act", "evaluate", "value", "bc_loss")
@@ -108,7 +108,7 @@ class PolicyActor:
         return self._encoded(self.policy, t)
 
     def _encoded(self, policy: Policy, t: Trajectory) -> Any:
-        inputs = in_parts(
+        inputs = apply_in_parts(
             policy.encode, self.config.logprob_forward_micro_batch_size, tree.flatten_time(t.obs)
         )
         return tree.map(lambda x: x.unflatten(0, t.mask.shape[:2]), inputs)
@@ -120,7 +120,7 @@ class PolicyActor:
         """
         c, flat = self.config, tree.flatten_time
         size = c.logprob_forward_micro_batch_size or c.micro_batch_size or c.global_batch_size
-        view = in_parts(policy.evaluate, size, flat(inputs), flat(t.action), flat(t.replay))
+        view = apply_in_parts(policy.evaluate, size, flat(inputs), flat(t.action), flat(t.replay))
         return tree.map(lambda x: x.unflatten(0, t.mask.shape[:2]), view)
 
     def log_prob(self, inputs: Any, t: Trajectory) -> Tensor:
@@ -164,7 +164,7 @@ class PolicyActor:
         self.policy.observe(obs, mask)
         for m, kept in zip(running, before, strict=True):
             parts = zip(
-                *(self.ranks.gather(x.clone()) for x in (m.mean, m.var, m.count)), strict=True
+                *(self.ranks.all_gather(x.clone()) for x in (m.mean, m.var, m.count)), strict=True
             )
             for x, old in zip((m.mean, m.var, m.count), kept, strict=True):
                 x.copy_(old)
@@ -180,7 +180,7 @@ class PolicyActor:
 
     def load_reference(self, state: Any) -> None:
         assert isinstance(self.reference, nn.Module)
-        self.reference.load_state_dict(self.ranks.parts(self.reference, state))
+        self.reference.load_state_dict(self.ranks.shard_state(self.reference, state))
 
     def state_tensors(self) -> list[Any]:
         return [] if self.reference is None else [list(self.reference.state_dict().values())]

@@ -252,13 +252,17 @@ class Learner:
         # 2. Values, and the columns of all ranks.
         t = self._with_values(t)
         scalars = ("reward", "value", "next_value", "terminated", "truncated", "mask", "steps")
-        columns = tree.map(in_time, ranks.columns({name: getattr(t, name) for name in scalars}))
+        columns = tree.map(
+            in_time, ranks.all_gather_columns({name: getattr(t, name) for name in scalars})
+        )
         rollout = replace(t, **columns)  # of all ranks, except obs and action
         # 3. Rewards, with the KL penalty.
         shape = shaped_scores if actor.scores_sequences else shaped_steps
         reward = shape(rollout, c, self.returns)
         if reference is not None and c.use_kl_in_reward:
-            distance = ranks.columns(actor.kl_to_reference(inputs, t, behaviour, reference))
+            distance = ranks.all_gather_columns(
+                actor.kl_to_reference(inputs, t, behaviour, reference)
+            )
             reward, more = penalized(reward, in_time(distance), rollout.mask, self.kl.coef)
             metrics |= more
         reward = shaped_after_kl(reward, rollout.mask, c)
@@ -275,8 +279,8 @@ class Learner:
             replay=t.replay,
             log_prob=losses.reduce_log_prob(behaviour, c.logprob_type, batch_dims=2),
             value=t.value,
-            advantage=ranks.own(in_chunks(advantage, t.value)),
-            returns=ranks.own(in_chunks(returns, t.value)),
+            advantage=ranks.local_columns(in_chunks(advantage, t.value)),
+            returns=ranks.local_columns(in_chunks(returns, t.value)),
             mask=mask,
             weight=weight,
             ref_log_prob=reference.log_prob if reference is not None and c.use_kl_loss else None,

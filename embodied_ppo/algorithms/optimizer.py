@@ -130,7 +130,7 @@ class TokenBudgetCutter:
         )
         masked = replace(minibatch, mask=torch.zeros_like(minibatch.mask))
         # Sharded models need the same number of passes on every rank: the others add masked ones.
-        for _ in range(ranks.passes(len(cuts)) - len(cuts)):
+        for _ in range(ranks.max_passes(len(cuts)) - len(cuts)):
             yield self._part(masked, minibatch.mask.new_zeros(1, dtype=torch.int64), 1, 1)
         for index, width, rows in cuts:
             yield self._part(minibatch, index, width, rows)
@@ -294,7 +294,7 @@ class MinibatchOptimizer:
     def _totals(self, rows: list[Tensor], *names: str) -> list[float]:
         """Return sums of some statistics over minibatches and ranks."""
         columns = [self.statistics.index(name) for name in names]
-        return self.ranks.add(torch.stack(rows)[:, columns].double().sum(0)).tolist()
+        return self.ranks.all_reduce_sum(torch.stack(rows)[:, columns].double().sum(0)).tolist()
 
     def _sums(self, rows: list[Tensor], where: str) -> tuple[dict[str, float], float]:
         """Return the sums of the statistics over all minibatches, "steps" among them, and the
@@ -321,9 +321,9 @@ class MinibatchOptimizer:
             return table
         norms = [self.statistics.index(name) for name in ("actor_norm", "critic_norm")]
         ratio_max = self.statistics.index("ratio_max")
-        merged = self.ranks.add(table.clone())
+        merged = self.ranks.all_reduce_sum(table.clone())
         merged[:, norms] = table[:, norms]  # of the summed gradient: equal on all ranks
-        merged[:, ratio_max] = self.ranks.top(table[:, ratio_max].clone())
+        merged[:, ratio_max] = self.ranks.all_reduce_max(table[:, ratio_max].clone())
         return merged
 
     # ---------------------------------------------------------------------------------- minibatches
@@ -345,7 +345,7 @@ class MinibatchOptimizer:
         ):  # the CUDA graph itself leaves them out: no wait for the mask
             return order.split(size)
         unmasked = torch.stack([part.sum() for part in mask[order].split(size)])
-        counts = self.ranks.add(unmasked).tolist()
+        counts = self.ranks.all_reduce_sum(unmasked).tolist()
         return [index for index, count in zip(order.split(size), counts, strict=True) if count]
 
     # ------------------------------------------------------------------------------------- one step
@@ -433,7 +433,7 @@ class MinibatchOptimizer:
             losses.denominator(part.mask, how=c.loss_agg_func),
         )
         if self.ranks.world > 1:
-            rows, denominator = self.ranks.add(torch.stack([rows, denominator])).unbind()
+            rows, denominator = self.ranks.all_reduce_sum(torch.stack([rows, denominator])).unbind()
         total: dict[str, Any] = {}
         for micro in self.cutter.micro_batches(part, self.ranks):
             loss, stats = self.loss(
@@ -456,11 +456,11 @@ class MinibatchOptimizer:
             auxiliary = self.auxiliary_loss(self._auxiliary_generator)
             (auxiliary / self.ranks.world).backward()
             self.auxiliary_losses.append(float(auxiliary.detach()))
-        loss = self.ranks.add_gradients(
+        loss = self.ranks.all_reduce_gradients(
             self.critic if critic_only else [*self.actor, *self.critic], total["loss"]
         )
         norms = (_gradient_norm(group, part.mask.device) for group in (self.actor, self.critic))
-        actor, critic = map(self.ranks.whole, norms)
+        actor, critic = map(self.ranks.full_tensor, norms)
         norm = torch.hypot(actor, critic)
         total |= {"actor_norm": actor, "critic_norm": critic, "finite": norm + loss}
         if not math.isfinite(float(total["finite"])):
@@ -489,7 +489,7 @@ class MinibatchOptimizer:
             leaves = {
                 name: value for name in part.__slots__ if (value := getattr(part, name)) is not None
             }
-            policy = self.ranks.whole_state(self.model.state_dict())
+            policy = self.ranks.full_state(self.model.state_dict())
             torch.save(
                 {"batch": leaves, "policy": policy, "where": where}, path.with_suffix(".new")
             )
@@ -529,7 +529,7 @@ class MinibatchOptimizer:
         ]
         parameters, saved = [*self.actor, *self.critic], state["optimizer"]
         moments = {
-            i: {key: self.ranks.part(x, parameters[i]) for key, x in entry.items()}
+            i: {key: self.ranks.shard_tensor(x, parameters[i]) for key, x in entry.items()}
             for i, entry in saved["state"].items()
         }
         self.adamw.load_state_dict({**saved, "state": moments})

@@ -93,7 +93,7 @@ def parts(
     """
     cuts = list(cut_columns(mask, obs["place"], tokens, columns))
     first = mask.new_zeros(1, dtype=torch.int64)
-    for _ in range(ranks.passes(len(cuts)) - len(cuts)):
+    for _ in range(ranks.max_passes(len(cuts)) - len(cuts)):
         yield first, obs["row"][:1, first].T, first.unsqueeze(0), 1
     for part, width, rows in cuts:
         place = torch.where(mask, obs["place"], 0)[:rows, part]
@@ -157,7 +157,7 @@ class FrozenReference:
         return self.policy.state_dict()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.policy.load_state_dict(self.ranks.parts(self.policy, state))
+        self.policy.load_state_dict(self.ranks.shard_state(self.policy, state))
 
     def state_tensors(self) -> Any:
         return list(self.policy.state_dict().values())
@@ -254,7 +254,7 @@ class LocalCritic:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.optimizer.load_state(state["critic"])
         self.module.load_state_dict(
-            self.optimizer.ranks.parts(self.module, state["critic_weights"])
+            self.optimizer.ranks.shard_state(self.module, state["critic_weights"])
         )
 
     def state_tensors(self) -> Any:

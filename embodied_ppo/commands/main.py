@@ -29,7 +29,7 @@ from embodied_ppo.core.errors import (
     UsageError,
     choose,
     one_line,
-    shortened,
+    shorten,
 )
 
 RUNNING = (*PRIMARY, "tune")
@@ -298,7 +298,7 @@ def _report(error: Exception) -> int:
             f"{shown}: is too long for a path ({limit or error.strerror}); shorten it"
         )
     if isinstance(error, (UsageError, ConfigError, PlacementError, CheckpointError, EnvError)):
-        print(shortened(f"error: {one_line(error)}"), file=sys.stderr)
+        print(shorten(f"error: {one_line(error)}"), file=sys.stderr)
         return REFUSED
     if _out_of_memory(error):
         error = TrainingError(

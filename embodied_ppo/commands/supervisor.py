@@ -55,7 +55,7 @@ def supervise(run: Callable[[], int]) -> int:
     if interrupted:  # the user sent a signal before the command handled signals
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
-    message = watchdog.overdue() or watchdog.cause(_ending(code))
+    message = watchdog.timeout_message() or watchdog.exit_message(_ending(code))
     _append_to_log(f"failed: {message}")
     print(f"error: {message}", file=sys.stderr, flush=True)
     return FAILED
@@ -101,7 +101,7 @@ def _wait(child: int) -> tuple[int, bool]:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return status, received
-        if watchdog.overdue():
+        if watchdog.timeout_message():
             for pid in [child, *_descendants(child)]:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)

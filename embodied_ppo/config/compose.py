@@ -21,7 +21,7 @@ from embodied_ppo.core.errors import (
     UsageError,
     choose,
     one_line,
-    shortened,
+    shorten,
     show,
 )
 
@@ -527,9 +527,9 @@ def _parse_line(line: str, loader: ConfigLoaderImpl) -> Override:
         ValueError,
         RecursionError,
     ) as e:  # the last two: of very long numbers, very deep lists
-        quoted_value = shortened(f"{key}='{value}'", 60)
+        quoted_value = shorten(f"{key}='{value}'", 60)
         raise ConfigError(
-            f"{shortened(line, 60)} is not understood ({_hydra_says(e)}); quote the value:"
+            f"{shorten(line, 60)} is not understood ({_hydra_says(e)}); quote the value:"
             f' "{quoted_value}"'
         ) from e
     return override

@@ -38,7 +38,7 @@ from embodied_ppo.config.aliases import ALIASES, CURES, REFUSED, VALUE_ALIASES
 from embodied_ppo.config.readers import mode_of
 from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig, ExportConfig
 from embodied_ppo.config.validation import check
-from embodied_ppo.core.errors import ConfigError, PlacementError, listed, nearest, show
+from embodied_ppo.core.errors import ConfigError, PlacementError, join_names, nearest, show
 
 C = TypeVar("C")
 Path = tuple[str, ...]
@@ -230,7 +230,7 @@ def _leaves(cls: type, mapping: Any, label: str) -> Iterator[tuple[str, Any]]:
         elif not path or dotted in sections(cls):
             raise ConfigError(
                 f"{dotted or 'the configuration'} = {show(node)}{_at(label)} is a section, not a"
-                f" value; write options under it: {listed(_members(cls, dotted))}"
+                f" value; write options under it: {join_names(_members(cls, dotted))}"
             )
         else:
             yield dotted, node
@@ -472,7 +472,7 @@ def _suggest(cls: type, raw: str) -> str:
             path = near if names is candidates else str(names[near])
             return f"did you mean {path}{_reads(path, known)}?" + _may(options, known[path])
     home = section if section in sections(cls) else ""
-    return f"{home or 'the top level'} has: {listed(_members(cls, home))}"
+    return f"{home or 'the top level'} has: {join_names(_members(cls, home))}"
 
 
 def _reads(path: str, known: Mapping[str, tuple[str, ...]]) -> str:

@@ -35,7 +35,7 @@ def layers(module: nn.Module) -> list[nn.Module]:
 
 
 class Ranks:
-    """A single process that trains alone; ``Together`` is one of several ranks.
+    """A single process that trains alone; ``RankGroup`` is one of several ranks.
 
     All ranks call the same methods in the same order, and get equal results unless stated
     otherwise. Methods may write their result into the argument.
@@ -45,27 +45,27 @@ class Ranks:
     sharded = False
     """Whether each rank holds only its shard of every parameter (``fsdp.Sharded``)."""
 
-    def add(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Return the sum over ranks."""
         return x
 
-    def top(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         """Return the elementwise maximum over ranks."""
         return x
 
-    def gather(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, which have equal shapes, in order of rank."""
         return [x]
 
-    def columns(self, trajectory: T) -> T:
+    def all_gather_columns(self, trajectory: T) -> T:
         """Concatenate the leaves [T, N, ..] of all ranks to [T, world * N, ..]."""
         return trajectory
 
-    def own(self, x: Tensor) -> Tensor:
-        """Return this rank's columns of [T, world * N, ..]; the inverse of ``columns``."""
+    def local_columns(self, x: Tensor) -> Tensor:
+        """Return this rank's columns of [T, world * N, ..]; inverts ``all_gather_columns``."""
         return x
 
-    def add_gradients(self, parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
+    def all_reduce_gradients(self, parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
         """Sum the gradients and the loss over ranks.
 
         Args:
@@ -94,38 +94,38 @@ class Ranks:
     def reshard(self, model: nn.Module) -> None:
         """Free the gathered parameters."""
 
-    def passes(self, own: int) -> int:
-        """Return the maximum of ``own`` over ranks.
+    def max_passes(self, passes: int) -> int:
+        """Return the maximum of ``passes`` over ranks.
 
         A rank with fewer forward passes must add dummy ones: each pass contains collectives.
         """
-        return own
+        return passes
 
-    def whole(self, x: Tensor) -> Tensor:
+    def full_tensor(self, x: Tensor) -> Tensor:
         """Return the full tensor of a shard; a collective operation.
 
         Other tensors are returned as they are.
         """
         return x
 
-    def local(self, x: Tensor) -> Tensor:
+    def local_tensor(self, x: Tensor) -> Tensor:
         """Return the local shard of a tensor. Other tensors are returned as they are."""
         return x
 
-    def part(self, x: Tensor, like: Tensor) -> Tensor:
+    def shard_tensor(self, x: Tensor, like: Tensor) -> Tensor:
         """Return this rank's shard of a full tensor ``x`` if ``like`` is sharded."""
         return x
 
-    def parts(self, module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def shard_state(self, module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the shards of a full state_dict, for a module."""
         return state
 
-    def whole_state(self, state: Any) -> Any:
+    def full_state(self, state: Any) -> Any:
         """Return nested state with full tensors on the CPU; other ranks than 0 get None."""
         return state
 
 
-class Together(Ranks):
+class RankGroup(Ranks):
     """One of several processes of a process group."""
 
     def __init__(self, group: Any) -> None:
@@ -139,13 +139,13 @@ class Together(Ranks):
         self.group.allreduce([x], options).wait()
         return x
 
-    def add(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         return self._reduce(x.contiguous(), dist.ReduceOp.SUM)
 
-    def top(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         return self._reduce(x.contiguous(), dist.ReduceOp.MAX)
 
-    def gather(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> list[Tensor]:
         local = x.contiguous()
         if x.dtype is torch.bool:  # gloo does not support bool
             local = local.view(torch.uint8)
@@ -153,13 +153,13 @@ class Together(Ranks):
         self.group.allgather([outputs], [local]).wait()
         return [output.view(x.dtype) for output in outputs]
 
-    def columns(self, trajectory: T) -> T:
-        return tree.map(lambda x: torch.cat(self.gather(x), dim=1), trajectory)
+    def all_gather_columns(self, trajectory: T) -> T:
+        return tree.map(lambda x: torch.cat(self.all_gather(x), dim=1), trajectory)
 
-    def own(self, x: Tensor) -> Tensor:
+    def local_columns(self, x: Tensor) -> Tensor:
         return x.chunk(self.world, dim=1)[self.rank]
 
-    def add_gradients(self, parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
+    def all_reduce_gradients(self, parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
         """See ``Ranks``. One all-reduce for all gradients, the loss and flags."""
         # A parameter may have a gradient on some ranks only; the sum of the flags shows whether any
         # rank has one.
@@ -170,7 +170,9 @@ class Together(Ranks):
             (torch.zeros_like(p) if p.grad is None else p.grad).flatten().float()
             for p in parameters
         ]
-        summed = self.add(torch.cat([*flat, loss.detach().float().reshape(1), has_gradient]))
+        summed = self.all_reduce_sum(
+            torch.cat([*flat, loss.detach().float().reshape(1), has_gradient])
+        )
         *gradients, loss, counts = summed.split(
             [*(p.numel() for p in parameters), 1, len(parameters)]
         )

@@ -76,7 +76,7 @@ def _libraries() -> Path:
     return folder
 
 
-def obstacle() -> str:
+def unavailable_reason() -> str:
     """Return the reason why nothing can be compiled on this machine; "" if there is none."""
     if shutil.which(_compiler()) is None:
         return f"no C++ compiler ({_compiler()} is not on the path; Debian: apt-get install g++)"
@@ -270,13 +270,13 @@ class Library:
             self._child = None
         return _load(self.path)
 
-    def busy(self) -> bool:
+    def is_compiling(self) -> bool:
         """Return whether the compilation is in progress."""
         return self._child is not None and self._child.poll() is None
 
     def close(self) -> None:
         """Stop a compilation in progress."""
-        if self._child is not None and self.busy():
+        if self._child is not None and self.is_compiling():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
@@ -310,7 +310,7 @@ class Example:
     arguments: Sequence[Tensor]
 
 
-class Captured:
+class CudaGraph:
     """A program captured as one CUDA graph: a call is one launch, without Python or the host in
     between.
     """
@@ -389,7 +389,7 @@ class CompileSchedule:
                 example = make()
                 if example.arguments[0].is_cuda:
                     if update >= self.since:
-                        self._function, self.captures = Captured(example), True
+                        self._function, self.captures = CudaGraph(example), True
                     return self._function
                 self._library = Library(example.program, [*example.state, *example.arguments])
             if update >= self.since:
@@ -397,7 +397,7 @@ class CompileSchedule:
                     1  # before the notice: an interrupt in response to it must end the wait
                 )
                 try:
-                    if self._library.busy():
+                    if self._library.is_compiling():
                         self.notice(
                             "compile: waiting for the compiler, once; the result stays in"
                             f" {cache_folder()}"

@@ -60,21 +60,20 @@ LONGEST_LINE = 300
 def choose(word: str, names: Sequence[str], intro: str) -> str:
     """Return ``did you mean x?`` if a name is similar, followed by ``intro`` and all names."""
     near = nearest(word, names)
-    return (f"did you mean {near}? " if near else "") + intro + listed(names)
+    return (f"did you mean {near}? " if near else "") + intro + join_names(names)
 
 
-def listed(names: Sequence[str], limit: int = 190) -> str:
+def join_names(names: Sequence[str], limit: int = 190) -> str:
     """Join names by commas; beyond ``limit`` characters only the first names and their number."""
     text = ", ".join(names)
     if len(text) <= limit:
         return text or "none"
     return (
-        f"{text[:limit].rpartition(', ')[0] or shortened(names[0], limit)}, .. ({len(names)} in"
-        " all)"
+        f"{text[:limit].rpartition(', ')[0] or shorten(names[0], limit)}, .. ({len(names)} in all)"
     )
 
 
-def shortened(text: str, limit: int = LONGEST_LINE) -> str:
+def shorten(text: str, limit: int = LONGEST_LINE) -> str:
     """Shorten ``text`` to at most ``limit`` characters by replacing its middle with `` .. ``.
 
     A message begins with the option and ends with the cure; a long value is between them.

@@ -74,7 +74,7 @@ def write(storage: T, t: int, value: T) -> None:
     map(lambda s, v: s[t].copy_(v), storage, value)
 
 
-def in_parts(function: Callable[..., T], size: int | None, *inputs: Any) -> T:
+def apply_in_parts(function: Callable[..., T], size: int | None, *inputs: Any) -> T:
     """Return ``function(*inputs)``, computed on at most ``size`` rows at a time.
 
     Bounds the memory of the intermediate results. ``size`` None computes all rows at once.

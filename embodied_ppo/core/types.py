@@ -256,7 +256,7 @@ class Mean:
         return float(self.sum) / count if count else float("nan")
 
 
-Advance: TypeAlias = Callable[[str, int, int], None]
+ProgressCallback: TypeAlias = Callable[[str, int, int], None]
 """Progress callback ``(task, completed, total)`` of a long operation."""
 
 Metrics: TypeAlias = "dict[str, Mean | float]"

@@ -58,7 +58,7 @@ class _Call:
         numbers[SINCE] = 0.0
 
 
-making, resetting, stepping = (_Call(i) for i in range(len(CALLS)))
+constructing, resetting, stepping = (_Call(i) for i in range(len(CALLS)))
 
 
 def describe(*, env_id: str | None = None, during: str | None = None) -> None:
@@ -69,7 +69,7 @@ def describe(*, env_id: str | None = None, during: str | None = None) -> None:
     _write(_TEXT, f"{_env_id[:200]}\n{_during}", _PATH - _TEXT)
 
 
-def limit(seconds: float | None) -> None:
+def set_limit(seconds: float | None) -> None:
     """Set the time limit of one call in seconds; None: no limit."""
     numbers[LIMIT] = math.inf if seconds is None else seconds
 
@@ -79,7 +79,7 @@ def log_to(path: Path) -> None:
     _write(_PATH, str(path.absolute()), len(memory) - _PATH)
 
 
-def forget() -> None:
+def clear() -> None:
     """Clear the description and the log: another run begins in this process."""
     describe(env_id="", during="")
     memory[_PATH] = 0
@@ -125,7 +125,7 @@ def exclude_pause(seconds: float) -> None:
     _paused_call = since
 
 
-def overdue() -> str:
+def timeout_message() -> str:
     """Return the message about a call that exceeds its time limit, "" if there is none."""
     since, seconds = numbers[SINCE], numbers[LIMIT]
     if (
@@ -139,17 +139,17 @@ def overdue() -> str:
     )
 
 
-def wait_until_overdue() -> None:
+def wait_for_timeout() -> None:
     """Block until a call exceeds its limit, then raise ProcessLost.
 
     Run it in a thread of its own.
     """
-    while not (message := overdue()):
+    while not (message := timeout_message()):
         time.sleep(min(1.0, max(0.05, numbers[LIMIT] / 4)))
     raise ProcessLost(message)
 
 
-def cause(ending: str) -> str:
+def exit_message(ending: str) -> str:
     """Return the message about a process that ended without one of its own.
 
     Args:

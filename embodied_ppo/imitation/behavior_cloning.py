@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from embodied_ppo.config.schema import CloningConfig
 from embodied_ppo.core.errors import ConfigError, TrainingError
-from embodied_ppo.core.types import Advance
+from embodied_ppo.core.types import ProgressCallback
 from embodied_ppo.data.lerobot_reader import Demonstrations
 from embodied_ppo.models.backbone import channels_last
 from embodied_ppo.models.vla.action_tokens import TokenVLA
@@ -72,7 +72,7 @@ def clone(
     *,
     seed: int,
     notice: Callable[[str], None] = lambda text: None,
-    advance: Advance = lambda task, completed, total: None,
+    advance: ProgressCallback = lambda task, completed, total: None,
 ) -> CloningResult:
     """Train a policy on demonstrations.
 
@@ -127,7 +127,7 @@ class _CloningRun:
         config: CloningConfig,
         seed: int,
         notice: Callable[[str], None],
-        advance: Advance,
+        advance: ProgressCallback,
     ) -> None:
         self.policy, self.demos, self.config, self.notice, self.advance = (
             policy,

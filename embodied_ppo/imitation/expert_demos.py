@@ -23,7 +23,7 @@ from embodied_ppo.config import loader
 from embodied_ppo.config.schema import Config, DemosConfig, EnvConfig
 from embodied_ppo.core import compile
 from embodied_ppo.core.errors import EnvError, TrainingError, one_line, show
-from embodied_ppo.core.types import Advance, ConfigError
+from embodied_ppo.core.types import ConfigError, ProgressCallback
 from embodied_ppo.data.lerobot_reader import read as read_demonstrations
 from embodied_ppo.data.lerobot_writer import SAFE, Writer
 from embodied_ppo.imitation import behavior_cloning, supervised_finetuning
@@ -58,7 +58,7 @@ class Recorded:
 def demonstrations(
     config: Config,
     notice: Callable[[str], None],
-    advance: Advance = lambda task, completed, total: None,
+    advance: ProgressCallback = lambda task, completed, total: None,
 ) -> Path:
     """Return the folder of the demonstrations that ``config.cloning`` uses; record them if
     necessary.
@@ -275,7 +275,7 @@ def clone(
     policy: behavior_cloning.Family,
     config: Config,
     notice: Callable[[str], None],
-    advance: Advance = lambda task, completed, total: None,
+    advance: ProgressCallback = lambda task, completed, total: None,
 ) -> dict[str, float]:
     """Clone the policy by ``config.cloning``, or load the weights of an equal earlier run.
 

@@ -22,7 +22,7 @@ import yaml
 
 from embodied_ppo.config import compose, loader, readers, validation
 from embodied_ppo.config.schema import Config
-from embodied_ppo.core.errors import ConfigError, PlacementError, choose, one_line, shortened, show
+from embodied_ppo.core.errors import ConfigError, PlacementError, choose, one_line, shorten, show
 from embodied_ppo.interop import overrides
 from embodied_ppo.interop.rlinf import RLINF
 from embodied_ppo.interop.roll import ROLL
@@ -293,7 +293,7 @@ def _recognise(source: Source, peer: str, file: str) -> None:
             f"{name}'s); write import-config {likely} {file}"
         )
     if not known[peer]:
-        first = shortened(", ".join(list(source.values)[:3]), 100)
+        first = shorten(", ".join(list(source.values)[:3]), 100)
         raise ConfigError(
             f"{file} holds no option of {name}'s (it has {first}); name a YAML file with {name}'s"
             " options"

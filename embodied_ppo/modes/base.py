@@ -20,7 +20,7 @@ import torch
 
 from embodied_ppo.config import loader, placement, validation
 from embodied_ppo.config.schema import AlgorithmConfig, Config, EvaluateConfig
-from embodied_ppo.core.types import Advance, ConfigError, PlacementError
+from embodied_ppo.core.types import ConfigError, PlacementError, ProgressCallback
 from embodied_ppo.placement import cost_model
 from embodied_ppo.placement.channels import Exchange
 from embodied_ppo.placement.offload import Residency
@@ -93,7 +93,7 @@ class RunRequest:
     progress: Callable[[str], None]
     early: list[str]
     fresh_start: bool = True
-    advance: Advance = lambda what, done, total: None
+    advance: ProgressCallback = lambda what, done, total: None
     task: TaskFiles | None = None
 
 
@@ -156,7 +156,7 @@ class CostModel:
     predict: Callable[[placement.Plan | None, Mapping[str, placement.Need]], cost_model.Prediction]
 
 
-Evaluator = Callable[[Path, Advance], dict[str, Any]]
+Evaluator = Callable[[Path, ProgressCallback], dict[str, Any]]
 """Evaluates a checkpoint and writes the report into a folder; returns metrics and paths of the
 report's files.
 """

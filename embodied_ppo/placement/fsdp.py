@@ -13,15 +13,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from embodied_ppo.core.collectives import CALL, Together, gathered
+from embodied_ppo.core.collectives import CALL, RankGroup, gathered
 
 # Our modules may return views. FSDP2 warns about in-place writes to them, which our code does not
 # do.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
-class Sharded(Together):
-    """``Together`` whose ranks hold a shard of each parameter, gradient and optimiser moment.
+class Sharded(RankGroup):
+    """``RankGroup`` whose ranks hold a shard of each parameter, gradient and optimiser moment.
 
     The units of a model (``types.Policy.units``) are gathered one after another, each for its
     forward and backward pass. Parameters outside the units are gathered for the whole pass.
@@ -68,34 +68,35 @@ class Sharded(Together):
         # FSDP2 prefetches in the order of earlier calls, which differs between ranks after acting.
         root.reset_iter_state()
 
-    def passes(self, own: int) -> int:
-        return int(self.top(torch.tensor(own, device=self.mesh.device_type)))
+    def max_passes(self, passes: int) -> int:
+        return int(self.all_reduce_max(torch.tensor(passes, device=self.mesh.device_type)))
 
-    def add_gradients(self, parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
+    def all_reduce_gradients(self, parameters: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
         """See ``Ranks``. FSDP2 has summed the gradients in the backward pass."""
-        return self.add(loss.detach().float().clone())
+        return self.all_reduce_sum(loss.detach().float().clone())
 
-    def whole(self, x: Tensor) -> Tensor:
+    def full_tensor(self, x: Tensor) -> Tensor:
         return x.full_tensor() if isinstance(x, DTensor) else x
 
-    def local(self, x: Tensor) -> Tensor:
+    def local_tensor(self, x: Tensor) -> Tensor:
         return x._local_tensor if isinstance(x, DTensor) else x
 
-    def part(self, x: Tensor, like: Tensor) -> Tensor:
+    def shard_tensor(self, x: Tensor, like: Tensor) -> Tensor:
         if not isinstance(like, DTensor) or x.shape != like.shape:
             return x
         return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
 
-    def parts(self, module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def shard_state(self, module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
         shards = module.state_dict()
         return {
-            name: self.part(x, shards[name]) if name in shards else x for name, x in state.items()
+            name: self.shard_tensor(x, shards[name]) if name in shards else x
+            for name, x in state.items()
         }
 
-    def whole_state(self, state: Any) -> Any:
+    def full_state(self, state: Any) -> Any:
         def gather(x: DTensor) -> Tensor | None:
             # One tensor at a time, so that the device never holds the full model.
-            full_tensor = self.whole(x.detach())
+            full_tensor = self.full_tensor(x.detach())
             return None if self.rank else full_tensor.cpu()
 
         return tree_map_only(DTensor, gather, state)

@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from embodied_ppo.core import watchdog
-from embodied_ppo.core.collectives import Ranks, Together
+from embodied_ppo.core.collectives import RankGroup, Ranks
 from embodied_ppo.core.errors import one_line
 from embodied_ppo.core.types import (
     CheckpointError,
@@ -234,7 +234,7 @@ class RayWorker:
             for role in roles:
                 clients.setdefault(role, []).append(client)
         ranks: dict[str, Ranks] = {
-            name: Together(self._group(name, c.store, rank, world, c.timeout_s))
+            name: RankGroup(self._group(name, c.store, rank, world, c.timeout_s))
             for name, (rank, world) in c.process_groups.items()
             if world > 1
         }
@@ -338,7 +338,7 @@ class RayWorker:
     @_concurrency_group("watch")
     def watch_simulator(self) -> None:
         """Raise ProcessLost when a simulator's call exceeds env.step_timeout_s; never return."""
-        watchdog.wait_until_overdue()
+        watchdog.wait_for_timeout()
 
     @_concurrency_group("control")
     def stacks(self) -> str:

@@ -141,7 +141,7 @@ class WeightBuffer:
             device = self.tensors[0].device if self.tensors else "cpu"
             buffer = torch.zeros(self.layout.total, dtype=torch.uint8, device=device)
         for view, x in zip(self.layout.views(buffer), self.tensors, strict=True):
-            view.copy_(self.ranks.whole(x))
+            view.copy_(self.ranks.full_tensor(x))
         return buffer
 
     def buckets(self) -> Iterator[WeightBuffer]:
@@ -159,7 +159,7 @@ class WeightBuffer:
     def join_gather(self) -> None:
         """Take part in the all-gathers of another rank's ``pack``, in the same order."""
         for x in self.tensors:
-            self.ranks.whole(x)
+            self.ranks.full_tensor(x)
 
     @torch.no_grad()
     def unpack(self, buffer: Tensor) -> None:

@@ -349,7 +349,9 @@ class Worker:
         """The policy's tensors (WEIGHTS), or gradients and other state (ALL)."""
         assert self.policy is not None
         learners = self.spec.learners
-        weights = [learners.local(x) for x in (*self.policy.parameters(), *self.policy.buffers())]
+        weights = [
+            learners.local_tensor(x) for x in (*self.policy.parameters(), *self.policy.buffers())
+        ]
         if level == WEIGHTS:
             return weights
         # The learner's state may contain the policy's own tensors; a storage must belong to one
@@ -386,8 +388,8 @@ class Worker:
         assert self.policy is not None and self.learner is not None
         ranks = self.spec.learners
         learner, policy = (
-            ranks.whole_state(self.learner.state()),
-            ranks.whole_state(self.policy.state_dict()),
+            ranks.full_state(self.learner.state()),
+            ranks.full_state(self.policy.state_dict()),
         )
         self._gather_to_act()
         if ranks.rank:
@@ -455,7 +457,7 @@ def broadcast_weights(module: nn.Module, ranks: Ranks) -> None:
     if ranks.world > 1:
         with torch.no_grad():
             for x in weight_tensors(module, frozen=True).values():
-                x.copy_(ranks.gather(x)[0])
+                x.copy_(ranks.all_gather(x)[0])
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

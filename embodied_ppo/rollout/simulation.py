@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 
 from embodied_ppo.core import compile, tree, watchdog
 from embodied_ppo.core.random import env_seeds, sampling_key
-from embodied_ppo.core.tree import in_parts
+from embodied_ppo.core.tree import apply_in_parts
 from embodied_ppo.core.types import (
     Decision,
     Mean,
@@ -106,7 +106,7 @@ class Acting:
         run = self.later.get(update, lambda: self._program(obs, noise))
         if run is not None:
             return run([*self.weights, noise, *(x.contiguous() for x in tree.leaves(obs))])
-        self.structure = in_parts(self._act, self.rows, obs, noise)
+        self.structure = apply_in_parts(self._act, self.rows, obs, noise)
         return list(tree.leaves(self.structure))
 
     def _act(self, obs: Obs, noise: Tensor) -> Decision:
@@ -420,7 +420,9 @@ class Rollout:
         """Return V [N] of raw observations; V of the first action if each action of a chunk has a
         value.
         """
-        value = in_parts(lambda part: self.policy.value(self.policy.encode(part)), self.rows, obs)
+        value = apply_in_parts(
+            lambda part: self.policy.value(self.policy.encode(part)), self.rows, obs
+        )
         return value if value.ndim == 1 else value[:, 0]
 
     def _next_value(self, value: Tensor, steps: list[Step]) -> Tensor:

@@ -190,7 +190,7 @@ def resume(
     Raises:
         CheckpointError: The checkpoint does not fit this run.
     """
-    weights = (learners or Ranks()).parts(policy, source.policy())
+    weights = (learners or Ranks()).shard_state(policy, source.policy())
     checkpoint.load_weights(policy, weights, source.path / checkpoint.POLICY)
     training = source.training()
     try:

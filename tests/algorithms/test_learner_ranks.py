@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from embodied_ppo.core import tree
-from embodied_ppo.core.collectives import Ranks, Together
+from embodied_ppo.core.collectives import RankGroup, Ranks
 from embodied_ppo.core.types import Mean, Metrics, TrainingError, Trajectory
 from tests.algorithms.test_actor_critic_learner import (
     EVERYTHING,
@@ -38,7 +38,7 @@ def together(world: int, work: Any) -> list[Any]:
         torch.set_num_threads(1)
         if world == 1:
             return work(Ranks())
-        return work(Together(dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=30))))
+        return work(RankGroup(dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=30))))
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(one, range(world)))
@@ -168,7 +168,7 @@ def test_gradients_are_added_where_there_are_any() -> None:
         a.grad = torch.full((2,), 1.0 + ranks.rank)
         if ranks.rank == 1:
             b.grad = torch.ones(2)
-        loss = ranks.add_gradients([a, b, c], torch.tensor(0.5 + ranks.rank))
+        loss = ranks.all_reduce_gradients([a, b, c], torch.tensor(0.5 + ranks.rank))
         assert float(loss) == 2.0
         return [a.grad, b.grad, c.grad]
 
@@ -183,7 +183,7 @@ def test_columns_of_all_ranks_and_back(dtype: torch.dtype) -> None:
     whole = torch.arange(24).reshape(3, 4, 2).to(dtype)
 
     def work(ranks: Ranks) -> bool:
-        mine = ranks.own(whole)
-        return torch.equal(ranks.columns(mine), whole)
+        mine = ranks.local_columns(whole)
+        return torch.equal(ranks.all_gather_columns(mine), whole)
 
     assert together(1, work) == [True] and together(2, work) == [True, True]

@@ -60,7 +60,7 @@ def command(body: str) -> list[str]:
             "the process was ended by SIGKILL (the kernel does so where memory runs out",
         ),
         (  # PyDLL keeps the interpreter's lock: no thread of the process could report it
-            "watchdog.limit(0.2)\n    with watchdog.resetting: ctypes.PyDLL(None).sleep(60)",
+            "watchdog.set_limit(0.2)\n    with watchdog.resetting: ctypes.PyDLL(None).sleep(60)",
             *(
                 3,
                 (
@@ -137,7 +137,7 @@ def test_the_child_ends_with_the_command() -> None:
 def test_time_in_which_the_user_had_stopped_the_command_does_not_count(tmp_path: Path) -> None:
     """Ctrl-Z stops the whole group in the middle of a simulator's call."""
     body = (
-        "watchdog.limit(1.0)\n    with watchdog.stepping: print('ready', flush=True);"
+        "watchdog.set_limit(1.0)\n    with watchdog.stepping: print('ready', flush=True);"
         " time.sleep(0.5)"
     )
     run = subprocess.Popen(
@@ -171,7 +171,7 @@ def test_a_run_that_begins_forgets_the_log_of_the_one_before(record: Any, tmp_pa
 def record() -> Any:
     """The record of this process, as it was afterwards."""
     yield watchdog
-    watchdog.limit(None)
+    watchdog.set_limit(None)
     watchdog.describe(env_id="", during="")
 
 
@@ -191,7 +191,7 @@ def test_only_calls_beyond_their_limit_are_overdue(record: Any) -> None:
         with pytest.raises(
             ProcessLost, match=r"step\(\) has not returned for 0\.05 s \(env\.step_timeout_s\)"
         ):
-            record.wait_until_overdue()
+            record.wait_for_timeout()
         record.limit(None)
         assert not record.overdue()
     record.limit(0.0)

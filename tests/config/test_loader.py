@@ -19,8 +19,8 @@ from embodied_ppo.core.errors import (
     LONGEST_LINE,
     ConfigError,
     PlacementError,
-    listed,
-    shortened,
+    join_names,
+    shorten,
     show,
 )
 
@@ -264,16 +264,16 @@ def test_what_says_where_roles_run() -> None:
 
 
 def test_long_messages_keep_their_beginning_and_their_end() -> None:
-    assert shortened("x" * 300) == "x" * 300
-    line = shortened("env.id = " + "x" * 5000 + " must be short; write env.id=a")
+    assert shorten("x" * 300) == "x" * 300
+    line = shorten("env.id = " + "x" * 5000 + " must be short; write env.id=a")
     assert (
         len(line) == LONGEST_LINE
         and line.startswith("env.id = xxx")
         and line.endswith("write env.id=a")
     )
-    assert listed(["a", "b"]) == "a, b" and listed([]) == "none"
-    assert listed(["aaaa", "bbbb", "cccc"], limit=9) == "aaaa, .. (3 in all)"
-    assert len(listed(["x" * 500, "y"], limit=50)) < 70
+    assert join_names(["a", "b"]) == "a, b" and join_names([]) == "none"
+    assert join_names(["aaaa", "bbbb", "cccc"], limit=9) == "aaaa, .. (3 in all)"
+    assert len(join_names(["x" * 500, "y"], limit=50)) < 70
 
 
 # ------------------------------------------------------------------------------------- unknown keys

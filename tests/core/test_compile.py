@@ -57,17 +57,17 @@ def test_a_library_computes_writes_into_its_arguments_and_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK")
-    assert compile.obstacle() == ""
+    assert compile.unavailable_reason() == ""
     x, y = torch.zeros(3), torch.ones(3)
     first = compile.Library(Double(), [x, y])
-    assert first.busy() and not first.path.exists()
+    assert first.is_compiling() and not first.path.exists()
     run = first.load()
     assert first.path.exists() and torch.equal(x, torch.zeros(3))  # the example was only looked at
     for i in (1.0, 2.0):
         (out,) = run([x, y])
         assert x.tolist() == [i] * 3 and out.tolist() == [2 * i] * 3
     again = compile.Library(Double(), [x, y])
-    assert not again.busy() and again.path == first.path
+    assert not again.is_compiling() and again.path == first.path
     again.load()([x, y])
     assert x.tolist() == [3.0] * 3
 
@@ -132,7 +132,7 @@ def test_a_damaged_library_is_made_again() -> None:
         library.close()
         library.path.write_bytes(bad)
         library = compile.Library(Double(), [x, x])
-        assert library.busy()
+        assert library.is_compiling()
     both = [library, compile.Library(Double("other"), [x, x])]
     folders = [Path(library.work.name) for library in both if library.work is not None]
     assert len({*folders}) == 2 and all(folder.is_dir() for folder in folders)
@@ -152,7 +152,9 @@ def test_a_whole_library_that_does_not_load_stays(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path / "nowhere")}
     )
-    assert done.returncode and path.exists() and not compile.Library(Double(), [x, x]).busy()
+    assert (
+        done.returncode and path.exists() and not compile.Library(Double(), [x, x]).is_compiling()
+    )
 
 
 def test_a_fingerprint_does_not_change_while_training() -> None:
@@ -194,7 +196,7 @@ def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
     library = compile.Library(Double("hangs"), [x, x])
     with pytest.raises(RuntimeError, match=r"not compiled after 0\.05 s"):
         library.load(0.05)
-    assert not library.busy() and not library.path.exists()
+    assert not library.is_compiling() and not library.path.exists()
     library.close()
 
 
@@ -263,12 +265,12 @@ def test_libraries_of_others_are_not_loaded(
 ) -> None:
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path))
     folder, x = tmp_path / "compiled", torch.zeros(3)
-    assert compile.obstacle() == "" and folder.stat().st_mode & 0o777 == 0o700
+    assert compile.unavailable_reason() == "" and folder.stat().st_mode & 0o777 == 0o700
     for mode in (0o770, 0o707):
         folder.chmod(mode)
         assert (
             f"others can write in {folder} (mode {mode:o}), and what is there runs: chmod go-w"
-            in compile.obstacle()
+            in compile.unavailable_reason()
         )
         with pytest.raises(RuntimeError, match="others can write"):
             compile.Library(Double("theirs"), [x, x])
@@ -276,20 +278,22 @@ def test_libraries_of_others_are_not_loaded(
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
     assert (
         f"{folder} is another user's (uid {folder.stat().st_uid}); EMBODIED_PPO_CACHE names"
-        in compile.obstacle()
+        in compile.unavailable_reason()
     )
 
 
 @pytest.mark.parametrize("what", ["compiler", "cache"])
 def test_obstacles(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert compile.obstacle() == ""
+    assert compile.unavailable_reason() == ""
     if what == "compiler":
         monkeypatch.setenv("CXX", "no-such-compiler")
-        assert "no C++ compiler (no-such-compiler is not on the path" in compile.obstacle()
+        assert (
+            "no C++ compiler (no-such-compiler is not on the path" in compile.unavailable_reason()
+        )
     else:
         (tmp_path / "file").touch()
         monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "file" / "below"))
-        assert "cannot be written (Not a directory" in compile.obstacle()
+        assert "cannot be written (Not a directory" in compile.unavailable_reason()
     said: list[str] = []
     c = run_helpers.tiny_config({"compile": "auto", "updates": 10_000})
     since, why = embodied.compile_from(c, torch.device("cpu"), said.append)
@@ -390,7 +394,7 @@ def test_minibatches_on_a_gpu_wait_for_nothing() -> None:
     learner.update(t, update=0)
     batch, _ = learner._prepare(t)
     run = learner.optimizer._compiled(batch, 1, critic_only=False)
-    assert isinstance(run, compile.Captured)
+    assert isinstance(run, compile.CudaGraph)
     step = learner.optimizer._compiled_step(run, batch, entropy_coef=0.0)
     torch.cuda.set_sync_debug_mode("error")
     try:

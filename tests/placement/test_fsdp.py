@@ -28,7 +28,7 @@ from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import AlgorithmConfig, CloningConfig
 from embodied_ppo.core import tree
-from embodied_ppo.core.collectives import Ranks, Together
+from embodied_ppo.core.collectives import RankGroup, Ranks
 from embodied_ppo.core.types import Policy, TrainingError, Trajectory
 from embodied_ppo.imitation import behavior_cloning
 from embodied_ppo.placement import memory_estimate
@@ -181,7 +181,7 @@ def learner_of(
 
 
 def ranks_of(sharded: bool) -> Ranks:
-    return Sharded(dist.group.WORLD, "cpu") if sharded else Together(dist.group.WORLD)
+    return Sharded(dist.group.WORLD, "cpu") if sharded else RankGroup(dist.group.WORLD)
 
 
 def held(learner: Learner) -> tuple[int, int]:
@@ -204,7 +204,7 @@ def learned(
         disturb(learner)
     told = [learner.update(t, update=i) for i, t in enumerate(rollouts)]
     bytes_ = held(learner)
-    state = learner.ranks.whole_state(
+    state = learner.ranks.full_state(
         {"policy": learner.optimizer.model.state_dict(), "training": learner.state()}
     )
     return state, told, bytes_
@@ -310,7 +310,7 @@ def spoken(case: str, sharded: bool) -> Any:
         t.mask[:, : test_split.N // x.ranks.world] = False
     part = tree.map(lambda x_: x_.chunk(x.ranks.world, dim=1)[x.ranks.rank].contiguous(), t)
     told = [x.update(part, update=i) for i in range(3)]
-    return x.ranks.whole_state({"policy": x.policy.state_dict(), "training": x.state()}), told
+    return x.ranks.full_state({"policy": x.policy.state_dict(), "training": x.state()}), told
 
 
 @of_worlds([case for case in SPOKEN if case != "a token budget"], ["a token budget"])
@@ -338,7 +338,9 @@ def blocks_whole(folder: Path) -> tuple[int, int, int, int]:
 
     def count(*_: Any) -> None:
         nonlocal most
-        most = max(most, sum(learner.ranks.local(b.qkv.weight) is b.qkv.weight for b in blocks))
+        most = max(
+            most, sum(learner.ranks.local_tensor(b.qkv.weight) is b.qkv.weight for b in blocks)
+        )
 
     for block in blocks:
         block.down.register_forward_hook(count)
@@ -407,7 +409,7 @@ def acting_alone(folder: Path, acts: bool) -> Any:
                 policy.encode(tree.index(t.obs, 0)), noise=policy.noise(len(t.mask[0]), _seeded(i))
             )
             found = d.log_prob
-    return ranks.whole_state(policy.state_dict()), found
+    return ranks.full_state(policy.state_dict()), found
 
 
 def _seeded(seed: int) -> torch.Generator:
@@ -452,11 +454,11 @@ def going_on(
         module = learner.optimizer.model
     if state is not None:
         state = copy.deepcopy(state)  # it lies in memory that processes share
-        module.load_state_dict(ranks.parts(module, state["policy"]))
+        module.load_state_dict(ranks.shard_state(module, state["policy"]))
         learner.load_state(state["training"])
     for i in range(first, last):
         learner.update(rollouts[i], update=i)
-    return ranks.whole_state({"policy": module.state_dict(), "training": learner.state()})
+    return ranks.full_state({"policy": module.state_dict(), "training": learner.state()})
 
 
 @of_worlds(["mlp", "paligemma", "language"], ["tokens"])

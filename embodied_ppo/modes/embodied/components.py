@@ -29,7 +29,7 @@ from embodied_ppo.config.schema import (
 from embodied_ppo.core import compile, watchdog
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.random import env_seeds, sampling_key
-from embodied_ppo.core.types import Advance, ConfigError, Discrete, Policy, VectorEnv
+from embodied_ppo.core.types import ConfigError, Discrete, Policy, ProgressCallback, VectorEnv
 from embodied_ppo.data.lerobot_reader import read as read_demonstrations
 from embodied_ppo.evaluation import episodes as evaluation
 from embodied_ppo.evaluation import report, video
@@ -73,8 +73,8 @@ def make_env(
     if task is not None:
         task.activate()
     watchdog.describe(env_id=config.id)
-    watchdog.limit(config.step_timeout_s)
-    with task_files().working_folder(), watchdog.making:
+    watchdog.set_limit(config.step_timeout_s)
+    with task_files().working_folder(), watchdog.constructing:
         return _make_env(seeds, config, device, render, size)
 
 
@@ -238,7 +238,7 @@ def compile_from(
                 f" and the run has {total_updates(config)}"
             ),
         )
-    why = compile.obstacle() if device.type == "cpu" else ""
+    why = compile.unavailable_reason() if device.type == "cpu" else ""
     if a.micro_batch_size is not None and a.micro_batch_size < a.global_batch_size:
         why = "algorithm.micro_batch_size cuts minibatches; leave it null"
     if (a.rollout_micro_batch_size or config.env.num_envs) < config.env.num_envs // parts:
@@ -480,7 +480,7 @@ def evaluator(
     if not config.deterministic:
         sampling_temperature(policy, config.temperature)
 
-    def evaluate(out: Path, advance: Advance) -> dict[str, Any]:
+    def evaluate(out: Path, advance: ProgressCallback) -> dict[str, Any]:
         done = itertools.count(1)
         advance("episodes", 0, config.episodes)
         result = measure(

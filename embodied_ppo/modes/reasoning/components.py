@@ -33,7 +33,7 @@ from embodied_ppo.core import compile
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.errors import show
 from embodied_ppo.core.random import sampling_key
-from embodied_ppo.core.types import Advance, CheckpointError, ConfigError, Trajectory
+from embodied_ppo.core.types import CheckpointError, ConfigError, ProgressCallback, Trajectory
 from embodied_ppo.data import synthetic_tasks
 from embodied_ppo.data.prompts import Prompt, files_of, load_prompts, load_tokenizer, task_prompts
 from embodied_ppo.evaluation import report
@@ -644,7 +644,7 @@ def compile_from(config: Config) -> int | None:
     """
     if config.compile != "always":
         return None
-    if reason := compile.obstacle():
+    if reason := compile.unavailable_reason():
         raise ConfigError(f"compile=always: {reason}; or use compile=auto")
     return 0
 
@@ -711,7 +711,7 @@ def evaluator(
     check_length(policy, prompts[: config.episodes], sampling.max_tokens)
     text, padding = decoder(tokenizer, stops), pad_id(tokenizer, stops)
 
-    def evaluate(out: Path, advance: Advance) -> dict[str, Any]:
+    def evaluate(out: Path, advance: ProgressCallback) -> dict[str, Any]:
         with ExitStack() as stack:
             rule = make_graders(trained, prompts, stack)
             graders = with_format(trained, make_reward(trained, rule, None, device, say))
