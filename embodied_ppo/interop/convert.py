@@ -26,7 +26,7 @@ from embodied_ppo.core.errors import ConfigError, PlacementError, choose, one_li
 from embodied_ppo.interop import overrides
 from embodied_ppo.interop.rlinf import RLINF
 from embodied_ppo.interop.roll import ROLL
-from embodied_ppo.interop.rules import Framework, Rule, Source, Table
+from embodied_ppo.interop.rules import Framework, Rule, Source, Table, as_rule
 from embodied_ppo.interop.trl import TRL
 from embodied_ppo.interop.verl import VERL
 
@@ -270,9 +270,9 @@ def convert(peer: str, file: str) -> Migration:
 def rule_of(table: Table, path: str) -> Rule | None:
     """Return the rule of the longest matching path, None if no path matches."""
     if path in table:
-        return table[path]
-    fits = [pattern for pattern in table if "*" in pattern and fnmatchcase(path, pattern)]
-    return table[max(fits, key=len)] if fits else None
+        return as_rule(table[path])
+    matches = [pattern for pattern in table if "*" in pattern and fnmatchcase(path, pattern)]
+    return as_rule(table[max(matches, key=len)]) if matches else None
 
 
 def _recognise(source: Source, peer: str, file: str) -> None:

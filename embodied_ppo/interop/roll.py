@@ -8,37 +8,29 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from embodied_ppo.core.errors import show
+from embodied_ppo.interop import reasons
 from embodied_ppo.interop.rules import (
-    DATASET,
-    ENGINE,
-    HYDRA,
     KL,
     LANGUAGE_LORA,
-    LOADER,
-    LOGGING,
-    MEMORY,
-    OFFLOAD,
-    OTHER_LOSS,
-    PROFILE,
-    RESUME,
-    SEEDS,
-    SHARDED,
-    THEIR_CODE,
+    TRAINING_SAMPLES,
     Answer,
+    Entry,
     Framework,
     Rule,
     Source,
     dtype_option,
     engine,
     list_option,
-    no_option,
     no_options,
+    no_sections,
+    only_off,
     only_values,
     option,
     option_if_set,
     prefixed,
     read_if,
     reasoning,
+    same_names,
     sampling_option,
     warmup_fraction,
     warmup_steps,
@@ -90,57 +82,53 @@ _ROLES = {
 
 def _placement(value: Any, source: Source) -> Answer:
     """Map the devices of all roles; rewards are graded in the rollout processes."""
-    used = dict(_ROLES)
-    if source.get("adv_estimator", "gae") != "gae":
-        used.pop("critic")
-    if not (source.get("use_kl_loss", False) or source.get("add_token_level_kl", False)):
-        used.pop("reference")
+    roles = dict(_ROLES)
+    if not _has_critic(source):
+        roles.pop("critic")
+    if not _has_reference(source):
+        roles.pop("reference")
     placement: dict[str, Any] = {}
-    for theirs, role in used.items():
-        mapping = source.get(f"{theirs}.device_mapping")
+    last = 0
+    for name, role in roles.items():
+        mapping = source.get(f"{name}.device_mapping")
         if mapping is None:
             return (
-                f"{theirs}.device_mapping is missing in the file; write"
+                f"{name}.device_mapping is missing in the file; write"
                 " cluster.component_placement, or placement=fused"
             )
         devices = _devices(mapping)
         if not devices:
             return (
-                f"{theirs}.device_mapping = {show(mapping)} is not understood; write"
+                f"{name}.device_mapping = {show(mapping)} is not understood; write"
                 " cluster.component_placement"
             )
         placement["rollout,reward" if role == "rollout" else role] = _compact(devices)
+        last = max(last, *devices)
     if set(map(str, placement.values())) == {"0"}:
         return "one device needs one process: placement=local, the default"
-    last = max(
-        d for theirs in used for d in _devices(source.get(f"{theirs}.device_mapping")) or [0]
-    )
-    each = int(source.get("num_gpus_per_node", 8))
+    devices_per_node = int(source.get("num_gpus_per_node", 8))
     return {
         "cluster.component_placement": placement,
-        "cluster.num_nodes": last // each + 1,
-        "cluster.devices_per_node": each,
+        "cluster.num_nodes": last // devices_per_node + 1,
+        "cluster.devices_per_node": devices_per_node,
     }
 
 
-def _role_devices(role: str) -> Rule:
-    def rule(value: Any, source: Source) -> Answer:
-        if role == "critic" and source.get("adv_estimator", "gae") != "gae":
-            return "this estimator has no critic"
-        if role == "reference" and not (
-            source.get("use_kl_loss", False) or source.get("add_token_level_kl", False)
-        ):
-            return "without a KL term there is no reference"
-        return _placement(value, source)
+def _critic_devices(value: Any, source: Source) -> Answer:
+    return _placement(value, source) if _has_critic(source) else "this estimator has no critic"
 
-    return rule
+
+def _reference_devices(value: Any, source: Source) -> Answer:
+    if _has_reference(source):
+        return _placement(value, source)
+    return "without a KL term there is no reference"
 
 
 def _batch(role: str, path: str) -> Rule:
     """Map the responses of an optimiser step, over all devices, to prompts."""
 
     def rule(value: Any, source: Source) -> Answer:
-        responses, group = _step(role, source), int(source.get("num_return_sequences_in_group", 1))
+        responses, group = _responses(role, source), _group_size(source)
         if responses is None or responses % group:
             return (
                 f"write {path}: prompts of an optimiser step (theirs: responses of one device, here"
@@ -151,41 +139,53 @@ def _batch(role: str, path: str) -> Rule:
     return rule
 
 
-def _step(role: str, source: Source) -> int | None:
-    """per_device_train_batch_size x gradient_accumulation_steps x copies of the model."""
+def _group_size(source: Source) -> int:
+    return int(source.get("num_return_sequences_in_group", 1))
+
+
+def _responses(role: str, source: Source) -> int | None:
+    """Return the responses of an optimiser step, None if the file does not define them.
+
+    They are per_device_train_batch_size x gradient_accumulation_steps x copies of the model.
+    """
     devices = _devices(source.get(f"{role}.device_mapping"))
-    arguments, strategy = f"{role}.training_args.", f"{role}.strategy_args.strategy_config."
     if not devices:
         return None
-    split = math.prod(
-        int(source.get(f"{strategy}{kind}_size", 1))
-        for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
+
+    def product(section: str, defaults: dict[str, int]) -> int:
+        values = (source.get(f"{role}.{section}.{k}", default) for k, default in defaults.items())
+        return math.prod(map(int, values))
+
+    split = product(
+        "strategy_args.strategy_config",
+        {
+            f"{kind}_size": 1
+            for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
+        },
     )
-    each = int(source.get(f"{arguments}per_device_train_batch_size", 8))
-    return (
-        each
-        * int(source.get(f"{arguments}gradient_accumulation_steps", 1))
-        * max(1, len(devices) // split)
+    per_copy = product(
+        "training_args", {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     )
+    return per_copy * max(1, len(devices) // split)
 
 
 def _steps_per_update(role: str) -> Callable[[Source], float | None]:
     def steps(source: Source) -> float | None:
-        step, group = _step(role, source), int(source.get("num_return_sequences_in_group", 1))
+        responses = _responses(role, source)
         prompts = source.get("rollout_batch_size", 128)
-        epochs = (
-            source.get("ppo_epochs", 1) if role == "actor_train" else 1
-        )  # their critic takes one epoch
-        return epochs * max(1.0, prompts * group / step) if step else None
+        # Their critic takes one epoch.
+        epochs = source.get("ppo_epochs", 1) if role == "actor_train" else 1
+        if not responses:
+            return None
+        return epochs * max(1.0, prompts * _group_size(source) / responses)
 
     return steps
 
 
 def _epochs(value: Any, source: Source) -> Answer:
     """Map the epochs; their critic always takes one (CriticWorker.train_step)."""
-    return {"algorithm.update_epoch": value} | (
-        {"critic.update_epoch": 1} if _has_critic(source) else {}
-    )
+    critic = {"critic.update_epoch": 1} if _has_critic(source) else {}
+    return {"algorithm.update_epoch": value, **critic}
 
 
 def _has_critic(source: Source) -> bool:
@@ -194,6 +194,10 @@ def _has_critic(source: Source) -> bool:
 
 def _has_penalty(source: Source) -> bool:
     return bool(source.get("add_token_level_kl", False))
+
+
+def _has_reference(source: Source) -> bool:
+    return bool(source.get("use_kl_loss", False)) or _has_penalty(source)
 
 
 def _normalizes(source: Source) -> bool:
@@ -215,10 +219,9 @@ def _reward_clip(value: Any, source: Source) -> Answer:
     """Map clipping; theirs follows normalisation and again the KL penalty; 0 is off."""
     if not value:
         return {"algorithm.reward_clip": None}
-    later = _has_penalty(source) or _normalizes(source)
-    return {"algorithm.reward_clip": value} | (
-        {"algorithm.reward_clip_order": "after_norm"} if later else {}
-    )
+    after = _has_penalty(source) or _normalizes(source)
+    order = {"algorithm.reward_clip_order": "after_norm"} if after else {}
+    return {"algorithm.reward_clip": value, **order}
 
 
 SUM_NORM = "seq-mean-token-sum-norm"
@@ -226,9 +229,8 @@ SUM_NORM = "seq-mean-token-sum-norm"
 
 def _aggregation(value: Any, source: Source) -> Answer:
     factor = _sum_norm_factor(source) if value == SUM_NORM else None
-    return {"algorithm.loss_agg_func": value} | (
-        {"algorithm.loss_scale_factor": factor} if factor else {}
-    )
+    scale = {"algorithm.loss_scale_factor": factor} if factor else {}
+    return {"algorithm.loss_agg_func": value, **scale}
 
 
 def _sum_norm_factor(source: Source) -> float | None:
@@ -237,16 +239,11 @@ def _sum_norm_factor(source: Source) -> float | None:
     Their loss is the sum over all sequences of a step / (sequence_length - 1), ours the mean over
     the sequences / loss_scale_factor.
     """
-    length, responses = source.get("sequence_length"), _step("actor_train", source)
+    length, responses = source.get("sequence_length"), _responses("actor_train", source)
     if length is None and source.get("response_length") is not None:
         length = source.get("response_length") + source.get("prompt_length", 1024)
-    if (
-        length is None
-        or responses is None
-        or source.get("actor_train.use_dynamic_batching_in_train")
-    ):
-        return None
-    return (length - 1) / responses
+    dynamic = source.get("actor_train.use_dynamic_batching_in_train")
+    return None if length is None or responses is None or dynamic else (length - 1) / responses
 
 
 OLD_NORM = (
@@ -295,15 +292,14 @@ def _norm(value: Any, source: Source) -> Answer:
     }
 
 
-def _clip(side: str) -> Rule:
+def _clip(*sides: str) -> Rule:
+    """Map a clip range of one side, or of both, which their code does not read together."""
+
     def rule(value: Any, source: Source) -> Answer:
-        ranged = bool(source.get("use_pg_clip_range", False))
-        if ranged != (side != "both"):
-            return f"not read there either: use_pg_clip_range = {show(ranged)}"
-        return {
-            f"algorithm.clip_ratio_{s}": value
-            for s in (("low", "high") if side == "both" else (side,))
-        }
+        one_sided = bool(source.get("use_pg_clip_range", False))
+        if one_sided != (len(sides) == 1):
+            return f"not read there either: use_pg_clip_range = {show(one_sided)}"
+        return {f"algorithm.clip_ratio_{side}": value for side in sides}
 
     return rule
 
@@ -362,38 +358,40 @@ def _response(value: Any, source: Source) -> Answer:
     return {"algorithm.response_length": value - source.get("prompt_length", 1024)}
 
 
-def _training(role: str, section: str) -> dict[str, Rule]:
+def _training(role: str, section: str) -> dict[str, Entry]:
     path = f"{section}.global_batch_size"
-    adam = (
-        option
-        if section == "algorithm"
-        else lambda *paths: no_option("set for the actor: algorithm.adam_*")
-    )
+    if section == "algorithm":
+        by_role: dict[str, Entry] = {
+            "per_device_train_batch_size": "algorithm.micro_batch_size",
+            **same_names("algorithm.", "adam_beta1 adam_beta2"),
+        }
+    else:
+        by_role = {
+            "per_device_train_batch_size": _batch(role, path),
+            **no_options({"set for the actor: algorithm.adam_*": "adam_beta1 adam_beta2"}),
+        }
     return {
-        "learning_rate": option(f"{section}.lr"),
-        "weight_decay": option(f"{section}.weight_decay"),
-        "lr_scheduler_type": option(f"{section}.lr_schedule"),
+        "learning_rate": f"{section}.lr",
+        "weight_decay": f"{section}.weight_decay",
+        "lr_scheduler_type": f"{section}.lr_schedule",
         "warmup_steps": warmup_steps(section, _steps_per_update(role)),
-        "warmup_ratio": warmup_fraction(section, lambda s: s.get("max_steps")),
-        "per_device_train_batch_size": (
-            _batch(role, path)
-            if section == "critic"
-            else lambda value, source: {"algorithm.micro_batch_size": value}
-        ),
+        "warmup_ratio": warmup_fraction(section, lambda source: source.get("max_steps")),
         "gradient_accumulation_steps": _batch(role, path),
-        "adam_beta1": adam("algorithm.adam_beta1"),
-        "adam_beta2": adam("algorithm.adam_beta2"),
-        "num_train_epochs": no_option("set by max_steps"),
-        "seed": no_option(SEEDS),
-        "data_seed": no_option(SEEDS),
-        "dataloader_num_workers": no_option(LOADER),
+        **by_role,
         **no_options(
+            {
+                "set by max_steps": "num_train_epochs",
+                reasons.SEEDS: "seed data_seed",
+                reasons.LOADER: "dataloader_num_workers",
+            }
+        ),
+        **no_sections(
             "fp16 bf16 max_steps output_dir", "how their trainer runs; trained weights are float32"
         ),
     }
 
 
-def _model(section: str) -> dict[str, Rule]:
+def _model(section: str) -> dict[str, Entry]:
     return {
         "model_name_or_path": option_if_set(f"{section}.model.path", "null: set by pretrain"),
         "dtype": dtype_option(f"{section}.model.dtype"),
@@ -401,92 +399,81 @@ def _model(section: str) -> dict[str, Rule]:
             f"{section}.model.gradient_checkpointing": not value
         },
         "lora_rank": LANGUAGE_LORA,
-        **no_options(
+        **no_sections(
             "additional_target autocast_adapter_dtype lora_alpha lora_dropout lora_target "
-            "adapter_name_or_path "
-            "device_map attn_implementation moe_aux_loss_coef "
-            "gradient_checkpointing_use_reentrant model_type "
-            "num_labels model_config_kwargs freeze_module_prefix ulysses_size",
+            "adapter_name_or_path device_map attn_implementation moe_aux_loss_coef "
+            "gradient_checkpointing_use_reentrant model_type num_labels model_config_kwargs "
+            "freeze_module_prefix ulysses_size",
             "how their code runs the model (kernels, attention, adapters, frozen modules)",
         ),
     }
 
 
-_WORKER: dict[str, Rule] = {
-    "infer_batch_size": no_option(MEMORY),
-    "use_dynamic_batching_*": no_option("algorithm.micro_batch_tokens, if set, has this effect"),
-    "max_tokens_per_microbatch_in_infer": no_option(MEMORY),
-    "sequence_length_round_*": no_option(MEMORY),
-    "strategy_args.*": no_option(SHARDED),
-    "worker_cls": no_option(THEIR_CODE),
-    "system_envs*": no_option("set environment variables in the shell"),
-    "offload_nccl": no_option(OFFLOAD),
-    "data_args.*": no_option("data.train, data.eval and the keys of a row: docs/language.md"),
+_ENVIRONMENT = "set environment variables in the shell"
+_REPLACED_PROMPTS = "prompts are drawn once; filtered prompts are not replaced"
+_WORKER: dict[str, Entry] = {
     **no_options(
+        {
+            reasons.MEMORY: (
+                "infer_batch_size max_tokens_per_microbatch_in_infer sequence_length_round_*"
+            ),
+            reasons.MICRO_BATCH_TOKENS: "use_dynamic_batching_*",
+            reasons.SHARDED: "strategy_args.*",
+            reasons.THEIR_CODE: "worker_cls",
+            _ENVIRONMENT: "system_envs*",
+            reasons.OFFLOAD: "offload_nccl",
+            "data.train, data.eval and the keys of a row: docs/language.md": "data_args.*",
+        }
+    ),
+    **no_sections(
         "name pg_variant world_size num_gpus_per_worker model_update_frequency backend_timeout "
-        "max_concurrency "
-        "use_sequence_packing sequence_packing_args router_replay apply_loss_scale "
-        "mtp_training_mode tag_included",
+        "max_concurrency use_sequence_packing sequence_packing_args router_replay "
+        "apply_loss_scale mtp_training_mode tag_included",
         "how their workers run",
     ),
 }
-TABLE: dict[str, Rule] = {
-    **prefixed("actor_train.", _WORKER),
-    **prefixed("actor_infer.", _WORKER),
-    **prefixed("critic.", _WORKER),
-    "rollout_batch_size": option("algorithm.rollout_batch_size"),
-    "prompt_length": option("algorithm.prompt_length"),
+_ALGORITHM: dict[str, Entry] = {
+    **same_names(
+        "algorithm.",
+        "rollout_batch_size prompt_length kl_loss_coef advantage_clip gamma value_clip "
+        "max_grad_norm critic_warmup",
+    ),
     "response_length": option_if_set("algorithm.response_length", "null: set by sequence_length"),
     "sequence_length": _response,
     "adv_estimator": _estimator,
-    "num_return_sequences_in_group": option("algorithm.group_size"),
+    "num_return_sequences_in_group": "algorithm.group_size",
     "ppo_epochs": _epochs,
     "use_kl_loss": lambda value, source: {
         "algorithm.use_kl_loss": value,
         "algorithm.kl_loss_type": "k3",
     },
-    "kl_loss_coef": option("algorithm.kl_loss_coef"),
     "loss_agg_mode": _aggregation,
-    "entropy_loss_coef": option("algorithm.entropy_bonus"),
-    "whiten_advantages": option("algorithm.normalize_advantages"),
+    "entropy_loss_coef": "algorithm.entropy_bonus",
+    "whiten_advantages": "algorithm.normalize_advantages",
     "whiten_rewards": _whitening,
-    "advantage_clip": option("algorithm.advantage_clip"),
     "reward_clip": _reward_clip,
     "dual_clip_loss": _dual,
-    "lambd": option("algorithm.gae_lambda"),
-    "gamma": option("algorithm.gamma"),
-    "pg_clip": _clip("both"),
-    "use_pg_clip_range": no_option("pg_clip_low and pg_clip_high, if read, have this effect"),
+    "lambd": "algorithm.gae_lambda",
+    "pg_clip": _clip("low", "high"),
     "pg_clip_low": _clip("low"),
     "pg_clip_high": _clip("high"),
-    "value_clip": option("algorithm.value_clip"),
     "kl_penalty": option("algorithm.kl_penalty", values=KL),
     "target_kl": _target,
-    "init_kl_coef": option("algorithm.kl_ctrl.kl_coef"),
-    "kl_horizon": option("algorithm.kl_ctrl.horizon"),
-    "add_token_level_kl": option("algorithm.use_kl_in_reward"),
+    "init_kl_coef": "algorithm.kl_ctrl.kl_coef",
+    "kl_horizon": "algorithm.kl_ctrl.horizon",
+    "add_token_level_kl": "algorithm.use_kl_in_reward",
     "norm_mean_type": _norm,
     "norm_std_type": _norm,
     "reward_norm": _old_norm,
-    "reward_shift": no_option("part of algorithm.reward_shift, if reward_norm is read"),
-    "reward_scale": no_option("read with reward_norm=running only, which has no counterpart"),
-    "use_reward_scaling": only_values(
-        False, same="off, as here", other="set by algorithm.reward_norm"
-    ),
-    "use_reward_norm": only_values(
-        False, same="off, as here", other="set by algorithm.reward_norm"
-    ),
-    "add_len_reward": only_values(
-        False, same="off, as here", other="write a grader that includes the length"
-    ),
-    "max_grad_norm": option("algorithm.max_grad_norm"),
+    "use_reward_scaling": only_off("set by algorithm.reward_norm"),
+    "use_reward_norm": only_off("set by algorithm.reward_norm"),
+    "add_len_reward": only_off("write a grader that includes the length"),
     "l2": only_values(
         0,
         0.0,
         same="off, as here",
         other="weight decay is decoupled, as in AdamW: algorithm.weight_decay",
     ),
-    "critic_warmup": option("algorithm.critic_warmup"),
     "async_generation_ratio": lambda value, source: (
         {"cluster.max_lag": math.ceil(value)} if value else "0: rollouts wait for updates, as here"
     ),
@@ -496,143 +483,130 @@ TABLE: dict[str, Rule] = {
         same="a ratio for each token, as here",
         other="ratios of sequences are not supported",
     ),
-    "use_policy_loss_type": only_values("PPO", same="PPO, as here", other=OTHER_LOSS),
-    "rl_loss_coef": only_values(1, 1.0, same="1, as here", other=OTHER_LOSS),
-    "difficulty_*": no_option("responses are not masked or weighted by the difficulty of a prompt"),
-    "length_loss_weight": no_option(
-        "responses are not weighted by length; algorithm.loss_agg_func sets how tokens are averaged"
-    ),
-    "error_max_len_*": no_option("rollout.truncation=drop leaves truncated responses out"),
-    "*topr*": no_option(OTHER_LOSS),
-    "postive_loss_coef": no_option(OTHER_LOSS),
-    "enable_reference": no_option("a reference exists if a KL term needs it"),
-    "*old_logprobs_recompute": no_option("algorithm.recompute_log_probs=true recomputes them"),
-    "train_infer_correction.is_weight.enabled": no_option(
-        "algorithm.off_policy_correction, if set, has this effect"
-    ),
+    "use_policy_loss_type": only_values("PPO", same="PPO, as here", other=reasons.OTHER_LOSS),
+    "rl_loss_coef": only_values(1, 1.0, same="1, as here", other=reasons.OTHER_LOSS),
     "train_infer_correction.is_weight.weight_type": read_if(
-        "train_infer_correction.is_weight.enabled", option("algorithm.off_policy_correction")
+        "train_infer_correction.is_weight.enabled", "algorithm.off_policy_correction"
     ),
     "train_infer_correction.is_weight.upper_bound": read_if(
-        "train_infer_correction.is_weight.enabled", option("algorithm.off_policy_cap")
+        "train_infer_correction.is_weight.enabled", "algorithm.off_policy_cap"
     ),
-    "train_infer_correction.*": no_option("rejection of samples is not supported"),
-    "pretrain": option("actor.model.path"),
-    "reward_pretrain": no_option(
-        "their critic starts from it; here critic.model.path=null copies the actor, and "
-        "reward.model.path is a reward model"
+    **no_options(
+        {
+            "pg_clip_low and pg_clip_high, if read, have this effect": "use_pg_clip_range",
+            "part of algorithm.reward_shift, if reward_norm is read": "reward_shift",
+            "read with reward_norm=running only, which has no counterpart": "reward_scale",
+            "responses are not masked or weighted by the difficulty of a prompt": "difficulty_*",
+            "responses are not weighted by length; algorithm.loss_agg_func sets how tokens are"
+            " averaged": "length_loss_weight",
+            "rollout.truncation=drop leaves truncated responses out": "error_max_len_*",
+            reasons.OTHER_LOSS: "*topr* postive_loss_coef",
+            "a reference exists if a KL term needs it": "enable_reference",
+            "algorithm.recompute_log_probs=true recomputes them": "*old_logprobs_recompute",
+            "algorithm.off_policy_correction, if set, has this effect": (
+                "train_infer_correction.is_weight.enabled"
+            ),
+            "rejection of samples is not supported": "train_infer_correction.*",
+        }
     ),
-    "max_steps": option("updates"),
-    "save_steps": option("save_every"),
-    "eval_steps": option("eval_every"),
+}
+_GENERATION: dict[str, Entry] = {
+    "temperature": "rollout.temperature",
+    "top_p": sampling_option("top_p", 1, 1.0),
+    "top_k": sampling_option("top_k", 0, -1),
+    "repetition_penalty": sampling_option("repetition_penalty", 1, 1.0),
+    "stop_strings": option_if_set("rollout.stop", "null: end tokens, as here"),
+    "num_beams": only_values(
+        1, same="sampling, as here", other="training samples; beam search is not supported"
+    ),
+    "do_sample": TRAINING_SAMPLES,
+    **no_sections(
+        "max_new_tokens max_length num_return_sequences length_penalty logprobs"
+        " include_stop_str_in_output",
+        "set by response_length and num_return_sequences_in_group",
+    ),
+}
+_VALIDATION: dict[str, Entry] = {
+    "data_args.file_name": list_option("data.eval"),
+    "generating_args.num_return_sequences": "evaluation.n",
+    "generating_args.max_new_tokens": "evaluation.response_length",
+    "generating_args.temperature": lambda value, source: (
+        {"evaluation.deterministic": False, "evaluation.temperature": value}
+        if value
+        else {"evaluation.deterministic": True}
+    ),
+    "generating_args.top_p": "evaluation.top_p",
+    "generating_args.top_k": lambda value, source: {"evaluation.top_k": max(0, value or 0)},
+    **no_sections(
+        "data_args generating_args.num_beams generating_args.do_sample worker_cls "
+        "model_args strategy_args name world_size",
+        "evaluation is greedy or samples, on data.eval: section evaluation",
+    ),
+}
+TABLE: dict[str, Entry] = {
+    **_ALGORITHM,
+    **prefixed("actor_train.", _WORKER),
+    **prefixed("actor_infer.", _WORKER),
+    **prefixed("critic.", _WORKER),
+    "pretrain": "actor.model.path",
+    "max_steps": "updates",
+    "save_steps": "save_every",
+    "eval_steps": "eval_every",
     "max_ckpt_to_keep": lambda value, source: (
         {"keep_last": value}
         if value
         else "0: all; here the last keep_last checkpoints and the best"
     ),
-    "seed": option("seed"),
-    "exp_name": option("name"),
-    "resume_from_checkpoint": no_option(RESUME),
+    "seed": "seed",
+    "exp_name": "name",
     **prefixed("actor_train.training_args.", _training("actor_train", "algorithm")),
     **prefixed("actor_train.model_args.", _model("actor")),
-    "actor_train.device_mapping": _role_devices("actor"),
-    "actor_train.use_dynamic_batching_in_train": no_option(
-        "algorithm.micro_batch_tokens, if set, has this effect"
-    ),
+    "actor_train.device_mapping": _placement,
     "actor_train.max_tokens_per_microbatch_in_train": read_if(
-        "actor_train.use_dynamic_batching_in_train", option("algorithm.micro_batch_tokens")
+        "actor_train.use_dynamic_batching_in_train", "algorithm.micro_batch_tokens"
     ),
     "actor_train.data_args.file_name": list_option("data.train"),
     "actor_train.data_args.prompt": option_if_set("data.prompt_key", "null: prompt, as here"),
-    "actor_infer.generating_args.temperature": option("rollout.temperature"),
-    "actor_infer.generating_args.top_p": sampling_option("top_p", 1, 1.0),
-    "actor_infer.generating_args.top_k": sampling_option("top_k", 0, -1),
-    "actor_infer.generating_args.repetition_penalty": sampling_option("repetition_penalty", 1, 1.0),
-    "actor_infer.generating_args.stop_strings": option_if_set(
-        "rollout.stop", "null: end tokens, as here"
-    ),
-    "actor_infer.generating_args.num_beams": only_values(
-        1, same="sampling, as here", other="training samples; beam search is not supported"
-    ),
-    "actor_infer.generating_args.do_sample": only_values(
-        True, same="training samples, as here", other="training always samples here"
-    ),
-    **prefixed(
-        "actor_infer.generating_args.",
-        no_options(
-            "max_new_tokens max_length num_return_sequences length_penalty logprobs"
-            " include_stop_str_in_output",
-            "set by response_length and num_return_sequences_in_group",
-        ),
-    ),
+    **prefixed("actor_infer.generating_args.", _GENERATION),
     "actor_infer.strategy_args.strategy_name": engine,
-    "actor_infer.strategy_args.*": no_option(ENGINE),
-    "actor_infer.device_mapping": _role_devices("rollout"),
-    "actor_infer.model_args.*": no_option("the rollout uses the actor's weights"),
-    "reference.device_mapping": _role_devices("reference"),
-    "reference.*": no_option(
-        "the reference is the actor at the start of training; it needs no options"
-    ),
+    "actor_infer.device_mapping": _placement,
+    "reference.device_mapping": _reference_devices,
     **prefixed("critic.training_args.", _training("critic", "critic")),
     **prefixed("critic.model_args.", _model("critic")),
-    "critic.device_mapping": _role_devices("critic"),
-    "validation.data_args.file_name": list_option("data.eval"),
-    "validation.generating_args.num_return_sequences": option("evaluation.n"),
-    "validation.generating_args.max_new_tokens": option("evaluation.response_length"),
-    "validation.generating_args.temperature": lambda value, source: (
-        {"evaluation.deterministic": False, "evaluation.temperature": value}
-        if value
-        else {"evaluation.deterministic": True}
+    "critic.device_mapping": _critic_devices,
+    **prefixed("validation.", _VALIDATION),
+    "val_greedy": "evaluation.deterministic",
+    "val_n_sample": "evaluation.n",
+    "rpc_timeout": "cluster.step_timeout_s",
+    **no_options(
+        {
+            "their critic starts from it; here critic.model.path=null copies the actor, and"
+            " reward.model.path is a reward model": "reward_pretrain",
+            reasons.RESUME: "resume_from_checkpoint",
+            reasons.ENGINE: (
+                "actor_infer.strategy_args.* generate_opt_level is_num_return_sequences_expand"
+                " max_running_requests router_args*"
+            ),
+            reasons.ACTOR_WEIGHTS: "actor_infer.model_args.*",
+            reasons.NO_REFERENCE_OPTIONS: "reference.*",
+            "changes no number here; evaluation.response_length is the longest answer": "val_*",
+            "write reward.grader (math_verify, gsm8k_numeric, FILE.py:function) or"
+            " reward.model.path": "rewards.*",
+            "reward.model.path is a directory of a sequence-classification model": "reward_model.*",
+            "write reward.grader or reward.model.path": "reward.*",
+            "written to cluster.devices_per_node if roles have devices": "num_gpus_per_node",
+            "written to cluster.num_nodes if roles have devices": "num_nodes",
+            reasons.OFFLOAD: "is_offload*",
+            _REPLACED_PROMPTS: "is_use_additional_prompts max_additional_running_prompts",
+            reasons.WEIGHT_TRANSFER: "model_update_buffer_size_mb",
+            reasons.DATASET: "model_download_type",
+            reasons.LOGGING: "checkpoint_config.* track* logging_* *_dir",
+            reasons.PROFILE: "profiler_* report_length_and_rewards",
+            _ENVIRONMENT: "system_envs*",
+            reasons.CHAT_TEMPLATE: "global_template tag_to_template*",
+            reasons.HYDRA: "hydra* defaults",
+        }
     ),
-    "validation.generating_args.top_p": option("evaluation.top_p"),
-    "validation.generating_args.top_k": lambda value, source: {
-        "evaluation.top_k": max(0, value or 0)
-    },
-    **prefixed(
-        "validation.",
-        no_options(
-            "data_args generating_args.num_beams generating_args.do_sample worker_cls "
-            "model_args strategy_args name world_size",
-            "evaluation is greedy or samples, on data.eval: section evaluation",
-        ),
-    ),
-    "val_greedy": lambda value, source: {"evaluation.deterministic": value},
-    "val_n_sample": option("evaluation.n"),
-    "val_*": no_option("changes no number here; evaluation.response_length is the longest answer"),
-    "rewards.*": no_option(
-        "write reward.grader (math_verify, gsm8k_numeric, FILE.py:function) or reward.model.path"
-    ),
-    "reward_model.*": no_option(
-        "reward.model.path is a directory of a sequence-classification model"
-    ),
-    "reward.*": no_option("write reward.grader or reward.model.path"),
-    "num_gpus_per_node": no_option("written to cluster.devices_per_node if roles have devices"),
-    "num_nodes": no_option("written to cluster.num_nodes if roles have devices"),
-    "is_offload*": no_option(OFFLOAD),
-    "generate_opt_level": no_option(ENGINE),
-    "is_num_return_sequences_expand": no_option(ENGINE),
-    "max_running_requests": no_option(ENGINE),
-    "is_use_additional_prompts": no_option(
-        "prompts are drawn once; filtered prompts are not replaced"
-    ),
-    "max_additional_running_prompts": no_option(
-        "prompts are drawn once; filtered prompts are not replaced"
-    ),
-    "router_args*": no_option(ENGINE),
-    "model_update_buffer_size_mb": no_option("cluster.weights sets how weights are transferred"),
-    "model_download_type": no_option(DATASET),
-    "checkpoint_config.*": no_option(LOGGING),
-    "track*": no_option(LOGGING),
-    "logging_*": no_option(LOGGING),
-    "*_dir": no_option(LOGGING),
-    "profiler_*": no_option(PROFILE),
-    "report_length_and_rewards": no_option(PROFILE),
-    "system_envs*": no_option("set environment variables in the shell"),
-    "rpc_timeout": option("cluster.step_timeout_s"),
-    "global_template": no_option("only data.chat_template and data.system exist here"),
-    "tag_to_template*": no_option("only data.chat_template and data.system exist here"),
-    "hydra*": no_option(HYDRA),
-    "defaults": no_option(HYDRA),
 }
 
 ROLL = Framework(

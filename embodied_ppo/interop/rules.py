@@ -9,11 +9,14 @@ from typing import Any
 
 from embodied_ppo.config.aliases import VALUE_ALIASES
 from embodied_ppo.core.errors import show
+from embodied_ppo.interop import reasons
 
 Answer = dict[str, Any] | str
 """Our options, path -> value, or the reason why there are none."""
 Rule = Callable[[Any, "Source"], Answer]
-Table = Mapping[str, Rule]
+Entry = Rule | str
+"""A rule, or the path of our option that takes the value unchanged."""
+Table = Mapping[str, Entry]
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,12 @@ def reasoning(source: Source) -> str:
     return "reasoning"
 
 
+# -------------------------------------------------------------------------------------------- rules
+def as_rule(entry: Entry) -> Rule:
+    """Return the rule of a table's entry."""
+    return option(entry) if isinstance(entry, str) else entry
+
+
 def option(*paths: str, values: Mapping[Any, Any] | None = None) -> Rule:
     """Map the value to our options ``paths``, after translation by ``values``."""
 
@@ -71,19 +80,24 @@ def option(*paths: str, values: Mapping[Any, Any] | None = None) -> Rule:
     return rule
 
 
-def no_option(why: str) -> Rule:
-    """Map to no option of ours, whatever the value is; ``why`` is the reason."""
-    return lambda value, source: why
+def no_option(reason: str) -> Rule:
+    """Map any value to no option of ours."""
+    return lambda value, source: reason
 
 
-def option_if_set(path: str, why: str) -> Rule:
-    """Map the value to our option ``path``; null has no counterpart, for the reason ``why``."""
-    return lambda value, source: why if value is None else {path: value}
+def option_if_set(path: str, reason: str) -> Rule:
+    """Map the value to our option ``path``; null has no counterpart, for ``reason``."""
+    return lambda value, source: reason if value is None else {path: value}
 
 
 def only_values(*accepted: Any, same: str, other: str) -> Rule:
     """Accept the values that describe what always happens here; others have no counterpart."""
     return lambda value, source: same if value in accepted else other
+
+
+def only_off(other: str) -> Rule:
+    """Accept false, for a feature that does not exist here."""
+    return only_values(False, same="off, as here", other=other)
 
 
 def list_option(path: str) -> Rule:
@@ -98,51 +112,45 @@ def interval_option(path: str) -> Rule:
 
 def dtype_option(path: str) -> Rule:
     """Map the name of a floating-point type."""
-    words = dict.fromkeys(("bf16", "bfloat16"), "bfloat16") | dict.fromkeys(
-        ("fp32", "32", 32, "float32"), "float32"
-    )
+    rule = option(path, values=DTYPES)
     return lambda value, source: (
-        "null: chosen by their code" if value is None else option(path, values=words)(value, source)
+        "null: chosen by their code" if value is None else rule(value, source)
     )
 
 
-def read_if(path: str, rule: Rule, *values: Any) -> Rule:
-    """Apply ``rule`` if their option ``path`` has one of ``values`` (default: True).
+def read_if(path: str, entry: Entry, *values: Any) -> Rule:
+    """Apply ``entry`` if their option ``path`` has one of ``values`` (default: True).
 
     Otherwise their code does not read the option.
     """
-    wanted = values or (True,)
+    rule, accepted = as_rule(entry), values or (True,)
 
     def conditional(value: Any, source: Source) -> Answer:
-        if source.get(path) in wanted:
+        if source.get(path) in accepted:
             return rule(value, source)
         return f"not read there either: {path} = {show(source.get(path))}"
 
     return conditional
 
 
-def prefixed(prefix: str, table: Table) -> dict[str, Rule]:
-    """Return the table with ``prefix`` in front of every path."""
-    return {prefix + path: rule for path, rule in table.items()}
-
-
-def no_options(names: str, why: str) -> dict[str, Rule]:
-    """Return rules for options and sections without a counterpart.
-
-    Args:
-        names: Their names, separated by blanks. Options that are not named stay unknown.
-        why: The reason.
-    """
-    return {path: no_option(why) for name in names.split() for path in (name, f"{name}.*")}
-
-
 def sampling_option(name: str, *neutral: Any) -> Rule:
-    """Map a sampling filter such as top_k; unless it is off, our loader refuses it with a
-    reason.
-    """
+    """Map a sampling filter such as top_k, which our loader refuses unless it is off."""
     return lambda value, source: (
         "off, as here" if value is None or value in neutral else {f"rollout.{name}": value}
     )
+
+
+def clip_ratio(section: str) -> Rule:
+    """Map a clip range to the sides for which ``section`` has no range of its own."""
+
+    def rule(value: Any, source: Source) -> Answer:
+        names = [f"clip_ratio_{side}" for side in ("low", "high")]
+        unset = [name for name in names if source.get(f"{section}.{name}") is None]
+        if not unset:
+            return "clip_ratio_low and clip_ratio_high take precedence there, too"
+        return {f"algorithm.{name}": value for name in unset}
+
+    return rule
 
 
 def warmup_steps(
@@ -154,12 +162,10 @@ def warmup_steps(
     def rule(value: Any, source: Source) -> Answer:
         if value is None or value < 0:
             return "negative: the ratio counts"
-        each = per_update(source)
-        return (
-            {path: math.ceil(value / each)}
-            if each
-            else f"optimiser steps; write {path}, which counts updates"
-        )
+        steps = per_update(source)
+        if not steps:
+            return f"optimiser steps; write {path}, which counts updates"
+        return {path: math.ceil(value / steps)}
 
     return rule
 
@@ -182,48 +188,62 @@ def warmup_fraction(section: str, updates: Callable[[Source], int | None]) -> Ru
 
 def engine(value: Any, source: Source) -> Answer:
     """Map the name of the generation engine."""
-    words = {"vllm": "vllm", "hf": "builtin"}
-    if value in words:
-        return {"rollout.engine": words[value]}
+    names = {"vllm": "vllm", "hf": "builtin"}
+    if value in names:
+        return {"rollout.engine": names[value]}
     return "the engines here are builtin (the default) and vllm; write rollout.engine=vllm for vllm"
 
 
-KL = VALUE_ALIASES["algorithm.kl_loss_type"]
+# ------------------------------------------------------------------------------------------- tables
+def prefixed(prefix: str, *tables: Table) -> dict[str, Entry]:
+    """Return the tables as one, with ``prefix`` in front of every path."""
+    return {prefix + path: entry for table in tables for path, entry in table.items()}
 
-SHARDED = (
-    "how their backend shards, casts and checkpoints a model; here a model is replicated, or "
-    "sharded with cluster.shard=true"
+
+def same_names(section: str, names: str) -> dict[str, Entry]:
+    """Return entries for options that have the same name in our ``section``.
+
+    Args:
+        section: The section, with a dot at its end.
+        names: Their names, separated by blanks.
+    """
+    return {name: section + name for name in names.split()}
+
+
+def no_options(names_of_reason: Mapping[str, str]) -> dict[str, Entry]:
+    """Return entries for options without a counterpart.
+
+    Args:
+        names_of_reason: Reason -> names, separated by blanks; the longest match decides, so the
+            order does not matter.
+    """
+    return {
+        name: no_option(reason)
+        for reason, names in names_of_reason.items()
+        for name in names.split()
+    }
+
+
+def no_sections(names: str, reason: str) -> dict[str, Entry]:
+    """Return entries for options, and sections of options, without a counterpart.
+
+    Args:
+        names: Their names, separated by blanks. Options that are not named stay unknown.
+        reason: The reason.
+    """
+    return no_options({reason: " ".join(f"{name} {name}.*" for name in names.split())})
+
+
+# ------------------------------------------------------------------------------- common entries
+KL = VALUE_ALIASES["algorithm.kl_loss_type"]
+LANGUAGE_LORA = only_values(0, None, same="no adapters, as here", other=reasons.NO_ADAPTERS)
+TRAINING_SAMPLES = only_values(
+    True, same="training samples, as here", other="training always samples here"
 )
-OFFLOAD = (
-    "roles that wait on a shared device are offloaded to host memory automatically; "
-    "cluster.component_placement sets which roles share one"
+ADAMW = only_values(
+    "adam", "adamw", "AdamW", same="AdamW, as here", other="AdamW is the only optimiser here"
 )
-ENGINE = "a setting of their inference engine; here only rollout.engine and rollout.slots exist"
-MEMORY = (
-    "changes memory only; algorithm.micro_batch_size or micro_batch_tokens limit every forward pass"
-    " here"
-)
-LOGGING = (
-    "a run directory holds TensorBoard files, metrics.jsonl, checkpoints and reports: "
-    "runs/NAME/<date>-<seed>, or run_dir="
-)
-PROFILE = "profiling and debugging of their code"
-THEIR_CODE = "names a part of their code; nothing in the file is imported or run"
-HYDRA = (
-    "read by Hydra; a defaults list is not followed: import the composed file, which `--cfg job`"
-    " prints"
-)
-REMOTE = "code in a model directory is never run here"
-SHUFFLE = "every epoch draws a fresh permutation here, from seed"
-RESUME = "on the command line: resume=auto or resume=DIR"
-SEEDS = "there is one seed here; all others are derived from it"
-LOADER = "the process that generates reads the prompts; there is no data loader to configure"
-DATASET = (
-    "nothing is downloaded; write data.train=[FILE] and data.eval=[FILE] (.jsonl, .json, .parquet)"
-)
-EPOCHS = "epochs of the data; write updates = epochs x prompts / algorithm.rollout_batch_size"
-TOOLS = "tools, images and multi-turn responses are not supported"
-LANGUAGE_LORA = only_values(
-    0, None, same="no adapters, as here", other="adapters of language models are not supported"
-)
-OTHER_LOSS = "a loss other than PPO's; here the loss is the clipped surrogate with dual clip"
+DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp32", "32", 32, "float32"), "float32"),
+}

@@ -6,25 +6,21 @@ import math
 from typing import Any
 
 from embodied_ppo.core.errors import show
+from embodied_ppo.interop import reasons
 from embodied_ppo.interop.rules import (
-    DATASET,
-    EPOCHS,
-    LOADER,
-    LOGGING,
-    REMOTE,
-    RESUME,
-    SEEDS,
-    SHARDED,
     Answer,
+    Entry,
     Framework,
     Rule,
     Source,
     dtype_option,
-    no_option,
+    no_options,
+    only_off,
     only_values,
     option,
     option_if_set,
     reasoning,
+    same_names,
 )
 
 
@@ -32,10 +28,8 @@ def _batch(source: Source) -> int:
     """Return the prompts of an update, each with one response."""
     if (total := source.get("batch_size")) is not None:
         return int(total)
-    each = int(source.get("per_device_train_batch_size", 8)) * int(
-        source.get("gradient_accumulation_steps", 1)
-    )
-    return each * int(source.get("world_size", 1))
+    factors = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "world_size": 1}
+    return math.prod(int(source.get(name, default)) for name, default in factors.items())
 
 
 def _updates(source: Source) -> int | None:
@@ -62,7 +56,7 @@ def _micro(value: Any, source: Source) -> Answer:
 
 def _length(value: Any, source: Source) -> Answer:
     updates = _updates(source)
-    return EPOCHS if updates is None else {"updates": updates}
+    return reasons.EPOCHS if updates is None else {"updates": updates}
 
 
 def _kl(value: Any, source: Source) -> Answer:
@@ -101,8 +95,7 @@ def _differences(source: Source) -> dict[str, str]:
     if accumulated > 1 and parts > 1:
         differences["num_mini_batches"] = (
             f"their optimiser steps once in gradient_accumulation_steps = {accumulated} backward "
-            "passes, also across "
-            "minibatches; for that write "
+            "passes, also across minibatches; for that write "
             f"algorithm.global_batch_size={_batch(source) // max(1, parts // accumulated)}"
         )
     return differences
@@ -124,54 +117,50 @@ def _steps(path: str) -> Rule:
     return rule
 
 
+def _warmup_ratio(value: Any, source: Source) -> Answer:
+    updates = _updates(source)
+    if value and updates is None:
+        return f"a fraction of all updates; write algorithm.lr_warmup = {show(value)} x updates"
+    return {f"{section}.lr_warmup": math.ceil(value * (updates or 0)) for section in BOTH}
+
+
+def _both(name: str) -> Rule:
+    """Map to the option ``name`` of the actor and of the critic."""
+    return option(*(f"{section}.{name}" for section in BOTH))
+
+
 def _strategy(path: str) -> Rule:
     return lambda value, source: {path: 0} if value == "no" else f"{path} counts updates"
 
 
 BOTH = ("algorithm", "critic")
-TABLE: dict[str, Rule] = {
-    "num_ppo_epochs": option("algorithm.update_epoch"),
+TABLE: dict[str, Entry] = {
+    "num_ppo_epochs": "algorithm.update_epoch",
     "num_mini_batches": _batches,
     "per_device_train_batch_size": _micro,
     "gradient_accumulation_steps": _batches,
     "world_size": _batches,
     "batch_size": _batches,
-    "*mini_batch_size": no_option("set by their program from num_mini_batches"),
-    "local_batch_size": no_option("set by their program"),
-    "micro_batch_size": no_option("set by their program"),
     "total_episodes": _length,
     "num_total_batches": _length,
     "num_train_epochs": lambda value, source: (
-        "total_episodes takes precedence there, too" if _updates(source) is not None else EPOCHS
+        reasons.EPOCHS if _updates(source) is None else "total_episodes takes precedence there, too"
     ),
-    "max_steps": no_option("not read by their PPO; total_episodes sets the length"),
-    "learning_rate": option(*(f"{s}.lr" for s in BOTH)),
-    "lr_scheduler_type": option(*(f"{s}.lr_schedule" for s in BOTH)),
-    "warmup_steps": option(*(f"{s}.lr_warmup" for s in BOTH)),
-    "warmup_ratio": lambda value, source: (
-        {f"{s}.lr_warmup": math.ceil(value * (_updates(source) or 0)) for s in BOTH}
-        if not value or _updates(source) is not None
-        else f"a fraction of all updates; write algorithm.lr_warmup = {show(value)} x updates"
-    ),
-    "weight_decay": option(*(f"{s}.weight_decay" for s in BOTH)),
+    "learning_rate": _both("lr"),
+    "lr_scheduler_type": _both("lr_schedule"),
+    "warmup_steps": _both("lr_warmup"),
+    "warmup_ratio": _warmup_ratio,
+    "weight_decay": _both("weight_decay"),
     "max_grad_norm": _grad_norm,
-    "adam_beta1": option("algorithm.adam_beta1"),
-    "adam_beta2": option("algorithm.adam_beta2"),
-    "adam_epsilon": option("algorithm.adam_eps"),
-    "optim*": no_option("AdamW is the only optimiser here"),
+    **same_names("algorithm.", "adam_beta1 adam_beta2 gamma response_length"),
+    "adam_epsilon": "algorithm.adam_eps",
     "kl_coef": _kl,
-    "kl_estimator": option("algorithm.kl_penalty"),
+    "kl_estimator": "algorithm.kl_penalty",
     "cliprange": option("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
-    "cliprange_value": option("algorithm.value_clip"),
-    "vf_coef": no_option(
-        "the critic has its own optimiser, whose steps do not depend on the weight of its loss; "
-        "critic.lr sets its step size"
-    ),
-    "gamma": option("algorithm.gamma"),
-    "lam": option("algorithm.gae_lambda"),
+    "cliprange_value": "algorithm.value_clip",
+    "lam": "algorithm.gae_lambda",
     "whiten_rewards": _whitening,
-    "response_length": option("algorithm.response_length"),
-    "temperature": option("rollout.temperature"),
+    "temperature": "rollout.temperature",
     "missing_eos_penalty": lambda value, source: {"algorithm.missing_eos_penalty": value or 0.0},
     "stop_token": only_values(
         "eos",
@@ -184,23 +173,18 @@ TABLE: dict[str, Rule] = {
         if value is None
         else {"rollout.stop_token_ids": [value]}
     ),
-    "local_rollout_forward_batch_size": option("rollout.slots"),
-    "sft_model_path": option("actor.model.path"),
+    "local_rollout_forward_batch_size": "rollout.slots",
+    "sft_model_path": "actor.model.path",
     "model_name_or_path": lambda value, source: (
         {"actor.tokenizer": value} if source.get("sft_model_path") else {"actor.model.path": value}
     ),
-    "reward_model_path": option("reward.model.path"),
+    "reward_model_path": "reward.model.path",
     "bf16": lambda value, source: {"actor.model.dtype": "bfloat16" if value else "float32"},
     "dtype": dtype_option("actor.model.dtype"),
     "torch_dtype": dtype_option("actor.model.dtype"),
-    "fp16": only_values(False, same="off, as here", other="float32 or bfloat16: actor.model.dtype"),
-    "tf32": no_option("matmul_precision=high"),
-    "gradient_checkpointing": option("actor.model.gradient_checkpointing"),
-    "gradient_checkpointing_kwargs*": no_option(
-        "only actor.model.gradient_checkpointing exists here"
-    ),
-    "seed": option("seed"),
-    "data_seed": no_option(SEEDS),
+    "fp16": only_off("float32 or bfloat16: actor.model.dtype"),
+    "gradient_checkpointing": "actor.model.gradient_checkpointing",
+    "seed": "seed",
     "eval_steps": _steps("eval_every"),
     "eval_strategy": _strategy("eval_every"),
     "save_steps": _steps("save_every"),
@@ -209,32 +193,35 @@ TABLE: dict[str, Rule] = {
         "keep_last", "null: all; here the last keep_last checkpoints and the best"
     ),
     "run_name": option_if_set("name", "null: the file's name"),
-    "resume_from_checkpoint": no_option(RESUME),
-    "output_dir": no_option(LOGGING),
-    "log*": no_option(LOGGING),
-    "report_to*": no_option(LOGGING),
-    "num_sample_generations": no_option("the report shows 20 answers of every evaluation"),
-    "push_to_hub": no_option("embodied-ppo export writes a directory for transformers"),
-    "hub_*": no_option("embodied-ppo export writes a directory for transformers"),
-    "dataset_num_proc": no_option(LOADER),
-    "dataset_*": no_option(DATASET),
-    "dataloader_*": no_option(LOADER),
-    "per_device_eval_batch_size": no_option("changes no number here"),
-    "use_peft": only_values(
-        False, same="no adapters, as here", other="adapters of language models are not supported"
+    "exp_name": "name",
+    "use_peft": only_values(False, same="no adapters, as here", other=reasons.NO_ADAPTERS),
+    **no_options(
+        {
+            "set by their program from num_mini_batches": "*mini_batch_size",
+            "set by their program": "local_batch_size micro_batch_size",
+            "not read by their PPO; total_episodes sets the length": "max_steps",
+            "AdamW is the only optimiser here": "optim*",
+            "the critic has its own optimiser, whose steps do not depend on the weight of its loss;"
+            " critic.lr sets its step size": "vf_coef",
+            "matmul_precision=high": "tf32",
+            "only actor.model.gradient_checkpointing exists here": "gradient_checkpointing_kwargs*",
+            reasons.SEEDS: "data_seed",
+            reasons.RESUME: "resume_from_checkpoint",
+            reasons.LOGGING: "output_dir log* report_to*",
+            "the report shows 20 answers of every evaluation": "num_sample_generations",
+            "embodied-ppo export writes a directory for transformers": "push_to_hub hub_*",
+            reasons.LOADER: "dataset_num_proc dataloader_*",
+            reasons.DATASET: "dataset_*",
+            "changes no number here": "per_device_eval_batch_size",
+            reasons.NO_ADAPTERS: "*_adapter_name lora_*",
+            "trained weights are float32": "load_in_*",
+            "there is one forward pass here": "attn_implementation",
+            "a model is a directory: actor.model.path": "model_revision",
+            reasons.REMOTE: "trust_remote_code",
+            reasons.SHARDED: "ds3_gather_for_generation deepspeed* fsdp* ddp_*",
+            "compile=always, auto or never": "torch_compile*",
+        }
     ),
-    "*_adapter_name": no_option("adapters of language models are not supported"),
-    "lora_*": no_option("adapters of language models are not supported"),
-    "load_in_*": no_option("trained weights are float32"),
-    "attn_implementation": no_option("there is one forward pass here"),
-    "model_revision": no_option("a model is a directory: actor.model.path"),
-    "trust_remote_code": no_option(REMOTE),
-    "exp_name": option("name"),
-    "ds3_gather_for_generation": no_option(SHARDED),
-    "deepspeed*": no_option(SHARDED),
-    "fsdp*": no_option(SHARDED),
-    "ddp_*": no_option(SHARDED),
-    "torch_compile*": no_option("compile=always, auto or never"),
 }
 
 TRL = Framework(
