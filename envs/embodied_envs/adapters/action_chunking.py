@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embodied_envs.adapters.spaces import action_shape_error
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import Box, EnvError, Obs, Step, VectorEnv
@@ -17,10 +18,13 @@ from embodied_ppo.core.types import Box, EnvError, Obs, Step, VectorEnv
 class ChunkedActions:
     """A ``VectorEnv`` whose action is ``chunk`` actions of another one, [N, C, A] or [N, C·A].
 
-    An episode that ends inside a chunk leaves the rest of it unexecuted; the next decision begins
-    the next episode, and ``final_obs`` holds the true successor. Meanwhile its simulator goes on
-    with the chunk, and nobody looks. Cameras take the one picture that the policy sees. Raises
-    EnvError for discrete actions, or where one episode cannot be begun alone.
+    An episode that ends inside a chunk ignores the remaining actions; the next decision starts the
+    next episode, and ``final_obs`` holds the true successor. Until then the simulator continues
+    with the chunk, and the results are discarded. Cameras render only in the last step of a chunk.
+
+    Raises:
+        EnvError: The actions are discrete. ``step`` raises it if an episode ends inside a chunk and
+            the simulator cannot reset single environments.
     """
 
     def __init__(self, env: VectorEnv, chunk: int) -> None:
@@ -30,76 +34,84 @@ class ChunkedActions:
                 " action_chunk=1"
             )
         self.env, self.chunk = env, chunk
-        self.id, self.num_envs, self.device, self.obs_spec = (
-            env.id,
-            env.num_envs,
-            env.device,
-            env.obs_spec,
-        )
+        self.id, self.num_envs, self.device = env.id, env.num_envs, env.device
+        self.obs_spec = env.obs_spec
         self.action_spec = Box(env.action_spec.low * chunk, env.action_spec.high * chunk)
         self.task_names: tuple[str, ...] = getattr(env, "task_names", ())
         self.instructions: tuple[str, ...] = getattr(env, "instructions", ())
         self.gripper_closes: float | None = getattr(env, "gripper_closes", None)
         step_s = getattr(env, "step_s", None)
         self.step_s: float | None = step_s and chunk * step_s
-        clock = env.max_episode_steps
-        self.max_episode_steps = None if clock is None else -(-clock // chunk)
+        limit = env.max_episode_steps
+        self.max_episode_steps = None if limit is None else -(-limit // chunk)
 
     def reset(self) -> Obs:
         """See ``VectorEnv``."""
         return self.env.reset()
 
     def step(self, action: Tensor) -> Step:
-        """Up to C steps: ``reward`` and ``executed`` are [N, C]."""
+        """Execute up to C primitive steps.
+
+        Args:
+            action: float32 [N, C, A] or [N, C·A].
+
+        Returns:
+            A step whose ``reward`` and ``executed`` are [N, C].
+        """
         if action.numel() != self.num_envs * self.action_spec.size or len(action) != self.num_envs:
             size = self.action_spec.size // self.chunk
-            raise EnvError(
-                f"env.id={self.id}: actions of shape {list(action.shape)}; it takes"
-                f" {[self.num_envs, self.chunk, size]}"
-            )
+            expected = torch.Size([self.num_envs, self.chunk, size])
+            raise action_shape_error(self.id, action, expected)
         steps: list[Step] = []
-        alive = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
-        executed: list[Tensor] = []
-        for i, one in enumerate(action.view(self.num_envs, self.chunk, -1).unbind(1)):
+        active = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+        active_before: list[Tensor] = []  # bool [N] of each step
+        for i, primitive in enumerate(action.view(self.num_envs, self.chunk, -1).unbind(1)):
             self._enable_cameras(i == self.chunk - 1)
-            step = self.env.step(one)
-            executed.append(alive)
+            step = self.env.step(primitive)
+            active_before.append(active)
             steps.append(step)
-            alive = alive & ~(step.terminated | step.truncated)
+            active = active & ~(step.terminated | step.truncated)
         last = steps[-1]
-        ran = torch.stack(executed, 1)  # [N, C]
+        executed = torch.stack(active_before, 1)  # [N, C]
 
-        def any_of(flags: list[Tensor]) -> Tensor:
-            return (torch.stack(flags, 1) & ran).any(1)
+        def any_executed(flags: list[Tensor]) -> Tensor:
+            return (torch.stack(flags, 1) & executed).any(1)
 
-        final = last.obs if last.final_obs is None else last.final_obs
-        for step, on in zip(reversed(steps[:-1]), reversed(executed[:-1]), strict=True):
-            ended = on & (step.terminated | step.truncated)
-            final = _where(ended, step.obs if step.final_obs is None else step.final_obs, final)
-        # Fresh already: where the simulator has just reset by itself. The others that ended begin
-        # anew now.
-        fresh = executed[-1] & ~alive if last.final_obs is not None else torch.zeros_like(alive)
+        def successor(step: Step) -> Obs:
+            return step.obs if step.final_obs is None else step.final_obs
+
+        final_obs = successor(last)
+        for step, was_active in zip(steps[-2::-1], active_before[-2::-1], strict=True):
+            ended = was_active & (step.terminated | step.truncated)
+            final_obs = _where(ended, successor(step), final_obs)
+        # Episodes that ended start anew now, except those that the simulator has just reset itself.
+        is_reset = ~active
+        if last.final_obs is not None:
+            is_reset = ~active & ~active_before[-1]
         obs = last.obs
-        if alive.device.type != "cpu" or bool((~alive & ~fresh).any()):
-            begun = self.env.reset_where(~alive & ~fresh)
-            if begun is None:
+        # On a GPU the check would synchronise, so reset_where() runs in any case.
+        if active.device.type != "cpu" or bool(is_reset.any()):
+            first_obs = self.env.reset_where(is_reset)
+            if first_obs is None:
                 raise EnvError(
-                    f"env.id={self.id}: env.action_chunk={self.chunk}: it cannot begin one episode"
-                    " alone"
+                    f"env.id={self.id}: env.action_chunk={self.chunk}: it cannot reset single"
+                    " environments"
                 )
-            obs = _where(~alive & ~fresh, begun, obs)
+            obs = _where(is_reset, first_obs, obs)
+        success = None
+        if last.success is not None:
+            missing = torch.zeros_like(active)
+            success = any_executed([missing if s.success is None else s.success for s in steps])
         return replace(
             last,
             obs=obs,
-            reward=torch.stack([s.reward for s in steps], 1) * ran,
-            terminated=any_of([s.terminated for s in steps]),
-            truncated=any_of([s.truncated for s in steps]),
-            mask=torch.ones_like(alive),
-            final_obs=final,
-            success=(
-                None if last.success is None else any_of([_flag(s.success, ran) for s in steps])
-            ),
-            executed=ran,
+            reward=torch.stack([s.reward for s in steps], 1) * executed,
+            terminated=any_executed([s.terminated for s in steps]),
+            truncated=any_executed([s.truncated for s in steps]),
+            mask=torch.ones_like(active),
+            final_obs=final_obs,
+            success=success,
+            executed=executed,
             task=steps[0].task,
         )
 
@@ -137,9 +149,8 @@ class ChunkedActions:
             self.env.cameras_enabled = enabled
 
 
-def _where(where: Tensor, yes: Obs, no: Obs) -> Obs:
-    return tree.map(lambda a, b: torch.where(where.view(-1, *[1] * (a.ndim - 1)), a, b), yes, no)
-
-
-def _flag(success: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like[:, 0]) if success is None else success
+def _where(condition: Tensor, yes: Obs, no: Obs) -> Obs:
+    """Select the rows of ``yes`` where ``condition`` [N] is True, else those of ``no``."""
+    return tree.map(
+        lambda a, b: torch.where(condition.view(-1, *[1] * (a.ndim - 1)), a, b), yes, no
+    )

@@ -1,13 +1,15 @@
-"""What the adapters of all simulators share: their options, checks of calls, and seeds."""
+"""Base class of the adapters: options, specs, checks of calls, images and seeds."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from embodied_envs.adapters import spaces
 from embodied_ppo.core.types import ActionSpec, EnvError, Obs, ObsSpec
 
 SUCCESS_KEYS = ("success", "is_success")
-"""Entries of a simulator's info that mean success, where ``env.success_key`` names none."""
+"""Entries of a simulator's info that mean success if ``env.success_key`` is None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +40,14 @@ class AdapterOptions:
 class Adapter:
     """Base class of the adapters: implements the parts of ``VectorEnv`` that need no simulator.
 
-    A subclass sets the specs, ``max_episode_steps`` and ``_action_shape`` in its constructor, and
-    clears ``_seeds_are_new`` in ``reset``.
+    A subclass calls ``_set_spaces`` and sets ``max_episode_steps`` and ``_env`` in its constructor.
+    It clears ``_seeds_are_new`` in ``reset``.
     """
 
     obs_spec: ObsSpec
     action_spec: ActionSpec
     max_episode_steps: int | None
-    _action_shape: torch.Size
+    _env: Any  # the simulator
 
     def __init__(self, id: str, options: AdapterOptions) -> None:
         self.id = id
@@ -53,6 +55,7 @@ class Adapter:
         self.device = torch.device(options.device)
         self._seeds = list(options.seeds)
         self._seeds_are_new = True  # until the reset() that uses them
+        self._success_option = self._success_key = options.success_key
         self._render_size = options.render_size if options.render else None
         self._closed = False
 
@@ -71,6 +74,42 @@ class Adapter:
         """Raise EnvError, because ``state`` returns None."""
         raise EnvError(f"env.id={self.id}: its state cannot be loaded; use restart(seeds) instead")
 
+    def close(self) -> None:
+        """Close the simulator. A second call has no effect."""
+        if not self._closed:
+            self._closed = True
+            self._env.close()
+
+    def _set_spaces(
+        self, observation_space: Any, action_space: Any, options: AdapterOptions
+    ) -> dict[str, spaces.Leaf]:
+        """Set the specs from Gymnasium's spaces; return a conversion for each observation."""
+        self.obs_spec, leaves = spaces.observations(
+            observation_space, id=self.id, device=self.device, keys=options.obs_keys
+        )
+        self.action_spec, self._to_simulator = spaces.actions(
+            action_space, id=self.id, mapping=options.action_mapping, device=self.device
+        )
+        self._action_shape = spaces.action_shape(self.action_spec, self.num_envs)
+        return leaves
+
+    def _check_kwargs(self, kwargs: Mapping[str, Any], reserved: Iterable[str]) -> None:
+        """Raise EnvError if ``env.kwargs`` has an argument that the adapter sets itself."""
+        if names := sorted(set(kwargs) & set(reserved)):
+            raise EnvError(
+                f"env.id={self.id}: kwargs {', '.join(names)} are set by the adapter; use their own"
+                " option"
+            )
+
+    def _check_num_envs(self, env: Any, num_envs: int) -> None:
+        """Close ``env`` and raise EnvError unless it has as many environments as requested."""
+        if num_envs != self.num_envs:
+            env.close()
+            raise EnvError(
+                f"env.id={self.id}: num_envs={self.num_envs}, but its vector has {num_envs}"
+                " environments"
+            )
+
     def _check_open(self) -> None:
         if self._closed:
             raise EnvError(f"env.id={self.id}: it was closed; make a new one")
@@ -84,17 +123,44 @@ class Adapter:
             raise spaces.action_shape_error(self.id, action, self._action_shape)
 
     def _check_render(self) -> tuple[int, int]:
-        """Return (height, width) of images.
-
-        Raise EnvError if the simulator was made without rendering.
-        """
+        """Return (height, width) of images; raise EnvError if the options disable rendering."""
         self._check_open()
         if self._render_size is None:
-            raise EnvError(f"env.id={self.id}: made without pictures; make it with render=True")
+            raise EnvError(f"env.id={self.id}: rendering is disabled; make it with render=True")
         return self._render_size
+
+    def _to_image(self, frame: Any) -> Tensor:
+        """Convert a result of ``render`` (of one or of all environments) to uint8 [H, W, 3]."""
+        if isinstance(frame, list | tuple):
+            frame = frame[0] if frame else None
+        if frame is None or len(frame) == 0:
+            raise EnvError(
+                f"env.id={self.id}: its render() returns no image with render_mode='rgb_array'"
+            )
+        frame = np.asarray(frame.cpu() if isinstance(frame, Tensor) else frame)
+        frame = frame[0] if frame.ndim == 4 else frame
+        return spaces.resize_image(frame, self._check_render())
+
+    def _find_success_key(self, *infos: Iterable[str]) -> str | None:
+        """Return the success key; without an option, search the infos for a default key."""
+        if self._success_key is None:
+            keys = (key for key in SUCCESS_KEYS if any(key in info for info in infos))
+            self._success_key = next(keys, None)
+        return self._success_key
 
 
 def use_egl_without_display() -> None:
     """Select MuJoCo's EGL renderer on a machine without a display; its default needs a screen."""
     if sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")
+
+
+@contextlib.contextmanager
+def discard_output(*, stderr: bool) -> Iterator[None]:
+    """Discard what the block prints to stdout, and to stderr if requested."""
+    with contextlib.ExitStack() as stack:
+        devnull = stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(contextlib.redirect_stdout(devnull))
+        if stderr:
+            stack.enter_context(contextlib.redirect_stderr(devnull))
+        yield

@@ -1,6 +1,4 @@
-"""EnvPool's C++ simulators (Atari, MuJoCo, MetaWorld, Fetch, Playground, ...) as a
-``VectorEnv``.
-"""
+"""EnvPool's C++ simulators (Atari, MuJoCo, MetaWorld, Fetch, Playground, ..) as a ``VectorEnv``."""
 
 from __future__ import annotations
 
@@ -18,7 +16,8 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters import spaces
-from embodied_envs.adapters.base import SUCCESS_KEYS, Adapter, AdapterOptions
+from embodied_envs.adapters.base import Adapter, AdapterOptions
+from embodied_ppo.core import tree
 from embodied_ppo.core.types import EnvError, Obs, Step
 
 _RESERVED = (
@@ -39,12 +38,12 @@ _LARGE_MODELS = (
     "envpool.mujoco.robotics",
     "envpool.mujoco.metaworld",
 )
-"""Families whose environments each hold a copy of the robot's meshes: 8 to 170 MB (others: 1 MB).
-"""
+"""Families whose environments each copy the robot's meshes: 8 to 170 MB (others: 1 MB)."""
 
 _FIXED_TIME_LIMIT = ("envpool.highway", "envpool.jumanji")
-"""Families that ignore max_episode_steps; so do tasks without a limit (CliffWalking, Blackjack,
-2048).
+"""Families that ignore max_episode_steps.
+
+Tasks without a limit (CliffWalking, Blackjack, 2048) ignore it, too.
 """
 
 _SMALL_POOL = 16
@@ -54,7 +53,10 @@ _NO_LIMIT = 2**31 - 1
 """EnvPool's value of max_episode_steps for a task without a time limit."""
 
 _egl_error: str | None = None
-"""Why this process cannot render MuJoCo images; "" if it can, None before EnvPool was loaded."""
+"""Reason that this process cannot render MuJoCo images.
+
+"" if it can render them, None before EnvPool is loaded.
+"""
 
 
 def load() -> Any:
@@ -102,38 +104,17 @@ class EnvPoolEnv(Adapter):
     """``num_envs`` copies of an EnvPool task, stepped by EnvPool's threads. Implements
     ``VectorEnv``.
 
-    EnvPool resets an ended episode on the step *after* it: the row that ends carries the true final
+    EnvPool resets an ended episode on the step *after* it. The row that ends carries the true final
     observation (so ``final_obs`` is None), and the next row is a dummy (mask False, reward 0,
-    action ignored). The first ``reset`` builds the simulators, so ``restart`` itself costs nothing.
-    If the task and the time limit end an episode in the same step, EnvPool reports it as truncated.
+    action ignored). The first ``reset`` builds the simulators, so ``restart`` itself is free. If
+    the task and the time limit end an episode in the same step, EnvPool reports it as truncated.
     """
 
     def __init__(self, id: str, options: AdapterOptions) -> None:
         super().__init__(id, options)
-        num_envs = self.num_envs
         self._envpool = load()
         self._pool: Any = None
-
-        arguments = dict(options.kwargs or {})
-        if reserved := sorted(set(arguments) & set(_RESERVED)):
-            raise EnvError(
-                f"env.id={id}: kwargs {', '.join(reserved)} are set by the adapter; use their own"
-                " option"
-            )
-        arguments["num_threads"] = (
-            min(num_envs, _cores()) if options.num_threads is None else options.num_threads
-        )
-        if options.max_episode_steps is not None:
-            arguments["max_episode_steps"] = options.max_episode_steps
-        if self._render_size is not None:
-            height, width = self._render_size
-            arguments |= {
-                "render_mode": "rgb_array",
-                "render_height": height,
-                "render_width": width,
-            }
-        self._arguments = arguments
-
+        self._arguments = self._make_arguments(options)
         spec = self._spec()
         config = spec.config._asdict()
         if config["max_num_players"] != 1:
@@ -146,26 +127,16 @@ class EnvPoolEnv(Adapter):
             family, config["max_episode_steps"], options.max_episode_steps
         )
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # Gymnasium warns that EnvPool's bounds are rounded to float32.
-            observation_space, action_space = (
-                spec.gymnasium_observation_space,
-                spec.gymnasium_action_space,
-            )
-        self.obs_spec, leaves = spaces.observations(
-            observation_space, id=id, device=self.device, keys=options.obs_keys
-        )
-        self.action_spec, self._to_simulator = spaces.actions(
-            action_space, id=id, mapping=options.action_mapping, device=self.device
-        )
-        self._action_shape = spaces.action_shape(self.action_spec, num_envs)
-        self._index_arrays(spec, leaves, options.success_key)
+            # Gymnasium warns that EnvPool's bounds are rounded to float32.
+            warnings.simplefilter("ignore")
+            observation_space = spec.gymnasium_observation_space
+            action_space = spec.gymnasium_action_space
+        self._index_arrays(spec, self._set_spaces(observation_space, action_space, options))
 
-        renders = options.render or arguments.get("from_pixels")
+        renders = options.render or self._arguments.get("from_pixels")
         if _egl_error and family.startswith("envpool.mujoco") and renders:
-            raise EnvError(f"env.id={id}: no pictures, {_egl_error}")
-        if family in _LARGE_MODELS and num_envs > _SMALL_POOL:
+            raise EnvError(f"env.id={id}: no images can be rendered; {_egl_error}")
+        if family in _LARGE_MODELS and self.num_envs > _SMALL_POOL:
             self._check_memory()
 
     def reset(self) -> Obs:
@@ -180,45 +151,37 @@ class EnvPoolEnv(Adapter):
     def step(self, action: Tensor) -> Step:
         """Advance all environments by one step; ``action`` is float32 [N, A] or int64 [N]."""
         self._check_step(action)
-        actions = self._to_simulator(action).astype(self._action_dtype)
+        actions = self._to_simulator(action).detach().cpu().numpy().astype(self._action_dtype)
         self._pool._send([actions if is_action else self._env_ids for is_action in self._is_action])
         state = self._pool._recv()
-        acted = state[self._elapsed] != 0  # [N]; False in the dummy rows
+        acted = state[self._elapsed] != 0  # [N], False in the dummy rows
         reward, truncated = state[self._reward], state[self._trunc]
-        reward *= acted  # some families (dm_control) repeat the last reward on the dummy row
+        # Some families (dm_control) repeat the last reward on the dummy row.
+        reward *= acted
+        success = None if self._success is None else (state[self._success] != 0) & acted
         step = Step(
             obs=self._read_obs(state),
             reward=torch.from_numpy(reward),
             terminated=torch.from_numpy(state[self._done] & ~truncated),
             truncated=torch.from_numpy(truncated),
             mask=torch.from_numpy(acted),
-            success=(
-                None
-                if self._success is None
-                else torch.from_numpy((state[self._success] != 0) & acted)
-            ),
+            success=None if success is None else torch.from_numpy(success),
         )
-        return step if self.device.type == "cpu" else _to(step, self.device)
+        if self.device.type == "cpu":
+            return step
+        return tree.map(lambda x: x.to(self.device, non_blocking=True), step)
 
     def reset_where(self, where: Tensor) -> Obs:
         """Start new episodes where bool [N] is True; the other rows of the result are zeros."""
         env_ids = where.nonzero().flatten()
         self._pool._reset(env_ids.cpu().numpy().astype(np.int32))
-        rows = self._read_obs(self._pool._recv())  # rows of these environments only, in their order
-
-        def scatter(x: Tensor) -> Tensor:
-            return x.new_zeros((self.num_envs, *x.shape[1:])).index_copy_(0, env_ids, x)
-
-        return (
-            {name: scatter(x) for name, x in rows.items()}
-            if isinstance(rows, dict)
-            else scatter(rows)
+        rows = self._read_obs(self._pool._recv())  # only these environments, in this order
+        return tree.map(
+            lambda x: x.new_zeros((self.num_envs, *x.shape[1:])).index_copy_(0, env_ids, x), rows
         )
 
     def restart(self, seeds: list[int]) -> None:
-        """Free the simulators; the ``reset`` that must follow builds them again with these
-        seeds.
-        """
+        """Free the simulators; the ``reset`` that must follow builds them with these seeds."""
         super().restart(seeds)
         self._pool = None
 
@@ -234,7 +197,7 @@ class EnvPoolEnv(Adapter):
             return torch.from_numpy(self._pool.render()[0].copy())
         except RuntimeError as error:
             raise EnvError(
-                f"env.id={self.id}: EnvPool has no picture of it ({error}); use render=False"
+                f"env.id={self.id}: EnvPool cannot render it ({error}); use render=False"
             ) from error
 
     def close(self) -> None:
@@ -242,31 +205,37 @@ class EnvPoolEnv(Adapter):
         self._pool = None
         self._closed = True
 
+    def _make_arguments(self, options: AdapterOptions) -> dict[str, Any]:
+        """Return the arguments of envpool.make besides the number of environments and seeds."""
+        arguments = dict(options.kwargs or {})
+        self._check_kwargs(arguments, _RESERVED)
+        arguments["num_threads"] = options.num_threads or min(self.num_envs, _cores())
+        if options.max_episode_steps is not None:
+            arguments["max_episode_steps"] = options.max_episode_steps
+        if self._render_size is not None:
+            height, width = self._render_size
+            size = {"render_height": height, "render_width": width}
+            arguments |= {"render_mode": "rgb_array", **size}
+        return arguments
+
     def _spec(self) -> Any:
-        """Return EnvPool's description of the task; it rejects wrong arguments before anything is
-        simulated.
-        """
+        """Return EnvPool's description of the task, which validates the arguments."""
         try:
             return self._envpool.make_spec(
                 self.id, num_envs=self.num_envs, seed=self._seeds, **self._arguments
             )
         except (TypeError, ValueError, AssertionError, RuntimeError, ImportError) as error:
             cause = str(error).splitlines()[0]
+            message = f"EnvPool rejects {self._arguments}: {cause}"
             if "unexpected keyword argument" in cause:
                 option = cause.split("'")[-2]
                 option_names = self._envpool.make_spec(self.id).config._asdict()
                 nearest = difflib.get_close_matches(option, option_names, n=3, cutoff=0.4)
-                raise EnvError(
-                    f"env.id={self.id}: EnvPool has no option {option!r}"
-                    + (f"; nearest: {', '.join(nearest)}" * bool(nearest))
-                ) from error
-            raise EnvError(
-                f"env.id={self.id}: EnvPool rejects {self._arguments}: {cause}"
-            ) from error
+                message = f"EnvPool has no option {option!r}"
+                message += f"; nearest: {', '.join(nearest)}" if nearest else ""
+            raise EnvError(f"env.id={self.id}: {message}") from error
 
-    def _index_arrays(
-        self, spec: Any, leaves: dict[str, spaces.Leaf], success_key: str | None
-    ) -> None:
+    def _index_arrays(self, spec: Any, leaves: dict[str, spaces.Leaf]) -> None:
         """Store the positions of observations, rewards and flags in EnvPool's flat list of arrays.
 
         ``pool.step`` wraps ``_send`` and ``_recv`` in dictionaries. With cold CPU caches after a
@@ -300,27 +269,23 @@ class EnvPoolEnv(Adapter):
         info = {
             key.removeprefix("info:"): i for key, i in position.items() if key.startswith("info:")
         }
-        if success_key is not None and success_key not in info:
-            names = ", ".join(sorted(info))
+        key = self._find_success_key(info)
+        if key is not None and key not in info:
             raise EnvError(
-                f"env.id={self.id}: success_key={success_key!r} is not in its info; it has {names}"
+                f"env.id={self.id}: success_key={key!r} is not in its info; it has"
+                f" {', '.join(sorted(info))}"
             )
-        name = success_key or next((key for key in SUCCESS_KEYS if key in info), None)
-        self._success = None if name is None else info[name]
+        self._success = None if key is None else info[key]
 
     def _time_limit(self, family: str, limit: int, requested: int | None) -> int | None:
-        """Return the steps after which EnvPool truncates; raise EnvError if it would ignore the
-        requested limit.
-        """
+        """Return the time limit; raise EnvError if EnvPool would ignore the requested one."""
         if requested is None:
             return limit if limit < _NO_LIMIT else None
         default = self._envpool.make_spec(self.id).config.max_episode_steps
         if family in _FIXED_TIME_LIMIT or default >= _NO_LIMIT:
-            reason = (
-                f"its limit is fixed at {default} steps"
-                if default < _NO_LIMIT
-                else "it has no time limit"
-            )
+            reason = "it has no time limit"
+            if default < _NO_LIMIT:
+                reason = f"its limit is fixed at {default} steps"
             raise EnvError(
                 f"env.id={self.id}: max_episode_steps={requested} has no effect in EnvPool"
                 f" ({reason}); leave it out"
@@ -330,7 +295,7 @@ class EnvPoolEnv(Adapter):
     def _make(self, num_envs: int) -> Any:
         """Build the simulators of ``num_envs`` environments."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the same warning; the pool caches its space
+            warnings.simplefilter("ignore")  # as in the constructor; the pool caches its space
             pool = self._envpool.make_gymnasium(
                 self.id, num_envs=num_envs, seed=self._seeds[:num_envs], **self._arguments
             )
@@ -338,14 +303,13 @@ class EnvPoolEnv(Adapter):
         return pool
 
     def _check_memory(self) -> None:
-        """Raise EnvError if the simulators do not fit into free memory, warn if they take more than
-        2 GB.
+        """Raise EnvError if the simulators exceed the free memory; warn above 2 GB.
 
         The memory of one environment is measured on three of them (0.1 to 1.5 s).
         """
         if not Path("/proc/self/statm").exists():
             return
-        first = self._make(1)  # loads what all environments share
+        first = self._make(1)  # loads the data that all environments share
         first.reset()
         # Where only resident memory can be measured, reuse of freed memory would hide the growth.
         _return_freed_memory()
@@ -370,22 +334,8 @@ class EnvPoolEnv(Adapter):
             )
 
 
-def _to(step: Step, device: torch.device) -> Step:
-    """Move flags and rewards to ``device``; observations are there already."""
-    return Step(
-        obs=step.obs,
-        reward=step.reward.to(device, non_blocking=True),
-        terminated=step.terminated.to(device, non_blocking=True),
-        truncated=step.truncated.to(device, non_blocking=True),
-        mask=step.mask.to(device, non_blocking=True),
-        success=None if step.success is None else step.success.to(device, non_blocking=True),
-    )
-
-
 def _cores() -> int:
-    """Return the number of cores this process may use; EnvPool's default counts all cores of the
-    machine.
-    """
+    """Return the number of cores this process may use; EnvPool's default is all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -404,9 +354,8 @@ def _allocated_gb() -> float:
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):
-        return (
-            int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
-        )
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
     library.mallinfo2.restype = _Mallinfo2
     info = library.mallinfo2()
     return (info.uordblks + info.hblkhd) / 1e9
@@ -420,9 +369,7 @@ def _return_freed_memory() -> None:
 
 
 def free_memory_gb() -> float:
-    """Return the memory this process may still allocate: of the machine, or of its container
-    (cgroup v2).
-    """
+    """Return the memory that the machine, or the container (cgroup v2), has available."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")

@@ -1,4 +1,4 @@
-"""Any environment of Gymnasium's registry, including the user's, as a ``VectorEnv``."""
+"""Gymnasium's registered environments, including the user's, as a ``VectorEnv``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from embodied_envs.adapters import spaces
-from embodied_envs.adapters.base import (
-    SUCCESS_KEYS,
-    Adapter,
-    AdapterOptions,
-    use_egl_without_display,
-)
+from embodied_envs.adapters.base import Adapter, AdapterOptions, use_egl_without_display
 from embodied_envs.adapters.user_code import import_user_module, wrap_errors
 from embodied_ppo.core.types import EnvError, Obs, Step
 
@@ -55,14 +50,13 @@ class GymnasiumEnv(Adapter):
     """``num_envs`` copies of a Gymnasium task in one vector environment. Implements ``VectorEnv``.
 
     Entries of ``kwargs`` that the adapter reads; the others are passed to the environment:
-      vectorization_mode  "sync" (default where there is an entry point), "async", or
-      "vector_entry_point" (the
-                          vector implementation that comes with the environment)
-      autoreset_mode      "next_step" (default): a dummy row with mask False follows the row that
-      ends an episode
-                          "same_step": the row that ends an episode carries ``final_obs``, and there
-                          are no dummy rows
-      vector_kwargs       for Gymnasium's SyncVectorEnv or AsyncVectorEnv
+
+    vectorization_mode  "sync" (default if there is an entry point), "async", or
+                        "vector_entry_point" (the environment's own vector implementation)
+    autoreset_mode      "next_step" (default): a dummy row with mask False follows the row that ends
+                        an episode. "same_step": the row that ends an episode carries ``final_obs``,
+                        and there are no dummy rows.
+    vector_kwargs       arguments of Gymnasium's SyncVectorEnv or AsyncVectorEnv
 
     A step that is both terminated and truncated counts as terminated. ``success`` is None until the
     first info that has the key (Gymnasium does not declare infos), unless ``success_key`` names it.
@@ -78,7 +72,6 @@ class GymnasiumEnv(Adapter):
             )
         super().__init__(id, options)
         self._name = _registered_name(id)
-        self._success_option = self._success_key = options.success_key
         self._done: np.ndarray | None = None  # bool [N]; None before the first reset
 
         spec = gymnasium.spec(self._name)
@@ -91,22 +84,17 @@ class GymnasiumEnv(Adapter):
         rate = self._env.metadata.get("render_fps")
         self.step_s: float | None = 1.0 / rate if rate else None
         self._same_step = self._autoreset_mode() == AutoresetMode.SAME_STEP
-        self.obs_spec, leaves = spaces.observations(
-            self._env.single_observation_space, id=id, device=self.device, keys=options.obs_keys
+        leaves = self._set_spaces(
+            self._env.single_observation_space, self._env.single_action_space, options
         )
         self._read_obs = spaces.reader(leaves)
-        self.action_spec, self._to_simulator = spaces.actions(
-            self._env.single_action_space, id=id, mapping=options.action_mapping, device=self.device
-        )
-        self._action_shape = spaces.action_shape(self.action_spec, self.num_envs)
 
     def reset(self) -> Obs:
         """Start new episodes in all environments."""
         self._check_open()
         if self._seeds_are_new:
-            if (
-                self._done is not None
-            ):  # environments keep state between episodes, so seeds need new ones
+            if self._done is not None:
+                # Environments keep state between episodes, so new seeds need new environments.
                 self._env.close()
                 self._env = self._make()
             self._success_key = self._success_option
@@ -121,7 +109,8 @@ class GymnasiumEnv(Adapter):
         """Advance all environments by one step; ``action`` is float32 [N, A] or int64 [N]."""
         self._check_step(action)
         assert self._done is not None
-        obs, reward, terminated, truncated, info = self._env.step(self._to_simulator(action))
+        actions = self._to_simulator(action).detach().cpu().numpy()
+        obs, reward, terminated, truncated, info = self._env.step(actions)
         obs = self._copy_if_borrowed(obs)
         # With next-step resets, the row after an end is the dummy row that resets.
         acted = np.ones(self.num_envs, dtype=bool) if self._same_step else ~self._done
@@ -130,20 +119,22 @@ class GymnasiumEnv(Adapter):
         self._done = terminated | truncated
         success = self._success(info, acted)
         final_obs = self._final_obs(obs, info) if self._same_step and self._done.any() else None
+
+        def to_tensor(x: np.ndarray) -> Tensor:
+            return torch.from_numpy(x).to(self.device)
+
         return Step(
             obs=self._read_obs(obs),
-            reward=torch.from_numpy(np.asarray(reward, dtype=np.float32) * acted).to(self.device),
-            terminated=torch.from_numpy(terminated).to(self.device),
-            truncated=torch.from_numpy(truncated).to(self.device),
-            mask=torch.from_numpy(acted).to(self.device),
+            reward=to_tensor(np.asarray(reward, dtype=np.float32) * acted),
+            terminated=to_tensor(terminated),
+            truncated=to_tensor(truncated),
+            mask=to_tensor(acted),
             final_obs=final_obs,
-            success=None if success is None else torch.from_numpy(success).to(self.device),
+            success=None if success is None else to_tensor(success),
         )
 
     def reset_where(self, where: Tensor) -> Obs | None:
-        """Start new episodes where bool [N] is True; None if the environment has its own vector
-        implementation.
-        """
+        """Start new episodes where bool [N] is True; None with the environment's own vector."""
         if self._has_own_vector:
             return None
         mask = where.cpu().numpy()
@@ -154,50 +145,30 @@ class GymnasiumEnv(Adapter):
 
     def render(self) -> Tensor:
         """Return an image of environment 0, uint8 [H, W, 3] of ``render_size``."""
-        size = self._check_render()
+        self._check_render()
         env: Any = self._env.unwrapped
+        env = env.envs[0] if isinstance(env, gymnasium.vector.SyncVectorEnv) else env
         try:
-            frame = (
-                env.envs[0].render()
-                if isinstance(env, gymnasium.vector.SyncVectorEnv)
-                else env.render()
-            )
+            return self._to_image(env.render())
         except (gymnasium.error.Error, ImportError) as error:
-            raise EnvError(f"env.id={self.id}: no picture of it: {error}") from error
-        if isinstance(frame, tuple | list):
-            frame = frame[0]
-        if frame is None:
-            raise EnvError(
-                f"env.id={self.id}: its render() returns None with render_mode='rgb_array'"
-            )
-        return spaces.resize_image(np.asarray(frame), size)
-
-    def close(self) -> None:
-        """Close all environments. A second call has no effect."""
-        if not self._closed:
-            self._closed = True
-            self._env.close()
+            raise EnvError(f"env.id={self.id}: it cannot be rendered: {error}") from error
 
     def _make_arguments(
         self, spec: Any, kwargs: dict[str, Any], max_episode_steps: int | None
     ) -> dict[str, Any]:
-        """Turn ``env.kwargs`` into arguments of ``gymnasium.make_vec``; raise EnvError for invalid
-        ones.
-        """
-        mode = kwargs.pop(
-            "vectorization_mode", "sync" if spec.entry_point is not None else "vector_entry_point"
-        )
-        if mode not in _VECTORIZATION:
-            raise EnvError(
-                f"env.id={self.id}: vectorization_mode={mode!r} is unknown; choose one of"
-                f" {', '.join(_VECTORIZATION)}"
-            )
+        """Return the arguments of ``gymnasium.make_vec``; raise EnvError for invalid kwargs."""
+        default = "sync" if spec.entry_point is not None else "vector_entry_point"
+        mode = kwargs.pop("vectorization_mode", default)
         autoreset = kwargs.pop("autoreset_mode", None)
-        if autoreset is not None and autoreset not in _AUTORESET:
-            raise EnvError(
-                f"env.id={self.id}: autoreset_mode={autoreset!r} is unknown; choose one of"
-                f" {', '.join(_AUTORESET)}"
-            )
+        for name, value, choices in (
+            ("vectorization_mode", mode, _VECTORIZATION),
+            ("autoreset_mode", "next_step" if autoreset is None else autoreset, _AUTORESET),
+        ):
+            if value not in choices:
+                raise EnvError(
+                    f"env.id={self.id}: {name}={value!r} is unknown; choose one of"
+                    f" {', '.join(choices)}"
+                )
         vector_kwargs = dict(kwargs.pop("vector_kwargs", None) or {})
         self._has_own_vector = mode == "vector_entry_point"
         if self._has_own_vector:
@@ -218,20 +189,13 @@ class GymnasiumEnv(Adapter):
 
     def _make(self) -> Any:
         """Build the vector environment; raise EnvError if it fails."""
-        filter_warnings = (
-            _without_settotalmass_warning()
-            if self._is_gymnasium_mujoco
-            else contextlib.nullcontext()
-        )
+        filter_warnings = contextlib.nullcontext()
+        if self._is_gymnasium_mujoco:
+            filter_warnings = _without_settotalmass_warning()
         context = f"env.id={self.id}: Gymnasium cannot make it with {self._arguments}: "
         with wrap_errors(context), filter_warnings:
             env = gymnasium.make_vec(self._name, num_envs=self.num_envs, **self._arguments)
-        if env.num_envs != self.num_envs:
-            env.close()
-            raise EnvError(
-                f"env.id={self.id}: num_envs={self.num_envs}, but its vector has {env.num_envs}"
-                " environments"
-            )
+        self._check_num_envs(env, env.num_envs)
         if self._render_size is not None:
             modes = env.metadata.get("render_modes") or []
             if "rgb_array" not in modes:
@@ -244,9 +208,7 @@ class GymnasiumEnv(Adapter):
         return env
 
     def _autoreset_mode(self) -> AutoresetMode:
-        """Return when the vector resets ended episodes; raise EnvError if it does not reset them
-        itself.
-        """
+        """Return the mode of the vector's resets; raise EnvError if it does not reset itself."""
         mode = self._env.metadata.get("autoreset_mode")
         if mode not in _AUTORESET.values():
             self.close()
@@ -258,9 +220,7 @@ class GymnasiumEnv(Adapter):
         return mode
 
     def _seeded_reset(self) -> Any:
-        """Reset with one seed per environment, or with the first seed if the vector accepts only
-        one.
-        """
+        """Reset with all seeds, or with the first one if the user's vector accepts only one."""
         try:
             return self._env.reset(seed=list(self._seeds))[0]
         except (TypeError, gymnasium.error.Error):
@@ -269,40 +229,30 @@ class GymnasiumEnv(Adapter):
         return self._env.reset(seed=self._seeds[0])[0]
 
     def _copy_if_borrowed(self, obs: Any) -> Any:
-        """Copy observations that the vector may overwrite later.
-
-        Gymnasium's own vectors return copies.
-        """
+        """Copy observations that a user's vector may overwrite; Gymnasium's return copies."""
         return copy.deepcopy(obs) if self._has_own_vector else obs
 
     def _success(self, info: Mapping[str, Any], acted: np.ndarray) -> np.ndarray | None:
-        """Return success [N] from the info of the step (not of the reset that followed it), or
-        None.
-        """
+        """Return success [N] of the step, not of the reset that followed it, or None."""
         final = info.get("final_info", {}) if self._same_step else {}
-        if self._success_key is None:
-            self._success_key = next(
-                (key for key in SUCCESS_KEYS if key in info or key in final), None
-            )
-            if self._success_key is None:
-                return None
-        ended = self._done if self._done is not None and self._done.any() else None
-        if ended is not None and self._success_option not in {None, *info, *final}:
-            raise spaces.success_key_error(self.id, self._success_option, {*info, *final})
-        success = _flag(info, self._success_key, self.num_envs)
-        if self._same_step and ended is not None:
-            success = np.where(ended, _flag(final, self._success_key, self.num_envs), success)
+        key = self._find_success_key(info, final)
+        if key is None:
+            return None
+        assert self._done is not None
+        if self._done.any() and self._success_option not in {None, *info, *final}:
+            raise spaces.success_key_error(self.id, key, {*info, *final})
+        success = _flag(info, key, self.num_envs)
+        if self._same_step:
+            success = np.where(self._done, _flag(final, key, self.num_envs), success)
         return success & acted
 
     def _final_obs(self, obs: Any, info: Mapping[str, Any]) -> Obs:
-        """Return the true successors: ``obs`` with the rows that ended replaced by
-        info["final_obs"].
-        """
+        """Return ``obs`` with the rows that ended replaced by info["final_obs"]."""
         final = info.get("final_obs")
         if final is None:
             raise EnvError(
-                f"env.id={self.id}: it resets in the same step and gives no info['final_obs']; put"
-                " the last observation of the episode there"
+                f"env.id={self.id}: it resets in the same step, and its info has no 'final_obs';"
+                " put the last observation of the episode there"
             )
         assert self._done is not None
         if isinstance(final, np.ndarray) and final.dtype == object:
@@ -331,8 +281,10 @@ def _flag(info: Mapping[str, Any], key: str, num_envs: int) -> np.ndarray:
 
 
 def _disable_shadows(env: Any) -> None:
-    """Disable shadows and multisampling in environment 0's MuJoCo model; on a CPU they take 90 % of
-    the time.
+    """Disable shadows and multisampling in environment 0's MuJoCo model.
+
+    On a CPU they take 90 % of the rendering time. Gymnasium's renderer reads these fields at its
+    first image, when it creates its context.
     """
     envs = getattr(env.unwrapped, "envs", None)
     model = getattr(envs[0].unwrapped, "model", None) if envs else None

@@ -1,8 +1,7 @@
-"""LIBERO's language-conditioned manipulation tasks (Liu et al. 2023) as a ``VectorEnv``. Extra:
-``libero``.
+"""LIBERO's language-conditioned manipulation tasks (Liu et al. 2023) as a ``VectorEnv``.
 
-Slow: about 10 steps per CPU second, nearly all of it for rendering. Every environment runs in its
-own process.
+Needs the extra ``libero``. A CPU core simulates about 10 steps per second; rendering takes nearly
+all of the time. Every environment runs in its own process.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
-from embodied_envs.adapters.base import AdapterOptions, use_egl_without_display
+from embodied_envs.adapters.base import AdapterOptions, discard_output, use_egl_without_display
 from embodied_envs.adapters.gymnasium_env import GymnasiumEnv
 from embodied_envs.adapters.user_code import wrap_errors
 from embodied_ppo.core.types import EnvError, Step
@@ -39,8 +38,11 @@ TIME_LIMITS = {
     "libero_10": 520,
     "libero_90": 400,
 }
-"""Suite -> control steps (1/20 s) of an episode, as OpenVLA (run_libero_eval.py) and openpi
-(examples/libero/main.py) evaluate; the longest demonstrations have 193, 254, 270, 505 and 373."""
+"""Suite -> control steps (1/20 s) of an episode.
+
+The values are those of OpenVLA (run_libero_eval.py) and openpi (examples/libero/main.py). The
+longest demonstrations have 193, 254, 270, 505 and 373 steps.
+"""
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 STATES = 50
 """Number of fixed initial states of every task."""
@@ -55,7 +57,7 @@ _STILL = np.array([0.0, 0, 0, 0, 0, 0, -1])  # no motion, gripper open
 _DOWNLOAD = (
     "hf download lerobot/libero-assets --repo-type dataset --local-dir ~/.cache/libero/assets"
 )
-_config_folder: Any = None  # holds config.yaml while the process runs
+_config_folder: Any = None  # temporary folder of config.yaml, deleted when the process ends
 
 
 def has_task(id: str) -> bool:
@@ -64,30 +66,29 @@ def has_task(id: str) -> bool:
 
 
 class LiberoEnv(GymnasiumEnv):
-    """``num_envs`` environments of a suite, for example "libero/libero_spatial"; each has one fixed
-    task.
+    """``num_envs`` environments of a suite, for example "libero/libero_spatial".
 
-    observation   state [8] end effector position (m), orientation (axis times angle, rad), two
-    finger positions (m);
-                  camera name -> uint8 [3, H, W]
+    Each environment has one fixed task.
+
+    observation   "state" [8]: end effector position (m), orientation (axis times angle, rad), two
+                  finger positions (m); camera name: uint8 [3, H, W]
     action        [7] in [-1, 1]: change of position and orientation, gripper (1 closes)
-    reward        1 when the task is done, which ends the episode and sets ``success``
+    reward        1 when the task succeeds, which ends the episode and sets ``success``
 
     cameras       LIBERO's names; () means agentview and robot0_eye_in_hand
     image_size    (H, W)
 
     Entries of ``kwargs``:
-      tasks         index or indices into the suite (None: all); environment i has tasks[i *
-      len(tasks) // num_envs]
-      settle_steps  steps without motion before an episode, while objects fall into place
-      mirror        True: images as in the published demonstrations, which checkpoints were trained
-      with: upright, but
-                    with left and right exchanged (turned by 180 degrees from robosuite's
-                    upside-down ones). False: upright and not mirrored
-      assets        folder of the downloaded meshes; None: LIBERO's default, then
-      ~/.cache/libero/assets
-      processes     whether each environment has its own process; None: if there are several
-      environments
+
+    tasks         index or indices into the suite (None: all); environment i has
+                  tasks[i * len(tasks) // num_envs]
+    settle_steps  steps without motion before an episode, while objects come to rest
+    mirror        True: images as in the published demonstrations, on which checkpoints were
+                  trained: robosuite's upside-down images turned by 180 degrees, so that left and
+                  right are exchanged. False: upright and not mirrored.
+    assets        folder of the downloaded meshes; None: LIBERO's default, then
+                  ~/.cache/libero/assets
+    processes     whether each environment has its own process; None: if there are several
 
     The first episode after seeding starts in initial state number seed mod 50, the following ones
     in states drawn at random: 50 consecutive seeds cover the benchmark's 50. ``task_names`` and
@@ -107,10 +108,8 @@ class LiberoEnv(GymnasiumEnv):
         image_size: tuple[int, int] = (128, 128),
     ) -> None:
         if not has_task(id):
-            raise EnvError(
-                f"env.id={id} is not a suite of LIBERO; choose one of"
-                f" {', '.join(f'libero/{s}' for s in TIME_LIMITS)}"
-            )
+            suites = ", ".join(f"libero/{suite}" for suite in TIME_LIMITS)
+            raise EnvError(f"env.id={id} is not a suite of LIBERO; choose one of {suites}")
         suite, kwargs = id.removeprefix("libero/"), dict(options.kwargs or {})
         num_envs, obs_keys = options.num_envs, options.obs_keys
         cameras = tuple(cameras) or CAMERAS
@@ -132,8 +131,8 @@ class LiberoEnv(GymnasiumEnv):
             },
         )
         super().__init__(id, options)
-        # ``make_vector`` returns Gymnasium's own vector, which copies, takes one seed per
-        # environment and can reset some environments only.
+        # ``make_vector`` returns Gymnasium's vector, which copies observations, takes one seed per
+        # environment and can reset single environments.
         self._has_own_vector = False
         self.task_names = tuple(names[i] for i in selected)
         self.instructions = tuple(instructions[i] for i in selected)
@@ -144,19 +143,17 @@ class LiberoEnv(GymnasiumEnv):
         return replace(super().step(action), task=self.task.clone())
 
     def restart(self, seeds: list[int]) -> None:
-        """Store new seeds.
-
-        The ``reset`` that must follow keeps the processes: building a scene takes 5 to 20 s.
-        """
+        """Store new seeds. The ``reset`` that must follow applies them."""
         super().restart(seeds)
-        self._done = (
-            None  # an episode depends on its seed only, so ``reset`` needs no new environments
-        )
+        # ``reset`` then keeps the environments. Building a scene takes 5 to 20 s, and an episode
+        # depends on its seed only.
+        self._done = None
 
 
 class LiberoTask(gymnasium.Env):
-    """One task of a suite for Gymnasium; the first ``reset`` builds the scene, in the process that
-    renders it.
+    """One task of a suite for Gymnasium.
+
+    The first ``reset`` builds the scene, because it must be built in the process that renders it.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 20}  # noqa: RUF012
@@ -173,13 +170,8 @@ class LiberoTask(gymnasium.Env):
         mirror: bool = True,
         render_mode: str | None = None,
     ) -> None:
-        self.suite, self.task, self.assets, self.cameras, self.image_size = (
-            suite,
-            task,
-            assets,
-            cameras,
-            image_size,
-        )
+        self.suite, self.task, self.assets = suite, task, assets
+        self.cameras, self.image_size = cameras, image_size
         self.settle_steps, self.mirror, self.render_mode = settle_steps, mirror, render_mode
         images = {name: spaces.Box(0, 255, (3, *image_size), np.uint8) for name in cameras}
         self.observation_space = spaces.Dict(
@@ -192,9 +184,7 @@ class LiberoTask(gymnasium.Env):
     def reset(
         self, *, seed: int | None = None, options: Any = None
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Set objects to one of the fixed initial states; LIBERO draws the positions of
-        fixtures.
-        """
+        """Set objects to a fixed initial state; LIBERO draws the positions of fixtures."""
         super().reset(seed=seed)
         sim = self._sim = self._sim or self._build()
         fixtures, state = (int(x) for x in self.np_random.integers((2**31, STATES)))
@@ -230,7 +220,7 @@ class LiberoTask(gymnasium.Env):
     def _build(self) -> Any:
         """Build the scene and load its initial states."""
         benchmark = _benchmark(f"libero/{self.suite}", Path(self.assets))
-        with _quiet():
+        with discard_output(stderr=True):
             suite = benchmark.get_benchmark_dict()[self.suite]()
             self._states = suite.get_task_init_states(self.task)
             return importlib.import_module("libero.libero.envs").OffScreenRenderEnv(
@@ -253,16 +243,13 @@ class LiberoTask(gymnasium.Env):
     def _observe(self, obs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Select state and images from robosuite's observation."""
         rotation = importlib.import_module("robosuite.utils.transform_utils").quat2axisangle
-        parts = (
-            obs["robot0_eef_pos"],
-            rotation(obs["robot0_eef_quat"].copy()),
-            obs["robot0_gripper_qpos"],
-        )
-        out = {"state": np.concatenate(parts).astype(np.float32)}
+        position, gripper = obs["robot0_eef_pos"], obs["robot0_gripper_qpos"]
+        orientation = rotation(obs["robot0_eef_quat"].copy())
+        state = np.concatenate((position, orientation, gripper))
+        out = {"state": state.astype(np.float32)}
         for name in self.cameras:
-            image = obs[f"{name}_image"][
-                ::-1, :: -1 if self.mirror else 1
-            ]  # robosuite's are upside down
+            # robosuite's images are upside down.
+            image = obs[f"{name}_image"][::-1, :: -1 if self.mirror else 1]
             out[name] = np.ascontiguousarray(image.transpose(2, 0, 1))
         return out
 
@@ -275,8 +262,9 @@ def make_vector(
     processes: bool | None = None,
     **kwargs: Any,
 ) -> gymnasium.vector.VectorEnv:
-    """Return one environment for each of ``tasks``; this is Gymnasium's vector_entry_point of
-    "libero/<suite>".
+    """Return one environment for each of ``tasks``.
+
+    This function is Gymnasium's vector_entry_point of "libero/<suite>".
     """
     makers = [
         partial(_limited, max_episode_steps=max_episode_steps, task=task, **kwargs)
@@ -316,11 +304,10 @@ def _package(id: str) -> Path:
 
 
 def _find_assets(id: str, assets: str | None) -> Path:
-    """Return the folder with LIBERO's meshes and textures; raise EnvError if no folder has all of
-    them.
-    """
+    """Return the folder with LIBERO's meshes and textures; raise EnvError if they are missing."""
     folders = [_package(id) / "assets", Path("~/.cache/libero/assets").expanduser()]
-    folders = folders if assets is None else [Path(assets).expanduser()]
+    if assets is not None:
+        folders = [Path(assets).expanduser()]
     for folder in folders:
         if all((folder / name).is_dir() for name in _ASSETS):
             return folder
@@ -337,8 +324,8 @@ def _benchmark(id: str, assets: Path) -> Any:
     package = _package(id)
     if "libero.libero" not in sys.modules:
         use_egl_without_display()
-        # Without a config.yaml the import prompts on stdin; ~/.libero may belong to another
-        # installation.
+        # Without a config.yaml the import prompts on stdin. ~/.libero may belong to another
+        # installation, so it is not used.
         _config_folder = tempfile.TemporaryDirectory(prefix="embodied_ppo_libero_")
         paths = {"bddl_files": "bddl_files", "init_states": "init_files", "datasets": "../datasets"}
         config = {"benchmark_root": str(package), "assets": str(assets)}
@@ -346,7 +333,8 @@ def _benchmark(id: str, assets: Path) -> Any:
         Path(_config_folder.name, "config.yaml").write_text(yaml.safe_dump(config))
         os.environ["LIBERO_CONFIG_PATH"] = _config_folder.name
     cure = "install it with scripts/constraints-libero.txt, and uninstall torchvision"
-    with wrap_errors(f"env.id={id}: hf-libero cannot be imported (", f"); {cure}"), _quiet():
+    prefix = f"env.id={id}: hf-libero cannot be imported ("
+    with wrap_errors(prefix, f"); {cure}"), discard_output(stderr=True):
         root: Any = importlib.import_module("libero.libero")
         root._assets_path_cache = str(assets)  # otherwise the import starts a download
         return importlib.import_module("libero.libero.benchmark")
@@ -355,33 +343,18 @@ def _benchmark(id: str, assets: Path) -> Any:
 def _tasks(id: str, assets: Path) -> tuple[list[str], list[str]]:
     """Return names and instructions of a suite's tasks, in the benchmark's order."""
     benchmark = _benchmark(id, assets)
-    with _quiet():
+    with discard_output(stderr=True):
         suite = benchmark.get_benchmark_dict()[id.removeprefix("libero/")]()
     tasks = [suite.get_task(i) for i in range(suite.n_tasks)]
     return [task.name for task in tasks], [task.language for task in tasks]
 
 
 def _select_tasks(id: str, tasks: int | Sequence[int] | None, count: int) -> list[int]:
-    """Return the indices that ``kwargs.tasks`` selects out of ``count``; raise EnvError if one is
-    out of range.
-    """
-    selected = (
-        list(range(count)) if tasks is None else [tasks] if isinstance(tasks, int) else list(tasks)
-    )
+    """Return the task indices of ``kwargs.tasks``; raise EnvError if one is out of range."""
+    selected = [tasks] if isinstance(tasks, int) else list(range(count) if tasks is None else tasks)
     if not selected or any(not 0 <= i < count for i in selected):
         raise EnvError(f"env.id={id}: tasks={tasks} must be indices from 0 to {count - 1}")
     return selected
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Discard stdout and stderr: robosuite and LIBERO print hints for their own installation."""
-    with (
-        open(os.devnull, "w") as devnull,
-        contextlib.redirect_stdout(devnull),
-        contextlib.redirect_stderr(devnull),
-    ):
-        yield
 
 
 @contextlib.contextmanager

@@ -1,15 +1,13 @@
 """mjlab's tasks (MuJoCo Warp, thousands of worlds on a GPU; slow on a CPU) as a ``VectorEnv``.
 
-Extra: ``mjlab``.
+Needs the extra ``mjlab``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from embodied_envs.adapters.base import AdapterOptions
+from embodied_envs.adapters.base import AdapterOptions, discard_output
 from embodied_envs.adapters.torch_env import TorchVectorEnv
 from embodied_envs.adapters.user_code import import_user_module, wrap_errors
 from embodied_ppo.core import tree
@@ -26,9 +24,7 @@ from embodied_ppo.core.types import EnvError
 
 
 def has_task(id: str) -> bool:
-    """Return whether the id has mjlab's prefix; importing mjlab to look it up would take
-    seconds.
-    """
+    """Return whether the id has mjlab's prefix; a look-up would import mjlab, which is slow."""
     return id.startswith("Mjlab-")
 
 
@@ -41,13 +37,13 @@ def ids() -> list[str]:
 
 
 class MjlabEnv(TorchVectorEnv):
-    """``num_envs`` worlds of a task registered with mjlab, which "package.module:Name" imports
-    first.
+    """``num_envs`` worlds of a task of mjlab's registry.
 
-    Entries of ``kwargs`` besides those of ``TorchVectorEnv`` (where ``observe`` = None selects the
-    group "actor"):
-      play    the task's configuration for playing: usually no time limit and no noise
-      config  {"sim.njmax": 300, ..}: fields of the task's configuration to set
+    An id "package.module:Name" imports the module first. Entries of ``kwargs`` besides those of
+    ``TorchVectorEnv`` (where ``observe`` = None selects the group "actor"):
+
+    play    use the task's configuration for playing: usually no time limit and no noise
+    config  fields of the task's configuration to set: {"sim.njmax": 300, ..}
 
     Episodes end with their true last observation, because this adapter does the resets (mjlab's
     auto_reset is off). success_key names one of the task's termination terms; None: the term
@@ -63,9 +59,7 @@ class MjlabEnv(TorchVectorEnv):
 
 
 def _registry(id: str) -> Any:
-    """Return mjlab's registry; raise EnvError if mjlab is not installed or the module before the
-    colon fails.
-    """
+    """Return mjlab's registry; raise EnvError if an import fails."""
     cure = (
         "It needs mujoco 3.11 and an environment of its own: pip install -c"
         " scripts/constraints-mjlab.txt -e '.[mjlab]', then pip uninstall torchvision, whose wheel"
@@ -76,15 +70,15 @@ def _registry(id: str) -> Any:
         # Warnings only: Warp prints a line for every kernel that it loads.
         importlib.import_module("warp").config.log_level = 30
         registry = importlib.import_module("mjlab.tasks.registry")
-    module = id.rpartition(":")[0]
-    if module:
+    if module := id.rpartition(":")[0]:
         import_user_module(id, module)
     return registry
 
 
 class _MjlabTask:
-    """A task of mjlab with the interface of ``TorchVectorEnv``: Gymnasium's spaces, final_obs,
-    env_idx, success.
+    """A task of mjlab as ``TorchVectorEnv`` expects it.
+
+    It has Gymnasium's spaces, and adds final_obs, env_idx and success.
     """
 
     def __init__(
@@ -111,10 +105,9 @@ class _MjlabTask:
             _set(id, cfg, path, value)
         if max_episode_steps is not None:
             # mjlab rounds the number of steps up; half a step less avoids rounding errors.
-            cfg.episode_length_s = (
-                (max_episode_steps - 0.5) * cfg.sim.mujoco.timestep * cfg.decimation
-            )
-        with _without_prints():
+            steps = max_episode_steps - 0.5
+            cfg.episode_length_s = steps * cfg.sim.mujoco.timestep * cfg.decimation
+        with discard_output(stderr=False):  # mjlab prints a table of every manager
             env = importlib.import_module("mjlab.envs").ManagerBasedRlEnv(
                 cfg, device=device, render_mode=render_mode
             )
@@ -133,7 +126,7 @@ class _MjlabTask:
         """Start new episodes in all environments, or in those of options["env_idx"] only."""
         if isinstance(seed, list):
             raise TypeError("mjlab takes one seed")
-        with _without_prints():
+        with discard_output(stderr=False):
             obs, _ = self.env.reset(seed=seed, env_ids=(options or {}).get("env_idx"))
         return obs, {}
 
@@ -156,9 +149,7 @@ class _MjlabTask:
         return tree.map(choose, first, last), reward, *flags, info | {"final_obs": last}
 
     def _success(self) -> dict[str, Tensor]:
-        """Return bool [N] by name: the termination terms, and "success" if a term or a command
-        defines it.
-        """
+        """Return bool [N] of each termination term, and "success" if a command defines it."""
         terms = self.env.termination_manager
         info = {name: terms.get_term(name) for name in terms.active_terms}
         commands = self.env.command_manager
@@ -178,22 +169,17 @@ class _MjlabTask:
 
 
 def _set(id: str, cfg: Any, path: str, value: Any) -> None:
-    """Set ``cfg.a.b = value`` for "a.b", or ``cfg.a["b"]``; raise EnvError if a name does not
-    exist.
-    """
-    *parents, last = path.split(".")
-    node = cfg
-    for name in [*parents, last]:
-        exists = name in node if isinstance(node, dict) else hasattr(node, name)
-        if not exists:
+    """Set ``cfg.a.b`` or ``cfg.a["b"]`` for path "a.b"; raise EnvError for an unknown name."""
+    node, parent, name = cfg, cfg, ""
+    for name in path.split("."):
+        parent = node
+        if not (name in parent if isinstance(parent, dict) else hasattr(parent, name)):
             raise EnvError(f"env.id={id}: kwargs config {path!r}: there is no {name!r}")
-        if name is last:
-            break
-        node = node[name] if isinstance(node, dict) else getattr(node, name)
-    if isinstance(node, dict):
-        node[last] = value
+        node = parent[name] if isinstance(parent, dict) else getattr(parent, name)
+    if isinstance(parent, dict):
+        parent[name] = value
     else:
-        setattr(node, last, value)
+        setattr(parent, name, value)
 
 
 def _space(space: Any) -> spaces.Space:
@@ -204,10 +190,3 @@ def _space(space: Any) -> spaces.Space:
         np.broadcast_to(np.asarray(x, np.float32), space.shape) for x in (space.low, space.high)
     )
     return spaces.Box(low, high, dtype=np.dtype(space.dtype).type)
-
-
-@contextlib.contextmanager
-def _without_prints() -> Iterator[None]:
-    """Discard stdout, because mjlab prints a table of every manager."""
-    with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
-        yield

@@ -1,9 +1,9 @@
-"""Conversion of Gymnasium's spaces and numpy arrays to our specs and tensors, shared by all
-simulators of numpy.
-"""
+"""Conversion of Gymnasium's spaces to our specs, and of observations and actions to tensors."""
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,8 +19,9 @@ from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, Discrete, EnvErr
 
 Leaf = Callable[[Any], Tensor]
 PRIVILEGED = re.compile(r"(^|[_/.])(privileged|priv|critic)([_/.]|$)", re.IGNORECASE)
-"""Names of observations that exist only in simulation (Playground: privileged_state, Isaac Lab:
-critic).
+"""Matches names of observations that exist only in simulation.
+
+Examples are privileged_state (Playground) and critic (Isaac Lab).
 """
 
 
@@ -39,43 +40,32 @@ def select_observations(names: Sequence[str], keys: Sequence[str] | None, *, id:
     groups = list(dict.fromkeys(name.partition("/")[0] for name in names))
     if keys is None:
         privileged = [name for name in names if PRIVILEGED.search(name)]
-        if privileged:
-            public = [
-                name for name in groups if not any(x.partition("/")[0] == name for x in privileged)
-            ]
-            cure = (
-                f"env.obs_keys=[{','.join(public)}]"
-                if 0 < len(",".join(public)) <= 100
-                else "env.obs_keys=[NAME,..]"
-            )
-            raise EnvError(
-                f"env.id={id}: its observation has {privileged[0]}, which exists in simulation"
-                f" only; write {cure} to leave it out, or name it there too"
-            )
-        return list(names)
+        if not privileged:
+            return list(names)
+        public = [
+            group for group in groups if all(name.partition("/")[0] != group for name in privileged)
+        ]
+        example = ",".join(public) if 0 < len(",".join(public)) <= 100 else "NAME,.."
+        raise EnvError(
+            f"env.id={id}: its observation has {privileged[0]}, which exists in simulation"
+            f" only; write env.obs_keys=[{example}] to leave it out, or add its name there"
+        )
+    prefix = f"env.id={id}: env.obs_keys"
     if not names:
         raise EnvError(
-            f"env.id={id}: env.obs_keys={_format_names(keys)}: its observation is one array; leave"
-            " obs_keys out"
+            f"{prefix}=[{','.join(keys)}]: its observation is one array; leave obs_keys out"
         )
     if not keys:
         raise EnvError(
-            f"env.id={id}: env.obs_keys=[] selects nothing; write null for all, or some of"
-            f" {_format_names(groups)}"
+            f"{prefix}=[] selects nothing; write null for all, or some of [{','.join(groups)}]"
         )
-    for key in keys:
-        if not any(name == key or name.startswith(f"{key}/") for name in names):
+    matches = {key: [n for n in names if n == key or n.startswith(f"{key}/")] for key in keys}
+    for key, matching in matches.items():
+        if not matching:
             raise EnvError(
-                f"env.id={id}: env.obs_keys: {key!r} is not in its observation;"
-                f" {choose(key, groups, 'it has ')}"
+                f"{prefix}: {key!r} is not in its observation; {choose(key, groups, 'it has ')}"
             )
-    return [
-        name for name in names if any(name == key or name.startswith(f"{key}/") for key in keys)
-    ]
-
-
-def _format_names(names: Sequence[str]) -> str:
-    return f"[{','.join(names)}]"
+    return [name for name in names if any(name in matching for matching in matches.values())]
 
 
 def observations(
@@ -83,13 +73,14 @@ def observations(
 ) -> tuple[ObsSpec, dict[str, Leaf]]:
     """Return the spec of one observation, and conversions of its arrays to tensors.
 
-    float32      unchanged, without a copy             float64, integers, bool, MultiBinary
-    float32
-    uint8        2 or more dimensions: stays uint8     uint8 with 0 or 1 dimension
-    float32
-    Discrete(n)  one-hot float32 [n]                   numbers, shape ()
-    float32 [1]
-    dictionary   dict[str, Tensor]; nested ones get flat names: {"a": {"b": x}} is {"a/b": x}
+    float32                        unchanged, without a copy
+    float64, integers, bool        float32
+    MultiBinary, MultiDiscrete     float32
+    uint8, 2 or more dimensions    uint8, unchanged
+    uint8, 0 or 1 dimension        float32
+    Discrete(n)                    float32 [n], one-hot
+    numbers, shape ()              float32 [1]
+    dictionary                     dict[str, Tensor] with flat names: {"a": {"b": x}} is {"a/b": x}
 
     Args:
         space: Gymnasium's space of one observation, or a dictionary of spaces.
@@ -108,34 +99,39 @@ def observations(
         select_observations((), keys, id=id)
         spec, leaf = _leaf(space, id=id, device=device)
         return spec, {"": leaf}
-    flat = _flatten(space)
+    flat = flatten(space)
     if not flat:
         raise EnvError(
             f"env.id={id}: its observation dictionary is empty; wrap the environment to observe"
             " something"
         )
     names = select_observations(list(flat), keys, id=id)
-    pairs = {n: _leaf(flat[n], id=f"{id}, observation {n!r}", device=device) for n in names}
-    return {name: spec for name, (spec, _) in pairs.items()}, {
-        name: leaf for name, (_, leaf) in pairs.items()
-    }
+    specs: dict[str, ArraySpec] = {}
+    leaves: dict[str, Leaf] = {}
+    for name in names:
+        specs[name], leaves[name] = _leaf(
+            flat[name], id=f"{id}, observation {name!r}", device=device
+        )
+    return specs, leaves
 
 
 def reader(leaves: dict[str, Leaf]) -> Callable[[Any], Obs]:
-    """Return a function from Gymnasium's batch (an array, or nested dictionaries of arrays) to
-    tensors.
+    """Return a function that converts a batch of observations to tensors.
+
+    The batch is an array if the only name is "", else nested dictionaries of arrays.
     """
     if "" in leaves:
         return leaves[""]
-    paths = [(name, tuple(name.split("/")), leaf) for name, leaf in leaves.items()]
-    return lambda obs: {name: leaf(_at(obs, path)) for name, path, leaf in paths}
+    paths = [(name, name.split("/"), leaf) for name, leaf in leaves.items()]
+    return lambda obs: {
+        name: leaf(functools.reduce(operator.getitem, path, obs)) for name, path, leaf in paths
+    }
 
 
 def actions(
     space: Any, *, id: str, mapping: str, device: torch.device
-) -> tuple[ActionSpec, Callable[[Tensor], np.ndarray]]:
-    """Return the spec of one action, and a function from the policy's batch to the simulator's
-    numpy batch.
+) -> tuple[ActionSpec, Callable[[Tensor], Tensor]]:
+    """Return the spec of one action, and a function from the policy's actions to the simulator's.
 
     Box       float32 [N, A] through ``mapping`` (see actions.mapper), then reshaped to [N, *shape]
     Discrete  int64 [N], plus the space's ``start``
@@ -151,9 +147,7 @@ def actions(
     """
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
-        if start:
-            return Discrete(int(space.n)), lambda action: action.cpu().numpy() + start
-        return Discrete(int(space.n)), lambda action: action.cpu().numpy()
+        return Discrete(int(space.n)), lambda action: action + start if start else action
     if not isinstance(space, spaces.Box):
         raise EnvError(
             f"env.id={id}: action space {_short(space)} is not supported (one Box or one Discrete"
@@ -165,20 +159,16 @@ def actions(
             " floats or a Discrete is supported; wrap the environment so that it takes one choice"
         )
     low, high = (
-        np.asarray(bound, dtype=np.float64).reshape(-1) for bound in (space.low, space.high)
+        tuple(_bound(x) for x in np.asarray(bound, dtype=np.float64).reshape(-1))
+        for bound in (space.low, space.high)
     )
-    box = Box(low=tuple(_bound(x) for x in low), high=tuple(_bound(x) for x in high))
+    box, shape = Box(low=low, high=high), space.shape
     apply = mapper(mapping, box, device)
-    if len(space.shape) == 1:
-        return box, lambda action: apply(action).detach().cpu().numpy()
-    shape = space.shape
-    return box, lambda action: apply(action).detach().cpu().numpy().reshape(-1, *shape)
+    return box, apply if len(shape) == 1 else lambda action: apply(action).reshape(-1, *shape)
 
 
 def check_seeds(id: str, seeds: list[int], num_envs: int) -> None:
-    """Raise EnvError unless there is one seed in [0, 2**31) for each of ``num_envs``
-    environments.
-    """
+    """Raise EnvError unless ``seeds`` has ``num_envs`` entries in [0, 2**31)."""
     if len(seeds) != num_envs:
         raise EnvError(
             f"env.id={id}: {len(seeds)} seeds for {num_envs} environments; give one each"
@@ -196,10 +186,7 @@ def action_shape(spec: ActionSpec, num_envs: int) -> torch.Size:
 
 
 def action_shape_error(id: str, action: Tensor, shape: torch.Size) -> EnvError:
-    """Return the error for actions of another shape.
-
-    Unchecked, simulators in C++ would read past their end.
-    """
+    """Return the error for actions of another shape, which C++ simulators do not detect."""
     return EnvError(
         f"env.id={id}: actions of shape {list(action.shape)}; it takes {list(shape)}, environments"
         " first"
@@ -221,12 +208,8 @@ def resize_image(frame: np.ndarray, size: tuple[int, int]) -> Tensor:
     if tuple(image.shape[:2]) == tuple(size):
         return image
     chw = image.permute(2, 0, 1)[None].float()
-    return (
-        torch.nn.functional.interpolate(chw, size=size, mode="area")[0]
-        .permute(1, 2, 0)
-        .round()
-        .to(torch.uint8)
-    )
+    resized = torch.nn.functional.interpolate(chw, size=size, mode="area")[0]
+    return resized.permute(1, 2, 0).round().to(torch.uint8)
 
 
 def _leaf(space: Any, *, id: str, device: torch.device) -> tuple[ArraySpec, Leaf]:
@@ -235,11 +218,10 @@ def _leaf(space: Any, *, id: str, device: torch.device) -> tuple[ArraySpec, Leaf
         spec, convert = ArraySpec((int(space.n),)), _one_hot(int(space.n), int(space.start))
     elif isinstance(space, spaces.Box | spaces.MultiBinary | spaces.MultiDiscrete):
         shape = tuple(int(n) for n in space.shape)
-        image = space.dtype == np.uint8 and len(shape) > 1
-        spec = ArraySpec(shape or (1,), torch.uint8 if image else torch.float32)
-        convert = (
-            _numbers if not shape else _same if image or space.dtype == np.float32 else _to_float
-        )
+        is_image = space.dtype == np.uint8 and len(shape) > 1
+        spec = ArraySpec(shape or (1,), torch.uint8 if is_image else torch.float32)
+        is_unchanged = is_image or space.dtype == np.float32
+        convert = _numbers if not shape else _same if is_unchanged else _to_float
     else:
         raise EnvError(
             f"env.id={id}: observation space {_short(space)} is not supported (Box, Discrete,"
@@ -262,7 +244,7 @@ def _to_float(x: np.ndarray) -> Tensor:
 
 
 def _numbers(x: np.ndarray) -> Tensor:
-    """[N] -> float32 [N, 1]."""
+    """Convert [N] to float32 [N, 1]."""
     return torch.from_numpy(np.array(x, dtype=np.float32).reshape(-1, 1))
 
 
@@ -276,21 +258,13 @@ def _one_hot(n: int, start: int) -> Leaf:
     return convert
 
 
-def _flatten(space: Any, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": space}} -> {"a/b": space}, in the space's order."""
-    out: dict[str, Any] = {}
+def flatten(space: Any, prefix: str = "") -> dict[str, Any]:
+    """Return {"a/b": space} of {"a": {"b": space}}, in the space's order."""
+    flat: dict[str, Any] = {}
     for name, leaf in space.items():
-        if isinstance(leaf, Mapping | spaces.Dict):
-            out |= _flatten(leaf, f"{prefix}{name}/")
-        else:
-            out[prefix + name] = leaf
-    return out
-
-
-def _at(obs: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        obs = obs[name]
-    return obs
+        is_dict = isinstance(leaf, Mapping | spaces.Dict)
+        flat |= flatten(leaf, f"{prefix}{name}/") if is_dict else {prefix + name: leaf}
+    return flat
 
 
 def _bound(x: float) -> float:

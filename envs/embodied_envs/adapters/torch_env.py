@@ -1,4 +1,4 @@
-"""Batched environments of tensors (ManiSkill, Isaac Lab, your own on a GPU) as a ``VectorEnv``.
+"""Batched environments of tensors (ManiSkill, Isaac Lab, the user's) as a ``VectorEnv``.
 
 ``env.id`` names a function that creates one, as "package.module:function". It is called with
 num_envs, seed (an integer), device ("cuda:0") and the entries of ``env.kwargs``; with
@@ -36,27 +36,25 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import gymnasium
-import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from embodied_envs.adapters import spaces
-from embodied_envs.adapters.actions import mapper
-from embodied_envs.adapters.base import SUCCESS_KEYS, Adapter, AdapterOptions
+from embodied_envs.adapters.base import Adapter, AdapterOptions
 from embodied_envs.adapters.user_code import import_user_module, wrap_errors
 from embodied_ppo.core import tree
-from embodied_ppo.core.types import Discrete, EnvError, Obs, Step
+from embodied_ppo.core.types import EnvError, Obs, Step
 
 Factory = Callable[..., Any]
 _ACTOR_GROUPS = ("policy", "actor")
-"""The names of the observations for the policy in Isaac Lab and mjlab; "critic" is another group
-beside it.
-"""
+"""Names of the policy's observations in Isaac Lab and mjlab; the critic's are another group."""
 
 
 def factory(id: str) -> Factory | None:
@@ -76,18 +74,16 @@ class TorchVectorEnv(Adapter):
     """A batched environment whose tensors stay on their device. Implements ``VectorEnv``.
 
     Entries of ``kwargs`` that the adapter reads; the others are passed to the factory:
-      observe            name or names of the observation's entries to use; None: those of
-      ``obs_keys``, by default
-                         all, but only the group "policy" (Isaac Lab) or "actor" (mjlab) if there is
-                         one
-      final_observation  "info" (default): an end without its last observation in the info is an
-      EnvError
-                         "previous": use the observation before it, as in rsl_rl. The value that
-                         bootstraps a truncated episode is then V(s_t) instead of V(s_t+1), and a
-                         warning reports it; nothing changes if no episode is truncated
-      partial_reset      whether reset(options={"env_idx": int64 indices}) starts new episodes of
-      these environments
-                         only; None: true for ManiSkill
+
+    observe            name or names of the observation's entries to use. None: those of
+                       ``obs_keys``, by default all, but only the group "policy" (Isaac Lab) or
+                       "actor" (mjlab) if there is one.
+    final_observation  "info" (default): an end without its last observation in the info is an
+                       EnvError. "previous": use the observation before it, as in rsl_rl. The value
+                       that bootstraps a truncated episode is then V(s_t) instead of V(s_t+1), and a
+                       warning reports it. Nothing changes if no episode is truncated.
+    partial_reset      whether reset(options={"env_idx": int64 indices}) starts new episodes of
+                       these environments only. None: true for ManiSkill.
 
     A step that is both terminated and truncated counts as terminated. If the environment's ``cfg``
     has is_finite_horizon (Isaac Lab, mjlab), the time limit terminates. ``success`` is
@@ -111,15 +107,12 @@ class TorchVectorEnv(Adapter):
                 " env.kwargs)"
             )
         super().__init__(id, options)
-        num_envs, obs_keys = self.num_envs, options.obs_keys
-        max_episode_steps = options.max_episode_steps
         self._accepts_seed_list = True  # until a reset with one seed per environment has failed
-        self._success_option = self._success_key = options.success_key
         kwargs = dict(options.kwargs or {})
         observe = kwargs.pop("observe", None)
         final = kwargs.pop("final_observation", "info")
-        partial = kwargs.pop("partial_reset", None)
-        if observe is not None and obs_keys is not None:
+        partial_reset = kwargs.pop("partial_reset", None)
+        if observe is not None and options.obs_keys is not None:
             raise EnvError(
                 f"env.id={id}: env.obs_keys and env.kwargs.observe both select observations; leave"
                 " one out"
@@ -129,40 +122,35 @@ class TorchVectorEnv(Adapter):
                 f"env.id={id}: final_observation={final!r} is unknown; choose one of info, previous"
             )
 
-        self._generator_states: list[
-            Tensor
-        ] = []  # torch's generators after the environment's last call
+        # States of torch's generators after the environment's last call.
+        self._generator_states: list[Tensor] = []
         with self._own_generators(self._seeds[0]):
-            self._env = self._make(make or factory(id), kwargs, max_episode_steps)
+            self._env = self._make(make or factory(id), kwargs, options.max_episode_steps)
         self._check_env()
         self._env_device = torch.device(_attribute(self._env, "device") or self.device)
-        self._partial = _is_maniskill(self._env) if partial is None else bool(partial)
+        self._partial_reset = (
+            _is_maniskill(self._env) if partial_reset is None else bool(partial_reset)
+        )
         self._finite_horizon = bool(
             getattr(_attribute(self._env, "cfg"), "is_finite_horizon", False)
         )
-        spec = _attribute(self._env, "spec")
         limit = (
-            max_episode_steps
-            or getattr(spec, "max_episode_steps", None)
+            options.max_episode_steps
+            or getattr(_attribute(self._env, "spec"), "max_episode_steps", None)
             or _attribute(self._env, "max_episode_steps")
         )
         self.max_episode_steps = None if limit is None else int(limit)
 
-        space, self._obs_group = self._observed_space(observe, obs_keys)
-        if observe is not None and isinstance(space, Mapping | gymnasium.spaces.Dict):
-            obs_keys = list(space)  # ``observe`` has selected them
-        self.obs_spec, leaves = spaces.observations(space, id=id, device=self.device, keys=obs_keys)
-        self._leaves = {name: _leaf_space(space, name) for name in leaves}
-        mapping, action_space = options.action_mapping, _attribute(self._env, "single_action_space")
-        self.action_spec, _ = spaces.actions(
-            action_space, id=id, mapping=mapping, device=self.device
-        )
-        self._action_shape = spaces.action_shape(self.action_spec, num_envs)
-        self._to_simulator = _actions(self.action_spec, action_space, mapping, self.device)
+        space, self._obs_group = self._observed_space(observe, options.obs_keys)
+        is_dict = isinstance(space, Mapping | gymnasium.spaces.Dict)
+        if observe is not None and is_dict:
+            options = replace(options, obs_keys=list(space))  # ``observe`` has selected them
+        leaves = self._set_spaces(space, _attribute(self._env, "single_action_space"), options)
+        self._leaf_spaces = spaces.flatten(space) if is_dict else {"": space}
+        self._read_tensors = spaces.reader({x: partial(self._to_tensor, x) for x in leaves})
         self._use_previous_obs = final == "previous"
-        self._previous_obs: Obs | None = (
-            None  # the last observation, kept for ``final_observation=previous``
-        )
+        # The last observation, kept for ``final_observation=previous``.
+        self._previous_obs: Obs | None = None
         self._info_has_final_obs = False
         if self._use_previous_obs:
             warnings.warn(
@@ -208,7 +196,7 @@ class TorchVectorEnv(Adapter):
 
     def reset_where(self, where: Tensor) -> Obs | None:
         """Start new episodes where bool [N] is True; None unless ``partial_reset``."""
-        if not self._partial:
+        if not self._partial_reset:
             return None
         index = where.nonzero().flatten().to(self._env_device)
         with self._own_generators():
@@ -217,22 +205,8 @@ class TorchVectorEnv(Adapter):
 
     def render(self) -> Tensor:
         """Return an image of environment 0, uint8 [H, W, 3] of ``render_size``."""
-        size = self._check_render()
-        frame = self._env.render()
-        if frame is None or len(frame) == 0:
-            raise EnvError(
-                f"env.id={self.id}: its render() returns no image with render_mode='rgb_array'"
-            )
-        frame = frame[0] if isinstance(frame, list | tuple) else frame
-        frame = np.asarray(frame.cpu() if isinstance(frame, Tensor) else frame)
-        # Some environments return one image for each environment, others a single one.
-        return spaces.resize_image(frame[0] if frame.ndim == 4 else frame, size)
-
-    def close(self) -> None:
-        """Close the environment. A second call has no effect."""
-        if not self._closed:
-            self._closed = True
-            self._env.close()
+        self._check_render()
+        return self._to_image(self._env.render())
 
     # --------------------------------------------------------------------------------- construction
     def _make(
@@ -254,27 +228,22 @@ class TorchVectorEnv(Adapter):
             arguments["max_episode_steps"] = max_episode_steps
         if self._render_size is not None:
             arguments["render_mode"] = "rgb_array"
-        if reserved := sorted(set(arguments) & set(options)):
-            raise EnvError(
-                f"env.id={self.id}: kwargs {', '.join(reserved)} are set by the adapter; leave"
-                " them out"
-            )
+        self._check_kwargs(options, arguments)
         with wrap_errors(f"env.id={self.id}: its function fails with {arguments | options}: "):
             return make(**arguments, **options)
 
     @contextlib.contextmanager
     def _own_generators(self, seed: int | None = None) -> Iterator[None]:
-        """Give the environment its own state of torch's global generators; seed it if ``seed`` is
-        given.
+        """Give the environment its own state of torch's global generators, seeded if requested.
 
         Without this, an evaluation, which seeds the generators, would make training repeat its
         random numbers.
         """
         before = _generator_states(self.device)
-        if seed is not None:
-            torch.manual_seed(seed)
-        else:
+        if seed is None:
             _set_generators(self._generator_states, self.device)
+        else:
+            torch.manual_seed(seed)
         try:
             yield
         finally:
@@ -282,27 +251,15 @@ class TorchVectorEnv(Adapter):
             _set_generators(before, self.device)
 
     def _check_env(self) -> None:
-        """Raise EnvError unless the environment has what the adapter needs."""
-        needed = (
-            "num_envs",
-            "single_observation_space",
-            "single_action_space",
-            "reset",
-            "step",
-            "close",
-        )
-        if missing := [name for name in needed if _attribute(self._env, name) is None]:
+        """Raise EnvError unless the environment has everything that the adapter needs."""
+        needed = "num_envs single_observation_space single_action_space reset step close"
+        if missing := [name for name in needed.split() if _attribute(self._env, name) is None]:
             raise EnvError(
                 f"env.id={self.id}: its {type(self._env).__name__} lacks {', '.join(missing)}"
             )
-        if (n := _attribute(self._env, "num_envs")) != self.num_envs:
-            self.close()
-            raise EnvError(
-                f"env.id={self.id}: num_envs={self.num_envs}, but its vector has {n} environments"
-            )
-        mode = (getattr(self._env, "metadata", None) or {}).get(
-            "autoreset_mode", AutoresetMode.SAME_STEP
-        )
+        self._check_num_envs(self._env, _attribute(self._env, "num_envs"))
+        metadata = getattr(self._env, "metadata", None) or {}
+        mode = metadata.get("autoreset_mode", AutoresetMode.SAME_STEP)
         if mode not in (AutoresetMode.SAME_STEP, AutoresetMode.SAME_STEP.value):
             self.close()
             raise EnvError(
@@ -314,11 +271,9 @@ class TorchVectorEnv(Adapter):
     def _observed_space(
         self, observe: str | list[str] | None, obs_keys: Sequence[str] | None
     ) -> tuple[Any, str | None]:
-        """Return the part of the observation space that is used, and its name if it is a single
-        entry.
-        """
+        """Return the used part of the observation space, and its name if it is a single entry."""
         space = _attribute(self._env, "single_observation_space")
-        if obs_keys is not None:  # ``spaces.observations`` selects
+        if obs_keys is not None:  # ``spaces.observations`` selects the entries
             return space, None
         names = list(space) if isinstance(space, Mapping | gymnasium.spaces.Dict) else []
         selected = [observe] if isinstance(observe, str) else observe
@@ -338,9 +293,7 @@ class TorchVectorEnv(Adapter):
 
     # --------------------------------------------------------------------------------- observations
     def _seeded_reset(self) -> Any:
-        """Reset with one seed per environment, or with the first seed if the environment accepts
-        only one.
-        """
+        """Reset with all seeds, or with the first one if the environment accepts only one."""
         if self._accepts_seed_list:
             try:
                 return self._env.reset(seed=list(self._seeds))[0]
@@ -349,9 +302,7 @@ class TorchVectorEnv(Adapter):
         return self._env.reset(seed=self._seeds[0])[0]
 
     def _read_reset(self, obs: Any) -> Obs:
-        """Convert the observation of a reset, check it against the spec and keep it for the next
-        step.
-        """
+        """Convert the observation of a reset, check it and keep it for the next step."""
         converted = self._read(obs)
         named = converted if isinstance(converted, dict) else {"": converted}
         specs = self.obs_spec if isinstance(self.obs_spec, dict) else {"": self.obs_spec}
@@ -371,20 +322,8 @@ class TorchVectorEnv(Adapter):
             self._previous_obs = tree.map(torch.clone, obs)
 
     def _read(self, obs: Any) -> Obs:
-        """Convert observations [N, ..] to the spec's names, types and shapes, on ``device``, in
-        separate memory.
-        """
-        if self._obs_group is not None:
-            obs = obs[self._obs_group]
-        if not isinstance(self.obs_spec, dict):
-            return self._to_tensor("", obs)
-        tensors: dict[str, Tensor] = {}
-        for name in self._leaves:
-            x = obs
-            for part in name.split("/"):
-                x = x[part]
-            tensors[name] = self._to_tensor(name, x)
-        return tensors
+        """Convert observations [N, ..] to the spec, on ``device``, in separate memory."""
+        return self._read_tensors(obs if self._obs_group is None else obs[self._obs_group])
 
     def _to_tensor(self, name: str, x: Any) -> Tensor:
         """Convert one entry of an observation; raise EnvError unless it is a tensor."""
@@ -394,11 +333,10 @@ class TorchVectorEnv(Adapter):
                 " torch.Tensor; use simulator=gymnasium for environments of numpy arrays"
             )
         spec = self.obs_spec[name] if isinstance(self.obs_spec, dict) else self.obs_spec
-        space = self._leaves[name]
+        space = self._leaf_spaces[name]
         if isinstance(space, gymnasium.spaces.Discrete):
-            return one_hot(x.reshape(-1).long() - int(space.start), int(space.n)).to(
-                self.device, spec.dtype
-            )
+            index = x.reshape(-1).long() - int(space.start)
+            return one_hot(index, int(space.n)).to(self.device, spec.dtype)
         y = x.unsqueeze(-1) if x.dim() == 1 and spec.shape == (1,) else x
         return _copy_if_shared(y.to(spec.dtype), x, self.device)
 
@@ -407,9 +345,7 @@ class TorchVectorEnv(Adapter):
         return torch.as_tensor(x).reshape(self.num_envs).to(self.device, dtype, copy=True)
 
     def _final_obs(self, obs: Obs, info: Mapping[str, Any], ended: Tensor) -> Obs | None:
-        """Return the true successors where bool [N] ``ended``; raise EnvError if they are
-        missing.
-        """
+        """Return the true successors where ``ended`` [N]; raise EnvError if they are missing."""
         previous = self._previous_obs
         self._keep_previous(obs)
         for key in ("final_obs", "final_observation"):
@@ -434,27 +370,18 @@ class TorchVectorEnv(Adapter):
     def _success(
         self, info: Mapping[str, Any], ended: Tensor, *, may_have_ended: bool
     ) -> Tensor | None:
-        """Return success [N] of this step (not of the reset that followed it), or None.
+        """Return success [N] of the step, not of the reset that followed it, or None.
 
         If an episode may have ended, a missing key is an EnvError.
         """
-        final = info.get("final_info")
-        if self._success_key is None:
-            keys = [
-                k
-                for k in SUCCESS_KEYS
-                if _entry(info, k) is not None or _entry(final, k) is not None
-            ]
-            self._success_key = keys[0] if keys else None
-            if not keys:
-                return None
-        assert self._success_key is not None
-        now, last = _entry(info, self._success_key), _entry(final, self._success_key)
+        final = info.get("final_info") or {}
+        key = self._find_success_key(info, final)
+        if key is None:
+            return None
+        now, last = _entry(info, key), _entry(final, key)
         if now is None and last is None:
             if may_have_ended and self._success_option is not None:
-                raise spaces.success_key_error(
-                    self.id, self._success_option, {*info, *(final or {})}
-                )
+                raise spaces.success_key_error(self.id, key, {*info, *final})
             return torch.zeros_like(ended)
         if now is None or last is None:
             return self._copy(last if now is None else now, torch.bool)
@@ -462,21 +389,15 @@ class TorchVectorEnv(Adapter):
 
 
 def _attribute(env: Any, name: str) -> Any:
-    """Return an attribute of the environment or of the one it wraps (Gymnasium's wrappers hide it),
-    or None.
-    """
+    """Return an attribute of the environment or, as wrappers hide it, of the wrapped one."""
     value = getattr(env, name, None)
     return getattr(getattr(env, "unwrapped", None), name, None) if value is None else value
 
 
 def _generator_states(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's global generators, CPU and CUDA, without a device
-    synchronisation.
-    """
-    return [
-        torch.get_rng_state(),
-        *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []),
-    ]
+    """Return the states of torch's global generators without a device synchronisation."""
+    cuda_states = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *cuda_states]
 
 
 def _set_generators(states: list[Tensor], device: torch.device) -> None:
@@ -489,13 +410,6 @@ def _is_maniskill(env: Any) -> bool:
     return any(
         type(x).__module__.startswith("mani_skill.") for x in (env, getattr(env, "unwrapped", None))
     )
-
-
-def _leaf_space(space: Any, name: str) -> Any:
-    """Return the space of "a/b"; "" is the space itself."""
-    for part in filter(None, name.split("/")):
-        space = space[part]
-    return space
 
 
 def _entry(info: Any, key: str) -> Any:
@@ -511,15 +425,3 @@ def _copy_if_shared(y: Tensor, x: Tensor, device: torch.device) -> Tensor:
     """Return ``y`` on ``device``, in other memory than ``x``."""
     y = y.to(device)
     return y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y
-
-
-def _actions(
-    spec: Any, space: Any, mapping: str, device: torch.device
-) -> Callable[[Tensor], Tensor]:
-    """Return a function from the policy's batch to the simulator's: int64 [N], or float32 [N,
-    *shape].
-    """
-    if isinstance(spec, Discrete):
-        return lambda action: action + int(space.start)
-    apply, shape = mapper(mapping, spec, device), tuple(space.shape)
-    return lambda action: apply(action).reshape(-1, *shape)

@@ -1,6 +1,4 @@
-"""User code boundary: exceptions of the user's modules and of optional packages become
-``EnvError``.
-"""
+"""Boundary to user code and optional packages: their exceptions become ``EnvError``."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ from embodied_ppo.core.types import EnvError
 
 @contextlib.contextmanager
 def wrap_errors(prefix: str, suffix: str = "") -> Iterator[None]:
-    """Re-raise any exception of the block as an EnvError, with its class and text between the
-    affixes.
+    """Re-raise any exception of the block as an EnvError that states its class and text.
 
     Args:
         prefix: Text before the class and the text of the exception.

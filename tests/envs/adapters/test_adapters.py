@@ -548,7 +548,7 @@ def test_after_close_nothing_works(simulator: str) -> None:
     assert env.state() is None
     with pytest.raises(EnvError, match=r"use restart\(seeds\)"):
         env.load_state({})
-    with pytest.raises(EnvError, match="made without pictures"):
+    with pytest.raises(EnvError, match="rendering is disabled"):
         env.render()
     with pytest.raises(EnvError, match="1 seeds for 2 environments"):
         env.restart([0])

@@ -293,7 +293,7 @@ def test_after_close_and_before_reset_nothing_works() -> None:
     env.reset()
     with pytest.raises(EnvError, match=r"actions of shape \[4, 1\]; it takes \[3, 1\]"):
         env.step(push(4))
-    with pytest.raises(EnvError, match="made without pictures"):
+    with pytest.raises(EnvError, match="rendering is disabled"):
         env.render()
     with pytest.raises(EnvError, match="cannot be loaded"):
         env.load_state({})
