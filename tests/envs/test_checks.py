@@ -211,7 +211,7 @@ FAULTS = {
     "obs dtype": (r"observation of reset\(\) is torch.float64; it must be torch.float32", False),
     "obs shape": (r"shape \[2, 4\]; it must be \[4, 2\]", False),
     "obs numpy": ("is a ndarray; it must be a torch.Tensor", False),
-    "obs dict": ("is a dict; obs_spec says one tensor", False),
+    "obs dict": ("is a dict; obs_spec declares one tensor", False),
     "nan": ("observation of step 4 is not finite", False),
     "reward dtype": ("reward of step 0 is torch.float64", False),
     "flag dtype": ("truncated of step 0 is torch.float32", False),
@@ -227,10 +227,10 @@ FAULTS = {
     "final is reset": ("final_obs is equal to the next episode's first observation", True),
     "off by one": (r"off by one", False),
     "clock short": ("truncated after 7 steps at step .*, and max_episode_steps is 8", False),
-    "clock long": ("an episode goes on after 6 steps", False),
-    "changes action": ("changed the action it was given, at step 0", False),
-    "aliasing": ("overwrote observation of the answer before it", False),
-    "handed out": ("overwrote observation|overwriting old answers", False),
+    "clock long": ("an episode continues after 6 steps", False),
+    "changes action": (r"step\(\) modified its argument at step 0", False),
+    "aliasing": ("overwrote observation of the previous result", False),
+    "handed out": ("overwrote observation|overwriting earlier results", False),
     "global random": (
         r"with the same seeds and actions after restart\(seeds\), observation differs in reset",
         False,
@@ -247,7 +247,7 @@ FAULTS = {
         False,
     ),
     "state without random": (r"1 steps after load_state\(\), observation differs", False),
-    "load_state answers reset": (r"load_state\(\) answered another observation", False),
+    "load_state answers reset": (r"load_state\(\) returned another observation", False),
     "close twice": (r"a second close\(\) raises", False),
     "open": (r"step\(\) works after close\(\)", False),
 }
@@ -291,7 +291,7 @@ def test_what_could_not_be_checked_is_noted() -> None:
 
 @pytest.mark.parametrize("thing", [object(), 3, lambda seeds: object()])
 def test_what_is_no_environment_is_refused(thing: Any) -> None:
-    with pytest.raises(EnvError, match="is no VectorEnv: it lacks id, num_envs"):
+    with pytest.raises(EnvError, match="is not a VectorEnv: it lacks id, num_envs"):
         check_env(thing)
 
 

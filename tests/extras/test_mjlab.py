@@ -30,7 +30,7 @@ def make(id: str = BALANCE, n: int = 4, seeds: list[int] | None = None, **option
 def test_cartpole_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     report = check_env(lambda seeds: make(seeds=seeds, max_episode_steps=10), steps=25)
     assert (report.episodes, report.longest, report.rows, report.seeded) == (8, 10, 100, True)
-    assert report.notes == ("state() is None: a resumed run begins its episodes anew",)
+    assert report.notes == ("state() is None: a resumed run starts new episodes",)
     assert "Module" not in capsys.readouterr().out
 
 

@@ -104,25 +104,27 @@ def pattern(node: ast.expr) -> str:
 
 
 def findings() -> set[str]:
-    """Every finding and note in the source of check_env."""
-    found = set()
-    for call in (
-        n for n in ast.walk(ast.parse(Path(checks.__file__).read_text())) if isinstance(n, ast.Call)
-    ):
-        name = ast.unparse(call.func)
-        if name == "_fail":
-            found.add(pattern(call.args[1]))
-        elif name.endswith(".compare"):
-            found.add(f"{pattern(call.args[1])}, .. differs ..")
-        elif name in ("EnvError", "notes.append", "out.append"):
-            found.add(pattern(call.args[0]))
-        elif name == "wrap_errors":
-            found.add(f"{pattern(call.args[0])}..")
-    return found - {
-        "..",
-        ".., .. differs ..",
-        "",
-    }  # put together from parts that are counted themselves
+    """Return every violation and note in the source of check_env."""
+    texts: list[tuple[ast.expr, str]] = []  # (expression, suffix)
+    for node in ast.walk(ast.parse(Path(checks.__file__).read_text())):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "violation":
+            texts.append((node.value, ""))
+        elif isinstance(node, ast.Return) and isinstance(node.value, ast.List):
+            texts += [(element, "") for element in node.value.elts]
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            argument = {"_require": 2, "EnvError": 0, "notes.append": 0, "wrap_errors": 0}
+            suffix = ".." if name == "wrap_errors" else ""
+            if name.endswith(".compare"):
+                argument, suffix = {name: 1}, ", .. differs .."
+            elif name == "_fail":
+                argument = {name: 1}
+            if name in argument:
+                texts.append((node.args[argument[name]], suffix))
+    texts = [x for x in texts if isinstance(x[0], ast.Constant | ast.JoinedStr)]
+    found = {pattern(node) + suffix for node, suffix in texts}
+    # The first two are put together from parts that are counted themselves.
+    return found - {"..", ".., .. differs ..", ""}
 
 
 def test_every_finding_of_check_env_is_explained() -> None:
