@@ -193,7 +193,7 @@ class Shape:
             "max_position_embeddings": 4096,
             "tie_word_embeddings": True,
         }
-        return causal_lm.load(None, fields, what="bench", dtype=torch.bfloat16, device=device)
+        return causal_lm.load(None, fields, section="bench", dtype=torch.bfloat16, device=device)
 
     def flops(self, decoder: Decoder, lengths: Tensor, responses: Tensor) -> float:
         """Of a forward and backward pass over rows of ``lengths`` [N] tokens, whose last

@@ -173,7 +173,7 @@ class NewOpenVLA(CheckpointVLA):
 
     def _open(self, config: ModelConfig) -> Any:
         sizes, device = self._new
-        self.actions = ActionTokens.of(sizes)
+        self.actions = ActionTokens.from_config(sizes)
         return OpenVLA(
             OpenVLABody(sizes, dtype=self.dtype, device=device),
             words,

@@ -91,7 +91,7 @@ def theirs(model: Any, prompts: torch.Tensor) -> int:
 def generation() -> list[tuple[float, float]]:
     """(ours, theirs) in useful tokens per CPU second, round by round."""
     torch.manual_seed(0)
-    policy = LanguagePolicy(causal_lm.load(None, MODEL, what="actor.model"))
+    policy = LanguagePolicy(causal_lm.load(None, MODEL, section="actor.model"))
     engine = Engine(policy, slots=256, pad_id=0)
     sampling = Sampling(max_tokens=LONGEST, stop_ids=ENDS)
     found = []

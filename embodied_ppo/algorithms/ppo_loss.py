@@ -22,7 +22,7 @@ from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.running_stats import masked_sum
 from embodied_ppo.core.types import Batch, Evaluation, Policy
-from embodied_ppo.models.causal_lm import Aside, LanguageCritic, LanguagePolicy
+from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy, ModuleReference
 
 SETTINGS: tuple[str, ...] = (
     "actor_step",
@@ -246,7 +246,7 @@ class ActorLoss(nn.Module):
         super().__init__()
         self.model, self.config = policy, config
         self.length = float(config.loss_scale_factor or length)
-        self.reference = Aside(reference)
+        self.reference = ModuleReference(reference)
 
     def forward(
         self,

@@ -128,7 +128,7 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
 
 
 def _all_modules(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules by name, those held outside the module tree (``causal_lm.Aside``)
+    """Yield all modules by name, those held outside the module tree (``causal_lm.ModuleReference``)
     included.
     """
     for inner, m in module.named_modules(prefix=name):

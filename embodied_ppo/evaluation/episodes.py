@@ -349,10 +349,10 @@ def set_instructions(policy: Policy, sentences: Sequence[str]) -> None:
     if (
         sentences
         and tuple(sentences) != getattr(policy, "sentences", None)
-        and hasattr(policy, "tell")
+        and hasattr(policy, "set_sentences")
     ):
         with torch.inference_mode(False):  # training uses these tensors later
-            policy.tell(sentences)  # pyright: ignore[reportAttributeAccessIssue]
+            policy.set_sentences(sentences)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def policy_device(policy: Policy) -> torch.device:

@@ -93,9 +93,9 @@ def clone(
     """
     check(policy, demos)
     start = time.process_time()
-    device = policy.query.device
+    device = policy.device
     sentences, frozen = policy.sentences, policy.frozen
-    policy.tell(demos.instructions)
+    policy.set_sentences(demos.instructions)
     policy.freeze(False)
     try:
         if isinstance(policy, VLA):
@@ -113,7 +113,7 @@ def clone(
             config.steps, loss, _held_out_loss(policy, demos, held_out), time.process_time() - start
         )
     finally:
-        policy.tell(sentences)
+        policy.set_sentences(sentences)
         policy.freeze(frozen)
 
 
@@ -136,12 +136,12 @@ class _CloningRun:
             notice,
             advance,
         )
-        self.device = policy.query.device
+        self.device = policy.device
         future = demos.state[_along(demos.episode, FUTURE)].flatten(1)
         self.future = (future - future.mean(0)) / future.std(0).clamp_min(
             LEAST_STD
         )  # [F, S·len(FUTURE)]
-        width = policy.query.shape[1]
+        width = policy.width
         self.state_head: nn.Module | None = None
         self.cell_head: nn.Module | None = None
         if config.foresight_steps:
@@ -310,7 +310,7 @@ def _vectors(policy: Family, state: Tensor) -> dict[str, Tensor]:
 
 def _inputs(policy: Family, demos: Demonstrations, frames: Tensor) -> dict[str, Tensor]:
     """Return the encoded observations of frames int64 [B]."""
-    device = policy.query.device
+    device = policy.device
     obs = _vectors(policy, demos.state[frames].to(device))
     for name, spec in policy.trunk.encoder.images.items():
         images = demos.images[name][frames].to(device)  # [B, H, W, 3]
@@ -336,9 +336,9 @@ def _held_out_loss(policy: Family, demos: Demonstrations, frames: Tensor) -> flo
     frames = frames[:: max(1, len(frames) // 2048)]
     if not len(frames):
         return float("nan")
-    total, noise = 0.0, torch.Generator(policy.query.device).manual_seed(0)
+    total, noise = 0.0, torch.Generator(policy.device).manual_seed(0)
     for part in frames.split(256):
-        action, executed = (x.to(policy.query.device) for x in demos.chunk(part, policy.chunk))
+        action, executed = (x.to(policy.device) for x in demos.chunk(part, policy.chunk))
         total += float(
             policy.bc_loss(_inputs(policy, demos, part), action, executed, noise)[0]
         ) * len(part)
@@ -359,15 +359,15 @@ class AuxiliaryCloningLoss:
 
         Uses the policy's normaliser as it is.
         """
-        policy, demos, device = self.policy, self.demos, self.policy.query.device
+        policy, demos, device = self.policy, self.demos, self.policy.device
         frames = torch.randint(len(demos.state), (self.config.batch_size,), generator=generator)
         seed = int(torch.randint(2**62, (), generator=generator))
         told = policy.sentences
-        policy.tell(demos.instructions)
+        policy.set_sentences(demos.instructions)
         try:
             inputs = _inputs(policy, demos, frames)
         finally:
-            policy.tell(told)
+            policy.set_sentences(told)
         action, executed = (x.to(device) for x in demos.chunk(frames, policy.chunk))
         noise = torch.Generator(device).manual_seed(seed)
         return self.config.coef * policy.bc_loss(inputs, action, executed, noise)[0]

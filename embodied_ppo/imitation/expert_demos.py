@@ -313,7 +313,7 @@ def clone(
         config.seed,
     ]
     model = replace(config.model, detach_value=True)  # cloning learns no value
-    settings += [str(policy.query.device), loader.dump(model), config.env.cameras]
+    settings += [str(policy.device), loader.dump(model), config.env.cameras]
     name = hashlib.sha256(
         json.dumps(settings).encode() + supervised_finetuning.digest_of(weights).encode()
     )

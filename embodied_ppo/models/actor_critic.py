@@ -16,7 +16,7 @@ from embodied_ppo.core.types import (
     ObsSpec,
 )
 from embodied_ppo.models import distributions as dist
-from embodied_ppo.models.backbone import Encoder, Trunk, linear
+from embodied_ppo.models.backbone import Encoder, Trunk, linear, split_parameters
 
 
 class ActorCritic(nn.Module):
@@ -157,11 +157,8 @@ class ActorCritic(nn.Module):
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """See ``Policy.parameter_groups``."""
-        critic = list(self.value_head.parameters())
-        if self.value_trunk is not None:
-            critic += list(self.value_trunk.parameters())
-        names = {id(p) for p in critic}
-        return {"actor": [p for p in self.parameters() if id(p) not in names], "critic": critic}
+        trunks = [] if self.value_trunk is None else [self.value_trunk]
+        return split_parameters(self, self.value_head, *trunks)
 
     def units(self) -> list[nn.Module]:
         """See ``Policy.units``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,17 @@ a slash.
 """
 
 
+class InferenceModule(nn.Module):
+    """Module that always stays in evaluation mode.
+
+    Dropout would make log-probabilities and values random.
+    """
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in evaluation mode."""
+        return super().train(False)
+
+
 def is_image(spec: ArraySpec) -> bool:
     """Return whether an observation is an image, uint8 with three dimensions."""
     return spec.dtype == torch.uint8 and len(spec.shape) == 3
@@ -31,6 +42,25 @@ def channels_last(spec: ArraySpec) -> bool:
     dimension.
     """
     return spec.shape[2] <= 4 < spec.shape[0]
+
+
+def channels_first_shape(spec: ArraySpec) -> tuple[int, int, int]:
+    """Return the shape of an image as (channels, height, width)."""
+    a, b, c = spec.shape
+    return (c, a, b) if channels_last(spec) else (a, b, c)
+
+
+def split_parameters(policy: nn.Module, *critic: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Return the trained parameters of a policy as groups, see ``Policy.parameter_groups``.
+
+    Args:
+        policy: The policy.
+        critic: Its modules that are trained by the value loss only.
+    """
+    values = [p for module in critic for p in module.parameters()]
+    ids = {id(p) for p in values}
+    actor = [p for p in policy.parameters() if p.requires_grad and id(p) not in ids]
+    return {"actor": actor, "critic": values}
 
 
 class Encoder(nn.Module):
@@ -157,14 +187,12 @@ class Trunk(nn.Module):
         self.cnns = nn.ModuleList()  # one per image in the order of ``names``; empty for an MLP
         size = encoder.vector_size
         for name, spec in encoder.images.items():
-            a, b, c = spec.shape
-            shape = (c, a, b) if channels_last(spec) else (a, b, c)  # (C, H, W)
             if use_cnn:
-                cnn = NatureCNN(name, shape, config)
+                cnn = NatureCNN(name, channels_first_shape(spec), config)
                 self.cnns.append(cnn)
                 size += cnn.features
             else:
-                size += math.prod(shape)
+                size += math.prod(spec.shape)
         if size == 0:
             raise ConfigError("env: the observation is empty; nothing to act on")
         layers: list[nn.Module] = []

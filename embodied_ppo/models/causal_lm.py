@@ -26,7 +26,13 @@ from torch.utils.checkpoint import checkpoint
 
 from embodied_ppo.core.collectives import gathered
 from embodied_ppo.core.types import ConfigError
-from embodied_ppo.models.checkpoint_files import config_errors
+from embodied_ppo.models.backbone import InferenceModule
+from embodied_ppo.models.checkpoint_files import (
+    config_errors,
+    forward_mismatch,
+    import_transformers,
+    relative_difference,
+)
 
 M = TypeVar("M")
 Attend: TypeAlias = "Callable[[int, Tensor, Tensor, Tensor], Tensor]"
@@ -40,12 +46,6 @@ pass.
 WRITTEN_OUT = 1024
 """Largest product of queries and keys of a row for which compiled attention uses elementary
 operations.
-"""
-FORWARD_ERRORS = (AttributeError, TypeError, RuntimeError, IndexError, ZeroDivisionError)
-"""Exceptions of a forward pass that was written for another architecture or other sizes."""
-TOLERANCE = 1e-4
-"""Largest accepted difference between our logits and those of transformers, relative to the largest
-logit.
 """
 
 
@@ -117,7 +117,7 @@ class Attention:
         return visible if self.window is None else visible & (distance < self.window)
 
 
-class Decoder(nn.Module):
+class Decoder(InferenceModule):
     """Layers of a model of the Llama family (Llama, SmolLM, Mistral, Qwen 2, 2.5 and 3, Gemma 1 to
     3).
 
@@ -234,20 +234,6 @@ class Decoder(nn.Module):
         one = ids.flatten()[packing.index].unsqueeze(0)
         return self(one, packing.position.unsqueeze(0), attend=blocks(packing))[0][packing.at]
 
-    def separate(self, packing: Packing) -> Attend:
-        """Return attention of packed rows, computed row by row; the slow reference of
-        ``varlen``.
-        """
-
-        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            sizes = packing.start.diff().tolist()
-            rows = zip(*(x.split(sizes, dim=2) for x in (q, k, v)), strict=True)
-            return torch.cat(
-                [self.causal(row[0].shape[2], None, q.device)(i, *row) for row in rows], dim=2
-            )
-
-        return attend
-
     def varlen(self, packing: Packing) -> Attend:
         """Return attention of packed rows by flash attention, for half precision on a GPU."""
         kernel, start, longest = _varlen_kernel(), packing.start, packing.longest
@@ -320,20 +306,16 @@ class Decoder(nn.Module):
         a = layer.self_attn
         h = layer.input_layernorm(x)
         key, value = _heads(a, "k", h), _heads(a, "v", h)
-        key = _rotate(key, cos, sin)
+        key = rotate(key, cos, sin)
         if place is not None:
             x, h, cos, sin = _at(x, place), _at(h, place), _at(cos, place), _at(sin, place)
-        query = _rotate(_heads(a, "q", h), cos, sin)
+        query = rotate(_heads(a, "q", h), cos, sin)
         h = a.o_proj(attend(i, query, key, value).transpose(1, 2).flatten(2))
         if not hasattr(layer, "pre_feedforward_layernorm"):
             x = x + h
             return x + layer.mlp(layer.post_attention_layernorm(x))
         x = x + layer.post_attention_layernorm(h)  # Gemma 2 and 3 also normalise the outputs
         return x + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x)))
-
-    def train(self, mode: bool = True) -> Decoder:
-        """Do nothing: dropout would make log-probabilities random."""
-        return super().train(False)
 
 
 def _heads(attention: Any, which: str, h: Tensor) -> Tensor:
@@ -343,7 +325,7 @@ def _heads(attention: Any, which: str, h: Tensor) -> Tensor:
     return (x if norm is None else norm(x)).transpose(1, 2)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary position embedding (Su et al. 2021) to [B, heads, L, d], angles [1 or B, L,
     d].
     """
@@ -440,7 +422,7 @@ class TokenView:
     distance: Tensor | None = None
 
 
-class LanguagePolicy(nn.Module):
+class LanguagePolicy(InferenceModule):
     """π(token | all tokens before it), at the temperature of the rollouts."""
 
     def __init__(
@@ -456,7 +438,7 @@ class LanguagePolicy(nn.Module):
         super().__init__()
         self.model: Any = model
         self.temperature, self.compute = temperature, compute
-        self.decoder = Aside(Decoder(self.model.model))
+        self.decoder = ModuleReference(Decoder(self.model.model))
         self.softcap: float | None = getattr(self.model.config, "final_logit_softcapping", None)
 
     def units(self) -> list[nn.Module]:
@@ -563,12 +545,8 @@ class LanguagePolicy(nn.Module):
             distance = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
         return log_p.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy, distance
 
-    def train(self, mode: bool = True) -> LanguagePolicy:
-        """Do nothing: dropout would make log-probabilities random."""
-        return super().train(False)
 
-
-class LanguageCritic(nn.Module):
+class LanguageCritic(InferenceModule):
     """V(all tokens so far): a complete model with one output per token.
 
     The head is zero at the start, so that V is 0 everywhere. With a random head the value loss
@@ -591,7 +569,7 @@ class LanguageCritic(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def begin_as(self, policy: Mapping[str, Tensor]) -> None:
+    def copy_body(self, policy: Mapping[str, Tensor]) -> None:
         """Copy all weights except the head from the state_dict of a ``LanguagePolicy``."""
         prefix = "model.model."
         body = {
@@ -609,12 +587,8 @@ class LanguageCritic(nn.Module):
             hidden = self.decoder(ids, place=place)
         return self.value_head(hidden.float()).squeeze(-1)
 
-    def train(self, mode: bool = True) -> LanguageCritic:
-        """Do nothing: dropout would make values random."""
-        return super().train(False)
 
-
-class Aside(Generic[M]):
+class ModuleReference(Generic[M]):
     """Reference to a module that is excluded from state_dict and parameters of its owner."""
 
     def __init__(self, module: M) -> None:
@@ -623,7 +597,7 @@ class Aside(Generic[M]):
     def __repr__(self) -> str:
         # No memory address: the cache of compiled libraries uses the representation as part of its
         # key.
-        return f"Aside({type(self.module).__name__})"
+        return f"ModuleReference({type(self.module).__name__})"
 
 
 # ------------------------------------------------------------------------------------------ loading
@@ -631,7 +605,7 @@ def load(
     path: str | None,
     architecture: Mapping[str, Any],
     *,
-    what: str,
+    section: str,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Any:
@@ -642,32 +616,25 @@ def load(
     Args:
         path: Directory, None: a new model.
         architecture: Fields of the new model's configuration.
-        what: Section of the options, for messages.
+        section: Section of the options, for messages.
         dtype: Type of the weights.
         device: Device of the weights.
 
     Raises:
         ConfigError: The directory cannot be read, or the architecture is not supported.
     """
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.utils import logging
-    except ImportError as error:
-        raise ConfigError(
-            f"mode=reasoning needs transformers ({error}): pip install 'embodied-ppo[language]'"
-        ) from error
-    logging.disable_progress_bar()
+    transformers = import_transformers("mode=reasoning", extra="language")
     model: Any
     option = f"path={path}" if path else "architecture"
-    with config_errors(f"{what}.{option}: transformers refuses: "):
+    with config_errors(f"{section}.{option}: transformers refuses: "):
         if path is not None:
             if not Path(path, "config.json").is_file():
                 raise ConfigError(
-                    f"{what}.path={path}: holds no config.json; name a directory that transformers"
+                    f"{section}.path={path}: holds no config.json; name a directory that transformers"
                     " wrote (hf download NAME --local-dir DIR), or leave path null for a new,"
                     " small model"
                 )
-            model = AutoModelForCausalLM.from_pretrained(
+            model = transformers.AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
                 local_files_only=True,
@@ -676,36 +643,25 @@ def load(
             )
         else:
             fields = dict(architecture)
-            config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False
+            )
     model = model.to(device).eval()
-    try:
-        error = _difference(model)
-    except torch.OutOfMemoryError:
-        raise
-    except FORWARD_ERRORS as failure:
-        error = (
-            f"its structure is different, or its sizes do not fit: {type(failure).__name__}:"
-            f" {failure}"
-        )
-    else:
-        if error <= (TOLERANCE if model.dtype == torch.float32 else 0.05):
-            return model
-        error = f"logits differ by {error:.2g} of the largest"
+    mismatch = forward_mismatch(lambda: _difference(model), model.dtype)
+    if mismatch is None:
+        return model
     raise ConfigError(
-        f"{what}: {type(model).__name__} computes something else than models of the Llama family do"
-        f" ({error}); Llama, SmolLM, Mistral, Qwen 2 to 3 and Gemma 1 to 3 are supported"
+        f"{section}: {type(model).__name__} computes something else than models of the Llama family do"
+        f" ({mismatch}); Llama, SmolLM, Mistral, Qwen 2 to 3 and Gemma 1 to 3 are supported"
     )
 
 
 @torch.no_grad()
 def _difference(model: Any) -> float:
-    """Return the largest difference between transformers' logits and ours, relative to the largest
-    logit.
-    """
+    """Return the ``relative_difference`` between our logits and those of transformers."""
     policy = LanguagePolicy(model)
     vocabulary = model.lm_head.weight.shape[0]
     ids = (torch.arange(2 * 12, device=model.lm_head.weight.device).view(2, 12) * 7919) % vocabulary
-    theirs = model(input_ids=ids, use_cache=False).logits.float()
-    ours = policy.logits(policy.decoder.module(ids))
-    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
+    expected = model(input_ids=ids, use_cache=False).logits.float()
+    return relative_difference(policy.logits(policy.decoder.module(ids)), expected)

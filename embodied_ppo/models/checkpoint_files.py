@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from embodied_ppo.core.errors import ConfigError, one_line
+
+TOLERANCE = 1e-4
+"""Largest accepted difference between our logits and those of transformers, relative to the largest
+logit, in float32.
+"""
+HALF_TOLERANCE = 0.05
+"""The same in half precision."""
+FORWARD_ERRORS = (AttributeError, TypeError, RuntimeError, IndexError, ZeroDivisionError)
+"""Exceptions of a forward pass that was written for another architecture or other sizes."""
 
 
 @contextlib.contextmanager
@@ -36,7 +46,58 @@ def config_errors(before: str, after: str = "", *, kind: bool = False) -> Iterat
         raise ConfigError(f"{before}{one_line(error, kind=kind)}{after}") from error
 
 
-def share(folder: str | Path) -> None:
+def import_transformers(purpose: str, *names: str, version: str = "", extra: str = "vla") -> Any:
+    """Return the module transformers, with its progress bars switched off.
+
+    Args:
+        purpose: What needs it, for the message.
+        names: Classes that it must have.
+        version: First version that has them, for the message.
+        extra: Extra of embodied-ppo that installs it.
+
+    Raises:
+        ConfigError: It is missing or too old.
+    """
+    try:
+        import transformers
+        from transformers.utils import logging
+
+        for name in names:
+            getattr(transformers, name)
+    except (ImportError, AttributeError) as error:
+        package = f"transformers {version} or later" if version else "transformers"
+        raise ConfigError(
+            f"{purpose} needs {package} ({error}): pip install 'embodied-ppo[{extra}]'"
+        ) from error
+    logging.disable_progress_bar()
+    return transformers
+
+
+def forward_mismatch(difference: Callable[[], float], dtype: torch.dtype) -> str | None:
+    """Return how our forward pass differs from that of transformers, None if both agree.
+
+    Args:
+        difference: Computes the largest difference of the logits, see ``relative_difference``.
+        dtype: Type of the weights.
+    """
+    try:
+        value = difference()
+    except torch.OutOfMemoryError:
+        raise
+    except FORWARD_ERRORS as error:
+        cause = one_line(error, kind=True)
+        return f"its structure is different, or its sizes do not fit: {cause}"
+    if value <= (TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE):
+        return None
+    return f"logits differ by {value:.2g} of the largest"
+
+
+def relative_difference(logits: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest expected logit."""
+    return float((logits - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+
+
+def copy_permissions(folder: str | Path) -> None:
     """Give safetensors files the permissions of config.json beside them.
 
     safetensors writes files that only their owner may read.
@@ -71,3 +132,15 @@ def read_json(file: Path, label: str, cure: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{label}{file.name} must hold one JSON object; download it again")
     return value
+
+
+def pad_left(rows: Sequence[list[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Pad rows of token ids on the left.
+
+    Returns:
+        int64 ids [B, L], and bool mask [B, L] of the tokens that are not padding.
+    """
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+    padding = torch.tensor([width - len(row) for row in rows])
+    return ids, torch.arange(width) >= padding.unsqueeze(1)

@@ -146,7 +146,7 @@ class ModelService:
             self.reference.load_state(weights)
         else:
             assert self.critic is not None and isinstance(self.critic.module, LanguageCritic)
-            self.critic.module.begin_as(weights)
+            self.critic.module.copy_body(weights)
 
     def close(self) -> None:
         """Close the graders and the critic."""

@@ -31,7 +31,7 @@ def test_it_is_the_cloning_loss_in_the_words_of_the_demonstrations() -> None:
     frames = torch.randint(
         len(demos.state), (len(demos.state),), generator=torch.Generator().manual_seed(0)
     )
-    policy.tell(demos.instructions)
+    policy.set_sentences(demos.instructions)
     obs = {
         "front": demos.images["front"].permute(0, 3, 1, 2),
         "state": demos.state,
@@ -39,7 +39,7 @@ def test_it_is_the_cloning_loss_in_the_words_of_the_demonstrations() -> None:
     }
     expected, _ = policy.bc_loss(policy.encode(tree.index(obs, frames)), *demos.chunk(frames, C))
     assert torch.allclose(loss, 0.3 * expected)
-    policy.tell(SENTENCES)
+    policy.set_sentences(SENTENCES)
     other, _ = policy.bc_loss(policy.encode(tree.index(obs, frames)), *demos.chunk(frames, C))
     assert not torch.allclose(other, expected)
 

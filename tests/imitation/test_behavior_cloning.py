@@ -60,7 +60,7 @@ def test_a_clone_acts_as_demonstrated_and_says_how_well() -> None:
         and told.cpu_s > 0
     )
     assert policy.trunk.table is table  # the simulator's sentences again
-    policy.tell(demos.instructions)
+    policy.set_sentences(demos.instructions)
     obs = {
         "front": demos.images["front"].permute(0, 3, 1, 2),
         "state": demos.state,
@@ -157,7 +157,7 @@ def test_how_a_picture_ends_is_foreseen() -> None:
         20,
     )
     policy = make(word_buckets=256)  # of 64, red and blue would be the same
-    policy.tell(demos.instructions)
+    policy.set_sentences(demos.instructions)
     run = behavior_cloning._CloningRun(
         policy, demos, replace(STEPS, batch_size=64), 0, lambda text: None, lambda *a: None
     )

@@ -265,7 +265,7 @@ def files() -> Iterator[None]:
     tokenizer.save_pretrained(FILES / "tokenizer")
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = causal_lm.load(None, ARCHITECTURE, what="actor.model")
+        model = causal_lm.load(None, ARCHITECTURE, section="actor.model")
         scores = reward_model.new(ARCHITECTURE)
         torch.nn.init.normal_(scores.score.weight)
     model.save_pretrained(FILES / "model")

@@ -5,6 +5,7 @@ twin.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models import causal_lm
-from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
+from embodied_ppo.models.causal_lm import (
+    Attend,
+    Decoder,
+    LanguageCritic,
+    LanguagePolicy,
+    Packing,
+)
 
 TINY: dict[str, Any] = {
     "vocab_size": 50,
@@ -45,7 +52,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 
 def make(kind: str = "qwen2", seed: int = 0, **more: Any) -> LanguagePolicy:
     torch.manual_seed(seed)
-    model = causal_lm.load(None, {"model_type": kind, **TINY, **more}, what="actor.model")
+    model = causal_lm.load(None, {"model_type": kind, **TINY, **more}, section="actor.model")
     with torch.no_grad():  # new models have tiny weights: nothing would depend on anything
         for p in model.parameters():
             if p.ndim > 1:
@@ -82,7 +89,7 @@ def test_another_family_is_refused(kind: str) -> None:
     with pytest.raises(
         ConfigError, match=r"actor.model: .* computes something else .* Qwen 2 to 3"
     ):
-        causal_lm.load(None, {"model_type": kind, **TINY}, what="actor.model")
+        causal_lm.load(None, {"model_type": kind, **TINY}, section="actor.model")
 
 
 @pytest.mark.parametrize(
@@ -111,13 +118,13 @@ def test_what_cannot_be_loaded(
     path: str | None, architecture: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        causal_lm.load(path, architecture, what="actor.model")
+        causal_lm.load(path, architecture, section="actor.model")
 
 
 def test_a_directory_of_transformers_is_loaded(tmp_path: Any) -> None:
     policy = make("qwen3")
     policy.model.save_pretrained(tmp_path)
-    again = LanguagePolicy(causal_lm.load(str(tmp_path), {}, what="actor.model"))
+    again = LanguagePolicy(causal_lm.load(str(tmp_path), {}, section="actor.model"))
     ids, place = rows()
     assert torch.equal(policy.hidden(ids, place), again.hidden(ids, place))
 
@@ -140,6 +147,19 @@ def ragged(seed: int = 0) -> tuple[Tensor, Tensor]:
     return ids, torch.tensor([[2, 3, 0, 0], [6, 7, 8, 9], [0, 1, 2, 3]])
 
 
+def separate_rows(decoder: Decoder, packing: Packing) -> Attend:
+    """Return attention of packed rows, computed row by row; the slow reference of ``varlen``."""
+
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sizes = packing.start.diff().tolist()
+        rows = zip(*(x.split(sizes, dim=2) for x in (q, k, v)), strict=True)
+        return torch.cat(
+            [decoder.causal(row[0].shape[2], None, q.device)(i, *row) for row in rows], dim=2
+        )
+
+    return attend
+
+
 def test_packing() -> None:
     """By hand: rows of 4, 10 and 4 tokens."""
     p = causal_lm.pack(ragged()[1], 11)
@@ -157,7 +177,10 @@ def test_packed_rows_are_padded_rows(kind: str, more: dict[str, Any]) -> None:
     policy = make(kind, **more)
     decoder = policy.decoder.module
     ids, place = ragged()
-    padded, packed = decoder(ids, place=place), decoder.packed(ids, place, decoder.separate)
+    padded, packed = (
+        decoder(ids, place=place),
+        decoder.packed(ids, place, partial(separate_rows, decoder)),
+    )
     torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
     weight, some = (
         policy.model.model.embed_tokens.weight,
@@ -195,7 +218,10 @@ def test_varlen_attention_is_that_of_separate_rows(groups: int) -> None:
     ids, place = (x.cuda() for x in ragged())
     assert decoder._packs(ids)
     weight, some = policy.model.model.embed_tokens.weight, torch.randn(32, device="cuda")
-    fast, slow = (decoder.packed(ids, place, how) for how in (decoder.varlen, decoder.separate))
+    fast, slow = (
+        decoder.packed(ids, place, blocks)
+        for blocks in (decoder.varlen, partial(separate_rows, decoder))
+    )
     assert torch.equal(decoder(ids, place=place), fast)
     torch.testing.assert_close(fast, slow, rtol=0.05, atol=0.05)
     grads = [torch.autograd.grad((x.float() * some).sum(), weight)[0].float() for x in (fast, slow)]

@@ -203,7 +203,7 @@ def test_a_language_model_learns(adv_type: Any) -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 12, "num_hidden_layers": 1, "tie_word_embeddings": True}
     policy = LanguagePolicy(
-        causal_lm.load(None, {"model_type": "qwen2", **TINY, **sizes}, what="actor.model")
+        causal_lm.load(None, {"model_type": "qwen2", **TINY, **sizes}, section="actor.model")
     )
     prompts = [Prompt((a,), "", decode([a]), "echo", {}, a) for a in range(3, 12)]
     group = 4 if adv_type == "rloo" else 1

@@ -11,7 +11,6 @@ Source: RT-2 (Brohan et al. 2023), OpenVLA (Kim et al. 2024), OpenVLA-OFT (Kim e
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -20,14 +19,14 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from embodied_ppo.config.schema import ModelConfig
-from embodied_ppo.core.types import ActionSpec, Decision, Evaluation, ObsSpec
+from embodied_ppo.core.types import Decision, Evaluation
 from embodied_ppo.models import distributions as dist
-from embodied_ppo.models.vla.trunk import VLA, Grounding, Memory, ValueHead, mean_executed
+from embodied_ppo.models.vla.trunk import VLA, Grounding, Memory, VLAPolicy, mean_executed
 
 Context = TypeVar("Context")
 
 
-class Tokens(nn.Module, Generic[Context]):
+class Tokens(VLAPolicy, Generic[Context]):
     """Policy over action tokens, decoded in parallel or one after another.
 
     The value is computed from the hidden state that predicts the first token. Log-probabilities are
@@ -35,15 +34,9 @@ class Tokens(nn.Module, Generic[Context]):
     compute once per observation.
     """
 
-    chunk: int
-    """Actions of a chunk, C."""
-    size: int
-    """Dimensions of an action, A."""
     bins: int
     """Bins of a dimension, K."""
     autoregressive: bool
-    temperature: float
-    value_head: ValueHead
 
     # ---------------------------------------------------------------------------------------- model
     @abstractmethod
@@ -88,11 +81,6 @@ class Tokens(nn.Module, Generic[Context]):
         """Return the input of cloning's auxiliary loss; ``first`` [B, D] predicts the first
         token.
         """
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return next(self.value_head.parameters()).device
 
     @property
     def parts(self) -> int:
@@ -212,38 +200,20 @@ class _DecodingState:
     count: int = 0
 
 
-class TokenVLA(Tokens[Memory], VLA):
+class TokenVLA(VLA, Tokens[Memory]):
     """Small model: one learned query per token, and a decoder that attends to the memory."""
 
-    def __init__(
-        self,
-        obs_spec: ObsSpec,
-        action_spec: ActionSpec,
-        config: ModelConfig,
-        *,
-        chunk: int,
-        sentences: Sequence[str],
-        values: int = 1,
-    ) -> None:
-        """Build the policy; arguments as ``VLA``."""
-        super().__init__(
-            obs_spec,
-            action_spec,
-            config,
-            chunk=chunk,
-            sentences=sentences,
-            queries=lambda C, A: C * A,
-            values=values,
-        )
+    def num_queries(self) -> int:
+        """See ``VLA.num_queries``."""
+        return self.chunk * self.size
+
+    def build_head(self, config: ModelConfig) -> None:
+        """See ``VLA.build_head``."""
         self.bins = config.bins
         self.autoregressive = config.decode == "autoregressive"
         self.before = nn.Embedding(config.bins + 1, config.width) if self.autoregressive else None
         """Embedding of the previous token: its bin, or K for the first token."""
         self.head = nn.Linear(config.width, config.bins)
-
-    def encode_context(self, inputs: dict[str, Tensor]) -> Memory:
-        """See ``Tokens.encode_context``."""
-        return VLA.encode_context(self, inputs)
 
     def hidden(self, context: Memory, bins: Tensor | None) -> Tensor:
         """See ``Tokens.hidden``."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from embodied_ppo.config.schema import ModelConfig
-from embodied_ppo.core.types import ActionSpec, Decision, Evaluation, ObsSpec
+from embodied_ppo.core.types import Decision, Evaluation
 from embodied_ppo.models import distributions as dist
-from embodied_ppo.models.vla.trunk import VLA, Grounding, Memory, mean_executed
+from embodied_ppo.models.vla.trunk import VLA, Grounding, Memory, VLAPolicy, mean_executed
 
 PERIODS = (4e-3, 4.0)
 """Shortest and longest period of the sinusoidal encoding of τ, as in π0."""
@@ -37,7 +37,7 @@ both float32 [B, H, P].
 """
 
 
-class Flow(nn.Module):
+class Flow(VLAPolicy):
     """Chain of K steps from noise to a chunk of actions; base class of all flow policies.
 
     model.flow_noise:
@@ -58,11 +58,6 @@ class Flow(nn.Module):
     they are not executed (as in RLinf).
     """
 
-    chunk: int
-    """Actions of a chunk, C."""
-    size: int
-    """Dimensions of an action, A."""
-    temperature: float
     steps: int
     """Steps of the chain, K."""
 
@@ -100,11 +95,6 @@ class Flow(nn.Module):
     def normalize_actions(self, action: Tensor) -> Tensor:
         """Convert actions to latent units, the inverse of ``denormalize_actions``."""
         return action
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return next(self.parameters()).device
 
     # ---------------------------------------------------------------------------------------- chain
     def _executed(self, x: Tensor) -> Tensor:
@@ -237,37 +227,14 @@ class Flow(nn.Module):
 class FlowVLA(VLA, Flow):
     """Small flow policy: decoder tokens are the noisy actions."""
 
-    def __init__(
-        self,
-        obs_spec: ObsSpec,
-        action_spec: ActionSpec,
-        config: ModelConfig,
-        *,
-        chunk: int,
-        sentences: Sequence[str],
-        values: int = 1,
-    ) -> None:
-        """Build the policy; arguments as ``VLA``."""
-        super().__init__(
-            obs_spec,
-            action_spec,
-            config,
-            chunk=chunk,
-            sentences=sentences,
-            queries=lambda C, A: C,
-            values=values,
-        )
+    def build_head(self, config: ModelConfig) -> None:
+        """See ``VLA.build_head``."""
         width = config.width
         self.configure_chain(config, horizon=self.chunk, padded=self.size)
         self.latent = nn.Linear(self.size, width)
         self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.velocity = nn.Linear(width, self.size)
         self.scale = nn.Linear(width, self.size) if config.flow_noise == "learned" else None
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self.query.device
 
     def field(self, context: Memory) -> Field:
         """See ``Flow.field``."""

@@ -6,13 +6,12 @@ B rows, C actions of a chunk, A dimensions of each.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Generator, Tensor, nn
 
 from embodied_ppo.config.schema import ModelConfig
-from embodied_ppo.core.types import ActionSpec, Decision, Evaluation, ObsSpec
+from embodied_ppo.core.types import Decision, Evaluation
 from embodied_ppo.models import distributions as dist
 from embodied_ppo.models.vla.trunk import VLA, Grounding, Memory, mean_executed
 
@@ -23,26 +22,8 @@ class GaussianVLA(VLA):
     The value is computed from the first token. Log-probabilities are [B, C, A].
     """
 
-    def __init__(
-        self,
-        obs_spec: ObsSpec,
-        action_spec: ActionSpec,
-        config: ModelConfig,
-        *,
-        chunk: int,
-        sentences: Sequence[str],
-        values: int = 1,
-    ) -> None:
-        """Build the policy; arguments as ``VLA``."""
-        super().__init__(
-            obs_spec,
-            action_spec,
-            config,
-            chunk=chunk,
-            sentences=sentences,
-            queries=lambda C, A: C,
-            values=values,
-        )
+    def build_head(self, config: ModelConfig) -> None:
+        """See ``VLA.build_head``."""
         self.mean = nn.Linear(config.width, self.size)
         self.log_std = nn.Parameter(torch.full((self.chunk, self.size), config.init_log_std))
         self.bounds = config.min_log_std, config.max_log_std
@@ -56,7 +37,7 @@ class GaussianVLA(VLA):
 
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
         """See ``Policy.noise``."""
-        return dist.gaussian_noise((rows, self.chunk, self.size), generator, self.query.device)
+        return dist.gaussian_noise((rows, self.chunk, self.size), generator, self.device)
 
     @torch.no_grad()
     def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:

@@ -8,7 +8,7 @@ tokens (C·A of a chunk), D size of a hidden state, M axes of a position (3 in Q
 Weights and modules are those of transformers. The prompt follows the model's own chat template,
 with the instruction as the user's message and as many image tokens as the vision tower returns
 visual tokens. The forward pass between the modules is implemented here, so that tokens can be
-decoded in parallel and only K logits are computed; ``VisionLanguage.of`` compares it with that of
+decoded in parallel and only K logits are computed; ``VisionLanguage.from_directory`` compares it with that of
 transformers. Images are resized and normalised here by the numbers of preprocessor_config.json,
 because the processors of transformers need torchvision and process one image at a time. An image is
 resized as a whole: models that cut large images into tiles (SmolVLM) get a single tile.
@@ -32,10 +32,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from embodied_ppo.core.errors import one_line
 from embodied_ppo.core.types import ConfigError
-from embodied_ppo.models.causal_lm import FORWARD_ERRORS, Aside
-from embodied_ppo.models.checkpoint_files import config_errors, read_json
+from embodied_ppo.models.backbone import InferenceModule
+from embodied_ppo.models.causal_lm import ModuleReference
+from embodied_ppo.models.checkpoint_files import (
+    config_errors,
+    forward_mismatch,
+    import_transformers,
+    pad_left,
+    read_json,
+    relative_difference,
+)
 
 CURE = (
     "name one that transformers wrote (hf download HuggingFaceTB/SmolVLM-256M-Instruct --local-dir"
@@ -43,10 +50,6 @@ CURE = (
 )
 REQUEST = "What action should the robot take to {}?"
 """Message of the user, in the words of OpenVLA."""
-TOLERANCE = 1e-4
-"""Largest accepted difference between our logits and those of transformers, relative to the largest
-logit.
-"""
 IMAGE_DELIMITERS = {
     "idefics3": ("<fake_token_around_image><global-img>", "<fake_token_around_image>"),
     "smolvlm": ("<fake_token_around_image><global-img>", "<fake_token_around_image>"),
@@ -138,7 +141,7 @@ class DecodingState:
     position: Tensor
 
 
-class VisionLanguage(nn.Module):
+class VisionLanguage(InferenceModule):
     """Maps images and prompts to hidden states that predict action tokens, and to their logits."""
 
     def __init__(
@@ -208,7 +211,7 @@ class VisionLanguage(nn.Module):
         self.register_buffer(
             "bias", None if bias is None else bias.detach()[words].float(), persistent=False
         )
-        self.vocabulary = Aside(head)
+        self.vocabulary = ModuleReference(head)
         """Head of the complete vocabulary, used by ``write`` only."""
         for layer in self.language.layers:
             layer.gradient_checkpointing = False
@@ -251,10 +254,6 @@ class VisionLanguage(nn.Module):
     def new_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that the published model does not have."""
         return [p for p in (self.head, self.query, self.embed) if p is not None]
-
-    def train(self, mode: bool = True) -> VisionLanguage:
-        """Do nothing: dropout would make log-probabilities random."""
-        return super().train(False)
 
     # -------------------------------------------------------------------------------------- prompts
     def tokens(self) -> set[int]:
@@ -309,15 +308,11 @@ class VisionLanguage(nn.Module):
             ConfigError: As ``prompt``.
         """
         rows = [self.prompt(sentence) for sentence in sentences]
-        width, device = max(map(len, rows)), self.device
-        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
-        mask = torch.tensor(
-            [[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device
-        ).bool()
+        ids, mask = (x.to(self.device) for x in pad_left(rows, 0))
         if self.grid is None:
             return Prompts(ids, mask, (mask.cumsum(1) - 1).clamp_min(0).unsqueeze(1))
         kinds = (ids == self.image_id).int()
-        grid = self.grid.repeat(len(rows) * self.cameras, 1).to(device)
+        grid = self.grid.repeat(len(rows) * self.cameras, 1).to(self.device)
         position, _ = self.core.get_rope_index(
             ids, kinds, image_grid_thw=grid, attention_mask=mask.long()
         )
@@ -389,11 +384,8 @@ class VisionLanguage(nn.Module):
         valid = F.pad(prefix.valid, (0, more.shape[1]), value=True)
         position = self._after(prefix.position, prefix.valid, more.shape[1])
         x = torch.cat((prefix.x, more.to(prefix.x.dtype)), dim=1)
-        options: dict[str, Any] = {}
-        if prefix.deep:
-            visual = F.pad(prefix.visual, (0, more.shape[1]))
-            options = {"visual_pos_masks": visual, "deepstack_visual_embeds": prefix.deep}
         mask = self._mask(valid, begin, causal=bins is not None)
+        options = self._deep_features(prefix, more.shape[1])
         return self._run(x, mask, position, None, options)[:, begin - 1 : begin - 1 + count]
 
     @torch.no_grad()
@@ -403,9 +395,7 @@ class VisionLanguage(nn.Module):
         """
         from transformers import DynamicCache
 
-        options: dict[str, Any] = {}
-        if prefix.deep:
-            options = {"visual_pos_masks": prefix.visual, "deepstack_visual_embeds": prefix.deep}
+        options = self._deep_features(prefix, 0)
         state = DecodingState(
             DynamicCache(), prefix.valid, self._after(prefix.position, prefix.valid, 1)[..., -1]
         )
@@ -461,6 +451,14 @@ class VisionLanguage(nn.Module):
             **options,
         ).last_hidden_state
 
+    @staticmethod
+    def _deep_features(prefix: Prefix, count: int) -> dict[str, Any]:
+        """Return the model's arguments for features of deeper layers, with ``count`` more tokens."""
+        if not prefix.deep:
+            return {}
+        visual = F.pad(prefix.visual, (0, count))
+        return {"visual_pos_masks": visual, "deepstack_visual_embeds": prefix.deep}
+
     def _mask(self, valid: Tensor, begin: int, *, causal: bool) -> Tensor:
         """Return the attention mask bool [B, 1, n, n] of a prompt of ``begin`` tokens and what
         follows.
@@ -488,14 +486,14 @@ class VisionLanguage(nn.Module):
 
     # -------------------------------------------------------------------------------------- opening
     @classmethod
-    def of(
+    def from_directory(
         cls,
         folder: str,
         *,
         cameras: int,
         actions: int | None,
         bins: int,
-        picture: tuple[int, int],
+        image_size: tuple[int, int],
         dtype: torch.dtype = torch.float32,
     ) -> VisionLanguage:
         """Load a directory that transformers wrote.
@@ -507,31 +505,20 @@ class VisionLanguage(nn.Module):
             cameras: Images of an observation.
             actions: Number of tokens decoded in parallel, None: one after another.
             bins: K.
-            picture: Height and width of the cameras' images.
+            image_size: Height and width of the cameras' images.
             dtype: Type of the weights.
 
         Raises:
             ConfigError: The directory cannot be read, or its model is not supported.
         """
-        try:
-            from transformers import AutoModelForImageTextToText, AutoTokenizer
-            from transformers.utils import logging
-        except ImportError as error:
-            raise ConfigError(
-                f"model.checkpoint={folder} needs transformers ({error}): pip install"
-                " 'embodied-ppo[vla]'"
-            ) from error
-        logging.disable_progress_bar()
         option = f"model.checkpoint={folder}"
+        transformers = import_transformers(option)
         raw = read_json(Path(folder) / "config.json", option, CURE)
         kind = raw.get("model_type")
         try:
-            image_processor = image_processor_of(Path(folder), raw, picture)
+            image_processor = read_image_processor(Path(folder), raw, image_size)
             with config_errors(f"holds a {kind}, which transformers refuses: ", kind=True):
-                read: Any = (
-                    AutoModelForImageTextToText.from_pretrained
-                )  # returns two values with loading_info
-                model, loading_info = read(
+                model, loading_info = transformers.AutoModelForImageTextToText.from_pretrained(
                     folder,
                     dtype=dtype,
                     local_files_only=True,
@@ -539,18 +526,19 @@ class VisionLanguage(nn.Module):
                     use_safetensors=True,
                     output_loading_info=True,
                 )
-                tokenizer = AutoTokenizer.from_pretrained(
+                tokenizer = transformers.AutoTokenizer.from_pretrained(
                     folder, local_files_only=True, trust_remote_code=False
                 )
-            if missing := sorted(
-                map(str, loading_info["missing_keys"])
-            ):  # transformers initialises them randomly
+            # transformers initialises missing weights randomly.
+            if missing := sorted(map(str, loading_info["missing_keys"])):
                 raise ConfigError(
                     f"the weights lack {missing[0]}, {len(missing)} in all; download them again"
                 )
         except ConfigError as error:
             raise ConfigError(f"{option}: {error}") from error
-        try:
+        bodies: list[VisionLanguage] = []
+
+        def difference() -> float:
             template_file = Path(folder) / "chat_template.json"
             template = tokenizer.chat_template
             if template is None and template_file.is_file():
@@ -564,29 +552,26 @@ class VisionLanguage(nn.Module):
                 bins=bins,
                 template=template,
             )
-            error = body.difference()
-            body.model.lm_head = nn.Identity()
+            bodies.append(body)
+            return body.difference()
+
+        try:
+            mismatch = forward_mismatch(difference, dtype)
         except ConfigError as error:
             raise ConfigError(f"{option}: {error}") from error
-        except torch.OutOfMemoryError:
-            raise
-        except FORWARD_ERRORS as failure:
-            error = f"its structure is different: {one_line(failure, kind=True)}"
-        else:
-            if error <= (TOLERANCE if dtype == torch.float32 else 0.05):
-                return body
-            error = f"logits differ by {error:.2g} of the largest"
+        if mismatch is None:
+            bodies[0].model.lm_head = nn.Identity()
+            return bodies[0]
         raise ConfigError(
-            f"{option}: holds a {kind}, whose forward pass is not the one computed here ({error});"
+            f"{option}: holds a {kind}, whose forward pass is not the one computed here ({mismatch});"
             " PaliGemma, SmolVLM, Idefics 3, LLaVA, Qwen 2 to 3 VL are supported"
         )
 
     @torch.no_grad()
     def difference(self) -> float:
-        """Return the largest difference between transformers' logits and ours, relative to the
-        largest logit.
+        """Return the ``relative_difference`` between our logits and those of transformers.
 
-        Computed for two prompts with random images.
+        It is computed for two prompts with random images.
         """
         p = self.prompts(("push the block", "lift"))
         generator = torch.Generator().manual_seed(0)
@@ -605,11 +590,9 @@ class VisionLanguage(nn.Module):
         output = self.model(
             input_ids=p.ids, attention_mask=mask, use_cache=False, logits_to_keep=1, **options
         )
-        theirs = output.logits[:, -1, self.words].float()
+        expected = output.logits[:, -1, self.words].float()
         hidden, _ = self.start(self.read(self.encode_images(images), p.ids, p.mask, p.position))
-        return float(
-            (self.logits(hidden) - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6)
-        )
+        return relative_difference(self.logits(hidden), expected)
 
     @torch.no_grad()
     def write(self, folder: Path) -> None:
@@ -634,8 +617,8 @@ def _recompute(function: Any, *args: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------- directory
-def image_processor_of(
-    folder: Path, raw: dict[str, Any], picture: tuple[int, int]
+def read_image_processor(
+    folder: Path, raw: dict[str, Any], image_size: tuple[int, int]
 ) -> ImageProcessor:
     """Read preprocessor_config.json (or the image_processor of processor_config.json).
 
@@ -663,7 +646,7 @@ def image_processor_of(
         fewest = options.get("min_pixels") or size.get("shortest_edge") or 56 * 56
         most = options.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
         return ImageProcessor(
-            *_fitted(*picture, factor=factor, fewest=fewest, most=most), mean, std, mode
+            *_fitted(*image_size, factor=factor, fewest=fewest, most=most), mean, std, mode
         )
     side = vision.get("image_size")
     if side is None:

@@ -34,8 +34,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from embodied_ppo.core.types import ConfigError
-from embodied_ppo.models.causal_lm import Aside, Attend, Decoder
-from embodied_ppo.models.checkpoint_files import config_errors
+from embodied_ppo.models.backbone import InferenceModule
+from embodied_ppo.models.causal_lm import Attend, Decoder, ModuleReference
+from embodied_ppo.models.checkpoint_files import config_errors, import_transformers
 
 BOS, STOP, EMPTY = 1, 2, 29871
 """Llama 2's ids of begin and end of sequence, and of the empty word between "Out:" and the action.
@@ -244,7 +245,7 @@ class Cache:
     length: int
 
 
-class OpenVLABody(nn.Module):
+class OpenVLABody(InferenceModule):
     """Maps images and prompt to hidden states that predict action tokens, and to their logits.
 
     Parameters that the forward pass does not use are frozen but kept, because a checkpoint contains
@@ -272,7 +273,7 @@ class OpenVLABody(nn.Module):
         size = self.language_model.config.hidden_size
         features = config.dino.hidden_size + config.siglip.hidden_size
         self.projector = Projector(features, size, dtype=dtype, device=device)
-        self.trunk = Aside(Trunk(self.language_model.model))
+        self.trunk = ModuleReference(Trunk(self.language_model.model))
         # timm's DINOv2 has no mask token and adds no position to its class token.
         self.dino.embeddings.mask_token = None
         with torch.no_grad():
@@ -299,11 +300,7 @@ class OpenVLABody(nn.Module):
         """Size of a hidden state, D."""
         return self.trunk.module.hidden_size
 
-    def train(self, mode: bool = True) -> OpenVLABody:
-        """Do nothing: dropout would make log-probabilities random."""
-        return super().train(False)
-
-    # -------------------------------------------------------------------------------------- picture
+    # --------------------------------------------------------------------------------------- images
     def pixels(self, images: Tensor) -> Tensor:
         """Resize and normalise uint8 [N, 3, H, W] to float32 [N, 6, image_size, image_size].
 
@@ -356,10 +353,6 @@ class OpenVLABody(nn.Module):
         return x.unflatten(0, (-1, cameras)).flatten(1, 2)
 
     # --------------------------------------------------------------------------------------- hidden
-    def inputs_embeds(self, images: Tensor, ids: Tensor, mask: Tensor) -> Embedded:
-        """Return ``read`` of the visual tokens of uint8 images."""
-        return self.read(self.vision(images), ids, mask)
-
     def read(self, visual: Tensor, ids: Tensor, mask: Tensor) -> Embedded:
         """Concatenate BOS, the visual tokens and the other tokens of the prompt; S = P + L.
 
@@ -379,20 +372,6 @@ class OpenVLABody(nn.Module):
             torch.cat((bos, visual.to(words.dtype), words[:, 1:]), dim=1),
             valid,
             valid.cumsum(1) - 1,
-        )
-
-    def hidden(
-        self,
-        images: Tensor,
-        ids: Tensor,
-        mask: Tensor,
-        actions: Tensor | None = None,
-        *,
-        placeholders: int = 0,
-    ) -> Tensor:
-        """Return ``predict`` after uint8 images and prompts."""
-        return self.predict(
-            self.inputs_embeds(images, ids, mask), actions, placeholders=placeholders
         )
 
     def predict(
@@ -488,18 +467,7 @@ def _models(
     config: OpenVLAConfig, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Any, Any, Any]:
     """Return transformers' DINOv2, SigLIP and Llama."""
-    try:
-        from transformers import (
-            AutoModel,
-            AutoModelForCausalLM,
-            Dinov2WithRegistersConfig,
-            LlamaConfig,
-            SiglipVisionConfig,
-        )
-    except ImportError as error:
-        raise ConfigError(
-            f"OpenVLA needs transformers ({error}): pip install 'embodied-ppo[vla]'"
-        ) from error
+    transformers = import_transformers("OpenVLA")
     dino, siglip = config.dino, config.siglip
     text = {
         name: value
@@ -508,7 +476,7 @@ def _models(
     }
     with config_errors("text_config or vision_sizes: transformers refuses: ", kind=True):
         configs: list[Any] = [
-            Dinov2WithRegistersConfig(
+            transformers.Dinov2WithRegistersConfig(
                 hidden_size=dino.hidden_size,
                 num_hidden_layers=dino.layers,
                 num_attention_heads=dino.heads,
@@ -521,7 +489,7 @@ def _models(
             ),
             # timm's SigLIP uses the exact GELU; the default of transformers is the tanh
             # approximation.
-            SiglipVisionConfig(
+            transformers.SiglipVisionConfig(
                 hidden_size=siglip.hidden_size,
                 num_hidden_layers=siglip.layers,
                 num_attention_heads=siglip.heads,
@@ -531,13 +499,14 @@ def _models(
                 layer_norm_eps=1e-6,
                 hidden_act="gelu",
             ),
-            LlamaConfig(**text),
+            transformers.LlamaConfig(**text),
         ]
         with torch.device(device):
             towers = [
-                AutoModel.from_config(c, dtype=dtype, trust_remote_code=False) for c in configs[:2]
+                transformers.AutoModel.from_config(c, dtype=dtype, trust_remote_code=False)
+                for c in configs[:2]
             ]
-            llama = AutoModelForCausalLM.from_config(
+            llama = transformers.AutoModelForCausalLM.from_config(
                 configs[2], dtype=dtype, trust_remote_code=False
             )
     return towers[0], towers[1], llama

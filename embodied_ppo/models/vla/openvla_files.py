@@ -18,7 +18,12 @@ from torch import Tensor
 
 from embodied_ppo.core.errors import choose, one_line, show
 from embodied_ppo.core.types import ConfigError
-from embodied_ppo.models.checkpoint_files import config_errors, read_json
+from embodied_ppo.models.checkpoint_files import (
+    config_errors,
+    import_transformers,
+    pad_left,
+    read_json,
+)
 from embodied_ppo.models.vla.openvla import (
     BOS,
     DINO,
@@ -122,7 +127,6 @@ def encode_prompts(
     instructions: Iterable[str],
     *,
     pad: int = 32000,
-    device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
     """Tokenise prompts, padded on the left: BOS, words, the empty word.
 
@@ -131,7 +135,6 @@ def encode_prompts(
             tokenizer(text).input_ids``).
         instructions: Sentences.
         pad: Id of padding.
-        device: Device of the result.
 
     Returns:
         int64 ids [B, L] and bool mask [B, L].
@@ -148,15 +151,10 @@ def encode_prompts(
                 f" {BOS}, once; use the checkpoint's tokenizer.json, with special tokens"
             )
         rows.append(ids if ids[-1] == EMPTY else [*ids, EMPTY])
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor(
-        [[False] * (width - len(row)) + [True] * len(row) for row in rows], device=device
-    )
-    return ids, mask
+    return pad_left(rows, pad)
 
 
-def tokenizer(path: str | Path, *, what: str = "model.path") -> Callable[[str], Sequence[int]]:
+def tokenizer(path: str | Path) -> Callable[[str], Sequence[int]]:
     """Return the ``tokenize`` function of a directory's tokenizer.json.
 
     Raises:
@@ -170,9 +168,9 @@ def tokenizer(path: str | Path, *, what: str = "model.path") -> Callable[[str], 
             f"OpenVLA needs tokenizers ({error}): pip install 'embodied-ppo[vla]'"
         ) from error
     if not file.is_file():
-        raise ConfigError(f"{what}={path}: holds no tokenizer.json; download it")
+        raise ConfigError(f"model.checkpoint={path}: holds no tokenizer.json; download it")
     with config_errors(
-        f"{what}={path}: {file.name} cannot be read (", "); download it again", kind=True
+        f"model.checkpoint={path}: {file.name} cannot be read (", "); download it again", kind=True
     ):
         words = Tokenizer.from_file(str(file))
     return lambda text: words.encode(text).ids
@@ -184,28 +182,26 @@ class ActionTokens:
 
     n edges -1 = e_0 < .. < e_{n-1} = 1, evenly spaced, enclose n-1 intervals. Bin k in 0..n-1
     contains e_k <= x < e_{k+1}; its id is vocab_size - 1 - k (published: vocab_size minus the
-    number of edges not above x). Bin n-1 contains x = 1 alone and has the centre of the last
+    number of edges not above x), see ``OpenVLABody``. Bin n-1 contains x = 1 alone and has the centre of the last
     interval, as bin n-2. The value of a bin is (e_k + e_{k+1}) / 2.
 
     Units: for an action a of the environment, x = 2 (a - q01) / (q99 - q01 + 1e-8) - 1 in [-1, 1]
     in dimensions with ``mask``, else x = a. The inverse is a = ½ (x + 1) (q99 - q01) + q01.
 
     Attributes:
-        vocab_size: Vocabulary size without padding.
         edges: float64 [n].
         low: float64 [A], q01 in the units of the environment.
         high: float64 [A], q99 in the units of the environment.
         mask: bool [A], dimensions that are normalised; usually not the gripper's.
     """
 
-    vocab_size: int
     edges: Tensor
     low: Tensor
     high: Tensor
     mask: Tensor
 
     @classmethod
-    def of(cls, config: OpenVLAConfig, unnorm_key: str | None = None) -> ActionTokens:
+    def from_config(cls, config: OpenVLAConfig, unnorm_key: str | None = None) -> ActionTokens:
         """Read the statistics of one dataset in ``norm_stats``; ``unnorm_key`` None selects the
         only one.
 
@@ -247,7 +243,7 @@ class ActionTokens:
             - 1
         )
         edges[-1] = 1.0
-        return cls(config.vocab_size, edges, low, high, mask)
+        return cls(edges, low, high, mask)
 
     def to(self, device: torch.device | str) -> ActionTokens:
         """Copy all tensors to a device."""
@@ -258,10 +254,6 @@ class ActionTokens:
     def dim(self) -> int:
         """Number of action dimensions, A."""
         return self.low.shape[0]
-
-    def ids(self, bins: Tensor) -> Tensor:
-        """Convert bins of any shape to vocabulary ids, int64. The function is its own inverse."""
-        return self.vocab_size - 1 - bins.long()
 
     def bins(self, action: Tensor) -> Tensor:
         """Convert actions of the environment [.., A] to bins, int64.
@@ -396,8 +388,6 @@ def load(
     path: str | Path,
     *,
     dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    what: str = "model.path",
 ) -> OpenVLABody:
     """Load a directory of the published layout.
 
@@ -408,20 +398,15 @@ def load(
     Args:
         path: The directory.
         dtype: Type of the weights.
-        device: Device of the weights.
-        what: Option, for messages.
 
     Raises:
         ConfigError: A file is missing, damaged, or of another model.
     """
-    folder, label = Path(path), f"{what}={path}"
-    try:
-        from safetensors import SafetensorError
-        from transformers.initialization import no_init_weights
-    except ImportError as error:
-        raise ConfigError(
-            f"OpenVLA needs transformers ({error}): pip install 'embodied-ppo[vla]'"
-        ) from error
+    folder, label = Path(path), f"model.checkpoint={path}"
+    import_transformers("OpenVLA")
+    from safetensors import SafetensorError
+    from transformers.initialization import no_init_weights
+
     raw = read_json(folder / "config.json", label, CURE)
     statistics = folder / "dataset_statistics.json"
     if statistics.is_file():
@@ -437,7 +422,7 @@ def load(
     try:
         config = read_config(raw)
         with no_init_weights():
-            body = OpenVLABody(config, dtype=dtype, device=device)
+            body = OpenVLABody(config, dtype=dtype)
         expected = entries(body)
         locations = _check(files, expected)
         _copy(locations, expected)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,15 +30,16 @@ from torch.utils.checkpoint import checkpoint
 
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.collectives import gathered, layers
-from embodied_ppo.core.types import ActionSpec, ArraySpec, ConfigError, Obs, ObsSpec
+from embodied_ppo.core.types import ActionSpec, ConfigError, Obs, ObsSpec
 from embodied_ppo.models import lora
-from embodied_ppo.models.backbone import VECTOR, Encoder
+from embodied_ppo.models.backbone import VECTOR
+from embodied_ppo.models.causal_lm import rotate
 from embodied_ppo.models.vla.flow_matching import Field, Flow, learned_log_std
 from embodied_ppo.models.vla.pi0_files import Published, Statistics, read
 from embodied_ppo.models.vla.trunk import (
-    INSTRUCTION,
     WORDS,
     Grounding,
+    ObservationEncoder,
     ValueHead,
     action_size,
     check_units,
@@ -103,7 +103,7 @@ def block(
     q, k, v = (
         p(h).unflatten(-1, (-1, a.head_dim)).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj)
     )
-    q, k = (_rotated(t, rotation).to(v.dtype) for t in (q, k))
+    q, k = (rotate(t, *rotation).to(v.dtype) for t in (q, k))
     keys, values = (
         (k, v) if past is None else (torch.cat((p.to(v.dtype), n), 2) for p, n in zip(past, (k, v)))
     )
@@ -115,6 +115,13 @@ def block(
     return x + layer.mlp(layer.post_attention_layernorm(x)), k, v
 
 
+def _run_layer(recompute: bool, layer: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Run ``block``; with ``recompute`` its activations are computed again in the backward pass."""
+    if recompute and torch.is_grad_enabled():
+        return cast(Any, checkpoint(gathered, layer, block, *args, use_reentrant=False))
+    return gathered(layer, block, *args)
+
+
 def _grouped(q: Tensor, groups: int) -> Tensor:
     """Fold the n = heads / G queries that share keys into the query dimension.
 
@@ -123,86 +130,58 @@ def _grouped(q: Tensor, groups: int) -> Tensor:
     return q if q.shape[1] == groups else q.reshape(q.shape[0], groups, -1, q.shape[-1])
 
 
-def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary positions; as in transformers, dimension i is paired with i + d/2."""
-    a, b = x.chunk(2, dim=-1)
-    return x * rotation[0] + torch.cat((-b, a), dim=-1) * rotation[1]
-
-
 def _positions(model: Any, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin float32 [B, 1, Q, d] of positions int64 [B, Q]."""
-    cos, sin = model.rotary_emb(place.new_zeros((), dtype=torch.float32), place)
-    return cos.unsqueeze(1), sin.unsqueeze(1)
+    """Return cos and sin float32 [B, Q, d] of positions int64 [B, Q]."""
+    return model.rotary_emb(place.new_zeros((), dtype=torch.float32), place)
 
 
 # ---------------------------------------------------------------------------------------- the trunk
-class Trunk(nn.Module):
+class Trunk(ObservationEncoder):
     """Maps observations to a prefix. ``vlm`` is the part that model.freeze_trunk freezes."""
 
     def __init__(
         self,
         obs_spec: ObsSpec,
         vlm: Any,
-        numbers: int,
+        state_size: int,
         published: Published,
         config: ModelConfig,
-        *,
-        what: str,
     ) -> None:
         """Build the trunk.
 
         Args:
             obs_spec: Observations of one environment.
             vlm: transformers' PaliGemma.
-            numbers: N.
+            state_size: N.
             published: Contents of the checkpoint directory.
             config: Options of the section ``model``.
-            what: Option and value, for messages.
 
         Raises:
             ConfigError: The observations do not fit the model.
         """
-        super().__init__()
-        named: dict[str, ArraySpec] = (
-            dict(obs_spec) if isinstance(obs_spec, dict) else {"obs": obs_spec}
-        )
-        self.has_instruction = named.pop(INSTRUCTION, None) is not None
-        self.encoder = Encoder(named, config)
-        if not self.encoder.images:
-            raise ConfigError(
-                f"{what}: the observation holds no picture; name one with env.cameras=[front], or"
-                " use model.policy=actor_critic"
-            )
+        super().__init__(obs_spec, config)
         size = self.encoder.vector_size
-        if size > numbers:
+        if size > state_size:
             raise ConfigError(
-                f"{what}: states have {size} numbers, the model reads max_state_dim = {numbers};"
-                " use fewer"
+                f"model.checkpoint={config.checkpoint}: states have {size} numbers, the model"
+                f" reads max_state_dim = {state_size}; use fewer"
             )
-        self.numbers, self.tokenize = numbers, published.tokenize
-        self.mean: Tensor | None
-        self.deviation: Tensor | None
-        known = (
-            None if published.state is None or not size else published.state.only(size, "states")
-        )
-        if known is not None:
+        self.state_size, self.tokenize = state_size, published.tokenize
+        self.statistics: Statistics | None = None
+        if published.state is not None and size:
+            self.statistics = published.state.first(size, "states")
             self.encoder.moments = None
-        self.register_buffer("mean", None if known is None else known.mean, persistent=False)
-        self.register_buffer(
-            "deviation", None if known is None else known.std + 1e-8, persistent=False
-        )
         self.vlm = vlm
         self.side = int(vlm.config.vision_config.image_size)
         self.checkpointing = config.gradient_checkpointing
         if self.checkpointing:
             vlm.vision_tower.activation_checkpointing_enable({"use_reentrant": False})
-        self.table: Tensor
-        """int64 [S, words], the simulator's sentences; not part of a checkpoint."""
         self.register_buffer("table", torch.zeros(1, 1, dtype=torch.int64), persistent=False)
 
-    def words(self, sentences: Sequence[str]) -> Tensor:
-        """Return word ids int64 [S, words], padded with PAD; one empty sentence without
-        sentences.
+    def sentence_table(self, sentences: Sequence[str]) -> Tensor:
+        """Return word ids int64 [S, words], padded with PAD.
+
+        Without sentences the result is that of one empty sentence.
         """
         rows = [list(self.tokenize(sentence)) for sentence in sentences or ("",)]
         width = max(map(len, rows))
@@ -210,20 +189,15 @@ class Trunk(nn.Module):
 
     def encode(self, obs: Obs) -> dict[str, Tensor]:
         """Return images uint8 [B, 3, h, w], VECTOR float32 [B, N] and WORDS int64 [B, words]."""
-        named = obs if isinstance(obs, dict) else {"obs": obs}
-        inputs = self.encoder({name: x for name, x in named.items() if name != INSTRUCTION})
-        rows = len(inputs[next(iter(self.encoder.images))])
+        inputs = self.encode_observations(obs)
+        rows, device = len(inputs[self.names[0]]), self.table.device
         state = inputs.get(VECTOR)
         if state is None:
-            state = torch.zeros(rows, 0, device=self.table.device)
-        if self.mean is not None and self.deviation is not None:
-            state = (state - self.mean) / self.deviation
-        inputs[VECTOR] = F.pad(state, (0, self.numbers - state.shape[1]))
-        if self.has_instruction:
-            index = named[INSTRUCTION].long()
-        else:
-            index = torch.zeros(rows, dtype=torch.int64, device=state.device)
-        inputs[WORDS] = self.table[index]
+            state = torch.zeros(rows, 0, device=device)
+        if self.statistics is not None:
+            state = self.statistics.normalize(state)
+        inputs[VECTOR] = F.pad(state, (0, self.state_size - state.shape[1]))
+        inputs[WORDS] = self.table[self.instruction_index(obs, rows, device)]
         return inputs
 
     def pixels(self, image: Tensor) -> Tensor:
@@ -243,13 +217,10 @@ class Trunk(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor]) -> Prefix:
         """Return the prefix of encoded observations."""
-        pictures = torch.stack(
-            [self.pixels(inputs[name]) for name in self.encoder.images], dim=1
-        )  # [B, K, 3, s, s]
-        rows = len(pictures)
-        images = self.vlm.multi_modal_projector(
-            self.vlm.vision_tower(pictures.flatten(0, 1)).last_hidden_state
-        )
+        pixels = torch.stack([self.pixels(inputs[name]) for name in self.names], dim=1)
+        rows = len(pixels)  # of [B, K, 3, side, side]
+        images = self.vlm.vision_tower(pixels.flatten(0, 1)).last_hidden_state
+        images = self.vlm.multi_modal_projector(images)
         images = images.reshape(rows, -1, images.shape[-1])  # [B, K tokens, D]
         ids, language = inputs[WORDS], self.vlm.language_model
         words = language.embed_tokens(ids.clamp_min(0))
@@ -258,13 +229,7 @@ class Trunk(nn.Module):
         rotation, visible = _positions(language, valid.cumsum(1) - 1), valid[:, None, None]
         keys, values = [], []
         for layer in language.layers:
-            if self.checkpointing and torch.is_grad_enabled():
-                x, k, v = cast(
-                    Any,
-                    checkpoint(gathered, layer, block, x, rotation, visible, use_reentrant=False),
-                )
-            else:
-                x, k, v = gathered(layer, block, x, rotation, visible)
+            x, k, v = _run_layer(self.checkpointing, layer, x, rotation, visible)
             keys.append(k)
             values.append(v)
         out = language.norm(x).float() * valid.unsqueeze(-1)
@@ -286,36 +251,44 @@ class PI0(Flow, lora.Adapted):
         obs_spec: ObsSpec,
         action_spec: ActionSpec,
         config: ModelConfig,
-        published: Published,
+        published: Published | None = None,
         *,
         chunk: int,
         sentences: Sequence[str],
+        mapping: str = "none",
         memory_gb: float | None = None,
         values: int = 1,
     ) -> None:
-        """Build the policy from the contents of a checkpoint directory.
+        """Build the policy from a checkpoint directory.
 
         Args:
             obs_spec: Observations of one environment.
             action_spec: Actions of one environment.
             config: Options of the section ``model``.
-            published: Contents of the directory.
+            published: Contents of the directory. None: read ``config.checkpoint``; checkpoints of
+                the run then lack the weights that are never trained (``lora.Adapted``).
             chunk: Actions of a chunk.
             sentences: The simulator's instructions.
+            mapping: Value of env.action_mapping.
             memory_gb: Memory for prefixes of a frozen trunk in GB. None: SHARE of the device's
                 memory.
             values: Outputs of the value head, see ``ValueHead``.
 
         Raises:
-            ConfigError: Task, options and checkpoint do not fit together.
+            ConfigError: The directory cannot be read, or task, options and checkpoint do not fit
+                together.
         """
         super().__init__()
-        what = f"model.checkpoint={config.checkpoint}"
+        label, folder = f"model.checkpoint={config.checkpoint}", None
+        if published is None:
+            assert config.checkpoint is not None
+            folder = config.checkpoint
+            published = read(folder)
         sizes = published.model.config
         self.chunk, self.size = chunk, action_size(action_spec, chunk, config)
         if self.size > sizes.max_action_dim:
             raise ConfigError(
-                f"{what}: the task's actions have {self.size} dimensions, the model's"
+                f"{label}: the task's actions have {self.size} dimensions, the model's"
                 f" max_action_dim = {sizes.max_action_dim}; use a checkpoint made for more"
             )
         if chunk > sizes.chunk_size:
@@ -328,17 +301,12 @@ class PI0(Flow, lora.Adapted):
                 f"model.lora_rank={config.lora_rank}: adapters are on what model.freeze_trunk=true"
                 " freezes; keep one"
             )
-        _check_sizes(sizes, what)
+        _check_sizes(sizes, label)
         self.configure_chain(config, horizon=sizes.chunk_size, padded=sizes.max_action_dim)
         body = published.model
-        self.trunk = Trunk(
-            obs_spec, body.model.vlm, sizes.max_state_dim, published, config, what=what
-        )
-        self.embed, self.expert, self.velocity = (
-            body.embed_action_time,
-            body.model.dit,
-            body.action_out_proj,
-        )
+        self.trunk = Trunk(obs_spec, body.model.vlm, sizes.max_state_dim, published, config)
+        self.embed, self.expert = body.embed_action_time, body.model.dit
+        self.velocity = body.action_out_proj
         self.expert.embed_tokens = None  # never read, 0.26 G parameters
         self.checkpointing = config.gradient_checkpointing
         width = sizes.dit_config.hidden_size
@@ -346,24 +314,19 @@ class PI0(Flow, lora.Adapted):
         if config.flow_noise == "learned":
             inner = (nn.Linear(width, 128), nn.SiLU(), nn.Linear(128, 64), nn.SiLU())
             self.scale = nn.Sequential(*inner, nn.Linear(64, self.padded))
-        pooled = sizes.vlm_config.text_config.hidden_size + sizes.max_state_dim
-        self.value_head = ValueHead(pooled, config.detach_value, values=values)
-        statistics: Statistics | None = published.action
-        statistics = None if statistics is None else statistics.only(self.size, "actions")
-        self.mean: Tensor | None
-        self.deviation: Tensor | None
-        self.register_buffer(
-            "mean", None if statistics is None else statistics.mean, persistent=False
+        self.width = sizes.vlm_config.text_config.hidden_size
+        self.value_head = ValueHead(
+            self.width + sizes.max_state_dim, config.detach_value, values=values
         )
-        self.register_buffer(
-            "deviation", None if statistics is None else statistics.std, persistent=False
-        )
+        self.statistics: Statistics | None = None
+        if published.action is not None:
+            self.statistics = published.action.first(self.size, "actions")
+            check_units(action_spec, config, mapping)
         first = torch.randn(self.horizon, self.padded, generator=torch.Generator().manual_seed(0))
         self.first: Tensor
         self.register_buffer("first", first, persistent=False)
         self.dtype = getattr(torch, config.dtype)
-        self.frozen, self.rank, self.memory_gb = False, config.lora_rank, memory_gb
-        self.sentences: tuple[str, ...] = ()
+        self.rank, self.memory_gb = config.lora_rank, memory_gb
         if self.rank:
             lora.adapt(self.trunk.vlm.language_model, rank=self.rank, alpha=config.lora_alpha)
         for part in self.modules():
@@ -372,52 +335,11 @@ class PI0(Flow, lora.Adapted):
                     setattr(part, name, 0.0)
         self.train()  # in eval mode transformers' layers ignore gradient checkpointing
         self.freeze(config.freeze_trunk)
-        self.tell(sentences)
+        self.set_sentences(sentences)
+        if folder is not None and (config.freeze_trunk or self.rank):
+            self.set_base_weights(folder)
 
-    @classmethod
-    def of(
-        cls,
-        obs_spec: ObsSpec,
-        action_spec: ActionSpec,
-        config: ModelConfig,
-        *,
-        chunk: int,
-        sentences: Sequence[str],
-        mapping: str = "none",
-        values: int = 1,
-    ) -> PI0:
-        """Build the policy from the directory ``config.checkpoint``.
-
-        Args:
-            obs_spec: Observations of one environment.
-            action_spec: Actions of one environment.
-            config: Options of the section ``model``.
-            chunk: Actions of a chunk.
-            sentences: The simulator's instructions.
-            mapping: Value of env.action_mapping.
-            values: Outputs of the value head.
-
-        Raises:
-            ConfigError: As ``__init__``, and where the directory cannot be read.
-        """
-        assert config.checkpoint is not None
-        published = read(config.checkpoint)
-        policy = cls(
-            obs_spec,
-            action_spec,
-            config,
-            published,
-            chunk=chunk,
-            sentences=sentences,
-            values=values,
-        )
-        if policy.mean is not None:
-            check_units(action_spec, config, mapping)
-        if config.freeze_trunk or config.lora_rank:
-            policy.set_base_weights(config.checkpoint)
-        return policy
-
-    # ---------------------------------------------------------------------------------- what learns
+    # ---------------------------------------------------------------------------------- trained parts
     def freeze(self, frozen: bool) -> None:
         """Exclude PaliGemma from training, or include it; with adapters only these are trained.
 
@@ -429,13 +351,6 @@ class PI0(Flow, lora.Adapted):
             p.requires_grad_(not frozen and (not self.rank or "lora_" in name))
         lora.cast_parameters(self, self.dtype)
 
-    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """See ``Policy.parameter_groups``."""
-        critic = list(self.value_head.parameters())
-        names = {id(p) for p in critic}
-        actor = [p for p in self.parameters() if p.requires_grad and id(p) not in names]
-        return {"actor": actor, "critic": critic}
-
     def units(self) -> list[nn.Module]:
         """See ``Policy.units``."""
         return [
@@ -444,29 +359,12 @@ class PI0(Flow, lora.Adapted):
             self.trunk.vlm.language_model.embed_tokens,
         ]
 
-    def tell(self, sentences: Sequence[str]) -> None:
+    def set_sentences(self, sentences: Sequence[str]) -> None:
         """Set the sentences that the instruction observation indexes."""
         self.sentences = tuple(sentences)
-        self.trunk.table = self.trunk.words(self.sentences).to(self.device)
+        self.trunk.table = self.trunk.sentence_table(self.sentences).to(self.device)
 
-    def observe(self, obs: Obs, mask: Tensor) -> None:
-        """See ``Policy.observe``."""
-        named = obs if isinstance(obs, dict) else {"obs": obs}
-        self.trunk.encoder.observe(
-            {name: x for name, x in named.items() if name != INSTRUCTION}, mask
-        )
-
-    @property
-    def query(self) -> Tensor:
-        """Tensor [1, D] from which behaviour cloning takes device and width."""
-        return self.trunk.vlm.language_model.norm.weight.unsqueeze(0)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self.velocity.weight.device
-
-    # ----------------------------------------------------------------------------------- the memory
+    # --------------------------------------------------------------------------------------- memory
     def prefix_bytes(self) -> int:
         """Return the size of one observation's prefix in bytes.
 
@@ -474,16 +372,11 @@ class PI0(Flow, lora.Adapted):
         """
         text = self.trunk.vlm.config.text_config
         vision = self.trunk.vlm.config.vision_config
-        visual_tokens = len(self.trunk.encoder.images) * (self.trunk.side // vision.patch_size) ** 2
+        visual_tokens = len(self.trunk.names) * (self.trunk.side // vision.patch_size) ** 2
         tokens = visual_tokens + self.trunk.table.shape[1]
-        each = (
-            text.num_hidden_layers
-            * 2
-            * text.num_key_value_heads
-            * text.head_dim
-            * self.dtype.itemsize
-        )
-        return tokens * (each + 1) + 4 * text.hidden_size + 4 * self.trunk.numbers
+        numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
+        each = numbers * self.dtype.itemsize
+        return tokens * (each + 1) + 4 * text.hidden_size + 4 * self.trunk.state_size
 
     def most_rows(self) -> int:
         """Return the number of prefixes that fit into their share of the device's memory."""
@@ -546,35 +439,26 @@ class PI0(Flow, lora.Adapted):
 
     def field(self, context: Prefix) -> Field:
         """Return the velocity field; each evaluation runs the expert once."""
-        horizon, model = self.horizon, self.expert
-        rows, length = context.valid.shape
-        place = context.valid.sum(1, keepdim=True) + torch.arange(
-            1 + horizon, device=context.valid.device
-        )
+        model: Any = self.expert
+        valid, size = context.valid, 1 + self.horizon
+        place = valid.sum(1, keepdim=True) + torch.arange(size, device=valid.device)
         rotation = _positions(model, place)
-        own = torch.ones(1 + horizon, 1 + horizon, dtype=torch.bool, device=place.device)
+        own = torch.ones(size, size, dtype=torch.bool, device=place.device)
         own[0, 1:] = False  # the state attends to no action
-        keys = context.valid[:, None].expand(rows, 1 + horizon, length)
-        sharing = (
-            cast(Any, model.config).num_attention_heads
-            // cast(Any, model.config).num_key_value_heads
-        )
+        rows = len(valid)
+        keys = valid[:, None].expand(rows, size, -1)
+        sharing = model.config.num_attention_heads // model.config.num_key_value_heads
         mask = torch.cat((keys, own.expand(rows, -1, -1)), dim=2).repeat(1, sharing, 1).unsqueeze(1)
 
         def flow(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
             with lora.autocast(self.device, self.dtype):
                 h = self.embed(context.state, x, tau)
-                for layer, *past in zip(
-                    cast(Any, model.layers), context.keys, context.values, strict=True
-                ):
-                    if self.checkpointing and torch.is_grad_enabled():
-                        run = partial(checkpoint, gathered, use_reentrant=False)
-                        h = cast(Any, run(layer, block, h, rotation, mask, tuple(past)))[0]
-                    else:
-                        h = gathered(layer, block, h, rotation, mask, (past[0], past[1]))[0]
-                h = cast(Any, model.norm)(h[:, 1:])
-                scale = None if self.scale is None else self.scale(h)
-                return self.velocity(h).float(), None if scale is None else learned_log_std(scale)
+                past = zip(context.keys, context.values, strict=True)
+                for layer, kv in zip(model.layers, past, strict=True):
+                    h, _, _ = _run_layer(self.checkpointing, layer, h, rotation, mask, kv)
+                h = model.norm(h[:, 1:])
+                log_std = None if self.scale is None else learned_log_std(self.scale(h))
+                return self.velocity(h).float(), log_std
 
         return flow
 
@@ -593,16 +477,14 @@ class PI0(Flow, lora.Adapted):
 
     def denormalize_actions(self, x: Tensor) -> Tensor:
         """Convert to the units of the dataset if the checkpoint has its statistics."""
-        return x if self.mean is None or self.deviation is None else x * self.deviation + self.mean
+        return x if self.statistics is None else self.statistics.denormalize(x)
 
     def normalize_actions(self, action: Tensor) -> Tensor:
         """See ``Flow.normalize_actions``."""
-        if self.mean is None or self.deviation is None:
-            return action
-        return (action - self.mean) / (self.deviation + 1e-8)
+        return action if self.statistics is None else self.statistics.normalize(action)
 
 
-def _check_sizes(config: Any, what: str) -> None:
+def _check_sizes(config: Any, label: str) -> None:
     """Check that layers and heads of the expert and PaliGemma agree; the expert reads PaliGemma's
     keys.
 
@@ -612,11 +494,11 @@ def _check_sizes(config: Any, what: str) -> None:
     text, expert = config.vlm_config.text_config, config.dit_config
     if text.model_type != "gemma" or expert.model_type != "gemma":
         raise ConfigError(
-            f"{what}: {text.model_type} with {expert.model_type}; π0 is Gemma with Gemma"
+            f"{label}: {text.model_type} with {expert.model_type}; π0 is Gemma with Gemma"
         )
     for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"):
         if getattr(text, name) != getattr(expert, name):
             raise ConfigError(
-                f"{what}: vlm_config.text_config.{name}={getattr(text, name)} and"
+                f"{label}: vlm_config.text_config.{name}={getattr(text, name)} and"
                 f" dit_config.{name}={getattr(expert, name)} must be equal"
             )

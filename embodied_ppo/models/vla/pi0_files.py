@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from embodied_ppo.core.errors import one_line
 from embodied_ppo.core.types import ConfigError
-from embodied_ppo.models.checkpoint_files import config_errors, read_json
+from embodied_ppo.models.checkpoint_files import config_errors, import_transformers, read_json
 
 CURE = "name one of π0 (hf download lerobot/pi0_base --local-dir DIR)"
 
@@ -45,7 +45,7 @@ SIGLIP = {
     "patch_size": 14,
     "vision_use_head": False,
 }
-SHARED = (
+SHARED_FIELDS = (
     "chunk_size",
     "max_state_dim",
     "max_action_dim",
@@ -54,14 +54,14 @@ SHARED = (
     "max_period",
 )
 """Fields that the config.json of lerobot and of transformers have in common."""
-FORMER = {
+OLD_KEYS = {
     r"paligemma\.language_model\.model\.": "paligemma.model.language_model.",
     r"paligemma\.language_model\.lm_head": "paligemma.lm_head",
     r"paligemma\.vision_tower": "paligemma.model.vision_tower",
     r"paligemma\.multi_modal_projector": "paligemma.model.multi_modal_projector",
 }
 """Keys of lerobot before 0.4 -> later keys, which transformers converts."""
-OTHERS = {
+UNSUPPORTED = {
     "pi05": "π0.5, whose expert is another (adaptive norms, the state among the words)",
     "pi0_fast": "π0-FAST, whose actions are tokens",
     "smolvla": "SmolVLA",
@@ -72,17 +72,31 @@ OTHERS = {
 """Policy types that are recognised but not supported here."""
 
 
-@dataclass(frozen=True)
-class Statistics:
+class Statistics(nn.Module):
     """Mean and standard deviation of a dataset, float32 [n], in its units.
 
-    Normalised x = (a - mean) / (std + 1e-8); the inverse is x std + mean.
+    They are buffers that a checkpoint does not contain.
     """
 
     mean: Tensor
     std: Tensor
 
-    def only(self, n: int, what: str) -> Statistics:
+    def __init__(self, mean: Any, std: Any) -> None:
+        """Convert lists or tensors of n numbers."""
+        super().__init__()
+        for name, x in (("mean", mean), ("std", std)):
+            buffer = torch.as_tensor(x, dtype=torch.float32).flatten()
+            self.register_buffer(name, buffer, persistent=False)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Return (x - mean) / (std + 1e-8)."""
+        return (x - self.mean) / (self.std + 1e-8)
+
+    def denormalize(self, x: Tensor) -> Tensor:
+        """Return x std + mean."""
+        return x * self.std + self.mean
+
+    def first(self, n: int, name: str) -> Statistics:
         """Return the statistics of the first n numbers; the others are padding.
 
         Raises:
@@ -90,11 +104,11 @@ class Statistics:
         """
         if len(self.mean) < n:
             raise ConfigError(
-                f"model.checkpoint: its statistics of {what} are of {len(self.mean)} numbers, the"
-                f" task's has {n}; use a checkpoint of this robot, or a directory without"
-                " statistics (model.normalize_obs then counts them)"
+                f"model.checkpoint: its statistics of {name} have {len(self.mean)} numbers, the"
+                f" task's {name} {n}; use a checkpoint of this robot, or a directory without"
+                " statistics (model.normalize_obs then computes them)"
             )
-        return Statistics(self.mean[:n].float(), self.std[:n].float())
+        return Statistics(self.mean[:n], self.std[:n])
 
 
 @dataclass(frozen=True)
@@ -122,7 +136,7 @@ def read(folder: str | Path) -> Published:
     """
     folder = Path(folder)
     raw = read_json(folder / "config.json", f"model.checkpoint={folder}", CURE)
-    return Published(_model(folder, raw), _words(folder), *statistics(folder, raw))
+    return Published(_model(folder, raw), _tokenizer(folder), *statistics(folder, raw))
 
 
 # ------------------------------------------------------------------------------------ configuration
@@ -145,7 +159,7 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
         ) from error
     cure = "name a directory of π0 (lerobot's or transformers'), or another model.policy"
     raise ConfigError(
-        f"model.checkpoint={folder}: is a directory of {OTHERS.get(kind, kind)}, not of π0; {cure}"
+        f"model.checkpoint={folder}: is a directory of {UNSUPPORTED.get(kind, kind)}, not of π0; {cure}"
     )
 
 
@@ -164,7 +178,7 @@ def lerobot_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     vision = SIGLIP | {"image_size": side, "projection_dim": text["hidden_size"]}
     vlm = {"model_type": "paligemma", "text_config": text, "vision_config": vision}
     vlm |= {"projection_dim": text["hidden_size"], "image_token_id": text["vocab_size"]}
-    fields = {name: raw[name] for name in SHARED if name in raw}
+    fields = {name: raw[name] for name in SHARED_FIELDS if name in raw}
     if "num_steps" in raw:  # lerobot before 0.4
         fields.setdefault("num_inference_steps", raw["num_steps"])
     return fields | {"vlm_config": vlm, "dit_config": expert}
@@ -188,35 +202,24 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
-            key_mapping=FORMER,
+            key_mapping=OLD_KEYS,
         )
     unknown = [name for name in loading_info["unexpected_keys"] if "normalize_" not in name]
-    for what, names in (("lack", loading_info["missing_keys"]), ("have an unknown", unknown)):
+    for problem, names in (("lack", loading_info["missing_keys"]), ("have an unknown", unknown)):
         if names:
             raise ConfigError(
-                f"model.checkpoint={folder}: the weights {what} {min(names)} ({len(names)} in all);"
+                f"model.checkpoint={folder}: the weights {problem} {min(names)} ({len(names)} in all);"
                 " they are of another model"
             )
     return model
 
 
 def _transformers() -> Any:
-    """Import transformers."""
-    try:
-        import transformers
-        from transformers import PI0Config  # noqa: F401
-        from transformers.utils import logging
-    except ImportError as error:
-        raise ConfigError(
-            f"model.checkpoint needs transformers 5.23 or later ({error}): pip install"
-            " 'embodied-ppo[vla]'"
-        ) from error
-    logging.disable_progress_bar()
-    return transformers
+    return import_transformers("model.checkpoint", "PI0Config", version="5.23")
 
 
-# ---------------------------------------------------------------------------------------- the words
-class Words:
+# ---------------------------------------------------------------------------------------- tokenizer
+class PromptTokenizer:
     """Tokenizer in π0's format: begin of sequence, sentence, end of line."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -228,7 +231,7 @@ class Words:
         return [self.tokenizer.bos_token_id, *ids]
 
 
-def _words(folder: Path) -> Words:
+def _tokenizer(folder: Path) -> PromptTokenizer:
     """Load the tokenizer."""
     if not any(
         (folder / name).is_file()
@@ -239,9 +242,9 @@ def _words(folder: Path) -> Words:
             " tokenizer_config.json of google/paligemma-3b-pt-224 into it"
         )
     try:
-        tokenizer = _transformers().AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = import_transformers(
+            "model.checkpoint", "PI0Config"
+        ).AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
             f"model.checkpoint={folder}: its tokenizer cannot be read: {one_line(error)}"
@@ -250,7 +253,7 @@ def _words(folder: Path) -> Words:
         raise ConfigError(
             f"model.checkpoint={folder}: its tokenizer has no begin of sequence; use PaliGemma's"
         )
-    return Words(tokenizer)
+    return PromptTokenizer(tokenizer)
 
 
 # --------------------------------------------------------------------------------------- statistics
@@ -283,38 +286,30 @@ def _statistics(folder: Path) -> dict[str, Statistics]:
         options = read_json(processor, f"model.checkpoint={folder}", CURE)
         pairs = {
             name: (options.get(f"{key}_mean"), options.get(f"{key}_std"))
-            for name, key in _TRANSFORMERS.items()
+            for name, key in _STATISTICS_KEYS.items()
         }
-        if stats := {
-            name: _as_statistics(mean, std)
-            for name, (mean, std) in pairs.items()
-            if mean is not None
-        }:
+        stats = {name: Statistics(*pair) for name, pair in pairs.items() if pair[0] is not None}
+        if stats:
             return stats
     for file in sorted(folder.rglob("norm_stats.json")):
         stats = read_json(file, f"model.checkpoint={folder}", CURE)
         stats = stats.get("norm_stats", stats)
-        named = {
-            name: stats[key]
-            for name, key in (("state", "state"), ("action", "actions"))
-            if key in stats
-        }
-        return {name: _as_statistics(x["mean"], x["std"]) for name, x in named.items()}
+        named = {name: stats[key] for name, key in _STATISTICS_KEYS.items() if key in stats}
+        return {name: Statistics(x["mean"], x["std"]) for name, x in named.items()}
     out: dict[str, Statistics] = {}
     for file in sorted(folder.glob("*normalizer_processor.safetensors")) + sorted(
         folder.glob("model*.safetensors")
     ):
-        for name, feature in _LEROBOT.items():
+        for name, feature in _LEROBOT_FEATURES.items():
             for pair in () if name in out else _pairs(file, feature):
-                if all(
-                    bool(x.isfinite().all()) for x in pair
-                ):  # lerobot's buffers are infinite until filled
-                    out[name] = _as_statistics(*pair)
+                # lerobot's buffers are infinite until filled.
+                if all(bool(x.isfinite().all()) for x in pair):
+                    out[name] = Statistics(*pair)
     return out
 
 
-_TRANSFORMERS = {"state": "state", "action": "actions"}
-_LEROBOT = {"state": "observation.state", "action": "action"}
+_STATISTICS_KEYS = {"state": "state", "action": "actions"}
+_LEROBOT_FEATURES = {"state": "observation.state", "action": "action"}
 
 
 def _pairs(file: Path, feature: str) -> list[tuple[Tensor, Tensor]]:
@@ -327,15 +322,9 @@ def _pairs(file: Path, feature: str) -> list[tuple[Tensor, Tensor]]:
     tail = f"buffer_{feature.replace('.', '_')}.mean"
     try:
         with safe_open(file, framework="pt") as f:
-            held = set(f.keys())
-            means = sorted(key for key in held if key == f"{feature}.mean" or key.endswith(tail))
+            keys = set(f.keys())
+            means = sorted(key for key in keys if key == f"{feature}.mean" or key.endswith(tail))
             pairs = [(key, key.removesuffix("mean") + "std") for key in means]
-            return [(f.get_tensor(mean), f.get_tensor(std)) for mean, std in pairs if std in held]
+            return [(f.get_tensor(mean), f.get_tensor(std)) for mean, std in pairs if std in keys]
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"model.checkpoint: {file} cannot be read: {one_line(error)}") from error
-
-
-def _as_statistics(mean: Any, std: Any) -> Statistics:
-    """Convert lists or tensors to statistics."""
-    mean, std = (torch.as_tensor(x, dtype=torch.float32).flatten() for x in (mean, std))
-    return Statistics(mean, std)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,8 @@ from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.collectives import layers
 from embodied_ppo.core.types import ActionSpec, ConfigError, Obs, ObsSpec
 from embodied_ppo.models import lora
-from embodied_ppo.models.backbone import Encoder, channels_last, is_image
-from embodied_ppo.models.checkpoint_files import read_json, share
+from embodied_ppo.models.backbone import channels_first_shape, is_image
+from embodied_ppo.models.checkpoint_files import copy_permissions, read_json
 from embodied_ppo.models.vla import openvla_files
 from embodied_ppo.models.vla.action_tokens import Tokens
 from embodied_ppo.models.vla.hf_vlm import Prompts, VisionLanguage
@@ -43,6 +43,7 @@ from embodied_ppo.models.vla.openvla_files import ActionTokens
 from embodied_ppo.models.vla.trunk import (
     INSTRUCTION,
     Grounding,
+    ObservationEncoder,
     ValueHead,
     action_size,
     check_units,
@@ -62,71 +63,12 @@ numbers.
 """
 
 
-class Body(Protocol):
-    """Interface of a published model; ``hf_vlm.VisionLanguage`` documents the methods."""
-
-    hidden_size: int
-
-    @property
-    def recompute(self) -> bool:
-        """Whether activations are recomputed in the backward pass."""
-        ...
-
-    @recompute.setter
-    def recompute(self, value: bool) -> None: ...
-
-    @property
-    def language(self) -> nn.Module:
-        """Module that gets adapters."""
-        ...
-
-    def vision_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that turn images into visual tokens."""
-        ...
-
-    def new_parameters(self) -> list[nn.Parameter]:
-        """Return parameters that the published model does not have; they are trained beside
-        adapters.
-        """
-        ...
-
-    def prompts(self, sentences: Sequence[str]) -> Prompts:
-        """Tokenise one prompt per sentence."""
-        ...
-
-    def encode_images(self, images: Tensor) -> dict[str, Tensor]:
-        """Return the visual tokens of images uint8 [B, K, 3, H, W]."""
-        ...
-
-    def read(
-        self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor
-    ) -> Any:
-        """Embed a prompt with its visual tokens."""
-
-    def hidden(self, context: Any, bins: Tensor | None, /) -> Tensor:
-        """Return the hidden states [B, C·A, D] before each action token, with gradient."""
-        ...
-
-    def start(self, context: Any, /) -> tuple[Tensor, Any]:
-        """Return the hidden states [B, D] before the first action token, and the state of
-        ``next``.
-        """
-        ...
-
-    def next(self, bins: Tensor, state: Any) -> Tensor:
-        """Append ``bins`` int64 [B] and return the hidden states [B, D] before the next token."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of the action tokens, float32 [.., K]."""
-        ...
-
-    def write(self, folder: Path) -> None:
-        """Write the model in the format of its directory."""
+Body: TypeAlias = "OpenVLA | VisionLanguage"
+"""A published model: towers, projector and language model without a value head."""
 
 
 class OpenVLA(nn.Module):
-    """Adapter of ``OpenVLABody`` to the interface ``Body``."""
+    """``OpenVLABody`` with the methods of ``hf_vlm.VisionLanguage``, which documents them."""
 
     def __init__(self, body: OpenVLABody, tokenize: Any, *, actions: int) -> None:
         """Wrap the body.
@@ -142,7 +84,7 @@ class OpenVLA(nn.Module):
 
     @property
     def recompute(self) -> bool:
-        """See ``Body.recompute``."""
+        """See ``VisionLanguage.recompute``."""
         return self.body.recompute
 
     @recompute.setter
@@ -151,11 +93,11 @@ class OpenVLA(nn.Module):
 
     @property
     def language(self) -> nn.Module:
-        """See ``Body.language``."""
+        """See ``VisionLanguage.language``."""
         return self.body.language_model.model
 
     def vision_parameters(self) -> list[nn.Parameter]:
-        """See ``Body.vision_parameters``."""
+        """See ``VisionLanguage.vision_parameters``."""
         return [
             p
             for module in (self.body.dino, self.body.siglip, self.body.projector)
@@ -163,83 +105,69 @@ class OpenVLA(nn.Module):
         ]
 
     def new_parameters(self) -> list[nn.Parameter]:
-        """See ``Body.new_parameters``."""
+        """See ``VisionLanguage.new_parameters``."""
         return []
 
     def prompts(self, sentences: Sequence[str]) -> Prompts:
-        """See ``Body.prompts``."""
+        """See ``VisionLanguage.prompts``."""
         config = self.body.config
         ids, mask = openvla_files.encode_prompts(self.tokenize, sentences, pad=config.pad_token_id)
         return Prompts(ids, mask, (mask.cumsum(1) - 1).unsqueeze(1))
 
     def encode_images(self, images: Tensor) -> dict[str, Tensor]:
-        """See ``Body.encode_images``."""
+        """See ``VisionLanguage.encode_images``."""
         return {"/visual": self.body.vision(images)}
 
     def read(
         self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor
     ) -> Embedded:
-        """See ``Body.read``."""
+        """See ``VisionLanguage.read``."""
         return self.body.read(image_features["/visual"], ids, mask)
 
     def hidden(self, context: Embedded, bins: Tensor | None) -> Tensor:
-        """See ``Body.hidden``."""
+        """See ``VisionLanguage.hidden``."""
         return self.body.predict(
             context, bins, placeholders=0 if bins is not None else self.actions
         )
 
     def start(self, context: Embedded) -> tuple[Tensor, Cache]:
-        """See ``Body.start``."""
+        """See ``VisionLanguage.start``."""
         return self.body.begin(context, room=self.actions - 1)
 
     def next(self, bins: Tensor, state: Cache) -> Tensor:
-        """See ``Body.next``."""
+        """See ``VisionLanguage.next``."""
         return self.body.step(bins, state)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``Body.logits``."""
+        """See ``VisionLanguage.logits``."""
         return self.body.logits(hidden)
 
     def write(self, folder: Path) -> None:
-        """See ``Body.write``."""
+        """See ``VisionLanguage.write``."""
         openvla_files.save(self.body, folder)
 
 
-class VisionEncoder(nn.Module):
+class VisionEncoder(ObservationEncoder):
     """Selects the image observations, and holds the tokenised prompts of the sentences."""
 
-    table: Prompts
-
     def __init__(self, obs_spec: ObsSpec, config: ModelConfig) -> None:
-        super().__init__()
         named = obs_spec if isinstance(obs_spec, dict) else {"obs": obs_spec}
-        self.has_instruction = INSTRUCTION in named
-        self.encoder = Encoder({name: s for name, s in named.items() if is_image(s)}, config)
-        shapes = {name: s.shape for name, s in self.encoder.images.items()}
-        if not shapes:
-            raise ConfigError(
-                f"model.checkpoint={config.checkpoint}: the observation holds no picture; name a"
-                " camera with env.cameras=[front]"
-            )
-        a, b, c = next(iter(shapes.values()))
-        last = channels_last(next(iter(self.encoder.images.values())))
-        channels, self.picture = (c, (a, b)) if last else (a, (b, c))
+        super().__init__(
+            {name: s for name, s in named.items() if is_image(s) or name == INSTRUCTION}, config
+        )
+        shapes = {name: channels_first_shape(s) for name, s in self.encoder.images.items()}
+        channels, *size = next(iter(shapes.values()))
+        self.image_size: tuple[int, int] = (size[0], size[1])
+        """Height and width."""
         if channels != 3 or len(set(shapes.values())) > 1:
             raise ConfigError(
-                f"model.checkpoint={config.checkpoint}: pictures must be RGB and of one size, but"
-                f" are {shapes}; set env.cameras and env.image_size"
+                f"model.checkpoint={config.checkpoint}: images must be RGB and of one size, but"
+                f" have the shapes {shapes}; set env.cameras and env.image_size"
             )
 
-    @torch.no_grad()
-    def images(self, named: dict[str, Tensor]) -> Tensor:
+    def images(self, obs: Obs) -> Tensor:
         """Return the images of all cameras, uint8 [B, K, 3, H, W]."""
-        return torch.stack(
-            [
-                named[n].movedim(-1, -3) if channels_last(s) else named[n]
-                for n, s in self.encoder.images.items()
-            ],
-            dim=1,
-        )
+        return torch.stack([*self.encode_observations(obs).values()], dim=1)
 
 
 class CheckpointVLA(Tokens[Any], lora.Adapted):
@@ -256,6 +184,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         *,
         chunk: int,
         sentences: Sequence[str],
+        mapping: str = "none",
         closes: float | None = None,
         values: int = 1,
     ) -> None:
@@ -267,6 +196,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
             config: Options of the section ``model``.
             chunk: Actions of a chunk.
             sentences: The simulator's instructions.
+            mapping: Value of env.action_mapping.
             closes: Value of the last action dimension that closes the simulator's gripper; its
                 negative opens it. None: the simulator does not report it.
             values: Outputs of the value head, see ``ValueHead``.
@@ -276,22 +206,18 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         """
         super().__init__()
         self.closes = closes
-        self.chunk, self.size, self.bins = (
-            chunk,
-            action_size(action_spec, chunk, config),
-            config.bins,
-        )
-        self.autoregressive, self.temperature = (
-            config.decode == "autoregressive",
-            config.temperature,
-        )
+        self.chunk, self.size = chunk, action_size(action_spec, chunk, config)
+        self.bins, self.temperature = config.bins, config.temperature
+        self.autoregressive = config.decode == "autoregressive"
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.rank = config.lora_rank
         self.trunk = VisionEncoder(obs_spec, config)
         self.actions: ActionTokens | None = None
         """Tokens and statistics of OpenVLA; None: bins are equal intervals of [-1, 1]."""
         self.body: Any = self._open(config)
-        width = self.body.hidden_size
+        if self.actions is not None:
+            check_units(action_spec, config, mapping)
+        self.width = width = self.body.hidden_size
         self.value_head = ValueHead(
             width, config.detach_value, min(4 * width, VALUE_UNITS), values=values
         )
@@ -307,41 +233,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         if self.rank:
             assert config.checkpoint is not None
             self.set_base_weights(config.checkpoint)
-        self.tell(sentences)
-
-    @classmethod
-    def of(
-        cls,
-        obs_spec: ObsSpec,
-        action_spec: ActionSpec,
-        config: ModelConfig,
-        *,
-        chunk: int,
-        sentences: Sequence[str],
-        mapping: str = "none",
-        closes: float | None = None,
-        values: int = 1,
-    ) -> CheckpointVLA:
-        """Build the policy for a task with env.action_mapping = ``mapping``.
-
-        Other arguments as the constructor.
-
-        Raises:
-            ConfigError: As the constructor, and if the mapping does not fit the units of the
-                actions.
-        """
-        policy = cls(
-            obs_spec,
-            action_spec,
-            config,
-            chunk=chunk,
-            sentences=sentences,
-            closes=closes,
-            values=values,
-        )
-        if policy.actions is not None:
-            check_units(action_spec, config, mapping)
-        return policy
+        self.set_sentences(sentences)
 
     def _open(self, config: ModelConfig) -> Body:
         """Load the model of the directory."""
@@ -355,19 +247,17 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
                     f"model.unnorm_key={config.unnorm_key}: {folder} holds a {kind}, which has no"
                     " statistics of actions; leave it null"
                 )
-            cameras = len(self.trunk.encoder.images)
-            parallel = None if self.autoregressive else count
-            return VisionLanguage.of(
+            return VisionLanguage.from_directory(
                 folder,
-                cameras=cameras,
-                actions=parallel,
+                cameras=len(self.trunk.names),
+                actions=None if self.autoregressive else count,
                 bins=self.bins,
-                picture=self.trunk.picture,
+                image_size=self.trunk.image_size,
                 dtype=dtype,
             )
-        body = openvla_files.load(folder, dtype=dtype, what="model.checkpoint")
+        body = openvla_files.load(folder, dtype=dtype)
         try:
-            self.actions = ActionTokens.of(body.config, config.unnorm_key)
+            self.actions = ActionTokens.from_config(body.config, config.unnorm_key)
         except ConfigError as error:
             raise ConfigError(f"model.{error}") from error
         if self.actions.dim != self.size:
@@ -380,21 +270,17 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
                 f"model.bins={self.bins}: the checkpoint has {body.config.action_bins} words for"
                 f" actions; write model.bins={body.config.action_bins}"
             )
-        return OpenVLA(
-            body, openvla_files.tokenizer(folder, what="model.checkpoint"), actions=count
-        )
+        return OpenVLA(body, openvla_files.tokenizer(folder), actions=count)
 
-    # ---------------------------------------------------------------------------------- what learns
+    # ---------------------------------------------------------------------------------- trained parts
     def freeze(self, frozen: bool) -> None:
         """Exclude the vision encoder from training, or include it.
 
         With adapters only these and new parameters are trained in either case.
         """
         self.frozen = frozen
-        vision, new = (
-            {id(p) for p in ps}
-            for ps in (self.body.vision_parameters(), self.body.new_parameters())
-        )
+        vision = {id(p) for p in self.body.vision_parameters()}
+        new = {id(p) for p in self.body.new_parameters()}
         for name, p in self.body.named_parameters():
             trained = (
                 "lora_" in name or id(p) in new if self.rank else not (frozen and id(p) in vision)
@@ -404,46 +290,25 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         # frozen.
         lora.cast_parameters(self, self.dtype if self.rank else torch.float32)
 
-    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """See ``Policy.parameter_groups``."""
-        critic = list(self.value_head.parameters())
-        return {"actor": [p for p in self.body.parameters() if p.requires_grad], "critic": critic}
-
     def units(self) -> list[nn.Module]:
         """See ``Policy.units``."""
         return [*layers(self.body), self.body.language.get_input_embeddings()]
 
-    def tell(self, sentences: Sequence[str]) -> None:
+    def set_sentences(self, sentences: Sequence[str]) -> None:
         """Set the sentences that the instruction observation indexes."""
         self.sentences = tuple(sentences)
         self.trunk.table = self.body.prompts(self.sentences or ("do the task",))
-
-    def observe(self, obs: Obs, mask: Tensor) -> None:
-        """Do nothing: images have no normaliser."""
 
     def train(self, mode: bool = True) -> CheckpointVLA:
         """Do nothing: dropout would make log-probabilities random."""
         return self
 
-    @property
-    def query(self) -> Tensor:
-        """Tensor [1, D] from which behaviour cloning takes device and width."""
-        weight = self.value_head.layers[0].weight
-        assert isinstance(weight, Tensor)
-        return weight[:1]
-
     # ------------------------------------------------------------------------------------- encoding
     @torch.no_grad()
     def encode(self, obs: Obs) -> dict[str, Tensor]:
-        """Return images (visual tokens if the vision encoder is frozen) and the prompt of the
-        instruction.
-        """
-        named = obs if isinstance(obs, dict) else {"obs": obs}
-        images, table = self.trunk.images(named), self.trunk.table
-        if self.trunk.has_instruction:
-            rows = named[INSTRUCTION].long()
-        else:
-            rows = images.new_zeros(len(images), dtype=torch.int64)
+        """Return images, or visual tokens if the vision encoder is frozen, and the prompts."""
+        images, table = self.trunk.images(obs), self.trunk.table
+        rows = self.trunk.instruction_index(obs, len(images), images.device)
         inputs = {
             f"/{name}": getattr(table, name).to(rows.device)[rows]
             for name in ("ids", "mask", "position")
@@ -539,7 +404,7 @@ def export(policy: CheckpointVLA, source: str | Path, out: str | Path) -> None:
         if file.is_file() and "safetensors" not in file.name:
             shutil.copyfile(file, folder / file.name)
     policy.body.write(folder)
-    share(folder)
+    copy_permissions(folder)
 
 
 def _kind(folder: str) -> str:

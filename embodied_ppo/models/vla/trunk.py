@@ -16,8 +16,8 @@ import functools
 import math
 import re
 import zlib
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.collectives import gathered
 from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, ConfigError, Obs, ObsSpec
-from embodied_ppo.models.backbone import VECTOR, Encoder, channels_last
+from embodied_ppo.models.backbone import VECTOR, Encoder, channels_first_shape, split_parameters
 
 INSTRUCTION = "instruction"
 """Name of the observation that is an index into the simulator's sentences."""
@@ -148,23 +148,65 @@ def _merged(x: Tensor, n: int) -> Tensor:
     return x.view(b, h // n, n, w // n, n, k).transpose(2, 3).reshape(b, h // n, w // n, n * n * k)
 
 
-class Trunk(nn.Module):
-    """Maps encoded observations to the memory that the decoder attends to."""
+class ObservationEncoder(nn.Module):
+    """Base class of trunks: encodes images and vectors, and reads the index of the instruction."""
 
-    def __init__(self, spec: ObsSpec, sentences: Sequence[str], config: ModelConfig) -> None:
+    table: Any
+    """Tokens of the simulator's sentences, by index of the instruction; not part of a checkpoint.
+    """
+
+    def __init__(self, spec: ObsSpec, config: ModelConfig) -> None:
+        """Build the encoder of all observations except the instruction.
+
+        Raises:
+            ConfigError: No observation is an image.
+        """
         super().__init__()
         named: dict[str, ArraySpec] = dict(spec) if isinstance(spec, dict) else {"obs": spec}
         self.has_instruction = named.pop(INSTRUCTION, None) is not None
         self.encoder = Encoder(named, config)
         if not self.encoder.images:
+            option = (
+                f"model.policy={config.policy}"
+                if config.checkpoint is None
+                else f"model.checkpoint={config.checkpoint}"
+            )
             raise ConfigError(
-                f"model.policy={config.policy}: the observation holds no picture; name one with"
+                f"{option}: the observation holds no image; name a camera with"
                 " env.cameras=[front], or use model.policy=actor_critic"
             )
-        width = config.width
         self.names = list(self.encoder.images)
+
+    def encode_observations(self, obs: Obs) -> dict[str, Tensor]:
+        """Return normalised vectors and images, see ``Encoder``."""
+        return self.encoder(_without_instruction(obs))
+
+    def instruction_index(self, obs: Obs, rows: int, device: torch.device) -> Tensor:
+        """Return the index of each row's sentence, int64 [rows]; 0 where there is only one."""
+        if self.has_instruction and isinstance(obs, dict):
+            return obs[INSTRUCTION].long()
+        return torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def observe(self, obs: Obs, mask: Tensor) -> None:
+        """See ``Policy.observe``."""
+        self.encoder.observe(_without_instruction(obs), mask)
+
+
+def _without_instruction(obs: Obs) -> dict[str, Tensor]:
+    """Return the observations by name, except the instruction."""
+    if not isinstance(obs, dict):
+        return {"obs": obs}
+    return {name: x for name, x in obs.items() if name != INSTRUCTION}
+
+
+class Trunk(ObservationEncoder):
+    """Maps encoded observations to the memory that the decoder attends to."""
+
+    def __init__(self, spec: ObsSpec, sentences: Sequence[str], config: ModelConfig) -> None:
+        super().__init__(spec, config)
+        width = config.width
         self.stems = nn.ModuleList(
-            Stem(name, _chw(s), width) for name, s in self.encoder.images.items()
+            Stem(name, channels_first_shape(s), width) for name, s in self.encoder.images.items()
         )
         self.state = (
             nn.Linear(self.encoder.vector_size, width) if self.encoder.vector_size else None
@@ -185,11 +227,8 @@ class Trunk(nn.Module):
         self.show = nn.Linear(width // 2, 2 * width)
         self.place = nn.Linear(width, width)
         self.mark = nn.Linear(config.heads, width // 2)
-        self.table: Tensor
-        """int64 [S, L], word ids of the simulator's sentences; not part of a checkpoint."""
-        self.register_buffer(
-            "table", sentence_table(tuple(sentences), config.word_buckets), persistent=False
-        )
+        table = sentence_table(tuple(sentences), config.word_buckets)
+        self.register_buffer("table", table, persistent=False)
 
     @torch.no_grad()
     def initialize_words(
@@ -205,13 +244,10 @@ class Trunk(nn.Module):
         weight[new] = torch.randn(weight.shape, generator=generator)[new.cpu()].to(weight)
 
     def encode(self, obs: Obs) -> dict[str, Tensor]:
-        """Return normalised vectors, images and, where the simulator gives instructions, word
-        ids.
-        """
-        named = obs if isinstance(obs, dict) else {"obs": obs}
-        inputs = self.encoder({name: x for name, x in named.items() if name != INSTRUCTION})
-        if self.has_instruction:
-            inputs[WORDS] = self.table[named[INSTRUCTION].long()]
+        """Return normalised vectors, images and the word ids of instructions, if there are any."""
+        inputs = self.encode_observations(obs)
+        if self.has_instruction and isinstance(obs, dict):
+            inputs[WORDS] = self.table[obs[INSTRUCTION].long()]
         return inputs
 
     def forward(self, inputs: dict[str, Tensor]) -> Memory:
@@ -296,12 +332,6 @@ class Trunk(nn.Module):
 def _joined(parts: list[Tensor]) -> Tensor:
     """Concatenate [B, n, D] along n."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def _chw(spec: ArraySpec) -> tuple[int, int, int]:
-    """Return the shape of an image as (channels, height, width)."""
-    a, b, c = spec.shape
-    return (c, a, b) if channels_last(spec) else (a, b, c)
 
 
 class Block(nn.Module):
@@ -467,8 +497,40 @@ def check_units(spec: ActionSpec, config: ModelConfig, mapping: str) -> None:
         )
 
 
-class VLA(nn.Module):
-    """Parts that all small action heads share: trunk, decoder and value head.
+class VLAPolicy(nn.Module):
+    """Members that all vision-language-action policies share."""
+
+    trunk: Any
+    """An ``ObservationEncoder``."""
+    value_head: ValueHead
+    chunk: int
+    """Actions of a chunk, C."""
+    size: int
+    """Dimensions of an action, A."""
+    width: int
+    """Size of ``Grounding.focus``."""
+    temperature: float
+    sentences: tuple[str, ...] = ()
+    """Sentences that the instruction observation indexes."""
+    frozen = False
+    """Whether model.freeze_trunk excludes the trunk from training."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return next(self.value_head.parameters()).device
+
+    def observe(self, obs: Obs, mask: Tensor) -> None:
+        """See ``Policy.observe``."""
+        self.trunk.observe(obs, mask)
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """See ``Policy.parameter_groups``."""
+        return split_parameters(self, self.value_head)
+
+
+class VLA(VLAPolicy):
+    """Trunk, decoder and value head of the small policies; subclasses add the action head.
 
     A frozen trunk runs once per observation, in ``encode``. The epochs of an update then start from
     its memory.
@@ -487,10 +549,9 @@ class VLA(nn.Module):
         *,
         chunk: int,
         sentences: Sequence[str],
-        queries: Callable[[int, int], int],
         values: int = 1,
     ) -> None:
-        """Build trunk, decoder and value head.
+        """Build the policy.
 
         Args:
             obs_spec: Observations of one environment.
@@ -498,7 +559,6 @@ class VLA(nn.Module):
             config: Options of the section ``model``.
             chunk: C.
             sentences: The simulator's instructions.
-            queries: Returns Q for (C, A).
             values: Outputs of the value head, 1 or C.
 
         Raises:
@@ -507,11 +567,19 @@ class VLA(nn.Module):
         super().__init__()
         self.chunk, self.size = chunk, action_size(action_spec, chunk, config)
         self.trunk, self.decoder = Trunk(obs_spec, sentences, config), Decoder(config)
-        self.query = nn.Parameter(torch.randn(queries(self.chunk, self.size), config.width))
+        self.query = nn.Parameter(torch.randn(self.num_queries(), config.width))
         self.value_head = ValueHead(config.width, config.detach_value, values=values)
-        self.temperature = config.temperature
+        self.temperature, self.width = config.temperature, config.width
         self.sentences = tuple(sentences)
-        self.frozen = False
+        self.build_head(config)
+
+    def num_queries(self) -> int:
+        """Return the number of decoder tokens, Q."""
+        return self.chunk
+
+    def build_head(self, config: ModelConfig) -> None:
+        """Build the action head, the last step of the constructor."""
+        raise NotImplementedError
 
     def freeze(self, frozen: bool) -> None:
         """Exclude the trunk from training, or include it."""
@@ -538,26 +606,12 @@ class VLA(nn.Module):
         tokens, hidden, summary = (inputs[f"/{name}"] for name in self.KEPT)
         return Memory(tokens, hidden, summary)
 
-    def tell(self, sentences: Sequence[str]) -> None:
+    def set_sentences(self, sentences: Sequence[str]) -> None:
         """Set the sentences that the instruction observation indexes."""
         self.sentences = tuple(sentences)
         self.trunk.table = sentence_table(self.sentences, self.trunk.words.num_embeddings).to(
             self.query.device
         )
-
-    def observe(self, obs: Obs, mask: Tensor) -> None:
-        """See ``Policy.observe``."""
-        named = obs if isinstance(obs, dict) else {"obs": obs}
-        self.trunk.encoder.observe(
-            {name: x for name, x in named.items() if name != INSTRUCTION}, mask
-        )
-
-    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """See ``Policy.parameter_groups``."""
-        critic = list(self.value_head.parameters())
-        names = {id(p) for p in critic}
-        actor = [p for p in self.parameters() if p.requires_grad and id(p) not in names]
-        return {"actor": actor, "critic": critic}
 
     def units(self) -> list[nn.Module]:
         """See ``Policy.units``."""

@@ -170,13 +170,13 @@ def make_policy(config: Config, env: VectorEnv | EnvDescription) -> AnyPolicy:
                 "chunk": chunk,
                 "mapping": config.env.action_mapping,
                 "values": values,
+                "sentences": getattr(env, "instructions", ()),
             }
-            options["sentences"] = getattr(env, "instructions", ())
             if config.model.policy == "flow":
-                policy = PI0.of(env.obs_spec, env.action_spec, config.model, **options)
+                policy = PI0(env.obs_spec, env.action_spec, config.model, **options)
             else:
                 closes = getattr(env, "gripper_closes", None)
-                policy = CheckpointVLA.of(
+                policy = CheckpointVLA(
                     env.obs_spec, env.action_spec, config.model, closes=closes, **options
                 )
         else:

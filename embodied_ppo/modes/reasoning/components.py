@@ -41,7 +41,7 @@ from embodied_ppo.evaluation.prompts import PromptEvaluationResult, evaluate_pro
 from embodied_ppo.imitation.supervised_finetuning import warm_start
 from embodied_ppo.models import causal_lm
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
-from embodied_ppo.models.checkpoint_files import share
+from embodied_ppo.models.checkpoint_files import copy_permissions
 from embodied_ppo.modes.base import Evaluator, RunRequest
 from embodied_ppo.rewards import graders, reward_model
 from embodied_ppo.rewards.graders import Graders, WithFormat
@@ -137,7 +137,7 @@ def make_policy(config: Config, tokenizer: Any, device: torch.device) -> Languag
     m = config.actor.model
     with torch.random.fork_rng():
         torch.manual_seed(sampling_key(config.seed, "weights"))
-        model = causal_lm.load(m.path, m.architecture, what="actor.model", device=device)
+        model = causal_lm.load(m.path, m.architecture, section="actor.model", device=device)
     vocabulary = model.get_input_embeddings().num_embeddings
     needed = max(tokenizer.get_vocab().values()) + 1
     if needed > vocabulary:
@@ -186,7 +186,7 @@ def make_critic(
     else:
         with torch.random.fork_rng():
             torch.manual_seed(sampling_key(config.seed, "critic"))
-            model = causal_lm.load(m.path, m.architecture, what="critic.model", device=device)
+            model = causal_lm.load(m.path, m.architecture, section="critic.model", device=device)
         vocabulary, needed = (
             x.get_input_embeddings().num_embeddings for x in (model, policy.model)
         )
@@ -748,12 +748,12 @@ def export(trained: Config, source: checkpoint.Checkpoint, out: Path) -> dict[st
     try:
         policy.model.save_pretrained(out)
         tokenizer.save_pretrained(out)
-        share(out)
+        copy_permissions(out)
     except OSError as error:
         raise ConfigError(
             f"out={out}: cannot be written ({error.strerror}); name another directory"
         ) from error
-    exported = causal_lm.load(str(out), {}, what="out")
+    exported = causal_lm.load(str(out), {}, section="out")
     ids = torch.arange(8).unsqueeze(0) % policy.model.get_input_embeddings().num_embeddings
     with torch.no_grad():
         difference = float(

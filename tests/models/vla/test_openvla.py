@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embodied_ppo.models.vla.openvla import OpenVLABody, OpenVLAConfig, TowerConfig
+from embodied_ppo.models.vla.openvla import Embedded, OpenVLABody, OpenVLAConfig, TowerConfig
 
 STATS = {"q01": [-2.0, 0.0, 0.0], "q99": [2.0, 1.0, 0.5], "mask": [True, True, False]}
 CONFIG = OpenVLAConfig(
@@ -79,7 +79,25 @@ def bins(seed: int = 0, count: int = A) -> Tensor:
     return torch.randint(0, 256, (3, count), generator=torch.Generator().manual_seed(seed))
 
 
-# ------------------------------------------------------------------------------------------ picture
+def embed(body: OpenVLABody, images: Tensor, ids: Tensor, mask: Tensor) -> Embedded:
+    """Return the embeddings of images and prompts."""
+    return body.read(body.vision(images), ids, mask)
+
+
+def hidden_states(
+    body: OpenVLABody,
+    images: Tensor,
+    ids: Tensor,
+    mask: Tensor,
+    actions: Tensor | None = None,
+    *,
+    placeholders: int = 0,
+) -> Tensor:
+    """Return the hidden states before each action token."""
+    return body.predict(embed(body, images, ids, mask), actions, placeholders=placeholders)
+
+
+# ------------------------------------------------------------------------------------------- images
 def test_features_are_those_of_transformers_second_to_last_layers() -> None:
     body = shared()
     pixels = torch.randn(2, 6, 28, 28, generator=torch.Generator().manual_seed(0))
@@ -165,7 +183,7 @@ def test_teacher_forcing_is_transformers_llama(row: int) -> None:
     action = bins()[row : row + 1]
     after = body.language_model.model.embed_tokens(31999 - action[0])
     theirs = written_out(body, images, ids, mask, after, causal=True)[-A - 1 : -1]
-    ours = body.hidden(*batch(), bins())[row]
+    ours = hidden_states(body, *batch(), bins())[row]
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -178,7 +196,7 @@ def test_parallel_decoding_is_transformers_llama_without_a_causal_mask(row: int)
     theirs = written_out(
         body, images, ids, mask, torch.cat((torch.zeros(6, 32), stop)), causal=False
     )[-8:-2]
-    ours = body.hidden(*batch(), placeholders=6)[row]
+    ours = hidden_states(body, *batch(), placeholders=6)[row]
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -188,9 +206,9 @@ def test_parallel_decoding_is_transformers_llama_without_a_causal_mask(row: int)
 def test_cached_decoding_is_teacher_forcing(rows: list[int], cameras: int) -> None:
     """With padding on the left, for any micro-batch; hidden states and log-probabilities."""
     body, action = shared(), bins()
-    whole = body.hidden(*batch(cameras=cameras), action)
+    whole = hidden_states(body, *batch(cameras=cameras), action)
     images, ids, mask = (x[rows] for x in batch(cameras=cameras))
-    hidden, kept = body.begin(body.inputs_embeds(images, ids, mask), room=A - 1)
+    hidden, kept = body.begin(embed(body, images, ids, mask), room=A - 1)
     steps = [hidden]
     for a in range(A - 1):
         steps.append(body.step(action[rows, a], kept))
@@ -212,8 +230,8 @@ def test_padding_and_micro_batch_change_nothing(parallel: bool) -> None:
 
     def hidden(images: Tensor, ids: Tensor, mask: Tensor, action: Tensor) -> Tensor:
         if parallel:
-            return body.hidden(images, ids, mask, placeholders=A)
-        return body.hidden(images, ids, mask, action)
+            return hidden_states(body, images, ids, mask, placeholders=A)
+        return hidden_states(body, images, ids, mask, action)
 
     images, ids, mask = batch()
     whole = hidden(images, ids, mask, bins())
@@ -231,11 +249,11 @@ def test_teacher_forcing_sees_the_past_only() -> None:
     body, action = shared(), bins()
     other = action.clone()
     other[:, 1] = (other[:, 1] + 100) % 256
-    before, after = body.hidden(*batch(), action), body.hidden(*batch(), other)
+    before, after = hidden_states(body, *batch(), action), hidden_states(body, *batch(), other)
     torch.testing.assert_close(after[:, :2], before[:, :2], rtol=1e-5, atol=1e-5)
     assert float((after[:, 2] - before[:, 2]).abs().amax(-1).min()) > 1e-2
     torch.testing.assert_close(
-        body.hidden(*batch(), action[:, :1]), before[:, :1], rtol=1e-5, atol=1e-5
+        hidden_states(body, *batch(), action[:, :1]), before[:, :1], rtol=1e-5, atol=1e-5
     )
 
 
@@ -249,13 +267,17 @@ def test_parallel_decoding_sees_both_directions() -> None:
     weight = body.language_model.model.embed_tokens.weight
     some = torch.randn(32, generator=torch.Generator().manual_seed(1))
 
-    first = body.hidden(*batch(), placeholders=4)[:, 0]
+    first = hidden_states(body, *batch(), placeholders=4)[:, 0]
     (grad,) = torch.autograd.grad((first * some).sum(), weight)
     assert float(grad[2].norm()) > 1e-4 and float(grad[1].norm()) > 1e-4
     with torch.no_grad():  # how many follow matters, too
-        assert not torch.allclose(first, body.hidden(*batch(), placeholders=5)[:, 0], atol=1e-3)
+        assert not torch.allclose(
+            first, hidden_states(body, *batch(), placeholders=5)[:, 0], atol=1e-3
+        )
     action = torch.tensor([[5, 6, 7]] * 3)
-    (grad,) = torch.autograd.grad((body.hidden(*batch(), action)[:, 0] * some).sum(), weight)
+    (grad,) = torch.autograd.grad(
+        (hidden_states(body, *batch(), action)[:, 0] * some).sum(), weight
+    )
     assert float(grad[31999 - 5].norm()) == 0 and float(grad[1].norm()) > 1e-4
 
 
@@ -266,10 +288,10 @@ def test_the_picture_matters(where: str) -> None:
     body = shared()
     images, ids, mask = batch()
     forms: dict[str, Callable[[Tensor], Tensor]] = {
-        "teacher": lambda x: body.hidden(x, ids, mask, bins()),
-        "parallel": lambda x: body.hidden(x, ids, mask, placeholders=A),
+        "teacher": lambda x: hidden_states(body, x, ids, mask, bins()),
+        "parallel": lambda x: hidden_states(body, x, ids, mask, placeholders=A),
         "cached": lambda x: body.step(
-            bins()[:, 0], body.begin(body.inputs_embeds(x, ids, mask), room=1)[1]
+            bins()[:, 0], body.begin(embed(body, x, ids, mask), room=1)[1]
         ),
     }
     logits = [body.logits(forms[where](x)) for x in (images, 255 - images)]
@@ -279,7 +301,7 @@ def test_the_picture_matters(where: str) -> None:
 
 def test_gradients_reach_all_that_is_read_and_nothing_else() -> None:
     body = lively(OpenVLABody(CONFIG))
-    body.logits(body.hidden(*batch(), bins())).square().mean().backward()
+    body.logits(hidden_states(body, *batch(), bins())).square().mean().backward()
     empty = {
         name for name, p in body.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0
     }
@@ -309,7 +331,9 @@ def test_recomputed_layers_give_the_same_gradient(parallel: bool) -> None:
     for recompute in (False, True):
         body.recompute = recompute
         hidden = (
-            body.hidden(*batch(), placeholders=A) if parallel else body.hidden(*batch(), bins())
+            hidden_states(body, *batch(), placeholders=A)
+            if parallel
+            else hidden_states(body, *batch(), bins())
         )
         grads.append(torch.autograd.grad(body.logits(hidden).square().mean(), weights))
     for a, b in zip(*grads):
@@ -327,7 +351,7 @@ def test_train_changes_nothing() -> None:
 def test_logits_are_the_whole_vocabularys_without_the_rest() -> None:
     """Column k is id 31999 - k; the 64 ids of padding above are no actions."""
     body = shared()
-    hidden = body.hidden(*batch(), bins())
+    hidden = hidden_states(body, *batch(), bins())
     whole = hidden @ body.language_model.lm_head.weight.T  # [3, A, 32064]
     logits = body.logits(hidden)
     assert logits.shape == (3, A, 256) and logits.dtype == torch.float32
@@ -344,11 +368,11 @@ def test_logits_are_the_whole_vocabularys_without_the_rest() -> None:
 @torch.no_grad()
 def test_logits_are_float32_also_of_bfloat16_and_under_autocast() -> None:
     body = shared()
-    hidden = body.hidden(*batch(), bins())
+    hidden = hidden_states(body, *batch(), bins())
     logits = body.logits(hidden)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(body.logits(hidden), logits)
     half = lively(OpenVLABody(CONFIG, dtype=torch.bfloat16))
-    states = half.hidden(*batch(), bins())
+    states = hidden_states(half, *batch(), bins())
     assert states.dtype == torch.bfloat16 and half.logits(states).dtype == torch.float32
     assert half.language_model.model.rotary_emb.inv_freq.dtype == torch.float32

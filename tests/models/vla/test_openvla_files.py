@@ -22,7 +22,7 @@ from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.vla import openvla_files
 from embodied_ppo.models.vla.openvla import OpenVLABody
 from embodied_ppo.models.vla.openvla_files import ActionTokens
-from tests.models.vla.test_openvla import CONFIG, STATS, P, batch, bins, shared
+from tests.models.vla.test_openvla import CONFIG, STATS, P, batch, bins, hidden_states, shared
 
 
 # ------------------------------------------------------------------------------------------ actions
@@ -35,15 +35,14 @@ def test_bins_by_hand() -> None:
     -254/255); x = 1: 256, so 31744 (bin 255), which means the last centre, 254/255, as bin 254
     does.
     """
-    tokens = ActionTokens.of(CONFIG)
-    assert tokens.dim == 3 and tokens.vocab_size == 32000
+    tokens = ActionTokens.from_config(CONFIG)
+    assert tokens.dim == 3
     gripper = torch.tensor(
         [[0.0, 0.0, x] for x in (-1.0, 0.0, 0.999, 1.0, 5.0)]
     )  # the third is not normalised
     found = tokens.bins(gripper)[:, 2]
     assert found.tolist() == [0, 127, 254, 255, 255]
-    assert tokens.ids(found).tolist() == [31999, 31872, 31745, 31744, 31744]
-    assert torch.equal(tokens.ids(tokens.ids(found)), found)
+    assert (31999 - found).tolist() == [31999, 31872, 31745, 31744, 31744]
     centers = torch.tensor([-254, 0, 254, 254, 254], dtype=torch.float64) / 255
     torch.testing.assert_close(tokens.values(found), centers, rtol=0, atol=1e-12)
 
@@ -52,7 +51,7 @@ def test_unnormalisation_by_hand() -> None:
     """½ (254/255 + 1) (2 - -2) - 2 = 1.9921569; ½ (-254/255 + 1) (1 - 0) + 0 = 1/510; the third is
     as it is.
     """
-    tokens = ActionTokens.of(CONFIG, "bridge_orig")
+    tokens = ActionTokens.from_config(CONFIG, "bridge_orig")
     found = tokens.actions(torch.tensor([254, 0, 254], dtype=torch.uint8))
     assert found.dtype == torch.float32
     torch.testing.assert_close(
@@ -66,13 +65,13 @@ def test_unnormalisation_by_hand() -> None:
 
 def test_bins_are_those_of_the_published_arithmetic() -> None:
     """numpy's linspace and digitize; every bin but the last comes back."""
-    tokens = ActionTokens.of(CONFIG)
+    tokens = ActionTokens.from_config(CONFIG)
     edges = np.linspace(-1, 1, 256)
     assert np.array_equal(tokens.edges.numpy(), edges)
     x = np.random.default_rng(0).uniform(-1.1, 1.1, (5000, 3))
     action = torch.from_numpy(x * [2, 0.5, 1] + [0, 0.5, 0])
     assert np.array_equal(
-        tokens.ids(tokens.bins(action))[:, 2].numpy(),
+        31999 - tokens.bins(action)[:, 2].numpy(),
         32000 - np.digitize(x.clip(-1, 1), edges)[:, 2],
     )
     every = torch.arange(256).unsqueeze(1).expand(-1, 3)
@@ -114,7 +113,7 @@ def test_statistics_that_cannot_be_used(
     stats: dict[str, Any], key: str | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        ActionTokens.of(replace(CONFIG, norm_stats=stats), key)
+        ActionTokens.from_config(replace(CONFIG, norm_stats=stats), key)
 
 
 # ------------------------------------------------------------------------------------------- prompt
@@ -395,9 +394,12 @@ def test_a_loaded_checkpoint_is_a_body_with_those_weights(tmp_path: Path) -> Non
     loaded, direct = openvla_files.load(checkpoint(tmp_path, tensors)), filled_by_hand(tensors)
     ours, theirs = loaded.state_dict(), direct.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert torch.equal(loaded.hidden(*batch(), bins()), direct.hidden(*batch(), bins()))
     assert torch.equal(
-        loaded.hidden(*batch(), placeholders=5), direct.hidden(*batch(), placeholders=5)
+        hidden_states(loaded, *batch(), bins()), hidden_states(direct, *batch(), bins())
+    )
+    assert torch.equal(
+        hidden_states(loaded, *batch(), placeholders=5),
+        hidden_states(direct, *batch(), placeholders=5),
     )
     torch.testing.assert_close(loaded.language_model.model.rotary_emb.inv_freq, direct.language_model.model.rotary_emb.inv_freq)  # fmt: skip
     assert [n for n, p in loaded.named_parameters() if p.requires_grad] == [
@@ -432,7 +434,9 @@ def test_a_new_body_is_saved_and_loaded(tmp_path: Path) -> None:
     openvla_files.save(body, tmp_path)
     again = openvla_files.load(tmp_path)
     assert again.config.dino == CONFIG.dino and again.config.norm_stats == CONFIG.norm_stats
-    assert torch.equal(body.hidden(*batch(), bins()), again.hidden(*batch(), bins()))
+    assert torch.equal(
+        hidden_states(body, *batch(), bins()), hidden_states(again, *batch(), bins())
+    )
 
 
 def test_the_published_configuration_has_the_published_sizes() -> None:
@@ -551,8 +555,10 @@ DINO_BLOCK = "vision_backbone.featurizer.blocks.0"
     ],
 )
 def test_every_key_is_used_once(tmp_path: Path, tensors: dict[str, Tensor], message: str) -> None:
-    with pytest.raises(ConfigError, match=r"policy.path=\S+: the weights are not .*" + message):
-        openvla_files.load(checkpoint(tmp_path, tensors), what="policy.path")
+    with pytest.raises(
+        ConfigError, match=r"model.checkpoint=\S+: the weights are not .*" + message
+    ):
+        openvla_files.load(checkpoint(tmp_path, tensors))
 
 
 @pytest.mark.parametrize(
@@ -615,17 +621,17 @@ def test_every_key_is_used_once(tmp_path: Path, tensors: dict[str, Tensor], mess
 def test_a_configuration_that_cannot_be_read(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=r"model.path=\S+: .*" + message):
+    with pytest.raises(ConfigError, match=r"model.checkpoint=\S+: .*" + message):
         openvla_files.load(checkpoint(tmp_path, {}, **fields))
 
 
 def test_directories_that_hold_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"model.path=\S+: there is no such directory; name the directory"
+        ConfigError, match=r"model.checkpoint=\S+: there is no such directory; name the directory"
     ):
         openvla_files.load(tmp_path / "nowhere")
     with pytest.raises(
-        ConfigError, match=r"model.path=\S+: holds no config.json; name the directory"
+        ConfigError, match=r"model.checkpoint=\S+: holds no config.json; name the directory"
     ):
         openvla_files.load(tmp_path)
     checkpoint(tmp_path)
@@ -637,7 +643,7 @@ def test_directories_that_hold_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "action_head--150000_checkpoint.pt").unlink()
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(
-        ConfigError, match=r"model.path=\S+: weights cannot be read \(SafetensorError"
+        ConfigError, match=r"model.checkpoint=\S+: weights cannot be read \(SafetensorError"
     ):
         openvla_files.load(tmp_path)
     (tmp_path / "model.safetensors").unlink()

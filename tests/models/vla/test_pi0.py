@@ -57,7 +57,7 @@ def make(
     torch.manual_seed(seed)
     config = ModelConfig(policy="flow", checkpoint=str(folder), **options)
     box = Box((-1.0,) * (chunk * size), (1.0,) * (chunk * size))
-    policy = PI0.of(spec, box, config, chunk=chunk, sentences=SENTENCES)
+    policy = PI0(spec, box, config, chunk=chunk, sentences=SENTENCES)
     with torch.no_grad():  # a new head says 0, new adapters say nothing
         for name, p in policy.named_parameters():
             if name.startswith(("value_head", "scale")) or "lora_" in name:
@@ -240,7 +240,7 @@ def test_padding_of_words_changes_nothing(folder: Path) -> None:
     policy, obs = make(folder), observations(3)
     noise = policy.noise(3, torch.Generator().manual_seed(1))
     a = policy.act(policy.encode(obs), noise=noise)
-    policy.tell(
+    policy.set_sentences(
         ("a very long sentence that nobody has ever said before, not even in a dream", *SENTENCES)
     )
     b = policy.act(policy.encode(obs | {"instruction": obs["instruction"] + 1}), noise=noise)
@@ -687,7 +687,7 @@ def test_what_it_refuses(folder: Path, tmp_path: Path) -> None:
         "states have 9 numbers, the model reads max_state_dim = 8",
         spec={**dict(SPEC), "state": ArraySpec((9,))},
     )  # pyright: ignore
-    says("holds no picture", spec={"state": ArraySpec((5,))})
+    says("holds no image", spec={"state": ArraySpec((5,))})
     says(
         "adapters are on what model.freeze_trunk=true freezes; keep one",
         lora_rank=4,
@@ -700,7 +700,7 @@ def test_what_it_refuses(folder: Path, tmp_path: Path) -> None:
             "observation.state.std": torch.ones(3),
         },
     )
-    says("its statistics of states are of 3 numbers, the task's has 5", folder=few)
+    says("its statistics of states have 3 numbers, the task's states 5", folder=few)
     with pytest.raises(ConfigError, match="the task's actions are discrete"):
         config = ModelConfig(policy="flow", checkpoint=str(folder))
-        PI0.of(SPEC, Discrete(4), config, chunk=1, sentences=())
+        PI0(SPEC, Discrete(4), config, chunk=1, sentences=())

@@ -50,7 +50,7 @@ def policy_of(
     )
     torch.manual_seed(0)
     box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
-    policy = CheckpointVLA.of(spec, box, config, chunk=C, sentences=SENTENCES)
+    policy = CheckpointVLA(spec, box, config, chunk=C, sentences=SENTENCES)
     with torch.no_grad():  # new adapters and heads are zero
         for p in policy.parameters() if lively else ():
             if p.requires_grad:
@@ -507,7 +507,7 @@ def test_options_that_do_not_fit_a_directory(folders: Any) -> None:
         (
             vlm,
             {"spec": {"state": ArraySpec((5,))}},
-            r"the observation holds no picture; name a camera with env.cameras",
+            r"the observation holds no image; name a camera with env.cameras",
         ),
         (
             vlm,
@@ -522,11 +522,11 @@ def test_options_that_do_not_fit_a_directory(folders: Any) -> None:
         ConfigError,
         match=r"its actions have 2 dimensions, the task's 3; use another model.unnorm_key",
     ):
-        CheckpointVLA.of(SPEC, Box((-1.0,) * 6, (1.0,) * 6), config, chunk=2, sentences=SENTENCES)
+        CheckpointVLA(SPEC, Box((-1.0,) * 6, (1.0,) * 6), config, chunk=2, sentences=SENTENCES)
     with pytest.raises(
         ConfigError, match=r"env.action_mapping=rescale: .* write env.action_mapping=clip"
     ):
-        CheckpointVLA.of(
+        CheckpointVLA(
             SPEC,
             Box((-2.0,) * 4, (1.0,) * 4),
             config,
@@ -537,7 +537,7 @@ def test_options_that_do_not_fit_a_directory(folders: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"the task's actions are discrete; use model.policy=actor_critic"
     ):
-        CheckpointVLA.of(SPEC, Discrete(3), config, chunk=1, sentences=SENTENCES)
+        CheckpointVLA(SPEC, Discrete(3), config, chunk=1, sentences=SENTENCES)
 
 
 @pytest.mark.parametrize(("missing", "options"), [("transformers", {}), ("peft", ADAPTED)])
@@ -681,7 +681,7 @@ def test_the_gripper_closes_as_the_simulators_does(folders: Any, tmp_path: Path)
     (folder / "dataset_statistics.json").write_text(json.dumps({"gripper": stats}))
     config = ModelConfig(policy="token", checkpoint=str(folder), bins=K, unnorm_key="gripper")
     box = Box((-1.0,) * 4, (1.0,) * 4)
-    policy = CheckpointVLA.of(SPEC, box, config, chunk=C, sentences=SENTENCES, closes=1.0)
+    policy = CheckpointVLA(SPEC, box, config, chunk=C, sentences=SENTENCES, closes=1.0)
     bins = torch.arange(K).view(K, 1, 1).expand(K, C, A)
     assert policy.actions is not None
     raw, action = policy.actions.actions(bins), policy.centre(bins)

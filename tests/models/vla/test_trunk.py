@@ -344,7 +344,9 @@ def test_words() -> None:
 def test_what_a_word_points_at_does_not_depend_on_the_words_around() -> None:
     """So pairs that were never named together are found as well as those that were."""
     policy, heard = make(word_buckets=256), []
-    policy.tell(("take the red block to the blue zone", "take the red block to the green zone"))
+    policy.set_sentences(
+        ("take the red block to the blue zone", "take the red block to the green zone")
+    )
     obs = tree.map(lambda x: x[:1].expand(2, *x.shape[1:]), observations()) | {
         "instruction": torch.arange(2)
     }
@@ -389,7 +391,7 @@ def test_words_know_their_place_where_those_beside_them_are_unheard() -> None:
         (
             {"state": ArraySpec((5,))},
             Box((-1.0,), (1.0,)),
-            "holds no picture; name one with env.cameras=.front.",
+            "holds no image; name a camera with env.cameras=.front.",
         ),
         (
             {"eye": ArraySpec((3, 20, 16), torch.uint8)},

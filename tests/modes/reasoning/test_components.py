@@ -596,7 +596,7 @@ def test_a_reward_model_that_begins_as_a_model_by_path(capsys: Capture) -> None:
         "max_position_embeddings": 64,
         "eos_token_id": 2,
     }
-    causal_lm.load(None, fields, what="actor.model").save_pretrained("model")
+    causal_lm.load(None, fields, section="actor.model").save_pretrained("model")
     options = [option for option in RLHF if not option.startswith(("actor.", "warm_start."))]
     run(
         capsys,
