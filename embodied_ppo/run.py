@@ -478,16 +478,6 @@ def _save_clone(config: Config, components: RunComponents, log: Log) -> dict[str
 
 
 # --------------------------------------------------------------------------------------------- plan
-def place(config: Config, device: torch.device) -> placement.Plan:
-    """Return where the roles of a run are; in one process: all on one device.
-
-    Raises ConfigError, PlacementError.
-    """
-    implementation = mode(config)
-    plan = implementation.plan(config, device)
-    return implementation.plan_on_one_device(config, device) if plan is None else plan
-
-
 def planned(config: Config) -> dict[str, Any]:
     """Return where the roles of a run would run, and their memory; nothing is started.
 
@@ -495,7 +485,7 @@ def planned(config: Config) -> dict[str, Any]:
         ConfigError, EnvError: An option is refused by what it configures.
         PlacementError: The placement is not valid, or does not fit in memory.
     """
-    plan = place(config, select_device(config.device, config.threads))
+    plan = mode(config).resolve_plan(config, select_device(config.device, config.threads))
     needs = mode(config).check_memory(config, plan)
     turns = [f"{g.name} with {' and '.join(o.name for o in plan.sharing(g))}" for g in plan.groups]
     return {

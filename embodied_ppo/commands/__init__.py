@@ -2,10 +2,9 @@
 
 Belongs here: one module for each command with its arguments, what it runs and what it prints; the
 dispatch (``main``); arguments and printing that several commands share (``arguments``, ``output``).
-``fit`` and ``tune`` import torch, so their arguments are in ``fit_command`` and ``tune_command``.
 
-Does not belong here: what a command does beyond reading arguments and printing;
-``embodied_ppo.run`` does that.
+Does not belong here: what a command computes. That is in ``embodied_ppo.run``, and for ``fit`` and
+``tune`` in ``modes.memory_fit`` and ``modes.placement_search``.
 
 To add a command: write a module with ``add_arguments(parser)`` and ``run(args)``, and add it to
 ``main.COMMANDS`` and ``main.load``. If it has options of its own, add their dataclass to

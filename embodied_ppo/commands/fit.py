@@ -1,240 +1,86 @@
-"""`embodied-ppo fit`: adapt a recipe to other devices by smaller micro-batches; optimiser steps
-stay equal.
-"""
+"""`embodied-ppo fit`: rewrite a recipe for other devices, with smaller micro-batches."""
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import shlex
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TextIO
 
-import torch
-import yaml
+from embodied_ppo.commands import arguments, output
+from embodied_ppo.config.compose import PROGRAM, prepare
+from embodied_ppo.core.errors import ConfigError, show
 
-from embodied_ppo.config import batch_sizes, loader, placement, readers, validation
-from embodied_ppo.config.schema import ClusterConfig, Config
-from embodied_ppo.core.types import ConfigError, PlacementError
-from embodied_ppo.modes.base import MemoryNeeds, hardware_of, select_device
-from embodied_ppo.modes.registry import mode
-from embodied_ppo.run import place
+if TYPE_CHECKING:
+    from embodied_ppo.modes.memory_fit import FittedRecipe
 
 
-@dataclass(frozen=True)
-class Change:
-    """An option that had to change, and the reason."""
-
-    option: str
-    old: Any
-    new: Any
-    why: str
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A recipe for other devices.
-
-    Attributes:
-        config: The recipe.
-        run: Lines about the sizes of an update.
-        changes: Options that differ from the recipe that was given.
-        memory: Table of the memory of one process of each group.
-        notes: Further lines for the user.
-    """
-
-    config: Config
-    run: Sequence[str]
-    changes: tuple[Change, ...]
-    memory: Sequence[tuple[str, ...]]
-    notes: tuple[str, ...]
-
-
-def fit(config: Config, devices: int) -> Fitted:
-    """Return ``config`` for so many devices of one machine.
-
-    Raises:
-        ConfigError, EnvError: An option is refused by what it configures.
-        PlacementError: Even the smallest micro-batch does not fit; the message shows the sum.
-    """
-    if config.resume is not None:
-        raise ConfigError(
-            f"resume = {config.resume}: fit writes a recipe; leave it out here, give it to train"
-        )
-    # A recipe for a GPU may be written on a machine without one.
-    if config.device.startswith("cuda"):
-        device = torch.device("cuda")
-    else:
-        device = select_device(config.device, config.threads)
-    one = replace(config.cluster, num_nodes=1, devices_per_node=devices, node_groups={})
-    limit = hardware_of(replace(config, cluster=one), device).memory
-    if limit is None:
-        raise ConfigError(
-            f"device = {config.device}: there is none here to measure; write"
-            " cluster.device_memory_gb=24"
-        )
-    fitted, plan, placement_reason = _fit_placement(config, devices, device)
-    plan = replace(plan, hardware=replace(plan.hardware, memory=limit))
-    fitted, needs, batch_reason = _fit_micro_batches(fitted, plan)
-    learners, used = plan.processes("actor"), plan.hardware.total
-    notes = [f"uses {used} of {devices} devices"] if used < devices else []
-    if batch_sizes.batches(config).actor.minibatches > 1 and learners != _learners(config, device):
-        notes.append(
-            f"{learners} learning now: which samples share a minibatch is drawn anew (each process"
-            " draws its share from its own environments or prompts); how many, how often and with"
-            " what step size stays"
-        )
-    cuts_minibatches = fitted.algorithm != config.algorithm and config.compile != "never"
-    if cuts_minibatches and mode(config).compiles_complete_minibatches_only:
-        notes.append("compiled code is not used where micro-batches cut minibatches")
-    before, after = loader.flat(loader.dump(config)), loader.flat(loader.dump(fitted))
-    changes = [
-        Change(
-            path,
-            before.get(path),
-            after.get(path),
-            placement_reason if path.startswith(("placement", "cluster")) else batch_reason,
-        )
-        for path in dict.fromkeys((*before, *after))
-        if before.get(path) != after.get(path)
-        and path != "cluster.device_memory_gb"  # an input of fit, which train does not need
-    ]
-    return Fitted(
-        config=fitted,
-        run=batch_sizes.lines(fitted),
-        changes=tuple(changes),
-        memory=placement.memory_rows(plan, needs),
-        notes=tuple(notes),
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    arguments.add_config_arguments(parser, "fit")
+    parser.add_argument(
+        "--devices",
+        type=_count,
+        metavar="N",
+        required=True,
+        help="number of devices of one machine",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR/experiment/NAME.yaml", help="file to write (default: stdout)"
     )
 
 
-def _learners(config: Config, device: torch.device) -> int:
-    """Return the number of learners of the original recipe; 0 where this machine lacks its
-    devices.
-    """
-    try:
-        return place(config, device).processes("actor")
-    except PlacementError:
-        return 0
+def _count(text: str) -> int:
+    """Parse an integer >= 1."""
+    if not (text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"{text} is not an integer >= 1")
+    return int(text)
 
 
-def _fit_placement(
-    config: Config, devices: int, device: torch.device
-) -> tuple[Config, placement.Plan, str]:
-    """Return the recipe with a placement that exists on so many devices, its plan, and the reason.
+def run(args: argparse.Namespace) -> None:
+    """Fit a recipe to fewer devices, write it, and print the changes."""
+    loaded = prepare(args, args.overrides)
+    output.print_aliases(loaded, args)
+    from embodied_ppo.modes import memory_fit
 
-    It is the recipe's own placement if possible, else fused on the largest number that divides the
-    work, else local. Raises ConfigError.
-    """
-    c = config.cluster
-    alone = replace(config, placement="local", cluster=ClusterConfig())
-    if config.placement == "local" and not c.component_placement:
-        return alone, place(alone, device), "for placements of several processes"
-    same = replace(config, cluster=replace(c, num_nodes=1, devices_per_node=devices))
-    try:
-        return same, place(same, device), f"--devices {devices}"
-    except PlacementError as error:
-        reason = f"--devices {devices}: {error}"
-    for count in range(min(devices, mode(config).max_learners(config)), 1, -1):
-        cluster = replace(
-            c,
-            num_nodes=1,
-            devices_per_node=count,
-            node_groups={},
-            component_placement={},
-            max_lag=0,
-        )
-        cluster = replace(cluster, weights="auto" if c.max_lag else c.weights)
-        fused = replace(config, placement="fused", cluster=cluster)
+    file = None if args.out is None else output_file(args.out)
+    fitted = memory_fit.fit(loaded.config, args.devices)
+    config_name = ["--config-name", args.config_name] if args.config_name else []
+    command = [PROGRAM, "fit", *config_name, *args.overrides, "--devices", str(args.devices)]
+    content = memory_fit.format_yaml(fitted, shlex.join(command))
+    train_command = None
+    if file is not None:
         try:
-            return fused, place(fused, device), reason
-        except PlacementError:  # fewer processes may divide the work evenly
-            continue
-    return alone, place(alone, device), reason
+            output.write_atomically(file, content)
+        except OSError as error:
+            raise ConfigError(
+                f"--out {file}: cannot be written ({error.strerror}); name another file"
+            ) from error
+        options = ["--config-dir", str(file.parent.parent), f"experiment={file.stem}"]
+        train_command = shlex.join([PROGRAM, "train", *options])
+    if args.json:
+        summary = {
+            "changes": [vars(change) for change in fitted.changes],
+            "notes": fitted.notes,
+            "memory": fitted.memory,
+            "file": args.out,
+            "command": train_command,
+            "recipe": memory_fit.settings(fitted.config),
+        }
+        print(output.as_json(summary))
+    elif file is not None:
+        print_fitted(fitted, sys.stdout)
+        print(train_command)
+    else:
+        if not args.quiet:
+            print_fitted(fitted, sys.stderr)
+        print(content, end="")
 
 
-def _fit_micro_batches(config: Config, plan: placement.Plan) -> tuple[Config, MemoryNeeds, str]:
-    """Return the recipe with the largest micro-batches that fit, their memory, and the reason for a
-    change.
-
-    Raises PlacementError where the smallest ones do not fit.
-    """
-    implementation = mode(config)
-    estimator = implementation.memory_estimator(config)
-    unit = implementation.micro_batch_unit(config)
-    # Sizes below are numbers of units in one forward and backward pass of one learner.
-    complete = implementation.minibatch_samples(config) // plan.processes("actor") // unit
-    current = min(complete, (estimator.micro_batch_size or complete * unit) // unit)
-
-    def needs(size: int) -> MemoryNeeds:
-        return estimator.needs(plan, size * unit)
-
-    try:
-        placement.check_memory(plan, needs(current))
-        return config, needs(current), ""
-    except PlacementError as error:
-        reason = str(error).rpartition("; one process of ")[0]
-    placement.check_memory(plan, needs(1), least=True)
-    # Bisect the number of passes: `too_few` does not fit, `passes` does.
-    too_few, passes = -(-complete // current), complete
-    while passes - too_few > 1:
-        middle = (too_few + passes) // 2
-        try:
-            placement.check_memory(plan, needs(-(-complete // middle)))
-            passes = middle
-        except PlacementError:
-            too_few = middle
-    size = -(-complete // passes)
-    algorithm = estimator.with_micro_batch_size(config.algorithm, size * unit)
-    # Compiled minibatches have one shape, which micro-batches of different sizes have not.
-    compiled = "auto" if config.compile == "always" else config.compile
-    reason = f"{reason}; now {passes} passes to an optimiser step, and their gradients are added"
-    return replace(config, algorithm=algorithm, compile=compiled), needs(size), reason
-
-
-# --------------------------------------------------------------------------------------------- file
-def settings(config: Config) -> dict[str, Any]:
-    """Return the name and every option that differs from its default, without options that are not
-    read.
-    """
-    unread = {path for path, _ in readers.unread(config, config.mode)}
-    default, changed = loader.flat(loader.dump(Config())), dict[str, Any]()
-    values = loader.dump(config)
-    for path in loader.describe(Config):
-        *parents, leaf = path.split(".")
-        value: Any = values
-        for part in (*parents, leaf):
-            value = value[part]
-        unused = readers.mode_of(path) not in (None, config.mode) or path in unread
-        if path != "name" and (unused or value == default.get(path, {})):
-            continue
-        node = changed
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[leaf] = value
-    return changed
-
-
-def text(fitted: Fitted, command: str) -> str:
-    """Return the YAML of a complete experiment, which needs no other file.
-
-    Args:
-        command: The command line, which becomes the first comment.
-    """
-    options = settings(fitted.config)
-    changes = [f"{x.option}: {x.old} -> {x.new}" for x in fitted.changes] or [
-        "nothing had to change"
-    ]
-    head = "".join(f"# {' '.join(line.split())}\n" for line in (command, *changes))
-    content = f"# @package _global_\n{head}{yaml.safe_dump(options, sort_keys=False)}"
-    loaded = loader.read(Config, [("fit", yaml.safe_load(content))])
-    validation.check(loaded.config, explicit=loaded.deliberate())
-    assert settings(loaded.config) == options
-    return content
-
-
-def destination(out: str) -> tuple[Path, str, str]:
-    """Return the file, its folder of configs and the experiment's name. Raises ConfigError."""
+def output_file(out: str) -> Path:
+    """Return the file DIR/experiment/NAME.yaml to write. Raises ConfigError."""
     file = Path(out)
     if file.suffix != ".yaml" or file.parent.name != "experiment":
         raise ConfigError(
@@ -247,18 +93,13 @@ def destination(out: str) -> tuple[Path, str, str]:
             " be used"
         )
     if file.exists():
-        raise ConfigError(f"--out {out}: is there already; name another file")
-    return file, str(file.parent.parent), file.stem
+        raise ConfigError(f"--out {out}: exists already; name another file")
+    return file
 
 
-def write(file: Path, content: str) -> None:
-    """Write a file through a temporary one. Raises ConfigError."""
-    temporary = file.with_suffix(".new")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(content)
-        temporary.replace(file)
-    except OSError as error:
-        raise ConfigError(
-            f"--out {file}: cannot be written ({error.strerror}); name another file"
-        ) from error
+def print_fitted(fitted: FittedRecipe, out: TextIO) -> None:
+    """Print every changed option with the reason, and the sizes of an update."""
+    lines = [f"{x.option}: {show(x.old)} -> {show(x.new)}  ({x.why})" for x in fitted.changes]
+    lines = lines or ["nothing has to change"]
+    sizes = [f"  {line}" for line in fitted.batch_sizes]
+    print("\n".join([*lines, *fitted.notes, "a run:", *sizes]), file=out)

@@ -144,11 +144,11 @@ def load(name: str) -> Command:
         case "plan":
             from embodied_ppo.commands import plan as command
         case "tune":
-            from embodied_ppo.commands import tune_command as command
+            from embodied_ppo.commands import tune as command
         case "watch":
             from embodied_ppo.commands import watch as command
         case "fit":
-            from embodied_ppo.commands import fit_command as command
+            from embodied_ppo.commands import fit as command
         case "doctor":
             from embodied_ppo.commands import doctor as command
         case "export":

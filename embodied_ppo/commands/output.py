@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -90,3 +91,11 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         text = f"{value:.6g}" if isinstance(value, float) else "-" if value is None else str(value)
         rows.append([name, text + intervals.get(name, "")])
     table(rows)
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Write a file through a temporary one, and create its folder. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(".new")
+    temporary.write_text(text)
+    temporary.replace(file)

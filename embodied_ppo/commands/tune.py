@@ -1,356 +1,90 @@
-"""`embodied-ppo tune`: predict the speed of every placement of a run, measure the best ones, write
-the fastest.
-"""
+"""`embodied-ppo tune`: find the fastest placement of a run and write it as a config."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
-import statistics
-import sys
-import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+import shlex
+from collections.abc import Mapping
 from datetime import date
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import yaml
+from embodied_ppo.commands import arguments, output
+from embodied_ppo.config.compose import FLAGS, PROGRAM, prepare
+from embodied_ppo.core.errors import ConfigError, show
 
-from embodied_ppo.config import loader, placement, validation
-from embodied_ppo.config.batch_sizes import total_updates
-from embodied_ppo.config.schema import ClusterConfig, Config
-from embodied_ppo.core.types import ConfigError, PlacementError, ProcessLost, TrainingError
-from embodied_ppo.modes.base import RunRequest, hardware_of, matmul_precision, select_device
-from embodied_ppo.modes.registry import mode
-from embodied_ppo.modes.workers import build_workers
-from embodied_ppo.placement import cost_model
-from embodied_ppo.training import loop
-from embodied_ppo.training.logging import Log, Timer
-from embodied_ppo.training.progress import Interrupts, Progress
-from embodied_ppo.training.run_directory import absolute
+if TYPE_CHECKING:
+    from embodied_ppo.modes.placement_search import TuningResult
 
-MAX_MEASURED = 2
-"""Number of placements, the best predicted ones, that are run and measured."""
-MEASURE_S = 10.0
-"""Seconds for which each one runs, two updates at least."""
+OUTPUT_DIR = "my_configs"
+"""Folder of configs to write the placement to, unless --config-dir names one."""
+MAX_ROWS = 12
+"""Largest number of placements in a table."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A placement that is valid for the run and fits in memory.
-
-    Attributes:
-        choice: Its options.
-        plan: None: one process.
-        needs: Memory of one process of each group.
-        memory: Bytes of the fullest device (on a CPU: of the machine).
-    """
-
-    choice: cost_model.Choice
-    plan: placement.Plan | None
-    needs: Mapping[str, placement.Need]
-    memory: int
-
-    @property
-    def processes(self) -> int:
-        return 1 if self.plan is None else sum(group.processes for group in self.plan.groups)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    arguments.add_config_arguments(parser, "tune")
 
 
-@dataclass(frozen=True)
-class TuningResult:
-    """Predictions and measurements of the placements of a run.
+def run(args: argparse.Namespace) -> None:
+    """Find the fastest placement, write it as a config, and print the command that uses it."""
+    loaded = prepare(args, args.overrides)
+    output.print_aliases(loaded, args)
+    from embodied_ppo.modes import placement_search
 
-    Attributes:
-        ranked: Valid placements with their predictions, the fastest predicted first.
-        measured_s: Name of a choice -> measured seconds of an update.
-        failed: Name of a choice -> why it could not be measured.
-        refused: Choices that are not valid, with the reasons.
-        costs: Costs of the roles on this machine.
-        original: Options of the run as given.
-        devices: Devices of each machine.
-    """
+    config_dir = Path(args.config_dir or OUTPUT_DIR)
+    file = output_file(config_dir, loaded.config.name)
+    explicit = loaded.deliberate({FLAGS})
+    with output.stdout_to_stderr():
+        result = placement_search.search(loaded.config, explicit=explicit, quiet=args.quiet)
+    content = format_yaml(result, shlex.join([PROGRAM, "tune", *args.overrides]))
+    output.write_atomically(file, content)
 
-    ranked: list[tuple[Candidate, cost_model.Prediction]]
-    measured_s: dict[str, float]
-    failed: dict[str, str]
-    refused: list[tuple[cost_model.Choice, str]]
-    costs: cost_model.Machine
-
-    original: Config
-    devices: int
-
-    @property
-    def best(self) -> Candidate:
-        """Return the placement with the fewest measured seconds."""
-        name = min(self.measured_s, key=lambda name: self.measured_s[name])
-        return next(candidate for candidate, _ in self.ranked if candidate.choice.name == name)
-
-    @property
-    def config(self) -> Config:
-        """Return the options of the run in the best placement, with the number of devices."""
-        config = with_placement(self.original, self.best.choice)
-        if self.best.plan is None:
-            return config
-        return replace(config, cluster=replace(config.cluster, devices_per_node=self.devices))
-
-    def told(self) -> dict[str, Any]:
-        """Return the result as plain JSON."""
-        rows = [
-            {
-                "placement": candidate.choice.name,
-                "processes": candidate.processes,
-                **vars(prediction),
-                "memory_gb": candidate.memory / 1e9,
-                "measured_s": self.measured_s.get(candidate.choice.name),
-            }
-            for candidate, prediction in self.ranked
-        ]
-        refused = [{"placement": choice.name, "reason": reason} for choice, reason in self.refused]
-        refused += [{"placement": name, "reason": reason} for name, reason in self.failed.items()]
-        return {
-            "placements": rows,
-            "refused": refused,
-            "best": self.best.choice.name,
-            "measured": asdict(self.costs),
-        }
-
-
-# --------------------------------------------------------------------------------------- candidates
-def with_placement(config: Config, choice: cost_model.Choice) -> Config:
-    """Return the options of the run in another placement."""
-    if choice == cost_model.Choice():
-        return replace(config, placement=choice.placement, cluster=ClusterConfig())
-    options = {"component_placement": dict(choice.component_placement), "stages": choice.stages}
-    return replace(config, placement=choice.placement, cluster=replace(config.cluster, **options))
-
-
-def candidates(
-    config: Config, device: torch.device
-) -> tuple[list[Candidate], list[tuple[cost_model.Choice, str]]]:
-    """Return the valid placements, one of each group of equivalent ones, and the refused ones with
-    the reasons.
-
-    Raises:
-        ConfigError, EnvError: An option is refused by what it configures.
-        PlacementError: No placement is valid.
-    """
-    hardware, lag = hardware_of(config, device), config.cluster.max_lag
-    implementation = mode(config)
-    estimator = implementation.memory_estimator(config)
-    cores = (os.cpu_count() or 1) * config.cluster.num_nodes
-    valid, refused = dict[Any, Candidate](), list[tuple[cost_model.Choice, str]]()
-    for choice in implementation.choices(config, hardware, cores):
-        try:
-            plan = implementation.plan(with_placement(config, choice), device)
-            if plan is None and lag:
-                raise PlacementError(
-                    f"cluster.max_lag = {lag}: one process cannot run ahead of itself"
-                )
-            key = None if plan is None else cost_model.meaning(plan)
-            if key not in valid:
-                memory_plan = plan or implementation.plan_on_one_device(config, device)
-                needs = estimator.needs(memory_plan)
-                placement.check_memory(memory_plan, needs)
-                most = max(load.total for load in placement.loads(memory_plan, needs))
-                valid[key] = Candidate(choice, plan, needs, most)
-        except (ConfigError, PlacementError) as error:
-            refused.append((choice, str(error)))
-    if not valid:
-        raise PlacementError(f"tune: no placement is left; {refused[0][0].name}: {refused[0][1]}")
-    return list(valid.values()), refused
-
-
-def check_devices(config: Config, device: torch.device, notice: Callable[[str], None]) -> None:
-    """Wait until a Ray cluster has all devices free, as a run does. Raises PlacementError."""
-    from embodied_ppo.placement.ray_system import Reservation  # importing Ray takes a second
-
-    Reservation(
-        placement.plan("fused", hardware_of(config, device)), config.cluster, notice
-    ).close()
-
-
-# ------------------------------------------------------------------------------------------- search
-def search(config: Config, *, explicit: Any = (), quiet: bool = False) -> TuningResult:
-    """Profile the roles, predict all placements, and measure the best ones.
-
-    Args:
-        explicit: Options that the user set, for messages about options without effect.
-        quiet: Whether progress is not shown.
-
-    Raises:
-        ConfigError, EnvError, PlacementError: Before a placement is measured.
-        TrainingError: No placement runs.
-    """
-    validation.check_tuning(config, explicit)
-    device, config = select_device(config.device, config.threads), absolute(config)
-    notices = set[str]()
-    with (
-        Interrupts(),
-        Progress(quiet) as bar,
-        matmul_precision(config.matmul_precision),
-        ExitStack() as stack,
-    ):
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="embodied-ppo-tune-")))
-
-        def notice(line: str) -> None:
-            if line not in notices:
-                notices.add(line)
-                bar.say(line)
-
-        valid, refused = candidates(config, device)
-        if any(candidate.plan is not None for candidate in valid):
-            check_devices(config, device, notice)
-        implementation, updates = mode(config), total_updates(config)
-        # The duration of an update does not depend on how well a reward model or a robot's clone is
-        # trained. It does on a language model's warm start, which determines when responses end.
-        quick = replace(
-            config, reward=replace(config.reward, model=replace(config.reward.model, steps=1))
+    # Compose the config that the printed command selects: other files may set the same options.
+    args.config_dir, args.command = str(config_dir), "train"
+    overrides = [override for override in args.overrides if not _selects_placement(override)]
+    overrides.append(f"placement={file.stem}")
+    composed, best = prepare(args, overrides).config, result.config
+    if (composed.placement, composed.cluster) != (best.placement, best.cluster):
+        raise ConfigError(
+            f"{file}: is written, but another file sets cluster, too, and both together are "
+            f"{show(vars(composed.cluster))}; remove it from that file"
         )
-        request = RunRequest(
-            config=quick,
-            device=device,
-            run_dir=folder,
-            updates=updates,
-            config_text="",
-            info={},
-            notice=notice,
-            progress=notice,
-            early=[],
-            fresh_start=implementation.profiles_trained_policy,
-            advance=bar.advance,
-        )
-        plans = [candidate.plan for candidate in valid]
-        model = implementation.cost_model(request, updates // 2, plans)
-        bar.say(f"measured: {model.costs.summary()}")
-        if not model.costs.compiled:
-            request = replace(request, config=replace(quick, compile="never"))
-        ranked = [
-            (candidate, model.predict(candidate.plan, candidate.needs)) for candidate in valid
-        ]
-        # Predictions are exact to two digits; of equal ones the fewest processes come first.
-        ranked.sort(key=lambda pair: (float(f"{pair[1].whole_s:.2g}"), pair[0].processes))
-        measured_s, failed = _measure_best(request, ranked, updates // 2, bar.say)
-    devices = hardware_of(config, device).per_node[0]
-    return TuningResult(ranked, measured_s, failed, refused, model.costs, config, devices)
+    config_name = ["--config-name", args.config_name] if args.config_name else []
+    command = [PROGRAM, "train", "--config-dir", str(config_dir), *config_name, *overrides]
+    summary = result.summary() | {"file": str(file), "command": shlex.join(command)}
+    if args.json:
+        print(output.as_json(summary))
+    else:
+        print_tuned(summary)
 
 
-def _measure_best(
-    request: RunRequest,
-    ranked: list[tuple[Candidate, cost_model.Prediction]],
-    first: int,
-    say: Callable[[str], None],
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Return seconds of an update of the best placements, and the failures.
-
-    Raises TrainingError if all fail.
-    """
-    measured_s, failed = dict[str, float](), dict[str, str]()
-    while (following := _next(ranked, measured_s, failed)) is not None:
-        candidate, prediction = following
-        name = candidate.choice.name
-        say(f"trying {name}, {prediction.whole_s:.3g} s an update predicted")
-        run_dir = request.run_dir / str(len(measured_s) + len(failed))
-        try:
-            config = with_placement(request.config, candidate.choice)
-            attempt = replace(request, config=config, run_dir=run_dir)
-            measured_s[name] = _update_seconds(attempt, candidate.plan, first)
-        except ProcessLost as error:  # for example: the memory of simulators is not estimated
-            failed[name] = str(error)
-            say(f"{name} failed: {error}")
-        else:
-            say(f"{name}: {measured_s[name]:.3g} s an update")
-    if not measured_s:
-        name, reason = next(iter(failed.items()))
-        raise TrainingError(f"tune: {len(failed)} placements failed; {name}: {reason}")
-    return measured_s, failed
-
-
-def _next(
-    ranked: list[tuple[Candidate, cost_model.Prediction]],
-    measured_s: Mapping[str, float],
-    failed: Mapping[str, str],
-) -> tuple[Candidate, cost_model.Prediction] | None:
-    """Return what to measure next: the best ``MAX_MEASURED``, and always one process.
-
-    Other work on the machine during profiling can make one process look slow.
-    """
-    left = [pair for pair in ranked if pair[0].choice.name not in {*measured_s, *failed}]
-    if len(failed) > MAX_MEASURED:
-        return None
-    if len(measured_s) >= MAX_MEASURED:
-        left = [pair for pair in left if pair[0].plan is None]
-    return next(iter(left), None)
-
-
-class _EnoughUpdates(Exception):
-    """Ends a run whose updates have been timed."""
-
-
-def _update_seconds(request: RunRequest, plan: placement.Plan | None, first: int) -> float:
-    """Return the median seconds of an update from update ``first`` on, without those that warm
-    up.
-    """
-    config, lag = request.config, request.config.cluster.max_lag
-    warm_up = 1 + lag
-    with ExitStack() as stack:
-        implementation = mode(config)
-        if plan is None:
-            system = implementation.build_local(request, stack).system
-        else:
-            system = build_workers(implementation, request, plan).system
-        stack.callback(system.close)
-        log = Log(
-            request.run_dir,
-            total_updates=request.updates,
-            first_update=first,
-            unit=system.unit,
-            quiet=True,
-        )
-        stack.callback(log.close)
-        timer, sums = Timer(), list[float]()  # seconds since the start, at the end of each update
-
-        def stop_if_enough() -> bool:
-            sums.append(timer.total(loop.TRAINING)[0])
-            if len(sums) > warm_up + 2 and sums[-1] - sums[warm_up] > MEASURE_S:
-                raise _EnoughUpdates
-            return False
-
-        schedule = loop.Schedule(
-            updates=sys.maxsize, horizon=implementation.horizon(config), max_lag=lag
-        )
-        with suppress(_EnoughUpdates):
-            loop.train(
-                system, log, schedule, first_update=first, should_stop=stop_if_enough, timer=timer
-            )
-    return statistics.median(after - before for before, after in pairwise(sums[warm_up:]))
-
-
-# --------------------------------------------------------------------------------------------- file
-def destination(home: Path, name: str) -> Path:
-    """Return the file of the placement: in group ``placement`` of the configs in ``home``.
-
-    Raises ConfigError.
-    """
-    file = home / "placement" / f"tuned_{re.sub(r'[^A-Za-z0-9_-]', '-', name)}.yaml"
+def output_file(config_dir: Path, name: str) -> Path:
+    """Return the file to write, in group ``placement`` of ``config_dir``. Raises ConfigError."""
+    file = config_dir / "placement" / f"tuned_{re.sub(r'[^A-Za-z0-9_-]', '-', name)}.yaml"
     parent = next(folder for folder in file.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(f"{file}: cannot be written ({parent}); name another --config-dir")
     return file
 
 
-def write(file: Path, result: TuningResult, command: str) -> None:
-    """Write the options of the best placement, complete enough to override those of other files.
+def format_yaml(result: TuningResult, command: str) -> str:
+    """Return the options of the best placement, complete enough to override those of other files.
 
     Args:
+        result: Predictions and measurements.
         command: The command line, for the first comment.
     """
-    default, best, original = (
-        loader.dump(c) for c in (ClusterConfig(), result.config.cluster, result.original.cluster)
-    )
+    import yaml
+
+    from embodied_ppo.config import loader
+    from embodied_ppo.config.schema import ClusterConfig
+
+    clusters = (ClusterConfig(), result.config.cluster, result.original.cluster)
+    default, best, original = map(loader.dump, clusters)
     always = ()
     if result.best.plan is not None:
         always = ("component_placement", "stages", "num_nodes", "devices_per_node")
@@ -362,8 +96,35 @@ def write(file: Path, result: TuningResult, command: str) -> None:
     settings = {"placement": result.config.placement} | ({"cluster": cluster} if cluster else {})
     seconds = min(result.measured_s.values())
     comment = f"# {command} ({date.today()}): {result.best.choice.name}, {seconds:.3g} s an update"
-    content = f"# @package _global_\n{comment}\n{yaml.safe_dump(settings, sort_keys=False)}"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".new")
-    temporary.write_text(content)
-    temporary.replace(file)
+    return f"# @package _global_\n{comment}\n{yaml.safe_dump(settings, sort_keys=False)}"
+
+
+def _selects_placement(override: str) -> bool:
+    """Return whether an override sets an option that the tuned placement sets."""
+    from embodied_ppo.config.aliases import ALIASES
+
+    key = override.lstrip("+~").partition("=")[0]
+    paths = ALIASES[""].get(key, (key,))
+    return any(path.partition(".")[0] in ("placement", "cluster") for path in paths)
+
+
+def print_tuned(summary: Mapping[str, Any]) -> None:
+    """Print placements by predicted seconds, those refused, and the command that uses the best."""
+    placements, refused = summary["placements"], summary["refused"]
+    rows = [["predicted s", "collect", "update", "publish", "measured s", "GB", "placement"]]
+    for i, row in enumerate(placements):
+        if i < MAX_ROWS or row["measured_s"] is not None:
+            predicted = [
+                f"{row[f'{part}_s']:.3g}" for part in ("whole", "collect", "update", "publish")
+            ]
+            measured = "" if row["measured_s"] is None else f"{row['measured_s']:.3g}"
+            rows.append([*predicted, measured, f"{row['memory_gb']:.3g}", row["placement"]])
+    output.table(rows)
+    if len(placements) > len(rows) - 1:
+        print(f"and {len(placements) - len(rows) + 1} more (--json)")
+    print()
+    output.table([["refused", row["placement"], row["reason"]] for row in refused[:MAX_ROWS]])
+    if len(refused) > MAX_ROWS:
+        print(f"and {len(refused) - MAX_ROWS} more (--json)")
+    # The command is one line, so that it can be copied.
+    print(f"\n{summary['best']}: {summary['file']}\n\n{summary['command']}")

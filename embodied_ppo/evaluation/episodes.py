@@ -1,15 +1,13 @@
-"""Evaluation of a policy in simulation: complete episodes from held-out seeds, means and confidence
-intervals.
-"""
+"""Evaluation of a policy in simulation: complete episodes from held-out seeds, with intervals."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Literal
 
 import torch
@@ -23,8 +21,7 @@ EVAL_SEED_BASE = TRAINING_SEEDS
 """Simulator seeds of evaluations are in [EVAL_SEED_BASE, 2**31); those of training are smaller."""
 
 EPISODES_PER_SEED = 1 << 16
-"""Simulator seeds that belong to one value of evaluation.seed: two values never share an episode.
-"""
+"""Simulator seeds of one value of evaluation.seed; two values share no episode."""
 
 LARGEST_SEED = (2**31 - EVAL_SEED_BASE) // EPISODES_PER_SEED - 1
 """Largest value of evaluation.seed; simulators take seeds of 31 bits."""
@@ -35,8 +32,8 @@ sampled action on the row's index. Therefore episode i is always row i % GROUP o
 rows, and num_envs changes no result.
 """
 
-ENDLESS = 20_000
-"""Maximum steps of an episode of a task without max_episode_steps; more is an error."""
+MAX_STEPS = 20_000
+"""Limit of steps for a task without max_episode_steps; a longer episode is an error."""
 
 Z95 = 1.959964
 """97.5% quantile of the normal distribution."""
@@ -47,11 +44,15 @@ Z95 = 1.959964
 class Episode:
     """One evaluated episode.
 
-    index          0 .. episodes-1                     seed     of the simulator
-    initial_state  sha256 of the first observation     ended    by the task, or by the time limit
-    return_        undiscounted sum of rewards         length   primitive steps
-    success        whether any step reported success; None if the task does not report it
-    kind           entry of the simulator's ``task_names``; None if it has one kind of episode
+    Attributes:
+        index: Number of the episode, from 0.
+        seed: Seed of the simulator.
+        initial_state: sha256 of the first observation.
+        return_: Undiscounted sum of rewards.
+        length: Primitive steps.
+        success: Whether any step reported success; None if the task does not report it.
+        ended: Whether the task (terminated) or the time limit (truncated) ended the episode.
+        kind: Entry of the simulator's ``task_names``; None if there is one kind of episode.
     """
 
     index: int
@@ -97,19 +98,15 @@ class EvaluationResult:
         return len({e.initial_state for e in self.episodes})
 
     def by_kind(self) -> list[EvaluationResult]:
-        """Return one result for each kind of episode, sorted by name; [self] if there is only one
-        kind.
-        """
-        kinds = sorted({e.kind for e in self.episodes if e.kind is not None})
-        parts = {k: tuple(e for e in self.episodes if e.kind == k) for k in kinds}
-        return [
-            replace(self, task=f"{self.task}/{k}", episodes=part) for k, part in parts.items()
-        ] or [self]
+        """Return one result for each kind of episode, sorted by name; [self] without kinds."""
+        results = []
+        for kind in sorted({e.kind for e in self.episodes if e.kind is not None}):
+            episodes = tuple(e for e in self.episodes if e.kind == kind)
+            results.append(replace(self, task=f"{self.task}/{kind}", episodes=episodes))
+        return results or [self]
 
     def metrics(self) -> Metrics:
-        """Return eval/return, eval/length and, if the task reports success, eval/success and
-        eval/success/<kind>.
-        """
+        """Return eval/return, eval/length and, if reported, eval/success and eval/success/KIND."""
         metrics: Metrics = {
             "eval/return": Mean.of(self.returns),
             "eval/length": Mean.of(self.lengths),
@@ -117,14 +114,14 @@ class EvaluationResult:
         if self.successes is not None:
             metrics["eval/success"] = Mean.of(map(float, self.successes))
             for part in self.by_kind() if self.episodes[0].kind is not None else ():
-                metrics[f"eval/success/{part.episodes[0].kind}"] = Mean.of(
-                    map(float, part.successes or ())
-                )
+                successes = map(float, part.successes or ())
+                metrics[f"eval/success/{part.episodes[0].kind}"] = Mean.of(successes)
         return metrics
 
     def intervals(self) -> dict[str, list[float]]:
-        """Return 95 % confidence intervals [low, high]: Student's t for means, Wilson's for the
-        success rate.
+        """Return 95 % confidence intervals [low, high].
+
+        The intervals are Student's for means and Wilson's for the success rate.
         """
         intervals = {
             "eval/return": mean_interval(self.returns),
@@ -172,8 +169,7 @@ def evaluate(
     temperature: float | None = None,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> EvaluationResult:
-    """Evaluate ``policy`` in ``episodes`` episodes. The same policy and seed give the same result
-    bit for bit.
+    """Evaluate ``policy``; the same policy and seed give the same result bit for bit.
 
     Episode i is the first episode of an environment with seed ``evaluation_seeds(seed, ..)[i]``, so
     it depends neither on ``num_envs`` nor on ``episodes``. The environments run in blocks of
@@ -236,7 +232,7 @@ def _run_block(
     total = torch.zeros(n, dtype=torch.float64)  # [N] sum of rewards
     length = torch.zeros(n, dtype=torch.int64)  # [N]
     success = torch.zeros(n, dtype=torch.bool)  # [N]
-    limit = env.max_episode_steps or ENDLESS
+    limit = env.max_episode_steps or MAX_STEPS
     names: tuple[str, ...] = getattr(env, "task_names", ())
     for t in range(limit):
         action = act(
@@ -294,11 +290,11 @@ def act(
     deterministic: bool,
     device: torch.device,
 ) -> Tensor:
-    """Return actions [N, ..] on ``device`` for observations [N, ..] of episodes first .. first+N-1
-    at step t.
+    """Return actions [N, ..] for observations [N, ..] of episodes first .. first+N-1 at step t.
 
     The policy is called with GROUP rows on its own device. Rows of episodes outside this block
-    repeat the observation of the nearest row, and their actions are dropped.
+    repeat the observation of the nearest row, and their actions are dropped. The actions are
+    returned on ``device``.
     """
     n = next(tree.leaves(obs)).shape[0]
     own_device = policy_device(policy)
@@ -306,17 +302,14 @@ def act(
     actions: list[Tensor] = []
     for group in range(first // GROUP, (first + n - 1) // GROUP + 1):
         start = group * GROUP
-        low, high = (
-            max(first, start),
-            min(first + n, start + GROUP),
-        )  # the group's episodes in this block
+        # The episodes of the group that are in this block are low .. high - 1.
+        low, high = max(first, start), min(first + n, start + GROUP)
         rows = torch.arange(start, start + GROUP).clamp(low, high - 1) - first
         inputs = tree.map(lambda x, rows=rows: x[rows.to(x.device)].to(own_device), obs)
         noise = None
         if not deterministic:
-            noise = policy.noise(
-                GROUP, generator.manual_seed(sampling_key(seed, "evaluate", group, t))
-            )
+            generator.manual_seed(sampling_key(seed, "evaluate", group, t))
+            noise = policy.noise(GROUP, generator)
         decision = policy.act(policy.encode(inputs), noise=noise)
         actions.append(decision.action[low - start : high - start])
     return torch.cat(actions).to(device)
@@ -325,7 +318,7 @@ def act(
 @contextmanager
 def evaluation_mode(policy: Policy, temperature: float | None = None) -> Iterator[None]:
     """Set ``eval()`` and, if given, ``temperature``; restore them and the sentences at the end."""
-    before, sentences = getattr(policy, "temperature", None), getattr(policy, "sentences", ())
+    previous, sentences = getattr(policy, "temperature", None), getattr(policy, "sentences", ())
     if temperature is not None:
         setattr(policy, "temperature", temperature)  # noqa: B010
     modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
@@ -336,16 +329,14 @@ def evaluation_mode(policy: Policy, temperature: float | None = None) -> Iterato
         yield
     finally:
         if temperature is not None:
-            setattr(policy, "temperature", before)  # noqa: B010
+            setattr(policy, "temperature", previous)  # noqa: B010
         set_instructions(policy, sentences)
         for m, flag in zip(modules, training, strict=True):
             m.training = flag
 
 
 def set_instructions(policy: Policy, sentences: Sequence[str]) -> None:
-    """Set the sentences that the observation "instruction" indexes, if the policy reads
-    sentences.
-    """
+    """Set the sentences that the observation "instruction" indexes, if the policy reads them."""
     if (
         sentences
         and tuple(sentences) != getattr(policy, "sentences", None)
@@ -362,9 +353,7 @@ def policy_device(policy: Policy) -> torch.device:
 
 
 def fingerprint(obs: Obs) -> str:
-    """Return the sha256 (hex) of one observation's bytes; of a dictionary in the order of its
-    keys.
-    """
+    """Return the sha256 (hex) of an observation's bytes; those of a dictionary sorted by key."""
     digest = hashlib.sha256()
     for _, x in sorted(obs.items()) if isinstance(obs, dict) else [("", obs)]:
         digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -373,12 +362,12 @@ def fingerprint(obs: Obs) -> str:
 
 # --------------------------------------------------------------------------------------- statistics
 def wilson_interval(successes: int, n: int, z: float = Z95) -> tuple[float, float]:
-    """Return Wilson's score interval of a proportion p = successes / n (Wilson 1927); [0, 1] if n =
-    0.
+    """Return Wilson's score interval of a proportion p = successes / n (Wilson 1927).
 
         (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)
 
     Unlike p ± z √(p(1-p)/n), it has a positive width at 0 and n successes and stays within [0, 1].
+    It is [0, 1] for n = 0.
     """
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes of {n}")
@@ -392,13 +381,11 @@ def wilson_interval(successes: int, n: int, z: float = Z95) -> tuple[float, floa
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Return Student's t-interval of the mean, mean ± t(n-1) s/√n; None for fewer than two
-    values.
-    """
+    """Return Student's interval of the mean, mean ± t(n-1) s/√n; None for n < 2 values."""
     n = len(values)
     if n < 2:
         return None
-    mean = math.fsum(values) / n
+    mean = fmean(values)
     half = t_quantile(0.5 + confidence / 2, n - 1) * deviation(values) / math.sqrt(n)
     return mean - half, mean + half
 
@@ -408,22 +395,18 @@ def deviation(values: Sequence[float]) -> float:
     n = len(values)
     if n < 2:
         return 0.0
-    mean = math.fsum(values) / n
+    mean = fmean(values)
     return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1))
 
 
-def median(values: Sequence[float]) -> float:
-    """Return the median."""
-    return float(statistics.median(values))
-
-
 def t_quantile(p: float, freedom: int) -> float:
-    """Return the quantile of Student's t for 0.5 <= p < 1, by bisection of the exact distribution
-    (integer ν).
+    """Return the quantile of Student's t for 0.5 <= p < 1 and an integer ν = ``freedom``.
 
-    With θ = atan(t/√ν), P(|T| <= t) is (Abramowitz and Stegun 26.7.3, 26.7.4)
-        ν odd   2/π (θ + sin θ (cos θ + 2/3 cos³ θ + 2·4/(3·5) cos⁵ θ + .. up to cos^(ν-2) θ)),   ν
-        = 1: 2θ/π
+    The exact distribution is inverted by bisection. With θ = atan(t/√ν), P(|T| <= t) is
+    (Abramowitz and Stegun 26.7.3, 26.7.4)
+
+        ν = 1   2/π θ
+        ν odd   2/π (θ + sin θ (cos θ + 2/3 cos³ θ + 2·4/(3·5) cos⁵ θ + .. up to cos^(ν-2) θ))
         ν even  sin θ (1 + 1/2 cos² θ + 1·3/(2·4) cos⁴ θ + .. up to cos^(ν-2) θ)
     """
     if not 0.5 <= p < 1 or freedom < 1:
@@ -436,7 +419,7 @@ def t_quantile(p: float, freedom: int) -> float:
 
 
 def _t_two_sided(theta: float, freedom: int) -> float:
-    """P(|T| <= √ν tan θ), see ``t_quantile``."""
+    """Return P(|T| <= √ν tan θ), see ``t_quantile``."""
     sin, cos = math.sin(theta), math.cos(theta)
     odd = freedom % 2
     term, terms = (cos if odd else 1.0), 0.0

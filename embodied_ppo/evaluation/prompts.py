@@ -1,6 +1,4 @@
-"""Evaluation of a language model on held-out prompts: accuracy with standard errors for each data
-source.
-"""
+"""Evaluation of a language model on held-out prompts: accuracy, pass@k, majority vote."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from embodied_ppo.rollout.generation.engine import Generator
 from embodied_ppo.rollout.generation.sampling import Sampling
 
 EVALUATION_SAMPLES = 1 << 40
-"""First sample number of evaluations; the sample numbers of training are smaller."""
+"""First sample number of evaluations; those of training are smaller."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,11 @@ class PromptEvaluationResult:
         return self.sampling.temperature == 0
 
     def metrics(self) -> Metrics:
-        """Return eval/* over all prompts, and eval/accuracy/SOURCE if there are several data
-        sources.
+        """Return eval/* over all prompts, and eval/accuracy/SOURCE for several data sources.
 
-        These are accuracy (mean@n) and its standard error over prompts; for n > 1 unbiased pass@k
-        for k = 2, 4, .., n, and maj@n; score, length, truncated, format.
+        The metrics are accuracy (mean@n) with its standard error over prompts, return (the score),
+        length, truncated, grader_failures, format, and for n > 1 unbiased pass@k with k = 2, 4, ..,
+        n, and maj@n.
         """
         statistics = self._statistics(range(len(self.prompts)))
         metrics: Metrics = {f"eval/{name}": x for name, x in statistics.items()}
@@ -76,8 +75,7 @@ class PromptEvaluationResult:
         return metrics
 
     def results(self) -> list[EvaluationResult]:
-        """Return the input of ``report.write``: one result per data source, in which each answer is
-        an episode.
+        """Return one result per data source for ``report.write``; each answer is an episode.
 
         The episode's seed is the evaluation's, its initial state the sha256 of the prompt's text,
         its return the score and its length the number of tokens. It is truncated if the response
@@ -91,11 +89,11 @@ class PromptEvaluationResult:
         return results
 
     def samples(self, count: int = 20) -> list[dict[str, Any]]:
-        """Return ``count`` answers to read, in order: half right and half wrong if there are
-        enough, evenly spaced.
+        """Return ``count`` answers to display, in order and evenly spaced.
 
-        Keys: prompt, response, ground_truth (texts), answer (extracted from the response, or None),
-        score, right, length (tokens), stopped, data_source.
+        Half are right and half wrong if there are enough. Keys: prompt, response and ground_truth
+        (texts), answer (extracted from the response, or None), score, right, length (tokens),
+        stopped, data_source.
         """
         right = [i for i, a in enumerate(self.answers) if a.right]
         wrong = [i for i, a in enumerate(self.answers) if not a.right]
@@ -144,33 +142,29 @@ class PromptEvaluationResult:
         flat = [a for group in groups for a in group]
         shares = [sum(a.right for a in group) / self.n for group in groups]
         statistics = {
-            "accuracy": _mean(shares),
+            "accuracy": fmean(shares),
             "accuracy_error": standard_error(shares),
-            "return": _mean([a.grade.score for a in flat]),
-            "length": _mean([float(a.length) for a in flat]),
-            "truncated": _mean([float(not a.stopped) for a in flat]),
+            "return": fmean([a.grade.score for a in flat]),
+            "length": fmean([float(a.length) for a in flat]),
+            "truncated": fmean([float(not a.stopped) for a in flat]),
             "grader_failures": float(sum(a.grade.failed for a in flat)),
         }
         formats = [float(a.grade.format_ok) for a in flat if a.grade.format_ok is not None]
         if formats:
-            statistics["format"] = _mean(formats)
+            statistics["format"] = fmean(formats)
         if self.n > 1:
             counts = [sum(a.right for a in group) for group in groups]
             ks = {2**i for i in range(1, self.n.bit_length()) if 2**i <= self.n} | {self.n}
             statistics |= {
-                f"pass@{k}": _mean([pass_at_k(self.n, c, k) for c in counts]) for k in sorted(ks)
+                f"pass@{k}": fmean([pass_at_k(self.n, c, k) for c in counts]) for k in sorted(ks)
             }
             # A grader without extracted answers allows no majority vote.
             if all(a.grade.answer is not None or not a.right for a in flat):
                 votes = [
                     majority([a.grade.answer for a in g], [a.right for a in g]) for g in groups
                 ]
-                statistics[f"maj@{self.n}"] = _mean([float(x) for x in votes])
+                statistics[f"maj@{self.n}"] = fmean([float(x) for x in votes])
         return statistics
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _evenly_spaced(rows: Sequence[int], count: int) -> list[int]:
@@ -218,8 +212,9 @@ def evaluate_prompts(
 
 # --------------------------------------------------------------------------------------- statistics
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return an unbiased estimate of pass@k from n samples, c of them right (Chen et al. 2021, eq.
-    1).
+    """Return the unbiased estimate of pass@k from n samples, c of them right.
+
+    Equation 1 of Chen et al. (2021):
 
         1 - C(n-c, k) / C(n, k)  =  1 - prod over i = n-c+1 .. n of (1 - k/i)
 
@@ -238,8 +233,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> bool:
-    """Return whether the most frequent answer is right (maj@k). Ties go to the answer that comes
-    first.
+    """Return whether the most frequent answer is right (maj@k); of a tie, the first answer.
 
     Args:
         answers: Extracted answers; None (no answer) wins only if all are None.
@@ -265,5 +259,5 @@ def standard_error(values: Sequence[float]) -> float:
     n = len(values)
     if n < 2:
         return math.nan
-    mean = math.fsum(values) / n
+    mean = fmean(values)
     return math.sqrt(math.fsum((x - mean) ** 2 for x in values)) / n

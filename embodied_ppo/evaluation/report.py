@@ -1,4 +1,4 @@
-"""Write an evaluation down: report.json for programs, one self-contained page for people."""
+"""Report of an evaluation: report.json for programs and one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -17,25 +18,32 @@ import jinja2
 
 from embodied_ppo.core import tree
 from embodied_ppo.core.random import TRAINING_SEEDS
-from embodied_ppo.evaluation import episodes as evaluate
-from embodied_ppo.evaluation.episodes import Episode, EvaluationResult
+from embodied_ppo.evaluation.episodes import (
+    Z95,
+    Episode,
+    EvaluationResult,
+    deviation,
+    mean_interval,
+    wilson_interval,
+)
 from embodied_ppo.evaluation.video import Video
 
 FORMAT = 1
 """Version of report.json; it changes when a field changes its meaning."""
 
 EPISODES_SHOWN = 500
-"""Rows of the page's table of episodes; report.json has all."""
+"""Number of rows of the page's table of episodes; report.json has all episodes."""
 
 SAMPLE_SHOWN = 600
-"""Characters of a sample's text on the page; report.json has all."""
+"""Characters of a sample's text on the page; report.json has the complete text."""
 
 Unit: TypeAlias = Literal["env_steps", "tokens"]
-"""What training is counted in: of a robot, or of a language model, whose episodes are responses to
-prompts.
+"""Unit of training steps: env_steps for a robot policy, tokens for a language model.
+
+The episodes of a language model are responses to prompts.
 """
 
-WORDS: dict[Unit, dict[str, str]] = {
+TERMS: dict[Unit, dict[str, str]] = {
     "env_steps": {
         "task": "task",
         "episode": "episode",
@@ -49,10 +57,10 @@ WORDS: dict[Unit, dict[str, str]] = {
         "deterministic": "actions by the mode of the policy",
         "sampled": "actions sampled from the policy",
         "terminated": "ended by the task",
-        "truncated": "by the clock",
+        "truncated": "by the time limit",
         "ended": "ended by",
         "by itself": "task",
-        "cut": "clock",
+        "cut": "time limit",
         "intervals": "mean return and length by Student's t, success by Wilson's score",
     },
     "tokens": {
@@ -74,11 +82,11 @@ WORDS: dict[Unit, dict[str, str]] = {
         "cut": "cut at the limit",
         "intervals": (
             "mean score and length by Student's t, accuracy by Wilson's score; several responses "
-            "to one prompt are not taken for independent"
+            "to one prompt are not independent"
         ),
     },
 }
-"""What the page calls things; all that differs between robots and language models."""
+"""Terms of the page; nothing else differs between robots and language models."""
 
 CURVES: dict[Unit, tuple[tuple[str, tuple[str, ...], float | None], ...]] = {
     "env_steps": (
@@ -100,7 +108,7 @@ CURVES: dict[Unit, tuple[tuple[str, tuple[str, ...], float | None], ...]] = {
         ("Explained variance (cut at -1)", ("value/explained_variance",), -1.0),
     ),
 }
-"""Title, tags of metrics.jsonl drawn together, and the value below which a line is cut.
+"""Charts: title, tags of metrics.jsonl, and the value below which a line is cut.
 
 Absent tags are left out.
 """
@@ -109,7 +117,7 @@ Absent tags are left out.
 # ------------------------------------------------------------------------------------------- report
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What ``write`` wrote."""
+    """Files of a report, and the content of report.json."""
 
     json: Path
     html: Path
@@ -133,67 +141,37 @@ def write(
     curves: Iterable[Mapping[str, Any]] = (),
     video: Video | None = None,
 ) -> Report:
-    """Write ``out``/report.json and ``out``/report.html, each to a temporary name first.
+    """Write ``out``/report.json and ``out``/report.html atomically.
 
-    results   one per task, in the order to show them
-    steps     of training so far, counted in ``unit``
-    config    the resolved configuration, as JSON can hold it
-    task      of a user's task: "hash" of its files as executed, "hash_in_training", and "files",
-    sha256 by name
-    samples   responses to read, as prompts.PromptEvaluationResult.samples gives them
-    extra     further numbers (pass@4, ..) by their names
-    curves    the rows of the run's metrics.jsonl
-    video     embedded in the page, or the reason why there is none
+    report.json contains no date, duration or curve, so the same checkpoint and seed give the same
+    bytes. The training steps are stored under the name of their unit, and numbers that are not
+    finite as null. Only a robot's report has ``seeds``.
 
-    report.json holds no time, duration or curve: the same checkpoint and seed give the same bytes.
-    """
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    content = describe(
-        results,
-        checkpoint=checkpoint,
-        update=update,
-        steps=steps,
-        unit=unit,
-        config=config,
-        config_hash=config_hash,
-        versions=versions,
-        task=task,
-        samples=samples,
-        extra=extra,
-    )
-    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
-    page = _page(
-        json.loads(text), unit=unit, charts=learning_curves(curves, unit=unit), video=video
-    )
-    return Report(
-        _replace(out / "report.json", text + "\n"), _replace(out / "report.html", page), content
-    )
+    Args:
+        out: Folder of the report.
+        results: One result per task, in the order of display.
+        checkpoint: Path of the checkpoint.
+        update: Update of the checkpoint.
+        steps: Training steps until then, counted in ``unit``.
+        unit: env_steps for a robot policy, tokens for a language model.
+        config: Resolved configuration, representable in JSON.
+        config_hash: Digest of the configuration.
+        versions: Package -> version.
+        task: Of a user's task: "hash" of its files as executed, "hash_in_training", and "files"
+            (name -> sha256).
+        samples: Responses to display, see ``prompts.PromptEvaluationResult.samples``.
+        extra: Name -> further numbers, such as pass@4.
+        curves: Rows of the run's metrics.jsonl.
+        video: Video to embed, or the reason why there is none.
 
-
-def describe(
-    results: Sequence[EvaluationResult],
-    *,
-    checkpoint: str,
-    update: int,
-    steps: int,
-    unit: Unit = "env_steps",
-    config: Mapping[str, Any],
-    config_hash: str,
-    versions: Mapping[str, str],
-    task: Mapping[str, Any] | None = None,
-    samples: Sequence[Mapping[str, Any]] = (),
-    extra: Mapping[str, float] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """report.json as a dictionary: everything measured, and what is needed to measure it again.
-
-    ``steps`` stands under the name of its unit. A robot's report has ``seeds``; ``numbers`` (null:
-    not finite) and ``samples`` are there where they are given.
+    Raises:
+        ValueError: There is no episode.
     """
     if not results or not all(r.episodes for r in results):
         raise ValueError("a report needs at least one task with at least one episode")
     episodes = [e for r in results for e in r.episodes]
     seeds = [e.seed for e in episodes]
+    states = {(r.task, e.initial_state) for r in results for e in r.episodes}
     content = {
         "format": FORMAT,
         "checkpoint": checkpoint,
@@ -210,10 +188,8 @@ def describe(
             "disjoint_from_training": min(seeds) >= TRAINING_SEEDS,
         },
         "overall": {
-            "episodes": len(seeds),
-            "distinct_initial_states": len(
-                {(r.task, e.initial_state) for r in results for e in r.episodes}
-            ),
+            "episodes": len(episodes),
+            "distinct_initial_states": len(states),
             "success": _success(episodes, unit),
         },
         "tasks": {r.task: statistics(r, unit) for r in results},
@@ -232,7 +208,7 @@ def describe(
             for e in r.episodes
         ],
         "versions": dict(sorted(versions.items())),
-        "config": tree.map(_word, config),
+        "config": tree.map(_json_value, config),
     }
     if task is not None:
         content["task_files"] = dict(task)
@@ -242,26 +218,38 @@ def describe(
         content["numbers"] = {name: x if math.isfinite(x) else None for name, x in extra.items()}
     if samples:
         content["samples"] = [dict(s) for s in samples]
-    return content
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
+    charts = learning_curves(curves, unit=unit)
+    page = _render_page(json.loads(text), unit=unit, charts=charts, video=video)
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    json_file, html_file = out / "report.json", out / "report.html"
+    for file, file_text in ((json_file, text + "\n"), (html_file, page)):
+        # Renamed when complete: a reader sees the old file or the new one.
+        temporary = file.with_name(f".{file.name}.{os.getpid()}")
+        temporary.write_text(file_text, encoding="utf-8")
+        temporary.replace(file)
+    return Report(json_file, html_file, content)
 
 
-def _word(value: Any) -> Any:
-    """An option's value; what JSON has no number for (``env.kwargs`` may be infinite) as text."""
+def _json_value(value: Any) -> Any:
+    """Return an option's value; numbers that are not finite, which JSON does not have, as text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def statistics(result: EvaluationResult, unit: Unit = "env_steps") -> dict[str, Any]:
-    """One task's numbers. ci95 is [low, high], or null with a single episode; success is null if
-    the task is silent.
+    """Return the statistics of one task.
 
-    Responses to one prompt are not independent: a language model's intervals are over prompts.
+    ``ci95`` is [low, high], null with a single episode. ``success`` is null if the task does not
+    report it. Responses to one prompt are not independent, so a language model's intervals are over
+    prompts.
     """
     groups = _by_prompt(result.episodes) if unit == "tokens" else [[e] for e in result.episodes]
     return {
         "episodes": len(result.episodes),
         "distinct_initial_states": result.distinct_initial_states,
-        "return": _spread(result.returns, [_mean([e.return_ for e in g]) for g in groups]),
-        "length": _spread(result.lengths, [_mean([float(e.length) for e in g]) for g in groups]),
+        "return": _summary(result.returns, [fmean(e.return_ for e in g) for g in groups]),
+        "length": _summary(result.lengths, [fmean(e.length for e in g) for g in groups]),
         "success": _success(result.episodes, unit),
         "terminated": sum(e.ended == "terminated" for e in result.episodes),
         "truncated": sum(e.ended == "truncated" for e in result.episodes),
@@ -269,6 +257,7 @@ def statistics(result: EvaluationResult, unit: Unit = "env_steps") -> dict[str, 
 
 
 def _by_prompt(episodes: Sequence[Episode]) -> list[list[Episode]]:
+    """Group responses by the hash of their prompt."""
     groups: dict[str, list[Episode]] = {}
     for e in episodes:
         groups.setdefault(e.initial_state, []).append(e)
@@ -276,27 +265,27 @@ def _by_prompt(episodes: Sequence[Episode]) -> list[list[Episode]]:
 
 
 def _success(episodes: Sequence[Episode], unit: Unit) -> dict[str, Any] | None:
-    """None unless every episode's task says."""
-    known = [e.success for e in episodes if e.success is not None]
-    if len(known) < len(episodes):
+    """Return the success rate with its interval; None if a task does not report success."""
+    successes = [e.success for e in episodes if e.success is not None]
+    if len(successes) < len(episodes):
         return None
-    count = sum(known)
-    z = evaluate.Z95 * math.sqrt(_design_effect(episodes) if unit == "tokens" else 1.0)
+    count = sum(successes)
+    z = Z95 * math.sqrt(_design_effect(episodes) if unit == "tokens" else 1.0)
     return {
         "count": count,
         "rate": count / len(episodes),
-        "ci95": list(evaluate.wilson_interval(count, len(episodes), z)),
+        "ci95": list(wilson_interval(count, len(episodes), z)),
         "ci95_method": "Wilson score",
     }
 
 
 def _design_effect(episodes: Sequence[Episode]) -> float:
-    """How many responses count as one, because those to one prompt are alike (Kish 1965): V /
-    (p(1-p) / N), >= 1.
+    """Return the design effect of several responses to one prompt (Kish 1965), at least 1.
 
-    V = Σ over prompts (right - p · responses)² / N² is the variance of the accuracy p of N
-    responses. Wilson's interval of N / effect responses is that of N with z · √effect: it depends
-    on z²/N only.
+        effect = V / (p(1-p) / N),    V = Σ over prompts (right - p · responses)² / N²
+
+    V is the variance of the accuracy p of N responses. Wilson's interval depends on z²/N only, so
+    the interval of N / effect responses is that of N responses with z · √effect.
     """
     groups, n = _by_prompt(episodes), len(episodes)
     if len(groups) == n:
@@ -308,35 +297,33 @@ def _design_effect(episodes: Sequence[Episode]) -> float:
     return max(1.0, variance * n / (p * (1 - p)))
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _spread(values: list[float], independent: list[float]) -> dict[str, Any]:
-    """``independent``: what the interval of the mean is made of."""
-    interval = evaluate.mean_interval(independent)
+def _summary(values: list[float], independent: list[float]) -> dict[str, Any]:
+    """Return statistics of values; the interval is computed from ``independent`` values."""
+    interval = mean_interval(independent)
     return {
-        "mean": _mean(values),
+        "mean": fmean(values),
         "ci95": list(interval) if interval else None,
         "ci95_method": "Student t",
-        "std": evaluate.deviation(values),
-        "median": evaluate.median(values),
+        "std": deviation(values),
+        "median": median(values),
         "min": min(values),
         "max": max(values),
     }
 
 
-def _page(content: dict[str, Any], *, unit: Unit, charts: list[Chart], video: Video | None) -> str:
-    """The page: no script, nothing loaded from anywhere."""
+def _render_page(
+    content: dict[str, Any], *, unit: Unit, charts: list[Chart], video: Video | None
+) -> str:
+    """Render the page, which has no script and loads no other file."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("embodied_ppo", "templates"),
+        loader=jinja2.PackageLoader("embodied_ppo.evaluation", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "percent": percent, "short": short, "cut": cut}
-    returns = {
+    histograms = {
         task: histogram([e["return"] for e in content["episodes"] if e["task"] == task], unit)
         for task in content["tasks"]
     }
@@ -346,12 +333,12 @@ def _page(content: dict[str, Any], *, unit: Unit, charts: list[Chart], video: Vi
         poster = base64.b64encode(video.poster).decode()
     return environment.get_template("report.html.j2").render(
         report=content,
-        words=WORDS[unit],
+        terms=TERMS[unit],
         steps=content[unit],
         language=unit == "tokens",
         numbers=content.get("numbers", {}),
         samples=content.get("samples", ()),
-        histograms=returns,
+        histograms=histograms,
         charts=charts,
         video=video,
         video_data=video_data,
@@ -361,18 +348,11 @@ def _page(content: dict[str, Any], *, unit: Unit, charts: list[Chart], video: Vi
     )
 
 
-def _replace(path: Path, text: str) -> Path:
-    """Write under a temporary name, then rename: a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-    return path
-
-
 # ------------------------------------------------------------------------------------------ numbers
 def number(x: float, like: float | None = None) -> str:
-    """Four significant digits: 12,345 · 123.4 · 0.01235; with ``like``, as many decimals as that
-    number gets.
+    """Format with four significant digits: 12,345 · 123.4 · 0.01235.
+
+    With ``like``, use the number of decimals of that number.
     """
     size = abs(x if like is None else like)
     if (size == 0 or float(size).is_integer()) and float(x).is_integer() and abs(x) < 1e6:
@@ -383,19 +363,18 @@ def number(x: float, like: float | None = None) -> str:
 
 
 def percent(x: float) -> str:
+    """Format a fraction as a percentage with one decimal."""
     return f"{100 * x:.1f}%"
 
 
 def cut(text: str, length: int = SAMPLE_SHOWN) -> str:
-    """At most ``length`` characters: the beginning and, behind …, the end, where a response has its
-    answer.
-    """
+    """Shorten to ``length`` characters: the beginning, …, and the end, which has the answer."""
     head = 2 * length // 3
     return text if len(text) <= length else f"{text[:head]} … {text[head + 3 - length :]}"
 
 
 def short(x: float) -> str:
-    """A tick's label: 0 · 0.05 · 250 · 1.5k · 3M."""
+    """Format the label of a tick: 0 · 0.05 · 250 · 1.5k · 3M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(x) >= size:
             return f"{x / size:.4g}{unit}"
@@ -403,11 +382,13 @@ def short(x: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About ``count`` round numbers (1, 2 or 5 times a power of ten apart) that span [low,
-    high].
+    """Return about ``count`` round numbers that span [low, high].
+
+    Their distance is 1, 2 or 5 times a power of ten.
     """
     if not high > low:
-        high, low = low + max(abs(low), 1.0) * 0.5, low - max(abs(low), 1.0) * 0.5
+        margin = max(abs(low), 1.0) * 0.5
+        low, high = low - margin, low + margin
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
@@ -418,20 +399,24 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 # ------------------------------------------------------------------------------------------- charts
 WIDTH, HEIGHT = 360, 210
 LEFT, RIGHT, TOP, BOTTOM = 48, 350, 10, 180
-"""A picture's size and its axes, in SVG units."""
+"""Size of a chart and its axes, in SVG units."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
+    """Curve of a chart."""
+
     label: str
     path: str
     """SVG path data."""
     dots: list[tuple[float, float]]
-    """Drawn where points are few."""
+    """Points, if there are few."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
+    """Bar of a histogram."""
+
     x: float
     y: float
     width: float
@@ -441,7 +426,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A picture in SVG units, ready for the template."""
+    """Chart in SVG units for the template."""
 
     title: str
     x_label: str
@@ -456,10 +441,12 @@ class Chart:
 def learning_curves(
     rows: Iterable[Mapping[str, Any]], *, unit: Unit = "env_steps", points: int = 300
 ) -> list[Chart]:
-    """The charts of CURVES that the rows of metrics.jsonl have values for; long runs are averaged
-    to ``points``.
+    """Return the charts of CURVES for which the rows have values.
 
-    The x axis is what the rows count in ``unit``, else updates.
+    Args:
+        rows: Rows of metrics.jsonl.
+        unit: Unit of the x axis; rows without it are drawn over updates.
+        points: Largest number of points of a line; neighbours are averaged.
     """
     drawn = {unit, "update", *(tag for _, tags, _ in CURVES[unit] for tag in tags)}
     rows = [{tag: x for tag, x in row.items() if tag in drawn and _finite(x)} for row in rows]
@@ -474,16 +461,15 @@ def learning_curves(
                 (float(row[key]), float(row[tag])) for row in rows if key in row and tag in row
             ]
             if values:
-                series[tag] = _thin(
-                    [(x, y if floor is None else max(floor, y)) for x, y in values], points
-                )
+                lowest = -math.inf if floor is None else floor
+                series[tag] = _thin([(x, max(lowest, y)) for x, y in values], points)
         if series:
             charts.append(_lines(title, key.replace("env_steps", "environment steps"), series))
     return charts
 
 
-LINE = 1 << 20
-"""Longest line of metrics.jsonl that is read, bytes; a row has a few thousand."""
+MAX_LINE = 1 << 20
+"""Longest line of metrics.jsonl that is read, bytes; rows usually have a few thousand."""
 
 
 def rows(run_dir: Path) -> Iterator[dict[str, Any]]:
@@ -491,11 +477,11 @@ def rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     file = run_dir / "metrics.jsonl"
     if not file.is_file():
         return
-    with open(file, "rb", buffering=LINE) as f:
-        while line := f.readline(LINE):
+    with open(file, "rb", buffering=MAX_LINE) as f:
+        while line := f.readline(MAX_LINE):
             if not line.endswith(b"\n"):
                 while line and not line.endswith(b"\n"):
-                    line = f.readline(LINE)
+                    line = f.readline(MAX_LINE)
                 continue
             try:
                 row = json.loads(line)
@@ -506,21 +492,24 @@ def rows(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def _finite(x: Any) -> bool:
+    """Return whether x is a number that fits in a float; JSON has integers of any size."""
     return isinstance(x, (int, float)) and abs(x) <= sys.float_info.max
 
 
 def _thin(values: list[tuple[float, float]], points: int) -> list[tuple[float, float]]:
-    """At most ``points`` points: the means of neighbours."""
+    """Average neighbours to at most ``points`` points."""
     size = math.ceil(len(values) / points)
     parts = [values[i : i + size] for i in range(0, len(values), size)]
     return [(sum(x for x, _ in p) / len(p), sum(y for _, y in p) / len(p)) for p in parts]
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """Return the linear map from [low, high] to [start, end], rounded to 0.1."""
     return lambda x: round(start + (x - low) / (high - low) * (end - start), 1)
 
 
 def _lines(title: str, x_label: str, series: dict[str, list[tuple[float, float]]]) -> Chart:
+    """Return a line chart of label -> points."""
     xs = [x for values in series.values() for x, _ in values]
     ys = [y for values in series.values() for _, y in values]
     x_ticks = [x for x in ticks(min(0.0, *xs), max(xs)) if x <= max(xs) or max(xs) <= 0]
@@ -529,9 +518,9 @@ def _lines(title: str, x_label: str, series: dict[str, list[tuple[float, float]]
     y_of = _scale(y_ticks[0], y_ticks[-1], BOTTOM, TOP)
     lines = []
     for label, values in series.items():
-        at = [(x_of(x), y_of(y)) for x, y in values]
-        path = "M" + " L".join(f"{x:g} {y:g}" for x, y in at)
-        lines.append(Line(label, path, at if len(at) <= 20 else []))
+        dots = [(x_of(x), y_of(y)) for x, y in values]
+        path = "M" + " L".join(f"{x:g} {y:g}" for x, y in dots)
+        lines.append(Line(label, path, dots if len(dots) <= 20 else []))
     return Chart(
         title,
         x_label,
@@ -543,13 +532,12 @@ def _lines(title: str, x_label: str, series: dict[str, list[tuple[float, float]]
 
 
 def histogram(values: list[float], unit: Unit = "env_steps") -> Chart:
-    """How many episodes had which return; a vertical line at the mean."""
-    episodes, what = WORDS[unit]["episode"] + "s", WORDS[unit]["return"]
-    edges = ticks(
-        min(values), max(values), count=min(25, max(6, 2 * math.ceil(math.sqrt(len(values)))))
-    )
+    """Return the histogram of returns, with a vertical line at the mean."""
+    episodes, quantity = TERMS[unit]["episode"] + "s", TERMS[unit]["return"]
+    bins = min(25, max(6, 2 * math.ceil(math.sqrt(len(values)))))
+    edges = ticks(min(values), max(values), count=bins)
     counts = [0] * (len(edges) - 1)
-    for value in values:  # a bin holds its lower edge; the last one its upper edge too
+    for value in values:  # a bin includes its lower edge; the last one its upper edge, too
         counts[min(len(counts) - 1, sum(value >= edge for edge in edges[1:]))] += 1
     y_ticks = [y for y in ticks(0, max(counts)) if float(y).is_integer()]
     x_of = _scale(edges[0], edges[-1], LEFT, RIGHT)
@@ -561,7 +549,7 @@ def histogram(values: list[float], unit: Unit = "env_steps") -> Chart:
             width=round(max(1.0, x_of(high) - x_of(low) - 1), 1),
             height=round(BOTTOM - y_of(count), 1),
             label=(
-                f"{count} of {len(values)} {episodes} with a {what} of {number(low)} to"
+                f"{count} of {len(values)} {episodes} with a {quantity} of {number(low)} to"
                 f" {number(high)}"
             ),
         )
@@ -569,11 +557,11 @@ def histogram(values: list[float], unit: Unit = "env_steps") -> Chart:
         if count
     ]
     return Chart(
-        f"{episodes.capitalize()} by {what}",
-        f"{what} (dashed: the mean)",
+        f"{episodes.capitalize()} by {quantity}",
+        f"{quantity} (dashed: the mean)",
         [(x_of(x), short(x)) for x in ticks(edges[0], edges[-1], 4) if edges[0] <= x <= edges[-1]],
         [(y_of(y), short(y)) for y in y_ticks],
         [],
         bars,
-        mark=x_of(_mean(values)),
+        mark=x_of(fmean(values)),
     )

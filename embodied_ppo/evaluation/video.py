@@ -36,11 +36,15 @@ _log = logging.getLogger(__name__)
 class Video:
     """A video, or the reason why there is none.
 
-    path       the mp4, or None                         poster  PNG of its first frame
-    frames     number of frames                         fps     frames per second
-    stride     steps from one frame to the next         step_s  seconds of simulation per step, None
-    if unknown
-    reason     why ``path`` is None, else ""
+    Attributes:
+        path: The mp4 file, or None.
+        poster: PNG of the first frame.
+        frames: Number of frames.
+        fps: Frames per second.
+        stride: Steps from one frame to the next.
+        episodes: Number of recorded episodes.
+        step_s: Seconds of simulation per step; None if unknown.
+        reason: Reason why ``path`` is None, else "".
     """
 
     path: Path | None
@@ -68,8 +72,7 @@ def record_video(
     deadline_s: float = 300.0,
     notice: Callable[[str], None] | None = None,
 ) -> Video:
-    """Record the first ``steps`` steps of the first ``episodes`` evaluation episodes as an mp4
-    (H.264, yuv420p).
+    """Record the beginnings of the first evaluation episodes as an mp4 (H.264, yuv420p).
 
     Recorded episode i is evaluated episode i: same seed, same actions. MuJoCo's shadows take 60 ms
     per frame without a GPU. Therefore the first frames are timed, and the stride is the smallest
@@ -84,36 +87,23 @@ def record_video(
         policy: The evaluated policy.
         make_env: Creates environments *with rendering* from seeds; a module's function or a partial
             of one, because it is pickled.
-        path: Where the mp4 is written.
+        path: The mp4 file to write.
         seed: Seed of the evaluation.
         deterministic: As in the evaluation.
         temperature: As in the evaluation.
         episodes: Number of episodes.
-        steps: Maximum of steps per episode.
+        steps: Largest number of steps per episode.
         stride: Steps from one frame to the next; None: as above.
-        budget_s: CPU seconds for rendering (starting the simulator takes 3 to 4 more).
+        budget_s: CPU seconds for rendering (the start of the simulator takes 3 to 4 more).
         deadline_s: Seconds after which the process is ended.
         notice: Called with the reason if there is no video; None: log a warning.
     """
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".video") as folder:
-        reason = _render_in_process(
-            _Request(
-                policy,
-                make_env,
-                folder,
-                seed,
-                deterministic,
-                temperature,
-                episodes,
-                steps,
-                stride,
-                budget_s,
-            ),
-            deadline_s,
-        )
-        if not reason:
+        acting = (seed, deterministic, temperature)
+        request = _Request(policy, make_env, folder, *acting, episodes, steps, stride, budget_s)
+        if not (reason := _render_in_process(request, deadline_s)):
             facts = json.loads(Path(folder, "video.json").read_text())
             poster = Path(folder, "poster.png").read_bytes()
             Path(folder, "video.mp4").replace(path)  # atomic: same file system
@@ -140,19 +130,13 @@ class _Request:
 
 def _render_in_process(request: _Request, deadline_s: float) -> str:
     """Run ``_render`` in a new interpreter; return "" or the reason why there is no video."""
-    if (
-        isinstance(request.policy, nn.Module)
-        and evaluate.policy_device(request.policy).type != "cpu"
-    ):
-        request = dataclasses.replace(request, policy=copy.deepcopy(request.policy).cpu())
+    policy = request.policy
+    if isinstance(policy, nn.Module) and evaluate.policy_device(policy).type != "cpu":
+        request = dataclasses.replace(request, policy=copy.deepcopy(policy).cpu())
     try:
         message = pickle.dumps(request)
-    except (
-        pickle.PicklingError,
-        AttributeError,
-        TypeError,
-        RuntimeError,
-    ) as error:  # RuntimeError: torch modules
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+        # torch modules raise RuntimeError.
         return f"policy or make_env cannot go to another process: {error}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
     # Mesa's software renderer takes a third less CPU time with one thread, and the same wall time.
@@ -180,13 +164,9 @@ def _render_in_process(request: _Request, deadline_s: float) -> str:
         return ""
     if (reason_file := Path(request.folder, "reason")).exists():
         return " ".join(reason_file.read_text().split())
-    lines = [
-        line.strip() for line in errors.read_text(errors="replace").splitlines() if line.strip()
-    ]
-    return (
-        f"{lines[-1] if lines else 'the renderer ended without a word'} (exit status"
-        f" {child.returncode})"
-    )
+    lines = errors.read_text(errors="replace").strip().splitlines()
+    message = lines[-1].strip() if lines else "the renderer ended without a message"
+    return f"{message} (exit status {child.returncode})"
 
 
 def _render_stdin() -> None:
@@ -230,15 +210,10 @@ def _render(request: _Request) -> None:
                     writer.send(frame)
                     frames += 1
             finally:
-                # before the next one is created: a leaked OpenGL context blocks the next
-                env.close()
+                env.close()  # an open OpenGL context would block the next environment
     writer.close()
-    facts = {
-        "frames": frames,
-        "fps": round(rate / stride, 2) if stride else 0.0,
-        "stride": stride,
-        "step_s": step_s,
-    }
+    fps = round(rate / stride, 2) if stride else 0.0
+    facts = {"frames": frames, "fps": fps, "stride": stride, "step_s": step_s}
     (folder / "video.json").write_text(json.dumps(facts))
 
 
@@ -254,16 +229,13 @@ def _frame_s(env: VectorEnv) -> float:
 def _frames(
     env: VectorEnv, obs: Obs, request: _Request, index: int, stride: int
 ) -> Iterator[np.ndarray]:
-    """Yield uint8 [H, W, 3] at the start and after every ``stride`` steps; yuv420p needs even
-    sides.
-    """
+    """Yield a frame, uint8 [H, W, 3], every ``stride`` steps; H and W are even for yuv420p."""
     for t in range(request.steps):
         if t % stride == 0:
             image = env.render().cpu().numpy()
             height, width, _ = image.shape
-            yield np.ascontiguousarray(
-                np.pad(image, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-            )
+            padding = ((0, height % 2), (0, width % 2), (0, 0))
+            yield np.ascontiguousarray(np.pad(image, padding, mode="edge"))
         action = evaluate.act(
             request.policy,
             obs,

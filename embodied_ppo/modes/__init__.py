@@ -2,7 +2,8 @@
 
 Belongs here: the interface ``Mode`` (``base``), one folder for each implementation, the mapping
 from the option's value to the implementation (``registry``), and what all implementations share:
-worker processes (``workers``) and timing (``profile``).
+worker processes (``workers``), timing (``profile``), and the search for micro-batches
+(``memory_fit``) and placements (``placement_search``).
 
 Does not belong here: the components themselves (policies, learners, rollouts, placements).
 

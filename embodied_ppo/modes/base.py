@@ -220,6 +220,13 @@ class Mode(ABC):
         one = replace(hardware_of(config, device), per_node=(1,))
         return placement.plan({roles: 0}, one, mode=self.name, without=unused)
 
+    def resolve_plan(self, config: Config, device: torch.device) -> placement.Plan:
+        """Return the plan of the roles; of a run in one process: all on one device.
+
+        Raises ConfigError, PlacementError.
+        """
+        return self.plan(config, device) or self.plan_on_one_device(config, device)
+
     @abstractmethod
     def check_plan(self, config: Config, plan: placement.Plan) -> None:
         """Raise ConfigError or PlacementError where the batches or roles of the options do not

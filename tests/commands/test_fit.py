@@ -1,6 +1,4 @@
-"""`embodied-ppo fit`: the written recipe learns the same on fewer devices; what changed, and what
-cannot fit.
-"""
+"""Tests of `embodied-ppo fit`: equal updates on fewer devices, the changes, and refusals."""
 
 from __future__ import annotations
 
@@ -12,11 +10,10 @@ import pytest
 import torch
 import yaml
 
-from embodied_ppo import run as build
-from embodied_ppo.commands import fit as fitting
 from embodied_ppo.commands import main
 from embodied_ppo.config import compose, loader
 from embodied_ppo.config.schema import ClusterConfig, Config
+from embodied_ppo.modes import memory_fit
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.training import checkpoint
 from tests.integration.test_placements import rows
@@ -40,7 +37,7 @@ LANGUAGE = [
     "algorithm.rollout_batch_size=64",
     "algorithm.global_batch_size=32",
     "algorithm.max_grad_norm=null",
-    "algorithm.missing_eos_penalty=0.5",  # something to learn from the start
+    "algorithm.missing_eos_penalty=0.5",  # a learning signal from the first update on
     "actor.model.architecture.hidden_size=16",
     "actor.model.architecture.intermediate_size=32",
     "evaluation.episodes=8",
@@ -55,28 +52,33 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def run(*words: str) -> None:
-    assert main.main(list(words)) == 0
+def run(*arguments: str) -> None:
+    assert main.main(list(arguments)) == 0
 
 
-def needed(*words: str) -> list[dict[str, int]]:
-    """Bytes at the peak of a process of each group of a local run, by what for."""
-    config = loader.load(Config, yaml.safe_load(_resolved(words)))
-    plan = build.place(config, torch.device("cpu"))
-    return list(mode(config).memory_estimator(config).needs(plan).values())
+def memory_needs(*options: str) -> dict[str, int]:
+    """Return purpose -> peak bytes of the process of a local run."""
+    config = loader.load(Config, yaml.safe_load(_resolved(options)))
+    plan = mode(config).resolve_plan(config, torch.device("cpu"))
+    (needs,) = mode(config).memory_estimator(config).needs(plan).values()
+    return needs
 
 
-def _resolved(words: tuple[str, ...]) -> str:
-    args = main.parse_arguments(["train", *words])
+def device_memory(needs: dict[str, int], less: float) -> str:
+    """Return the option for a device in which ``less`` of the activations do not fit."""
+    bytes_needed = sum(needs.values()) - less * needs["activations"]
+    return f"cluster.device_memory_gb={bytes_needed / 0.92 / 1e9}"
+
+
+def _resolved(options: tuple[str, ...]) -> str:
+    args = main.parse_arguments(["train", *options])
     return yaml.safe_dump(loader.relevant(compose.prepare(args, args.overrides).config))
 
 
-def learned(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Weights after the update, and the optimisers' first moments: after one step (1 - beta1) x the
-    gradient.
-    """
+def weights_and_moments(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Return the weights after the update, and the first moments: (1 - beta1) x the gradient."""
     source = checkpoint.open_checkpoint(run_dir / "checkpoints" / "step_000001")
-    found = dict(source.policy())
+    tensors = dict(source.policy())
 
     def walk(node: Any, path: str) -> None:
         if isinstance(node, dict):
@@ -86,175 +88,147 @@ def learned(run_dir: Path) -> dict[str, torch.Tensor]:
             for i, value in enumerate(node):
                 walk(value, f"{path}.{i}")
         elif isinstance(node, torch.Tensor) and node.is_floating_point() and "exp_avg" in path:
-            found[path] = node
+            tensors[path] = node
 
     walk(source.training()["learner"], "learner")
-    assert any("exp_avg" in name for name in found)
-    return found
+    assert any("exp_avg" in name for name in tensors)
+    return tensors
 
 
-def same(one: Path, other: Path) -> None:
-    ours, theirs = learned(one), learned(other)
-    assert ours.keys() == theirs.keys()
-    for name, x in ours.items():
-        assert torch.allclose(x, theirs[name], rtol=0, atol=1e-6), (
-            name,
-            (x - theirs[name]).abs().max(),
-        )
-    moved = [name for name in ours if "exp_avg" in name and ours[name].abs().max() > 1e-4]
-    assert moved  # there is a gradient
+def check_equal_training(options: list[str], tmp_path: Path) -> None:
+    """Train the original and the fitted recipe in ``large`` and ``small``; compare the tensors."""
+    run("train", *options, f"run_dir={tmp_path / 'large'}", "--quiet")
+    run("train", *FITTED, "run_dir=small", "--quiet")
+    large, small = (weights_and_moments(tmp_path / name) for name in ("large", "small"))
+    assert large.keys() == small.keys()
+    for name, x in large.items():
+        error = (x - small[name]).abs().max()
+        assert torch.allclose(x, small[name], rtol=0, atol=1e-6), (name, error)
+    assert any("exp_avg" in name and x.abs().max() > 1e-4 for name, x in large.items())
 
 
-def fit(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def fit(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     capsys.readouterr()
-    run("fit", "--json", *words)
+    run("fit", "--json", *arguments)
     return json.loads(capsys.readouterr().out)
 
 
-def changed(told: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {change["option"]: (change["old"], change["new"]) for change in told["changes"]}
+def changed_options(summary: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {change["option"]: (change["old"], change["new"]) for change in summary["changes"]}
 
 
 FITTED = ["--config-dir", "mine", "experiment=small"]
+OUT = ["--devices", "1", "--out", "mine/experiment/small.yaml"]
 
 
 @pytest.mark.parametrize("unit", ["step", "column"])
-def test_several_passes_train_what_one_does(
+def test_micro_batches_train_like_one_minibatch(
     unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Four minibatches of 512, whole and in parts."""
-    words = [*ROBOT, "algorithm.global_batch_size=512", f"algorithm.minibatch_unit={unit}"]
-    (whole,) = needed(*words)
-    few = (sum(whole.values()) - 0.6 * whole["activations"]) / 0.92 / 1e9
-    told = fit(
-        capsys,
-        *words,
-        "--devices",
-        "1",
-        f"cluster.device_memory_gb={few}",
-        "--out",
-        "mine/experiment/small.yaml",
-    )
-    ((option, (old, micro)),) = changed(told).items()
+    """Compare four minibatches of 512 in one pass each with micro-batches."""
+    options = [*ROBOT, "algorithm.global_batch_size=512", f"algorithm.minibatch_unit={unit}"]
+    memory = device_memory(memory_needs(*options), less=0.6)
+    summary = fit(capsys, *options, memory, *OUT)
+    ((option, (old, micro)),) = changed_options(summary).items()
     assert (option, old) == ("algorithm.micro_batch_size", None) and 64 <= micro < 512
     assert micro % (64 if unit == "column" else 1) == 0
-    assert told["command"] == "embodied-ppo train --config-dir mine experiment=small"
-    # the largest that fits: one pass less does not
+    assert summary["command"] == "embodied-ppo train --config-dir mine experiment=small"
+    # The micro-batch is the largest that fits: one pass less does not.
+    size = 64 if unit == "column" else 1
     passes = -(-512 // micro)
-    (now,), (more,) = (
-        needed(*words, f"algorithm.micro_batch_size={m}")
-        for m in (micro, _even(512, passes - 1, unit))
+    larger = -(-512 // size // (passes - 1)) * size
+    fitted, too_large = (
+        memory_needs(*options, f"algorithm.micro_batch_size={m}") for m in (micro, larger)
     )
-    assert sum(now.values()) <= 0.92 * few * 1e9 < sum(more.values())
-    run("train", *words, f"run_dir={tmp_path / 'large'}", "--quiet")
-    run("train", *FITTED, "run_dir=small", "--quiet")
-    same(tmp_path / "large", tmp_path / "small")
+    limit = 0.92 * float(memory.partition("=")[2]) * 1e9
+    assert sum(fitted.values()) <= limit < sum(too_large.values())
+    check_equal_training(options, tmp_path)
     large, small = rows(tmp_path / "large"), rows(tmp_path / "small")
     for tag, value in large[-1].items():
         assert small[-1][tag] == pytest.approx(value, rel=1e-4, abs=1e-5), tag
 
 
-def _even(batch: int, passes: int, unit: str) -> int:
-    size = 64 if unit == "column" else 1
-    return -(-batch // size // passes) * size
-
-
 @pytest.mark.usefixtures("eight_slots")
-def test_two_devices_become_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two processes that learn together, without parts; then one, with parts: the same gradient,
-    the same weights.
-    """
-    words = [
+def test_one_learner_with_micro_batches_trains_like_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [
         *ROBOT,
         "algorithm.global_batch_size=2048",
         "placement=disaggregated",
         "cluster.devices_per_node=4",
     ]
-    (whole,) = needed(*ROBOT, "algorithm.global_batch_size=2048")
-    memory = f"cluster.device_memory_gb={(sum(whole.values()) - 0.4 * whole['activations']) / 0.92 / 1e9}"
-    told = fit(capsys, *words, memory, "--devices", "1", "--out", "mine/experiment/small.yaml")
-    found = changed(told)
-    many = changed(
-        fit(capsys, *words, "--devices", "1000")
-    )  # tried are only as many as there are environments
-    assert (
-        many["placement"] == ("disaggregated", "fused")
-        and many["cluster.devices_per_node"][1] < 1000
-    )
-    assert found.pop("placement") == ("disaggregated", "local") and found.pop(
-        "cluster.devices_per_node"
-    ) == (4, 0)
-    assert found.pop("algorithm.micro_batch_size")[0] is None and not found
-    whys = {change["option"]: change["why"] for change in told["changes"]}
-    assert (
-        "needs 2 devices, and there is 1" in whys["placement"]
-        and "more than 92%" in whys["algorithm.micro_batch_size"]
-    )
-    run("train", *words, f"run_dir={tmp_path / 'large'}", "--quiet")
-    run("train", *FITTED, "run_dir=small", "--quiet")
-    same(tmp_path / "large", tmp_path / "small")
+    needs = memory_needs(*ROBOT, "algorithm.global_batch_size=2048")
+    summary = fit(capsys, *options, device_memory(needs, less=0.4), *OUT)
+    changes = changed_options(summary)
+    # No more devices than environments are tried.
+    many = changed_options(fit(capsys, *options, "--devices", "1000"))
+    assert many["placement"] == ("disaggregated", "fused")
+    assert many["cluster.devices_per_node"][1] < 1000
+    assert changes.pop("placement") == ("disaggregated", "local")
+    assert changes.pop("cluster.devices_per_node") == (4, 0)
+    assert changes.pop("algorithm.micro_batch_size")[0] is None and not changes
+    reasons = {change["option"]: change["why"] for change in summary["changes"]}
+    assert "needs 2 devices, and there is 1" in reasons["placement"]
+    assert "more than 92%" in reasons["algorithm.micro_batch_size"]
+    check_equal_training(options, tmp_path)
 
 
-@pytest.mark.parametrize("limited", ["responses", "tokens"])
-def test_a_language_model_in_parts(
-    limited: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "changed", "original"),
+    [
+        ([], "algorithm.micro_batch_size", 32),
+        (["algorithm.micro_batch_tokens=100000"], "algorithm.micro_batch_tokens", 100_000),
+    ],
+    ids=["responses", "tokens"],
+)
+def test_micro_batches_train_a_language_model_like_one_minibatch(
+    options: list[str],
+    changed: str,
+    original: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = [*LANGUAGE, *(["algorithm.micro_batch_tokens=100000"] if limited == "tokens" else [])]
-    (whole,) = needed(*words)
-    few = (sum(whole.values()) - 0.6 * whole["activations"]) / 0.92 / 1e9
-    told = fit(
-        capsys,
-        *words,
-        "--devices",
-        "1",
-        f"cluster.device_memory_gb={few}",
-        "--out",
-        "mine/experiment/small.yaml",
-    )
-    ((option, (_, new)),) = changed(told).items()
-    assert option == f"algorithm.micro_batch_{'tokens' if limited == 'tokens' else 'size'}"
-    assert new < (100_000 if limited == "tokens" else 32)
-    run("train", *words, f"run_dir={tmp_path / 'large'}", "--quiet")
-    run("train", *FITTED, "run_dir=small", "--quiet")
-    same(tmp_path / "large", tmp_path / "small")
+    options = [*LANGUAGE, *options]
+    summary = fit(capsys, *options, device_memory(memory_needs(*options), less=0.6), *OUT)
+    ((option, (_, new)),) = changed_options(summary).items()
+    assert option == changed and new < original
+    check_equal_training(options, tmp_path)
 
 
-def test_what_fits_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    told = fit(capsys, *ROBOT, "algorithm.micro_batch_size=64", "compile=always", "--devices", "1")
-    assert (
-        told["changes"] == []
-        and told["file"] is None
-        and told["recipe"]["algorithm"]["micro_batch_size"] == 64
-    )
-    told = fit(capsys, *ROBOT, "placement=fused", "cluster.devices_per_node=4", "--devices", "2")
-    assert (
-        changed(told) == {"cluster.devices_per_node": (4, 2)}
-        and told["recipe"]["placement"] == "fused"
-    )
-    assert told["notes"][0].startswith("2 learning now")
-    given = "cluster.component_placement={env: 0-1, rollout: 2, actor: 3}"
-    told = fit(
-        capsys, *ROBOT, given, "cluster.devices_per_node=4", "cluster.max_lag=1", "--devices", "3"
-    )
-    found = changed(told)  # 32 environments cannot be dealt out over 3
-    assert found["cluster.devices_per_node"] == (4, 2) and found["placement"] == ("local", "fused")
-    assert found["cluster.max_lag"] == (1, 0) and told["notes"][0] == "uses 2 of 3 devices"
-    assert "0-1" not in str(told["recipe"])
+def test_recipe_that_fits_keeps_its_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*ROBOT, "algorithm.micro_batch_size=64", "compile=always"]
+    summary = fit(capsys, *options, "--devices", "1")
+    assert summary["changes"] == [] and summary["file"] is None
+    assert summary["recipe"]["algorithm"]["micro_batch_size"] == 64
 
 
-def test_compiled_minibatches_have_one_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*ROBOT, "algorithm.global_batch_size=2048"]
-    (whole,) = needed(*words)
-    few = (sum(whole.values()) - 0.5 * whole["activations"]) / 0.92 / 1e9
-    told = fit(
-        capsys, *words, "compile=always", f"cluster.device_memory_gb={few}", "--devices", "1"
-    )
-    assert changed(told)["compile"] == ("always", "auto")
-    assert "compiled code is not used where micro-batches cut minibatches" in told["notes"]
+def test_placement_is_kept_or_becomes_fused(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*ROBOT, "cluster.devices_per_node=4"]
+    summary = fit(capsys, *options, "placement=fused", "--devices", "2")
+    assert changed_options(summary) == {"cluster.devices_per_node": (4, 2)}
+    assert summary["recipe"]["placement"] == "fused"
+    assert summary["notes"][0].startswith("2 learning now")
+    roles = "cluster.component_placement={env: 0-1, rollout: 2, actor: 3}"
+    summary = fit(capsys, *options, roles, "cluster.max_lag=1", "--devices", "3")
+    changes = changed_options(summary)  # 3 does not divide 32 environments
+    assert changes["cluster.devices_per_node"] == (4, 2)
+    assert changes["placement"] == ("local", "fused")
+    assert changes["cluster.max_lag"] == (1, 0) and summary["notes"][0] == "uses 2 of 3 devices"
+    assert "0-1" not in str(summary["recipe"])
 
 
-def test_to_stdout_and_for_a_gpu_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
+def test_cut_minibatches_are_not_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    """Compiled minibatches have one shape."""
+    options = [*ROBOT, "algorithm.global_batch_size=2048"]
+    memory = device_memory(memory_needs(*options), less=0.5)
+    summary = fit(capsys, *options, "compile=always", memory, "--devices", "1")
+    assert changed_options(summary)["compile"] == ("always", "auto")
+    assert "compiled code is not used where micro-batches cut minibatches" in summary["notes"]
+
+
+def test_recipe_for_an_absent_gpu_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
         "fit",
         "experiment=halfcheetah",
         "seed=3",
@@ -263,41 +237,39 @@ def test_to_stdout_and_for_a_gpu_that_is_elsewhere(capsys: pytest.CaptureFixture
         "--devices",
         "1",
     ]
-    run(*words)
+    run(*arguments)
     out, err = capsys.readouterr()
     assert err.splitlines()[0] == "nothing has to change" and "minibatches of" in err
     recipe = yaml.safe_load(out)
     assert out.startswith("# @package _global_\n# embodied-ppo fit experiment=halfcheetah seed=3")
     assert recipe["seed"] == 3 and recipe["device"] == "cuda" and "cluster" not in recipe
-    run(*words, "--quiet")
+    run(*arguments, "--quiet")
     assert capsys.readouterr() == (out, "")
     if not torch.cuda.is_available():
-        assert main.main([word for word in words if not word.startswith("cluster")]) == 2
+        assert main.main([text for text in arguments if not text.startswith("cluster")]) == 2
         assert "write cluster.device_memory_gb=24" in capsys.readouterr().err
 
 
-def test_the_recipe_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    """Read back it is what was fitted, also where a shipped experiment sets what another flag
-    leaves unread.
-    """
-    words = [
+def test_written_recipe_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    """The file composes to the fitted options, without those that GRPO does not read."""
+    options = [
         "experiment=arithmetic",
         "algorithm.adv_type=grpo",
         "algorithm.group_size=4",
         "device=cpu",
     ]
-    run("fit", *words, "--devices", "1", "--out", "mine/experiment/small.yaml")
+    run("fit", *options, *OUT)
     capsys.readouterr()
 
-    def resolved(*words: str) -> dict[str, Any]:
-        config = loader.load(Config, yaml.safe_load(_resolved(words)), source="configs/x")
-        return fitting.settings(config)
+    def resolved(*arguments: str) -> dict[str, Any]:
+        config = loader.load(Config, yaml.safe_load(_resolved(arguments)), source="configs/x")
+        return memory_fit.settings(config)
 
-    assert resolved(*FITTED) == resolved(*words) and "critic" not in resolved(*FITTED)
+    assert resolved(*FITTED) == resolved(*options) and "critic" not in resolved(*FITTED)
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "message"),
     [
         ([*ROBOT, "--devices", "0"], "0 is not an integer >= 1"),
         (
@@ -337,24 +309,25 @@ def test_the_recipe_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_what_is_refused(
-    words: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_input_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.main(["fit", *words]) == 2
+    assert main.main(["fit", *arguments]) == 2
     err = capsys.readouterr().err.splitlines()[-1]
-    for part in line.split(" .. "):
+    for part in message.split(" .. "):
         assert part in err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_file_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "mine/experiment/small.yaml"
     file.parent.mkdir(parents=True)
     file.write_text("seed: 1\n")
     assert main.main(["fit", *ROBOT, "--devices", "1", "--out", str(file)]) == 2
-    assert "is there already" in capsys.readouterr().err and file.read_text() == "seed: 1\n"
+    assert "exists already" in capsys.readouterr().err and file.read_text() == "seed: 1\n"
 
 
-def test_every_option_of_the_cluster_is_of_a_placement() -> None:
-    """What ``local`` leaves: a recipe for one device says nothing about a cluster."""
-    assert fitting.settings(Config()).keys() == {"name"} and ClusterConfig() == Config().cluster
+def test_default_recipe_has_no_cluster_options() -> None:
+    assert memory_fit.settings(Config()).keys() == {"name"} and ClusterConfig() == Config().cluster

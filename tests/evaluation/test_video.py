@@ -1,4 +1,4 @@
-"""film: real films of real simulators, decoded back; the one encoder."""
+"""Tests of videos: videos of real simulators are recorded and decoded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from embodied_ppo.evaluation import video
 
 
 class Lean(nn.Module):
-    """CartPole: push towards the side the pole leans to. InvertedPendulum: do nothing."""
+    """Policy of CartPole that pushes towards the side to which the pole leans."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,9 +38,8 @@ class Lean(nn.Module):
 
     def act(self, inputs: Any, *, noise: Any = None) -> Decision:
         rows = len(inputs)
-        return Decision(
-            (inputs[:, 2] * self.scale > 0).long(), torch.zeros(rows), torch.zeros(rows)
-        )
+        action = (inputs[:, 2] * self.scale > 0).long()
+        return Decision(action, torch.zeros(rows), torch.zeros(rows))
 
     def noise(self, rows: int, generator: Any = None) -> Any: ...
     def evaluate(self, inputs: Any, action: Any, replay: Any) -> Any: ...
@@ -51,6 +50,8 @@ class Lean(nn.Module):
 
 
 class Idle(Lean):
+    """Policy with a constant action."""
+
     def act(self, inputs: Any, *, noise: Any = None) -> Decision:
         rows = len(inputs)
         return Decision(torch.full((rows, 1), 0.3), torch.zeros(rows), torch.zeros(rows))
@@ -68,21 +69,21 @@ def make_pendulum(seeds: list[int], **options: Any) -> Any:
     )
 
 
-def with_clock(seeds: list[int], make: Any, step_s: float) -> Any:
+def with_step_s(seeds: list[int], make: Any, step_s: float) -> Any:
     env = make(seeds)
     env.step_s = step_s
     return env
 
 
-def make_nothing(seeds: list[int], how: str) -> Any:
-    if how == "killed":
-        print("ERROR: the driver is angry", file=sys.stderr, flush=True)
+def make_failing_env(seeds: list[int], failure: str) -> Any:
+    if failure == "killed":
+        print("ERROR: the driver has failed", file=sys.stderr, flush=True)
         os._exit(1)
-    if how == "slow":
+    if failure == "slow":
         time.sleep(60)
-    if how == "raises":
+    if failure == "raises":
         raise RuntimeError("no\nscreen")
-    # EnvPool loaded without a global libEGL: MuJoCo ends the process at the first picture.
+    # EnvPool loaded without a global libEGL: MuJoCo ends the process at the first frame.
     import envpool
 
     env = envpool.make_gymnasium("InvertedPendulum-v4", num_envs=1, render_mode="rgb_array")
@@ -91,75 +92,53 @@ def make_nothing(seeds: list[int], how: str) -> Any:
 
 
 def decode(path: Path) -> tuple[dict[str, Any], np.ndarray]:
-    """The film's facts and its frames, uint8 [F, H, W, 3]."""
+    """Return the video's metadata and its frames, uint8 [F, H, W, 3]."""
     reader = imageio_ffmpeg.read_frames(str(path))
     facts: dict[str, Any] = next(reader)
     width, height = facts["size"]
     return facts, np.stack([np.frombuffer(f, np.uint8).reshape(height, width, 3) for f in reader])
 
 
-def test_a_film_of_the_evaluated_episodes(tmp_path: Path) -> None:
+def test_video_shows_the_evaluated_episodes(tmp_path: Path) -> None:
     measured = evaluation.evaluate(Idle(), make_pendulum, episodes=2, num_envs=2, seed=4)
-    make = partial(
-        with_clock, make=partial(make_pendulum, render=True, render_size=(64, 65)), step_s=0.04
-    )
-    made = video.record_video(Idle(), make, path=tmp_path / "a" / "film.mp4", seed=4, stride=1)
-    assert made.path == tmp_path / "a" / "film.mp4", made.reason
-    facts, frames = decode(made.path)
+    make_rendering = partial(make_pendulum, render=True, render_size=(64, 65))
+    make = partial(with_step_s, make=make_rendering, step_s=0.04)
+    recorded = video.record_video(Idle(), make, path=tmp_path / "a" / "video.mp4", seed=4, stride=1)
+    assert recorded.path == tmp_path / "a" / "video.mp4", recorded.reason
+    facts, frames = decode(recorded.path)
     assert facts["codec"] == "h264" and facts["pix_fmt"].startswith("yuv420p")
     assert facts["size"] == (66, 64), "odd sides are padded: yuv420p halves them"
-    assert facts["fps"] == made.fps == 25.0  # one picture per 0.04 s
-    assert len(frames) == made.frames == sum(e.length for e in measured.episodes), (
-        "exactly the evaluated episodes"
+    assert facts["fps"] == recorded.fps == 25.0  # one frame per 0.04 s
+    assert len(frames) == recorded.frames == sum(e.length for e in measured.episodes)
+    changes = np.abs(frames[1:].astype(int) - frames[:-1]).max((1, 2, 3))
+    assert (changes > 20).mean() > 0.5 and frames.std() > 5, "the pole falls"
+    assert recorded.poster.startswith(b"\x89PNG")
+    assert [p.name for p in recorded.path.parent.iterdir()] == ["video.mp4"], (
+        "no temporary file is left"
     )
-    moved = np.abs(frames[1:].astype(int) - frames[:-1]).max((1, 2, 3))
-    assert (moved > 20).mean() > 0.5 and frames.std() > 5, "the pole falls"
-    assert made.poster.startswith(b"\x89PNG")
-    assert [p.name for p in made.path.parent.iterdir()] == ["film.mp4"], "nothing is left behind"
 
 
-def shoot(folder: Path, step_s: float | None = None, **options: Any) -> dict[str, Any]:
-    """What the filming process does, in this one: CartPole is drawn without OpenGL."""
+def render(folder: Path, step_s: float | None = None, **options: Any) -> tuple[Any, ...]:
+    """Render CartPole, which needs no OpenGL, in this process; return frames, fps and stride."""
     folder.mkdir()
     make = partial(make_cartpole, render=True, render_size=(64, 64))
     if step_s is not None:
-        make = partial(with_clock, make=make, step_s=step_s)
+        make = partial(with_step_s, make=make, step_s=step_s)
     defaults: dict[str, Any] = {"episodes": 1, "steps": 30, "stride": None, "budget_s": 10.0}
-    video._render(
-        video._Request(
-            Lean(),
-            make,
-            str(folder),
-            seed=0,
-            deterministic=True,
-            temperature=None,
-            **(defaults | options),
-        )
-    )
-    return json.loads((folder / "video.json").read_text())
+    acting: dict[str, Any] = {"seed": 0, "deterministic": True, "temperature": None}
+    request = video._Request(Lean(), make, str(folder), **acting, **(defaults | options))
+    video._render(request)
+    facts = json.loads((folder / "video.json").read_text())
+    assert facts.pop("step_s") == step_s
+    return facts.pop("frames"), facts.pop("fps"), facts.pop("stride")
 
 
-def test_the_stride_keeps_to_30_pictures_per_second_and_to_the_budget(tmp_path: Path) -> None:
-    assert shoot(tmp_path / "a") == {"frames": 30, "fps": 30.0, "stride": 1, "step_s": None}
-    assert shoot(tmp_path / "b", step_s=0.05) == {
-        "frames": 30,
-        "fps": 20.0,
-        "stride": 1,
-        "step_s": 0.05,
-    }
-    assert shoot(tmp_path / "c", step_s=0.008) == {
-        "frames": 6,
-        "fps": 25.0,
-        "stride": 5,
-        "step_s": 0.008,
-    }
-    # Without a budget 10 pictures remain: 2 episodes of at most 25 steps, one every 5.
-    assert shoot(tmp_path / "d", episodes=2, steps=25, budget_s=0.0) == {
-        "frames": 10,
-        "fps": 6.0,
-        "stride": 5,
-        "step_s": None,
-    }
+def test_stride_limits_the_frame_rate_and_the_rendering_time(tmp_path: Path) -> None:
+    assert render(tmp_path / "a") == (30, 30.0, 1)
+    assert render(tmp_path / "b", step_s=0.05) == (30, 20.0, 1)
+    assert render(tmp_path / "c", step_s=0.008) == (6, 25.0, 5)
+    # Without a budget 10 frames remain: 2 episodes of at most 25 steps, one frame every 5 steps.
+    assert render(tmp_path / "d", episodes=2, steps=25, budget_s=0.0) == (10, 6.0, 5)
 
 
 @pytest.mark.parametrize(
@@ -172,71 +151,68 @@ def test_the_stride_keeps_to_30_pictures_per_second_and_to_the_budget(tmp_path: 
         ("CartPole-v1", {"simulator": "envpool"}, None),
     ],
 )
-def test_simulators_say_how_long_a_step_is(
+def test_simulators_have_the_duration_of_a_step(
     id: str, options: dict[str, Any], seconds: float | None
 ) -> None:
     env = embodied_envs.make(id, num_envs=1, seeds=[0], **options)
-    told = getattr(env, "step_s", None)
+    step_s = getattr(env, "step_s", None)
     env.close()
-    assert told == (seconds if seconds is None else pytest.approx(seconds, rel=1e-5))
+    assert step_s == (seconds if seconds is None else pytest.approx(seconds, rel=1e-5))
 
 
-def test_equal_films_are_equal_files(tmp_path: Path) -> None:
+def test_equal_videos_are_equal_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        shoot(tmp_path / name)
+        render(tmp_path / name)
         time.sleep(1.1)  # a date in the file would differ
-    assert (tmp_path / "a" / "video.mp4").read_bytes() == (
-        tmp_path / "b" / "video.mp4"
-    ).read_bytes()
+    first, second = ((tmp_path / name / "video.mp4").read_bytes() for name in ("a", "b"))
+    assert first == second
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    ("failure", "reason"),
     [
-        ("killed", r"ERROR: the driver is angry \(exit status 1\)"),
+        ("killed", r"ERROR: the driver has failed \(exit status 1\)"),
         ("raises", r"RuntimeError: no screen"),
         ("slow", r"not finished after 1 s; record fewer or shorter episodes"),
         ("opengl", r"ERROR: an OpenGL platform library has not been loaded .* \(exit status 1\)"),
     ],
 )
-def test_no_film_is_a_warning_with_its_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, reason: str
+def test_failure_is_a_warning_with_its_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, failure: str, reason: str
 ) -> None:
-    make: Callable[[list[int]], Any] = partial(make_nothing, how=how)
+    make: Callable[[list[int]], Any] = partial(make_failing_env, failure=failure)
+    deadline_s = 1 if failure == "slow" else 60
     with caplog.at_level(logging.WARNING):
-        made = video.record_video(
-            Lean(), make, path=tmp_path / "f.mp4", seed=0, deadline_s=1 if how == "slow" else 60
+        recorded = video.record_video(
+            Lean(), make, path=tmp_path / "f.mp4", seed=0, deadline_s=deadline_s
         )
-    assert made.path is None and re.fullmatch(reason, made.reason)
-    assert [r.getMessage() for r in caplog.records] == [f"no video: {made.reason}"]
+    assert recorded.path is None and re.fullmatch(reason, recorded.reason)
+    assert [r.getMessage() for r in caplog.records] == [f"no video: {recorded.reason}"]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_go_to_another_process_says_so(tmp_path: Path) -> None:
-    made = video.record_video(
-        Lean(), lambda seeds: make_cartpole(seeds, render=True), path=tmp_path / "f.mp4", seed=0
-    )
-    assert made.path is None and made.reason.startswith(
-        "policy or make_env cannot go to another process: "
-    )
+def test_unpicklable_environment_is_a_reason(tmp_path: Path) -> None:
+    def make(seeds: list[int]) -> Any:
+        return make_cartpole(seeds, render=True)
+
+    recorded = video.record_video(Lean(), make, path=tmp_path / "f.mp4", seed=0)
+    assert recorded.path is None
+    assert recorded.reason.startswith("policy or make_env cannot go to another process: ")
 
 
 # ---------------------------------------------------------------------------------------- real runs
-def train(folder: str, *words: str) -> dict[str, Any]:
-    """A run of one update in ``folder``; its summary."""
-    small = [
-        "updates=1",
-        "eval_every=0",
-        "env.num_envs=4",
-        "algorithm.horizon=2",
-        "algorithm.global_batch_size=8",
-    ]
-    small += ["evaluation.episodes=2", "evaluation.num_envs=2", "compile=never"]
-    assert main.main(["train", *small, *words, f"run_dir={folder}"]) == 0
+def train(folder: str, *options: str) -> dict[str, Any]:
+    """Train one update in ``folder`` and return the summary."""
+    small = ["updates=1", "eval_every=0", "env.num_envs=4", "compile=never"]
+    small += ["algorithm.horizon=2", "algorithm.global_batch_size=8"]
+    small += ["evaluation.episodes=2", "evaluation.num_envs=2"]
+    assert main.main(["train", *small, *options, f"run_dir={folder}"]) == 0
     return json.loads(Path(folder, "summary.json").read_text())
 
 
-def test_tabletops_token_policy_is_filmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_video_of_the_tabletop_token_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     small = [f"cloning.{x}" for x in ("steps=2", "foresight_steps=2", "episodes=6", "batch_size=4")]
@@ -245,25 +221,20 @@ def test_tabletops_token_policy_is_filmed(tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert summary["video"] == "run/videos/step_000001.mp4"
     facts, frames = decode(Path(summary["video"]))
-    # Each of 4 episodes: at most 100 steps, 4 to an action; untrained, few end early.
+    # 4 episodes have at most 100 steps each, 4 per action. Few end early without training.
     assert facts["size"] == (64, 64) and 50 < len(frames) <= 4 * 25
     for channel in range(3):  # red, green and blue blocks and plates on a grey table
         others = np.delete(frames[0].astype(int), channel, axis=-1).max(-1)
         assert 10 < (frames[0, ..., channel] > others + 60).sum() < 1000
-    assert (np.abs(frames[1:].astype(int) - frames[:-1]).max((1, 2, 3)) > 20).mean() > 0.5, (
-        "the gripper moves"
-    )
+    changes = np.abs(frames[1:].astype(int) - frames[:-1]).max((1, 2, 3))
+    assert (changes > 20).mean() > 0.5, "the gripper moves"
 
 
-def test_a_run_without_a_film_says_why_in_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_states_why_there_is_no_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     point = ("env.id=toy_envs:toy_envs/Point-v0", "env.num_threads=0")
     assert train("run", *point, "evaluation.video_episodes=1")["video"] is None
-    assert re.search(
-        r" no video: EnvError: .* render=True needs render mode rgb_array",
-        Path("run/log.txt").read_text(),
-    )
+    reason = r" no video: EnvError: .* render=True needs render mode rgb_array"
+    assert re.search(reason, Path("run/log.txt").read_text())
     assert train("other", *point, "evaluation.video_episodes=0")["video"] is None
     assert " no video: evaluation.video_episodes=0\n" in Path("other/log.txt").read_text()
