@@ -314,8 +314,8 @@ def _ranks(
         )
     if processes > MAX_PROCESSES_PER_DEVICE * count:
         raise PlacementError(
-            f"{label}: processes = {processes} are more than {MAX_PROCESSES_PER_DEVICE} on a device;"
-            f" write processes: {count}"
+            f"{label}: processes = {processes} are more than {MAX_PROCESSES_PER_DEVICE} on a"
+            f" device; write processes: {count}"
         )
     if processes % count and count % processes:
         raise PlacementError(

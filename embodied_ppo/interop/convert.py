@@ -1,10 +1,10 @@
 """Convert PPO options of RLinf, verl, ROLL or TRL to ours (``embodied-ppo import-config``).
 
-The table of a framework maps a dotted path (``*`` matches anything) to a rule: (value, whole file)
--> our options, or the reason why there are none. The longest matching path applies. An option that
-no path matches is reported as unknown. A file is parsed as plain YAML, or as dotted command-line
-overrides; nothing in it is run or imported. docs/migration.md lists equal names with different
-meanings.
+The table of a framework maps a dotted path (``*`` matches anything) to a path of ours, or to a
+rule: (value, source) -> our options, or the reason why there are none. The longest matching path
+applies. An option that no path matches is reported as unknown. A file is parsed as plain YAML, or
+as dotted command-line overrides; nothing in it is run or imported. docs/migration.md lists equal
+names with different meanings.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from embodied_ppo.config import compose, loader, readers, validation
+from embodied_ppo.config.rules.select import rules_of
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core.errors import ConfigError, PlacementError, choose, one_line, shorten, show
 from embodied_ppo.interop import overrides
@@ -68,8 +69,8 @@ class Migration:
     def text(self, file: str) -> str:
         """Return the experiment as YAML."""
         tree: dict[str, Any] = {"description": f"PPO as in {FRAMEWORKS[self.peer].name}'s {file}"}
-        if self.mode == "reasoning":
-            tree["defaults"] = [{"override /mode": "reasoning"}, {"override /model": None}]
+        if overrides_of_groups := rules_of(self.mode).group_overrides:
+            tree["defaults"] = [{f"override /{k}": v} for k, v in overrides_of_groups.items()]
         for path, value in {**dict.fromkeys(self.to_write, MISSING), **self.options}.items():
             *parents, leaf = path.split(".")
             node = tree
@@ -84,16 +85,6 @@ class Migration:
 
 
 FRAMEWORKS: dict[str, Framework] = {"rlinf": RLINF, "verl": VERL, "roll": ROLL, "trl": TRL}
-NEEDED = {
-    "embodied": {"env.id": "the task: docs/tasks.md"},
-    "reasoning": {
-        "actor.model.path": "a directory that transformers wrote",
-        "data.train": "[FILE.jsonl] with prompts and answers",
-        "data.eval": "[FILE.jsonl] with held-out prompts",
-        "updates": "how long to train",
-    },
-}
-"""Mode -> options that every run needs -> what to write."""
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -118,23 +109,25 @@ def read(file: str, peer: str) -> Source:
             f"{file} holds no options but {kind}; name a YAML file with {FRAMEWORKS[peer].name}'s"
             " options"
         )
-    pending = [content]
-    for _ in range(LIMIT):
-        if not pending:
-            break
-        node = pending.pop()
-        pending.extend(
-            node.values()
-            if isinstance(node, Mapping)
-            else node
-            if isinstance(node, (list, tuple))
-            else ()
-        )
-    else:
+    if _exceeds_limit(content):
         raise ConfigError(
             f"{file} has a section that contains itself, or more than {LIMIT:,} values; correct it"
         )
     return _resolved(dict(_flat(content, "", FRAMEWORKS[peer].mappings)))
+
+
+def _exceeds_limit(content: Any) -> bool:
+    """Return whether there are ``LIMIT`` values or more; a cycle of YAML aliases has no end."""
+    pending = [content]
+    for _ in range(LIMIT):
+        if not pending:
+            return False
+        node = pending.pop()
+        if isinstance(node, Mapping):
+            pending.extend(node.values())
+        elif isinstance(node, (list, tuple)):
+            pending.extend(node)
+    return True
 
 
 def _content(text: str) -> Any:
@@ -149,6 +142,7 @@ def _content(text: str) -> Any:
 
 
 def _flat(node: Any, path: str, mappings: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """Yield dotted path and value of every option; a path in ``mappings`` is one option."""
     if isinstance(node, Mapping) and node and path not in mappings:
         for key, child in node.items():
             yield from _flat(child, f"{path}.{key}" if path else str(key), mappings)
@@ -172,6 +166,7 @@ def _resolved(values: Mapping[str, Any]) -> Source:
 
 
 def _resolve(value: Any, path: str, values: Mapping[str, Any], depth: int) -> Any:
+    """Return the value of the option ``path`` without references. Raises _Unresolved."""
     if isinstance(value, list):
         return [_resolve(item, path, values, depth + 1) for item in value]
     if isinstance(value, Mapping):
@@ -216,10 +211,11 @@ def _evaluate(text: str, path: str, values: Mapping[str, Any]) -> Any:
 
 
 def _look_up(reference: str, path: str, values: Mapping[str, Any]) -> Any:
-    dots = len(reference) - len(reference.lstrip("."))
-    parts = path.split(".")
+    """Return the value of a reference; leading dots are relative to the section of ``path``."""
+    name = reference.lstrip(".")
+    dots, parts = len(reference) - len(name), path.split(".")
     base = parts[: max(0, len(parts) - dots)] if dots else []
-    target = ".".join([*base, reference.lstrip(".")])
+    target = ".".join([*base, name])
     if target not in values:
         raise _Unresolved
     return values[target]
@@ -238,9 +234,7 @@ def convert(peer: str, file: str) -> Migration:
     for path, value in source.values.items():
         rule = rule_of(framework.table, path)
         if rule is None:
-            migration.unknown.append(
-                {"theirs": path, "value": value, "why": f"not a known option of {framework.name}"}
-            )
+            migration.unknown.append(_row(path, value, f"not a known option of {framework.name}"))
         elif path in source.unresolved:
             _unresolved(migration, path, value, rule, source)
         else:
@@ -252,11 +246,12 @@ def convert(peer: str, file: str) -> Migration:
         migration.options.setdefault(path, value)
     with contextlib.suppress(*INVALID_VALUE):  # such a value is among the refused already
         migration.differences = [
-            {"theirs": path, "value": source.get(path, framework.defaults.get(path)), "why": why}
-            for path, why in framework.differences(source).items()
+            _row(path, source.get(path, framework.defaults.get(path)), difference)
+            for path, difference in framework.differences(source).items()
         ]
+    required = rules_of(migration.mode).required_options
     migration.to_write = {
-        path: what for path, what in NEEDED[migration.mode].items() if path not in migration.options
+        path: advice for path, advice in required.items() if path not in migration.options
     }
     _drop_unread(migration, file)
     try:
@@ -265,6 +260,11 @@ def convert(peer: str, file: str) -> Migration:
     except (ConfigError, PlacementError) as e:
         migration.conflict = str(e)
     return migration
+
+
+def _row(path: str, value: Any, reason: str) -> dict[str, Any]:
+    """Return the row of an option of theirs that has no counterpart, or an inexact one."""
+    return {"theirs": path, "value": value, "why": reason}
 
 
 def rule_of(table: Table, path: str) -> Rule | None:
@@ -278,19 +278,15 @@ def rule_of(table: Table, path: str) -> Rule | None:
 def _recognise(source: Source, peer: str, file: str) -> None:
     """Raise ConfigError if the file is of another framework, or of none."""
     known = {
-        name: sum(rule_of(p.table, path) is not None for path in source.values)
-        for name, p in FRAMEWORKS.items()
+        name: sum(rule_of(framework.table, path) is not None for path in source.values)
+        for name, framework in FRAMEWORKS.items()
     }
-    likely, name, total = (
-        max(known, key=lambda name: known[name]),
-        FRAMEWORKS[peer].name,
-        len(source.values),
-    )
+    likely = max(known, key=lambda name: known[name])
+    name, total = FRAMEWORKS[peer].name, len(source.values)
     if known[peer] * 2 < known[likely] and known[likely] * 2 > total:
         raise ConfigError(
             f"{file} looks like {FRAMEWORKS[likely].name}'s ({known[likely]} of its {total} "
-            f"options, {known[peer]} are "
-            f"{name}'s); write import-config {likely} {file}"
+            f"options, {known[peer]} are {name}'s); write import-config {likely} {file}"
         )
     if not known[peer]:
         first = shorten(", ".join(list(source.values)[:3]), 100)
@@ -307,10 +303,10 @@ def _unresolved(migration: Migration, path: str, value: Any, rule: Rule, source:
     except INVALID_VALUE:  # the rule needs a value
         answer = {}
     if isinstance(answer, str):
-        migration.meaningless.append({"theirs": path, "value": value, "why": answer})
+        migration.meaningless.append(_row(path, value, answer))
     else:
-        why = "the file does not define ${..}; import the composed file, or write the value"
-        migration.unknown.append({"theirs": path, "value": value, "why": why})
+        reason = "the file does not define ${..}; import the composed file, or write the value"
+        migration.unknown.append(_row(path, value, reason))
 
 
 def _apply(
@@ -322,49 +318,47 @@ def _apply(
     *,
     default: bool = False,
 ) -> None:
-    row = {"theirs": path, "value": value}
+    """Add what one option of theirs becomes to ``migration``."""
+
+    def refuse(reason: str) -> None:
+        migration.refused.append(_row(path, value, reason))
+
     try:
         answer = rule(value, source)
     except INVALID_VALUE as e:
-        migration.refused.append(
-            {**row, "why": f"{show(value)} is not a valid value ({one_line(e)})"}
-        )
-        return
+        return refuse(f"{show(value)} is not a valid value ({one_line(e)})")
     if isinstance(answer, str):
         if not default:
-            migration.meaningless.append({**row, "why": answer})
-        return
+            migration.meaningless.append(_row(path, value, answer))
+        return None
     accepted: dict[str, Any] = {}
-    for target, wanted in answer.items():
+    for target, setting in answer.items():
         try:
-            plain = attrgetter(target)(loader.read(Config, [("", {target: wanted})]).config)
+            loaded = loader.read(Config, [("", {target: setting})])
         except (ConfigError, PlacementError) as e:
-            migration.refused.append({**row, "why": str(e)})
-            return
+            return refuse(str(e))
+        plain = attrgetter(target)(loaded.config)
         plain = list(plain) if isinstance(plain, tuple) else plain
-        before = migration.options.get(target, plain)
-        if before == plain:
+        earlier = migration.options.get(target, plain)
+        if earlier == plain:
             accepted[target] = plain
         elif not default:
-            migration.refused.append(
-                {**row, "why": f"another option of the file sets {target} = {show(before)}"}
-            )
-            return
+            return refuse(f"another option of the file sets {target} = {show(earlier)}")
     migration.options |= accepted
     if accepted:
-        migration.mapped.append({**row, "ours": accepted, "default": default})
+        row = {"theirs": path, "value": value, "ours": accepted, "default": default}
+        migration.mapped.append(row)
+    return None
 
 
 def _composed(migration: Migration, file: str) -> loader.Loaded[Config]:
     """Load what ``train experiment=..`` would, with a placeholder for every ???."""
-    base = yaml.safe_load(
-        (compose.shipped() / "mode" / f"{migration.mode}.yaml").read_text(encoding="utf-8")
-    )
-    written = {
-        path: {"data.train": ["-"], "data.eval": ["-"], "updates": 1}.get(path, "-")
-        for path in migration.to_write
-    }
-    return loader.read(Config, [("configs/mode", base), (file, {**written, **migration.options})])
+    mode_file = compose.shipped() / "mode" / f"{migration.mode}.yaml"
+    base = yaml.safe_load(mode_file.read_text(encoding="utf-8"))
+    placeholders = {"data.train": ["-"], "data.eval": ["-"], "updates": 1}
+    options = {path: placeholders.get(path, "-") for path in migration.to_write}
+    options |= migration.options
+    return loader.read(Config, [("configs/mode", base), (file, options)])
 
 
 def _drop_unread(migration: Migration, file: str) -> None:
@@ -380,14 +374,12 @@ def _drop_unread(migration: Migration, file: str) -> None:
         if (not other and path not in unread) or unset:
             continue
         value = migration.options.pop(path)
-        where = f"mode={readers.mode_of(path)}" if other else unread[path]
+        condition = f"mode={readers.mode_of(path)}" if other else unread[path]
         for row in [row for row in migration.mapped if path in row["ours"]]:
             del row["ours"][path]
             if not row["default"]:
-                why = f"{path} = {show(value)} is not read here; it needs {where}"
-                migration.meaningless.append(
-                    {"theirs": row["theirs"], "value": row["value"], "why": why}
-                )
+                reason = f"{path} = {show(value)} is not read here; it needs {condition}"
+                migration.meaningless.append(_row(row["theirs"], row["value"], reason))
     migration.mapped = [row for row in migration.mapped if row["ours"]]
 
 

@@ -14,6 +14,7 @@ import yaml
 
 from embodied_ppo.commands import main
 from embodied_ppo.config import loader, readers
+from embodied_ppo.config.rules.select import RULES
 from embodied_ppo.config.schema import Config
 from embodied_ppo.interop import convert as migrate
 
@@ -748,5 +749,5 @@ def test_every_default_of_a_peer_is_an_option_of_its_table():
             assert migrate.rule_of(peer.table, path) is not None, path
         for path in peer.constants:
             assert path in loader.describe(Config)
-    for mode, needed in migrate.NEEDED.items():
-        assert all(readers.mode_of(path) in (None, mode) for path in needed)
+    for mode, rules in RULES.items():
+        assert all(readers.mode_of(path) in (None, mode) for path in rules.required_options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -83,6 +83,10 @@ class ModeRules(ABC):
     """Experiment of ``train mode=..`` without experiment=; None: that of configs/train.yaml."""
     experiment_sections: ClassVar[tuple[str, ...]] = ()
     """Prefixes of options that, given on the command line, replace the default experiment."""
+    required_options: ClassVar[Mapping[str, str]]
+    """Options without a usable default -> what to write."""
+    group_overrides: ClassVar[Mapping[str, str | None]] = {}
+    """Config group -> member that an experiment of the mode selects in its defaults list."""
 
     @abstractmethod
     def check(self, config: Config) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 from embodied_ppo.config.rules.base import (
     LARGEST_ROLLOUT,
@@ -30,6 +31,7 @@ class EmbodiedRules(ModeRules):
     loss_type_mismatch = "is that of two models, but mode = embodied has one"
     group_members = "environments"
     batch_unit = ""
+    required_options: ClassVar = {"env.id": "the task: docs/tasks.md"}
 
     def check(self, config: Config) -> None:
         _check_sizes(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import ClassVar
 
 from embodied_ppo.config.rules.base import (
     LARGEST_ROLLOUT,
@@ -31,6 +32,13 @@ class ReasoningRules(ModeRules):
     batch_unit = " prompts"
     default_experiment = "arithmetic"
     experiment_sections = ("actor.", "data.")
+    required_options: ClassVar = {
+        "actor.model.path": "a directory that transformers wrote",
+        "data.train": "[FILE.jsonl] with prompts and answers",
+        "data.eval": "[FILE.jsonl] with held-out prompts",
+        "updates": "how long to train",
+    }
+    group_overrides: ClassVar = {"mode": "reasoning", "model": None}
 
     def check(self, config: Config) -> None:
         _check_options(config)
