@@ -22,7 +22,7 @@ class Reader:
     """
 
     mode: Mode | None
-    conditions: tuple[ReadIf[Any], ...]
+    conditions: tuple[ReadIf, ...]
 
 
 @cache

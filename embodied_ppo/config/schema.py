@@ -1,5 +1,4 @@
-"""Every option, once: name, type, bounds, default, the mode that reads it, and its meaning and
-unit.
+"""Every option with type, bounds, default, the mode that reads it, and its meaning and unit.
 
 ``loader.read`` turns a dictionary into these classes; ``embodied-ppo config`` prints the text below
 each field. The formulas of the algorithm's options are in ``algorithms/advantages``, ``losses`` and
@@ -14,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from embodied_ppo.core.errors import show
 
 T = TypeVar("T")
-C = TypeVar("C")
 Mode: TypeAlias = Literal["embodied", "reasoning"]
 
 
@@ -41,11 +42,11 @@ class Limit:
         )
 
     def __str__(self) -> str:
-        words = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
-        bounds = [(op, bound) for op, bound in words if bound is not None]
+        bounds = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
         return " and ".join(
-            f"{op} {bound:,}" if isinstance(bound, int) else f"{op} {bound:g}"
-            for op, bound in bounds
+            f"{operator} {bound:,}" if isinstance(bound, int) else f"{operator} {bound:g}"
+            for operator, bound in bounds
+            if bound is not None
         )
 
 
@@ -77,20 +78,42 @@ Fraction = Annotated[float, Limit(ge=0, le=1)]
 
 # ------------------------------------------------------------------------------------- declarations
 @dataclass(frozen=True)
-class ReadIf(Generic[C]):
+class ReadIf:
     """A condition on other options under which an option is read."""
 
     text: str
     """The condition as messages state it: "it needs TEXT, or leave it out"."""
-    holds: Callable[[C], bool]
+    holds: Callable[[Any], bool]
     """Return whether a config fulfils the condition."""
     mode: Mode | None = None
-    """The only mode that has the condition, the other reads the option in any case; None: both have
-    it.
+    """The only mode that has the condition; the other mode reads the option in any case. None:
+    both modes have it.
     """
 
+    def __and__(self, other: ReadIf) -> ReadIf:
+        """Return the condition that both hold."""
+        text = f"{self.text} and {other.text}"
+        return ReadIf(text, lambda config: self.holds(config) and other.holds(config))
 
-Conditions: TypeAlias = "ReadIf[Config] | ReadIf[EvaluateConfig] | Sequence[ReadIf[Config]]"
+
+def equals(path: str, *values: Any) -> ReadIf:
+    """Return the condition that the option ``path`` has one of ``values``."""
+    *first, last = map(show, values)
+    allowed = f"{', '.join(first)} or {last}" if first else last
+    return ReadIf(f"{path}={allowed}", lambda config: attrgetter(path)(config) in values)
+
+
+def is_set(path: str) -> ReadIf:
+    """Return the condition that the option ``path`` is not null."""
+    return ReadIf(path, lambda config: attrgetter(path)(config) is not None)
+
+
+def positive(path: str) -> ReadIf:
+    """Return the condition that the whole number ``path`` is not 0."""
+    return ReadIf(f"{path} >= 1", lambda config: attrgetter(path)(config) > 0)
+
+
+Conditions: TypeAlias = ReadIf | Sequence[ReadIf]
 
 
 def option(default: T, *, mode: Mode | None = None, read_if: Conditions = ()) -> T:
@@ -115,7 +138,7 @@ def section(
     *,
     mode: Mode | None = None,
     read_if: Conditions = (),
-    read_if_of: Mapping[str, ReadIf[Config]] | None = None,
+    read_if_of: Mapping[str, ReadIf] | None = None,
 ) -> T:
     """Declare a section of options.
 
@@ -138,8 +161,8 @@ def section(
     return field(default_factory=cls, metadata=metadata)
 
 
-def _as_tuple(conditions: Conditions) -> tuple[ReadIf[Any], ...]:
-    """One condition or several as a tuple."""
+def _as_tuple(conditions: Conditions) -> tuple[ReadIf, ...]:
+    """Return one condition, or several, as a tuple."""
     return (conditions,) if isinstance(conditions, ReadIf) else tuple(conditions)
 
 
@@ -204,31 +227,20 @@ class EnvConfig:
     """Arguments of the simulator's constructor."""
 
 
-ACTOR_CRITIC: ReadIf[Config] = ReadIf(
-    "model.policy=actor_critic", lambda c: c.model.policy == "actor_critic"
+ACTOR_CRITIC = equals("model.policy", "actor_critic")
+TOKEN = equals("model.policy", "token")
+FLOW = equals("model.policy", "flow")
+VLA = equals("model.policy", "token", "flow", "gaussian")
+NEW_VLA = VLA & equals("model.checkpoint", None)
+PRETRAINED_VLA = is_set("model.checkpoint")
+ORTHOGONAL = ACTOR_CRITIC & equals("model.orthogonal_init", True)
+CONTINUOUS = ACTOR_CRITIC & ReadIf(
+    "model.distribution=gaussian or squashed_gaussian",
+    lambda c: c.model.distribution != "categorical",  # auto may become one of the two
 )
-TOKEN: ReadIf[Config] = ReadIf("model.policy=token", lambda c: c.model.policy == "token")
-FLOW: ReadIf[Config] = ReadIf("model.policy=flow", lambda c: c.model.policy == "flow")
-VLA: ReadIf[Config] = ReadIf(
-    "model.policy=token, flow or gaussian", lambda c: c.model.policy != "actor_critic"
-)
-NEW_VLA: ReadIf[Config] = ReadIf(
-    "model.policy=token, flow or gaussian and model.checkpoint=null",
-    lambda c: c.model.policy != "actor_critic" and c.model.checkpoint is None,
-)
-PRETRAINED_VLA: ReadIf[Config] = ReadIf(
-    "model.checkpoint", lambda c: c.model.checkpoint is not None
-)
-ORTHOGONAL: ReadIf[Config] = ReadIf(
-    "model.policy=actor_critic and model.orthogonal_init=true",
-    lambda c: c.model.policy == "actor_critic" and c.model.orthogonal_init,
-)
-GAUSSIAN: ReadIf[Config] = ReadIf(
+GAUSSIAN = ReadIf(
     "model.policy=gaussian, or actor_critic and model.distribution=gaussian or squashed_gaussian",
-    lambda c: (
-        c.model.policy == "gaussian"
-        or (c.model.policy == "actor_critic" and c.model.distribution != "categorical")
-    ),
+    lambda c: c.model.policy == "gaussian" or CONTINUOUS.holds(c),
 )
 
 
@@ -256,13 +268,7 @@ class ModelConfig:
     )
     """Action distribution; auto: categorical for discrete actions, gaussian for continuous
     actions."""
-    state_dependent_std: bool = option(
-        False,
-        read_if=ReadIf(
-            "model.policy=actor_critic and model.distribution=gaussian or squashed_gaussian",
-            lambda c: c.model.policy == "actor_critic" and c.model.distribution != "categorical",
-        ),
-    )
+    state_dependent_std: bool = option(False, read_if=CONTINUOUS)
     """Compute the standard deviation from the observation; false: one learned deviation per action
     dimension."""
     init_log_std: float = option(0.0, read_if=GAUSSIAN)
@@ -282,9 +288,7 @@ class ModelConfig:
     normalize_obs: bool = True
     """Normalise vector observations by their running mean and standard deviation. Images are
     divided by 255 in any case."""
-    obs_clip: Positive | None = option(
-        10.0, read_if=ReadIf("model.normalize_obs=true", lambda c: c.model.normalize_obs)
-    )
+    obs_clip: Positive | None = option(10.0, read_if=equals("model.normalize_obs", True))
     """Bound to which normalised vector observations are clamped, in both directions; null: no
     clamping."""
     width: Width = option(64, read_if=NEW_VLA)
@@ -308,13 +312,7 @@ class ModelConfig:
     flow_noise: Literal["sde", "learned"] = option("sde", read_if=FLOW)
     """Standard deviation of a stochastic step: sde derives it from flow_eta (Flow-SDE), learned
     makes it a network output (Flow-Noise, which has an entropy)."""
-    flow_eta: Positive = option(
-        0.5,
-        read_if=ReadIf(
-            "model.policy=flow and model.flow_noise=sde",
-            lambda c: c.model.policy == "flow" and c.model.flow_noise == "sde",
-        ),
-    )
+    flow_eta: Positive = option(0.5, read_if=FLOW & equals("model.flow_noise", "sde"))
     """Noise scale of flow_noise=sde: the standard deviation of the first step."""
     flow_chain: Literal["one", "sum", "mean"] = option("one", read_if=FLOW)
     """Log-probability of a chain of steps. one: a single randomly drawn step of each chain is
@@ -324,10 +322,7 @@ class ModelConfig:
     """Freeze the vision encoder during PPO and evaluate it once for all epochs of an update.
     Cloning trains it in any case, unless it comes from model.checkpoint. For pi0 this freezes
     PaliGemma, whose keys and values are cached as long as they fit in half of the memory."""
-    checkpoint: str | None = option(
-        None,
-        read_if=ReadIf("model.policy=token or flow", lambda c: c.model.policy in ("token", "flow")),
-    )
+    checkpoint: str | None = option(None, read_if=equals("model.policy", "token", "flow"))
     """Directory of a published model to start from: OpenVLA, OpenVLA-OFT or a vision-language model
     of transformers (policy=token), or pi0 (policy=flow); null: a small new model. Needs the extra
     [vla]."""
@@ -338,9 +333,7 @@ class ModelConfig:
     """Rank of low-rank adapters on the language model of a checkpoint, whose own weights stay
     frozen (Hu et al. 2021); 0: no adapters, all weights are trained. With adapters, the run's
     checkpoints contain adapters and heads only."""
-    lora_alpha: Positive = option(
-        32.0, read_if=ReadIf("model.lora_rank >= 1", lambda c: c.model.lora_rank > 0)
-    )
+    lora_alpha: Positive = option(32.0, read_if=positive("model.lora_rank"))
     """Scale of the adapters: they are multiplied by lora_alpha / lora_rank."""
     dtype: Literal["float32", "bfloat16"] = option("float32", read_if=PRETRAINED_VLA)
     """Type in which a checkpoint's model computes. Trained weights are kept in float32 in any
@@ -365,23 +358,16 @@ class ModelConfig:
 
 
 # ---------------------------------------------------------------------------------------- algorithm
-KL_IN_REWARD: ReadIf[Config] = ReadIf(
-    "algorithm.use_kl_in_reward=true", lambda c: c.algorithm.use_kl_in_reward
-)
-ADAPTIVE_KL: ReadIf[Config] = ReadIf(
-    "algorithm.use_kl_in_reward=true and algorithm.kl_ctrl.type=adaptive",
-    lambda c: c.algorithm.use_kl_in_reward and c.algorithm.kl_ctrl.type == "adaptive",
-)
-KL_LOSS: ReadIf[Config] = ReadIf("algorithm.use_kl_loss=true", lambda c: c.algorithm.use_kl_loss)
-REWARD_NORM: ReadIf[Config] = ReadIf(
-    "algorithm.reward_norm=batch, group or running", lambda c: c.algorithm.reward_norm is not None
-)
-GAE: ReadIf[Config] = ReadIf("algorithm.adv_type=gae", lambda c: c.algorithm.adv_type == "gae")
-CRITIC_MODEL: ReadIf[Config] = ReadIf(
-    "algorithm.adv_type=gae", lambda c: c.algorithm.adv_type == "gae", mode="reasoning"
-)
+KL_IN_REWARD = equals("algorithm.use_kl_in_reward", True)
+ADAPTIVE_KL = KL_IN_REWARD & equals("algorithm.kl_ctrl.type", "adaptive")
+KL_LOSS = equals("algorithm.use_kl_loss", True)
+REWARD_NORM = equals("algorithm.reward_norm", "batch", "group", "running")
+WHITENING = equals("algorithm.whiten_rewards", True)
+GAE = equals("algorithm.adv_type", "gae")
+FILES = equals("data.task", None)
+CRITIC_MODEL = replace(GAE, mode="reasoning")
 """A language model has a critic with GAE only, a robot policy always has a value head."""
-ENTROPY: ReadIf[Config] = ReadIf(
+ENTROPY = ReadIf(
     "model.flow_noise=learned, as flow_noise=sde has an entropy that nothing can change",
     lambda c: c.model.policy != "flow" or c.model.flow_noise == "learned",
     mode="embodied",
@@ -426,7 +412,7 @@ class AlgorithmConfig:
     rollout_batch_size: Annotated[int, Limit(ge=1, le=10**7)] = option(256, mode="reasoning")
     """Number of prompts of one update; each gets group_size responses."""
     prompt_length: Annotated[int, Limit(ge=1, le=10**7)] = option(
-        1024, mode="reasoning", read_if=ReadIf("data.task=null", lambda c: c.data.task is None)
+        1024, mode="reasoning", read_if=FILES
     )
     """Maximum length of a prompt, tokens. Longer prompts are left out and counted."""
     response_length: Annotated[int, Limit(ge=1, le=10**7)] = option(512, mode="reasoning")
@@ -472,9 +458,7 @@ class AlgorithmConfig:
     """before_norm clamps raw rewards once; after_norm clamps after reward_norm and again after the
     KL penalty."""
     missing_eos_penalty: NonNegative = option(
-        0.0,
-        mode="reasoning",
-        read_if=ReadIf("rollout.truncation=terminal", lambda c: c.rollout.truncation == "terminal"),
+        0.0, mode="reasoning", read_if=equals("rollout.truncation", "terminal")
     )
     """Penalty subtracted from the score of a response that was cut at response_length."""
     reward_norm: Literal["batch", "group", "running"] | None = None
@@ -486,17 +470,9 @@ class AlgorithmConfig:
     """With reward_norm: divide by the standard deviation and do not subtract the mean."""
     whiten_rewards: bool = False
     """Divide rewards by their standard deviation over the rollout."""
-    whiten_subtract_mean: bool = option(
-        False, read_if=ReadIf("algorithm.whiten_rewards=true", lambda c: c.algorithm.whiten_rewards)
-    )
+    whiten_subtract_mean: bool = option(False, read_if=WHITENING)
     """With whiten_rewards: also subtract the mean; false: the mean of the rewards is kept."""
-    whiten_after_kl: bool = option(
-        False,
-        read_if=ReadIf(
-            "algorithm.whiten_rewards=true and algorithm.use_kl_in_reward=true",
-            lambda c: c.algorithm.whiten_rewards and c.algorithm.use_kl_in_reward,
-        ),
-    )
+    whiten_after_kl: bool = option(False, read_if=WHITENING & KL_IN_REWARD)
     """With whiten_rewards: whiten after the KL penalty is subtracted; false: before."""
     group_size: Annotated[int, Limit(ge=1, le=10**4)] = 1
     """Number of neighbouring environments that share a start state (in reasoning: responses that
@@ -551,10 +527,8 @@ class AlgorithmConfig:
     chunk_reward: Literal["discounted", "sum"] = option(
         "discounted",
         mode="embodied",
-        read_if=ReadIf(
-            "env.action_chunk >= 2 and algorithm.reward_type=chunk_level",
-            lambda c: c.env.action_chunk > 1 and c.algorithm.reward_type == "chunk_level",
-        ),
+        read_if=ReadIf("env.action_chunk >= 2", lambda c: c.env.action_chunk > 1)
+        & equals("algorithm.reward_type", "chunk_level"),
     )
     """Reward of a chunk of actions (reward_type=chunk_level): the sum of its rewards discounted by
     gamma per primitive step, or the plain sum, as in RLinf."""
@@ -581,11 +555,7 @@ class AlgorithmConfig:
     the learning policy; null: off. They differ where rollouts lag behind or another engine acts;
     with placement=local every weight is 1."""
     off_policy_cap: Positive = option(
-        2.0,
-        read_if=ReadIf(
-            "algorithm.off_policy_correction=token or sequence",
-            lambda c: c.algorithm.off_policy_correction is not None,
-        ),
+        2.0, read_if=equals("algorithm.off_policy_correction", "token", "sequence")
     )
     """Upper bound of the importance weights."""
     # --- value loss
@@ -606,22 +576,11 @@ class AlgorithmConfig:
     lr_schedule: Literal["constant", "linear", "cosine", "adaptive"] = "constant"
     """Schedule of the learning rate. linear and cosine decay to lr_end x lr over the run; adaptive
     keeps approx_kl near desired_kl."""
-    lr_end: Fraction = option(
-        0.0,
-        read_if=ReadIf(
-            "algorithm.lr_schedule=linear or cosine",
-            lambda c: c.algorithm.lr_schedule in ("linear", "cosine"),
-        ),
-    )
+    lr_end: Fraction = option(0.0, read_if=equals("algorithm.lr_schedule", "linear", "cosine"))
     """Final learning rate as a fraction of lr (linear, cosine)."""
     lr_warmup: Natural = 0
     """Number of first updates over which the learning rate rises linearly."""
-    desired_kl: Positive = option(
-        0.01,
-        read_if=ReadIf(
-            "algorithm.lr_schedule=adaptive", lambda c: c.algorithm.lr_schedule == "adaptive"
-        ),
-    )
+    desired_kl: Positive = option(0.01, read_if=equals("algorithm.lr_schedule", "adaptive"))
     """Target of the adaptive schedule, approx_kl in nats."""
     max_grad_norm: Positive | None = 0.5
     """Global norm to which gradients are clipped; null: no clipping."""
@@ -635,15 +594,11 @@ class AlgorithmConfig:
     """Decoupled weight decay of AdamW."""
 
 
-SAMPLED: ReadIf[Config] = ReadIf(
-    "evaluation.deterministic=false", lambda c: not c.evaluation.deterministic
-)
+SAMPLED = equals("evaluation.deterministic", False)
 SAMPLED_TOKENS = (
     "evaluation.deterministic=false and a language model or vision-language-action model"
 )
-VIDEO: ReadIf[Config] = ReadIf(
-    "evaluation.video_episodes >= 1", lambda c: c.evaluation.video_episodes > 0
-)
+VIDEO = positive("evaluation.video_episodes")
 
 
 @dataclass(frozen=True)
@@ -665,8 +620,8 @@ class EvaluationConfig:
     temperature: Positive = option(
         1.0,
         read_if=(
-            ReadIf(SAMPLED_TOKENS, lambda c: not c.evaluation.deterministic),
-            ReadIf(SAMPLED_TOKENS, lambda c: c.model.policy != "actor_critic", mode="embodied"),
+            ReadIf(SAMPLED_TOKENS, SAMPLED.holds),
+            ReadIf(SAMPLED_TOKENS, VLA.holds, mode="embodied"),
         ),
     )
     """Sampling temperature."""
@@ -683,9 +638,7 @@ class EvaluationConfig:
     env_kwargs: dict[str, Any] = option({}, mode="embodied")
     """Changes to env.kwargs during evaluation, also in ``embodied-ppo evaluate`` (Atari:
     episodic_life=false)."""
-    randomize: bool = option(
-        False, mode="embodied", read_if=ReadIf("env.randomize=true", lambda c: c.env.randomize)
-    )
+    randomize: bool = option(False, mode="embodied", read_if=equals("env.randomize", True))
     """Evaluate with the domain randomisation of env.randomize; false: with the unchanged model."""
     video_episodes: Natural = option(0, mode="embodied")
     """Number of episodes that are recorded as an mp4 video."""
@@ -696,9 +649,8 @@ class EvaluationConfig:
 
 
 # ---------------------------------------------------------------------------------- language models
-FILES: ReadIf[Config] = ReadIf("data.task=null", lambda c: c.data.task is None)
-WARM_START: ReadIf[Config] = ReadIf("warm_start.steps >= 1", lambda c: c.warm_start.steps > 0)
-PREFERENCES: ReadIf[Config] = ReadIf("reward.model.pairs >= 1", lambda c: c.reward.model.pairs > 0)
+WARM_START = positive("warm_start.steps")
+PREFERENCES = positive("reward.model.pairs")
 
 
 @dataclass(frozen=True)
@@ -720,9 +672,7 @@ class LanguageModelConfig:
 class ActorConfig:
     model: LanguageModelConfig = section(
         LanguageModelConfig,
-        read_if_of={
-            "architecture": ReadIf("actor.model.path=null", lambda c: c.actor.model.path is None)
-        },
+        read_if_of={"architecture": equals("actor.model.path", None)},
     )
     """The language model that is trained."""
     tokenizer: Text | None = option(None, read_if=FILES)
@@ -794,9 +744,7 @@ class RolloutConfig:
     overlong_buffer: Natural = 0
     """Number of last tokens before response_length over which a penalty rises linearly to
     overlong_penalty (DAPO); 0: no penalty."""
-    overlong_penalty: NonNegative = option(
-        1.0, read_if=ReadIf("rollout.overlong_buffer >= 1", lambda c: c.rollout.overlong_buffer > 0)
-    )
+    overlong_penalty: NonNegative = option(1.0, read_if=positive("rollout.overlong_buffer"))
     """Penalty subtracted from the score of a response of full length."""
 
 
@@ -854,13 +802,9 @@ class RewardConfig:
     module:function or FILE.py:function with verl's signature (data_source, solution_str,
     ground_truth, extra_info), which may be async; auto: the grader of data.task or of the data
     source."""
-    path: Text | None = option(
-        None, read_if=ReadIf("reward.grader=auto", lambda c: c.reward.grader == "auto")
-    )
+    path: Text | None = option(None, read_if=equals("reward.grader", "auto"))
     """File of a grader, as in verl's custom_reward_function; it replaces grader."""
-    name: Text = option(
-        "compute_score", read_if=ReadIf("reward.path", lambda c: c.reward.path is not None)
-    )
+    name: Text = option("compute_score", read_if=is_set("reward.path"))
     """Name of the function in the file of reward.path."""
     workers: Annotated[int, Limit(ge=0, le=1024)] | None = None
     """Number of grading processes; 0: grade in the main process, without a time limit; null: 0 for
@@ -872,9 +816,7 @@ class RewardConfig:
     and is counted."""
     format: Text | None = None
     """Regular expression that a whole response should match; null: none."""
-    format_weight: NonNegative = option(
-        0.1, read_if=ReadIf("reward.format", lambda c: c.reward.format is not None)
-    )
+    format_weight: NonNegative = option(0.1, read_if=is_set("reward.format"))
     """Bonus added to the score of a response that matches reward.format."""
     model: RewardModelConfig = section(RewardModelConfig)
     """Reward model that computes the reward instead of the grader, which then only counts correct
@@ -883,7 +825,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    steps: Natural = option(0, read_if=ReadIf("data.task", lambda c: c.data.task is not None))
+    steps: Natural = option(0, read_if=is_set("data.task"))
     """Number of supervised optimiser steps on demonstrations of data.task before PPO; 0: none. The
     result is cached on disk between runs."""
     batch_size: Count = option(128, read_if=WARM_START)
@@ -895,8 +837,8 @@ class WarmStartConfig:
     task."""
 
 
-CLONING: ReadIf[Config] = ReadIf("cloning.steps >= 1", lambda c: c.cloning.steps > 0)
-DEMONSTRATIONS: ReadIf[Config] = ReadIf(
+CLONING = positive("cloning.steps")
+DEMONSTRATIONS = ReadIf(
     "cloning.steps >= 1 or cloning.coef > 0", lambda c: c.cloning.steps > 0 or c.cloning.coef > 0
 )
 
@@ -1042,8 +984,8 @@ class Config:
 
 
 # -------------------------------------------------------------------------- other commands' options
-WITH_VIDEO: ReadIf[EvaluateConfig] = ReadIf("video=true", lambda c: c.video)
-WITH_SAMPLING: ReadIf[EvaluateConfig] = ReadIf("deterministic=false", lambda c: not c.deterministic)
+WITH_VIDEO = equals("video", True)
+WITH_SAMPLING = equals("deterministic", False)
 
 
 @dataclass(frozen=True)
