@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from embodied_ppo.config import placement
 from embodied_ppo.config.readers import mode_of, unread
-from embodied_ppo.config.rules.base import group_comparison, refuse
+from embodied_ppo.config.rules.base import group_comparison
 from embodied_ppo.config.rules.select import rules_of
 from embodied_ppo.config.schema import ClusterConfig, Config, EvaluateConfig, ExportConfig, Mode
 from embodied_ppo.core.errors import ConfigError, PlacementError, show
@@ -187,54 +187,39 @@ def _check_algorithm(config: Config) -> None:
     """Refuse options of section algorithm that exclude or need each other. Raises ConfigError."""
     a, mode_rules = config.algorithm, rules_of(config.mode)
     comparison = group_comparison(config)
-    rules = (
-        (
-            a.loss_type != mode_rules.loss_type,
-            (
-                f"algorithm.loss_type = {a.loss_type} {mode_rules.loss_type_mismatch}; write "
-                f"algorithm.loss_type={mode_rules.loss_type}"
-            ),
-        ),
-        (
-            a.clip_ratio_low >= 1,
-            (
-                f"algorithm.clip_ratio_low = {a.clip_ratio_low:g} must be < 1 (the ratio is clipped"
-                " at 1 - this, which must stay positive); the default is"
-                " algorithm.clip_ratio_low=0.2"
-            ),
-        ),
-        (
-            a.use_kl_loss and a.kl_loss_type == "k1",
-            (
-                "algorithm.kl_loss_type = k1 has a gradient of expectation zero and cannot be a"
-                " loss; write algorithm.kl_loss_type=k2, k3 or k1+"
-            ),
-        ),
-        (
-            comparison is not None and a.group_size < 2,
-            (
-                f"{comparison} compares {mode_rules.group_members} of a group, but"
-                f" algorithm.group_size = {a.group_size}; it must be >= 2: write"
-                " algorithm.group_size=4"
-            ),
-        ),
-        *mode_rules.algorithm_rules(config),
-        (
-            a.reward_shift and a.reward_scale,
-            (
-                "algorithm.reward_shift = true (only subtract) and algorithm.reward_scale = true"
-                " (only divide) exclude each other; for both steps leave both false"
-            ),
-        ),
-        (
-            a.reward_shift and a.reward_norm == "running",
-            (
-                "algorithm.reward_shift = true subtracts a mean, but algorithm.reward_norm ="
-                " running only divides; write algorithm.reward_norm=batch"
-            ),
-        ),
-    )
-    refuse(rules)
+    if a.loss_type != mode_rules.loss_type:
+        raise ConfigError(
+            f"algorithm.loss_type = {a.loss_type} {mode_rules.loss_type_mismatch}; write "
+            f"algorithm.loss_type={mode_rules.loss_type}"
+        )
+    if a.clip_ratio_low >= 1:
+        raise ConfigError(
+            f"algorithm.clip_ratio_low = {a.clip_ratio_low:g} must be < 1 (the ratio is clipped"
+            " at 1 - this, which must stay positive); the default is"
+            " algorithm.clip_ratio_low=0.2"
+        )
+    if a.use_kl_loss and a.kl_loss_type == "k1":
+        raise ConfigError(
+            "algorithm.kl_loss_type = k1 has a gradient of expectation zero and cannot be a"
+            " loss; write algorithm.kl_loss_type=k2, k3 or k1+"
+        )
+    if comparison is not None and a.group_size < 2:
+        raise ConfigError(
+            f"{comparison} compares {mode_rules.group_members} of a group, but"
+            f" algorithm.group_size = {a.group_size}; it must be >= 2: write"
+            " algorithm.group_size=4"
+        )
+    mode_rules.check_algorithm(config)
+    if a.reward_shift and a.reward_scale:
+        raise ConfigError(
+            "algorithm.reward_shift = true (only subtract) and algorithm.reward_scale = true"
+            " (only divide) exclude each other; for both steps leave both false"
+        )
+    if a.reward_shift and a.reward_norm == "running":
+        raise ConfigError(
+            "algorithm.reward_shift = true subtracts a mean, but algorithm.reward_norm ="
+            " running only divides; write algorithm.reward_norm=batch"
+        )
     for name in ("logprob_type", "entropy_type"):
         if LEVELS.index(a.reward_type) < LEVELS.index(getattr(a, name)):
             raise ConfigError(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 from embodied_ppo.config.schema import Config, Mode
 from embodied_ppo.core.errors import ConfigError
 
-Rule: TypeAlias = tuple[bool, str]
-"""Whether a rule is broken, and the message for that."""
 LARGEST_ROLLOUT = 10**10
-"""Maximum number of steps of one update: more exceed any memory, and finding their divisors takes
-seconds."""
+"""Maximum number of steps of one update: more exceed any memory, and the search for their divisors
+takes seconds.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,9 @@ class Passes:
 
     def describe(self, unit: str) -> str:
         """Return the passes as text; ``unit`` follows the size of a minibatch."""
-        epochs = "epoch" if self.epochs == 1 else "epochs"
-        minibatches = "minibatch" if self.minibatches == 1 else "minibatches"
-        return (
-            f"{self.epochs:,} {epochs} x {self.minibatches:,} {minibatches} of {self.size:,}{unit} "
-            f"= {self.steps:,} optimiser steps"
-        )
+        epochs = f"{self.epochs:,} epoch{'s' * (self.epochs != 1)}"
+        minibatches = f"{self.minibatches:,} minibatch{'es' * (self.minibatches != 1)}"
+        return f"{epochs} x {minibatches} of {self.size:,}{unit} = {self.steps:,} optimiser steps"
 
 
 @dataclass(frozen=True)
@@ -92,9 +88,9 @@ class ModeRules(ABC):
     def check(self, config: Config) -> None:
         """Refuse combinations of options that the mode cannot run. Raises ConfigError."""
 
-    def algorithm_rules(self, config: Config) -> Sequence[Rule]:
-        """Return the rules of section algorithm that only this mode has."""
-        return ()
+    def check_algorithm(self, config: Config) -> None:
+        """Refuse options of section algorithm that exclude each other in this mode only."""
+        return
 
     def check_placement(self, config: Config) -> None:
         """Refuse options of section cluster that have no meaning in this mode.
@@ -118,10 +114,9 @@ class ModeRules(ABC):
     def batch_lines(self, config: Config, updates: int) -> list[str]:
         """Return rollout, minibatches and run as one line of text each."""
         b = self.batches(config)
-        limits = " and ".join(self._micro_batches(config))
-        learning = b.actor.describe(self.batch_unit) + (
-            f" (at most {limits} at once)" if limits else ""
-        )
+        learning = b.actor.describe(self.batch_unit)
+        if limits := " and ".join(self._micro_batches(config)):
+            learning += f" (at most {limits} at once)"
         if b.critic is not None and b.critic != b.actor:
             learning += f", the critic's {b.critic.describe(self.batch_unit)}"
         return [self._rollout_line(config, b), learning, self._run_line(config, b, updates)]
@@ -140,17 +135,8 @@ class ModeRules(ABC):
 
 
 # ------------------------------------------------------------------------------ shared by the modes
-def refuse(rules: Iterable[Rule]) -> None:
-    """Raise ConfigError with the message of the first broken rule."""
-    for broken, message in rules:
-        if broken:
-            raise ConfigError(message)
-
-
 def group_comparison(config: Config) -> str | None:
-    """Return the option that compares the members of a group, with its value; None: there is
-    none.
-    """
+    """Return the option, with its value, that compares the members of a group, if there is one."""
     a = config.algorithm
     if a.adv_type in ("grpo", "rloo", "reinforce_plus_plus_baseline"):
         return f"algorithm.adv_type = {a.adv_type}"

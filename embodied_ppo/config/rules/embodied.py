@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import ClassVar
 
 from embodied_ppo.config.rules.base import (
@@ -11,7 +10,6 @@ from embodied_ppo.config.rules.base import (
     Batches,
     ModeRules,
     Passes,
-    Rule,
     check_controller,
     divisors,
     group_comparison,
@@ -38,37 +36,30 @@ class EmbodiedRules(ModeRules):
         _check_levels(config)
         if config.updates is None and config.env_steps is None:
             raise ConfigError(
-                "updates = null and env_steps = null: nothing says how long to train; write"
+                "updates = null and env_steps = null: the length of training is not set; write"
                 " updates=100"
             )
         _check_model(config)
 
-    def algorithm_rules(self, config: Config) -> Sequence[Rule]:
+    def check_algorithm(self, config: Config) -> None:
         a, comparison = config.algorithm, group_comparison(config)
-        return (
-            (
-                comparison is not None and not config.env.restart_each_rollout,
-                (
-                    f"{comparison} needs groups that start together, but env.restart_each_rollout ="
-                    " false; write env.restart_each_rollout=true"
-                ),
-            ),
-            (
-                a.loss_agg_func != "token-mean" and a.minibatch_unit != "column",
-                (
-                    f"algorithm.loss_agg_func = {a.loss_agg_func} averages over sequences, but"
-                    f" algorithm.minibatch_unit = {a.minibatch_unit} cuts them; write"
-                    " algorithm.minibatch_unit=column (or loss_agg_func=token-mean)"
-                ),
-            ),
-        )
+        if comparison is not None and not config.env.restart_each_rollout:
+            raise ConfigError(
+                f"{comparison} needs groups that start together, but env.restart_each_rollout ="
+                " false; write env.restart_each_rollout=true"
+            )
+        if a.loss_agg_func != "token-mean" and a.minibatch_unit != "column":
+            raise ConfigError(
+                f"algorithm.loss_agg_func = {a.loss_agg_func} averages over sequences, but"
+                f" algorithm.minibatch_unit = {a.minibatch_unit} cuts them; write"
+                " algorithm.minibatch_unit=column (or loss_agg_func=token-mean)"
+            )
 
     def batches(self, config: Config) -> Batches:
         a = config.algorithm
         samples = a.horizon * config.env.num_envs
-        return Batches(
-            samples, Passes(a.update_epoch, samples // a.global_batch_size, a.global_batch_size)
-        )
+        size = a.global_batch_size
+        return Batches(samples, Passes(a.update_epoch, samples // size, size))
 
     def _micro_batches(self, config: Config) -> list[str]:
         size = config.algorithm.micro_batch_size
@@ -84,9 +75,8 @@ class EmbodiedRules(ModeRules):
 
     def _run_line(self, config: Config, b: Batches, updates: int) -> str:
         steps = b.samples * config.env.action_chunk
-        limit = (
-            "" if config.env.action_chunk == 1 else "at most "
-        )  # an episode's end cuts a chunk short
+        # The end of an episode cuts a chunk short.
+        limit = "" if config.env.action_chunk == 1 else "at most "
         return f"{updates:,} updates x {steps:,} = {limit}{updates * steps:,} environment steps"
 
 
@@ -103,11 +93,11 @@ def _check_model(config: Config) -> None:
             "model.flow_chain = one: with model.flow_noise=learned every step is stochastic; write"
             " model.flow_chain=sum"
         )
-    if model.width % (2 * model.heads):
+    unit = 2 * model.heads
+    if model.width % unit:
         raise ConfigError(
-            f"model.width = {model.width}: must be a multiple of 2 x model.heads ="
-            f" {2 * model.heads}; write"
-            f" {max(1, round(model.width / (2 * model.heads))) * 2 * model.heads}"
+            f"model.width = {model.width}: must be a multiple of 2 x model.heads = {unit}; write"
+            f" {max(1, round(model.width / unit)) * unit}"
         )
     if not model.min_log_std < model.max_log_std:
         raise ConfigError(
@@ -130,18 +120,19 @@ def _check_levels(config: Config) -> None:
     a = config.algorithm
     if config.env.action_chunk == 1 or a.reward_type == "chunk_level":
         return
+    levels = (
+        f"algorithm.reward_type = action_level and env.action_chunk = {config.env.action_chunk}"
+    )
     if a.loss_agg_func != "token-mean":
         raise ConfigError(
             f"algorithm.loss_agg_func = {a.loss_agg_func}: sequences of actions are not aggregated"
-            " with algorithm.reward_type = action_level and env.action_chunk ="
-            f" {config.env.action_chunk}; write algorithm.loss_agg_func=token-mean, or"
+            f" with {levels}; write algorithm.loss_agg_func=token-mean, or"
             " algorithm.reward_type=chunk_level"
         )
     if a.off_policy_correction == "sequence":
         raise ConfigError(
             "algorithm.off_policy_correction = sequence: sequences of actions have no weight with"
-            " algorithm.reward_type = action_level and env.action_chunk ="
-            f" {config.env.action_chunk}; write algorithm.off_policy_correction=token, or"
+            f" {levels}; write algorithm.off_policy_correction=token, or"
             " algorithm.reward_type=chunk_level"
         )
 

@@ -15,7 +15,6 @@ from embodied_ppo.config.rules.base import (
     divisors,
     nearest_multiples,
     nearest_values,
-    refuse,
 )
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core.errors import ConfigError, PlacementError, show
@@ -103,91 +102,66 @@ def _check_options(config: Config) -> None:
     """Refuse options that exclude each other or lack what they need. Raises ConfigError."""
     a, d, e, r = config.algorithm, config.data, config.evaluation, config.rollout
     _check_format(config.reward.format)
-    rules = (
-        (
-            config.updates is None,
-            "updates = null: nothing says how long to train; write updates=100",
-        ),
-        (
-            d.task is None and not d.train,
-            (
-                "data.train = [] and data.task = null: there are no prompts; write"
-                " data.train=[FILE.jsonl] or data.task=arithmetic"
-            ),
-        ),
-        (
-            d.task is None and not d.eval,
-            (
-                "data.eval = []: there is nothing to evaluate on; write data.eval=[FILE.jsonl] with"
-                " held-out prompts"
-            ),
-        ),
-        (
-            config.actor.model.path is None and not config.actor.model.architecture,
-            (
-                "actor.model.path = null: there is no model; name a directory that transformers"
-                " wrote, or give actor.model.architecture (experiment=arithmetic has one)"
-            ),
-        ),
-        (
-            d.task is None and config.actor.model.path is None and config.actor.tokenizer is None,
-            (
-                "actor.tokenizer = null: a new model for files of prompts needs one; write"
-                " actor.tokenizer=DIRECTORY"
-            ),
-        ),
-        (
-            a.adv_type == "gae" and not config.critic.use_critic_model,
-            (
-                "critic.use_critic_model = false, but algorithm.adv_type = gae needs a critic;"
-                " write critic.use_critic_model=true, or algorithm.adv_type=grpo with"
-                " algorithm.group_size=8"
-            ),
-        ),
-        (
-            r.overlong_buffer >= a.response_length,
-            (
-                f"rollout.overlong_buffer = {r.overlong_buffer} must be < algorithm.response_length"
-                f" = {a.response_length}; lower it"
-            ),
-        ),
-        (
-            e.n > 1 and e.deterministic,
-            (
-                f"evaluation.n = {e.n}, but evaluation.deterministic = true: all {e.n} responses"
-                " would be the same; write evaluation.deterministic=false"
-            ),
-        ),
-        (
-            config.compile == "always"
-            and (a.micro_batch_tokens is not None or a.micro_batch_size is not None),
-            (
-                "compile = always: compiled minibatches have one shape; leave"
-                " algorithm.micro_batch_tokens and algorithm.micro_batch_size null, or write"
-                " compile=never"
-            ),
-        ),
-        (
-            config.critic.model.path is not None and bool(config.critic.model.architecture),
-            "critic.model.path and critic.model.architecture exclude each other; keep one of them",
-        ),
-        (
-            (r.engine == "vllm" or config.actor.model.path is not None)
-            and config.warm_start.steps > 0,
-            (
-                f"warm_start.steps = {config.warm_start.steps} is for a new model"
-                " (actor.model.path=null) and rollout.engine=builtin; write warm_start.steps=0"
-            ),
-        ),
-        (
-            r.engine == "vllm" and config.actor.model.path is None,
-            (
-                "rollout.engine = vllm needs a directory; write actor.model.path=DIRECTORY, or"
-                " rollout.engine=builtin"
-            ),
-        ),
-    )
-    refuse(rules)
+    if config.updates is None:
+        raise ConfigError("updates = null: the length of training is not set; write updates=100")
+    if d.task is None and not d.train:
+        raise ConfigError(
+            "data.train = [] and data.task = null: there are no prompts; write"
+            " data.train=[FILE.jsonl] or data.task=arithmetic"
+        )
+    if d.task is None and not d.eval:
+        raise ConfigError(
+            "data.eval = []: there is nothing to evaluate on; write data.eval=[FILE.jsonl] with"
+            " held-out prompts"
+        )
+    if config.actor.model.path is None and not config.actor.model.architecture:
+        raise ConfigError(
+            "actor.model.path = null: there is no model; name a directory that transformers"
+            " wrote, or give actor.model.architecture (experiment=arithmetic has one)"
+        )
+    if d.task is None and config.actor.model.path is None and config.actor.tokenizer is None:
+        raise ConfigError(
+            "actor.tokenizer = null: a new model for files of prompts needs one; write"
+            " actor.tokenizer=DIRECTORY"
+        )
+    if a.adv_type == "gae" and not config.critic.use_critic_model:
+        raise ConfigError(
+            "critic.use_critic_model = false, but algorithm.adv_type = gae needs a critic;"
+            " write critic.use_critic_model=true, or algorithm.adv_type=grpo with"
+            " algorithm.group_size=8"
+        )
+    if r.overlong_buffer >= a.response_length:
+        raise ConfigError(
+            f"rollout.overlong_buffer = {r.overlong_buffer} must be < algorithm.response_length"
+            f" = {a.response_length}; lower it"
+        )
+    if e.n > 1 and e.deterministic:
+        raise ConfigError(
+            f"evaluation.n = {e.n}, but evaluation.deterministic = true: all {e.n} responses"
+            " would be the same; write evaluation.deterministic=false"
+        )
+    if config.compile == "always" and (
+        a.micro_batch_tokens is not None or a.micro_batch_size is not None
+    ):
+        raise ConfigError(
+            "compile = always: compiled minibatches have one shape; leave"
+            " algorithm.micro_batch_tokens and algorithm.micro_batch_size null, or write"
+            " compile=never"
+        )
+    if config.critic.model.path is not None and bool(config.critic.model.architecture):
+        raise ConfigError(
+            "critic.model.path and critic.model.architecture exclude each other; keep one of them"
+        )
+    if (r.engine == "vllm" or config.actor.model.path is not None) and config.warm_start.steps > 0:
+        raise ConfigError(
+            f"warm_start.steps = {config.warm_start.steps} is for a new model"
+            " (actor.model.path=null) and rollout.engine=builtin; write warm_start.steps=0"
+        )
+    if r.engine == "vllm" and config.actor.model.path is None:
+        raise ConfigError(
+            "rollout.engine = vllm needs a directory; write actor.model.path=DIRECTORY, or"
+            " rollout.engine=builtin"
+        )
 
 
 def _check_sizes(config: Config) -> None:
