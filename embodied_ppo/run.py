@@ -213,7 +213,7 @@ def _train(
         try:
             replace_text(run_dir / "config.yaml", text)
             if task is not None:
-                task.saved(run_dir)
+                task.save(run_dir)
             log = Log(
                 run_dir,
                 total_updates=updates,

@@ -27,13 +27,11 @@ __all__ = ["SIMULATORS", "check_env", "make", "nearest", "recorder", "task_files
 
 SIMULATORS = ("auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero")
 FAMILIES = {"our tasks": ("mujoco", "warp"), "envpool": ("envpool",), "gymnasium": ("gymnasium",)}
-"""Source of task ids -> the simulators that run them."""
+"""Family of tasks -> simulators that run them."""
 
 
 def recorder() -> ModuleType:
-    """Return ``embodied_envs.tasks.expert_recorder``: Tabletop's expert and the format of its
-    demonstrations.
-    """
+    """Return the module of Tabletop's expert and of the format of its demonstrations."""
     return importlib.import_module("embodied_envs.tasks.expert_recorder")
 
 
@@ -68,9 +66,9 @@ def make(
         seeds: One seed per environment, each in [0, 2**31).
         simulator: "mujoco" (our engine on CPU threads), "warp" (our engine on a GPU), "envpool",
             "gymnasium", "torch" (a function that creates a batched environment of tensors), "mjlab"
-            or "libero"; "auto" selects the first
-            that has the id: our tasks (engine by ``device``), then EnvPool before Gymnasium.
-        num_threads: Threads of EnvPool or of our engine; None: the cores this process may use.
+            or "libero". "auto" selects the first one that has the id: our tasks (engine by
+            ``device``), then EnvPool before Gymnasium.
+        num_threads: Threads of EnvPool or of our engine; None: the cores that this process may use.
         max_episode_steps: Time limit in primitive steps; None: the task's default.
         action_mapping: "rescale", "clip" or "none" for continuous actions, see ``actions.mapper``.
         success_key: Entry of the info that means success; None: "success" or "is_success", if the
@@ -84,8 +82,8 @@ def make(
         ranges: Ranges that override those of the task.
         render: Whether ``render()`` is available.
         render_size: (height, width) of its images in pixels.
-        kwargs: Passed to the task or to the simulator.
-        device: Where observations arrive and actions are expected.
+        kwargs: Arguments of the task or of the simulator.
+        device: Device of observations and actions.
 
     Returns:
         The environments, see ``VectorEnv``.
@@ -126,10 +124,9 @@ def make(
     env = _make_env(id, simulator, options, cameras, image_size, randomize, ranges)
     if action_chunk == 1:
         return env
-    # Imports MuJoCo, which takes half a second to load.
-    return importlib.import_module("embodied_envs.adapters.action_chunking").ChunkedActions(
-        env, action_chunk
-    )
+    # Lazy, because the module imports MuJoCo, which takes half a second.
+    action_chunking = importlib.import_module("embodied_envs.adapters.action_chunking")
+    return action_chunking.ChunkedActions(env, action_chunk)
 
 
 def _make_env(
@@ -151,10 +148,8 @@ def _make_env(
         engine = simulator
         if simulator == "auto":
             engine = "warp" if torch.device(options.device).type == "cuda" else "mujoco"
-        make_module = importlib.import_module(
-            "embodied_envs.physics.make"
-        )  # MuJoCo takes half a second to load
-        return make_module.make(
+        # Lazy, because the module imports MuJoCo, which takes half a second.
+        return importlib.import_module("embodied_envs.physics.make").make(
             id,
             options,
             engine=engine,
@@ -167,7 +162,7 @@ def _make_env(
     for name, value in (("cameras", () if is_libero else cameras), ("randomize", randomize)):
         if value:
             raise EnvError(
-                f"env.id={id}: {name}={value} is for tasks of ours: {', '.join(tasks.OWN)}"
+                f"env.id={id}: {name}={value} is for our own tasks: {', '.join(tasks.OWN)}"
             )
     if is_libero:
         return libero_env.LiberoEnv(id, options, cameras=tuple(cameras), image_size=image_size)
@@ -179,24 +174,18 @@ def _make_env(
         return gymnasium_env.GymnasiumEnv(id, options)
     if simulator == "torch" or (simulator == "auto" and torch_env.factory(id) is not None):
         return torch_env.TorchVectorEnv(id, options)
-    families = {
-        name: similar
-        for name, similar in nearest(id).items()
-        if simulator == "auto" or simulator in FAMILIES[name]
+    similar = {
+        family: ids
+        for family, ids in nearest(id).items()
+        if simulator == "auto" or simulator in FAMILIES[family]
     }
-    hints = "; ".join(
-        f"nearest in {name}: {', '.join(ids) or 'none'}" for name, ids in families.items()
+    hints = [f"nearest in {family}: {', '.join(ids) or 'none'}" for family, ids in similar.items()]
+    raise EnvError(
+        f"env.id={id} is unknown to {' and '.join(similar)}; {'; '.join(hints)}{tasks.hint(id)}"
     )
-    raise EnvError(f"env.id={id} is unknown to {' and '.join(families)}; {hints}{tasks.hint(id)}")
 
 
 def nearest(id: str, n: int = 3) -> dict[str, list[str]]:
     """Return for each family of tasks the ``n`` ids most similar to ``id``, best first."""
-    families = {
-        "our tasks": list(tasks.OWN),
-        "envpool": envpool_env.ids(),
-        "gymnasium": gymnasium_env.ids(),
-    }
-    return {
-        name: difflib.get_close_matches(id, ids, n=n, cutoff=0.6) for name, ids in families.items()
-    }
+    families = zip(FAMILIES, (tasks.OWN, envpool_env.ids(), gymnasium_env.ids()), strict=True)
+    return {name: difflib.get_close_matches(id, ids, n=n, cutoff=0.6) for name, ids in families}

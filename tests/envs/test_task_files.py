@@ -128,8 +128,8 @@ def test_what_is_too_large_has_a_hash_only(
     size = sum(
         len(text) for name, text in FILES.items() if name in OWN and name[-3:] in (".py", "xml")
     )
-    monkeypatch.setattr(task_files, "KEPT_BYTES", size)
-    task = collected().saved(tmp_path)
+    monkeypatch.setattr(task_files, "MAX_COPIED_BYTES", size)
+    task = collected().save(tmp_path)
     assert {file.name for file in task.files if file.data is None} == {
         "models/meshes/cube.obj",
         "arm_tools/table.csv",
@@ -231,7 +231,7 @@ def test_other_processes_execute_what_the_run_began_with(project: Path, tmp_path
     edited.
     """
     task = collected()
-    task.saved(tmp_path)
+    task.save(tmp_path)
     sent = task.without_data(tmp_path)
     assert sent.hash == task.hash
     task_files._active = None
@@ -255,7 +255,7 @@ def test_other_processes_execute_what_the_run_began_with(project: Path, tmp_path
 
 
 def test_damaged_copies_are_refused(project: Path, tmp_path: Path) -> None:
-    task = collected().saved(tmp_path)
+    task = collected().save(tmp_path)
     assert task.store is not None
     manifest = task.store / task_files.MANIFEST
     (task.store / "files/arm.py").write_text("import os")
