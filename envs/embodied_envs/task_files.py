@@ -1,4 +1,4 @@
-"""The files of a user's task: hashes, copies in the run directory, and which of them are executed."""
+"""The files of a user's task: their hashes, their copies in a run, and which are executed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import embodied_ppo
 from embodied_envs import tasks
+from embodied_ppo.core import errors
 from embodied_ppo.core.errors import CheckpointError, ConfigError, EnvError
 
 MAX_COPIED_BYTES = 64 << 20
@@ -386,7 +386,7 @@ def _is_installed(path: Path) -> bool:
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     homes = {Path(sysconfig.get_path(kind)).resolve() for kind in kinds}
     homes |= {Path(os.path.realpath(sys.prefix)) / "lib", Path(__file__).resolve().parent}
-    homes.add(Path(str(embodied_ppo.__file__)).resolve().parent)
+    homes.add(Path(errors.__file__).resolve().parents[1])  # embodied_ppo
     return "site-packages" in path.parts or any(path.is_relative_to(home) for home in homes)
 
 
