@@ -30,6 +30,7 @@ from embodied_ppo.imitation import expert_demos
 from embodied_ppo.modes.base import (
     RunComponents,
     RunRequest,
+    TrainedRun,
     config_hash,
     digest,
     matmul_precision,
@@ -571,9 +572,8 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
     source, run_dir, trained = open_run(config.checkpoint)
     validation.check_evaluation(config, trained.mode, explicit)
     device, progress = select_device(config.device, config.threads), Progress(quiet)
-    evaluator = mode(trained).evaluator(
-        config, trained, source, run_dir=run_dir, device=device, say=progress.say
-    )
+    run = TrainedRun(trained, source, run_dir, progress.say)
+    evaluator = mode(trained).evaluator(run, config, device)
     # The folder's name has a digest of the options that change the result, so that reports do not
     # overwrite each other.
     default, free = (
@@ -607,4 +607,4 @@ def export(path: str, out: str) -> dict[str, Any]:
     """
     source, run_dir, trained = open_run(path)
     say = Progress(quiet=False).say
-    return mode(trained).export(trained, source, Path(out), run_dir=run_dir, say=say)
+    return mode(trained).export(TrainedRun(trained, source, run_dir, say), Path(out))

@@ -1,4 +1,4 @@
-"""The interface of a training mode: what embodied and reasoning implement, each in its own way.
+"""The interface of a training mode, and what its implementations share.
 
 ``registry`` maps the option ``mode`` to its implementation.
 """
@@ -17,21 +17,36 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
+from torch import nn
 
 from embodied_ppo.config import loader, placement, validation
 from embodied_ppo.config.schema import AlgorithmConfig, Config, EvaluateConfig
+from embodied_ppo.core import compile
 from embodied_ppo.core.types import ConfigError, PlacementError, ProgressCallback
+from embodied_ppo.evaluation import report
+from embodied_ppo.evaluation.episodes import EvaluationResult
 from embodied_ppo.placement import cost_model
 from embodied_ppo.placement.channels import Exchange
 from embodied_ppo.placement.offload import Residency
 from embodied_ppo.placement.worker import Worker, WorkerSpec
 from embodied_ppo.training import checkpoint
+from embodied_ppo.training.local_system import LocalSystem
+from embodied_ppo.training.run_directory import versions
 from embodied_ppo.training.system import Records, RunSystem
 
 MemoryNeeds = dict[str, dict[str, int]]
-"""Group of a plan -> what the memory is for (weights, gradients, ...) -> bytes of one process at
-its peak.
+"""Group of a plan -> purpose of memory (weights, gradients, ...) -> bytes of one process at its
+peak.
 """
+Evaluator = Callable[[Path, ProgressCallback], dict[str, Any]]
+"""Evaluates a checkpoint and writes the report into a folder.
+
+It returns metrics and the paths of the report's files.
+"""
+Written = dict[str, str | None]
+"""Kind of file -> path of a file of a report; None: not written."""
+WriteReport = Callable[[Any, checkpoint.Checkpoint, Path], Written]
+"""``(result of an evaluation, checkpoint, folder)`` -> files of the report."""
 
 
 # ------------------------------------------------------------------------------------ data of a run
@@ -111,7 +126,7 @@ class RunComponents:
 
     system: RunSystem
     title: str
-    write: Callable[[Any, checkpoint.Checkpoint, Path], dict[str, str | None]]
+    write: WriteReport
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -121,8 +136,9 @@ class MemoryEstimator(Protocol):
     def needs(
         self, placed: placement.Plan, micro: int | None = None, *, shard: bool | None = None
     ) -> MemoryNeeds:
-        """Return the peak memory of one process of each group; simulators, graders and reward
-        models not counted.
+        """Return the peak memory of one process of each group.
+
+        Simulators, graders and reward models are not counted.
 
         Args:
             micro: Samples (responses) of one forward and backward pass; None: as the options say.
@@ -132,9 +148,7 @@ class MemoryEstimator(Protocol):
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Samples (responses) that the options allow in one forward and backward pass; None: no
-        limit.
-        """
+        """Maximum samples (responses) of one forward and backward pass; None: no limit."""
         ...
 
     def with_micro_batch_size(self, algorithm: AlgorithmConfig, size: int) -> AlgorithmConfig:
@@ -143,23 +157,24 @@ class MemoryEstimator(Protocol):
 
 
 @dataclass(frozen=True)
-class CostModel:
-    """Costs of the roles, measured on this machine, and the prediction of an update's duration from
-    them.
+class TrainedRun:
+    """A checkpoint and the run that wrote it.
 
     Attributes:
-        costs: Measurements.
-        predict: ``(plan, memory needs)`` -> seconds of an update; the plan None means one process.
+        config: Options of the run.
+        source: The checkpoint.
+        run_dir: Directory of the run.
+        say: Reports a line to the user.
     """
 
-    costs: cost_model.Machine
-    predict: Callable[[placement.Plan | None, Mapping[str, placement.Need]], cost_model.Prediction]
+    config: Config
+    source: checkpoint.Checkpoint
+    run_dir: Path
+    say: Callable[[str], None]
 
-
-Evaluator = Callable[[Path, ProgressCallback], dict[str, Any]]
-"""Evaluates a checkpoint and writes the report into a folder; returns metrics and paths of the
-report's files.
-"""
+    def load_weights(self, policy: nn.Module) -> None:
+        """Load the weights of the checkpoint into ``policy``. Raises CheckpointError."""
+        checkpoint.load_weights(policy, self.source.policy(), self.source.path / checkpoint.POLICY)
 
 
 # --------------------------------------------------------------------------------------------- mode
@@ -183,8 +198,9 @@ class Mode(ABC):
     compiles_complete_minibatches_only: ClassVar[bool] = False
     """Whether micro-batches that cut minibatches switch compiled code off."""
     profiles_trained_policy: ClassVar[bool] = False
-    """Whether the supervised steps before PPO change the duration of an update, so that profiling
-    includes them.
+    """Whether the supervised steps before PPO change the duration of an update.
+
+    Profiling then includes them.
     """
 
     # ------------------------------------------------------------------------------------ placement
@@ -213,11 +229,15 @@ class Mode(ABC):
         check_compile(config, plan)
         return plan
 
+    def roles(self, config: Config) -> tuple[str, ...]:
+        """Return the roles of a run."""
+        unused = validation.unused_roles(config)
+        return tuple(role for role in placement.ROLES[self.name] if role not in unused)
+
     def plan_on_one_device(self, config: Config, device: torch.device) -> placement.Plan:
         """Return the plan of all roles of this run together on one device."""
-        unused = validation.unused_roles(config)
-        roles = ",".join(role for role in placement.ROLES[self.name] if role not in unused)
         one = replace(hardware_of(config, device), per_node=(1,))
+        roles, unused = ",".join(self.roles(config)), validation.unused_roles(config)
         return placement.plan({roles: 0}, one, mode=self.name, without=unused)
 
     def resolve_plan(self, config: Config, device: torch.device) -> placement.Plan:
@@ -229,14 +249,10 @@ class Mode(ABC):
 
     @abstractmethod
     def check_plan(self, config: Config, plan: placement.Plan) -> None:
-        """Raise ConfigError or PlacementError where the batches or roles of the options do not
-        divide as planned.
-        """
+        """Raise ConfigError or PlacementError where batches or roles do not divide as planned."""
 
     def shard_obstacle(self, config: Config, plan: placement.Plan) -> str:
-        """Return why learners cannot hold a part of the model each, and the cure; "" where they
-        can.
-        """
+        """Return why the model cannot be sharded, and the cure; "" where it can."""
         version = torch.__version__
         if [int(x) for x in version.split(".")[:2]] < [2, 13]:
             return f"needs torch 2.13, this is {version}; write cluster.shard=false"
@@ -254,9 +270,7 @@ class Mode(ABC):
 
     @abstractmethod
     def max_learners(self, config: Config) -> int:
-        """Return the largest number of processes that can share the work: one environment or prompt
-        each.
-        """
+        """Return the maximum number of learners: each needs one environment or prompt."""
 
     # --------------------------------------------------------------------------------------- memory
     @abstractmethod
@@ -298,17 +312,19 @@ class Mode(ABC):
 
     # ---------------------------------------------------------------------------------------- build
     @abstractmethod
-    def title(self, config: Config) -> str:
-        """Return the name of what is trained, for the first line of the log."""
+    def title(self, config: Config, size: int | None = None) -> str:
+        """Return the name of what is trained, for the first line of the log.
+
+        Args:
+            size: Number of the policy's parameters; None: unknown to this process.
+        """
 
     @abstractmethod
     def horizon(self, config: Config) -> int:
         """Return the steps (tokens) of one rollout."""
 
     def samples(self, result: Any) -> list[dict[str, Any]]:
-        """Return rows of a table with samples of an evaluation, for TensorBoard; empty where there
-        are none.
-        """
+        """Return rows of a table with samples of an evaluation, for TensorBoard."""
         return []
 
     def checkpoint_info(self, config: Config) -> Mapping[str, Any]:
@@ -334,12 +350,12 @@ class Mode(ABC):
     def task_for_training(
         self, config: Config, source: checkpoint.Checkpoint | None, say: Callable[[str], None]
     ) -> TaskFiles | None:
-        """Return the files of the user's task that the run executes; None: there are none. Raises
-        ConfigError.
+        """Return the files of the user's task that the run executes; None: there are none.
+
+        Raises ConfigError.
         """
         return None
 
-    @abstractmethod
     def build_local(self, request: RunRequest, stack: ExitStack) -> RunComponents:
         """Build the system in this process.
 
@@ -349,17 +365,39 @@ class Mode(ABC):
         Raises:
             ConfigError, EnvError: An option is refused by what it configures.
         """
+        spec = WorkerSpec(self.roles(request.config), {"rollout": (0, 1)})
+        worker, facts = self.build_worker(request, spec, None, stack)
+        policy, rollout, learner, measure = (
+            worker.policy,
+            worker.rollout,
+            worker.learner,
+            worker.measure,
+        )
+        assert policy is not None and rollout is not None
+        assert learner is not None and measure is not None and worker.write_report is not None
+        system = LocalSystem(
+            self.records(request),
+            policy=policy,
+            rollout=rollout,
+            learner=learner,
+            count=worker.count,
+            measure=measure,
+            publish=worker.on_weights_updated,
+        )
+        size = sum(p.numel() for p in policy.parameters())
+        return RunComponents(system, self.title(request.config, size), worker.write_report, facts)
 
     @abstractmethod
     def build_worker(
-        self, request: RunRequest, spec: WorkerSpec, exchange: Exchange | None
+        self, request: RunRequest, spec: WorkerSpec, exchange: Exchange | None, stack: ExitStack
     ) -> tuple[Worker, Mapping[str, Any]]:
-        """Build the roles of one worker process, in that process.
+        """Build the roles of one process, in that process.
 
         Args:
             spec: Roles, ranks and connections of this process.
             exchange: Receives requests of other processes; None where no other process sends
                 requests.
+            stack: Closes what is opened here.
 
         Returns:
             The worker, and facts for the summary.
@@ -371,56 +409,55 @@ class Mode(ABC):
     # ---------------------------------------------------------------------------------- checkpoints
     @abstractmethod
     def evaluator(
-        self,
-        config: EvaluateConfig,
-        trained: Config,
-        source: checkpoint.Checkpoint,
-        *,
-        run_dir: Path,
-        device: torch.device,
-        say: Callable[[str], None],
+        self, run: TrainedRun, options: EvaluateConfig, device: torch.device
     ) -> Evaluator:
         """Load a checkpoint for its evaluation.
-
-        Args:
-            config: Options of the evaluation.
-            trained: Options of the run that wrote the checkpoint.
-            run_dir: Directory of that run.
 
         Raises:
             CheckpointError, ConfigError, EnvError: Before anything is written.
         """
 
-    @abstractmethod
-    def export(
-        self,
-        trained: Config,
-        source: checkpoint.Checkpoint,
-        out: Path,
-        *,
-        run_dir: Path,
-        say: Callable[[str], None],
-    ) -> dict[str, Any]:
+    def export(self, run: TrainedRun, out: Path) -> dict[str, Any]:
         """Write the model of a checkpoint in the published layout, read it back and compare.
+
+        Returns:
+            Paths, size and the largest difference of logits, for the output of the command.
 
         Raises:
             CheckpointError, ConfigError, EnvError: The model has no such layout, or cannot be
                 written.
         """
+        self.check_export(run)
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"out={out}: is not an empty directory; name a new one")
+        difference = self.write_model(run, out)
+        size = sum(file.stat().st_size for file in out.iterdir())
+        return {
+            "checkpoint": str(run.source.path),
+            "out": str(out),
+            "mb": round(size / 1e6, 1),
+            "logit_difference": difference,
+        }
+
+    def check_export(self, run: TrainedRun) -> None:
+        """Raise ConfigError where the model has no published layout."""
+        return
+
+    @abstractmethod
+    def write_model(self, run: TrainedRun, out: Path) -> float:
+        """Write a model for ``export``; return the largest difference of logits when read back."""
 
     # ------------------------------------------------------------------------------------ profiling
     @abstractmethod
     def choices(
         self, config: Config, hardware: placement.Hardware, cores: int
     ) -> list[cost_model.Choice]:
-        """Return the placements that ``embodied-ppo tune`` compares on these devices and CPU
-        cores.
-        """
+        """Return the placements that ``embodied-ppo tune`` compares on this hardware."""
 
     @abstractmethod
     def cost_model(
         self, request: RunRequest, update: int, plans: Sequence[placement.Plan | None]
-    ) -> CostModel:
+    ) -> cost_model.Machine:
         """Time the roles of a run in this process, in the sizes that the plans need.
 
         Args:
@@ -432,9 +469,64 @@ class Mode(ABC):
         """
 
 
+# -------------------------------------------------------------------------- checkpoints and reports
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Raise ConfigError where a file in ``out`` cannot be written within the block."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"out={out}: cannot be written ({error.strerror}); name another directory"
+        ) from error
+
+
+def write_report(
+    config: Config,
+    results: Sequence[EvaluationResult],
+    *,
+    source: checkpoint.Checkpoint,
+    run_dir: Path,
+    out: Path,
+    unit: Literal["env_steps", "tokens"],
+    **sections: Any,
+) -> Written:
+    """Write report.json and report.html of an evaluation; return their paths.
+
+    Args:
+        config: Options of the run.
+        results: One result per task.
+        source: Checkpoint that was evaluated.
+        run_dir: Directory of the run, whose metrics are drawn.
+        out: Folder of the report.
+        unit: Unit in which experience is counted.
+        sections: Further arguments of ``report.write``.
+    """
+    files = report.write(
+        out,
+        results,
+        checkpoint=source.path.name,
+        update=source.update,
+        steps=int(source.manifest[unit]),
+        unit=unit,
+        config=loader.relevant(config) | {"run_dir": None},
+        config_hash=str(source.manifest["config_hash"]),
+        versions=versions(),
+        curves=report.rows(run_dir),
+        **sections,
+    )
+    return {"report": str(files.html), "report_json": str(files.json)}
+
+
 # -------------------------------------------------------------------------------------- compilation
 TURNS = "processes that take turns on a GPU move their tensors"
 """Why nothing is compiled there: a CUDA graph holds the addresses of its tensors."""
+
+
+def compile_schedule(request: RunRequest, since: int | None) -> compile.CompileSchedule:
+    """Return the schedule that switches to compiled code at update ``since``; None: never."""
+    required = request.config.compile == "always"
+    return compile.CompileSchedule(since, required=required, notice=request.notice)
 
 
 def check_compile(config: Config, plan: placement.Plan) -> None:
@@ -478,9 +570,7 @@ def select_device(name: str, threads: int) -> torch.device:
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Set the precision of float32 matrix products to the option ``matmul_precision`` within the
-    block.
-    """
+    """Set the precision of float32 matrix products within the block."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -490,8 +580,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def hardware_of(config: Config, device: torch.device) -> placement.Hardware:
-    """Return the devices that a placement can use: those of the options, else those of this
-    machine.
+    """Return the devices that a placement can use: of the options, else of this machine.
 
     Raises:
         PlacementError: There are too many, or cluster.node_groups names nodes that do not exist.

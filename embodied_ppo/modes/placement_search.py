@@ -219,18 +219,18 @@ def search(config: Config, *, explicit: Any = (), quiet: bool = False) -> Tuning
             advance=bar.advance,
         )
         plans = [candidate.plan for candidate in valid]
-        model = implementation.cost_model(request, updates // 2, plans)
-        bar.say(f"measured: {model.costs.summary()}")
-        if not model.costs.compiled:
+        costs = implementation.cost_model(request, updates // 2, plans)
+        bar.say(f"measured: {costs.summary()}")
+        if not costs.compiled:
             request = replace(request, config=replace(quick, compile="never"))
         ranked = [
-            (candidate, model.predict(candidate.plan, candidate.needs)) for candidate in valid
+            (candidate, costs.predict(candidate.plan, candidate.needs)) for candidate in valid
         ]
         # Predictions are exact to two digits; of equal ones the fewest processes come first.
         ranked.sort(key=lambda pair: (float(f"{pair[1].whole_s:.2g}"), pair[0].processes))
         measured_s, failed = _measure_best(request, ranked, updates // 2, bar.say)
     devices = hardware_of(config, device).per_node[0]
-    return TuningResult(ranked, measured_s, failed, refused, model.costs, config, devices)
+    return TuningResult(ranked, measured_s, failed, refused, costs, config, devices)
 
 
 def _measure_best(

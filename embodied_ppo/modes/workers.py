@@ -1,10 +1,11 @@
-"""Start the worker processes of a plan, whatever the mode."""
+"""Start the worker processes of a plan, independent of the mode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,33 +17,20 @@ from embodied_ppo.placement import memory_estimate
 from embodied_ppo.placement.channels import Exchange
 from embodied_ppo.placement.worker import Worker, WorkerSpec
 
-if TYPE_CHECKING:
-    from embodied_ppo.placement.ray_system import ClusterSystem
-
 
 def build_workers(mode: Mode, request: RunRequest, plan: placement.Plan) -> RunComponents:
     """Build the system in the processes of a Ray cluster.
 
     Raises:
-        ConfigError, EnvError: An option is refused by what it configures.
+        ConfigError, EnvError: An option is refused, here or in a worker process.
         PlacementError: The estimated memory does not fit, or the cluster lacks the devices.
     """
     config = request.config
     mode.check_files(config)
     if mode.can_estimate(config):
         mode.check_memory(config, plan)
-    system = start_workers(mode, request, plan)
-    return RunComponents(system, mode.title(config), system.write, system.facts)
-
-
-def start_workers(mode: Mode, request: RunRequest, plan: placement.Plan) -> ClusterSystem:
-    """Start the processes of a plan and build their roles.
-
-    Raises as ``Mode.build_worker``, PlacementError.
-    """
     from embodied_ppo.placement.ray_system import ClusterSystem  # importing Ray takes a second
 
-    config = request.config
     system = ClusterSystem(
         mode.records(request),
         plan,
@@ -52,7 +40,7 @@ def start_workers(mode: Mode, request: RunRequest, plan: placement.Plan) -> Clus
         notice=request.notice,
     )
     request.early.extend(placement.lines(plan.rows()))
-    return system
+    return RunComponents(system, mode.title(config), system.write_report, system.facts)
 
 
 @dataclass(frozen=True)
@@ -72,9 +60,8 @@ class WorkerFactory:
         """Return the factory for a request, without what only the driver can use."""
         sent = replace(
             request,
-            device=torch.device(
-                request.device.type
-            ),  # Ray gives a process its own GPUs, numbered from 0
+            # Ray gives a process its own GPUs, numbered from 0.
+            device=torch.device(request.device.type),
             run_dir=request.run_dir.absolute(),
             notice=_ignore_line,
             progress=_ignore_line,
@@ -96,7 +83,8 @@ class WorkerFactory:
 
         torch.set_float32_matmul_precision(self.request.config.matmul_precision)
         request = replace(self.request, notice=notice, progress=say, early=[])
-        worker, facts = self.mode.build_worker(request, spec, exchange)
+        # Nothing closes this stack: the process is ended after ``Worker.close``.
+        worker, facts = self.mode.build_worker(request, spec, exchange, ExitStack())
         for line in request.early:
             say(line)
         return worker, facts
@@ -114,7 +102,7 @@ def shard_notice(model: nn.Module, ranks: Ranks) -> str:
     """Return the line of the log about the memory that cluster.shard saves."""
     full, local = (
         memory_estimate.nbytes(list(tensors))
-        for tensors in (model.parameters(), map(ranks.local, model.parameters()))
+        for tensors in (model.parameters(), map(ranks.local_tensor, model.parameters()))
     )
     return (
         f"cluster.shard: {ranks.world} processes of actor hold the model's "

@@ -10,6 +10,7 @@ number of cores.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -210,9 +211,24 @@ class Cost:
     cpu: Line
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted seconds of an update and of its phases.
+
+    ``whole_s`` is less than the sum of the phases where rollouts run ahead of the learner.
+    """
+
+    collect_s: float
+    update_s: float
+    publish_s: float
+    whole_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class Machine(ABC):
     """Cost of moving data on this machine, and the amount of data of an update.
+
+    A subclass adds the costs of a mode's roles.
 
     Attributes:
         compiled: Whether most updates run compiled code.
@@ -235,6 +251,15 @@ class Machine:
     def summary(self) -> str:
         """Return the measurements as text."""
         return f"a message {self.message_s * 1e6:.3g} us; {self.cores:.2g} cores"
+
+    @abstractmethod
+    def predict(self, p: Plan | None, needs: Mapping[str, Need]) -> Prediction:
+        """Predict the seconds of an update.
+
+        Args:
+            p: The plan; None: one process.
+            needs: Group name -> memory, as for ``config.placement.check_memory``.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,21 +298,28 @@ class Measured(Machine):
             f" {super().summary()}"
         )
 
+    def predict(self, p: Plan | None, needs: Mapping[str, Need]) -> Prediction:
+        """See ``Machine``."""
+        n, (acts, learns) = self.num_envs, code(p, self.compiled)
+        act, learn = self.act[acts], self.learn[learns]
+        if p is None:
+            collect = self.horizon * (self.simulate.wall(n) + act.wall(n))
+            update = learn.wall(n)
+            return Prediction(collect, update, 0.0, collect + update)
+        a = p.processes("actor")
+        return prediction(
+            p,
+            self,
+            needs,
+            collect=self.horizon * _cycle(p, self, act),
+            collecting=_collecting(p, self, act),
+            update=learn.wall(n / a),
+            updating=loads(p, {"actor": learn.cpu(n / a)}),
+            sums=sums(a, self, self.steps, self.gradient_bytes),
+        )
+
 
 # --------------------------------------------------------------------------------------- prediction
-@dataclass(frozen=True)
-class Prediction:
-    """Predicted seconds of an update and of its phases.
-
-    ``whole_s`` is less than the sum of the phases where rollouts run ahead of the learner.
-    """
-
-    collect_s: float
-    update_s: float
-    publish_s: float
-    whole_s: float
-
-
 def code(p: Plan | None, compiled: bool) -> tuple[bool, bool]:
     """Return whether acting and learning are compiled in a placement.
 
@@ -298,33 +330,6 @@ def code(p: Plan | None, compiled: bool) -> tuple[bool, bool]:
     turns = Residency(p).turns
     acts, learns = (compiled and not turns(p.group(role)) for role in ("rollout", "actor"))
     return acts, learns and p.processes("actor") == 1
-
-
-def predicted(p: Plan | None, m: Measured, needs: Mapping[str, Need]) -> Prediction:
-    """Predict the seconds of an update of a robot policy.
-
-    Args:
-        p: The plan; None: one process.
-        m: Measurements.
-        needs: Group name -> memory, as for ``config.placement.check_memory``.
-    """
-    acts, learns = code(p, m.compiled)
-    act, learn = m.act[acts], m.learn[learns]
-    if p is None:
-        collect = m.horizon * (m.simulate.wall(m.num_envs) + act.wall(m.num_envs))
-        update = learn.wall(m.num_envs)
-        return Prediction(collect, update, 0.0, collect + update)
-    a = p.processes("actor")
-    return prediction(
-        p,
-        m,
-        needs,
-        collect=m.horizon * _cycle(p, m, act),
-        collecting=_collecting(p, m, act),
-        update=learn.wall(m.num_envs / a),
-        updating=loads(p, {"actor": learn.cpu(m.num_envs / a)}),
-        sums=sums(a, m, m.steps, m.gradient_bytes),
-    )
 
 
 def prediction(

@@ -309,7 +309,7 @@ class ClusterSystem(RunSystem):
                         for caller in REQUESTS
                         for role in self.plan.remote_roles(caller)
                     ),
-                    meets="actor" in group.roles and rank == 0,
+                    hosts_store="actor" in group.roles and rank == 0,
                 )
                 opened.append((group, call))
         replies = wait([call for _, call in opened], "start", options.start_timeout_s)
@@ -348,14 +348,14 @@ class ClusterSystem(RunSystem):
             folder = folder.parent
         try:
             with tempfile.NamedTemporaryFile(dir=folder, prefix=".embodied_ppo-") as file:
-                calls = [h.start(RayWorker.sees, file.name) for h in handles]
+                calls = [h.start(RayWorker.file_exists, file.name) for h in handles]
                 visible = wait(calls, "start", self.options.start_timeout_s)
         except OSError as error:
             raise PlacementError(
                 f"run_dir={run_dir}: cannot be written ({error.strerror}); name another"
             ) from error
-        for handle, sees in zip(handles, visible, strict=True):
-            if not sees:
+        for handle, is_visible in zip(handles, visible, strict=True):
+            if not is_visible:
                 raise PlacementError(
                     f"run_dir={run_dir}: {handle} does not see this machine's {folder}; name a"
                     " folder that all machines share under one path"
@@ -519,46 +519,45 @@ class ClusterSystem(RunSystem):
     def publish(self, version: int) -> None:
         """Send the learner's weights to all rollout processes, as ``version``."""
         with self._training():
-            self._publish(version)
-
-    def _publish(self, version: int) -> None:
-        self.version = version
-        self._move_to_phase("publish")
-        calls, ranks_of = list[Pending[Reply[None]]](), dict[str, list[int]]()
-        for rank, path in enumerate(self.paths):
-            ranks_of.setdefault(path, []).append(rank)
-        sharing = [*self.learners, *(self.actors[r] for r in ranks_of.get("share", ()))]
-        calls += [h.call(Worker.share_weights, version) for h in dict.fromkeys(sharing)]
-        first = self.learners[0]
-        # A collective deadlocks unless all ranks start it: each pack or broadcast below is followed
-        # by the join_gather of the other learners before anything is waited for.
-        if ranks := ranks_of.get("broadcast"):
-            members = [first, *(self.actors[r] for r in ranks)]
-            calls += [h.start(RayWorker.broadcast, version) for h in members]
-            calls += self._join_gather([first])
-        if ranks := ranks_of.get("store"):
-            data = first.call_for_data(Worker.pack)
-            calls += self._join_gather([first])
-            calls += [self.actors[r].call(Worker.unpack, version, data) for r in ranks]
-        if ranks := ranks_of.get("ipc"):
-            sender_of = {
-                r: self.learners[i] for r in ranks if (i := self.plan.nearest_actor(r)) is not None
-            }
-            senders = list(dict.fromkeys(sender_of.values()))
-            calls += self._join_gather(senders)
-            buffers = dict(zip(senders, self._call(senders, Worker.export_ipc), strict=True))
-            calls += [
-                self.actors[r].call(Worker.import_ipc, version, buffers[sender_of[r]])
-                for r in ranks
-            ]
-        if self.plan.max_lag:
-            # Rollout processes are collecting for a later update; waiting for them would end the
-            # overlap.
-            self._publishing += calls
-        else:
-            self._wait(calls, "publish")
-        if self.options.check_weights:
-            self._check_weights()
+            self.version = version
+            self._move_to_phase("publish")
+            calls, ranks_of = list[Pending[Reply[None]]](), dict[str, list[int]]()
+            for rank, path in enumerate(self.paths):
+                ranks_of.setdefault(path, []).append(rank)
+            sharing = [*self.learners, *(self.actors[r] for r in ranks_of.get("share", ()))]
+            calls += [h.call(Worker.share_weights, version) for h in dict.fromkeys(sharing)]
+            first = self.learners[0]
+            # A collective deadlocks unless all ranks start it: each pack or broadcast below is
+            # followed by the join_gather of the other learners before anything is waited for.
+            if ranks := ranks_of.get("broadcast"):
+                members = [first, *(self.actors[r] for r in ranks)]
+                calls += [h.call(Worker.broadcast, version) for h in members]
+                calls += self._join_gather([first])
+            if ranks := ranks_of.get("store"):
+                data = first.call_for_data(Worker.pack)
+                calls += self._join_gather([first])
+                calls += [self.actors[r].call(Worker.unpack, version, data) for r in ranks]
+            if ranks := ranks_of.get("ipc"):
+                sender_of = {
+                    r: self.learners[i]
+                    for r in ranks
+                    if (i := self.plan.nearest_actor(r)) is not None
+                }
+                senders = list(dict.fromkeys(sender_of.values()))
+                calls += self._join_gather(senders)
+                buffers = dict(zip(senders, self._call(senders, Worker.export_ipc), strict=True))
+                calls += [
+                    self.actors[r].call(Worker.import_ipc, version, buffers[sender_of[r]])
+                    for r in ranks
+                ]
+            if self.plan.max_lag:
+                # Rollout processes are collecting for a later update; waiting for them would end
+                # the overlap.
+                self._publishing += calls
+            else:
+                self._wait(calls, "publish")
+            if self.options.check_weights:
+                self._check_weights()
 
     def _join_gather(self, senders: list[WorkerHandle]) -> list[Pending[Reply[None]]]:
         """Start the other learners' part of the senders' all-gathers of sharded parameters."""
@@ -618,55 +617,48 @@ class ClusterSystem(RunSystem):
             method does not wait, and the metrics are returned by ``update``.
         """
         with self._training():
-            return self._collect(horizon, update)
-
-    def _collect(self, horizon: int, update: int) -> tuple[RemoteExperience, Metrics]:
-        self._move_to_phase("collect")
-        serving = self._serve(self.actors, *REQUESTS["rollout"], during=f"update {update}")
-        started = [h.call_split(Worker.collect, horizon, update) for h in self.actors]
-        data, calls = [data for data, _ in started], [call for _, call in started]
-        if self.plan.max_lag:
-            self._collecting += [*calls, *serving]
-            return RemoteExperience(data, calls, serving), {}
-        replies = self._wait([*calls, *serving], "collect")[: len(calls)]
-        return RemoteExperience(data), add_metrics([reply.result for reply in replies])
+            self._move_to_phase("collect")
+            serving = self._serve(self.actors, *REQUESTS["rollout"], during=f"update {update}")
+            started = [h.call_split(Worker.collect, horizon, update) for h in self.actors]
+            data, calls = [data for data, _ in started], [call for _, call in started]
+            if self.plan.max_lag:
+                self._collecting += [*calls, *serving]
+                return RemoteExperience(data, calls, serving), {}
+            replies = self._wait([*calls, *serving], "collect")[: len(calls)]
+            return RemoteExperience(data), add_metrics([reply.result for reply in replies])
 
     def update(self, experience: RemoteExperience, *, update: int) -> Metrics:
         """Train on experience, and return the metrics of all processes together."""
         with self._training():
-            metrics = self._update(experience, update)
+            metrics: Metrics = {}
+            if experience.collecting:
+                calls = [*experience.collecting, *experience.serving]
+                replies = self._wait(calls, "collect")[: len(experience.collecting)]
+                metrics = add_metrics([reply.result for reply in replies])
+                done = {call.ref for call in calls}
+                self._collecting = [call for call in self._collecting if call.ref not in done]
+            self._move_to_phase("update")
+            calls = [
+                h.call(Worker.update, update, *self._share_of(i, experience.data))
+                for i, h in enumerate(self.learners)
+            ]
+            replies = self._wait(
+                [*calls, *self._serve(self.learners, *REQUESTS["actor"])], "update"
+            )[: len(calls)]
+            self.steps += sum(reply.result[1] for reply in replies)
+            # Means are summed over the learners; other metrics are equal in all of them.
+            for tag, value in replies[0].result[0].items():
+                values = [reply.result[0][tag] for reply in replies]
+                metrics[tag] = sum(values[1:], value) if isinstance(value, Mean) else value
+            metrics["weights/moved_mb"] = self.moved_bytes / 1e6
+            metrics["time/swap_s"], self.swap_s = self.swap_s, 0.0
+            metrics |= {tag: mb / 1024 for tag, mb in self.peak_mb.items()}
+            if self._publishing:
+                refs = [call.ref for call in self._publishing]
+                ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+                self._wait([call for call in self._publishing if call.ref in ready], "publish")
+                self._publishing = [call for call in self._publishing if call.ref not in ready]
         return metrics | self._idle()
-
-    def _update(self, experience: RemoteExperience, update: int) -> Metrics:
-        metrics: Metrics = {}
-        if experience.collecting:
-            calls = [*experience.collecting, *experience.serving]
-            replies = self._wait(calls, "collect")[: len(experience.collecting)]
-            metrics = add_metrics([reply.result for reply in replies])
-            done = {call.ref for call in calls}
-            self._collecting = [call for call in self._collecting if call.ref not in done]
-        self._move_to_phase("update")
-        calls = [
-            h.call(Worker.update, update, *self._share_of(i, experience.data))
-            for i, h in enumerate(self.learners)
-        ]
-        replies = self._wait([*calls, *self._serve(self.learners, *REQUESTS["actor"])], "update")[
-            : len(calls)
-        ]
-        self.steps += sum(reply.result[1] for reply in replies)
-        # Means are summed over the learners; other metrics are equal in all of them.
-        for tag, value in replies[0].result[0].items():
-            values = [reply.result[0][tag] for reply in replies]
-            metrics[tag] = sum(values[1:], value) if isinstance(value, Mean) else value
-        metrics["weights/moved_mb"] = self.moved_bytes / 1e6
-        metrics["time/swap_s"], self.swap_s = self.swap_s, 0.0
-        metrics |= {tag: mb / 1024 for tag, mb in self.peak_mb.items()}
-        if self._publishing:
-            refs = [call.ref for call in self._publishing]
-            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
-            self._wait([call for call in self._publishing if call.ref in ready], "publish")
-            self._publishing = [call for call in self._publishing if call.ref not in ready]
-        return metrics
 
     def _share_of(self, learner: int, data: Sequence[StoreRef]) -> tuple[Any, ...]:
         """(shard, *trajectories) of one learner, the arguments of ``Worker.update``.
@@ -690,10 +682,12 @@ class ClusterSystem(RunSystem):
         serving = self._serve([first], *REQUESTS["rollout"], during="evaluation")
         return self._wait([evaluating, *serving], "evaluate")[0].result
 
-    def write(self, result: Any, source: checkpoint.Checkpoint, out: Path) -> dict[str, str | None]:
+    def write_report(
+        self, result: Any, source: checkpoint.Checkpoint, out: Path
+    ) -> dict[str, str | None]:
         """Write an evaluation's report in the first rollout process; return its files' paths."""
         paths = str(source.path.absolute()), str(out.absolute())
-        return self._call([self.actors[0]], Worker.write, result, *paths)[0]
+        return self._call([self.actors[0]], Worker.report, result, *paths)[0]
 
     def _save(self, update: int, rest: Mapping[str, Any]) -> Path:
         self._move_to_phase("save")
@@ -712,7 +706,7 @@ class ClusterSystem(RunSystem):
     def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
         self._move_to_phase("save")
         handles = list(dict.fromkeys([*self.actors, *self.learners]))
-        calls = [h.start(RayWorker.load, str(source.path.absolute())) for h in handles]
+        calls = [h.call(Worker.load, str(source.path.absolute())) for h in handles]
         self._wait(
             [
                 *calls,

@@ -55,10 +55,9 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 T_co = TypeVar("T_co", covariant=True)
 
-BuildWorker: TypeAlias = (
-    "Callable[[WorkerSpec, Exchange | None, Callable[[str], None]], tuple[Worker, Mapping[str,"
-    " Any]]]"
-)
+BuildWorker: TypeAlias = Callable[
+    [WorkerSpec, Exchange | None, Callable[[str], None]], tuple[Worker, Mapping[str, Any]]
+]
 """(spec, exchange for requests of other processes, log) -> worker, and facts for the run's summary.
 
 It is pickled.
@@ -69,7 +68,7 @@ Address: TypeAlias = tuple[str, int]
 """Host and port."""
 LOOPBACK = "127.0.0.1"
 """Address that processes listen on where all of them are on one machine."""
-LOOK_EVERY_S = 10.0
+CHECK_EVERY_S = 10.0
 """Interval between checks that processes that are waited for are alive, seconds."""
 SELF_EXPLANATORY = (ConfigError, EnvError, PlacementError, CheckpointError, TrainingError)
 """Errors whose message is complete. Other errors are reported with their traceback."""
@@ -150,7 +149,7 @@ class WorkerConnections:
 
 
 def _concurrency_group(name: str) -> Callable[[F], F]:
-    """``ray.method`` that keeps the method's type; groups of calls run concurrently."""
+    """``ray.method`` that keeps the method's type; calls of different groups run concurrently."""
     decorator: Any = ray.method(concurrency_group=name)
     return decorator
 
@@ -178,7 +177,7 @@ class RayWorker:
         """Name -> torch.distributed process group."""
 
     def open(
-        self, host: str | None, secret: str, timeout_s: float, *, serves: bool, meets: bool
+        self, host: str | None, secret: str, timeout_s: float, *, serves: bool, hosts_store: bool
     ) -> Endpoints:
         """Open the listening sockets of this process.
 
@@ -187,31 +186,31 @@ class RayWorker:
             secret: Secret of the exchange.
             timeout_s: Time limit of waiting for a request.
             serves: Open an exchange for requests of other processes.
-            meets: Open the store at which process groups meet.
+            hosts_store: Open the store at which process groups meet.
         """
-        own = host or ray.util.get_node_ip_address()
+        address = host or ray.util.get_node_ip_address()
         # By default gloo uses the address that the host name resolves to, 127.0.1.1 on Debian.
-        if name := interface(own):
+        if name := interface(address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         # By default gloo connects each pair of ranks at once, which takes a socket per pair.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         endpoints = Endpoints(os.getpid(), ray.get_runtime_context().get_node_id())
         if serves:
-            self.exchange = Exchange(own, secret, timeout_s)
+            self.exchange = Exchange(address, secret, timeout_s)
             endpoints = replace(endpoints, exchange=self.exchange.address)
-        if meets:
+        if hosts_store:
             # TCPStore listens on all interfaces unless it is given a listening socket.
-            listening = socket.create_server((own, 0))
+            listening = socket.create_server((address, 0))
             port, fd = listening.getsockname()[1], listening.detach()
             self.store = TCPStore(
-                own, port, is_master=True, wait_for_workers=False, master_listen_fd=fd
+                address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd
             )
-            endpoints = replace(endpoints, store=(own, port))
+            endpoints = replace(endpoints, store=(address, port))
         return endpoints
 
-    def sees(self, path: str) -> bool:
-        """Return whether a file exists for this process."""
+    def file_exists(self, path: str) -> bool:
+        """Return whether this process finds a file."""
         return os.path.exists(path)
 
     def build(
@@ -233,32 +232,49 @@ class RayWorker:
             client = Client(connect(address, c.secret, self.name, peer=peer, timeout_s=c.timeout_s))
             for role in roles:
                 clients.setdefault(role, []).append(client)
-        ranks: dict[str, Ranks] = {
-            name: RankGroup(self._group(name, c.store, rank, world, c.timeout_s))
-            for name, (rank, world) in c.process_groups.items()
-            if world > 1
-        }
+        ranks: dict[str, Ranks] = {}
+        for name, (rank, world) in c.process_groups.items():
+            if world > 1:
+                self.join(name, c.store, rank, world, c.timeout_s)
+                ranks[name] = RankGroup(self.groups[name])
         if c.shard and ranks:  # learners and critics are then the same processes
             from embodied_ppo.placement.fsdp import Sharded  # importing FSDP2 takes half a second
 
             ranks = dict.fromkeys(ranks, Sharded(self.groups["learners"], c.shard))
-        spec = replace(c.spec, clients=clients, **ranks)
-
-        def build() -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-            self.worker, facts = build_worker(spec, self.exchange, self.log_lines.append)
-            self.worker.finish_requests("env")
-            return facts, self.worker.env_description
-
-        return self._timed(build)
+        notice = self.log_lines.append
+        spec = replace(c.spec, clients=clients, groups=self.groups, notice=notice, **ranks)
+        start = self._clocks()
+        worker, facts = build_worker(spec, self.exchange, notice)
+        self.worker = worker
+        worker.finish_requests("env")
+        return self._reply((facts, worker.env_description), start)
 
     def join(self, name: str, address: Address, rank: int, world: int, timeout_s: float) -> None:
-        """Form a process group with other processes, see ``_group``."""
-        self._group(name, address, rank, world, timeout_s)
+        """Form the process group ``name`` with other processes.
 
-    def _group(self, name: str, address: Address, rank: int, world: int, timeout_s: float) -> Any:
-        """Form a process group. Raises ProcessLost where the others do not join in time."""
+        Args:
+            address: Address of the store at which the processes meet.
+
+        Raises:
+            ProcessLost: The others do not join in time.
+        """
+        timeout = timedelta(seconds=timeout_s)
         try:
-            return self._form_group(name, address, rank, world, timedelta(seconds=timeout_s))
+            if self.store is None or (self.store.host, self.store.port) != tuple(address):
+                self.store = TCPStore(*address, is_master=False, timeout=timeout)
+            store = PrefixStore(name, self.store)
+            if name == "learners":  # fully_shard requires the default process group
+                backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+                dist.init_process_group(
+                    backend, store=store, rank=rank, world_size=world, timeout=timeout
+                )
+                self.groups[name] = dist.group.WORLD
+            elif torch.cuda.is_available():
+                nccl = dist.ProcessGroupNCCL.Options()
+                nccl._timeout = timeout
+                self.groups[name] = dist.ProcessGroupNCCL(store, rank, world, nccl)
+            else:
+                self.groups[name] = dist.ProcessGroupGloo(store, rank, world, timeout)
         except RuntimeError as error:  # torch's DistError, or an error of gloo
             raise ProcessLost(
                 f"{name} rank {rank} of {world}: the others were not met at"
@@ -266,32 +282,13 @@ class RayWorker:
                 f" {one_line(error, kind=True)}"
             ) from error
 
-    def _form_group(
-        self, name: str, address: Address, rank: int, world: int, timeout: timedelta
-    ) -> Any:
-        if self.store is None or (self.store.host, self.store.port) != tuple(address):
-            self.store = TCPStore(*address, is_master=False, timeout=timeout)
-        store = PrefixStore(name, self.store)
-        if name == "learners":  # fully_shard requires the default process group
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world, timeout=timeout
-            )
-            self.groups[name] = dist.group.WORLD
-        elif torch.cuda.is_available():
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timeout
-            self.groups[name] = dist.ProcessGroupNCCL(store, rank, world, nccl)
-        else:
-            self.groups[name] = dist.ProcessGroupGloo(store, rank, world, timeout)
-        return self.groups[name]
-
     # ---------------------------------------------------------------------- calls, see WorkerHandle
     def call(
         self, method: Callable[Concatenate[Worker, P], T], *args: P.args, **options: P.kwargs
     ) -> Reply[T]:
         """Call a method of the worker."""
-        return self._timed(lambda: method(self._worker(), *args, **options))
+        start = self._clocks()
+        return self._reply(method(self._worker(), *args, **options), start)
 
     def call_split(
         self,
@@ -300,10 +297,9 @@ class RayWorker:
         **options: P.kwargs,
     ) -> tuple[Any, Reply[T]]:
         """Call a method that returns (data, result); they become two objects in Ray's store."""
-        reply = self._timed(lambda: method(self._worker(), *args, **options))
-        data, result = reply.result
-        reply_without_data: Any = replace(reply, result=result)
-        return data, reply_without_data
+        start = self._clocks()
+        data, result = method(self._worker(), *args, **options)
+        return data, self._reply(result, start)
 
     def call_for_data(
         self, method: Callable[Concatenate[Worker, P], Any], *args: P.args, **options: P.kwargs
@@ -311,29 +307,21 @@ class RayWorker:
         """Call a method whose result is sent to another worker; its resources are not recorded."""
         return method(self._worker(), *args, **options)
 
-    def broadcast(self, version: int) -> Reply[None]:
-        """Call ``Worker.broadcast`` with the process group "weights"."""
-        return self._timed(lambda: self._worker().broadcast(version, self.groups["weights"]))
-
-    def load(self, path: str) -> Reply[None]:
-        """Call ``Worker.load`` with the log of this process."""
-        return self._timed(lambda: self._worker().load(path, self.log_lines.append))
-
     def _worker(self) -> Worker:
         assert self.worker is not None
         return self.worker
 
-    def _timed(self, function: Callable[[], T]) -> Reply[T]:
-        """Call a function, and measure it."""
-        cpu, start = time.process_time(), time.monotonic() - self._waited_s()
-        result = function()
-        log_lines, self.log_lines[:] = list(self.log_lines), []
-        busy_s = time.monotonic() - self._waited_s() - start
-        gpu_mb = torch.cuda.max_memory_reserved() / 2**20 if torch.cuda.is_available() else 0.0
-        return Reply(result, log_lines, time.process_time() - cpu, busy_s, gpu_mb, peak_rss_mb())
+    def _clocks(self) -> tuple[float, float]:
+        """CPU seconds, and wall-clock seconds without waiting for other processes."""
+        waited_s = 0.0 if self.worker is None else self.worker.waited_s()
+        return time.process_time(), time.monotonic() - waited_s
 
-    def _waited_s(self) -> float:
-        return 0.0 if self.worker is None else self.worker.waited_s()
+    def _reply(self, result: T, start: tuple[float, float]) -> Reply[T]:
+        """The reply to a call that began at ``_clocks() == start``."""
+        log_lines, self.log_lines[:] = list(self.log_lines), []
+        cpu_s, busy_s = (end - begin for begin, end in zip(start, self._clocks(), strict=True))
+        gpu_mb = torch.cuda.max_memory_reserved() / 2**20 if torch.cuda.is_available() else 0.0
+        return Reply(result, log_lines, cpu_s, busy_s, gpu_mb, peak_rss_mb())
 
     @_concurrency_group("watch")
     def watch_simulator(self) -> None:
@@ -348,10 +336,10 @@ class RayWorker:
         for ident, frame in sys._current_frames().items():
             if ident != threading.get_ident():
                 stack = traceback.format_stack(frame)
-                ours = [i for i, line in enumerate(stack) if "embodied" in line][-6:]
-                if ours:  # the last three frames show where a library waits
+                own = [i for i, line in enumerate(stack) if "embodied" in line][-6:]
+                if own:  # the last three frames show where a library waits
                     lines = "".join(
-                        line for i, line in enumerate(stack) if i in ours or i >= len(stack) - 3
+                        line for i, line in enumerate(stack) if i in own or i >= len(stack) - 3
                     )
                     texts.append(f"thread {names.get(ident, ident)}:\n{lines}")
         return "\n".join(texts)
@@ -452,7 +440,7 @@ def wait(
     while wanted - results.keys():
         remaining_s = timeout_s - (time.monotonic() - start)
         ready, pending = ray.wait(
-            pending, num_returns=1, timeout=max(0.0, min(LOOK_EVERY_S, remaining_s))
+            pending, num_returns=1, timeout=max(0.0, min(CHECK_EVERY_S, remaining_s))
         )
         for ref in ready:
             try:

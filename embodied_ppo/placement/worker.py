@@ -6,7 +6,7 @@ Independent of Ray and of the mode.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,12 @@ class WorkerSpec:
             to.
         learners: Processes that train the actor together.
         critics: Processes that train the critic together.
+        groups: Name -> torch.distributed process group of this process.
         env_description: ``remote_envs.describe_env`` of the simulators, for processes without them;
             None: unknown.
         tensors_move: Whether the policy's tensors are offloaded or sharded, so that their addresses
             change. Compiled code and CUDA graphs, which contain addresses, are then not used.
+        notice: Called with lines for the log.
     """
 
     roles: tuple[str, ...]
@@ -55,83 +57,78 @@ class WorkerSpec:
     clients: Mapping[str, Sequence[Client]] = field(default_factory=dict)
     learners: Ranks = Ranks()
     critics: Ranks = Ranks()
+    groups: Mapping[str, Any] = field(default_factory=dict)
     env_description: Mapping[str, Any] | None = None
     tensors_move: bool = False
+    notice: Callable[[str], None] | None = None
 
 
+@dataclass(kw_only=True, eq=False)
 class Worker:
-    """The roles of one process.
+    """The roles of one process. A component that is None is in another process.
 
     The driver calls its public methods, see ``ray_worker.WorkerHandle.call``.
+
+    Attributes:
+        spec: Roles, ranks and connections.
+        policy: Model that acts or is trained here.
+        rollout: Collects experience.
+        learner: Trains the policy.
+        server: Replies to the requests of other processes.
+        count: Trajectory -> environment steps or tokens that are logged for it.
+        measure: Evaluates the policy.
+        write_report: (result of ``measure``, checkpoint, folder) -> paths of the report's files.
+        env_description: ``remote_envs.describe_env`` of the simulators.
+        initialize_models: Called once when all processes are built.
+        on_weights_updated: Called with each new version of the weights.
+        release_cache: Frees memory of the device that can be rebuilt (caches), before offloading.
+        state_tensors: Returns tensors besides the policy's in nested containers; None: the
+            learner's state.
+        version: Version of the weights: number of updates that they contain.
+        experience: Update -> experience that was collected here and not yet trained on here.
     """
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        *,
-        policy: nn.Module | None = None,
-        rollout: Collector | None = None,
-        learner: Learner | None = None,
-        server: Server | None = None,
-        count: Callable[[Trajectory], int] = lambda experience: 0,
-        measure: Callable[[], Any] | None = None,
-        write: Callable[[Any, checkpoint.Checkpoint, Path], dict[str, str | None]] | None = None,
-        env_description: Mapping[str, Any] | None = None,
-        initialize: Callable[[], None] = lambda: None,
-        on_weights_updated: Callable[[int], None] = lambda version: None,
-        release_cache: Callable[[], None] = lambda: None,
-        state_tensors: Callable[[], Any] | None = None,
-    ) -> None:
-        """Hold the components of the roles. A component that is None is in another process.
+    spec: WorkerSpec = field(kw_only=False)
+    policy: nn.Module | None = None
+    rollout: Collector | None = None
+    learner: Learner | None = None
+    server: Server | None = None
+    count: Callable[[Trajectory], int] = lambda experience: 0
+    measure: Callable[[], Any] | None = None
+    write_report: Callable[[Any, checkpoint.Checkpoint, Path], dict[str, str | None]] | None = None
+    env_description: Mapping[str, Any] | None = None
+    initialize_models: Callable[[], None] = lambda: None
+    on_weights_updated: Callable[[int], None] = lambda version: None
+    release_cache: Callable[[], None] = lambda: None
+    state_tensors: Callable[[], Any] | None = None
+    version: int = field(default=0, init=False)
+    experience: dict[int, Trajectory] = field(default_factory=dict, init=False)
+    _buffer: WeightBuffer | None = field(default=None, init=False)
+    _exported_buffer: SharedWeightBuffer | None = field(default=None, init=False)
+    _imported_buffer: Tensor | None = field(default=None, init=False)
+    _offloader: TensorOffloader | None = field(default=None, init=False)
 
-        Args:
-            spec: Roles, ranks and connections.
-            policy: Model that acts or is trained here.
-            rollout: Collects experience.
-            learner: Trains the policy.
-            server: Replies to the requests of other processes.
-            count: Trajectory -> environment steps or tokens that are logged for it.
-            measure: Evaluates the policy.
-            write: (result of ``measure``, checkpoint, folder) -> paths of the report's files.
-            env_description: ``remote_envs.describe_env`` of the simulators.
-            initialize: Called once when all processes are built.
-            on_weights_updated: Called with each new version of the weights.
-            release_cache: Frees memory of the device that can be rebuilt (caches), before
-                offloading.
-            state_tensors: Returns tensors besides the policy's in nested containers; None: the
-                learner's state.
-        """
-        self.spec, self.policy, self.rollout, self.learner, self.server = (
-            spec,
-            policy,
-            rollout,
-            learner,
-            server,
-        )
-        self.count, self.measure, self._write, self.env_description = (
-            count,
-            measure,
-            write,
-            env_description,
-        )
-        self._initialize, self._on_weights_updated = initialize, on_weights_updated
-        self._release_cache = release_cache
-        self._state_tensors = state_tensors or (
-            lambda: {} if self.learner is None else self.learner.state()
-        )
-        self.version = 0
-        """Version of the weights: number of updates that they contain."""
-        self.experience: dict[int, Trajectory] = {}
-        """Update -> experience that was collected here and not yet trained on here."""
-        self.weight_buffer: WeightBuffer | None = None
-        self.exported_buffer: SharedWeightBuffer | None = None
-        self.imported_buffer: Tensor | None = None
-        self.offloader: TensorOffloader | None = None
+    @property
+    def module(self) -> nn.Module:
+        """Return the policy of a process that has one."""
+        assert self.policy is not None
+        return self.policy
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the policy."""
+        return next(self.module.parameters()).device
+
+    @property
+    def weight_buffer(self) -> WeightBuffer:
+        """Return the buffer that ``prepare_weight_sync`` has created."""
+        assert self._buffer is not None
+        return self._buffer
 
     # --------------------------------------------------------------------------------------- phases
     def initialize(self) -> None:
         """Send the initial weights to remote models; called once when all processes are built."""
-        self._initialize()
+        self.initialize_models()
         self.finish_requests(*REQUESTS["actor"])
 
     def collect(self, horizon: int, update: int) -> tuple[Trajectory | None, Metrics]:
@@ -171,10 +168,9 @@ class Worker:
         if update in self.experience:
             trajectory = self.experience.pop(update)
         else:
-            device = next(self._parameters()).device
             # Arrays in Ray's object store are read-only and shared, so they are copied.
             chunks = [
-                tree.map(lambda x: torch.from_numpy(x).to(device, copy=True), arrays)
+                tree.map(lambda x: torch.from_numpy(x).to(self.device, copy=True), arrays)
                 for arrays in experience
             ]
             trajectory = chunks[0]
@@ -208,7 +204,7 @@ class Worker:
             # The servers wait for this message even where the evaluation fails.
             self.finish_requests(*REQUESTS["rollout"])
 
-    def write(self, result: Any, checkpoint_path: str, out: str) -> dict[str, str | None]:
+    def report(self, result: Any, checkpoint_path: str, out: str) -> dict[str, str | None]:
         """Write the report of an evaluation.
 
         Args:
@@ -219,8 +215,8 @@ class Worker:
         Returns:
             Kind of file -> path.
         """
-        assert self._write is not None
-        return self._write(result, checkpoint.open_checkpoint(checkpoint_path), Path(out))
+        assert self.write_report is not None
+        return self.write_report(result, checkpoint.open_checkpoint(checkpoint_path), Path(out))
 
     def finish_requests(self, *roles: str) -> None:
         """Notify the servers of these roles that no request follows in this phase."""
@@ -230,15 +226,10 @@ class Worker:
         ):
             client.finish()
 
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        assert self.policy is not None
-        return self.policy.parameters()
-
     # -------------------------------------------------------------------------------------- weights
     def weight_layout(self, *, frozen: bool) -> WeightLayout:
         """Return the layout of the tensors to synchronise, with or without frozen parameters."""
-        assert self.policy is not None
-        return WeightLayout.of(weight_tensors(self.policy, frozen=frozen))
+        return WeightLayout.of(weight_tensors(self.module, frozen=frozen))
 
     def prepare_weight_sync(self, layout: WeightLayout, process: str, *, frozen: bool) -> int:
         """Send or receive tensors of this layout from now on.
@@ -254,11 +245,10 @@ class Worker:
         Raises:
             PlacementError: The tensors of this process have other names or shapes.
         """
-        assert self.policy is not None
-        tensors = weight_tensors(self.policy, frozen=frozen)
+        tensors = weight_tensors(self.module, frozen=frozen)
         WeightLayout.of(tensors).check(layout, process)
-        self.weight_buffer = WeightBuffer(tensors, layout, self.spec.learners)
-        self.exported_buffer = self.imported_buffer = None
+        self._buffer = WeightBuffer(tensors, layout, self.spec.learners)
+        self._exported_buffer = self._imported_buffer = None
         return layout.total
 
     def share_weights(self, version: int) -> None:
@@ -269,7 +259,7 @@ class Worker:
     def _set_version(self, version: int) -> None:
         """Record the new version and notify the components."""
         self.version = version
-        self._on_weights_updated(version)
+        self.on_weights_updated(version)
 
     def _gather_to_act(self) -> None:
         """All-gather sharded parameters where this process acts: inference needs no collectives."""
@@ -278,42 +268,37 @@ class Worker:
 
     def join_gather(self) -> None:
         """Take part in the all-gathers of another learner that sends sharded tensors."""
-        assert self.weight_buffer is not None
         self.weight_buffer.join_gather()
 
     def pack(self) -> Any:
         """Return the bytes of the weights as a NumPy array, uint8 [bytes]."""
-        assert self.weight_buffer is not None
         size = self.weight_buffer.layout.total
         return self.weight_buffer.pack(torch.zeros(size, dtype=torch.uint8)).numpy()
 
     def unpack(self, version: int, data: Any) -> None:
         """Load the bytes that ``pack`` returned in another process."""
-        assert self.weight_buffer is not None
         self.weight_buffer.unpack(torch.from_numpy(data.copy()))
         self._set_version(version)
 
     def export_ipc(self) -> Any:
         """Write the weights to memory that processes on this device can map; return its handle."""
-        assert self.weight_buffer is not None
-        if self.exported_buffer is None:
+        if self._exported_buffer is None:
             size = self.weight_buffer.layout.total
-            self.exported_buffer = SharedWeightBuffer(size, next(self._parameters()).device)
-        self.weight_buffer.pack(self.exported_buffer.flat)
-        return self.exported_buffer.handle()
+            self._exported_buffer = SharedWeightBuffer(size, self.device)
+        self.weight_buffer.pack(self._exported_buffer.flat)
+        return self._exported_buffer.handle()
 
     def import_ipc(self, version: int, handle: Any) -> None:
         """Load the weights from the memory that ``export_ipc`` of another process has written."""
-        assert self.weight_buffer is not None
         # The sender reuses its buffer, so one mapping serves all later versions.
-        if self.imported_buffer is None:
-            self.imported_buffer = open_shared_buffer(handle, next(self._parameters()).device)
-        self.weight_buffer.unpack(self.imported_buffer)
+        if self._imported_buffer is None:
+            self._imported_buffer = open_shared_buffer(handle, self.device)
+        self.weight_buffer.unpack(self._imported_buffer)
         self._set_version(version)
 
-    def broadcast(self, version: int, group: Any) -> None:
-        """Send the weights to a process group (rank 0), or receive them (other ranks)."""
-        assert self.weight_buffer is not None
+    def broadcast(self, version: int) -> None:
+        """Send the weights to the process group "weights" (rank 0), or receive them."""
+        group = self.spec.groups["weights"]
         for bucket in self.weight_buffer.buckets():
             buffer = bucket.pack()
             group.broadcast(buffer, 0).wait()
@@ -323,8 +308,7 @@ class Worker:
 
     def checksum(self) -> tuple[int, str]:
         """Return the version of the weights, and a checksum of all tensors with frozen ones."""
-        assert self.policy is not None
-        buffer = WeightBuffer(weight_tensors(self.policy, frozen=True), ranks=self.spec.learners)
+        buffer = WeightBuffer(weight_tensors(self.module, frozen=True), ranks=self.spec.learners)
         return self.version, buffer.checksum()
 
     # ----------------------------------------------------------------------------------- offloading
@@ -340,26 +324,27 @@ class Worker:
         if self.policy is None:
             return 0
         if level < ALL:
-            self._release_cache()
-        if self.offloader is None:
-            self.offloader = TensorOffloader(self._tensors)
-        return self.offloader.move_to(level)
+            self.release_cache()
+        if self._offloader is None:
+            self._offloader = TensorOffloader(self._tensors)
+        return self._offloader.move_to(level)
 
     def _tensors(self, level: int) -> list[Tensor]:
         """The policy's tensors (WEIGHTS), or gradients and other state (ALL)."""
-        assert self.policy is not None
-        learners = self.spec.learners
-        weights = [
-            learners.local_tensor(x) for x in (*self.policy.parameters(), *self.policy.buffers())
-        ]
+        learners, policy = self.spec.learners, self.module
+        weights = [learners.local_tensor(x) for x in (*policy.parameters(), *policy.buffers())]
         if level == WEIGHTS:
             return weights
         # The learner's state may contain the policy's own tensors; a storage must belong to one
         # level only.
         weight_storages = {x.untyped_storage().data_ptr() for x in weights}
-        others = _tensors_in(self._state_tensors())
-        others += [p.grad for p in self.policy.parameters() if p.grad is not None]
-        others = map(learners.local, others)
+        if self.state_tensors is not None:
+            state = self.state_tensors()
+        else:
+            state = {} if self.learner is None else self.learner.state()
+        others = [x for x in tree.leaves(state) if isinstance(x, Tensor)]
+        others += [p.grad for p in policy.parameters() if p.grad is not None]
+        others = map(learners.local_tensor, others)
         return [
             x for x in others if x.ndim and x.untyped_storage().data_ptr() not in weight_storages
         ]
@@ -385,12 +370,10 @@ class Worker:
         Returns:
             Path of the checkpoint; "" on other ranks.
         """
-        assert self.policy is not None and self.learner is not None
+        assert self.learner is not None
         ranks = self.spec.learners
-        learner, policy = (
-            ranks.full_state(self.learner.state()),
-            ranks.full_state(self.policy.state_dict()),
-        )
+        learner = ranks.full_state(self.learner.state())
+        policy = ranks.full_state(self.module.state_dict())
         self._gather_to_act()
         if ranks.rank:
             return ""
@@ -404,23 +387,19 @@ class Worker:
             )
         )
 
-    def load(self, path: str, notice: Callable[[str], None]) -> None:
+    def load(self, path: str) -> None:
         """Continue from a checkpoint.
-
-        Args:
-            path: The checkpoint.
-            notice: Called with lines for the log.
 
         Raises:
             CheckpointError: The checkpoint does not fit this run.
         """
-        assert self.policy is not None
+        assert self.spec.notice is not None
         source = checkpoint.open_checkpoint(path)
         rank, world = self.spec.ranks.get("rollout", (0, 1))
         resume(
             source,
-            notice,
-            policy=self.policy,
+            self.spec.notice,
+            policy=self.module,
             rollout=self.rollout,
             learner=self.learner,
             rank=rank,
@@ -458,16 +437,3 @@ def broadcast_weights(module: nn.Module, ranks: Ranks) -> None:
         with torch.no_grad():
             for x in weight_tensors(module, frozen=True).values():
                 x.copy_(ranks.all_gather(x)[0])
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in nested dictionaries, lists and tuples."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [x for inner in value.values() for x in _tensors_in(inner)]
-    return (
-        [x for inner in value for x in _tensors_in(inner)]
-        if isinstance(value, (list, tuple))
-        else []
-    )

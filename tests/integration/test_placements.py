@@ -393,10 +393,12 @@ def test_on_one_machine_what_we_open_is_heard_there_alone() -> None:
     What Ray itself opens is there before (docs/security.md).
     """
     ones = [RayWorkerActor.options(num_cpus=1).remote(f"rank {i}", 1) for i in range(2)]
-    opened = [one.open.remote(LOOPBACK, "secret", 20.0, serves=False, meets=False) for one in ones]
+    opened = [
+        one.open.remote(LOOPBACK, "secret", 20.0, serves=False, hosts_store=False) for one in ones
+    ]
     pids = [told.pid for told in ray.get(opened)]
     before = set.union(*map(listening, pids))
-    told = ray.get(ones[0].open.remote(LOOPBACK, "secret", 20.0, serves=True, meets=True))
+    told = ray.get(ones[0].open.remote(LOOPBACK, "secret", 20.0, serves=True, hosts_store=True))
     ray.get([one.join.remote("weights", told.store, i, 2, 20.0) for i, one in enumerate(ones)])
     ours = set.union(*map(listening, pids)) - before
     assert len(ours) >= 4  # exchange, store, and one of the group in each

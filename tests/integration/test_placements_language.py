@@ -4,6 +4,7 @@ refused with reasons.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,10 @@ def test_what_is_to_be_compiled_is_so_in_processes_too(tmp_path: Path) -> None:
     for compile, since in (("always", 0), ("auto", None)):
         s = replace(request, config=replace(asked, compile=compile))
         made, _ = reasoning_workers.build_worker(
-            s, WorkerSpec(("rollout", "actor", "critic", "reward"), {"rollout": (0, 1)}), None
+            s,
+            WorkerSpec(("rollout", "actor", "critic", "reward"), {"rollout": (0, 1)}),
+            None,
+            ExitStack(),
         )
         assert isinstance(made.learner, Learner) and isinstance(made.learner.critic, LocalCritic)
         schedules = [x.optimizer.compile_schedule for x in (made.learner, made.learner.critic)]

@@ -21,8 +21,9 @@ from embodied_ppo import run
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import Config
 from embodied_ppo.modes.embodied import components as embodied
-from embodied_ppo.modes.embodied import mode as embodied_mode
+from embodied_ppo.modes.embodied.mode import EmbodiedMode
 from embodied_ppo.training import checkpoint, progress, run_directory
+from embodied_ppo.training.local_system import LocalSystem
 from embodied_ppo.training.logging import Log, Timer
 from embodied_ppo.training.system import RunSystem
 
@@ -305,13 +306,13 @@ def kill_at(moment: int, update: int, monkeypatch: pytest.MonkeyPatch) -> list[s
 
         monkeypatch.setattr(owner, name, call)
 
-    publish = embodied_mode.LocalSystem.publish
+    publish = LocalSystem.publish
 
-    def count(self: embodied_mode.LocalSystem, version: int) -> None:
+    def count(self: LocalSystem, version: int) -> None:
         current[0] = version
         publish(self, version)
 
-    monkeypatch.setattr(embodied_mode.LocalSystem, "publish", count)
+    monkeypatch.setattr(LocalSystem, "publish", count)
     for owner, name in STEPS_OF_A_TRANSACTION:
         interruptible(owner, name)
     return taken
@@ -343,7 +344,7 @@ def test_a_kill_between_saving_and_logging_loses_nothing(
     the same ``best``.
     """
     # Memory estimates and reports take a third each of the time of these runs.
-    monkeypatch.setattr(embodied_mode.EmbodiedMode, "can_estimate", lambda *_, **__: False)
+    monkeypatch.setattr(EmbodiedMode, "can_estimate", lambda *_, **__: False)
     monkeypatch.setattr(embodied, "write_report", lambda *_, **__: {})
 
     def train(name: str, **changes: object) -> None:
@@ -439,14 +440,14 @@ def test_an_earlier_checkpoint_branches_off_into_a_new_run(tmp_path: Path) -> No
 def test_a_failing_last_evaluation_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate = embodied_mode.LocalSystem.evaluate
+    evaluate = LocalSystem.evaluate
 
-    def dies(self: embodied_mode.LocalSystem, update: int) -> object:
+    def dies(self: LocalSystem, update: int) -> object:
         if update == 8:
             raise run.EnvError("the simulator died")
         return evaluate(self, update)
 
-    monkeypatch.setattr(embodied_mode.LocalSystem, "evaluate", dies)
+    monkeypatch.setattr(LocalSystem, "evaluate", dies)
     with pytest.raises(run.TrainingError, match="the simulator died"):
         run.train(tiny(tmp_path / "run", save_every=0), quiet=True)
     assert checkpoint.open_checkpoint(tmp_path / "run").update == 8

@@ -22,7 +22,6 @@ from embodied_ppo.placement.cost_model import (
     code,
     fitted,
     meaning,
-    predicted,
 )
 
 TWO = Hardware((2,))
@@ -72,7 +71,7 @@ def seconds(
     placement: Any, m: Measured, hardware: Hardware = TWO, *, stages: int = 1, max_lag: int = 0
 ) -> Prediction:
     p = plan(placement, hardware, stages=stages, max_lag=max_lag)
-    return predicted(p, m, nothing(p))
+    return m.predict(p, nothing(p))
 
 
 # -------------------------------------------------------------------------------------------- lines
@@ -180,7 +179,7 @@ def test_many_devices_are_cut_in_few_places() -> None:
 # -------------------------------------------------------------------------------------- predictions
 def test_in_one_process_everything_adds_up() -> None:
     # a step: 64 x 10 us + 100 us + 64 x 5 us = 1.06 ms, 100 of them; learning 20 + 64 ms
-    assert predicted(None, measured(), {}) == Prediction(
+    assert measured().predict(None, {}) == Prediction(
         pytest.approx(0.106), pytest.approx(0.084), 0.0, pytest.approx(0.190)
     )
 
@@ -266,7 +265,7 @@ def test_what_is_compiled() -> None:
         act={True: cost(1e-6), False: cost(5e-6, 100e-6)},
         learn={True: cost(1e-4), False: cost(1e-3, 20e-3)},
     )
-    assert predicted(None, m, {}).whole_s == pytest.approx(100 * 64 * 11e-6 + 64e-4)
+    assert m.predict(None, {}).whole_s == pytest.approx(100 * 64 * 11e-6 + 64e-4)
     assert seconds("fused", m).update_s == pytest.approx(0.052 + CALL_S)
 
 
@@ -285,19 +284,19 @@ def test_tensors_that_move_take_their_time() -> None:
         },
     }
     m = measured(copy_byte_s=1e-9, experience_bytes=0.0, weights_bytes=0.0)
-    still = predicted(p, measured(experience_bytes=0.0, weights_bytes=0.0), needs)
+    still = measured(experience_bytes=0.0, weights_bytes=0.0).predict(p, needs)
     # collect: 2 MB, the actor's weights (the rest went before publishing); update: 2 + 8 MB;
     # publish: 6 + 2 MB
-    assert predicted(p, m, needs).update_s - still.update_s == pytest.approx(0.020)
+    assert m.predict(p, needs).update_s - still.update_s == pytest.approx(0.020)
 
 
 # ----------------------------------------------------------------------------------------- who wins
 def best(m: Measured, devices: int) -> str:
     hardware = Hardware((devices,))
-    found: list[tuple[float, str]] = [(predicted(None, m, {}).whole_s, "local")]
+    found: list[tuple[float, str]] = [(m.predict(None, {}).whole_s, "local")]
     for choice in legal(devices).values():
         p = plan(choice.component_placement or choice.placement, hardware, stages=choice.stages)
-        found.append((predicted(p, m, nothing(p)).whole_s, choice.name))
+        found.append((m.predict(p, nothing(p)).whole_s, choice.name))
     return min(found)[1]
 
 
@@ -324,11 +323,11 @@ def test_stages_win_where_one_of_each_is_heavy() -> None:
     )
     one = plan({"env": 0, "rollout,actor": 1}, TWO)
     two = replace(one, stages=2)
-    assert predicted(two, heavy, nothing(two)).collect_s == pytest.approx(
+    assert heavy.predict(two, nothing(two)).collect_s == pytest.approx(
         # halves of 320 us and half a message each, 2 x (0.32 + 0.1) ms a step
         0.084 + CALL_S
     )
-    assert predicted(one, heavy, nothing(one)).collect_s == pytest.approx(0.148 + CALL_S)
+    assert heavy.predict(one, nothing(one)).collect_s == pytest.approx(0.148 + CALL_S)
 
 
 def test_simulators_with_a_fixed_cost_stay_together() -> None:
@@ -347,6 +346,6 @@ def test_one_core_has_nothing_to_share() -> None:
 
 def test_a_plan_of_gpus_is_predicted_by_devices() -> None:
     p = plan("hybrid", Hardware((4,), "cuda"), stages=2)
-    found = predicted(p, measured(), nothing(p))
+    found = measured().predict(p, nothing(p))
     # quarters of 64: acting 100 + 80 us, simulating 160 us: twice the busier; learning 20 + 32 ms
     assert (found.collect_s, found.update_s) == pytest.approx((0.036 + CALL_S, 0.052 + CALL_S))

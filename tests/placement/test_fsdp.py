@@ -189,7 +189,7 @@ def held(learner: Learner) -> tuple[int, int]:
     parameters = list(learner.optimizer.model.parameters())
     moments = [x for s in learner.optimizer.adamw.state.values() for x in s.values() if x.ndim]
     rest = [*moments, *(p.grad for p in parameters if p.grad is not None)]
-    local = learner.ranks.local
+    local = learner.ranks.local_tensor
     return memory_estimate.nbytes([local(p) for p in parameters]), memory_estimate.nbytes(
         [local(x) for x in rest]
     )

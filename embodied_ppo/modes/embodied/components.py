@@ -1,12 +1,12 @@
-"""Components of mode=embodied from their options: simulators, policy, rollout, learner, evaluation
-and its report.
+"""Components of mode=embodied from their options.
+
+Simulators, policy, rollout, learner, evaluation and its report.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +17,6 @@ import torch
 
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.algorithms.learner import Learner
-from embodied_ppo.config import loader
 from embodied_ppo.config.batch_sizes import batches, total_updates
 from embodied_ppo.config.schema import (
     AlgorithmConfig,
@@ -28,26 +27,24 @@ from embodied_ppo.config.schema import (
 )
 from embodied_ppo.core import compile, watchdog
 from embodied_ppo.core.collectives import Ranks
-from embodied_ppo.core.random import env_seeds, sampling_key
-from embodied_ppo.core.types import ConfigError, Discrete, Policy, ProgressCallback, VectorEnv
+from embodied_ppo.core.random import sampling_key
+from embodied_ppo.core.types import ConfigError, Discrete, Policy, VectorEnv
 from embodied_ppo.data.lerobot_reader import read as read_demonstrations
 from embodied_ppo.evaluation import episodes as evaluation
-from embodied_ppo.evaluation import report, video
+from embodied_ppo.evaluation import video
 from embodied_ppo.evaluation.episodes import EvaluationResult
 from embodied_ppo.imitation import behavior_cloning, expert_demos
 from embodied_ppo.models.actor_critic import ActorCritic
-from embodied_ppo.models.vla import pretrained
 from embodied_ppo.models.vla.action_tokens import TokenVLA
 from embodied_ppo.models.vla.flow_matching import FlowVLA
 from embodied_ppo.models.vla.gaussian import GaussianVLA
 from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
-from embodied_ppo.modes.base import Evaluator, RunRequest, TaskFiles
+from embodied_ppo.modes import base
+from embodied_ppo.modes.base import RunRequest, TaskFiles, TrainedRun, WriteReport, Written
 from embodied_ppo.placement.remote_envs import EnvDescription
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training import checkpoint
-from embodied_ppo.training.logging import numbers
-from embodied_ppo.training.run_directory import versions
 
 
 # ------------------------------------------------------------------------------------- environments
@@ -75,7 +72,26 @@ def make_env(
     watchdog.describe(env_id=config.id)
     watchdog.set_limit(config.step_timeout_s)
     with task_files().working_folder(), watchdog.constructing:
-        return _make_env(seeds, config, device, render, size)
+        return importlib.import_module("embodied_envs").make(
+            config.id,
+            num_envs=len(seeds),
+            seeds=seeds,
+            simulator=config.simulator,
+            num_threads=config.num_threads or None,
+            max_episode_steps=config.max_episode_steps,
+            action_mapping=config.action_mapping,
+            success_key=config.success_key,
+            obs_keys=config.obs_keys,
+            action_chunk=config.action_chunk,
+            cameras=config.cameras,
+            image_size=(config.image_size, config.image_size),
+            randomize=config.randomize,
+            ranges=config.ranges,
+            kwargs=config.kwargs,
+            device=device,
+            render=render,
+            render_size=(size, size),
+        )
 
 
 def task_files() -> Any:
@@ -84,44 +100,17 @@ def task_files() -> Any:
 
 
 def stored_task(source: checkpoint.Checkpoint, run_dir: Path) -> TaskFiles | None:
-    """Return the files of the user's task that a checkpoint was trained with; None: its run stored
-    none.
+    """Return the files of the user's task that a checkpoint was trained with.
+
+    None: its run stored none.
 
     Raises:
         CheckpointError: The stored files are damaged.
     """
     digest = str(source.manifest.get("task_hash"))
-    return (
-        task_files().read(run_dir / "task" / digest)
-        if re.fullmatch("[0-9a-f]{12}", digest)
-        else None
-    )
-
-
-def _make_env(
-    seeds: list[int], config: EnvConfig, device: torch.device, render: bool, size: int
-) -> VectorEnv:
-    """Call ``embodied_envs.make`` with the options."""
-    return importlib.import_module("embodied_envs").make(
-        config.id,
-        num_envs=len(seeds),
-        seeds=seeds,
-        simulator=config.simulator,
-        num_threads=config.num_threads or None,
-        max_episode_steps=config.max_episode_steps,
-        action_mapping=config.action_mapping,
-        success_key=config.success_key,
-        obs_keys=config.obs_keys,
-        action_chunk=config.action_chunk,
-        cameras=config.cameras,
-        image_size=(config.image_size, config.image_size),
-        randomize=config.randomize,
-        ranges=config.ranges,
-        kwargs=config.kwargs,
-        device=device,
-        render=render,
-        render_size=(size, size),
-    )
+    if not re.fullmatch("[0-9a-f]{12}", digest):
+        return None
+    return task_files().read(run_dir / "task" / digest)
 
 
 def evaluation_env(config: Config) -> EnvConfig:
@@ -144,51 +133,37 @@ FAMILIES: dict[str, type[TokenVLA] | type[FlowVLA] | type[GaussianVLA]] = {
 
 
 AnyPolicy: TypeAlias = "ActorCritic | behavior_cloning.Family"
-Written: TypeAlias = "dict[str, str | None]"
-"""Paths of a report's files."""
 
 
 # --------------------------------------------------------------------------- policy and compilation
 def make_policy(config: Config, env: VectorEnv | EnvDescription) -> AnyPolicy:
-    """Return the policy of ``config.model`` for the spaces of ``env``, with weights from
-    ``config.seed``.
+    """Return the policy of ``config.model`` for the spaces of ``env``; the seed sets its weights.
 
     Raises:
         ConfigError: The policy family lacks what an option needs, or a directory of weights does
             not fit.
     """
-    a, chunk = config.algorithm, config.env.action_chunk
-    values = chunk if a.reward_type == "action_level" else 1
+    a, m, chunk = config.algorithm, config.model, config.env.action_chunk
+    spaces = env.obs_spec, env.action_spec, m
+    sizes: dict[str, Any] = {
+        "chunk": chunk,
+        "values": chunk if a.reward_type == "action_level" else 1,
+    }
+    sentences, mapping = getattr(env, "instructions", ()), config.env.action_mapping
     with torch.random.fork_rng():
         torch.manual_seed(sampling_key(config.seed, "weights"))
-        if config.model.policy == "actor_critic":
-            policy = ActorCritic(
-                env.obs_spec, env.action_spec, config.model, chunk=chunk, values=values
-            )
-        elif config.model.checkpoint is not None:
-            options: dict[str, Any] = {
-                "chunk": chunk,
-                "mapping": config.env.action_mapping,
-                "values": values,
-                "sentences": getattr(env, "instructions", ()),
-            }
-            if config.model.policy == "flow":
-                policy = PI0(env.obs_spec, env.action_spec, config.model, **options)
-            else:
-                closes = getattr(env, "gripper_closes", None)
-                policy = CheckpointVLA(
-                    env.obs_spec, env.action_spec, config.model, closes=closes, **options
-                )
+        if m.policy == "actor_critic":
+            policy = ActorCritic(*spaces, **sizes)
+        elif m.checkpoint is None:
+            policy = FAMILIES[m.policy](*spaces, sentences=sentences, **sizes)
+            policy.freeze(m.freeze_trunk)
+        elif m.policy == "flow":
+            policy = PI0(*spaces, mapping=mapping, sentences=sentences, **sizes)
         else:
-            policy = FAMILIES[config.model.policy](
-                env.obs_spec,
-                env.action_spec,
-                config.model,
-                chunk=chunk,
-                sentences=getattr(env, "instructions", ()),
-                values=values,
+            closes = getattr(env, "gripper_closes", None)
+            policy = CheckpointVLA(
+                *spaces, mapping=mapping, sentences=sentences, closes=closes, **sizes
             )
-            policy.freeze(config.model.freeze_trunk)
     if not isinstance(policy, ActorCritic) or policy.kind != "categorical":
         for path, on in (("kl_loss_type", a.use_kl_loss), ("kl_penalty", a.use_kl_in_reward)):
             if on and getattr(a, path) == "full":
@@ -204,8 +179,9 @@ def make_policy(config: Config, env: VectorEnv | EnvDescription) -> AnyPolicy:
 
 
 COMPILE_AFTER = 8192
-"""Optimiser steps after which compile=auto switches to compiled code: about as long as compilation
-takes.
+"""Optimiser steps after which compile=auto switches to compiled code.
+
+They take about as long as compilation.
 """
 
 
@@ -226,36 +202,33 @@ def compile_from(
     a = config.algorithm
     if config.compile == "never":
         return None, "compile=never"
-    immediately = (
-        config.compile == "always" or device.type == "cuda"
-    )  # a CUDA graph is captured in a moment
+    # Capturing a CUDA graph takes a moment, compilation for the CPU minutes.
+    immediately = config.compile == "always" or device.type == "cuda"
     since = 0 if immediately else -(-COMPILE_AFTER // batches(config).actor.steps)
     if since >= total_updates(config):
-        return (
-            None,
-            (
-                f"compile=auto starts after {COMPILE_AFTER} optimiser steps, in update {since + 1},"
-                f" and the run has {total_updates(config)}"
-            ),
+        reason = (
+            f"compile=auto starts after {COMPILE_AFTER} optimiser steps, in update {since + 1},"
+            f" and the run has {total_updates(config)}"
         )
-    why = compile.unavailable_reason() if device.type == "cpu" else ""
+        return None, reason
+    obstacle = compile.unavailable_reason() if device.type == "cpu" else ""
     if a.micro_batch_size is not None and a.micro_batch_size < a.global_batch_size:
-        why = "algorithm.micro_batch_size cuts minibatches; leave it null"
+        obstacle = "algorithm.micro_batch_size cuts minibatches; leave it null"
     if (a.rollout_micro_batch_size or config.env.num_envs) < config.env.num_envs // parts:
-        why = (
+        obstacle = (
             "algorithm.rollout_micro_batch_size cuts the observations that are acted on; leave it"
             " null"
         )
     if config.model.checkpoint is not None:
-        why = "the model of model.checkpoint runs as it is"
+        obstacle = "the model of model.checkpoint runs as it is"
     if config.cloning.coef:
-        why = "cloning.coef adds demonstrations to minibatches; leave it 0"
-    if not why:
+        obstacle = "cloning.coef adds demonstrations to minibatches; leave it 0"
+    if not obstacle:
         return since, ""
     if config.compile == "always":
-        raise ConfigError(f"compile=always: {why}; or use compile=auto")
-    notice(f"compile: not used, {why}")
-    return None, why
+        raise ConfigError(f"compile=always: {obstacle}; or use compile=auto")
+    notice(f"compile: not used, {obstacle}")
+    return None, obstacle
 
 
 def check_evaluation(config: Config, device: torch.device) -> None:
@@ -277,9 +250,7 @@ def check_evaluation(config: Config, device: torch.device) -> None:
 
 
 def _unread_options(config: Config, env: VectorEnv) -> Iterator[str]:
-    """Yield a line for each option without effect in this task, and for a horizon that cuts all
-    episodes.
-    """
+    """Yield lines about options without effect, and a horizon that cuts all episodes."""
     if isinstance(env.action_spec, Discrete):
         default = Config()
         for path in ("env.action_mapping", "model.state_dependent_std", "model.init_log_std"):
@@ -287,12 +258,12 @@ def _unread_options(config: Config, env: VectorEnv) -> Iterator[str]:
             value = getattr(getattr(config, section), name)
             if value != getattr(getattr(default, section), name):
                 yield f"{path}={value}: not read, the actions of {env.id} are discrete"
-    horizon, clock = config.algorithm.horizon, env.max_episode_steps
-    if config.env.restart_each_rollout and clock is not None and horizon < clock:
+    horizon, limit = config.algorithm.horizon, env.max_episode_steps
+    if config.env.restart_each_rollout and limit is not None and horizon < limit:
         yield (
             f"algorithm.horizon={horizon}: with env.restart_each_rollout=true only the first"
-            f" {horizon} of up to {clock} steps of an episode are ever seen; set"
-            f" algorithm.horizon={clock} to see all"
+            f" {horizon} of up to {limit} steps of an episode are ever seen; set"
+            f" algorithm.horizon={limit} to see all"
         )
 
 
@@ -301,7 +272,7 @@ def make_rollout(
     config: Config,
     env: VectorEnv,
     policy: Policy,
-    later: compile.CompileSchedule,
+    schedule: compile.CompileSchedule,
     *,
     stage: int = 0,
     stages: int = 1,
@@ -309,7 +280,7 @@ def make_rollout(
     """Return the collector of experience.
 
     Args:
-        later: When acting switches to compiled code.
+        schedule: When acting switches to compiled code.
         stage: Which of the ``stages`` parts of the environments this rollout steps.
     """
     a = config.algorithm
@@ -323,7 +294,7 @@ def make_rollout(
         stagger=config.env.stagger,
         gamma=a.gamma if a.chunk_reward == "discounted" else 1.0,
         rows=a.rollout_micro_batch_size,
-        later=later,
+        later=schedule,
         stage=stage,
         stages=stages,
     )
@@ -332,13 +303,13 @@ def make_rollout(
 def make_learner(
     request: RunRequest,
     policy: AnyPolicy,
-    later: compile.CompileSchedule,
+    schedule: compile.CompileSchedule,
     ranks: Ranks | None = None,
 ) -> Learner:
     """Return the learner of a policy.
 
     Args:
-        later: When minibatches switch to compiled code.
+        schedule: When minibatches switch to compiled code.
         ranks: Processes that learn together; None: this one alone.
 
     Raises:
@@ -360,7 +331,7 @@ def make_learner(
         num_envs=config.env.num_envs,
         updates=request.updates,
         seed=config.seed,
-        compile_schedule=later,
+        compile_schedule=schedule,
         dump_dir=request.run_dir,
         notice=request.notice,
         auxiliary_loss=auxiliary_loss,
@@ -381,7 +352,7 @@ def measure(
     factory: Callable[[list[int]], VectorEnv],
     on_episode: Callable[[Any], None] = lambda episode: None,
 ) -> EvaluationResult:
-    """Evaluate a policy as the options say; ``on_episode`` is called with each finished episode."""
+    """Evaluate a policy with the options ``e``; call ``on_episode`` with each finished episode."""
     return evaluation.evaluate(
         policy,
         factory,
@@ -394,9 +365,7 @@ def measure(
     )
 
 
-def writer(
-    request: RunRequest, policy: AnyPolicy
-) -> Callable[[EvaluationResult, checkpoint.Checkpoint, Path], Written]:
+def writer(request: RunRequest, policy: AnyPolicy) -> WriteReport:
     """Return the function that writes the report of an evaluation of ``policy``."""
     e = request.config.evaluation
 
@@ -419,9 +388,7 @@ def writer(
 
 
 def clone(request: RunRequest, policy: AnyPolicy) -> dict[str, float]:
-    """Train ``policy`` on demonstrations if ``cloning.steps`` is set; return facts for the
-    summary.
-    """
+    """Clone demonstrations if ``cloning.steps`` is set; return facts for the summary."""
     if not request.config.cloning.steps or not request.fresh_start:
         return {}
     assert not isinstance(policy, ActorCritic)  # refused by validation
@@ -431,8 +398,11 @@ def clone(request: RunRequest, policy: AnyPolicy) -> dict[str, float]:
 def log_settings(
     request: RunRequest, env: VectorEnv, policy: AnyPolicy, compiled_since: int | None, reason: str
 ) -> None:
-    """Add the lines of the log that precede the first update; the last two arguments: of
-    ``compile_from``.
+    """Add the lines of the log that precede the first update.
+
+    Args:
+        compiled_since: First update of compiled code, from ``compile_from``.
+        reason: Why there is none, from ``compile_from``.
     """
     config = request.config
     request.early.extend(_unread_options(config, env))
@@ -449,76 +419,22 @@ def log_settings(
     )
 
 
-# ------------------------------------------------------------------------------ evaluate and export
-def evaluator(
-    config: EvaluateConfig,
-    trained: Config,
-    source: checkpoint.Checkpoint,
-    *,
-    run_dir: Path,
-    device: torch.device,
-    say: Callable[[str], None],
-) -> Evaluator:
-    """Load a checkpoint for its evaluation; see ``Mode.evaluator``.
+# ------------------------------------------------------------------------------ trained checkpoints
+def evaluated_task(run: TrainedRun, env: EnvConfig, *, allow: bool) -> TaskFiles | None:
+    """Return the files of the user's task that an evaluation executes.
 
-    Raises:
-        CheckpointError, ConfigError, EnvError: Before anything is written.
+    Args:
+        env: Options of the evaluated environment.
+        allow: Whether the files may differ from those of the training.
+
+    Returns:
+        The files; None: the task belongs to an installed package.
     """
-    evaluation.evaluation_seeds(config.seed, config.episodes)  # raises before anything is built
-    base = loader.dump(evaluation_env(trained))
-    kwargs = {**base["kwargs"], **dict(config.env.get("kwargs") or {})}
-    env_config = loader.load(EnvConfig, {**base, **config.env, "kwargs": kwargs}, source="env")
-    task = _evaluated_task(env_config, source, run_dir, allow=config.allow_changed_task, say=say)
-    factory = functools.partial(make_env, config=env_config, device=device, task=task)
-    probe = factory(env_seeds(0, 0, 1))
-    try:
-        policy = make_policy(replace(trained, env=env_config), probe)
-    finally:
-        probe.close()
-    checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
-
-    if not config.deterministic:
-        sampling_temperature(policy, config.temperature)
-
-    def evaluate(out: Path, advance: ProgressCallback) -> dict[str, Any]:
-        done = itertools.count(1)
-        advance("episodes", 0, config.episodes)
-        result = measure(
-            config, policy, factory, lambda _: advance("episodes", next(done), config.episodes)
-        )
-        written = write_report(
-            replace(trained, env=env_config),
-            result,
-            policy=policy,
-            source=source,
-            run_dir=run_dir,
-            out=out,
-            task=task,
-            video_episodes=config.video_episodes if config.video else 0,
-            video_steps=config.video_steps,
-            video_size=config.video_size,
-        )
-        return {**numbers(result.metrics()), "ci95": result.intervals(), **written}
-
-    return evaluate
-
-
-def _evaluated_task(
-    env: EnvConfig,
-    source: checkpoint.Checkpoint,
-    run_dir: Path,
-    *,
-    allow: bool,
-    say: Callable[[str], None],
-) -> TaskFiles | None:
-    """Return the files of the user's task that the evaluation executes; None: the task is
-    installed.
-    """
-    stored = stored_task(source, run_dir)
+    stored = stored_task(run.source, run.run_dir)
     if stored is not None and stored.id != env.id:
         return task_files().collect(env.id, env.kwargs)
-    task = task_files().for_evaluation(env.id, env.kwargs, stored, allow=allow, say=say)
-    return None if task is None else task.without_data(run_dir)
+    task = task_files().for_evaluation(env.id, env.kwargs, stored, allow=allow, say=run.say)
+    return None if task is None else task.without_data(run.run_dir)
 
 
 def sampling_temperature(policy: Policy, temperature: float) -> float | None:
@@ -534,65 +450,6 @@ def sampling_temperature(policy: Policy, temperature: float) -> float | None:
             f"temperature = {temperature:g}: model.policy=actor_critic has none; leave it out"
         )
     return None
-
-
-def export(
-    trained: Config,
-    source: checkpoint.Checkpoint,
-    out: Path,
-    *,
-    run_dir: Path,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    """Write the directory of model.checkpoint with the trained weights, read it back and compare.
-
-    Raises:
-        CheckpointError, ConfigError, EnvError: The policy has no published layout, or cannot be
-            written.
-    """
-    if trained.model.checkpoint is None or trained.model.policy != "token":
-        raise ConfigError(
-            f"checkpoint={source.path.name}: is a robot policy"
-            f" (model.policy={trained.model.policy}); export writes language models, and"
-            " model.policy=token with model.checkpoint. docs/tutorial.md, section 6, loads"
-            f" {source.path / checkpoint.POLICY}"
-        )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"out={out}: is not an empty directory; name a new one")
-    task = _evaluated_task(trained.env, source, run_dir, allow=False, say=say)
-    env = make_env(
-        env_seeds(0, 0, 2),
-        config=replace(trained.env, num_envs=2),
-        device=torch.device("cpu"),
-        task=task,
-    )
-    try:
-        policy = make_policy(trained, env)
-        assert isinstance(policy, CheckpointVLA) and trained.model.checkpoint is not None
-        checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
-        obs = env.reset()
-        before = policy.act(policy.encode(obs))
-        try:
-            pretrained.export(policy, trained.model.checkpoint, out)
-        except OSError as error:
-            raise ConfigError(
-                f"out={out}: cannot be written ({error.strerror}); name another directory"
-            ) from error
-        merged = replace(trained.model, checkpoint=str(out), lora_rank=0)
-        exported = make_policy(replace(trained, model=merged), env)
-        assert isinstance(exported, CheckpointVLA)
-        after = exported.evaluate(exported.encode(obs), before.action, before.replay)
-        difference = after.log_prob - before.log_prob
-    finally:
-        env.close()
-    size = sum(file.stat().st_size for file in out.iterdir())
-    largest = float(difference.detach().abs().max())
-    return {
-        "checkpoint": str(source.path),
-        "out": str(out),
-        "mb": round(size / 1e6, 1),
-        "logit_difference": largest,
-    }
 
 
 def write_report(
@@ -646,26 +503,19 @@ def write_report(
         )
     elif notice is not None:
         notice("no video: evaluation.video_episodes=0")
-    written = report.write(
-        out,
+    files = base.write_report(
+        config,
         result.by_kind(),
-        checkpoint=source.path.name,
-        update=source.update,
-        steps=int(source.manifest["env_steps"]),
-        config=loader.relevant(config) | {"run_dir": None},
-        config_hash=str(source.manifest["config_hash"]),
-        versions=versions(),
+        source=source,
+        run_dir=run_dir,
+        out=out,
+        unit="env_steps",
         task={
             "hash": None if task is None else task.hash,
             "hash_in_training": source.manifest.get("task_hash"),
             "files": {} if task is None else {file.name: file.digest for file in task.files},
         },
-        curves=report.rows(run_dir),
         video=recorded,
     )
-    path = (
-        None
-        if recorded is None or recorded.path is None
-        else str(run_dir / "videos" / recorded.path.name)
-    )
-    return {"report": str(written.html), "report_json": str(written.json), "video": path}
+    path = None if recorded is None else recorded.path
+    return {**files, "video": None if path is None else str(run_dir / "videos" / path.name)}

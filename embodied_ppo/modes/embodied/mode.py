@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from embodied_ppo.config import placement
-from embodied_ppo.config.batch_sizes import batches, steps_per_update
-from embodied_ppo.config.schema import Config, EvaluateConfig
-from embodied_ppo.core import compile
+from embodied_ppo.config import loader, placement
+from embodied_ppo.config.batch_sizes import batches
+from embodied_ppo.config.schema import Config, EnvConfig, EvaluateConfig
 from embodied_ppo.core.random import env_seeds
+from embodied_ppo.core.types import ConfigError, ProgressCallback
+from embodied_ppo.evaluation.episodes import evaluation_seeds
+from embodied_ppo.models.vla import pretrained
+from embodied_ppo.models.vla.pretrained import CheckpointVLA
 from embodied_ppo.modes.base import (
-    CostModel,
     Evaluator,
     MemoryEstimator,
     Mode,
-    RunComponents,
     RunRequest,
     TaskFiles,
+    TrainedRun,
+    writing,
 )
 from embodied_ppo.modes.embodied import components
 from embodied_ppo.modes.embodied.memory import EmbodiedMemoryEstimator
@@ -32,7 +37,7 @@ from embodied_ppo.placement import cost_model
 from embodied_ppo.placement.channels import Exchange
 from embodied_ppo.placement.worker import Worker, WorkerSpec
 from embodied_ppo.training import checkpoint
-from embodied_ppo.training.local_system import LocalSystem
+from embodied_ppo.training.logging import numbers
 
 
 class EmbodiedMode(Mode):
@@ -85,7 +90,7 @@ class EmbodiedMode(Mode):
         return a.horizon if a.minibatch_unit == "column" else 1
 
     # ---------------------------------------------------------------------------------------- build
-    def title(self, config: Config) -> str:
+    def title(self, config: Config, size: int | None = None) -> str:
         return config.env.id
 
     def horizon(self, config: Config) -> int:
@@ -104,70 +109,88 @@ class EmbodiedMode(Mode):
             config.env.id, config.env.kwargs, stored, allow=config.allow_changed_task, say=say
         )
 
-    def build_local(self, request: RunRequest, stack: ExitStack) -> RunComponents:
-        config, device, task = request.config, request.device, request.task
-        seeds = env_seeds(config.seed, 0, config.env.num_envs, config.algorithm.group_size)
-        env = components.make_env(seeds, config=config.env, device=device, task=task)
-        stack.callback(env.close)
-        policy = components.make_policy(config, env)
-        components.check_evaluation(config, device)
-        facts = components.clone(request, policy)
-        compiled_since, reason = components.compile_from(config, device, request.notice)
-        components.log_settings(request, env, policy, compiled_since, reason)
-
-        def compile_schedule() -> compile.CompileSchedule:
-            required = config.compile == "always"
-            return compile.CompileSchedule(compiled_since, required=required, notice=request.notice)
-
-        make_evaluation_env = functools.partial(
-            components.make_env,
-            config=components.evaluation_env(config),
-            device=device,
-            task=task,
-        )
-        system = LocalSystem(
-            self.records(request),
-            policy=policy,
-            rollout=components.make_rollout(config, env, policy, compile_schedule()),
-            learner=components.make_learner(request, policy, compile_schedule()),
-            count=lambda experience: steps_per_update(config),
-            measure=functools.partial(
-                components.measure, config.evaluation, policy, make_evaluation_env
-            ),
-        )
-        writer = components.writer(request, policy)
-        return RunComponents(system, self.title(config), writer, facts)
-
     def build_worker(
-        self, request: RunRequest, spec: WorkerSpec, exchange: Exchange | None
+        self, request: RunRequest, spec: WorkerSpec, exchange: Exchange | None, stack: ExitStack
     ) -> tuple[Worker, Mapping[str, Any]]:
-        return build_worker(request, spec, exchange)
+        return build_worker(request, spec, exchange, stack)
 
     # ---------------------------------------------------------------------------------- checkpoints
     def evaluator(
-        self,
-        config: EvaluateConfig,
-        trained: Config,
-        source: checkpoint.Checkpoint,
-        *,
-        run_dir: Path,
-        device: torch.device,
-        say: Callable[[str], None],
+        self, run: TrainedRun, options: EvaluateConfig, device: torch.device
     ) -> Evaluator:
-        return components.evaluator(
-            config, trained, source, run_dir=run_dir, device=device, say=say
+        evaluation_seeds(options.seed, options.episodes)  # raises before anything is built
+        base = loader.dump(components.evaluation_env(run.config))
+        kwargs = {**base["kwargs"], **dict(options.env.get("kwargs") or {})}
+        env_config = loader.load(EnvConfig, {**base, **options.env, "kwargs": kwargs}, source="env")
+        task = components.evaluated_task(run, env_config, allow=options.allow_changed_task)
+        config = replace(run.config, env=env_config)
+        factory = functools.partial(
+            components.make_env, config=env_config, device=device, task=task
         )
+        probe = factory(env_seeds(0, 0, 1))
+        try:
+            policy = components.make_policy(config, probe)
+        finally:
+            probe.close()
+        run.load_weights(policy)
+        if not options.deterministic:
+            components.sampling_temperature(policy, options.temperature)
 
-    def export(
-        self,
-        trained: Config,
-        source: checkpoint.Checkpoint,
-        out: Path,
-        *,
-        run_dir: Path,
-        say: Callable[[str], None],
-    ) -> dict[str, Any]:
-        return components.export(trained, source, out, run_dir=run_dir, say=say)
+        def evaluate(out: Path, advance: ProgressCallback) -> dict[str, Any]:
+            finished = itertools.count(1)
+            advance("episodes", 0, options.episodes)
+            result = components.measure(
+                options,
+                policy,
+                factory,
+                lambda _: advance("episodes", next(finished), options.episodes),
+            )
+            files = components.write_report(
+                config,
+                result,
+                policy=policy,
+                source=run.source,
+                run_dir=run.run_dir,
+                out=out,
+                task=task,
+                video_episodes=options.video_episodes if options.video else 0,
+                video_steps=options.video_steps,
+                video_size=options.video_size,
+            )
+            return {**numbers(result.metrics()), "ci95": result.intervals(), **files}
+
+        return evaluate
+
+    def check_export(self, run: TrainedRun) -> None:
+        model, path = run.config.model, run.source.path
+        if model.checkpoint is None or model.policy != "token":
+            raise ConfigError(
+                f"checkpoint={path.name}: is a robot policy (model.policy={model.policy}); export"
+                " writes language models, and model.policy=token with model.checkpoint."
+                f" docs/tutorial.md, section 6, loads {path / checkpoint.POLICY}"
+            )
+
+    def write_model(self, run: TrainedRun, out: Path) -> float:
+        config = replace(run.config, env=replace(run.config.env, num_envs=2))
+        task = components.evaluated_task(run, config.env, allow=False)
+        env = components.make_env(
+            env_seeds(0, 0, 2), config=config.env, device=torch.device("cpu"), task=task
+        )
+        try:
+            policy = components.make_policy(config, env)
+            assert isinstance(policy, CheckpointVLA) and config.model.checkpoint is not None
+            run.load_weights(policy)
+            obs = env.reset()
+            before = policy.act(policy.encode(obs))
+            with writing(out):
+                pretrained.export(policy, config.model.checkpoint, out)
+            merged = replace(config.model, checkpoint=str(out), lora_rank=0)
+            exported = components.make_policy(replace(config, model=merged), env)
+            assert isinstance(exported, CheckpointVLA)
+            after = exported.evaluate(exported.encode(obs), before.action, before.replay)
+        finally:
+            env.close()
+        return float((after.log_prob - before.log_prob).detach().abs().max())
 
     # ------------------------------------------------------------------------------------ profiling
     def choices(
@@ -177,6 +200,5 @@ class EmbodiedMode(Mode):
 
     def cost_model(
         self, request: RunRequest, update: int, plans: Sequence[placement.Plan | None]
-    ) -> CostModel:
-        costs = profile(request, update, plans)
-        return CostModel(costs, lambda plan, needs: cost_model.predicted(plan, costs, needs))
+    ) -> cost_model.Machine:
+        return profile(request, update, plans)

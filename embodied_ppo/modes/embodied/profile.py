@@ -17,7 +17,7 @@ from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import compile, tree
 from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import VectorEnv
-from embodied_ppo.modes.base import RunRequest
+from embodied_ppo.modes.base import RunRequest, compile_schedule
 from embodied_ppo.modes.embodied import components
 from embodied_ppo.modes.embodied.components import share_of
 from embodied_ppo.modes.profile import (
@@ -133,10 +133,7 @@ class _Probe:
         self.trajectory: Any = None
 
     def _compile_schedule(self, on: bool) -> compile.CompileSchedule:
-        required = self.request.config.compile == "always"
-        schedule = compile.CompileSchedule(
-            self.compiled_since if on else None, required=required, notice=self.request.notice
-        )
+        schedule = compile_schedule(self.request, self.compiled_since if on else None)
         self.stack.callback(schedule.close)
         return schedule
 

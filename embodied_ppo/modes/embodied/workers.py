@@ -1,10 +1,10 @@
-"""The worker processes of a robot policy's run: simulators, policy, rollouts and learner of one
-process.
-"""
+"""Construct the roles of one process of a robot policy's run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,10 @@ import torch
 
 from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.config.batch_sizes import steps_per_update
-from embodied_ppo.core import compile
 from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import VectorEnv
 from embodied_ppo.evaluation.episodes import EvaluationResult
-from embodied_ppo.modes.base import TURNS, RunRequest
+from embodied_ppo.modes.base import TURNS, RunRequest, WriteReport, Written, compile_schedule
 from embodied_ppo.modes.embodied import components
 from embodied_ppo.modes.workers import shard_notice
 from embodied_ppo.placement.channels import Exchange, Server
@@ -33,7 +32,7 @@ from embodied_ppo.training import checkpoint
 
 
 def build_worker(
-    request: RunRequest, spec: WorkerSpec, exchange: Exchange | None
+    request: RunRequest, spec: WorkerSpec, exchange: Exchange | None, stack: ExitStack
 ) -> tuple[Worker, Mapping[str, Any]]:
     """Build the roles of one process; see ``Mode.build_worker``.
 
@@ -44,9 +43,7 @@ def build_worker(
     config, roles, learners = request.config, spec.roles, spec.learners
     server = None
     if exchange is not None:
-        server = Server(
-            EnvService(lambda kind, seeds: _local_simulators(request, seeds, kind)), exchange
-        )
+        server = Server(EnvService(partial(_local_simulators, request)), exchange)
     if roles == ("env",):
         return Worker(spec, server=server), {}
     rank, world = spec.ranks.get("rollout", (0, 1))
@@ -55,42 +52,38 @@ def build_worker(
         seeds = env_seeds(config.seed, 0, config.env.num_envs, config.algorithm.group_size)
         n = config.env.num_envs // stages
         for stage in range(rank * spec.stages, (rank + 1) * spec.stages):
-            envs.append(_simulators(request, spec, seeds[stage * n : stage * n + n], "train"))
-    spaces = (
-        describe_env(envs[0]) if envs else spec.env_description or _describe_simulators(request)
-    )
+            env = _simulators(request, spec, "train", seeds[stage * n : stage * n + n])
+            envs.append(env)
+            stack.callback(env.close)
+    if envs:
+        spaces = describe_env(envs[0])
+    else:
+        spaces = spec.env_description or _describe_simulators(request)
     # A sharded model need not fit on the device as a whole, so it is built in host memory.
     on_host = learners.sharded and not config.cloning.steps
     device = torch.device("cpu") if on_host else request.device
     policy = components.make_policy(config, envs[0] if envs else EnvDescription(spaces, device))
-    if spec.tensors_move:
-        compiled_since, reason = None, TURNS
-    else:
+    compiled_since, reason = None, TURNS
+    if not spec.tensors_move:
         compiled_since, reason = components.compile_from(
             config, request.device, request.notice, parts=stages
         )
     if envs and not rank:
         components.check_evaluation(config, request.device)
         components.log_settings(request, envs[0], policy, compiled_since, reason)
-
-    def compile_schedule(on: bool = True) -> compile.CompileSchedule:
-        required = config.compile == "always"
-        return compile.CompileSchedule(
-            compiled_since if on else None, required=required, notice=request.notice
-        )
-
     facts: Mapping[str, Any] = {}
     learner: Learner | None = None
     if "actor" in roles:
         if not learners.rank:
             facts = components.clone(request, policy)
         broadcast_weights(policy, learners)  # the clone exists in the first learner only
-        world = learners.world
-        if compiled_since is not None and world > 1:
+        if compiled_since is not None and learners.world > 1:
             request.notice(
-                f"compile: minibatches are not compiled, {world} processes learn together"
+                f"compile: minibatches are not compiled, {learners.world} processes learn together"
             )
-        learner = components.make_learner(request, policy, compile_schedule(world == 1), learners)
+        since = compiled_since if learners.world == 1 else None
+        schedule = compile_schedule(request, since)
+        learner = components.make_learner(request, policy, schedule, learners)
         if learners.sharded and not learners.rank:
             request.notice(shard_notice(policy, learners))
     rollouts = [
@@ -98,48 +91,39 @@ def build_worker(
             config,
             env,
             policy,
-            compile_schedule(),
+            compile_schedule(request, compiled_since),
             stage=rank * spec.stages + i,
             stages=stages,
         )
         for i, env in enumerate(envs)
     ]
-    return (
-        Worker(
-            spec,
-            policy=policy,
-            rollout=(
-                None if not rollouts else rollouts[0] if len(rollouts) == 1 else Staged(rollouts)
-            ),
-            learner=learner,
-            server=server,
-            count=lambda experience: steps_per_update(config) // learners.world,
-            measure=lambda: components.measure(
-                config.evaluation,
-                policy,
-                lambda seeds: _simulators(request, spec, seeds, "evaluate"),
-            ),
-            write=(
-                _sharded_writer(request, spaces)
-                if learners.sharded
-                else components.writer(request, policy)
-            ),
-            env_description=spaces,
+    worker = Worker(
+        spec,
+        policy=policy,
+        rollout=rollouts[0] if len(rollouts) == 1 else Staged(rollouts) if rollouts else None,
+        learner=learner,
+        server=server,
+        count=lambda experience: steps_per_update(config) // learners.world,
+        measure=partial(
+            components.measure,
+            config.evaluation,
+            policy,
+            partial(_simulators, request, spec, "evaluate"),
         ),
-        facts,
+        write_report=(
+            _sharded_writer(request, spaces)
+            if learners.sharded
+            else components.writer(request, policy)
+        ),
+        env_description=spaces,
     )
+    return worker, facts
 
 
-def _sharded_writer(
-    request: RunRequest, spaces: Any
-) -> Callable[[EvaluationResult, checkpoint.Checkpoint, Path], components.Written]:
-    """Return ``components.writer`` with the checkpoint's weights, since no process has all of
-    them.
-    """
+def _sharded_writer(request: RunRequest, spaces: Mapping[str, Any]) -> WriteReport:
+    """Return ``components.writer`` with the checkpoint's weights, as no process has all of them."""
 
-    def write(
-        result: EvaluationResult, source: checkpoint.Checkpoint, out: Path
-    ) -> components.Written:
+    def write(result: EvaluationResult, source: checkpoint.Checkpoint, out: Path) -> Written:
         policy = components.make_policy(request.config, EnvDescription(spaces, torch.device("cpu")))
         checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
         return components.writer(request, policy)(result, source, out)
@@ -147,7 +131,7 @@ def _sharded_writer(
     return write
 
 
-def _local_simulators(request: RunRequest, seeds: list[int], kind: str) -> VectorEnv:
+def _local_simulators(request: RunRequest, kind: str, seeds: list[int]) -> VectorEnv:
     """Return simulators in this process, to "train" or to "evaluate"."""
     config = request.config.env if kind == "train" else components.evaluation_env(request.config)
     if request.task is not None:
@@ -156,25 +140,26 @@ def _local_simulators(request: RunRequest, seeds: list[int], kind: str) -> Vecto
 
 
 def _describe_simulators(request: RunRequest) -> dict[str, Any]:
-    """Return the spaces of the simulators; one is made and closed for it."""
-    env = _local_simulators(request, env_seeds(0, 0, 1), "train")
+    """Return the spaces of the simulators, from one that is created and closed."""
+    env = _local_simulators(request, "train", env_seeds(0, 0, 1))
     try:
         return describe_env(env)
     finally:
         env.close()
 
 
-def _simulators(request: RunRequest, spec: WorkerSpec, seeds: list[int], kind: str) -> VectorEnv:
-    """Return simulators of this process, or of others: of all to train, of the first to
-    evaluate.
+def _simulators(request: RunRequest, spec: WorkerSpec, kind: str, seeds: list[int]) -> VectorEnv:
+    """Return simulators of this process, or of others.
+
+    All other processes simulate to "train", the first one to "evaluate".
     """
     clients = spec.clients.get("env", ())
     if not clients:
-        return _local_simulators(request, seeds, kind)
+        return _local_simulators(request, kind, seeds)
     clients = clients if kind == "train" else clients[:1]
     n = len(seeds) // len(clients)
-    parts = [
-        RemoteEnv(desk, seeds[i * n : i * n + n], kind=kind, device=request.device)
-        for i, desk in enumerate(clients)
+    envs = [
+        RemoteEnv(client, seeds[i * n : i * n + n], kind=kind, device=request.device)
+        for i, client in enumerate(clients)
     ]
-    return parts[0] if len(parts) == 1 else ConcatenatedEnvs(parts)
+    return envs[0] if len(envs) == 1 else ConcatenatedEnvs(envs)

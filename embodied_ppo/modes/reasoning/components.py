@@ -1,5 +1,6 @@
-"""Components of mode=reasoning from their options: prompts, models, graders, decode engine,
-learners, evaluation.
+"""Components of mode=reasoning from their options.
+
+Prompts, models, graders, decode engine, learners, evaluation.
 """
 
 from __future__ import annotations
@@ -7,8 +8,8 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from embodied_ppo.algorithms.separate_critic_learner import (
     Reference,
     separate_critic_learner,
 )
-from embodied_ppo.config import loader
 from embodied_ppo.config.schema import (
     AlgorithmConfig,
     Config,
@@ -33,26 +33,24 @@ from embodied_ppo.core import compile
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.errors import show
 from embodied_ppo.core.random import sampling_key
-from embodied_ppo.core.types import CheckpointError, ConfigError, ProgressCallback, Trajectory
+from embodied_ppo.core.types import ConfigError, Trajectory
 from embodied_ppo.data import synthetic_tasks
 from embodied_ppo.data.prompts import Prompt, files_of, load_prompts, load_tokenizer, task_prompts
-from embodied_ppo.evaluation import report
 from embodied_ppo.evaluation.prompts import PromptEvaluationResult, evaluate_prompts
 from embodied_ppo.imitation.supervised_finetuning import warm_start
 from embodied_ppo.models import causal_lm
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
-from embodied_ppo.models.checkpoint_files import copy_permissions
-from embodied_ppo.modes.base import Evaluator, RunRequest
+from embodied_ppo.modes import base
+from embodied_ppo.modes.base import RunRequest, WriteReport, Written
 from embodied_ppo.rewards import graders, reward_model
 from embodied_ppo.rewards.graders import Graders, WithFormat
 from embodied_ppo.rewards.worker_pool import GraderPool
 from embodied_ppo.rollout.generation.engine import Engine, Generator
 from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.rollout.generation.vllm import VllmEngine
-from embodied_ppo.rollout.language import ReasoningRollout, Truncation, reader
+from embodied_ppo.rollout.language import ReasoningRollout, Truncation
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.logging import numbers
-from embodied_ppo.training.run_directory import versions
 
 
 # ------------------------------------------------------------------------------------------ prompts
@@ -89,11 +87,18 @@ def read_prompts(
 
 
 def read_files(
-    config: Config, files: Sequence[str], tokenizer: Any, say: Callable[[str], None], what: str
+    config: Config, files: Sequence[str], tokenizer: Any, say: Callable[[str], None], path: str
 ) -> list[Prompt]:
-    """Return the prompts of data files up to algorithm.prompt_length. Raises ConfigError."""
+    """Return the prompts of data files up to algorithm.prompt_length.
+
+    Args:
+        path: Path of the option that names the files.
+
+    Raises:
+        ConfigError: A file is missing or has the wrong format.
+    """
     d, limit = config.data, config.algorithm.prompt_length
-    try:
+    with _option(path, files):
         prompts, longer = load_prompts(
             list(files),
             tokenizer,
@@ -104,13 +109,20 @@ def read_files(
             answer_key=d.answer_key,
             suffix=d.suffix,
         )
-    except ConfigError as error:
-        raise ConfigError(f"{what}={show(files)}: {error}") from error
     more = (
         f"; {longer:,} longer than algorithm.prompt_length={limit} were left out" if longer else ""
     )
-    say(f"data: {len(prompts):,} prompts of {what}={show(files)}{more}")
+    say(f"data: {len(prompts):,} prompts of {path}={show(files)}{more}")
     return prompts
+
+
+@contextmanager
+def _option(path: str, files: Sequence[str]) -> Iterator[None]:
+    """Name the option in a ConfigError that is raised within the block."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}={show(files)}: {error}") from error
 
 
 def check_files(config: Config) -> None:
@@ -120,11 +132,9 @@ def check_files(config: Config) -> None:
     """
     make_tokenizer(config)
     if config.data.task is None:
-        for what, files in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-            try:
+        for option, files in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+            with _option(option, files):
                 files_of(list(files))
-            except ConfigError as error:
-                raise ConfigError(f"{what}={show(files)}: {error}") from error
     if (path := config.actor.model.path) is not None and not Path(path).is_dir():
         raise ConfigError(
             f"actor.model.path={path}: there is no such directory; name the directory of a model"
@@ -172,8 +182,7 @@ def check_length(policy: LanguagePolicy, prompts: Sequence[Prompt], response_len
 def make_critic(
     config: Config, policy: LanguagePolicy, device: torch.device
 ) -> LanguageCritic | None:
-    """Return the critic: a copy of the actor unless critic.model is set; None where no values are
-    used.
+    """Return the critic, a copy of the actor unless critic.model is set; None: no values are used.
 
     Raises:
         ConfigError: critic.model cannot be loaded, or has fewer tokens than the actor.
@@ -229,13 +238,10 @@ def stop_ids(config: Config, policy: LanguagePolicy, tokenizer: Any) -> tuple[in
         model.config.eos_token_id,
         model.generation_config.eos_token_id,
     ]
-    flat = [
-        token
-        for value in declared
-        for token in (value if isinstance(value, (list, tuple)) else [value])
-        if token is not None
-    ]
-    tokens = tuple(sorted({*flat, *config.rollout.stop_token_ids}))
+    ids = set(config.rollout.stop_token_ids)
+    for value in declared:
+        ids.update(value if isinstance(value, (list, tuple)) else [value])
+    tokens = tuple(sorted(ids - {None}))
     if not tokens and not config.rollout.stop:
         raise ConfigError(
             "rollout.stop_token_ids = []: neither tokenizer nor model name a token that ends a"
@@ -247,25 +253,6 @@ def stop_ids(config: Config, policy: LanguagePolicy, tokenizer: Any) -> tuple[in
             f"rollout.stop_token_ids: {tokens[-1]} is none of the model's {limit} tokens"
         )
     return tokens
-
-
-def pad_id(tokenizer: Any, stops: Sequence[int]) -> int:
-    """Return the token that pads rows; it may be a stop token."""
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (*stops, 0)[0]
-
-
-def decoder(tokenizer: Any, stops: Sequence[int]) -> Callable[[list[int]], str]:
-    """Return a function from token ids to text; it omits the stop token and keeps other special
-    tokens.
-    """
-
-    def decode(ids: list[int]) -> str:
-        end = len(ids) - bool(ids and ids[-1] in stops)
-        return tokenizer.decode(
-            ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-
-    return decode
 
 
 # ------------------------------------------------------------------------------------------ graders
@@ -292,16 +279,6 @@ def make_graders(config: Config, prompts: Sequence[Prompt], stack: ExitStack) ->
     return pool
 
 
-def with_format(config: Config, graders: Graders) -> Graders:
-    """Return the grader with the reward for the form of a response added, if reward.format is
-    set.
-    """
-    r = config.reward
-    if r.format is None:
-        return graders
-    return WithFormat(graders, re.compile(r.format, re.DOTALL), r.format_weight)
-
-
 def make_reward(
     config: Config,
     rule: Graders,
@@ -309,8 +286,7 @@ def make_reward(
     device: torch.device,
     notice: Callable[[str], None],
 ) -> Graders:
-    """Return what scores responses: graders, a reward model of a directory, or one trained on
-    preferences.
+    """Return what scores responses: graders or a reward model, with the reward for the format.
 
     Args:
         rule: The graders; they also decide whether an answer is right.
@@ -321,6 +297,20 @@ def make_reward(
     Raises:
         ConfigError: The directory holds no reward model.
     """
+    scores, r = _scores(config, rule, policy, device, notice), config.reward
+    if r.format is None:
+        return scores
+    return WithFormat(scores, re.compile(r.format, re.DOTALL), r.format_weight)
+
+
+def _scores(
+    config: Config,
+    rule: Graders,
+    policy: LanguagePolicy | None,
+    device: torch.device,
+    notice: Callable[[str], None],
+) -> Graders:
+    """Return what scores responses without the reward for their format; see ``make_reward``."""
     m = config.reward.model
     if m.path is not None:
         model, tokenizer = reward_model.load(m.path, device=device)
@@ -375,29 +365,24 @@ def write_report(
     source: checkpoint.Checkpoint,
     run_dir: Path,
     out: Path,
-) -> dict[str, str | None]:
+) -> Written:
     """Write report.json and report.html of a prompt evaluation; return their paths."""
     shown = {"eval/return", "eval/length", "eval/truncated"}
     extra = {
-        tag.removeprefix("eval/"): float(x)
-        for tag, x in result.metrics().items()
+        tag.removeprefix("eval/"): x
+        for tag, x in numbers(result.metrics()).items()
         if tag not in shown
-    }  # pyright: ignore[reportArgumentType]
-    written = report.write(
-        out,
+    }
+    return base.write_report(
+        config,
         result.results(),
-        checkpoint=source.path.name,
-        update=source.update,
-        steps=int(source.manifest["tokens"]),
+        source=source,
+        run_dir=run_dir,
+        out=out,
         unit="tokens",
-        config=loader.relevant(config) | {"run_dir": None},
-        config_hash=str(source.manifest["config_hash"]),
-        versions=versions(),
-        curves=report.rows(run_dir),
         samples=result.samples(),
         extra=extra,
     )
-    return {"report": str(written.html), "report_json": str(written.json)}
 
 
 # ------------------------------------------------------------------------ inputs, rollout, learners
@@ -433,7 +418,7 @@ def warm_start_actor(request: RunRequest, policy: LanguagePolicy, tokenizer: Any
 
 @dataclass(frozen=True)
 class Inputs:
-    """What every process of a run reads first: tokenizer, prompts, and the actor.
+    """Tokenizer, prompts and actor, which every process of a run reads.
 
     Attributes:
         train: Prompts to train on.
@@ -452,19 +437,22 @@ class Inputs:
     longest: int
 
     @property
-    def text(self) -> Callable[[list[int]], str]:
-        """Return the function from token ids to text."""
-        return decoder(self.tokenizer, self.stops)
-
-    @property
     def padding(self) -> int:
-        """Return the token that pads rows."""
-        return pad_id(self.tokenizer, self.stops)
+        """Return the token that pads rows; it may be a stop token."""
+        pad = self.tokenizer.pad_token_id
+        return pad if pad is not None else (*self.stops, 0)[0]
 
     @property
     def prompts(self) -> list[Prompt]:
         """Return all prompts, in the order of their numbers in messages between processes."""
         return [*self.train, *self.held_out]
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of tokens without the stop token; other special tokens are kept."""
+        end = len(ids) - bool(ids and ids[-1] in self.stops)
+        return self.tokenizer.decode(
+            ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
 
 def read_inputs(request: RunRequest) -> Inputs:
@@ -478,16 +466,6 @@ def read_inputs(request: RunRequest) -> Inputs:
         policy, [*train, *held_out], max(a.response_length, e.response_length or 0)
     )
     return Inputs(config, tokenizer, train, held_out, policy, stops, longest)
-
-
-def make_training_graders(request: RunRequest, m: Inputs, rule: Graders) -> Graders:
-    """Return what scores the responses of rollouts.
-
-    Call it after ``warm_start_actor``. Raises ConfigError.
-    """
-    config = request.config
-    reward = make_reward(config, rule, m.policy, request.device, request.progress)
-    return with_format(config, reward)
 
 
 def make_rollout(
@@ -507,7 +485,7 @@ def make_rollout(
         m.train,
         engine,
         graders,
-        m.text,
+        m.decode,
         batch=a.rollout_batch_size,
         sampling=Sampling(
             max_tokens=a.response_length,
@@ -549,16 +527,14 @@ def held_out_evaluation(
 
 
 def _common_options(request: RunRequest, a: AlgorithmConfig, since: int | None) -> dict[str, Any]:
-    """Return the arguments that the learners of actor and critic have in common; ``a``: of one of
-    them.
-    """
+    """Return the arguments of both learners; ``a``: options of the actor or of the critic."""
     return {
         "length": a.response_length,
         "columns": a.global_batch_size * a.group_size,
         "tokens": a.micro_batch_tokens,
         "updates": request.updates,
         "seed": request.config.seed,
-        "compile_schedule": compile.CompileSchedule(since, required=True, notice=request.notice),
+        "compile_schedule": base.compile_schedule(request, since),
         "dump_dir": request.run_dir,
         "notice": request.notice,
     }
@@ -619,21 +595,11 @@ def make_learner(
     )
 
 
-def writer(
-    request: RunRequest,
-) -> Callable[[PromptEvaluationResult, checkpoint.Checkpoint, Path], dict[str, str | None]]:
+def writer(request: RunRequest) -> WriteReport:
     """Return the function that writes the report of a prompt evaluation."""
     return lambda result, source, out: write_report(
         request.config, result, source=source, run_dir=request.run_dir, out=out
     )
-
-
-def title(config: Config, size: int | None = None) -> str:
-    """Return the name of what is trained, for the log's first line; ``size``: number of
-    parameters.
-    """
-    name = config.data.task or Path(config.actor.model.path or "a new model").name
-    return name if size is None else f"{name}, {size / 1e6:.1f} M parameters"
 
 
 def compile_from(config: Config) -> int | None:
@@ -659,7 +625,7 @@ def make_engine(m: Inputs) -> Generator:
     """Return the engine that generates responses."""
     r, path = m.config.rollout, m.config.actor.model.path
     if r.engine == "builtin":
-        return Engine(m.policy, slots=slots(m.config), pad_id=m.padding, decode=m.text)
+        return Engine(m.policy, slots=slots(m.config), pad_id=m.padding, decode=m.decode)
     assert path is not None
     return VllmEngine(
         m.policy, path, pad_id=m.padding, slots=slots(m.config), width=m.longest, texts=bool(r.stop)
@@ -674,97 +640,3 @@ def response_tokens(t: Trajectory) -> int:
     """
     steps = torch.arange(1, len(t.terminated) + 1, device=t.terminated.device).unsqueeze(1)
     return int((t.terminated * steps).sum())
-
-
-# ------------------------------------------------------------------------------ evaluate and export
-def _restore(
-    trained: Config, source: checkpoint.Checkpoint, device: torch.device
-) -> tuple[LanguagePolicy, Any]:
-    """Return the policy of a checkpoint and its tokenizer."""
-    tokenizer = make_tokenizer(trained)
-    policy = make_policy(trained, tokenizer, device)
-    checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
-    return policy, tokenizer
-
-
-def evaluator(
-    config: EvaluateConfig,
-    trained: Config,
-    source: checkpoint.Checkpoint,
-    *,
-    run_dir: Path,
-    device: torch.device,
-    say: Callable[[str], None],
-) -> Evaluator:
-    """Load a checkpoint for its evaluation; see ``Mode.evaluator``.
-
-    Raises:
-        CheckpointError, ConfigError: Before anything is written.
-    """
-    policy, tokenizer = _restore(trained, source, device)
-    if config.data:
-        prompts = read_files(trained, config.data, tokenizer, lambda text: None, "data")
-    else:
-        prompts = read_prompts(trained, tokenizer, lambda text: None)[1]
-    stops = stop_ids(trained, policy, tokenizer)
-    sampling = evaluation_sampling(config, trained, stops)
-    check_length(policy, prompts[: config.episodes], sampling.max_tokens)
-    text, padding = decoder(tokenizer, stops), pad_id(tokenizer, stops)
-
-    def evaluate(out: Path, advance: ProgressCallback) -> dict[str, Any]:
-        with ExitStack() as stack:
-            rule = make_graders(trained, prompts, stack)
-            graders = with_format(trained, make_reward(trained, rule, None, device, say))
-            tell = functools.partial(advance, "responses")
-            engine = Engine(
-                policy, slots=slots(trained), pad_id=padding, decode=text, progress=tell
-            )
-            chosen = prompts[: config.episodes]
-            result = evaluate_prompts(
-                chosen,
-                engine,
-                graders,
-                reader(text, sampling.stop),
-                sampling,
-                n=config.n,
-                seed=config.seed,
-            )
-        written = write_report(trained, result, source=source, run_dir=run_dir, out=out)
-        return {**numbers(result.metrics()), **written}
-
-    return evaluate
-
-
-def export(trained: Config, source: checkpoint.Checkpoint, out: Path) -> dict[str, Any]:
-    """Write weights, configuration and tokenizer in the layout of transformers, read them back and
-    compare.
-
-    Raises:
-        CheckpointError, ConfigError: The folder cannot be written, or what is read back differs.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"out={out}: is not an empty directory; name a new one")
-    policy, tokenizer = _restore(trained, source, torch.device("cpu"))
-    try:
-        policy.model.save_pretrained(out)
-        tokenizer.save_pretrained(out)
-        copy_permissions(out)
-    except OSError as error:
-        raise ConfigError(
-            f"out={out}: cannot be written ({error.strerror}); name another directory"
-        ) from error
-    exported = causal_lm.load(str(out), {}, section="out")
-    ids = torch.arange(8).unsqueeze(0) % policy.model.get_input_embeddings().num_embeddings
-    with torch.no_grad():
-        difference = float(
-            (exported(input_ids=ids).logits - policy.model(input_ids=ids).logits).abs().max()
-        )
-    if difference:
-        raise CheckpointError(f"out={out}: read back, logits differ by {difference:g}; report this")
-    size = sum(file.stat().st_size for file in out.iterdir())
-    return {
-        "checkpoint": str(source.path),
-        "out": str(out),
-        "mb": round(size / 1e6, 1),
-        "logit_difference": difference,
-    }

@@ -1,12 +1,12 @@
-"""Cost model of the rollout, reward, critic, reference and actor roles of a language model's run.
+"""Cost model of a language model's run: rollout, reward, critic, reference and actor roles.
 
 Seconds of an update, as in ``placement.cost_model``:
 
     collect = generation + grading
-    update  = log-probabilities of the reference + values of the critic + updates of actor and
-    critic, which run
-              concurrently where they are in different processes
+    update  = reference's log-probabilities + critic's values + updates of actor and critic
     publish = transfer of the weights
+
+The updates of actor and critic run concurrently where they are in different processes.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ PRESETS = ("fused", "colocated", "disaggregated")
 
 
 def choices(hardware: Hardware, without: Sequence[str]) -> list[Choice]:
-    """Return the placements to compare, see ``placement.cost_model.choices``; ``without``: roles
-    the run lacks.
+    """Return the placements to compare, see ``placement.cost_model.choices``.
+
+    Args:
+        hardware: The devices.
+        without: Roles that the run lacks.
     """
     partitions = dict[tuple[str, ...], None]()
     for groups in PARTITIONS:
-        homes = [
+        present = [
             ",".join(role for role in group.split(",") if role not in without) for group in groups
         ]
-        partitions[tuple(home for home in homes if home)] = None
-    return [
-        choice
-        for choice in cost_model.choices(hardware, 0, list(partitions), PRESETS)
-        if choice.stages == 1
-    ]
+        partitions[tuple(group for group in present if group)] = None
+    candidates = cost_model.choices(hardware, 0, list(partitions), PRESETS)
+    return [choice for choice in candidates if choice.stages == 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,49 +106,46 @@ class Measured(Machine):
         ]
         return f"of {self.responses} responses {', '.join(each)}; {super().summary()}"
 
-
-def predicted(p: Plan | None, m: Measured, needs: Mapping[str, Need]) -> Prediction:
-    """Return the seconds of an update; see ``placement.cost_model.predicted``."""
-    n, count = m.responses, (lambda role: 1) if p is None else p.processes
-    inference, teach, teach_cpu = 0.0, 0.0, 0.0
-    updating = {"actor": m.learn.cpu(n / count("actor"))}
-    if m.view is not None:
-        inference += m.view.wall(n / count("reference"))
-        updating["reference"] = m.view.cpu(n / count("reference"))
-    if m.values is not None and m.teach is not None:
-        each = n / count("critic")
-        inference, teach = inference + m.values.wall(each), m.teach.wall(each)
-        teach_cpu = m.teach.cpu(each)
-        updating["critic"] = m.values.cpu(each) + teach_cpu
-    learn = m.learn.wall(n / count("actor"))
-    concurrent = m.concurrent or (
-        p is not None and p.has("critic") and not p.fused("actor", "critic")
-    )
-    update = inference + (max(learn, teach) if concurrent else learn + teach)
-    collect = m.generate.wall(n / count("rollout")) + m.grade.wall(n / count("reward"))
-    if p is None:
-        update = (
-            max(update, inference + (updating["actor"] + teach_cpu) / m.cores)
-            if concurrent
-            else update
+    def predict(self, p: Plan | None, needs: Mapping[str, Need]) -> Prediction:
+        """See ``Machine``."""
+        n, count = self.responses, (lambda role: 1) if p is None else p.processes
+        inference, teach, teach_cpu = 0.0, 0.0, 0.0
+        updating = {"actor": self.learn.cpu(n / count("actor"))}
+        if self.view is not None:
+            inference += self.view.wall(n / count("reference"))
+            updating["reference"] = self.view.cpu(n / count("reference"))
+        if self.values is not None and self.teach is not None:
+            each = n / count("critic")
+            inference, teach = inference + self.values.wall(each), self.teach.wall(each)
+            teach_cpu = self.teach.cpu(each)
+            updating["critic"] = self.values.cpu(each) + teach_cpu
+        learn = self.learn.wall(n / count("actor"))
+        concurrent = self.concurrent or (
+            p is not None and p.has("critic") and not p.fused("actor", "critic")
         )
-        return Prediction(collect, update, 0.0, collect + update)
-    rollout_requests, actor_requests = p.remote_roles("rollout"), p.remote_roles("actor")
-    rows = m.experience_bytes / count("actor") * m.byte_s
-    return prediction(
-        p,
-        m,
-        needs,
-        collect=collect + 2 * len(rollout_requests) * m.message_s,
-        collecting=loads(
+        update = inference + (max(learn, teach) if concurrent else learn + teach)
+        collect = self.generate.wall(n / count("rollout")) + self.grade.wall(n / count("reward"))
+        if p is None:
+            if concurrent:
+                cpu_s = (updating["actor"] + teach_cpu) / self.cores
+                update = max(update, inference + cpu_s)
+            return Prediction(collect, update, 0.0, collect + update)
+        rollout_requests, actor_requests = p.remote_roles("rollout"), p.remote_roles("actor")
+        rows = self.experience_bytes / count("actor") * self.byte_s
+        return prediction(
             p,
-            {
-                "rollout": m.generate.cpu(n / count("rollout")),
-                "reward": m.grade.cpu(n / count("reward")),
-            },
-        ),
-        update=update + len(actor_requests) * (2 * m.message_s + rows),
-        updating=loads(p, updating),
-        sums=sums(count("actor"), m, m.steps, m.gradient_bytes)
-        + sums(count("actor"), m, m.critic_steps, m.critic_gradient_bytes),
-    )
+            self,
+            needs,
+            collect=collect + 2 * len(rollout_requests) * self.message_s,
+            collecting=loads(
+                p,
+                {
+                    "rollout": self.generate.cpu(n / count("rollout")),
+                    "reward": self.grade.cpu(n / count("reward")),
+                },
+            ),
+            update=update + len(actor_requests) * (2 * self.message_s + rows),
+            updating=loads(p, updating),
+            sums=sums(count("actor"), self, self.steps, self.gradient_bytes)
+            + sums(count("actor"), self, self.critic_steps, self.critic_gradient_bytes),
+        )

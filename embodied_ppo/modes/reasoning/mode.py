@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,25 +14,29 @@ from embodied_ppo.algorithms.separate_critic_learner import full_kl
 from embodied_ppo.config import placement, validation
 from embodied_ppo.config.batch_sizes import batches
 from embodied_ppo.config.schema import Config, EvaluateConfig
-from embodied_ppo.core.types import PlacementError
-from embodied_ppo.evaluation.prompts import PromptEvaluationResult
+from embodied_ppo.core.types import CheckpointError, PlacementError, ProgressCallback
+from embodied_ppo.evaluation.prompts import PromptEvaluationResult, evaluate_prompts
+from embodied_ppo.models import causal_lm
+from embodied_ppo.models.causal_lm import LanguagePolicy
+from embodied_ppo.models.checkpoint_files import copy_permissions
 from embodied_ppo.modes.base import (
-    CostModel,
     Evaluator,
     MemoryEstimator,
     Mode,
-    RunComponents,
     RunRequest,
+    TrainedRun,
+    writing,
 )
 from embodied_ppo.modes.reasoning import components, cost_model
 from embodied_ppo.modes.reasoning.memory import ReasoningMemoryEstimator
 from embodied_ppo.modes.reasoning.profile import profile
 from embodied_ppo.modes.reasoning.workers import build_worker
 from embodied_ppo.placement.channels import Exchange
-from embodied_ppo.placement.cost_model import Choice
+from embodied_ppo.placement.cost_model import Choice, Machine
 from embodied_ppo.placement.worker import Worker, WorkerSpec
-from embodied_ppo.training import checkpoint
-from embodied_ppo.training.local_system import LocalSystem
+from embodied_ppo.rollout.generation.engine import Engine
+from embodied_ppo.rollout.language import reader
+from embodied_ppo.training.logging import numbers
 
 
 class ReasoningMode(Mode):
@@ -127,8 +132,9 @@ class ReasoningMode(Mode):
         return prompts * config.algorithm.group_size
 
     # ---------------------------------------------------------------------------------------- build
-    def title(self, config: Config) -> str:
-        return components.title(config)
+    def title(self, config: Config, size: int | None = None) -> str:
+        name = config.data.task or Path(config.actor.model.path or "a new model").name
+        return name if size is None else f"{name}, {size / 1e6:.1f} M parameters"
 
     def horizon(self, config: Config) -> int:
         return config.algorithm.response_length
@@ -139,61 +145,80 @@ class ReasoningMode(Mode):
     def check_files(self, config: Config) -> None:
         components.check_files(config)
 
-    def build_local(self, request: RunRequest, stack: ExitStack) -> RunComponents:
-        config = request.config
-        m = components.read_inputs(request)
-        rule = components.make_graders(config, m.prompts, stack)
-        components.warm_start_actor(request, m.policy, m.tokenizer)
-        graders = components.make_training_graders(request, m, rule)
-        critic = components.make_critic(config, m.policy, request.device)
-        engine = components.make_engine(m)
-        rollout = components.make_rollout(request, m, engine, graders)
-        since = components.compile_from(config)
-        values = None
-        if critic is not None:
-            values = components.make_critic_learner(request, critic, since)
-        system = LocalSystem(
-            self.records(request),
-            policy=m.policy,
-            rollout=rollout,
-            learner=components.make_learner(request, m.policy, values, since),
-            count=components.response_tokens,
-            measure=components.held_out_evaluation(m, rollout),
-            publish=engine.update_weights,
-        )
-        title = components.title(config, sum(p.numel() for p in m.policy.parameters()))
-        return RunComponents(system, title, components.writer(request))
-
     def build_worker(
-        self, request: RunRequest, spec: WorkerSpec, exchange: Exchange | None
+        self, request: RunRequest, spec: WorkerSpec, exchange: Exchange | None, stack: ExitStack
     ) -> tuple[Worker, Mapping[str, Any]]:
-        return build_worker(request, spec, exchange)
+        return build_worker(request, spec, exchange, stack)
 
     # ---------------------------------------------------------------------------------- checkpoints
     def evaluator(
-        self,
-        config: EvaluateConfig,
-        trained: Config,
-        source: checkpoint.Checkpoint,
-        *,
-        run_dir: Path,
-        device: torch.device,
-        say: Callable[[str], None],
+        self, run: TrainedRun, options: EvaluateConfig, device: torch.device
     ) -> Evaluator:
-        return components.evaluator(
-            config, trained, source, run_dir=run_dir, device=device, say=say
+        config = run.config
+        policy, tokenizer = self._restore(run, device)
+        if options.data:
+            prompts = components.read_files(
+                config, options.data, tokenizer, lambda line: None, "data"
+            )
+        else:
+            prompts = components.read_prompts(config, tokenizer, lambda line: None)[1]
+        sampling = components.evaluation_sampling(
+            options, config, components.stop_ids(config, policy, tokenizer)
         )
+        selected = prompts[: options.episodes]
+        longest = components.check_length(policy, selected, sampling.max_tokens)
+        m = components.Inputs(config, tokenizer, [], prompts, policy, sampling.stop_ids, longest)
 
-    def export(
-        self,
-        trained: Config,
-        source: checkpoint.Checkpoint,
-        out: Path,
-        *,
-        run_dir: Path,
-        say: Callable[[str], None],
-    ) -> dict[str, Any]:
-        return components.export(trained, source, out)
+        def evaluate(out: Path, advance: ProgressCallback) -> dict[str, Any]:
+            with ExitStack() as stack:
+                rule = components.make_graders(config, prompts, stack)
+                engine = Engine(
+                    policy,
+                    slots=components.slots(config),
+                    pad_id=m.padding,
+                    decode=m.decode,
+                    progress=functools.partial(advance, "responses"),
+                )
+                result = evaluate_prompts(
+                    selected,
+                    engine,
+                    components.make_reward(config, rule, None, device, run.say),
+                    reader(m.decode, sampling.stop),
+                    sampling,
+                    n=options.n,
+                    seed=options.seed,
+                )
+            files = components.write_report(
+                config, result, source=run.source, run_dir=run.run_dir, out=out
+            )
+            return {**numbers(result.metrics()), **files}
+
+        return evaluate
+
+    def write_model(self, run: TrainedRun, out: Path) -> float:
+        policy, tokenizer = self._restore(run, torch.device("cpu"))
+        with writing(out):
+            policy.model.save_pretrained(out)
+            tokenizer.save_pretrained(out)
+            copy_permissions(out)
+        exported = causal_lm.load(str(out), {}, section="out")
+        ids = torch.arange(8).unsqueeze(0) % policy.model.get_input_embeddings().num_embeddings
+        with torch.no_grad():
+            logits = exported(input_ids=ids).logits
+            difference = float((logits - policy.model(input_ids=ids).logits).abs().max())
+        if difference:
+            raise CheckpointError(
+                f"out={out}: read back, logits differ by {difference:g}; report this"
+            )
+        return difference
+
+    @staticmethod
+    def _restore(run: TrainedRun, device: torch.device) -> tuple[LanguagePolicy, Any]:
+        """Return the policy of a checkpoint and its tokenizer."""
+        tokenizer = components.make_tokenizer(run.config)
+        policy = components.make_policy(run.config, tokenizer, device)
+        run.load_weights(policy)
+        return policy, tokenizer
 
     # ------------------------------------------------------------------------------------ profiling
     def choices(self, config: Config, hardware: placement.Hardware, cores: int) -> list[Choice]:
@@ -201,6 +226,5 @@ class ReasoningMode(Mode):
 
     def cost_model(
         self, request: RunRequest, update: int, plans: Sequence[placement.Plan | None]
-    ) -> CostModel:
-        costs = profile(request, update, plans)
-        return CostModel(costs, lambda plan, needs: cost_model.predicted(plan, costs, needs))
+    ) -> Machine:
+        return profile(request, update, plans)

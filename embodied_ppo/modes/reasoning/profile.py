@@ -106,7 +106,9 @@ class _Probe:
         self.m = components.read_inputs(request)
         rule = components.make_graders(config, self.m.prompts, stack)
         components.warm_start_actor(request, self.m.policy, self.m.tokenizer)
-        self.graders = components.make_training_graders(request, self.m, rule)
+        self.graders = components.make_reward(
+            config, rule, self.m.policy, request.device, request.progress
+        )
         self.critic = components.make_critic(config, self.m.policy, request.device)
         self.engine = components.make_engine(self.m)
         a = config.algorithm

@@ -1,6 +1,4 @@
-"""The worker processes of a language model's run: rollout, graders, reference and learners of one
-process.
-"""
+"""Construct the roles of one process of a language model's run."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ from embodied_ppo.rewards.graders import Graders
 
 
 def build_worker(
-    request: RunRequest, spec: WorkerSpec, exchange: Exchange | None
+    request: RunRequest, spec: WorkerSpec, exchange: Exchange | None, stack: ExitStack
 ) -> tuple[Worker, Mapping[str, Any]]:
     """Build the roles of one process; see ``Mode.build_worker``.
 
@@ -42,20 +40,17 @@ def build_worker(
         exchange: Receives the requests of processes that lack a role that is here.
     """
     config, roles = request.config, spec.roles
-    stack = ExitStack()
     # A sharded model need not fit on the device as a whole, so it is built in host memory.
     on_host = spec.learners.sharded and "rollout" not in roles and not config.warm_start.steps
     device = torch.device("cpu") if on_host else request.device
     m = components.read_inputs(replace(request, device=device))
-    graders: Graders | None = None
+    rule = components.make_graders(config, m.prompts, stack) if "reward" in roles else None
     first_learner = "actor" in roles and not spec.learners.rank
-    if "reward" in roles:
-        rule = components.make_graders(config, m.prompts, stack)
-        if config.reward.model.pairs or first_learner:
-            components.warm_start_actor(request, m.policy, m.tokenizer)
-        graders = components.make_training_graders(request, m, rule)
-    elif first_learner:
+    if first_learner or (rule is not None and config.reward.model.pairs):
         components.warm_start_actor(request, m.policy, m.tokenizer)
+    graders: Graders | None = None
+    if rule is not None:
+        graders = components.make_reward(config, rule, m.policy, request.device, request.progress)
     if "actor" in roles:
         broadcast_weights(m.policy, spec.learners)
     critic, values = _critic(replace(request, device=device), spec, m)
@@ -95,6 +90,11 @@ def build_worker(
     other_models: list[nn.Module] = [] if values is None else [values.module]
     other_models += [] if reference is None else [reference.policy]
     acts_or_learns = rollout is not None or learner is not None
+    hooks: dict[str, Any] = {}
+    if learner is not None:
+        hooks["initialize_models"] = learner.initialize
+    if engine is not None:
+        hooks |= {"on_weights_updated": engine.update_weights, "release_cache": engine.sleep}
     worker = Worker(
         spec,
         policy=m.policy if acts_or_learns else nn.ModuleList(other_models),
@@ -103,10 +103,8 @@ def build_worker(
         server=server,
         count=components.response_tokens,
         measure=None if rollout is None else components.held_out_evaluation(m, rollout),
-        write=components.writer(request),
-        initialize=(lambda: None) if learner is None else learner.initialize,
-        on_weights_updated=(lambda version: None) if engine is None else engine.update_weights,
-        release_cache=(lambda: None) if engine is None else engine.sleep,
+        write_report=components.writer(request),
+        **hooks,
         state_tensors=lambda: [
             x.state_tensors() for x in (learner or values, reference) if x is not None
         ],

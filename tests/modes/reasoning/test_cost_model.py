@@ -10,7 +10,7 @@ import pytest
 
 from embodied_ppo.config.placement import Hardware, check_sequences, plan
 from embodied_ppo.core.errors import PlacementError
-from embodied_ppo.modes.reasoning.cost_model import PARTITIONS, Measured, choices, predicted
+from embodied_ppo.modes.reasoning.cost_model import PARTITIONS, Measured, choices
 from embodied_ppo.placement.cost_model import CALL_S, Choice, Prediction, meaning
 from tests.placement.test_cost_model import cost, nothing
 
@@ -54,29 +54,29 @@ WITHOUT: dict[str, Any] = {
 
 def seconds(placement: Any, m: Measured, devices: int = 2, **options: Any) -> Prediction:
     p = plan(placement, Hardware((devices,)), mode="reasoning", **options)
-    return predicted(p, m, nothing(p))
+    return m.predict(p, nothing(p))
 
 
 def test_in_one_process_one_thing_follows_the_other() -> None:
-    found = predicted(None, measured(), {})
+    found = measured().predict(None, {})
     assert found.collect_s == pytest.approx(64 * 1.1e-3) and found.publish_s == 0
     assert found.update_s == pytest.approx(64 * (0.2 + 0.2 + 2 + 1) * 1e-3)
     assert found.whole_s == pytest.approx(found.collect_s + found.update_s)
 
 
 def test_two_threads_learn_at_once_as_far_as_there_are_cores() -> None:
-    assert predicted(None, measured(concurrent=True), {}).update_s == pytest.approx(
+    assert measured(concurrent=True).predict(None, {}).update_s == pytest.approx(
         64 * (0.4 + 2) * 1e-3
     )
     # values 64 x 0.2 and both learning 64 x 3 ms of CPU on one core, after what the reference and
     # the critic say
-    alone = predicted(None, measured(concurrent=True, cores=1.0), {})
+    alone = measured(concurrent=True, cores=1.0).predict(None, {})
     assert alone.update_s == pytest.approx(64 * (0.4 + 3) * 1e-3)
 
 
 def test_without_critic_and_reference_nobody_is_asked() -> None:
     m = measured(**WITHOUT)
-    assert predicted(None, m, {}).update_s == pytest.approx(64 * 2e-3)
+    assert m.predict(None, {}).update_s == pytest.approx(64 * 2e-3)
     found = seconds({"rollout,actor,reward": 0}, m, without=("critic", "reference"))
     assert found.update_s == pytest.approx(64 * 2e-3 + CALL_S)
 
