@@ -140,8 +140,7 @@ class Reservation:
         """Reserve one bundle per device, and wait until all are free."""
         hardware = self.plan.hardware
         nodes = self._nodes(unit)
-        bundle: dict[str, float] = {"CPU": 1.0} if unit == "CPU" else {"GPU": 1.0, "CPU": 1.0}
-        bundles = [dict(bundle) for _ in range(hardware.total)]
+        bundles = [{"CPU": 1.0, unit: 1.0} for _ in range(hardware.total)]
         selectors = [
             {"ray.io/node-id": nodes[hardware.node(device)]} for device in range(hardware.total)
         ]
@@ -161,12 +160,9 @@ class Reservation:
 
     def _shortage(self, unit: str) -> str:
         """The line that compares needed, registered and free devices."""
-        registered, free = (
-            ray.cluster_resources().get(unit, 0),
-            ray.available_resources().get(unit, 0),
-        )
-        need = self.plan.hardware.total
-        return f"placement: needs {need} {unit}s, {registered:g} registered, {free:g} free"
+        needed, registered = self.plan.hardware.total, ray.cluster_resources().get(unit, 0)
+        free = ray.available_resources().get(unit, 0)
+        return f"placement: needs {needed} {unit}s, {registered:g} registered, {free:g} free"
 
     def _nodes(self, unit: str) -> list[str]:
         """Ray's ids of the plan's nodes, in order. Raises PlacementError."""
@@ -283,6 +279,11 @@ class ClusterSystem(RunSystem):
             self.close()
             raise
 
+    @property
+    def handles(self) -> list[WorkerHandle]:
+        """Return all processes."""
+        return [h for handles in self.processes.values() for h in handles]
+
     # ---------------------------------------------------------------------------------------- start
     def _start(self) -> None:
         """Start the processes, and collect their addresses."""
@@ -334,13 +335,8 @@ class ClusterSystem(RunSystem):
         """
         driver_node = ray.get_runtime_context().get_node_id()
         roles = [role for role in ("rollout", "actor", "critic") if self.plan.has(role)]
-        handles = [
-            h
-            for role in roles
-            for h in self.processes[self.plan.group(role)]
-            if h.node != driver_node
-        ]
-        handles = list(dict.fromkeys(handles))
+        groups = dict.fromkeys(self.plan.group(role) for role in roles)
+        handles = [h for g in groups for h in self.processes[g] if h.node != driver_node]
         if not handles:
             return
         run_dir = folder = self.records.checkpoints.parent.absolute()
@@ -425,12 +421,10 @@ class ClusterSystem(RunSystem):
     def _build(self, build_worker: BuildWorker) -> None:
         """Build the workers: simulators, then rollouts, which connect to them, then others."""
         timeout_s = max(self.options.start_timeout_s, self.options.step_timeout_s)
-        first = [
-            self.plan.group(role) for role in ("env", "rollout", "actor") if self.plan.has(role)
-        ]
-        rollout, actor = first[-2:]
+        rollout, actor = self.plan.group("rollout"), self.plan.group("actor")
+        simulating = [self.plan.group("env")] if self.plan.has("env") else []
         env_description: Mapping[str, Any] | None = None
-        for group in dict.fromkeys((*first, *self.plan.groups)):
+        for group in dict.fromkeys((*simulating, rollout, actor, *self.plan.groups)):
             calls = [
                 h.start(
                     RayWorker.build, build_worker, self._connections(group, rank, env_description)
@@ -439,16 +433,19 @@ class ClusterSystem(RunSystem):
             ]
             # A rollout process creates its simulators, and reads their spaces, while it is built.
             serving = self._serve(self.processes[group], "env") if group is rollout else []
-            building: list[Pending[Reply[Any]]] = [*calls, *serving]
-            for reply in wait(building, "build", timeout_s)[: len(calls)]:
+            pending: list[Pending[Reply[Any]]] = [*calls, *serving]
+            for reply in wait(pending, "build", timeout_s)[: len(calls)]:
                 facts, description = reply.result
                 self.facts |= facts
                 env_description = env_description or description
                 for line in reply.log_lines:
                     self.notice(line)
         self.learners, self.actors = self.processes[actor], self.processes[rollout]
-        simulating = self.processes[first[0]] if self.plan.has("env") else []
-        self._watching = [h.start(RayWorker.watch_simulator) for h in simulating]
+        self._watching = [
+            h.start(RayWorker.watch_simulator)
+            for group in simulating
+            for h in self.processes[group]
+        ]
         # Once with frozen parameters, so that all processes start from the same model; later
         # without.
         self._prepare_weight_sync(frozen=True)
@@ -457,7 +454,7 @@ class ClusterSystem(RunSystem):
         if self.plan.remote_roles("actor"):
             self._move_to_phase("save")  # in this phase all roles of a learner have their tensors
             calls = [h.call(Worker.initialize) for h in self.learners]
-            self._wait([*calls, *self._serve(self.learners, *REQUESTS["actor"])], "initialize")
+            self._wait(calls, "initialize", self._serve(self.learners, *REQUESTS["actor"]))
 
     @contextmanager
     def _training(self) -> Iterator[None]:
@@ -481,7 +478,7 @@ class ClusterSystem(RunSystem):
 
     # -------------------------------------------------------------------------------------- weights
     def _prepare_weight_sync(self, *, frozen: bool) -> None:
-        """Agree on the tensors and transports of ``publish``.
+        """Determine the tensors and transports of ``publish``.
 
         Args:
             frozen: Include parameters that are not trained.
@@ -504,11 +501,9 @@ class ClusterSystem(RunSystem):
             frozen=frozen,
         )
         self.moved_bytes = sizes[0] * len(receivers)
-        by_broadcast = [
-            h for h, path in zip(self.actors, self.paths, strict=True) if path == "broadcast"
-        ]
-        if by_broadcast and frozen:  # the first call
-            members = [first, *by_broadcast]
+        actors = zip(self.actors, self.paths, strict=True)
+        members = [first, *(h for h, path in actors if path == "broadcast")]
+        if len(members) > 1 and frozen:  # the first call
             world, timeout_s = len(members), self.options.step_timeout_s
             calls = [
                 h.start(RayWorker.join, "weights", self.store, rank, world, timeout_s)
@@ -589,11 +584,20 @@ class ClusterSystem(RunSystem):
         calls = [h.call(method, *args, **options) for h in handles]
         return [reply.result for reply in self._wait(calls, method.__name__)]
 
-    def _wait(self, calls: Sequence[Pending[Reply[Any]]], phase: str) -> list[Reply[Any]]:
-        """Wait for replies; log the lines of the processes, and record seconds and memory."""
+    def _wait(
+        self,
+        calls: Sequence[Pending[Reply[Any]]],
+        phase: str,
+        serving: Sequence[Pending[Reply[None]]] = (),
+    ) -> list[Reply[Any]]:
+        """Wait for calls and for the servers of their requests; return the replies of the calls.
+
+        The lines of the processes are logged, and their seconds and memory recorded.
+        """
+        pending = [*calls, *serving]
         background = [*self._collecting, *self._publishing, *self._watching]
-        replies = wait(calls, phase, self.options.step_timeout_s, background=background)
-        for call, reply in zip(calls, replies, strict=True):
+        replies = wait(pending, phase, self.options.step_timeout_s, background=background)
+        for call, reply in zip(pending, replies, strict=True):
             for line in reply.log_lines:
                 self.notice(line)
             roles = call.handle.name.partition(" ")[0].replace(",", "+")
@@ -606,7 +610,7 @@ class ClusterSystem(RunSystem):
                 peaks[f"memory/{roles}_gpu_peak_gb"] = reply.gpu_mb
             for tag, mb in peaks.items():
                 self.peak_mb[tag] = max(self.peak_mb.get(tag, 0.0), mb)
-        return replies
+        return replies[: len(calls)]
 
     # --------------------------------------------------------------------------------------- phases
     def collect(self, horizon: int, *, update: int) -> tuple[RemoteExperience, Metrics]:
@@ -624,7 +628,7 @@ class ClusterSystem(RunSystem):
             if self.plan.max_lag:
                 self._collecting += [*calls, *serving]
                 return RemoteExperience(data, calls, serving), {}
-            replies = self._wait([*calls, *serving], "collect")[: len(calls)]
+            replies = self._wait(calls, "collect", serving)
             return RemoteExperience(data), add_metrics([reply.result for reply in replies])
 
     def update(self, experience: RemoteExperience, *, update: int) -> Metrics:
@@ -632,19 +636,17 @@ class ClusterSystem(RunSystem):
         with self._training():
             metrics: Metrics = {}
             if experience.collecting:
-                calls = [*experience.collecting, *experience.serving]
-                replies = self._wait(calls, "collect")[: len(experience.collecting)]
+                replies = self._wait(experience.collecting, "collect", experience.serving)
                 metrics = add_metrics([reply.result for reply in replies])
-                done = {call.ref for call in calls}
+                done = {call.ref for call in (*experience.collecting, *experience.serving)}
                 self._collecting = [call for call in self._collecting if call.ref not in done]
             self._move_to_phase("update")
             calls = [
                 h.call(Worker.update, update, *self._share_of(i, experience.data))
                 for i, h in enumerate(self.learners)
             ]
-            replies = self._wait(
-                [*calls, *self._serve(self.learners, *REQUESTS["actor"])], "update"
-            )[: len(calls)]
+            serving = self._serve(self.learners, *REQUESTS["actor"])
+            replies = self._wait(calls, "update", serving)
             self.steps += sum(reply.result[1] for reply in replies)
             # Means are summed over the learners; other metrics are equal in all of them.
             for tag, value in replies[0].result[0].items():
@@ -680,7 +682,7 @@ class ClusterSystem(RunSystem):
         first = self.actors[0]
         evaluating = first.call(Worker.evaluate)
         serving = self._serve([first], *REQUESTS["rollout"], during="evaluation")
-        return self._wait([evaluating, *serving], "evaluate")[0].result
+        return self._wait([evaluating], "evaluate", serving)[0].result
 
     def write_report(
         self, result: Any, source: checkpoint.Checkpoint, out: Path
@@ -701,32 +703,25 @@ class ClusterSystem(RunSystem):
         calls = [first.call(Worker.save, folder, update, rest, *states)]
         if self.options.shard:  # gathering the shards is a collective operation
             calls += [h.call(Worker.save, folder, update, rest) for h in others]
-        return Path(self._wait([*calls, *serving], "save")[0].result)
+        return Path(self._wait(calls, "save", serving)[0].result)
 
     def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
         self._move_to_phase("save")
         handles = list(dict.fromkeys([*self.actors, *self.learners]))
         calls = [h.call(Worker.load, str(source.path.absolute())) for h in handles]
-        self._wait(
-            [
-                *calls,
-                *self._serve(self.actors, "env"),
-                *self._serve(self.learners, *REQUESTS["actor"]),
-            ],
-            "load",
-        )
+        serving = self._serve(self.actors, "env") + self._serve(self.learners, *REQUESTS["actor"])
+        self._wait(calls, "load", serving)
 
     def cpu_s(self) -> dict[str, float]:
         """Return CPU seconds by phase; "process": of all processes besides the driver."""
         total = {"process": self.training_cpu_s}
-        handles = [h for group in self.processes.values() for h in group]
-        for seconds_of in self._call(handles, Worker.cpu_s):
+        for seconds_of in self._call(self.handles, Worker.cpu_s):
             for phase, seconds in seconds_of.items():
                 total[phase] = total.get(phase, 0.0) + seconds
         return total
 
     def close(self) -> None:
         """End all processes, and free the devices."""
-        end([h for group in self.processes.values() for h in group], CLOSE_TIMEOUT_S)
+        end(self.handles, CLOSE_TIMEOUT_S)
         self.processes = {}
         self.reservation.close()

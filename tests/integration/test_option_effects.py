@@ -640,13 +640,13 @@ PAIRS: dict[str, Pair] = {
         None,
         "127.0.0.1:1",
         "refused where Ray cannot be reached",
-        test="integration/test_placements.py::test_a_ray_that_does_not_answer_is_named_at_once",
+        test="integration/test_placements.py::test_unreachable_ray_cluster_is_named",
     ),
     "cluster.start_timeout_s": Pair(
         2.0,
         300.0,
         "the wait for devices ends",
-        test="integration/test_placements.py::test_devices_that_others_have_are_waited_for_as_long_as_it_says",
+        test="integration/test_placements.py::test_waiting_for_occupied_devices_ends_after_start_timeout",
     ),
     "cluster.step_timeout_s": Pair(
         0.2,

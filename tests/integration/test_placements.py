@@ -1,6 +1,4 @@
-"""The same run through every placement, over real Ray: equal losses bit for bit, weights where they
-belong, resume.
-"""
+"""Train one run in every placement over real Ray: equal metrics and weights, resuming, refusals."""
 
 from __future__ import annotations
 
@@ -45,41 +43,57 @@ MEASURED = ("time/", "speed/", "memory/", "weights/", "device/")
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """What a run measured of learning."""
-    told = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{tag: x for tag, x in row.items() if not tag.startswith(MEASURED)} for row in told]
+    """Return the metrics of a run that do not depend on the machine."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [
+        {tag: x for tag, x in json.loads(line).items() if not tag.startswith(MEASURED)}
+        for line in lines
+    ]
+
+
+def weights(run_dir: Path, update: int = 4) -> dict[str, torch.Tensor]:
+    """Return the policy of a checkpoint."""
+    step = run_dir / "checkpoints" / f"step_{update:06d}"
+    return checkpoint.open_checkpoint(step).policy()
+
+
+def equal_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(x, other[name]) for name, x in one.items()
+    )
 
 
 def train(run_dir: Path, **options: Any) -> list[dict[str, Any]]:
-    given = {name.replace("__", "."): value for name, value in options.items()}
-    run.train(run_helpers.tiny_config({**SMALL, "run_dir": str(run_dir), **given}), quiet=True)
+    """Train with ``SMALL``; ``__`` in the name of an option stands for a dot."""
+    overrides = {name.replace("__", "."): value for name, value in options.items()}
+    run.train(run_helpers.tiny_config({**SMALL, "run_dir": str(run_dir), **overrides}), quiet=True)
     return rows(run_dir)
 
 
-class Once:
-    """Trainings that several tests look at: options -> run directory."""
+class CachedRuns:
+    """Runs that several tests read: options -> run directory."""
 
     def __init__(self, train: Callable[..., Any], folder: Path) -> None:
-        self.train, self.folder, self.made = train, folder, list[dict[str, Any]]()
+        self.train, self.folder, self.options = train, folder, list[dict[str, Any]]()
 
     def __call__(self, **options: Any) -> Path:
-        if options not in self.made:
-            self.train(self.folder / str(len(self.made)), **options)
-            self.made.append(options)
-        return self.folder / str(self.made.index(options))
+        if options not in self.options:
+            self.train(self.folder / str(len(self.options)), **options)
+            self.options.append(options)
+        return self.folder / str(self.options.index(options))
 
 
 @pytest.fixture(scope="module")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    return Once(train, tmp_path_factory.mktemp("runs"))
+def cached_run(tmp_path_factory: pytest.TempPathFactory) -> CachedRuns:
+    return CachedRuns(train, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
-def local(once: Once) -> Path:
-    return once()
+def local(cached_run: CachedRuns) -> Path:
+    return cached_run()
 
 
-ALIKE: dict[str, dict[str, Any]] = {
+EQUAL_TO_LOCAL: dict[str, dict[str, Any]] = {
     "fused": {"placement": "fused", "cluster__devices_per_node": 1},
     "colocated": {
         "placement": "colocated",
@@ -113,53 +127,49 @@ ROLES = {
 }
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_a_process_for_each_role_trains_as_one_process_does(
+@pytest.mark.parametrize("name", EQUAL_TO_LOCAL)
+def test_placements_with_one_learner_equal_one_process(
     name: str, local: Path, tmp_path: Path
 ) -> None:
-    found, expected = train(tmp_path / "run", **ALIKE[name]), rows(local)
-    assert len(found) == len(expected) == 5
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == theirs
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    own = {tag for tag in last if tag.startswith("memory/")}
-    assert own == {
+    run_dir = tmp_path / "run"
+    metrics, expected = train(run_dir, **EQUAL_TO_LOCAL[name]), rows(local)
+    assert len(metrics) == len(expected) == 5
+    for row, expected_row in zip(metrics, expected, strict=True):
+        assert row == expected_row
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    memory_tags = {tag for tag in last if tag.startswith("memory/")}
+    assert memory_tags == {
         "memory/peak_gb",
         *(f"memory/{roles}_peak_gb" for roles in ROLES.get(name, ("env+rollout", "actor"))),
     }
     assert last["time/swap_s"] < 0.01
     assert 0 <= last["device/idle"] <= last["device/idle_max"] < 1
-    one, other = (
-        checkpoint.open_checkpoint(d / "checkpoints" / "step_000004")
-        for d in (local, tmp_path / "run")
-    )
-    assert all(torch.equal(x, other.policy()[name]) for name, x in one.policy().items())
+    assert equal_tensors(weights(run_dir), weights(local))
 
 
-TWICE: dict[str, dict[str, Any]] = {
+TWO_LEARNERS: dict[str, dict[str, Any]] = {
     "fused": {"placement": "fused", "cluster__devices_per_node": 2},
     "disaggregated": {"placement": "disaggregated", "cluster__devices_per_node": 4},
     "hybrid": {"placement": "hybrid", "cluster__devices_per_node": 4},
 }
 
 
-def test_two_processes_for_each_role_train_alike_wherever_they_are(local: Path, once: Once) -> None:
-    found = {name: rows(once(**options)) for name, options in TWICE.items()}
-    for name, told in found.items():
-        assert told == found["fused"], name
-    alone = rows(local)
-    assert (
-        found["fused"][1]["rollout/return"] == alone[1]["rollout/return"]
-    )  # the same noise, whoever acts
+def test_placements_with_two_learners_equal_each_other(local: Path, cached_run: CachedRuns) -> None:
+    metrics = {name: rows(cached_run(**options)) for name, options in TWO_LEARNERS.items()}
+    for name, run_metrics in metrics.items():
+        assert run_metrics == metrics["fused"], name
+    first, expected = metrics["fused"][1], rows(local)[1]
+    # Noise does not depend on the process that draws it; the minibatches do.
+    assert first["rollout/return"] == expected["rollout/return"]
     for tag in ("value/explained_variance", "advantage/std", "rollout/episodes"):
-        assert found["fused"][1][tag] == pytest.approx(alone[1][tag], rel=1e-5), tag
-    assert found["fused"][1]["value/loss"] != alone[1]["value/loss"]  # other minibatches
+        assert first[tag] == pytest.approx(expected[tag], rel=1e-5), tag
+    assert first["value/loss"] != expected["value/loss"]
 
 
-IN_PARTS: dict[str, dict[str, Any]] = {
-    "fused": TWICE["fused"],
+SHARDED: dict[str, dict[str, Any]] = {
+    "fused": TWO_LEARNERS["fused"],
     "disaggregated": {
-        **TWICE["disaggregated"],
+        **TWO_LEARNERS["disaggregated"],
         "cluster__weights": "store",
         "cluster__check_weights": True,
     },
@@ -167,46 +177,43 @@ IN_PARTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def reference(once: Once) -> Path:
-    return once(**TWICE["fused"], algorithm__use_kl_loss=True)
+def unsharded(cached_run: CachedRuns) -> Path:
+    return cached_run(**TWO_LEARNERS["fused"], algorithm__use_kl_loss=True)
 
 
-def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.keys() == theirs.keys()
-        for tag, value in theirs.items():
-            assert ours[tag] == (
+def assert_close(metrics: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(metrics) == len(expected)
+    for row, expected_row in zip(metrics, expected, strict=True):
+        assert row.keys() == expected_row.keys()
+        for tag, value in expected_row.items():
+            assert row[tag] == (
                 pytest.approx(value, rel=1e-5, abs=1e-6) if isinstance(value, float) else value
             ), tag
 
 
-@pytest.mark.parametrize("name", IN_PARTS)
-def test_learners_that_hold_parts_learn_what_whole_ones_do(
-    name: str, reference: Path, tmp_path: Path
-) -> None:
-    options = {**IN_PARTS[name], "algorithm__use_kl_loss": True, "cluster__shard": True}
-    assert_close(train(tmp_path / "run", **options), rows(reference))
-    assert "cluster.shard: 2 processes of actor hold" in (tmp_path / "run" / "log.txt").read_text()
-    one, other = (
-        checkpoint.open_checkpoint(d / "checkpoints" / "step_000004")
-        for d in (reference, tmp_path / "run")
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_learners_equal_unsharded_ones(name: str, unsharded: Path, tmp_path: Path) -> None:
+    options = {**SHARDED[name], "algorithm__use_kl_loss": True, "cluster__shard": True}
+    run_dir = tmp_path / "run"
+    assert_close(train(run_dir, **options), rows(unsharded))
+    assert "cluster.shard: 2 processes of actor hold" in (run_dir / "log.txt").read_text()
+    expected, sharded = (
+        checkpoint.open_checkpoint(folder / "checkpoints" / "step_000004")
+        for folder in (unsharded, run_dir)
     )
-    run_helpers.assert_states_close(other.policy(), one.policy())
-    run_helpers.assert_states_close(other.training()["learner"], one.training()["learner"])
+    run_helpers.assert_states_close(sharded.policy(), expected.policy())
+    run_helpers.assert_states_close(sharded.training()["learner"], expected.training()["learner"])
 
 
-def test_a_run_with_parts_resumes_one_with_whole_models_and_the_other_way_round(
-    reference: Path, tmp_path: Path
-) -> None:
-    options = {**TWICE["fused"], "algorithm__use_kl_loss": True}
-    half = str(reference / "checkpoints" / "step_000002")
-    resumed = train(tmp_path / "parts", **options, cluster__shard=True, resume=half)
-    assert_close(resumed, rows(reference)[-2:])
+def test_sharded_and_unsharded_runs_resume_each_other(unsharded: Path, tmp_path: Path) -> None:
+    options = {**TWO_LEARNERS["fused"], "algorithm__use_kl_loss": True}
+    half = str(unsharded / "checkpoints" / "step_000002")
+    resumed = train(tmp_path / "sharded", **options, cluster__shard=True, resume=half)
+    assert_close(resumed, rows(unsharded)[-2:])
     train(
-        tmp_path / "alone", algorithm__use_kl_loss=True, updates=5, resume=str(tmp_path / "parts")
+        tmp_path / "local", algorithm__use_kl_loss=True, updates=5, resume=str(tmp_path / "sharded")
     )
-    assert len(rows(tmp_path / "alone")) == 1
+    assert len(rows(tmp_path / "local")) == 1
 
 
 PIXELS: dict[str, Any] = {
@@ -227,22 +234,22 @@ PIXELS: dict[str, Any] = {
 }
 
 
-def test_a_policy_that_sees_learns_in_parts_what_it_learns_whole(tmp_path: Path) -> None:
-    given = {name.replace(".", "__"): x for name, x in PIXELS.items()}
-    expected = train(tmp_path / "whole", **given, **TWICE["fused"])
-    film = {"evaluation__video_episodes": 1, "evaluation__video_steps": 4}
-    assert_close(
-        train(tmp_path / "fused", **given, **TWICE["fused"], **film, cluster__shard=True), expected
-    )
-    assert list((tmp_path / "fused" / "videos").glob("*.mp4"))
+def test_sharded_vla_equals_unsharded_one(tmp_path: Path) -> None:
+    options = {name.replace(".", "__"): x for name, x in PIXELS.items()} | TWO_LEARNERS["fused"]
+    expected = train(tmp_path / "unsharded", **options)
+    video = {"evaluation__video_episodes": 1, "evaluation__video_steps": 4}
+    sharded = train(tmp_path / "sharded", **options, **video, cluster__shard=True)
+    assert_close(sharded, expected)
+    assert list((tmp_path / "sharded" / "videos").glob("*.mp4"))
 
 
-def test_a_run_resumes_bit_for_bit_and_in_another_placement(once: Once, tmp_path: Path) -> None:
-    whole = once(**TWICE["hybrid"])
-    resumed = train(
-        tmp_path / "half", **TWICE["hybrid"], resume=str(whole / "checkpoints" / "step_000002")
-    )
-    assert resumed == rows(whole)[-2:]
+def test_run_resumes_bit_for_bit_and_in_other_placements(
+    cached_run: CachedRuns, tmp_path: Path
+) -> None:
+    run_dir, hybrid = cached_run(**TWO_LEARNERS["hybrid"]), TWO_LEARNERS["hybrid"]
+    half = str(run_dir / "checkpoints" / "step_000002")
+    resumed = train(tmp_path / "half", **hybrid, resume=half)
+    assert resumed == rows(run_dir)[-2:]
     train(
         tmp_path / "half",
         placement="fused",
@@ -252,38 +259,31 @@ def test_a_run_resumes_bit_for_bit_and_in_another_placement(once: Once, tmp_path
     )
     log = (tmp_path / "half" / "log.txt").read_text()
     assert "resume: 2 processes simulated before, now 1 does; episodes begin anew" in log
-    train(tmp_path / "alone", updates=5, resume=str(whole))
-    assert "resume: 2 processes simulated before" in (tmp_path / "alone" / "log.txt").read_text()
+    train(tmp_path / "local", updates=5, resume=str(run_dir))
+    assert "resume: 2 processes simulated before" in (tmp_path / "local" / "log.txt").read_text()
 
 
-def test_rollouts_run_ahead_where_they_may(tmp_path: Path) -> None:
-    told = train(
+def test_max_lag_lets_rollouts_run_ahead(tmp_path: Path) -> None:
+    metrics = train(
         tmp_path / "run", placement="disaggregated", cluster__devices_per_node=2, cluster__max_lag=1
     )
-    assert [row["rollout/version_lag"] for row in told if "rollout/version_lag" in row] == [
-        0.0,
-        1.0,
-        1.0,
-        1.0,
-    ]
+    lags = [row["rollout/version_lag"] for row in metrics if "rollout/version_lag" in row]
+    assert lags == [0.0, 1.0, 1.0, 1.0]
 
 
-def test_devices_that_wait_most_of_the_time_are_told_of(tmp_path: Path) -> None:
-    apart = {
+def test_idle_devices_are_reported(tmp_path: Path) -> None:
+    options = {
         "cluster__component_placement": {"env": 0, "rollout": 1, "actor": 2},
         "cluster__devices_per_node": 3,
     }
-    train(tmp_path / "run", **apart, updates=21)
-    told = [
-        line
-        for line in (tmp_path / "run" / "log.txt").read_text().splitlines()
-        if "warning, update" in line
-    ]
-    (line,) = (line for line in told if "device/idle is 0." in line)
+    train(tmp_path / "run", **options, updates=21)
+    log = (tmp_path / "run" / "log.txt").read_text().splitlines()
+    warnings = [line for line in log if "warning, update" in line]
+    (line,) = (line for line in warnings if "device/idle is 0." in line)
     assert line.endswith("above 0.5: devices wait more than they work: try another placement")
 
 
-def test_what_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_refused_options_leave_no_files_and_no_processes(tmp_path: Path) -> None:
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (
             PlacementError,
@@ -318,99 +318,94 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
             {"placement": "disaggregated", "cluster__max_lag": 1, "cluster__weights": "ipc"},
         ),
     ]
-    for kind, words, options in cases:
-        with pytest.raises((kind, EnvError), match=words):
+    for error, message, options in cases:
+        with pytest.raises((error, EnvError), match=message):
             train(tmp_path / "run", cluster__devices_per_node=2, **options)
         assert not (tmp_path / "run").exists()
     assert run_helpers.free_ray_cpus() == 8.0
 
 
-def test_devices_that_are_not_there_are_said_within_the_deadline(tmp_path: Path) -> None:
+def test_missing_devices_are_refused(tmp_path: Path) -> None:
+    sizes = {"env__num_envs": 64, "algorithm__global_batch_size": 64}
     with pytest.raises(
         PlacementError, match=r"needs 1 nodes with 64 CPUs, and the Ray cluster has 1 \(8 CPUs\)"
     ):
-        train(tmp_path / "run", placement="fused", cluster__devices_per_node=64, env__num_envs=64,
-              algorithm__global_batch_size=64)  # fmt: skip
+        train(tmp_path / "run", placement="fused", cluster__devices_per_node=64, **sizes)
 
 
-def test_devices_that_others_have_are_waited_for_as_long_as_it_says(tmp_path: Path) -> None:
-    taken = placement_group([{"CPU": 1.0}] * 7)
-    assert taken.wait(20)
+def test_waiting_for_occupied_devices_ends_after_start_timeout(tmp_path: Path) -> None:
+    occupied = placement_group([{"CPU": 1.0}] * 7)
+    assert occupied.wait(20)
+    options = {"placement": "hybrid", "cluster__devices_per_node": 2, "cluster__start_timeout_s": 2}
     try:
         with pytest.raises(
             PlacementError,
             match=r"placement: needs 2 CPUs, 8 registered, 1 free after 2 s; add nodes",
         ):
-            train(
-                tmp_path / "run",
-                placement="hybrid",
-                cluster__devices_per_node=2,
-                cluster__start_timeout_s=2,
-            )
+            train(tmp_path / "run", **options)
     finally:
-        remove_placement_group(taken)
+        remove_placement_group(occupied)
 
 
-def test_a_ray_that_does_not_answer_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = object.__new__(Reservation)
-    asked.plan = plan("fused", Hardware())
+def test_unreachable_ray_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    reservation = object.__new__(Reservation)
+    reservation.plan = plan("fused", Hardware())
     with pytest.raises(
         PlacementError, match=rf"^cluster.address = {LOOPBACK}:1: Ray cannot be reached .*refused"
     ):
-        asked._connect(ClusterConfig(address=f"{LOOPBACK}:1"))
+        reservation._connect(ClusterConfig(address=f"{LOOPBACK}:1"))
     monkeypatch.setenv("RAY_ADDRESS", f"{LOOPBACK}:99999")
     with pytest.raises(
         PlacementError,
         match=rf"^cluster.address is null, RAY_ADDRESS = {LOOPBACK}:99999: Ray cannot",
     ):
-        asked._connect(ClusterConfig())
+        reservation._connect(ClusterConfig())
 
 
-def test_a_system_may_be_closed_twice(tmp_path: Path) -> None:
+def test_system_can_be_closed_twice(tmp_path: Path) -> None:
     c = run_helpers.tiny_config({**SMALL, "placement": "fused", "cluster.devices_per_node": 1})
     with ExitStack() as stack:
         run_helpers.build_cluster_system(c, tmp_path, stack).close()
 
 
-def listening(pid: int) -> set[str]:
-    """Addresses that a process listens at, as the kernel writes them: hexadecimal, address:port."""
+def listening_addresses(pid: int) -> set[str]:
+    """Return the addresses that a process listens on, hexadecimal as in /proc/net: address:port."""
     rows = [
         line.split()
         for name in ("tcp", "tcp6")
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
     ]
-    at = {f"socket:[{row[9]}]": row[1] for row in rows if row[3] == "0A"}
-    held = set()
+    addresses = {f"socket:[{row[9]}]": row[1] for row in rows if row[3] == "0A"}
+    sockets = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
-            held.add(os.readlink(fd))
-    return {address for socket, address in at.items() if socket in held}
+            sockets.add(os.readlink(fd))
+    return {address for socket, address in addresses.items() if socket in sockets}
 
 
-def test_on_one_machine_what_we_open_is_heard_there_alone() -> None:
-    """Exchange, store and process group: all at 127.0.0.1.
+def test_processes_of_one_machine_listen_on_loopback_only() -> None:
+    """Exchange, store and process group listen on 127.0.0.1.
 
-    What Ray itself opens is there before (docs/security.md).
+    Sockets that Ray opens are excluded (docs/security.md).
     """
-    ones = [RayWorkerActor.options(num_cpus=1).remote(f"rank {i}", 1) for i in range(2)]
-    opened = [
-        one.open.remote(LOOPBACK, "secret", 20.0, serves=False, hosts_store=False) for one in ones
-    ]
-    pids = [told.pid for told in ray.get(opened)]
-    before = set.union(*map(listening, pids))
-    told = ray.get(ones[0].open.remote(LOOPBACK, "secret", 20.0, serves=True, hosts_store=True))
-    ray.get([one.join.remote("weights", told.store, i, 2, 20.0) for i, one in enumerate(ones)])
-    ours = set.union(*map(listening, pids)) - before
-    assert len(ours) >= 4  # exchange, store, and one of the group in each
-    assert {address.partition(":")[0] for address in ours} == {"0100007F"}
-    for one in ones:
-        ray.kill(one)
+    actors = [RayWorkerActor.options(num_cpus=1).remote(f"rank {i}", 1) for i in range(2)]
+    address = (LOOPBACK, "secret", 20.0)
+    calls = [actor.open.remote(*address, serves=False, hosts_store=False) for actor in actors]
+    pids = [endpoints.pid for endpoints in ray.get(calls)]
+    before = set.union(*map(listening_addresses, pids))
+    endpoints = ray.get(actors[0].open.remote(*address, serves=True, hosts_store=True))
+    ray.get([x.join.remote("weights", endpoints.store, i, 2, 20.0) for i, x in enumerate(actors)])
+    opened = set.union(*map(listening_addresses, pids)) - before
+    assert len(opened) >= 4  # exchange, store, and one of the group in each process
+    assert {address.partition(":")[0] for address in opened} == {"0100007F"}
+    for actor in actors:
+        ray.kill(actor)
 
 
-def test_a_learner_that_reaches_nobody_says_where_and_how_long_it_tried() -> None:
-    nobody = socket.create_server((LOOPBACK, 0))
-    address = nobody.getsockname()
-    nobody.close()
+def test_process_group_that_cannot_form_names_address_and_timeout() -> None:
+    closed = socket.create_server((LOOPBACK, 0))
+    address = closed.getsockname()
+    closed.close()
     with pytest.raises(
         ProcessLost,
         match=rf"team rank 0 of 2: .* at {LOOPBACK}:{address[1]} within 0.2 s \(cluster",

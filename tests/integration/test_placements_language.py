@@ -1,6 +1,4 @@
-"""A language model through every placement, over real Ray: equal bit for bit, resumed exactly,
-refused with reasons.
-"""
+"""Train a language model in every placement over real Ray: equal results, resuming, refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import pytest
 import run_helpers
 import torch
 
-from embodied_ppo import run as build
+from embodied_ppo import run
 from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.algorithms.separate_critic_learner import LocalCritic
 from embodied_ppo.config import loader, validation
@@ -23,7 +21,7 @@ from embodied_ppo.modes.base import RunRequest
 from embodied_ppo.modes.reasoning import workers as reasoning_workers
 from embodied_ppo.placement.worker import WorkerSpec
 from embodied_ppo.training import checkpoint
-from tests.integration.test_placements import Once, assert_close, rows
+from tests.integration.test_placements import CachedRuns, assert_close, equal_tensors, rows
 
 pytestmark = pytest.mark.usefixtures("eight_slots")
 
@@ -59,7 +57,7 @@ KL: dict[str, Any] = {"algorithm.use_kl_loss": True, "algorithm.use_kl_in_reward
 
 
 def config(options: dict[str, Any]) -> Config:
-    """``SMALL`` as a file that ships, ``options`` as flags, checked as the command checks."""
+    """Return checked options: ``SMALL`` as a file, ``options`` as on the command line."""
     loaded = loader.read(
         Config,
         [("configs/small", run_helpers.nested(SMALL)), ("test", run_helpers.nested(options))],
@@ -69,36 +67,32 @@ def config(options: dict[str, Any]) -> Config:
 
 
 def train(run_dir: Path, **options: Any) -> list[dict[str, Any]]:
-    given = {name.replace("__", "."): value for name, value in options.items()}
-    if {"placement", "cluster.component_placement"} & given.keys():
-        given["cluster.step_timeout_s"] = 100.0  # should it hang, it says so
-    build.train(config({"run_dir": str(run_dir), **given}), quiet=True)
+    """Train with ``SMALL``; ``__`` in the name of an option stands for a dot."""
+    overrides = {name.replace("__", "."): value for name, value in options.items()}
+    if {"placement", "cluster.component_placement"} & overrides.keys():
+        overrides["cluster.step_timeout_s"] = 100.0  # a run that hangs fails with its stacks
+    run.train(config({"run_dir": str(run_dir), **overrides}), quiet=True)
     return rows(run_dir)
 
 
 def weights(run_dir: Path, update: int = 3) -> dict[str, torch.Tensor]:
+    """Return the tensors of actor and critic of a checkpoint."""
     source = checkpoint.open_checkpoint(run_dir / "checkpoints" / f"step_{update:06d}")
     critic = source.training()["learner"]["critic_weights"] or {}
     return source.policy() | {f"critic {name}": x for name, x in critic.items()}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(x, other[name]) for name, x in one.items()
-    )
+@pytest.fixture(scope="module")
+def cached_run(tmp_path_factory: pytest.TempPathFactory) -> CachedRuns:
+    return CachedRuns(train, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    return Once(train, tmp_path_factory.mktemp("runs"))
+def local(cached_run: CachedRuns) -> Path:
+    return cached_run(**KL)
 
 
-@pytest.fixture(scope="module")
-def local(once: Once) -> Path:
-    return once(**KL)
-
-
-ALIKE: dict[str, dict[str, Any]] = {
+EQUAL_TO_LOCAL: dict[str, dict[str, Any]] = {
     "fused": {"placement": "fused", "cluster__devices_per_node": 1},
     "colocated": {
         "placement": "colocated",
@@ -113,58 +107,57 @@ ALIKE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_a_process_for_each_role_trains_as_one_process_does(
-    name: str, local: Path, once: Once
+@pytest.mark.parametrize("name", EQUAL_TO_LOCAL)
+def test_placements_with_one_learner_equal_one_process(
+    name: str, local: Path, cached_run: CachedRuns
 ) -> None:
-    placed = once(**KL, **ALIKE[name])
+    placed = cached_run(**KL, **EQUAL_TO_LOCAL[name])
     assert rows(placed) == rows(local)
-    assert same(weights(placed), weights(local))
+    assert equal_tensors(weights(placed), weights(local))
     assert rows(local)[-1]["value/loss"] > 0 and rows(local)[-1]["kl/to_reference"] > 0
 
 
-def test_what_is_to_be_compiled_is_so_in_processes_too(tmp_path: Path) -> None:
-    asked = config({"compile": "always", "placement": "fused", "cluster.devices_per_node": 1})
-    request = RunRequest(asked, torch.device("cpu"), tmp_path, 3, "", {}, print, print, [])
+def test_compile_option_applies_to_worker_processes(tmp_path: Path) -> None:
+    c = config({"compile": "always", "placement": "fused", "cluster.devices_per_node": 1})
+    request = RunRequest(c, torch.device("cpu"), tmp_path, 3, "", {}, print, print, [])
     for compile, since in (("always", 0), ("auto", None)):
-        s = replace(request, config=replace(asked, compile=compile))
-        made, _ = reasoning_workers.build_worker(
-            s,
+        worker_request = replace(request, config=replace(c, compile=compile))
+        worker, _ = reasoning_workers.build_worker(
+            worker_request,
             WorkerSpec(("rollout", "actor", "critic", "reward"), {"rollout": (0, 1)}),
             None,
             ExitStack(),
         )
-        assert isinstance(made.learner, Learner) and isinstance(made.learner.critic, LocalCritic)
-        schedules = [x.optimizer.compile_schedule for x in (made.learner, made.learner.critic)]
+        assert isinstance(worker.learner, Learner) and isinstance(
+            worker.learner.critic, LocalCritic
+        )
+        schedules = [x.optimizer.compile_schedule for x in (worker.learner, worker.learner.critic)]
         assert [x.since for x in schedules] == [since] * 2
-        made.close()
+        worker.close()
 
 
-TWICE: dict[str, dict[str, Any]] = {
+TWO_LEARNERS: dict[str, dict[str, Any]] = {
     "fused": {"placement": "fused", "cluster__devices_per_node": 2},
+    # Five processes: two critics beside the rollouts, one grader for two rollouts, and one
+    # reference for two actors.
     "apart": {
         "cluster__component_placement": {
-            "rollout": "0-1",
-            "reward": 0,
-            "reference": 1,
+            "rollout,critic": "0-1",
+            "reward,reference": 0,
             "actor": "2-3",
-            "critic": "4-5",
         },
-        "cluster__devices_per_node": 6,
+        "cluster__devices_per_node": 4,
     },
 }
 
 
-def test_two_processes_for_each_role_train_alike_wherever_they_are(local: Path, once: Once) -> None:
-    runs = {name: once(**KL, **options) for name, options in TWICE.items()}
-    found = {name: rows(run) for name, run in runs.items()}
-    for name, told in found.items():
-        assert told == found["fused"], name
-        assert same(weights(runs[name]), weights(runs["fused"]))
-    alone = rows(local)
-    assert [row["tokens"] for row in found["fused"]][:2] == [row["tokens"] for row in alone][
-        :2
-    ]  # the same noise
+def test_placements_with_two_learners_equal_each_other(local: Path, cached_run: CachedRuns) -> None:
+    fused, apart = (cached_run(**KL, **TWO_LEARNERS[name]) for name in ("fused", "apart"))
+    metrics, expected = rows(fused), rows(local)
+    assert rows(apart) == metrics
+    assert equal_tensors(weights(apart), weights(fused))
+    # Noise does not depend on the process that draws it.
+    assert [row["tokens"] for row in metrics[:2]] == [row["tokens"] for row in expected[:2]]
     for tag in (
         "rollout/return",
         "advantage/std",
@@ -172,26 +165,25 @@ def test_two_processes_for_each_role_train_alike_wherever_they_are(local: Path, 
         "rollout/epoch",
         "rollout/truncated",
     ):
-        assert found["fused"][1][tag] == pytest.approx(alone[1][tag], rel=1e-5), tag
+        assert metrics[1][tag] == pytest.approx(expected[1][tag], rel=1e-5), tag
 
 
-def test_a_run_resumes_bit_for_bit_also_in_another_placement(
-    local: Path, once: Once, tmp_path: Path
+def test_run_resumes_bit_for_bit_in_other_placements(
+    local: Path, cached_run: CachedRuns, tmp_path: Path
 ) -> None:
-    half = once(**KL, **ALIKE["colocated"]) / "checkpoints" / "step_000002"
-    train(tmp_path / "one", **KL, **ALIKE["disaggregated"], resume=str(half))
-    assert same(weights(tmp_path / "one"), weights(local))
-    first = once(**KL, **TWICE["apart"]) / "checkpoints" / "step_000001"
-    resumed = train(tmp_path / "two", **KL, **TWICE["fused"], resume=str(first))
-    assert resumed[-1] == rows(once(**KL, **TWICE["fused"]))[-1]
-    train(
-        tmp_path / "two", **KL, resume=str(tmp_path / "two"), updates=4
-    )  # in one process: the data go on
+    half = cached_run(**KL, **EQUAL_TO_LOCAL["colocated"]) / "checkpoints" / "step_000002"
+    train(tmp_path / "one", **KL, **EQUAL_TO_LOCAL["disaggregated"], resume=str(half))
+    assert equal_tensors(weights(tmp_path / "one"), weights(local))
+    first = cached_run(**KL, **TWO_LEARNERS["apart"]) / "checkpoints" / "step_000001"
+    resumed = train(tmp_path / "two", **KL, **TWO_LEARNERS["fused"], resume=str(first))
+    assert resumed[-1] == rows(cached_run(**KL, **TWO_LEARNERS["fused"]))[-1]
+    # In one process the order of the data continues.
+    train(tmp_path / "two", **KL, resume=str(tmp_path / "two"), updates=4)
     assert "episodes begin anew" not in (tmp_path / "two" / "log.txt").read_text()
 
 
-IN_PARTS: dict[str, dict[str, Any]] = {
-    "fused": TWICE["fused"],
+SHARDED: dict[str, dict[str, Any]] = {
+    "fused": TWO_LEARNERS["fused"],
     "disaggregated": {
         "placement": "disaggregated",
         "cluster__devices_per_node": 4,
@@ -200,19 +192,18 @@ IN_PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_learners_that_hold_parts_learn_what_whole_ones_do(once: Once, tmp_path: Path) -> None:
-    whole, few = once(**KL, **TWICE["fused"]), {"algorithm__micro_batch_tokens": 40}
-    for name, options in IN_PARTS.items():
-        assert_close(
-            train(tmp_path / name, **KL, **few, **options, cluster__shard=True), rows(whole)
-        )
-        run_helpers.assert_states_close(weights(tmp_path / name), weights(whole))
-        assert (
-            "cluster.shard: 2 processes of actor hold" in (tmp_path / name / "log.txt").read_text()
-        )
+def test_sharded_learners_equal_unsharded_ones(cached_run: CachedRuns, tmp_path: Path) -> None:
+    unsharded = cached_run(**KL, **TWO_LEARNERS["fused"])
+    few_tokens = {"algorithm__micro_batch_tokens": 40}
+    for name, options in SHARDED.items():
+        run_dir = tmp_path / name
+        metrics = train(run_dir, **KL, **few_tokens, **options, cluster__shard=True)
+        assert_close(metrics, rows(unsharded))
+        run_helpers.assert_states_close(weights(run_dir), weights(unsharded))
+        assert "cluster.shard: 2 processes of actor hold" in (run_dir / "log.txt").read_text()
 
 
-def test_without_a_critic_and_with_a_reward_model_that_begins_as_the_actor(tmp_path: Path) -> None:
+def test_grpo_with_reward_model_initialized_from_the_actor(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "algorithm__adv_type": "grpo",
         "algorithm__group_size": 2,
@@ -221,25 +212,22 @@ def test_without_a_critic_and_with_a_reward_model_that_begins_as_the_actor(tmp_p
         "reward__model__steps": 2,
         "reward__model__batch_size": 4,
     }
-    told = train(tmp_path / "local", **options)
-    where = {"rollout": 0, "reward": 1, "actor": 2}
-    there = {"cluster__component_placement": where, "cluster__devices_per_node": 3}
-    assert train(tmp_path / "run", **options, **there) == told
-    assert same(weights(tmp_path / "run"), weights(tmp_path / "local"))
+    expected = train(tmp_path / "local", **options)
+    roles = {"rollout": 0, "reward": 1, "actor": 2}
+    cluster = {"cluster__component_placement": roles, "cluster__devices_per_node": 3}
+    assert train(tmp_path / "run", **options, **cluster) == expected
+    assert equal_tensors(weights(tmp_path / "run"), weights(tmp_path / "local"))
 
 
-def test_rollouts_run_ahead_where_they_may(tmp_path: Path) -> None:
+def test_max_lag_lets_rollouts_run_ahead(tmp_path: Path) -> None:
     options = {"placement": "disaggregated", "cluster__devices_per_node": 2, "cluster__max_lag": 1}
-    told = train(tmp_path / "run", **options, algorithm__off_policy_correction="token")
-    assert [row["rollout/version_lag"] for row in told if "rollout/version_lag" in row] == [
-        0.0,
-        1.0,
-        1.0,
-    ]
+    metrics = train(tmp_path / "run", **options, algorithm__off_policy_correction="token")
+    lags = [row["rollout/version_lag"] for row in metrics if "rollout/version_lag" in row]
+    assert lags == [0.0, 1.0, 1.0]
 
 
-def placed(devices: int, where: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"cluster__component_placement": where, "cluster__devices_per_node": devices, **more}
+def placed(devices: int, roles: dict[str, Any], **options: Any) -> dict[str, Any]:
+    return {"cluster__component_placement": roles, "cluster__devices_per_node": devices, **options}
 
 
 FUSED = {"placement": "fused"}
@@ -291,12 +279,12 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
             "cluster.shard = true: actor and critic gather their layers one after another; write"
             " critic.concurrent=false"
         ),
-        {**TWICE["fused"], "cluster__shard": True, "critic__concurrent": True},
+        {**TWO_LEARNERS["fused"], "cluster__shard": True, "critic__concurrent": True},
     ),
     (
         "cluster.shard = true: the full KL divergence reads policy and reference at once; use k3",
         {
-            **TWICE["fused"],
+            **TWO_LEARNERS["fused"],
             "cluster__shard": True,
             "algorithm__use_kl_loss": True,
             "algorithm__kl_loss_type": "full",
@@ -318,9 +306,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("words", [words for words, _ in REFUSED])
-def test_what_is_refused_leaves_nothing_behind(words: str, tmp_path: Path) -> None:
-    with pytest.raises((PlacementError, ConfigError)) as told:
-        train(tmp_path / "run", **dict(REFUSED)[words])
-    assert words in str(told.value)
+@pytest.mark.parametrize("message", [message for message, _ in REFUSED])
+def test_refused_options_leave_no_files(message: str, tmp_path: Path) -> None:
+    with pytest.raises((PlacementError, ConfigError)) as error:
+        train(tmp_path / "run", **dict(REFUSED)[message])
+    assert message in str(error.value)
     assert not (tmp_path / "run").exists()
