@@ -1,6 +1,4 @@
-"""Two machines: a Ray cluster of two nodes, one that goes away, and labels that say which machine
-is meant.
-"""
+"""A Ray cluster of two nodes: node labels, equal results, and the loss of a node."""
 
 from __future__ import annotations
 
@@ -30,31 +28,31 @@ TWO: dict[str, Any] = {
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cluster, Any]]:
-    """A head with two slots, and a node "sim" with two."""
+    """Start a head node and a node with label "sim", two CPUs each."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    started = Cluster(
+    cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
     )
-    second = started.add_node(num_cpus=2, labels={"node-group": "sim"})
-    started.wait_for_nodes()
-    monkeypatch.setenv("RAY_ADDRESS", started.address)
-    yield started, second
+    second = cluster.add_node(num_cpus=2, labels={"node-group": "sim"})
+    cluster.wait_for_nodes()
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield cluster, second
     ray.shutdown()
-    started.shutdown()
+    cluster.shutdown()
 
 
-def test_two_machines_train_as_one_and_the_loss_of_one_is_said(
+def test_two_nodes_equal_one_process_and_a_lost_node_is_named(
     nodes: tuple[Cluster, Any], tmp_path: Path
 ) -> None:
     apart = {
         "cluster.node_groups": {"sim": 1},
         "cluster.component_placement": {"env": {"node": "sim", "devices": 0}, "rollout,actor": 0},
     }
-    there, here = tmp_path / "there", tmp_path / "here"
-    run.train(run_helpers.tiny_config({**TWO, **apart, "run_dir": str(there)}), quiet=True)
-    run.train(run_helpers.tiny_config({**SMALL, "run_dir": str(here)}), quiet=True)
-    assert rows(there) == rows(here)
-    log = (there / "log.txt").read_text()
+    two_nodes, local = tmp_path / "two_nodes", tmp_path / "local"
+    run.train(run_helpers.tiny_config({**TWO, **apart, "run_dir": str(two_nodes)}), quiet=True)
+    run.train(run_helpers.tiny_config({**SMALL, "run_dir": str(local)}), quiet=True)
+    assert rows(two_nodes) == rows(local)
+    log = (two_nodes / "log.txt").read_text()
     assert "cpu 2   1     rank 0  -" in log and "cpu 0   0     -       rank 0" in log
     with pytest.raises(
         PlacementError, match="needs 3 nodes with 2, 2, 2 CPUs, and the Ray cluster has 2"
@@ -65,23 +63,23 @@ def test_two_machines_train_as_one_and_the_loss_of_one_is_said(
     with ExitStack() as stack:
         before = signal.signal(signal.SIGTERM, pytest.fail)
         stack.callback(signal.signal, signal.SIGTERM, before)
-        stack.callback(lambda: ours.append(sigterm_is_ours()))
-        made = run_helpers.build_cluster_system(c, tmp_path, stack)
-        ours = [sigterm_is_ours()]
-        homes = {h.name: h.node for group in made.processes.values() for h in group}
-        assert len(set(homes.values())) == 2
-        made.collect(16, update=0)
+        stack.callback(lambda: restored.append(handler_is_restored()))
+        system = run_helpers.build_cluster_system(c, tmp_path, stack)
+        restored = [handler_is_restored()]
+        nodes_of = {h.name: h.node for h in system.handles}
+        assert len(set(nodes_of.values())) == 2
+        system.collect(16, update=0)
         nodes[0].remove_node(nodes[1], allow_graceful=False)
-        until = (
-            time.monotonic() + 60
-        )  # Ray needs some seconds to see it; until then its processes go on
+        # Ray detects the loss after some seconds; until then the node's processes continue.
+        until = time.monotonic() + 60
         with pytest.raises(ProcessLost, match=r"process lost: env rank 0 .* or the machine is"):
             while time.monotonic() < until:
-                made.collect(16, update=1)
-    assert ours == [True, True]  # with Ray, which takes it, and after Ray, which gives it to nobody
+                system.collect(16, update=1)
+    assert restored == [True, True]  # after ray.init, and after ray.shutdown
 
 
-def sigterm_is_ours() -> bool:
+def handler_is_restored() -> bool:
+    """Return whether our SIGTERM handler is installed, in Python and in the kernel."""
     caught = int(Path("/proc/self/status").read_text().partition("SigCgt:")[2].split()[0], 16)
     return signal.getsignal(signal.SIGTERM) is pytest.fail and bool(
         caught >> (signal.SIGTERM - 1) & 1

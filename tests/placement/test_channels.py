@@ -1,4 +1,4 @@
-"""Messages between processes, and simulators at the other end of them."""
+"""Messages between processes, and simulators in another process."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def serving(make: Any, desks: int = 1) -> Iterator[list[Client]]:
-    """Lines to a server in a thread."""
+def serving(make: Any, count: int = 1) -> Iterator[list[Client]]:
+    """Yield clients of a server that runs in a thread."""
     exchange = Exchange("127.0.0.1", "secret", 20.0)
     server = Server(EnvService(make), exchange)
-    thread = threading.Thread(target=server.serve, args=(desks,))
+    thread = threading.Thread(target=server.serve, args=(count,))
     thread.start()
-    found = [
+    clients = [
         Client(connect(exchange.address, "secret", f"rollout {i}", peer="env 0", timeout_s=20.0))
-        for i in range(desks)
+        for i in range(count)
     ]
     try:
-        yield found
+        yield clients
     finally:
-        for desk in found:
-            desk.finish()
+        for client in clients:
+            client.finish()
         thread.join(20)
         server.close()
 
 
-def pair() -> tuple[socket.socket, socket.socket]:
+def connected_sockets() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         one = socket.create_connection(listening.getsockname())
         return one, listening.accept()[0]
@@ -89,7 +89,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_a_message_arrives_as_it_was_sent(value: Any) -> None:
+def test_message_survives_pack_send_and_unpack(value: Any) -> None:
     m = Message("step", 3, {"seeds": [1, 2], "kind": "train", "none": None}, value)
     data = b"".join(pack(m))
     length, size = PREFIX.unpack(data[: PREFIX.size])
@@ -99,7 +99,7 @@ def test_a_message_arrives_as_it_was_sent(value: Any) -> None:
     assert (back.method, back.target, back.data) == (m.method, m.target, m.data) and equal(
         back.value, value
     )
-    left, right = pair()
+    left, right = connected_sockets()
     a, b = Connection(left, "b", 5.0), Connection(right, "a", 5.0)
     sender = threading.Thread(target=lambda: [a.send(m), a.send(m)])
     sender.start()
@@ -107,45 +107,45 @@ def test_a_message_arrives_as_it_was_sent(value: Any) -> None:
     sender.join()
 
 
-def test_a_peer_that_is_gone_or_silent_is_named() -> None:
-    left, right = pair()
-    line = Connection(left, "env rank 2", 0.2)
+def test_lost_or_silent_peer_is_named() -> None:
+    left, right = connected_sockets()
+    connection = Connection(left, "env rank 2", 0.2)
     with pytest.raises(
         TrainingError, match=r"env rank 2: no answer for 0\.2 s \(cluster\.step_timeout_s\)"
     ):
-        line.receive()
+        connection.receive()
     right.sendall(PREFIX.pack(10, 0)[:5])
     right.close()
     with pytest.raises(TrainingError, match="env rank 2: the process is gone"):
-        line.receive()
+        connection.receive()
     with pytest.raises(TrainingError, match="env rank 2: the process is gone"):
         for _ in range(3):
-            line.send(Message("step"))
+            connection.send(Message("step"))
     with pytest.raises(TrainingError, match=r"env rank 1 at 127\.0\.0\.1:1: cannot be reached"):
         connect(("127.0.0.1", 1), "secret", "me", peer="env rank 1", timeout_s=1.0)
 
 
-def test_an_address_is_found_on_its_interface() -> None:
+def test_interface_of_an_address() -> None:
     assert interface("127.0.0.1") == "lo" and interface("203.0.113.7") is None
 
 
-def test_strangers_are_hung_up_on() -> None:
+def test_callers_without_the_secret_are_disconnected() -> None:
     exchange = Exchange("127.0.0.1", "secret", 5.0)
     assert exchange.address[0] == "127.0.0.1"
     wrong = connect(exchange.address, "guess", "me", peer="env", timeout_s=5.0)
     noise = socket.create_connection(exchange.address)
     noise.sendall(PREFIX.pack(1 << 60, 1 << 60) + b"\xff" * 200)
-    words = socket.create_connection(exchange.address)
-    words.sendall(b"GET / HTTP/1.1\r\n")
-    words.shutdown(socket.SHUT_WR)
+    http = socket.create_connection(exchange.address)
+    http.sendall(b"GET / HTTP/1.1\r\n")
+    http.shutdown(socket.SHUT_WR)
     right = connect(exchange.address, "secret", "rollout rank 0", peer="env", timeout_s=5.0)
     right.send(Message("reset", 7))
-    line, m = exchange.receive()
-    assert line.peer == "rollout rank 0" and (m.method, m.target) == ("reset", 7)
+    connection, m = exchange.receive()
+    assert connection.peer == "rollout rank 0" and (m.method, m.target) == ("reset", 7)
     with pytest.raises(TrainingError, match="gone"):
         wrong.receive()
-    assert words.recv(1) == b""
-    with pytest.raises(ConnectionResetError):  # what it sent was not even read
+    assert http.recv(1) == b""
+    with pytest.raises(ConnectionResetError):  # its data are not read
         noise.recv(1)
     exchange.close()
 
@@ -158,8 +158,8 @@ def test_strangers_are_hung_up_on() -> None:
         PREFIX.pack(3, 0) + b"\xff\xff\xff",
         PREFIX.pack(2, 0) + b"[]",
         *(
-            PREFIX.pack(len(words), 0) + words
-            for words in (
+            PREFIX.pack(len(header), 0) + header
+            for header in (
                 b'["step",0,{},0,[["load",[]]]]',
                 b'["step",0,{},0,[["float32",[9]]]]',
                 b"[" * 50_000,
@@ -167,63 +167,60 @@ def test_strangers_are_hung_up_on() -> None:
         ),
     ],
 )
-def test_what_is_no_message_is_told(data: bytes) -> None:
-    left, right = pair()
+def test_invalid_message_is_reported(data: bytes) -> None:
+    left, right = connected_sockets()
     right.sendall(data)
     with pytest.raises(ProcessLost, match=r"env rank 2: (sent an invalid message|announces)"):
         Connection(left, "env rank 2", 1.0).receive()
 
 
-def test_strangers_delay_and_displace_no_caller_with_the_secret(
+def test_callers_without_the_secret_delay_no_other_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Callers without the secret send one byte at a time, as many at once as may be, and more."""
+    """More callers than ``UNGREETED`` send one byte at a time."""
     monkeypatch.setattr(channels, "GREETING_S", 0.3)
     monkeypatch.setattr(channels, "UNGREETED", 4)
     exchange = Exchange("127.0.0.1", "secret", 1.0)
-    strangers = [socket.create_connection(exchange.address) for _ in range(6)]
+    intruders = [socket.create_connection(exchange.address) for _ in range(6)]
     end = threading.Event()
 
     def trickle() -> None:
         while not end.wait(0.05):
-            for stranger in strangers:
+            for intruder in intruders:
                 with suppress(OSError):
-                    stranger.send(b"x")
+                    intruder.send(b"x")
 
     sender = threading.Thread(target=trickle)
     sender.start()
-    friend = connect(exchange.address, "secret", "rollout rank 0", peer="env", timeout_s=5.0)
+    caller = connect(exchange.address, "secret", "rollout rank 0", peer="env", timeout_s=5.0)
     start = time.monotonic()
     for number in range(3):
-        friend.send(Message("step", number))
+        caller.send(Message("step", number))
         assert exchange.receive()[1].target == number
         assert len(exchange.greetings) <= 4
     assert time.monotonic() - start < 0.3
-    strangers += [socket.create_connection(exchange.address)]
+    intruders += [socket.create_connection(exchange.address)]
     start = time.monotonic()
     with pytest.raises(ProcessLost, match=r"no request for 1 s \(cluster\.step_timeout_s\)"):
-        exchange.receive()  # whatever strangers send, the limit is on the requests
+        exchange.receive()  # bytes without a greeting do not extend the time limit
     assert 0.9 < time.monotonic() - start < 2.0 and not exchange.greetings
     end.set()
     sender.join()
-    friend.send(Message("step", 3))
+    caller.send(Message("step", 3))
     assert exchange.receive()[1].target == 3
     exchange.close()
 
 
-def test_a_greeting_that_arrived_while_another_caller_was_answered_counts(
+def test_greeting_that_arrived_during_another_request_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The deadline is on the caller; the time in which this process answers others is not the
-    caller's.
-    """
+    """The time limit of a greeting does not include the time in which others are served."""
     exchange = Exchange("127.0.0.1", "secret", 5.0)
     first = connect(exchange.address, "secret", "rollout rank 0", peer="env", timeout_s=5.0)
     first.send(Message("make", 0))
     assert exchange.receive()[1].method == "make"
-    connection = socket.create_connection(
-        exchange.address
-    )  # accepted with the next message of the first
+    # Accepted with the next message of the first caller.
+    connection = socket.create_connection(exchange.address)
     first.send(Message("make", 1))
     monkeypatch.setattr(channels, "GREETING_S", 0.05)
     while not exchange.greetings:
@@ -231,30 +228,30 @@ def test_a_greeting_that_arrived_while_another_caller_was_answered_counts(
         first.send(Message("make", 2))
     second = channels.Connection(connection, "env", 5.0)
     second.send_greeting("secret", "rollout rank 1")
-    time.sleep(0.1)  # a request of the first is answered
+    time.sleep(0.1)  # as long as serving a request of the first caller
     second.send(Message("step", 7))
     assert {exchange.receive()[0].peer for _ in range(2)} == {"rollout rank 0", "rollout rank 1"}
     exchange.close()
 
 
-def test_a_further_caller_displaces_no_greeting_that_has_arrived(
+def test_further_caller_does_not_displace_a_complete_greeting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(channels, "UNGREETED", 1)
     exchange = Exchange("127.0.0.1", "secret", 5.0)
-    friend = socket.create_connection(exchange.address)
+    caller = socket.create_connection(exchange.address)
     exchange._accept()
-    line = channels.Connection(friend, "env", 5.0)
-    line.send_greeting("secret", "rollout rank 0")
-    stranger = socket.create_connection(exchange.address)
+    connection = channels.Connection(caller, "env", 5.0)
+    connection.send_greeting("secret", "rollout rank 0")
+    intruder = socket.create_connection(exchange.address)
     exchange._accept()
-    line.send(Message("step", 7))
+    connection.send(Message("step", 7))
     assert exchange.receive()[1].target == 7
-    stranger.close()
+    intruder.close()
     exchange.close()
 
 
-def test_a_name_cut_within_a_letter_is_heard() -> None:
+def test_name_cut_within_a_utf8_sequence_is_accepted() -> None:
     exchange = Exchange("127.0.0.1", "secret", 5.0)
     connect(exchange.address, "secret", "é" * 47 + "a" + "é", peer="env", timeout_s=5.0).send(
         Message("ping")
@@ -291,7 +288,9 @@ def rollouts(options: dict[str, Any], envs: list[VectorEnv], seed: int = 0) -> l
 
 @pytest.mark.parametrize("options", TASKS, ids=lambda o: o["env.id"])
 @pytest.mark.parametrize("servers", [1, 2])
-def test_a_rollout_over_lines_is_the_rollout(options: dict[str, Any], servers: int) -> None:
+def test_rollout_with_remote_simulators_equals_local_rollout(
+    options: dict[str, Any], servers: int
+) -> None:
     c = run_helpers.tiny_config(options)
     seeds = env_seeds(0, 0, 4)
 
@@ -299,35 +298,34 @@ def test_a_rollout_over_lines_is_the_rollout(options: dict[str, Any], servers: i
         assert kind == "train"
         return embodied.make_env(seeds, config=c.env, device=CPU)
 
-    (here,) = rollouts(options, [make("train", seeds)])
-    expected = [here.collect(12, update=u, version=u) for u in range(3)]
-    state = here.state()
-    last = here.collect(12, update=3, version=3)
-    here.close()
+    (local,) = rollouts(options, [make("train", seeds)])
+    expected = [local.collect(12, update=u, version=u) for u in range(3)]
+    state = local.state()
+    last = local.collect(12, update=3, version=3)
+    local.close()
     with serving(make) as (one,), serving(make) as (two,):
-        desks = [one, two][:servers]
+        clients = [one, two][:servers]
         n = 4 // servers
-        parts = [RemoteEnv(d, seeds[i * n : i * n + n], device=CPU) for i, d in enumerate(desks)]
+        parts = [RemoteEnv(d, seeds[i * n : i * n + n], device=CPU) for i, d in enumerate(clients)]
         env: Any = parts[0] if servers == 1 else ConcatenatedEnvs(parts)
-        (there,) = rollouts(options, [env])
+        (remote,) = rollouts(options, [env])
         for u, (trajectory, metrics) in enumerate(expected):
-            found, told = there.collect(12, update=u, version=u)
-            assert all(map(torch.equal, tree.leaves(found), tree.leaves(trajectory)))
-            assert told == metrics
+            remote_trajectory, remote_metrics = remote.collect(12, update=u, version=u)
+            assert all(map(torch.equal, tree.leaves(remote_trajectory), tree.leaves(trajectory)))
+            assert remote_metrics == metrics
         with pytest.raises(EnvError, match="render no images for this one"):
             env.render()
-        if servers == 1:  # and from its state
-            there.load_state(state)
-            found, _ = there.collect(12, update=3, version=3)
-            assert all(map(torch.equal, tree.leaves(found), tree.leaves(last[0])))
+        if servers == 1:  # a remote rollout continues from a local one's state
+            remote.load_state(state)
+            remote_trajectory, _ = remote.collect(12, update=3, version=3)
+            assert all(map(torch.equal, tree.leaves(remote_trajectory), tree.leaves(last[0])))
         else:
-            there.load_state(there.state())
-        there.close()
+            remote.load_state(remote.state())
+        remote.close()
 
 
-def test_stages_take_turns() -> None:
-    """Two stages of one process, and of two servers: the same experience, and the second simulates
-    while the first acts."""
+def test_stages_overlap_and_do_not_change_experience() -> None:
+    """Local and remote stages give the same experience; one simulates while the other acts."""
     options = {"env.id": "CartPole-v1", "env.num_envs": 4}
     c = run_helpers.tiny_config(options)
     seeds = env_seeds(0, 0, 4)
@@ -336,11 +334,11 @@ def test_stages_take_turns() -> None:
     def make(kind: str, seeds: list[int]) -> VectorEnv:
         return embodied.make_env(seeds, config=c.env, device=CPU)
 
-    here = Staged(rollouts(options, [make("train", seeds[:2]), make("train", seeds[2:])]))
-    expected = [here.collect(8, update=u, version=u) for u in range(2)]
-    here.close()
+    local = Staged(rollouts(options, [make("train", seeds[:2]), make("train", seeds[2:])]))
+    expected = [local.collect(8, update=u, version=u) for u in range(2)]
+    local.close()
 
-    class Told(RemoteEnv):
+    class RecordingEnv(RemoteEnv):
         def send(self, action: Tensor) -> None:
             order.append(f"send {self.target}")
             super().send(action)
@@ -349,17 +347,21 @@ def test_stages_take_turns() -> None:
             order.append(f"receive {self.target}")
             return super().receive()
 
-    with serving(make) as (desk,):
-        there = Staged(
+    with serving(make) as (client,):
+        remote = Staged(
             rollouts(
-                options, [Told(desk, seeds[:2], device=CPU), Told(desk, seeds[2:], device=CPU)]
+                options,
+                [
+                    RecordingEnv(client, seeds[:2], device=CPU),
+                    RecordingEnv(client, seeds[2:], device=CPU),
+                ],
             )
         )
         for u, (trajectory, metrics) in enumerate(expected):
-            found, told = there.collect(8, update=u, version=u)
-            assert found.reward.shape == (8, 4)
-            assert all(map(torch.equal, tree.leaves(found), tree.leaves(trajectory)))
-            assert told == metrics
-        there.load_state(there.state())
-        there.close()
+            remote_trajectory, remote_metrics = remote.collect(8, update=u, version=u)
+            assert remote_trajectory.reward.shape == (8, 4)
+            assert all(map(torch.equal, tree.leaves(remote_trajectory), tree.leaves(trajectory)))
+            assert remote_metrics == metrics
+        remote.load_state(remote.state())
+        remote.close()
     assert order[:6] == ["send 0", "send 1", "receive 0", "send 0", "receive 1", "send 1"]

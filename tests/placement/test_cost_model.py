@@ -1,6 +1,4 @@
-"""Predicted placements: seconds worked out by hand, what there is to choose from, and which wins
-when.
-"""
+"""Cost model of embodied runs: hand-computed seconds, candidate placements, best placements."""
 
 from __future__ import annotations
 
@@ -32,13 +30,14 @@ def line(each: float, fixed: float = 0.0) -> Line:
 
 
 def cost(each: float, fixed: float = 0.0, *, threads: int = 1) -> Cost:
-    """One that keeps ``threads`` cores busy."""
+    """Return a cost that occupies ``threads`` cores."""
     return Cost(line(each, fixed), line(each * threads, fixed * threads))
 
 
-def measured(**differs: Any) -> Measured:
-    """64 environments: simulating 10 us each, deciding 5 us each and 100 us, learning 1 ms a column
-    and 20 ms.
+def measured(**overrides: Any) -> Measured:
+    """Return measurements of 64 environments, with ``overrides``.
+
+    Seconds of n: simulating 10 us x n, acting 100 us + 5 us x n, learning 20 ms + 1 ms x n.
     """
     free = {
         "message_s": 0.0,
@@ -59,11 +58,11 @@ def measured(**differs: Any) -> Measured:
         "weights_bytes": 1e5,
         "gradient_bytes": 1e5,
     }
-    return Measured(**{**values, **free, **differs})
+    return Measured(**{**values, **free, **overrides})
 
 
 def nothing(p: Plan) -> dict[str, Need]:
-    """That processes need."""
+    """Return that no process needs memory."""
     return {group.name: {} for group in p.groups}
 
 
@@ -75,13 +74,13 @@ def seconds(
 
 
 # -------------------------------------------------------------------------------------------- lines
-def test_a_line_goes_through_what_lies_on_one() -> None:
-    found = fitted([(1, 3.0), (2, 5.0), (4, 9.0)])
-    assert (found.fixed, found.each) == pytest.approx((1.0, 2.0))
-    assert found(8) == pytest.approx(17.0)
+def test_fit_of_points_on_a_line() -> None:
+    fit = fitted([(1, 3.0), (2, 5.0), (4, 9.0)])
+    assert (fit.fixed, fit.each) == pytest.approx((1.0, 2.0))
+    assert fit(8) == pytest.approx(17.0)
 
 
-def test_a_line_errs_least_relative_to_what_was_measured() -> None:
+def test_fit_minimizes_relative_error() -> None:
     # (1, 1), (2, 2), (3, 6): w = 1/y^2 = 1, 1/4, 1/36
     # w1 = 46/36, wn = 1 + 1/2 + 1/12 = 19/12, wnn = 1 + 1 + 1/4 = 9/4
     # wy = 1 + 1/2 + 1/6 = 5/3, wny = 1 + 1 + 1/2 = 5/2
@@ -92,37 +91,36 @@ def test_a_line_errs_least_relative_to_what_was_measured() -> None:
     # (1, 2), (2, 2), (4, 4): w = 1/4, 1/4, 1/16; w1 = 9/16, wn = 1, wnn = 1/4 + 1 + 1 = 9/4, wy =
     # 5/4, wny = 5/2 determinant = 81/64 - 1 = 17/64
     # fixed = (5/4 x 9/4 - 5/2) x 64/17 = 20/17, each = (9/16 x 5/2 - 5/4) x 64/17 = 10/17
-    found = fitted([(1, 2.0), (2, 2.0), (4, 4.0)])
-    assert (found.fixed, found.each) == pytest.approx((20 / 17, 10 / 17))
+    fit = fitted([(1, 2.0), (2, 2.0), (4, 4.0)])
+    assert (fit.fixed, fit.each) == pytest.approx((20 / 17, 10 / 17))
 
 
-def test_more_never_takes_less_than_nothing_more() -> None:
-    found = fitted(
-        [(1, 4.0), (2, 3.0)]
-    )  # w = 1/16, 1/9: (1/4 + 1/3) / (1/16 + 1/9) = (7/12) / (25/144) = 3.36
-    assert found.each == 0 and found.fixed == pytest.approx(3.36)
+def test_fitted_slope_is_not_negative() -> None:
+    # w = 1/16, 1/9: (1/4 + 1/3) / (1/16 + 1/9) = (7/12) / (25/144) = 3.36
+    fit = fitted([(1, 4.0), (2, 3.0)])
+    assert fit.each == 0 and fit.fixed == pytest.approx(3.36)
     assert fitted([(4, 2.0), (4, 2.0)]) == Line(0.0, pytest.approx(0.5))
 
 
 # ------------------------------------------------------------------------------------------ choices
 def legal(devices: int, *, kind: str = "cpu", max_lag: int = 0) -> dict[Any, Choice]:
-    """Meaning -> the choice, of 64 environments in minibatches of 256."""
-    found: dict[Any, Choice] = {}
+    """Return meaning -> choice of the valid placements of 64 environments, minibatches of 256."""
+    valid: dict[Any, Choice] = {}
     hardware = Hardware((devices,), kind)
     for choice in choices(hardware, devices):
         if choice == Choice():
             continue
         try:
-            where = choice.component_placement or choice.placement
-            p = plan(where, hardware, stages=choice.stages, max_lag=max_lag)
+            roles = choice.component_placement or choice.placement
+            p = plan(roles, hardware, stages=choice.stages, max_lag=max_lag)
             check_numbers(p, num_envs=64, group_size=1, global_batch_size=256)
         except PlacementError:
             continue
-        found.setdefault(meaning(p), choice)
-    return found
+        valid.setdefault(meaning(p), choice)
+    return valid
 
 
-def test_what_there_is_to_choose_from_on_one_device() -> None:
+def test_choices_on_one_device() -> None:
     assert {c.name for c in legal(1, kind="cuda").values()} == {
         "fused",
         "colocated",
@@ -133,11 +131,11 @@ def test_what_there_is_to_choose_from_on_one_device() -> None:
         "env,actor: 0 | rollout: 0",
         "env,actor: 0 | rollout: 0, 2 stages",
     }
-    more = {c.name for c in legal(1, kind="cuda").values()}
-    assert more == {c.name for c in legal(1).values()}
+    on_cuda, on_cpu = ({c.name for c in legal(1, kind=kind).values()} for kind in ("cuda", "cpu"))
+    assert on_cuda == on_cpu
 
 
-def test_on_several_devices_every_partition_is_there() -> None:
+def test_choices_on_several_devices_include_every_partition() -> None:
     names = {c.name for c in legal(4, kind="cuda").values()}
     assert {
         "fused",
@@ -152,51 +150,51 @@ def test_on_several_devices_every_partition_is_there() -> None:
         "env: 0-1 | rollout: 2 | actor: 3",
         "env: 0 | rollout,actor: 0-3",
     } <= names
-    assert "env: 0-1 | rollout,actor: 2-3" not in names  # hybrid means that
-    assert "env: 0-2 | rollout,actor: 3, 2 stages" not in names  # 64 are not dealt out to 3 x 2
+    assert "env: 0-1 | rollout,actor: 2-3" not in names  # the same as hybrid
+    assert "env: 0-2 | rollout,actor: 3, 2 stages" not in names  # 64 is not divisible by 3 x 2
     assert {len(c.component_placement) for c in legal(4).values()} == {0, 1, 2, 3}
 
 
-def test_slots_of_one_machine_are_all_the_same() -> None:
+def test_cpu_slots_of_one_machine_are_equivalent() -> None:
     assert len(legal(2)) < len(legal(2, kind="cuda"))
     one, other = (plan({"env": a, "rollout,actor": b}, TWO) for a, b in ((0, 1), (1, 1)))
     assert meaning(one) == meaning(other) != meaning(replace(one, stages=2))
     one, other = (replace(p, hardware=Hardware((2,), "cuda")) for p in (one, other))
     assert meaning(one) != meaning(other)
     apart, beside = (plan({"env,rollout": 0, "actor": d}, TWO) for d in (1, 0))
-    assert meaning(apart) != meaning(beside)  # weights travel otherwise
+    assert meaning(apart) != meaning(beside)  # another transport of weights
 
 
-def test_who_runs_ahead_has_devices_of_its_own() -> None:
+def test_max_lag_requires_separate_devices() -> None:
     for choice in legal(2, max_lag=1).values():
         assert choice.placement == "disaggregated" or "actor" in choice.component_placement, choice
 
 
-def test_many_devices_are_cut_in_few_places() -> None:
+def test_number_of_choices_is_limited_on_many_devices() -> None:
     assert len(choices(Hardware((64,)), 64)) < 3000
 
 
 # -------------------------------------------------------------------------------------- predictions
-def test_in_one_process_everything_adds_up() -> None:
+def test_one_process_takes_the_sum_of_all_phases() -> None:
     # a step: 64 x 10 us + 100 us + 64 x 5 us = 1.06 ms, 100 of them; learning 20 + 64 ms
     assert measured().predict(None, {}) == Prediction(
         pytest.approx(0.106), pytest.approx(0.084), 0.0, pytest.approx(0.190)
     )
 
 
-TWINS: list[tuple[str, Any, dict[str, Any], dict[str, Any], tuple[float, float, float]]] = [
-    # what, placement, plan, measured -> collect, update, publish without the call
-    ("half the columns each", "fused", {}, {},
+HAND_COMPUTED: list[tuple[str, Any, dict[str, Any], dict[str, Any], tuple[float, float, float]]] = [
+    # name, placement, plan, measurements -> collect, update, publish without the calls' overhead
+    ("each process has half of the columns", "fused", {}, {},
      # 32 x 10 + 100 + 32 x 5 us = 580 us; 20 + 32 ms
      (0.058, 0.052, 0.0)),
-    ("gradients are added up", "fused", {}, {"message_s": 1e-4, "byte_s": 1e-8},
+    ("gradients are summed", "fused", {}, {"message_s": 1e-4, "byte_s": 1e-8},
      # 10 steps x (2 x 2 x 0.1 ms + 2/2 x 1e5 x 10 ns) = 10 x 1.4 ms
      (0.058, 0.052 + 0.014, 0.0)),
     ("two processes on one core", "fused", {}, {"cores": 1.0},
      # 2 x 58 ms, 2 x 52 ms of CPU
      (0.116, 0.104, 0.0)),
-    ("simulators elsewhere, nothing overlaps", "hybrid", {}, {"message_s": 1e-4, "byte_s": 1e-8},
-     # 640 us + 420 us + there and back 0.2 ms + 64 x 100 bytes x 10 ns = 64 us
+    ("remote simulators without overlap", "hybrid", {}, {"message_s": 1e-4, "byte_s": 1e-8},
+     # 640 us + 420 us + round trip 0.2 ms + 64 x 100 bytes x 10 ns = 64 us
      (0.1324, 0.084, 0.0)),
     ("two stages", "hybrid", {"stages": 2}, {},
      # halves: acting 100 + 160 = 260 us, simulating 320 us: 2 x 320
@@ -208,58 +206,62 @@ TWINS: list[tuple[str, Any, dict[str, Any], dict[str, Any], tuple[float, float, 
      # 420 + 320 us
      (0.074, 0.084, 0.0)),
     ("simulators of two rollouts", {"env": 0, "rollout,actor": "0-1"}, {}, {},
-     # rollouts 260 us, one question 320 us: both wait for the other's, 2 x 320
+     # acting 260 us, one request 320 us: each rollout waits for the other's, 2 x 320
      (0.064, 0.052, 0.0)),
     ("simulators with four threads", {"env": "0-1", "rollout,actor": 0}, {},
      {"simulate": cost(10e-6, threads=4), "cores": 4.0},
-     # the clock: 740 us; CPU: (420 + 4 x 640) / 4 = 745 us
+     # wall time: 740 us; CPU: (420 + 4 x 640) / 4 = 745 us
      (0.0745, 0.084, 0.0)),
-    ("experience and weights travel", "disaggregated", {}, {"copy_byte_s": 1e-9, "byte_s": 1e-8, "message_s": 1e-4},
+    ("experience and weights are sent", "disaggregated", {},
+     {"copy_byte_s": 1e-9, "byte_s": 1e-8, "message_s": 1e-4},
      # 106 ms + 1e6 bytes x 1 ns; 84 + 2 x 1 ms; 2 x 1e5 x 1 ns + 0.1 ms + 1e5 x 10 ns
      (0.107, 0.086, 0.0013)),
-    ("weights on one device", {"env,rollout": 0, "actor": 0}, {}, {"copy_byte_s": 1e-9, "message_s": 1e-4},
+    ("weights on one device", {"env,rollout": 0, "actor": 0}, {},
+     {"copy_byte_s": 1e-9, "message_s": 1e-4},
      (0.107, 0.086, 0.0003)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("placement", "planned", "differs", "expected"),
-    [x[1:] for x in TWINS],
-    ids=[x[0] for x in TWINS],
+    ("placement", "plan_options", "overrides", "expected"),
+    [x[1:] for x in HAND_COMPUTED],
+    ids=[x[0] for x in HAND_COMPUTED],
 )
-def test_as_worked_out_by_hand(
-    placement: Any, planned: Any, differs: Any, expected: tuple[float, float, float]
+def test_predictions_equal_hand_computed_seconds(
+    placement: Any, plan_options: Any, overrides: Any, expected: tuple[float, float, float]
 ) -> None:
-    found = seconds(placement, measured(**differs), **planned)
-    called = [x + CALL_S for x in expected]
-    assert (found.collect_s, found.update_s, found.publish_s) == pytest.approx(tuple(called))
-    assert found.whole_s == pytest.approx(sum(called))
+    prediction = seconds(placement, measured(**overrides), **plan_options)
+    with_calls = [x + CALL_S for x in expected]
+    assert (prediction.collect_s, prediction.update_s, prediction.publish_s) == pytest.approx(
+        tuple(with_calls)
+    )
+    assert prediction.whole_s == pytest.approx(sum(with_calls))
 
 
-def test_who_runs_ahead_takes_as_long_as_the_slower() -> None:
-    found = seconds("disaggregated", measured(), max_lag=1)
-    assert found.whole_s == pytest.approx(found.collect_s) == pytest.approx(0.106 + CALL_S)
-    assert found.update_s == pytest.approx(0.084 + CALL_S)
+def test_overlapped_update_takes_as_long_as_its_slower_phase() -> None:
+    prediction = seconds("disaggregated", measured(), max_lag=1)
+    assert (
+        prediction.whole_s == pytest.approx(prediction.collect_s) == pytest.approx(0.106 + CALL_S)
+    )
+    assert prediction.update_s == pytest.approx(0.084 + CALL_S)
     one = seconds("disaggregated", measured(cores=1.0), max_lag=1)
     assert one.whole_s == pytest.approx(0.190)  # CPU seconds of both
 
 
-def test_machines_have_cores_of_their_own() -> None:
+def test_each_machine_has_its_own_cores() -> None:
     hardware = Hardware((1, 1))
     alone = seconds("fused", measured(cores=1.0), hardware)
     assert (alone.collect_s, alone.update_s) == pytest.approx((0.058 + CALL_S, 0.052 + CALL_S))
 
 
-def test_what_is_compiled() -> None:
+def test_offloaded_roles_and_several_learners_are_not_compiled() -> None:
     gpu = Hardware((2,), "cuda")
     assert code(None, True) == (True, True) and code(None, False) == (False, False)
-    assert code(plan("fused", gpu), True) == (True, False)  # two learn together
-    assert code(plan("colocated", gpu), True) == (False, False)  # they take turns
+    assert code(plan("fused", gpu), True) == (True, False)  # two learners
+    assert code(plan("colocated", gpu), True) == (False, False)  # roles are offloaded
     assert code(plan("disaggregated", gpu), True) == (True, True)
-    assert code(plan({"env,rollout": 0, "actor": 0}, TWO), True) == (
-        True,
-        True,
-    )  # nobody moves on a CPU
+    on_cpu = plan({"env,rollout": 0, "actor": 0}, TWO)  # on CPU, offloading is a no-op
+    assert code(on_cpu, True) == (True, True)
     m = measured(
         compiled=True,
         act={True: cost(1e-6), False: cost(5e-6, 100e-6)},
@@ -269,10 +271,8 @@ def test_what_is_compiled() -> None:
     assert seconds("fused", m).update_s == pytest.approx(0.052 + CALL_S)
 
 
-def test_tensors_that_move_take_their_time() -> None:
-    """Collecting puts the actor's aside, updating the rollout's; publishing wakes the rollout's
-    weights.
-    """
+def test_offloading_adds_copy_time() -> None:
+    """``collect`` offloads the actor, ``update`` the rollout; ``publish`` loads weights only."""
     p = plan({"env,rollout": 0, "actor": 0}, Hardware((1,), "cuda"))
     needs: dict[str, Need] = {
         "env,rollout": {"weights": 2_000_000, "activations": 9_000_000},
@@ -285,36 +285,34 @@ def test_tensors_that_move_take_their_time() -> None:
     }
     m = measured(copy_byte_s=1e-9, experience_bytes=0.0, weights_bytes=0.0)
     still = measured(experience_bytes=0.0, weights_bytes=0.0).predict(p, needs)
-    # collect: 2 MB, the actor's weights (the rest went before publishing); update: 2 + 8 MB;
+    # collect: 2 MB, the actor's weights (the others left before publishing); update: 2 + 8 MB;
     # publish: 6 + 2 MB
     assert m.predict(p, needs).update_s - still.update_s == pytest.approx(0.020)
 
 
-# ----------------------------------------------------------------------------------------- who wins
+# ---------------------------------------------------------------------------------- best placements
 def best(m: Measured, devices: int) -> str:
     hardware = Hardware((devices,))
-    found: list[tuple[float, str]] = [(m.predict(None, {}).whole_s, "local")]
+    seconds_of: list[tuple[float, str]] = [(m.predict(None, {}).whole_s, "local")]
     for choice in legal(devices).values():
         p = plan(choice.component_placement or choice.placement, hardware, stages=choice.stages)
-        found.append((m.predict(p, nothing(p)).whole_s, choice.name))
-    return min(found)[1]
+        seconds_of.append((m.predict(p, nothing(p)).whole_s, choice.name))
+    return min(seconds_of)[1]
 
 
-def test_light_work_stays_in_one_process() -> None:
+def test_light_work_is_fastest_in_one_process() -> None:
     light = measured(
         simulate=cost(1e-7), act={False: cost(1e-7)}, learn={False: cost(1e-6)}, message_s=1e-4
     )
     assert best(light, 2) == "local"
 
 
-def test_with_cores_for_all_everybody_does_everything() -> None:
+def test_fused_is_fastest_with_enough_cores() -> None:
     assert best(measured(message_s=1e-5, cores=2.0), 2) == "fused"
 
 
-def test_stages_win_where_one_of_each_is_heavy() -> None:
-    """A policy and a simulator that take as long for few as for many, and a learner that cannot be
-    cut.
-    """
+def test_two_stages_are_faster_with_heavy_simulators_and_policies() -> None:
+    """Policy and simulator take long, and the learner's time does not depend on its share."""
     heavy = measured(
         simulate=cost(10e-6),
         act={False: cost(10e-6)},
@@ -330,22 +328,22 @@ def test_stages_win_where_one_of_each_is_heavy() -> None:
     assert heavy.predict(one, nothing(one)).collect_s == pytest.approx(0.148 + CALL_S)
 
 
-def test_simulators_with_a_fixed_cost_stay_together() -> None:
-    """What takes the same for half as many is not cut: a GPU's simulator, or one that is all
-    overhead.
-    """
+def test_simulators_with_fixed_cost_are_not_divided() -> None:
+    """Such a cost, for example of a GPU simulator, is the same for half of the environments."""
     fixed = measured(
         simulate=cost(0.0, 1e-3), act={False: cost(0.0, 1e-4)}, learn={False: cost(0.0, 5e-3)}
     )
     assert best(fixed, 2) == "local"
 
 
-def test_one_core_has_nothing_to_share() -> None:
+def test_one_core_is_fastest_with_one_process() -> None:
     assert best(measured(cores=1.0, message_s=1e-5), 4) == "local"
 
 
-def test_a_plan_of_gpus_is_predicted_by_devices() -> None:
+def test_prediction_on_gpus() -> None:
     p = plan("hybrid", Hardware((4,), "cuda"), stages=2)
-    found = measured().predict(p, nothing(p))
+    prediction = measured().predict(p, nothing(p))
     # quarters of 64: acting 100 + 80 us, simulating 160 us: twice the busier; learning 20 + 32 ms
-    assert (found.collect_s, found.update_s) == pytest.approx((0.036 + CALL_S, 0.052 + CALL_S))
+    assert (prediction.collect_s, prediction.update_s) == pytest.approx(
+        (0.036 + CALL_S, 0.052 + CALL_S)
+    )

@@ -1,6 +1,4 @@
-"""Taking turns on a device: who sleeps when, and that tensors come back bit for bit wherever
-somebody holds them.
-"""
+"""Offloading: which groups move in each phase, and tensors restored bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def steps(r: Residency, phase: str) -> list[tuple[str, int]]:
     return [(g.name, level) for g, level in r.before(phase)]
 
 
-def test_who_waits_gives_its_memory_back_before_others_wake() -> None:
+def test_groups_are_offloaded_before_others_are_loaded() -> None:
     r = Residency(plan("colocated", Hardware((2,), "cuda")))
     assert steps(r, "publish") == [("env", OFFLOADED), ("rollout", WEIGHTS), ("actor", WEIGHTS)]
     assert steps(r, "collect") == [("actor", OFFLOADED), ("env", ALL), ("rollout", ALL)]
@@ -34,18 +32,17 @@ def test_who_waits_gives_its_memory_back_before_others_wake() -> None:
     assert steps(r, "save") == [("rollout", WEIGHTS), ("actor", ALL)]
 
 
-def test_only_who_shares_a_device_moves() -> None:
+def test_only_groups_that_share_a_device_move() -> None:
     for name in ("fused", "disaggregated", "hybrid"):
         r = Residency(plan(name, Hardware((4,), "cuda")))
         assert not any(steps(r, phase) for phase in offload.PHASES)
     r = Residency(plan({"env": 0, "rollout,actor": "0-1"}, Hardware((2,), "cuda")))
     assert steps(r, "update") == [("env", OFFLOADED)]
-    assert not steps(
-        Residency(plan("colocated", Hardware((2,), "cpu"))), "collect"
-    )  # the host's memory already
+    # On CPU, device and host memory are the same.
+    assert not steps(Residency(plan("colocated", Hardware((2,), "cpu"))), "collect")
 
 
-def test_tensors_come_back_bit_for_bit_where_they_were() -> None:
+def test_offloaded_tensors_are_restored_in_place() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
     optimizer = torch.optim.AdamW(net.parameters())
@@ -71,7 +68,7 @@ def test_tensors_come_back_bit_for_bit_where_they_were() -> None:
         moved = offloader.move_to((OFFLOADED, WEIGHTS, ALL)[i % 3])
         if i % 3 == 0:
             assert first.untyped_storage().nbytes() == view.untyped_storage().nbytes() == 0
-            whole = moved
+            total = moved
             assert moved == sum(
                 x.numel() * x.element_size() for x in [*net.parameters(), *net.buffers()]
             ) + sum(x.numel() * 4 for s in optimizer.state.values() for x in s.values() if x.ndim)
@@ -80,50 +77,52 @@ def test_tensors_come_back_bit_for_bit_where_they_were() -> None:
             exp_avg = optimizer.state[net[0].weight]["exp_avg"]
             assert first.untyped_storage().nbytes() > 0 and exp_avg.untyped_storage().nbytes() == 0
         offloader.move_to(ALL)
-        assert (
-            sum(len(host) for host in offloader.host_buffers.values()) == whole
-        )  # used again, not more each time
+        # Host buffers are reused.
+        assert sum(len(host) for host in offloader.host_buffers.values()) == total
         for a, b in zip(net.state_dict().values(), twin.state_dict().values(), strict=True):
             assert torch.equal(a, b)
         assert torch.equal(view, twin[0].weight[2:4])  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.usefixtures("eight_slots")
-def test_parts_of_a_model_take_turns_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloading_works_with_sharded_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options: dict[str, Any] = {
         "placement": "colocated",
         "cluster__devices_per_node": 2,
         "updates": 3,
     }
     options |= {"algorithm__use_kl_loss": True, "cluster__check_weights": True}
-    expected = train(
-        tmp_path / "whole", **options | {"placement": "fused"}
-    )  # which learns the same
+    # The placement fused gives the same results.
+    expected = train(tmp_path / "unsharded", **options | {"placement": "fused"})
     monkeypatch.setattr(offload, "MOVES", {"cpu"})
-    assert_close(train(tmp_path / "parts", **options, cluster__shard=True), expected)
-    assert '"time/swap_s": 0.0,' not in (tmp_path / "parts" / "metrics.jsonl").read_text()
+    assert_close(train(tmp_path / "sharded", **options, cluster__shard=True), expected)
+    assert '"time/swap_s": 0.0,' not in (tmp_path / "sharded" / "metrics.jsonl").read_text()
 
 
 @pytest.mark.usefixtures("eight_slots")
-def test_a_run_whose_processes_take_turns_learns_the_same(
+def test_offloading_does_not_change_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: everything is moved away and back in every phase."""
+    """Tensors are offloaded and loaded in every phase, as on a GPU."""
     options: dict[str, Any] = {"placement": "colocated", "cluster__devices_per_node": 1}
-    expected = train(tmp_path / "still")  # in one process, which learns the same
+    expected = train(tmp_path / "local")  # one process gives the same results
     monkeypatch.setattr(offload, "MOVES", {"cpu"})
-    ask, moved = ClusterSystem._call, dict[str, int]()
+    call, moved_bytes = ClusterSystem._call, dict[str, int]()
 
-    def counting(self: Any, handles: Any, method: Any, *args: Any, **rest: Any) -> Any:
-        told = ask(self, handles, method, *args, **rest)
+    def counting(self: Any, handles: Any, method: Any, *args: Any, **options: Any) -> Any:
+        results = call(self, handles, method, *args, **options)
         if method is Worker.move_to:
-            moved[handles[0].name] = moved.get(handles[0].name, 0) + sum(told)
-        return told
+            moved_bytes[handles[0].name] = moved_bytes.get(handles[0].name, 0) + sum(results)
+        return results
 
     monkeypatch.setattr(ClusterSystem, "_call", counting)
-    assert train(tmp_path / "moving", **options) == expected
-    assert moved["env rank 0"] == 0 < moved["rollout rank 0"] < moved["actor rank 0"]
-    told = (tmp_path / "moving" / "metrics.jsonl").read_text()
-    assert '"time/swap_s": 0.0,' not in told and "time/swap_s" in told
-    train(tmp_path / "moving", **options, updates=6, resume=str(tmp_path / "moving"))
-    assert len(rows(tmp_path / "moving")) == 7
+    assert train(tmp_path / "offloading", **options) == expected
+    assert (
+        moved_bytes["env rank 0"] == 0 < moved_bytes["rollout rank 0"] < moved_bytes["actor rank 0"]
+    )
+    metrics = (tmp_path / "offloading" / "metrics.jsonl").read_text()
+    assert '"time/swap_s": 0.0,' not in metrics and "time/swap_s" in metrics
+    train(tmp_path / "offloading", **options, updates=6, resume=str(tmp_path / "offloading"))
+    assert len(rows(tmp_path / "offloading")) == 7

@@ -1,6 +1,4 @@
-"""What travels when a policy has learnt: the bytes, the four ways, and one contract for all of
-them.
-"""
+"""Weight synchronisation: buffers of bytes, four transports, and their common contract."""
 
 from __future__ import annotations
 
@@ -50,20 +48,20 @@ def bits(x: Tensor) -> bytes:
     return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
-# ---------------------------------------------------------------------------------------- the bytes
-def test_tensors_arrive_bit_for_bit() -> None:
-    sent, got = named(), {name: torch.zeros_like(x) for name, x in named().items()}
+# ------------------------------------------------------------------------------------------ buffers
+def test_pack_and_unpack_copy_tensors_bit_for_bit() -> None:
+    sent, received = named(), {name: torch.zeros_like(x) for name, x in named().items()}
     flat = WeightBuffer(sent).pack()
     assert flat.dtype == torch.uint8 and len(flat) == WeightLayout.of(sent).total
-    WeightBuffer(got).unpack(flat)
-    assert all(bits(got[name]) == bits(x) for name, x in sent.items())
-    assert WeightBuffer(got).checksum() == WeightBuffer(sent).checksum()
-    got["b"][3] += 1e-9
-    assert WeightBuffer(got).checksum() != WeightBuffer(sent).checksum()
+    WeightBuffer(received).unpack(flat)
+    assert all(bits(received[name]) == bits(x) for name, x in sent.items())
+    assert WeightBuffer(received).checksum() == WeightBuffer(sent).checksum()
+    received["b"][3] += 1e-9
+    assert WeightBuffer(received).checksum() != WeightBuffer(sent).checksum()
 
 
-def test_buckets_hold_all_bytes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, got = WeightBuffer(named()), named()
+def test_buckets_contain_all_bytes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, received = WeightBuffer(named()), named()
     for size, count in ((1, 6), (64, 3), (1 << 20, 1)):
         monkeypatch.setattr(weight_sync, "BUCKET", size)
         parts = list(sent.buckets())
@@ -71,16 +69,16 @@ def test_buckets_hold_all_bytes_in_order(monkeypatch: pytest.MonkeyPatch) -> Non
             len(p.tensors) == 1 or p.layout.total <= size for p in parts
         )
         assert torch.equal(torch.cat([p.pack() for p in parts]), sent.pack())
-        for x in got.values():
+        for x in received.values():
             x.zero_()
-        for p, into in zip(parts, WeightBuffer(got).buckets(), strict=True):
-            into.unpack(p.pack())
-        assert all(bits(got[name]) == bits(x) for name, x in named().items())
-        assert sent.checksum() == WeightBuffer(got).checksum()
+        for p, bucket in zip(parts, WeightBuffer(received).buckets(), strict=True):
+            bucket.unpack(p.pack())
+        assert all(bits(received[name]) == bits(x) for name, x in named().items())
+        assert sent.checksum() == WeightBuffer(received).checksum()
     assert not list(WeightBuffer({}).buckets())
 
 
-def test_the_receivers_types_are_sent() -> None:
+def test_pack_casts_to_the_receivers_dtypes() -> None:
     master = {"w": torch.randn(4, 4)}
     acting = {"w": torch.zeros(4, 4, dtype=torch.bfloat16)}
     layout = WeightLayout.of(acting)
@@ -112,12 +110,12 @@ def test_the_receivers_types_are_sent() -> None:
         ),
     ],
 )
-def test_the_first_tensor_that_differs_is_named(other: dict[str, Tensor], text: str) -> None:
+def test_layout_check_names_the_first_difference(other: dict[str, Tensor], text: str) -> None:
     with pytest.raises(PlacementError, match=text):
         WeightLayout.of(named()).check(WeightLayout.of(other), "rollout rank 1")
 
 
-def test_only_what_an_update_changes_travels() -> None:
+def test_frozen_parameters_are_not_sent() -> None:
     policy = ActorCritic(ArraySpec((5,)), Box((-1.0,), (1.0,)), run_helpers.tiny_config().model)
     assert isinstance(policy, nn.Module)
     everything = weight_tensors(policy, frozen=True)
@@ -132,32 +130,32 @@ READ = """
 import sys, torch
 sys.path[:0] = sys.argv[4:]
 from embodied_ppo.placement.weight_sync import open_shared_buffer
-flat = open_shared_buffer((int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])), torch.device("cpu"))
+handle = tuple(map(int, sys.argv[1:4]))
+flat = open_shared_buffer(handle, torch.device("cpu"))
 print(int(flat.sum())); sys.stdout.flush(); sys.stdin.readline()
 print(int(flat.sum()))
 """
 
 
-def test_a_shelf_is_read_by_another_process_and_leaves_nothing() -> None:
+def test_shared_buffer_is_mapped_by_another_process_and_freed() -> None:
     before = set(os.listdir("/dev/shm"))
-    shelf = SharedWeightBuffer(1000, CPU)
-    shelf.flat.fill_(3)
-    pid, number, size = shelf.handle()
-    words = [sys.executable, "-c", READ, *map(str, (pid, number, size)), *sys.path]
-    reader = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    buffer = SharedWeightBuffer(1000, CPU)
+    buffer.flat.fill_(3)
+    command = [sys.executable, "-c", READ, *map(str, buffer.handle()), *sys.path]
+    reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert reader.stdin is not None and reader.stdout is not None
     assert reader.stdout.readline() == "3000\n"
-    shelf.flat.fill_(5)  # the same memory: seen at once
+    buffer.flat.fill_(5)  # the same memory
     reader.stdin.write("\n")
     reader.stdin.flush()
     assert reader.stdout.readline() == "5000\n"
     reader.communicate()
-    assert int(open_shared_buffer(shelf.handle(), CPU)[0]) == 5
+    assert int(open_shared_buffer(buffer.handle(), CPU)[0]) == 5
     assert set(os.listdir("/dev/shm")) == before
 
 
-# ------------------------------------------------------------------------------------- the contract
-WAYS: dict[str, dict[str, Any]] = {
+# --------------------------------------------------------------------------------------- transports
+TRANSPORTS: dict[str, dict[str, Any]] = {
     "share": {"cluster.component_placement": {"env,rollout,actor": "0-1"}},
     "ipc": {
         "cluster.component_placement": {"env,rollout": "0-1", "actor": "2-3"},
@@ -172,36 +170,36 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("eight_slots")
-@pytest.mark.parametrize("way", WAYS)
-def test_after_publish_every_process_holds_the_learners_tensors(way: str, tmp_path: Path) -> None:
-    c = run_helpers.tiny_config({**SMALL, **WAYS[way], "cluster.devices_per_node": 4})
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_publish_gives_every_process_the_learners_tensors(transport: str, tmp_path: Path) -> None:
+    c = run_helpers.tiny_config({**SMALL, **TRANSPORTS[transport], "cluster.devices_per_node": 4})
     with ExitStack() as stack:
-        made = run_helpers.build_cluster_system(c, tmp_path, stack)
-        assert made.paths == [way] * 2
-        everyone = list(dict.fromkeys([*made.learners, *made.actors]))
-        assert {version for version, _ in made._call(everyone, Worker.checksum)} == {0}
-        seen = {made._call(everyone, Worker.checksum)[0][1]}
+        system = run_helpers.build_cluster_system(c, tmp_path, stack)
+        assert system.paths == [transport] * 2
+        handles = list(dict.fromkeys([*system.learners, *system.actors]))
+        assert {version for version, _ in system._call(handles, Worker.checksum)} == {0}
+        distinct = {system._call(handles, Worker.checksum)[0][1]}
         for update in range(2):
-            experience, _ = made.collect(16, update=update)
-            made.update(experience, update=update)
-            if way != "share":  # not before it is published
-                told = made._call(everyone, Worker.checksum)
-                assert told[0] != told[-1] and told[-1][0] == update
-            made.publish(update + 1)
-            told = made._call(everyone, Worker.checksum)
-            assert set(told) == {(update + 1, told[0][1])}
-            seen.add(told[0][1])
-        assert len(seen) == 3  # each update changed them
+            experience, _ = system.collect(16, update=update)
+            system.update(experience, update=update)
+            if transport != "share":  # rollouts still have the previous weights
+                checksums = system._call(handles, Worker.checksum)
+                assert checksums[0] != checksums[-1] and checksums[-1][0] == update
+            system.publish(update + 1)
+            checksums = system._call(handles, Worker.checksum)
+            assert set(checksums) == {(update + 1, checksums[0][1])}
+            distinct.add(checksums[0][1])
+        assert len(distinct) == 3  # each update changed them
         policy = embodied.make_policy(c, embodied.make_env([0], config=c.env, device=CPU))
         assert isinstance(policy, nn.Module)
         total = WeightLayout.of(weight_tensors(policy)).total
-        assert made.moved_bytes == (0 if way == "share" else 2 * total)
-        if way == "store":  # weights that did not arrive are noticed, if one asks for it
-            made.options = replace(made.options, check_weights=True)
-            made.update(made.collect(16, update=2)[0], update=2)
-            made.paths = ["share", "store"]
+        assert system.moved_bytes == (0 if transport == "share" else 2 * total)
+        if transport == "store":  # cluster.check_weights detects weights that were not sent
+            system.options = replace(system.options, check_weights=True)
+            system.update(system.collect(16, update=2)[0], update=2)
+            system.paths = ["share", "store"]
             with pytest.raises(
                 PlacementError,
                 match=r"weights: env,rollout rank 0 .* holds \w+ at version 3, actor",
             ):
-                made.publish(3)
+                system.publish(3)
