@@ -1,16 +1,14 @@
-"""Environment steps per CPU-second of our engine, of a plain ``mj_step`` loop and of EnvPool, one
-thread each.
+"""Measure environment steps per CPU second of our engine, of a ``mj_step`` loop and of EnvPool.
 
     python scripts/bench_simulators.py [--tasks Ant Tabletop ..] [--envs 256] [--seconds 1]
     [--rounds 5] [--json FILE]
 
-A round measures each of them once, one after the other, each in a process of its own that steps
-random actions for
---seconds of CPU time. Machines change their speed within minutes, so a ratio is of one round.
-Printed are medians over the rounds, and of the ratio to EnvPool also the least and the largest;
---json keeps every round. The plain loop is what MuJoCo itself needs: Python calls mj_step with
-nstep = decimation on one MjData after the other, and looks at nothing. Memory is what making the
-environments added.
+Each uses one thread. A round measures each of them once, in a process of its own that steps random
+actions for --seconds of CPU time. The speed of a shared machine changes within minutes, so ratios
+are computed within a round. The script prints medians over the rounds, and the smallest and largest
+ratio to EnvPool; --json stores every round. The loop is a lower bound: Python calls mj_step with
+nstep = decimation on one MjData after the other and reads no results. Memory is the increase of the
+process while the environments are built.
 """
 
 from __future__ import annotations
@@ -23,22 +21,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+
+import benchmark
 
 ENVPOOL = {
     **{name: f"{name}-v5" for name in ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid")},
     "PandaPickCube": "PandaPickCube-v1",
     "Go1Joystick": "Go1JoystickFlatTerrain-v1",
 }
-"""Task of ours -> EnvPool's of the same robot."""
+"""Our task -> EnvPool's task with the same robot."""
 AT_MOST = {"PandaPickCube": 64, "Go1Joystick": 64}
-"""Environments of EnvPool, which holds a copy of the meshes for each; its memory is scaled up from
-that.
-"""
+"""Largest number of EnvPool's environments. It holds the meshes once per environment; its memory
+is scaled from this number."""
 
 
 def rate(step: Callable[[], None], per_call: int, seconds: float) -> float:
-    """Steps per CPU-second."""
+    """Return environment steps per CPU second."""
     step()
     start, calls = time.process_time(), 0
     while (spent := time.process_time() - start) < seconds:
@@ -47,23 +45,23 @@ def rate(step: Callable[[], None], per_call: int, seconds: float) -> float:
     return calls * per_call / spent
 
 
-def measure(task: str, how: str, envs: int, seconds: float) -> dict[str, float]:
-    """In this process: {"rate": steps per CPU-second, "mb": memory that the environments took}."""
+def measure(task: str, engine: str, envs: int, seconds: float) -> dict[str, float]:
+    """Return the steps per CPU second ("rate") and the memory of the environments ("mb")."""
     import torch
 
     import embodied_envs
 
     torch.set_num_threads(1)
-    if how == "loop":
+    if engine == "loop":
         import mujoco
 
         from embodied_envs import tasks
         from embodied_envs.physics import make
 
-        kind = tasks.find(task)
-        assert kind is not None
-        made = kind()
-        model = make.compile_model(made, task)
+        task_class = tasks.find(task)
+        assert task_class is not None
+        instance = task_class()
+        model = make.compile_model(instance, task)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         datas = [mujoco.MjData(model) for _ in range(envs)]
         start = embodied_envs.make(
@@ -76,11 +74,11 @@ def measure(task: str, how: str, envs: int, seconds: float) -> dict[str, float]:
 
         def step() -> None:
             for data in datas:
-                mujoco.mj_step(model, data, nstep=made.decimation)
+                mujoco.mj_step(model, data, nstep=instance.decimation)
     else:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        cameras = ("front",) if how == "camera" else ()
-        id, simulator = (ENVPOOL[task], "envpool") if how == "envpool" else (task, "mujoco")
+        cameras = ("front",) if engine == "camera" else ()
+        id, simulator = (ENVPOOL[task], "envpool") if engine == "envpool" else (task, "mujoco")
         env = embodied_envs.make(
             id,
             num_envs=envs,
@@ -96,33 +94,25 @@ def measure(task: str, how: str, envs: int, seconds: float) -> dict[str, float]:
         def step() -> None:
             env.step(actions[next(turn) % 50])
 
-    found = rate(step, envs, seconds)
-    return {
-        "rate": found,
-        "mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
-    }
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"rate": rate(step, envs, seconds), "mb": memory / 1024}
 
 
-def run(task: str, how: str, args: argparse.Namespace) -> dict[str, float]:
-    """``measure`` in a process of its own."""
-    envs = min(args.envs, AT_MOST.get(task, args.envs)) if how == "envpool" else args.envs
-    command = [sys.executable, __file__, "--tasks", task, "--envs", str(envs), "--one", how]
+def run(task: str, engine: str, args: argparse.Namespace) -> dict[str, float]:
+    """Return ``measure`` of a new process."""
+    envs = min(args.envs, AT_MOST.get(task, args.envs)) if engine == "envpool" else args.envs
+    command = [sys.executable, __file__, "--tasks", task, "--envs", str(envs), "--one", engine]
     command += ["--seconds", str(args.seconds)]
-    found = json.loads(
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-    )
-    return found | {"mb": found["mb"] * args.envs / envs}
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = json.loads(process.stdout.splitlines()[-1])
+    return result | {"mb": result["mb"] * args.envs / envs}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark.argument_parser(__doc__, rounds=5, json=None)
     parser.add_argument("--tasks", nargs="+", default=[*ENVPOOL, "Tabletop"])
     parser.add_argument("--envs", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -150,12 +140,14 @@ def main() -> None:
             *(["envpool"] if task in ENVPOOL else []),
             *(["camera"] if task == "Tabletop" else []),
         ]
-        rows[task] = [{how: run(task, how, args) for how in kinds} for _ in range(args.rounds)]
+        rows[task] = [
+            {engine: run(task, engine, args) for engine in kinds} for _ in range(args.rounds)
+        ]
 
         def middle(
-            how: str, what: str, rounds: list[dict[str, dict[str, float]]] = rows[task]
+            engine: str, what: str, rounds: list[dict[str, dict[str, float]]] = rows[task]
         ) -> str:
-            return f"{statistics.median(r[how][what] for r in rounds):,.0f}"
+            return f"{statistics.median(r[engine][what] for r in rounds):,.0f}"
 
         cells = [middle("ours", "rate"), middle("loop", "rate")]
         if task in ENVPOOL:

@@ -1,28 +1,22 @@
-"""CPU time per environment step of training, by phase, next to two floors: the simulator and the
-matrix work alone.
+"""Measure the CPU time per environment step of training, by phase.
 
-    python scripts/bench_train.py [EXPERIMENT ...] [any.option=value ...]        (default: the four
-    bench_* experiments)
+    python scripts/bench_train.py [EXPERIMENT ...] [any.option=value ...]
 
-Training is the user's own command, `embodied-ppo train experiment=NAME`; its summary.json holds the
-same figures. The floors are measured before and after it, and their median counts: such machines
-are shared. Steady: CPU time and ratios within one run; wall-clock speed is only printed.
+The default is the four bench_* experiments. Training is `embodied-ppo train experiment=NAME`, whose
+summary.json has the same figures. Two lower bounds are measured before and after it: the simulator
+alone and the matrix products alone; their medians are printed, because the machines are shared. CPU
+time and ratios within a run are reproducible; the wall-clock speed is printed for information.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
+import benchmark
 import torch
 
 import embodied_envs
@@ -33,8 +27,9 @@ PHASES = ("simulate", "act", "advantages", "update", "other")
 
 
 def simulator_alone(config: dict[str, Any], steps: int = 600) -> tuple[float, int, int]:
-    """CPU microseconds per environment step with random actions; sizes of an observation and an
-    action.
+    """Return CPU microseconds per environment step with random actions, and two sizes.
+
+    The sizes are those of an observation and of an action.
     """
     options, n = config["env"], config["env"]["num_envs"]
     env = embodied_envs.make(
@@ -65,8 +60,9 @@ def simulator_alone(config: dict[str, Any], steps: int = 600) -> tuple[float, in
 
 
 def matrix_work(config: dict[str, Any], obs: int, actions: int, repeats: int = 5) -> float:
-    """CPU microseconds per environment step of the bare products: acting, and forward and backward
-    of every epoch.
+    """Return CPU microseconds per environment step of the matrix products alone.
+
+    These are the products of acting, and of forward and backward pass in every epoch.
     """
     a, model, n = config["algorithm"], config["model"], config["env"]["num_envs"]
     hidden = list(model["hidden"])
@@ -75,9 +71,8 @@ def matrix_work(config: dict[str, Any], obs: int, actions: int, repeats: int = 5
         (hidden[-1], actions),
         (hidden[-1], 1),
     ]
-    first = (
-        {0} if model["shared_backbone"] else {0, len(trunk)}
-    )  # nobody wants the gradient of an observation
+    # The first layer of a trunk needs no gradient of its input, the observation.
+    first = {0} if model["shared_backbone"] else {0, len(trunk)}
 
     def products(
         rows: int, backward: bool
@@ -112,71 +107,45 @@ def matrix_work(config: dict[str, Any], obs: int, actions: int, repeats: int = 5
     return used / repeats / samples * 1e6
 
 
-def bench(experiment: str, words: list[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "embodied_ppo.commands.main"]
+def bench(experiment: str, options: list[str]) -> dict[str, Any]:
+    """Return the figures of one experiment, in CPU microseconds per environment step."""
+    config: dict[str, Any] = {"env": {}, "model": {}, "algorithm": {}}
+    shown = benchmark.run_command("config", f"experiment={experiment}", *options)
+    for path, option in shown.items():
+        section, _, name = path.rpartition(".")
+        config.setdefault(section, {})[name] = option["value"]
+    bounds = [simulator_alone(config) for _ in range(3)]
+    products = [matrix_work(config, *bounds[0][1:]) for _ in range(3)]
     with tempfile.TemporaryDirectory() as folder:
-        shown = subprocess.run(
-            [*command, "config", f"experiment={experiment}", *words, "--json"], capture_output=True
-        )
-        if shown.returncode:
-            raise SystemExit(shown.stderr.decode())
-        config: dict[str, Any] = {"env": {}, "model": {}, "algorithm": {}}
-        for path, option in json.loads(shown.stdout).items():
-            section, _, name = path.rpartition(".")
-            config.setdefault(section, {})[name] = option["value"]
-        floors = [simulator_alone(config) for _ in range(3)]
-        products = [matrix_work(config, *floors[0][1:]) for _ in range(3)]
-        options = [
-            f"experiment={experiment}",
-            *words,
-            f"run_dir={folder}/run",
-            "evaluation.video_episodes=0",
-        ]
-        done = subprocess.run(
-            [*command, "train", "--quiet", "--json", *options], capture_output=True
-        )
-        if done.returncode:
-            raise SystemExit(done.stderr.decode())
-        floors += [simulator_alone(config) for _ in range(3)]
-        products += [matrix_work(config, *floors[0][1:]) for _ in range(3)]
-    summary = json.loads(done.stdout)
-    figures = {
-        "experiment": experiment,
+        fixed = [f"experiment={experiment}", f"run_dir={folder}/run", "evaluation.video_episodes=0"]
+        summary = benchmark.run_command("train", *fixed, *options)
+    bounds += [simulator_alone(config) for _ in range(3)]
+    products += [matrix_work(config, *bounds[0][1:]) for _ in range(3)]
+    return {
         "total": summary["cpu_us_per_step"],
         **summary["cpu_us_per_step_by_phase"],
-    }
-    figures |= {
-        "simulator": statistics.median(f[0] for f in floors),
+        "simulator": statistics.median(bound[0] for bound in bounds),
         "matrix": statistics.median(products),
-    }
-    return figures | {
-        k: summary[k] for k in ("steps_per_s", "peak_rss_mb", "startup_s", "final_return")
+        **{name: summary[name] for name in ("steps_per_s", "peak_rss_mb", "startup_s")},
     }
 
 
 def main() -> None:
     torch.set_num_threads(1)
     experiments = [word for word in sys.argv[1:] if "=" not in word] or list(EXPERIMENTS)
-    words = [word for word in sys.argv[1:] if "=" in word]
-    print(
-        f"CPU us per environment step; {' '.join(words) or 'as shipped'}; torch {torch.__version__}"
-    )
+    options = [word for word in sys.argv[1:] if "=" in word]
+    changes = " ".join(options) or "as shipped"
+    print(f"CPU us per environment step; {changes}; torch {torch.__version__}")
     columns = ("total", *PHASES, "simulator", "matrix")
-    print(
-        "| experiment | "
-        + " | ".join(columns)
-        + " | total / simulator | total / floors | steps/s | MB | start-up s |"
-    )
-    print("|---" * (len(columns) + 6) + "|")
+    ratios = ("total / simulator", "total / both bounds", "steps/s", "MB", "start-up s")
+    benchmark.print_header(["experiment", *columns, *ratios])
     for name in experiments:
-        f = bench(name, words)
-        cells = [f"{f[c]:.1f}" for c in columns]
-        cells += [
-            f"{f['total'] / f['simulator']:.2f}",
-            f"{f['total'] / (f['simulator'] + f['matrix']):.2f}",
-        ]
+        f = bench(name, options)
+        cells = [f"{f[column]:.1f}" for column in columns]
+        cells += [f"{f['total'] / f['simulator']:.2f}"]
+        cells += [f"{f['total'] / (f['simulator'] + f['matrix']):.2f}"]
         cells += [f"{f['steps_per_s']:,.0f}", f"{f['peak_rss_mb']:.0f}", f"{f['startup_s']:.1f}"]
-        print("| " + " | ".join([name, *cells]) + " |", flush=True)
+        benchmark.print_row([name, *cells])
 
 
 if __name__ == "__main__":

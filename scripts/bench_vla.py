@@ -1,34 +1,29 @@
-"""Pictures per CPU second of vision-language-action models, acting and learning, next to
-transformers' of equal size.
+"""Measure images per CPU second of vision-language-action models against transformers.
 
     python scripts/bench_vla.py [--rounds 9] [--json FILE]
 
-First table: our small models (width 64, 2 blocks, a picture of 64 x 64 in 64 tokens, a sentence, 4
-actions of 2 dimensions) against transformers' own code of hidden size 64 and 2 layers with as many
-tokens for the picture (patches of 8) and with a quarter of them (16): PI0 for actions that flow
-(sample_actions; loss), PaliGemma for tokens (generate; logits of all). Second table: one minibatch
-of PPO, forward and backward, of π0 of that size through our code with the trunk trained, frozen and
-computed anew, frozen and kept from ``encode``; and transformers' loss of it.
+First table: our small models (width 64, 2 blocks, a 64 x 64 image in 64 tokens, an instruction, 4
+actions of 2 dimensions) against transformers' models of hidden size 64 with 2 layers, with the same
+number of image tokens (patches of 8) and with a quarter of them (patches of 16): PI0 for flow
+matching (sample_actions; loss), PaliGemma for tokens (generate; logits). Second table: forward and
+backward pass of one PPO minibatch of π0 of that size with our code (trunk trained; frozen and
+recomputed; frozen and cached by ``encode``), and transformers' loss.
 
-Milliseconds of CPU time of this process on one thread; medians, all candidates take turns. New
-weights.
+All figures are medians of CPU time of this process on one thread, with new weights. The models take
+turns.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+import benchmark
 import torch
 from torch import Tensor
 
@@ -41,16 +36,16 @@ from embodied_ppo.models.vla.pi0_files import Published
 
 BATCH, SIDE, CHUNK, SIZE, BINS, WORDS = 64, 64, 4, 2, 32, 8
 STEPS = 4
-"""From noise to an action."""
+"""Flow matching steps."""
 SENTENCE = "push the small red block to the left"
-"""WORDS words."""
+"""A sentence of WORDS words."""
 SPEC: ObsSpec = {
     "state": ArraySpec((5,)),
     "front": ArraySpec((3, SIDE, SIDE), torch.uint8),
     "instruction": ArraySpec((), torch.int64),
 }
 BOX = Box((-1.0,) * (CHUNK * SIZE), (1.0,) * (CHUNK * SIZE))
-Jobs = dict[str, Callable[[], Any]]
+Calls = dict[str, Callable[[], Any]]
 
 
 def observations() -> dict[str, Tensor]:
@@ -62,7 +57,7 @@ def observations() -> dict[str, Tensor]:
 
 
 def sizes(patch: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """PaliGemma's fields and those of a Gemma."""
+    """Return the fields of PaliGemma's configuration and of a Gemma configuration."""
     gemma = {
         "model_type": "gemma",
         "hidden_size": 64,
@@ -105,56 +100,58 @@ def new_pi0(patch: int) -> Any:
 
 
 def prompt(patch: int) -> dict[str, Tensor]:
-    seen = (SIDE // patch) ** 2
-    ids = torch.cat((torch.full((BATCH, seen), 511), torch.randint(3, 500, (BATCH, WORDS))), dim=1)
+    tokens = (SIDE // patch) ** 2
+    ids = torch.cat(
+        (torch.full((BATCH, tokens), 511), torch.randint(3, 500, (BATCH, WORDS))), dim=1
+    )
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-# ----------------------------------------------------------------------------------------- the jobs
-def learned(policy: Any, inputs: Mapping[str, Tensor], d: Any) -> Callable[[], None]:
-    """Forward and backward of a minibatch."""
+# ------------------------------------------------------------------------------------------- calls
+def learning_step(policy: Any, inputs: Mapping[str, Tensor], d: Any) -> Callable[[], None]:
+    """Return the forward and backward pass of a minibatch."""
 
-    def job() -> None:
+    def step() -> None:
         policy.zero_grad(set_to_none=True)
         out = policy.evaluate(inputs, d.action, d.replay)
         (out.log_prob.sum((1, 2)).exp().mean() + out.value.square().mean()).backward()
 
-    return job
+    return step
 
 
-def ours(name: str, policy: Any, jobs: Jobs) -> None:
+def add_own(name: str, policy: Any, calls: Calls) -> None:
     obs, noise = observations(), policy.noise(BATCH)
     inputs = policy.encode(obs)
-    jobs[f"{name}, act"] = lambda: policy.act(policy.encode(obs), noise=noise)
-    jobs[f"{name}, learn"] = learned(policy, inputs, policy.act(inputs, noise=noise))
+    calls[f"{name}, act"] = lambda: policy.act(policy.encode(obs), noise=noise)
+    calls[f"{name}, learn"] = learning_step(policy, inputs, policy.act(inputs, noise=noise))
 
 
-def theirs_flow(name: str, patch: int, jobs: Jobs) -> None:
+def add_pi0(name: str, patch: int, calls: Calls) -> None:
     model = new_pi0(patch)
-    asked: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "pixel_values": torch.randn(BATCH, 1, 3, SIDE, SIDE),
         "state": torch.randn(BATCH, 8),
     }
-    asked |= {"pixel_attention_mask": torch.ones(BATCH, 1, dtype=torch.bool)} | prompt(patch)
+    inputs |= {"pixel_attention_mask": torch.ones(BATCH, 1, dtype=torch.bool)} | prompt(patch)
     actions = torch.randn(BATCH, CHUNK, 8)
 
     def learn() -> None:
         model.zero_grad(set_to_none=True)
-        model(**asked, actions=actions).loss.mean().backward()
+        model(**inputs, actions=actions).loss.mean().backward()
 
-    jobs[f"{name}, act"] = lambda: model.sample_actions(**asked, num_steps=STEPS)
-    jobs[f"{name}, learn"] = learn
+    calls[f"{name}, act"] = lambda: model.sample_actions(**inputs, num_steps=STEPS)
+    calls[f"{name}, learn"] = learn
 
 
-def theirs_tokens(name: str, patch: int, jobs: Jobs) -> None:
+def add_paligemma(name: str, patch: int, calls: Calls) -> None:
     from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
     model: Any = PaliGemmaForConditionalGeneration(PaliGemmaConfig(**sizes(patch)[0])).eval()
-    pixels, asked, count = torch.randn(BATCH, 3, SIDE, SIDE), prompt(patch), CHUNK * SIZE
+    pixels, inputs, count = torch.randn(BATCH, 3, SIDE, SIDE), prompt(patch), CHUNK * SIZE
     more = torch.randint(3, 3 + BINS, (BATCH, count))
-    whole = {"input_ids": torch.cat((asked["input_ids"], more), dim=1)}
-    whole |= {"attention_mask": torch.ones_like(whole["input_ids"])}
-    kinds = torch.zeros_like(whole["input_ids"])
+    sequence = {"input_ids": torch.cat((inputs["input_ids"], more), dim=1)}
+    sequence |= {"attention_mask": torch.ones_like(sequence["input_ids"])}
+    kinds = torch.zeros_like(sequence["input_ids"])
     kinds[:, -count:] = 1
 
     def act() -> None:
@@ -163,32 +160,32 @@ def theirs_tokens(name: str, patch: int, jobs: Jobs) -> None:
             "min_new_tokens": count,
             "do_sample": True,
         }
-        model.generate(**asked, pixel_values=pixels, **options)
+        model.generate(**inputs, pixel_values=pixels, **options)
 
     def learn() -> None:
         model.zero_grad(set_to_none=True)
         logits = model(
-            **whole, pixel_values=pixels, token_type_ids=kinds, logits_to_keep=count + 1
+            **sequence, pixel_values=pixels, token_type_ids=kinds, logits_to_keep=count + 1
         ).logits[:, :-1]
         logits.log_softmax(-1).gather(-1, more.unsqueeze(-1)).mean().backward()
 
-    jobs[f"{name}, act"], jobs[f"{name}, learn"] = act, learn
+    calls[f"{name}, act"], calls[f"{name}, learn"] = act, learn
 
 
 def tokenize(sentence: str) -> list[int]:
     return [3 + len(word) for word in sentence.split()]
 
 
-def minibatches(patch: int) -> Jobs:
-    """Of π0."""
-    jobs: Jobs = {}
+def minibatches(patch: int) -> Calls:
+    """Return the minibatches of π0."""
+    calls: Calls = {}
     frozen: dict[str, Any] = {"freeze_trunk": True}
-    kinds: list[tuple[str, dict[str, Any], float | None]] = [
+    variants: list[tuple[str, dict[str, Any], float | None]] = [
         ("trunk trained", {}, None),
-        ("trunk frozen, computed anew", frozen, 0.0),
-        ("trunk frozen, kept", frozen, None),
+        ("trunk frozen, recomputed", frozen, 0.0),
+        ("trunk frozen, cached", frozen, None),
     ]
-    for name, options, room in kinds:
+    for name, options, memory_gb in variants:
         config = ModelConfig(policy="flow", flow_steps=STEPS, **options)
         policy = PI0(
             SPEC,
@@ -197,78 +194,68 @@ def minibatches(patch: int) -> Jobs:
             Published(new_pi0(patch), tokenize),
             chunk=CHUNK,
             sentences=(SENTENCE,),
-            memory_gb=room,
+            memory_gb=memory_gb,
         )
         inputs = policy.encode(observations())
-        jobs[name] = learned(policy, inputs, policy.act(inputs, noise=policy.noise(BATCH)))
-    theirs: Jobs = {}
-    theirs_flow("transformers' loss, all trained", patch, theirs)
-    jobs["transformers' loss, all trained"] = theirs["transformers' loss, all trained, learn"]
-    return jobs
+        calls[name] = learning_step(policy, inputs, policy.act(inputs, noise=policy.noise(BATCH)))
+    reference: Calls = {}
+    add_pi0("transformers' loss, all trained", patch, reference)
+    calls["transformers' loss, all trained"] = reference["transformers' loss, all trained, learn"]
+    return calls
 
 
 # ------------------------------------------------------------------------------------------ measure
-def measure(jobs: Jobs, rounds: int) -> dict[str, float]:
-    """Medians of CPU milliseconds."""
-    told: dict[str, list[float]] = {name: [] for name in jobs}
-    for i in range(rounds + 1):
-        for name, job in jobs.items():
-            start = time.process_time()
-            job()
-            if i:
-                told[name].append((time.process_time() - start) * 1e3)
-    return {name: statistics.median(x) for name, x in told.items()}
+def measure(calls: Calls, rounds: int) -> dict[str, float]:
+    """Return the median CPU milliseconds of each call."""
+    times = benchmark.cpu_ms(calls, rounds)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    args = benchmark.argument_parser(__doc__, rounds=9, json=None).parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    jobs: Jobs = {}
+    calls: Calls = {}
     plain: dict[str, Any] = {"width": 64, "depth": 2, "bins": BINS}
     small: dict[str, Any] = {"chunk": CHUNK, "sentences": (SENTENCE,)}
-    ours(
+    add_own(
         "FlowVLA",
         FlowVLA(SPEC, BOX, ModelConfig(policy="flow", flow_steps=STEPS, **plain), **small),
-        jobs,
+        calls,
     )
     for decode in ("parallel", "autoregressive"):
         config = ModelConfig(policy="token", decode=decode, **plain)
-        ours(f"TokenVLA, {decode}", TokenVLA(SPEC, BOX, config, **small), jobs)
+        add_own(f"TokenVLA, {decode}", TokenVLA(SPEC, BOX, config, **small), calls)
     for patch in (8, 16):
-        theirs_flow(f"PI0, patches of {patch}", patch, jobs)
-        theirs_tokens(f"PaliGemma, patches of {patch}", patch, jobs)
-    times = measure(jobs, asked.rounds)
+        add_pi0(f"PI0, patches of {patch}", patch, calls)
+        add_paligemma(f"PaliGemma, patches of {patch}", patch, calls)
+    times = measure(calls, args.rounds)
     rate = {name: 1e3 * BATCH / ms for name, ms in times.items()}
-    print(f"Pictures per CPU second, {BATCH} at once, torch {torch.__version__}\n")
-    print("| model | act | learn |\n|---|---|---|")
+    print(f"Images per CPU second in batches of {BATCH}, torch {torch.__version__}\n")
+    benchmark.print_header(["model", "act", "learn"])
     names = list(dict.fromkeys(name.rpartition(", ")[0] for name in times))
     for name in names:
-        print(f"| {name} | {rate[f'{name}, act']:,.0f} | {rate[f'{name}, learn']:,.0f} |")
+        benchmark.print_row([name, *(f"{rate[f'{name}, {x}']:,.0f}" for x in ("act", "learn"))])
     ratios = {
-        f"{mine} / {other}, {what}": rate[f"{mine}, {what}"] / rate[f"{other}, {what}"]
-        for mine in names[:3]
+        f"{own} / {other}, {phase}": rate[f"{own}, {phase}"] / rate[f"{other}, {phase}"]
+        for own in names[:3]
         for other in names[3:]
-        if (mine == "FlowVLA") == other.startswith("PI0")
-        for what in ("act", "learn")
+        if (own == "FlowVLA") == other.startswith("PI0")
+        for phase in ("act", "learn")
     }
-    print("\n| ratio | |\n|---|---|")
+    print()
+    benchmark.print_header(["ratio", ""])
     for name, x in ratios.items():
-        print(f"| {name} | {x:.1f} |")
+        benchmark.print_row([name, f"{x:.1f}"])
     parts: dict[str, dict[str, float]] = {}
     for patch in (16, 8):
-        parts[f"patches of {patch}"] = measure(minibatches(patch), asked.rounds)
-    print(f"\nA minibatch of {BATCH} of PPO of π0, hidden size 64, 2 layers: CPU milliseconds\n")
-    print(f"| | {' | '.join(parts)} |\n|---|{'---|' * len(parts)}")
+        parts[f"patches of {patch}"] = measure(minibatches(patch), args.rounds)
+    print(f"\nPPO minibatch of {BATCH} of π0, hidden size 64, 2 layers: CPU milliseconds\n")
+    benchmark.print_header(["", *parts])
     for name in next(iter(parts.values())):
-        print(f"| {name} | {' | '.join(f'{x[name]:.1f}' for x in parts.values())} |")
-    if asked.json:
-        asked.json.write_text(
+        benchmark.print_row([name, *(f"{x[name]:.1f}" for x in parts.values())])
+    if args.json:
+        args.json.write_text(
             json.dumps({"pictures_per_s": rate, "ratios": ratios, "minibatch_ms": parts}, indent=1)
         )
 

@@ -1,9 +1,9 @@
-"""Hooks of MkDocs (``make docs``): pages and curves that are made from the code and the results.
+"""Hooks of MkDocs (``make docs``) that generate pages and curves from the code and the results.
 
-overview.md is README.md; options.md comes from ``embodied_ppo.config.schema``; a heading of
-recipes.md that names an experiment gets its description, its command and its learning curve; ``<!--
-folder: .. -->`` becomes a table of the modules in it. Links to files outside docs/ become their
-paths.
+overview.md is README.md, and options.md is generated from ``embodied_ppo.config.schema``. A heading
+of recipes.md that names an experiment gets its description, its command and its learning curve.
+``<!-- folder: .. -->`` becomes a table of the modules in that folder. Links to files outside docs/
+are replaced by their paths.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ DOCS = ROOT / "docs"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Anchors keep letters that are not ASCII, as forges do: #π0."""
+    """Keep letters that are not ASCII in anchors, as GitHub does: #π0."""
     config.mdx_configs["toc"]["slugify"] = slugify_unicode
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds what is not in docs/."""
-    made: dict[str, Callable[[], str]] = {"overview.md": overview, "options.md": options}
-    made |= {f"curves/{name}.svg": partial(curve, *told) for name, told in curves().items()}
-    for name, text in made.items():
+    """Add the generated pages and curves."""
+    pages: dict[str, Callable[[], str]] = {"overview.md": overview, "options.md": options}
+    pages |= {f"curves/{name}.svg": partial(curve, *args) for name, args in curves().items()}
+    for name, text in pages.items():
         files.append(File.generated(config, name, content=text()))
     return files
 
@@ -58,10 +58,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 # -------------------------------------------------------------------------------------------- links
 def overview() -> str:
-    """README.md as a page of docs/. Its links to docs/ lose that folder, the others go up."""
+    """Return README.md with links that are relative to docs/."""
 
-    def moved(found: re.Match[str]) -> str:
-        target = found[1]
+    def moved(match: re.Match[str]) -> str:
+        target = match[1]
         return (
             f"]({target.removeprefix('docs/') if target.startswith('docs/') else '../' + target})"
         )
@@ -72,14 +72,17 @@ def overview() -> str:
 
 
 def links(markdown: str, file: Path) -> str:
-    """Links out of docs/: README.md is a page here, other files of the repository are named. Raises
-    PluginError where there is none."""
+    """Replace links to files outside docs/: to the overview page or the file's path.
 
-    def named(found: re.Match[str]) -> str:
-        text, target, anchor = found[1], found[2], found[3] or ""
+    Raises:
+        PluginError: The file does not exist.
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        text, target, anchor = match[1], match[2], match[3] or ""
         outside = (file.parent / target).resolve()
         if outside.is_relative_to(DOCS):
-            return found[0]
+            return match[0]
         if not outside.exists():
             raise PluginError(
                 f"{file.relative_to(ROOT)}: links to {target}, and there is no such file"
@@ -89,24 +92,24 @@ def links(markdown: str, file: Path) -> str:
         path = outside.relative_to(ROOT).as_posix()
         return f"`{path}`" if Path(text).name == outside.name else f"{text} (`{path}`)"
 
-    return re.sub(r"(?<!!)\[([^\]\n]*)\]\((\.\./[^)#\s]*)(#[^)\s]*)?\)", named, markdown)
+    return re.sub(r"(?<!!)\[([^\]\n]*)\]\((\.\./[^)#\s]*)(#[^)\s]*)?\)", replaced, markdown)
 
 
 # ------------------------------------------------------------------------------------------ options
 def options() -> str:
-    """Every option of config.py, in its order, under the section it is in."""
+    """Return a page with every option of the schema, in its order and by section."""
     lines = ["# Options", ""]
     lines += [
         (
-            "Made from `embodied_ppo/config/schema.py` when these pages were built. "
-            "On the command line: `section.name=value`."
+            "This page is generated from `embodied_ppo/config/schema.py`. "
+            "On the command line, write `section.name=value`."
         ),
         "",
     ]
     lines += [
         (
-            "`embodied-ppo config experiment=NAME` prints the same with each value and who set it;"
-            " `--only WORD` picks."
+            "`embodied-ppo config experiment=NAME` prints them with their values and the file that"
+            " sets each; `--only WORD` selects."
         ),
         "",
     ]
@@ -116,15 +119,15 @@ def options() -> str:
             lines += _section(section, Config, section, f"## {section}", "")
     for command, cls in OWN_OPTIONS.items():
         known = [path for path in describe(cls) if not path.startswith("env.")]
-        what = f"Options of `embodied-ppo {command}`."
-        lines += ["", f"## embodied-ppo {command} {{#{command}}}", "", what, ""]
+        description = f"Options of `embodied-ppo {command}`."
+        lines += ["", f"## embodied-ppo {command} {{#{command}}}", "", description, ""]
         lines += [line for path in known for line in _entry(cls, path, f"{command}-")]
     return "\n".join(lines) + "\n"
 
 
-def _section(anchor: str, cls: type, section: str, title: str, what: str) -> list[str]:
+def _section(anchor: str, cls: type, section: str, title: str, text: str) -> list[str]:
     known = [path for path in describe(cls) if path.rpartition(".")[0] == section]
-    lines = ["", f"{title} {{#{anchor}}}", "", what, ""]
+    lines = ["", f"{title} {{#{anchor}}}", "", text, ""]
     return lines + [line for path in known for line in _entry(cls, path, "")]
 
 
@@ -133,7 +136,7 @@ def _entry(cls: type, path: str, prefix: str) -> list[str]:
     facts = [html.escape(option.allowed), f"default {_code(show(_plain(option)))}"]
     also = [alias for alias, targets in alias_paths(cls).items() if path in targets]
     if also:
-        facts.append("also read: " + ", ".join(map(_code, also)))
+        facts.append("aliases: " + ", ".join(map(_code, also)))
     reader = readers(cls)[path]
     if reader.mode:
         facts.append(f"mode={reader.mode} only")
@@ -159,7 +162,7 @@ def _code(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """A docstring as HTML: only its backticks mean something."""
+    """Return a docstring as HTML; only backticks are markup."""
     return re.sub(
         r"`+([^`]+)`+", r"<code>\1</code>", html.escape(" ".join(text.split()), quote=False)
     )
@@ -189,51 +192,51 @@ def folders(match: re.Match[str]) -> str:
 # ------------------------------------------------------------------------------------------ recipes
 @cache
 def shipped() -> dict[str, dict[str, str]]:
-    """Experiments of this tree, by name."""
-    found = experiments(str(ROOT / "configs"))
-    return {one["name"]: one for one in found if Path(one["file"]).is_relative_to(ROOT)}
+    """Return the experiments of this repository by name."""
+    entries = experiments(str(ROOT / "configs"))
+    return {one["name"]: one for one in entries if Path(one["file"]).is_relative_to(ROOT)}
 
 
 def recipes(markdown: str) -> str:
-    """Under each ``### NAME`` of an experiment: what it is, how it is run, how it learned."""
-    told, drawn = shipped(), curves()
+    """Add description, command and learning curve to each heading of an experiment."""
+    known, plots = shipped(), curves()
 
-    def more(found: re.Match[str]) -> str:
-        name = found[1]
-        if name not in told:
+    def extended(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in known:
             raise PluginError(f"docs/recipes.md: {name} is no experiment of configs/experiment")
-        file = plain_yaml(Path(told[name]["file"]).read_text(encoding="utf-8"))
-        yours = [f" {path}=.." for path, value in flat(file).items() if value == "???"]
+        file = plain_yaml(Path(known[name]["file"]).read_text(encoding="utf-8"))
+        required = [f" {path}=.." for path, value in flat(file).items() if value == "???"]
         lines = [
             f"### {name} {{#{name}}}",
             "",
-            html.escape(told[name]["description"], quote=False),
+            html.escape(known[name]["description"], quote=False),
             "",
             "```",
         ]
-        lines += [f"embodied-ppo train experiment={name}{''.join(yours)}", "```", ""]
-        if name in drawn:
+        lines += [f"embodied-ppo train experiment={name}{''.join(required)}", "```", ""]
+        if name in plots:
             lines += [
                 (
-                    f"![{drawn[name][0]} of {name} while it learns](curves/{name}.svg){{"
+                    f"![{plots[name][0]} of {name} during training](curves/{name}.svg){{"
                     " loading=lazy }"
                 ),
                 "",
             ]
         return "\n".join(lines)
 
-    return re.sub(r"^### (\w+)$", more, markdown, flags=re.MULTILINE)
+    return re.sub(r"^### (\w+)$", extended, markdown, flags=re.MULTILINE)
 
 
 @cache
 def curves() -> dict[str, tuple[str, str, dict[str, list[tuple[float, float]]]]]:
-    """Experiment -> what is drawn, over what, and each seed's points, of the runs in
-    docs/results.
-    """
-    found: dict[str, tuple[str, str, dict[str, list[tuple[float, float]]]]] = {}
+    """Return the labels of both axes and the points of each seed, by experiment."""
+    entries: dict[str, tuple[str, str, dict[str, list[tuple[float, float]]]]] = {}
 
-    def add(name: str, what: str, over: str, seed: int, points: list[tuple[float, float]]) -> None:
-        found.setdefault(name, (what, over, {}))[2][f"seed {seed}"] = points
+    def add(
+        name: str, ylabel: str, xlabel: str, seed: int, points: list[tuple[float, float]]
+    ) -> None:
+        entries.setdefault(name, (ylabel, xlabel, {}))[2][f"seed {seed}"] = points
 
     for run in _results("learning"):
         points = [(steps / 1e6, value) for steps, value in run["curve"]]
@@ -253,15 +256,15 @@ def curves() -> dict[str, tuple[str, str, dict[str, list[tuple[float, float]]]]]
         if run["variant"] in shipped():
             points = [(float(update), value) for update, value in run["accuracy"].items()]
             add(run["variant"], "Held-out accuracy", "updates", run["seed"], points)
-    return found
+    return entries
 
 
 def _results(name: str) -> list[Mapping[str, Any]]:
     return json.loads((DOCS / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def curve(what: str, over: str, runs: Mapping[str, list[tuple[float, float]]]) -> str:
-    """An SVG with text as text."""
+def curve(ylabel: str, xlabel: str, runs: Mapping[str, list[tuple[float, float]]]) -> str:
+    """Return a plot as SVG with selectable text."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -277,11 +280,11 @@ def curve(what: str, over: str, runs: Mapping[str, list[tuple[float, float]]]) -
         figure, axis = plt.subplots(figsize=(5.6, 2.6), layout="constrained")
         for name, points in runs.items():
             axis.plot(*zip(*points, strict=True), lw=1.3, label=name)
-        axis.set_xlabel(over)
-        axis.set_ylabel(what)
+        axis.set_xlabel(xlabel)
+        axis.set_ylabel(ylabel)
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
         plt.close(figure)
-    return drawn.getvalue()
+    return text.getvalue()

@@ -1,9 +1,10 @@
-"""Draw who works when in each preset of ``placement=``, for docs/placement.md.
+"""Draw the schedule of each preset of ``placement=`` for docs/placement.md.
 
     python scripts/draw_placements.py        (writes docs/placements/NAME.svg)
 
-Lanes are the processes of ``plan.plan`` on two devices, phases those of ``plan.PHASES``. Lengths
-are made up: a step of the simulator takes as long as a decision, an update as long as four of them.
+The rows are the processes of ``placement.plan`` on two devices, the phases those of
+``placement.PHASES``. Durations are examples: a step of the simulator takes as long as a decision,
+an update as long as four of them.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ COLOURS = {
     "rollout": "#4a7fb5",
     "actor": "#c8793a",
     "publish": "#8a5aa8",
-    "asleep": "#e4e4e4",
+    "offloaded": "#e4e4e4",
 }
 WORDS = {
     "env": "simulate",
     "rollout": "act",
-    "actor": "learn",
+    "actor": "train",
     "publish": "weights",
-    "asleep": "asleep (GPU)",
+    "offloaded": "offloaded (GPU)",
 }
 STEPS, UPDATES, LEARN, PUBLISH = 4, 2, 4.0, 0.6
-"""Steps of a rollout, updates drawn; an update's and a publication's length, in steps of the
-simulator.
-"""
+"""Steps of a rollout, number of updates, and durations of an update and of publishing in steps of
+the simulator."""
 WIDTH, LEFT, LANE, GAP = 480, 112, 18, 5
-"""Pixels: of a drawing, of its labels, of a lane, between lanes."""
+"""Pixels: width of the image and of its labels, height of a row, distance of rows."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """``role`` works from ``begin`` to ``end``; ``kind`` is its colour, ``stage`` the part of the
-    environments.
+    """Work of ``role`` from ``begin`` to ``end``.
+
+    ``kind`` selects the colour, ``stage`` is the part of the environments.
     """
 
     role: str
@@ -52,7 +53,7 @@ class Work:
 
 
 def plans() -> dict[str, Plan]:
-    """What is drawn: the presets on two devices, and one that overlaps."""
+    """Return the presets on two devices, and one with a lag."""
     two = Hardware((2,))
     drawn = {"local": plan("fused", Hardware((1,)))}
     drawn |= {name: plan(name, two) for name in ("fused", "colocated", "disaggregated")}
@@ -61,54 +62,57 @@ def plans() -> dict[str, Plan]:
 
 
 def collect(p: Plan, begin: float) -> list[Work]:
-    """Decisions and steps of one rollout; with stages, one part's decision beside the other's
-    step.
-    """
-    one = 1.0 / p.stages
-    found = []
+    """Return decisions and steps of one rollout; stages overlap."""
+    duration = 1.0 / p.stages
+    works = []
     for step in range(STEPS):
         for stage in range(p.stages):
-            at = begin + one * (2 * step + stage)
-            found.append(Work("rollout", at, at + one, "collect", "rollout", stage))
-            found.append(Work("env", at + one, at + 2 * one, "collect", "env", stage))
-    return found
+            start = begin + duration * (2 * step + stage)
+            middle, end = start + duration, start + 2 * duration
+            works.append(Work("rollout", start, middle, "collect", "rollout", stage))
+            works.append(Work("env", middle, end, "collect", "env", stage))
+    return works
 
 
 def schedule(p: Plan) -> list[Work]:
-    """The loop's order: collect until more than ``max_lag`` rollouts wait, update, publish. A
-    rollout that is under way ends with the weights it began with."""
-    found: list[Work] = []
-    ends: list[float] = []  # of the rollouts
-    rollout = actor = 0.0  # when each is free
+    """Return the work in the order of the training loop.
+
+    The loop collects until more than ``max_lag`` rollouts are pending, updates, and publishes. A
+    rollout keeps the weights with which it started.
+    """
+    works: list[Work] = []
+    ends: list[float] = []  # end of each rollout
+    rollout = actor = 0.0  # time from which each role is idle
     for update in range(UPDATES):
         while len(ends) <= update + p.max_lag:
-            found += (made := collect(p, rollout))
-            rollout = max(w.end for w in made)
+            works += (collected := collect(p, rollout))
+            rollout = max(w.end for w in collected)
             ends.append(rollout)
         begin = max(ends[update], actor)
         actor = begin + LEARN
-        found.append(Work("actor", begin, actor, "update", "actor"))
+        works.append(Work("actor", begin, actor, "update", "actor"))
         if p.fused("rollout", "actor"):
             rollout = actor
             continue
         rollout = max(rollout, actor)
-        found += [
+        works += [
             Work("actor", actor, actor + PUBLISH, "publish", "publish"),
             Work("rollout", rollout, rollout + PUBLISH, "publish", "publish"),
         ]
         rollout, actor = rollout + PUBLISH, actor + PUBLISH
-    return found
+    return works
 
 
 def draw(p: Plan) -> str:
+    """Return the schedule as SVG."""
     works = schedule(p)
     last = max(w.end for w in works)
     scale = (WIDTH - LEFT - 8) / last
     lines: list[str] = []
     top = 6.0
 
-    def box(work_from: float, to: float, kind: str, faint: bool = False) -> str:
-        x, width = LEFT + work_from * scale, (to - work_from) * scale
+    def box(begin: float, end: float, kind: str, faint: bool = False) -> str:
+        x, width = LEFT + begin * scale, (end - begin) * scale
         shade = ' fill-opacity="0.55"' if faint else ""
         return (
             f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{LANE}"'
@@ -124,7 +128,7 @@ def draw(p: Plan) -> str:
             if p.sharing(group):
                 for phase in ("collect", "update"):
                     if not set(PHASES[phase]) & set(group.roles):
-                        lines += [box(a, b, "asleep") for a, b in spans(works, phase)]
+                        lines += [box(a, b, "offloaded") for a, b in spans(works, phase)]
             lines += [
                 box(w.begin, w.end, w.kind, faint=w.stage > 0)
                 for w in works
@@ -154,14 +158,14 @@ def draw(p: Plan) -> str:
 
 
 def spans(works: list[Work], phase: str) -> list[tuple[float, float]]:
-    """From when to when each turn of ``phase`` lasts."""
-    found: list[tuple[float, float]] = []
+    """Return begin and end of each occurrence of ``phase``."""
+    merged: list[tuple[float, float]] = []
     for w in sorted((w for w in works if w.phase == phase), key=lambda w: w.begin):
-        if found and w.begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], w.end))
+        if merged and w.begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], w.end))
         else:
-            found.append((w.begin, w.end))
-    return found
+            merged.append((w.begin, w.end))
+    return merged
 
 
 def main() -> None:
