@@ -1,9 +1,9 @@
-"""Dictionaries -> frozen dataclasses, strictly: one line per refusal, with path, value, limit and
-cure.
+"""Dictionaries -> frozen dataclasses, strictly.
 
-``read`` merges layers (file, file, command line) into a typed config and records which layer set
-each option; ``load`` does that for one mapping and compares the options (``validation``); ``dump``
-is the inverse; ``describe`` returns the documentation of the options.
+Each refusal is one line with the path, the value, the limit and the cure. ``read`` merges layers
+(file, file, command line) into a typed config and records which layer set each option; ``load``
+does that for one mapping and compares the options (``validation``); ``dump`` is the inverse;
+``describe`` returns the documentation of the options.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import itertools
 import math
 import re
 import textwrap
@@ -46,6 +47,9 @@ SHIPPED, STORED = "configs/", "the run's config.yaml"
 """Prefixes of the labels of layers that the user did not write."""
 DUAL_CLIP = "algorithm.dual_clip_loss"
 """Option of ROLL: true sets clip_ratio_c = 1 + 2 x clip_ratio_high, false sets it to null."""
+
+
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 class _DualClip:
@@ -104,8 +108,8 @@ class Loaded(Generic[C]):
         def counts(path: str, label: str) -> bool:
             if label in always:
                 return True
-            ours = label.startswith((SHIPPED, STORED)) and mode_of(path) in (None, mode)
-            return not ours and attrgetter(path)(self.config) != options[path].default
+            shipped = label.startswith((SHIPPED, STORED)) and mode_of(path) in (None, mode)
+            return not shipped and attrgetter(path)(self.config) != options[path].default
 
         return frozenset(path for path, label in self.origin.items() if counts(path, label))
 
@@ -123,9 +127,7 @@ _Values.add_constructor("tag:yaml.org,2002:int", _Values.construct_yaml_int)
 
 
 class _Plain(_Values):
-    """Loader that refuses aliases (``*name``), which can expand to more values than memory holds,
-    or without end.
-    """
+    """Loader that refuses aliases (``*name``), which can expand to any number of values."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -140,17 +142,16 @@ def plain_yaml(text: str, *, aliases: bool = False) -> Any:
     """
     try:
         return yaml.load(text, _Values if aliases else _Plain)
+    # PyYAML raises these for 2000-99-99, !!bool x, a deeply nested list and the like.
     except (
         ValueError,
         TypeError,
         AttributeError,
         LookupError,
-        OverflowError,
+        ArithmeticError,
         RecursionError,
-    ) as error:
-        raise yaml.YAMLError(
-            f"{type(error).__name__}: {error}"
-        ) from error  # of 2000-99-99, !!bool x, a deep list ..
+    ) as e:
+        raise yaml.YAMLError(f"{type(e).__name__}: {e}") from e
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -190,29 +191,36 @@ def read(
     origin: dict[str, str] = {}
     aliases: dict[str, str] = {}
     for label, mapping in layers:
-        written: dict[str, tuple[str, Any]] = {}  # canonical -> (as written, value), in this layer
-        for raw, value in _leaves(cls, mapping, label):
-            targets, value = _canonical(cls, raw, value, label, aliases)
-            for target in targets:
-                before, other = written.get(target, (raw, value))
-                if before != raw and not _same(other, value):
-                    raise ConfigError(
-                        f"{before} = {show(other)} and {raw} = {show(value)}{_at(label)} are the"
-                        f" same option ({target}) with different values; keep one of them"
-                    )
-                written[target] = (raw, value)
-        for target, (_, value) in written.items():
+        for target, value in _layer(cls, mapping, label, aliases).items():
             values[target] = _merged(values.get(target), value)
             origin[target] = label
     if values.get("algorithm.clip_ratio_c") is _DUAL_CLIP:
         values["algorithm.clip_ratio_c"] = _dual_clip(values, origin)
     missing = frozenset(path for path, value in values.items() if partial and value == "???")
-    config = _build(
-        cls, (), {path: value for path, value in values.items() if path not in missing}, origin
-    )
+    for path in missing:
+        del values[path]
+    config = _build(cls, (), values, origin)
     if isinstance(config, EvaluateConfig):
         config = replace(config, env=_read_env(config.env, origin.get("env", ""), aliases))
     return Loaded(config, origin, tuple(aliases.items()), missing)
+
+
+def _layer(
+    cls: type, mapping: Mapping[str, Any], label: str, aliases: dict[str, str]
+) -> dict[str, Any]:
+    """Return canonical path -> value of one layer; add the aliases in it to ``aliases``."""
+    written: dict[str, tuple[str, Any]] = {}  # canonical path -> (path as written, value)
+    for raw, plain in _leaves(cls, mapping, label):
+        targets, value = _canonical(cls, raw, plain, label, aliases)
+        for target in targets:
+            other_name, other = written.get(target, (raw, value))
+            if other_name != raw and not _same(other, value):
+                raise ConfigError(
+                    f"{other_name} = {show(other)} and {raw} = {show(value)}{_at(label)} are the"
+                    f" same option ({target}) with different values; keep one of them"
+                )
+            written[target] = (raw, value)
+    return {target: value for target, (_, value) in written.items()}
 
 
 def _leaves(cls: type, mapping: Any, label: str) -> Iterator[tuple[str, Any]]:
@@ -258,17 +266,17 @@ def _canonical(
                 )
             value = _DUAL_CLIP if value else None
     elif reason := next(
-        (why for path, why in REFUSED.items() if raw == path or raw.startswith(path + ".")), None
+        (r for path, r in REFUSED.items() if f"{raw}.".startswith(f"{path}.")), None
     ):
         raise ConfigError(f"{raw} = {show(value)}{_at(label)} is refused: {reason}")
     else:
         raise ConfigError(
             f"{raw} = {show(value)}{_at(label)}: no such option; {_suggest(cls, raw)}"
         )
-    words = VALUE_ALIASES.get(targets[0], {})
-    if isinstance(value, str) and value in words:
-        aliases[f"{raw}={value}"] = f"{targets[0]}={words[value]}"
-        value = words[value]
+    names = VALUE_ALIASES.get(targets[0], {})
+    if isinstance(value, str) and value in names:
+        aliases[f"{raw}={value}"] = f"{targets[0]}={names[value]}"
+        value = names[value]
     return targets, value
 
 
@@ -276,9 +284,8 @@ def _dual_clip(values: dict[str, Any], origin: dict[str, str]) -> float:
     """Return 1 + 2 x clip_ratio_high of the merged values."""
     path = "algorithm.clip_ratio_high"
     option = describe(Config)[path]
-    return 1.0 + 2.0 * _coerce(
-        option.hint, values.get(path, option.default), path, origin.get(path, "")
-    )
+    high = _coerce(option.hint, values.get(path, option.default), path, origin.get(path, ""))
+    return 1.0 + 2.0 * high
 
 
 def _build(cls: type[C], prefix: Path, values: Mapping[str, Any], origin: Mapping[str, str]) -> C:
@@ -312,23 +319,23 @@ def _coerce(hint: Any, value: Any, path: str, label: str) -> Any:
     """Return ``value`` converted to the type ``hint``. Raises ConfigError where it does not fit."""
     if isinstance(value, str) and value == "???":
         raise _wrong(hint, value, path, label, "has no value yet")
-    kind, arguments = get_origin(hint), get_args(hint)
-    if kind is Annotated:
-        inner = _coerce_plain(arguments[0], value, path, label, hint)
-        if not all(limit.allows(inner) for limit in arguments[1:]):
+    if get_origin(hint) is Annotated:
+        base, *limits = get_args(hint)
+        converted = _coerce_plain(base, value, path, label, hint)
+        if not all(limit.allows(converted) for limit in limits):
             raise _wrong(hint, value, path, label)
-        return inner
+        return converted
     return _coerce_plain(hint, value, path, label, hint)
 
 
 def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> Any:
+    """As ``_coerce``, without bounds; the message of a refusal states the type ``shown``."""
     kind, arguments = get_origin(hint), get_args(hint)
     if kind in (Union, types.UnionType):
         if value is None:
             return None
-        (inner,) = (a for a in arguments if a is not type(None))
         try:
-            return _coerce(inner, value, path, label)
+            return _coerce(_not_none(hint), value, path, label)
         except ConfigError:
             raise _wrong(hint, value, path, label) from None
     if kind is Literal:
@@ -340,9 +347,8 @@ def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> A
                 _coerce(arguments[0], v, f"{path}[{i}]", label) for i, v in enumerate(value)
             )
     elif kind is dict:
-        if isinstance(value, str) and value.lstrip().startswith(
-            "{"
-        ):  # the command line has no keys with commas
+        # The grammar of the command line has no keys with commas: such a section is quoted.
+        if isinstance(value, str) and value.lstrip().startswith("{"):
             with suppress(yaml.YAMLError):
                 value = plain_yaml(value)
         if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
@@ -358,12 +364,8 @@ def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> A
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite float from a number, or from text that YAML 1.1 does not parse as one
-    (3e-4).
-    """
-    if isinstance(value, str) and re.fullmatch(
-        r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value.strip()
-    ):
+    """Return a finite float from a number, or from text such as 3e-4, which YAML 1.1 keeps."""
+    if isinstance(value, str) and NUMBER.fullmatch(value.strip()):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -375,59 +377,60 @@ def _number(value: Any) -> float | None:
 
 
 def _wrong(
-    hint: Any, value: Any, path: str, label: str, verb: str = ""
+    hint: Any, value: Any, path: str, label: str, fault: str = ""
 ) -> ConfigError | PlacementError:
+    """Return the error about a value; ``fault`` replaces "must be" and the allowed values."""
     allowed = _allowed(hint)
-    line = f"{path} = {show(value)}{_at(label)} {verb or 'must be ' + allowed}"
+    line = f"{path} = {show(value)}{_at(label)} {fault or 'must be ' + allowed}"
     if path == "placement":
-        return PlacementError(f"{line}; {_cure(hint, value, path, allowed if verb else '')}")
-    if verb:  # "???" marks an option whose value the user of a recipe must give
+        return PlacementError(
+            f"{line}; {f'give it {allowed}' if fault else _cure(hint, value, path)}"
+        )
+    if fault:  # "???" marks an option whose value the user of a recipe must give
         return ConfigError(f"{line}; give it {allowed}: {path}=..")
-    return ConfigError(f"{line}; {_cure(hint, value, path, '')}")
+    return ConfigError(f"{line}; {_cure(hint, value, path)}")
 
 
-def _cure(hint: Any, value: Any, path: str, allowed: str) -> str:
+def _cure(hint: Any, value: Any, path: str) -> str:
     """Return what to write instead."""
-    if allowed:
-        return f"give it {allowed}"
-    plain = _members_of_union(hint)
-    choices = [str(c) for h in plain for c in (get_args(h) if get_origin(h) is Literal else ())]
+    plain = _not_none(hint)
+    choices = list(map(str, get_args(plain))) if get_origin(plain) is Literal else []
     if near := nearest(str(value), choices):
         return f"did you mean {path}={near}?"
-    base = {get_args(h)[0] if get_origin(h) is Annotated else h for h in plain}
-    if bool in base and str(value).lower() in ("true", "yes", "on", "1", "false", "no", "off", "0"):
-        return f"write {path}={str(str(value).lower() in ('true', 'yes', 'on', '1')).lower()}"
+    base, text = _base(plain), str(value).lower()
+    if base is bool and text in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+        return f"write {path}={'true' if text in ('true', 'yes', 'on', '1') else 'false'}"
     if path == "resume" and isinstance(value, bool):  # as rsl_rl has it
         return "name a run, resume=runs/.., or write resume=auto for what run_dir holds"
-    if str in base and isinstance(value, (int, float, bool)):
+    if base is str and isinstance(value, (int, float, bool)):
         return f"quote it: {path}=\"'{show(value)}'\" (in YAML: '{show(value)}')"
-    if (
-        any(get_origin(h) is tuple for h in plain)
-        and isinstance(value, (int, str))
-        and not isinstance(value, bool)
-    ):
+    if get_origin(plain) is tuple and isinstance(value, (int, str)) and not isinstance(value, bool):
         return f"write {path}=[{value}]"
-    defaults = [
-        d[path].default for d in map(describe, (Config, EvaluateConfig, DemosConfig)) if path in d
-    ]
-    if (
-        not defaults or value in defaults or defaults != defaults[:1] * len(defaults)
-    ):  # commands may differ
+    # Commands may have different defaults of an option.
+    tables = map(describe, (Config, EvaluateConfig, DemosConfig))
+    defaults = [options[path].default for options in tables if path in options]
+    if not defaults or value in defaults or any(d != defaults[0] for d in defaults):
         return f"give {path} such a value"
     return f"the default is {path}={show(defaults[0])}"
 
 
-def _members_of_union(hint: Any) -> list[Any]:
+def _not_none(hint: Any) -> Any:
+    """Return the type of ``X | None``, which is X; another type is returned unchanged."""
     if get_origin(hint) in (Union, types.UnionType):
-        return [a for a in get_args(hint) if a is not type(None)]
-    return [hint]
+        (hint,) = (a for a in get_args(hint) if a is not type(None))
+    return hint
+
+
+def _base(hint: Any) -> Any:
+    """Return a type without its bounds."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
 def _allowed(hint: Any) -> str:
     """Return the allowed values as text: ``a number >= 0 and <= 1, or null``."""
     kind, arguments = get_origin(hint), get_args(hint)
     if kind in (Union, types.UnionType):
-        return f"{_allowed(_members_of_union(hint)[0])}, or null"
+        return f"{_allowed(_not_none(hint))}, or null"
     if kind is Annotated:
         return f"{_allowed(arguments[0])} {' and '.join(str(a) for a in arguments[1:])}"
     if kind is Literal:
@@ -436,19 +439,13 @@ def _allowed(hint: Any) -> str:
         return f"a list, each {_allowed(arguments[0])}"
     if kind is dict:
         return "a section of names and values"
-    return {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a finite number",
-        str: "text",
-    }.get(hint, str(hint))
+    names = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
+    return names.get(hint, str(hint))
 
 
 # --------------------------------------------------------------------------------------- suggestion
 def _suggest(cls: type, raw: str) -> str:
-    """Return the nearest valid name and its allowed values: the same name in another section, else
-    a similar name.
-    """
+    """Return a valid name and its allowed values: that of another section, else a similar one."""
     options = describe(cls)
     known = {**{p: (p,) for p in options}, **alias_paths(cls)}
     section, _, leaf = raw.rpartition(".")
@@ -456,13 +453,12 @@ def _suggest(cls: type, raw: str) -> str:
         return CURES[leaf]
     same_name = [p for p in known if p.rpartition(".")[2] == leaf]
     if same_name:
-        where = " or ".join(f"{p}{_reads(p, known)}" for p in same_name[:2])
-        return f"{leaf} belongs to {where}" + _may(options, known[same_name[0]])
+        paths = " or ".join(f"{p}{_meaning_of(p, known)}" for p in same_name[:2])
+        return f"{leaf} belongs to {paths}" + _values_of(options, known[same_name[0]])
     siblings = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == section}
     all_names = {p.rpartition(".")[2]: p for p in known}
-    candidates = (
-        {} if section in sections(cls) else known
-    )  # a known section would make its shortest name look alike
+    # A long section that is right makes every short name in it similar.
+    candidates = {} if section in sections(cls) else known
     for names, text, cutoff in (
         (siblings, leaf, None),
         (candidates, raw, 0.75),
@@ -470,27 +466,29 @@ def _suggest(cls: type, raw: str) -> str:
     ):
         if near := nearest(text, names, cutoff=cutoff):
             path = near if names is candidates else str(names[near])
-            return f"did you mean {path}{_reads(path, known)}?" + _may(options, known[path])
+            return f"did you mean {path}{_meaning_of(path, known)}?" + _values_of(
+                options, known[path]
+            )
     home = section if section in sections(cls) else ""
     return f"{home or 'the top level'} has: {join_names(_members(cls, home))}"
 
 
-def _reads(path: str, known: Mapping[str, tuple[str, ...]]) -> str:
+def _meaning_of(path: str, known: Mapping[str, tuple[str, ...]]) -> str:
+    """Return the canonical names of an alias, in parentheses."""
     return "" if known[path] == (path,) else f" (= {', '.join(known[path])})"
 
 
-def _may(options: Mapping[str, Option], targets: Sequence[str]) -> str:
-    return f" ({options[targets[0]].allowed}; default {show(options[targets[0]].default)})"
+def _values_of(options: Mapping[str, Option], targets: Sequence[str]) -> str:
+    """Return allowed values and default, in parentheses."""
+    option = options[targets[0]]
+    return f" ({option.allowed}; default {show(option.default)})"
 
 
 def _members(cls: type, section: str) -> list[str]:
     """Return the names directly under a section."""
-    names = (
-        p[len(section) + 1 if section else 0 :]
-        for p in describe(cls)
-        if not section or p.startswith(section + ".")
-    )
-    return list(dict.fromkeys(n.partition(".")[0] for n in names))
+    prefix = f"{section}." if section else ""
+    names = (p.removeprefix(prefix) for p in describe(cls) if p.startswith(prefix))
+    return list(dict.fromkeys(name.partition(".")[0] for name in names))
 
 
 # ------------------------------------------------------------------------------------------- schema
@@ -502,8 +500,9 @@ def _hints(cls: type) -> dict[str, Any]:
 
 @cache
 def describe(cls: type, prefix: str = "") -> dict[str, Option]:
-    """Return path -> Option in the order of the source; the meaning is the string under the
-    field.
+    """Return path -> Option in the order of the source.
+
+    The meaning of an option is the string under its field.
     """
     meanings = _meanings(cls)
     result: dict[str, Option] = {}
@@ -513,15 +512,12 @@ def describe(cls: type, prefix: str = "") -> dict[str, Option]:
             result |= describe(hint, f"{path}.")
             continue
         default = f.default_factory() if f.default_factory is not MISSING else f.default
-        plain = _members_of_union(hint)[0]
-        limit = (
-            " and ".join(str(a) for a in get_args(plain)[1:])
-            if get_origin(plain) is Annotated
-            else ""
-        )
+        plain = _not_none(hint)
+        limits = get_args(plain)[1:] if get_origin(plain) is Annotated else ()
+        limit = " and ".join(map(str, limits))
         if hint is not plain:
             limit = f"{limit} or null".strip()
-        kind = _allowed(get_args(plain)[0] if get_origin(plain) is Annotated else plain)
+        kind = _allowed(_base(plain))
         result[path] = Option(path, meanings.get(f.name, ""), kind, limit, default, hint)
     return result
 
@@ -531,14 +527,13 @@ def _meanings(cls: type) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     meanings: dict[str, str] = {}
-    for node, after in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name)
-            and isinstance(after, ast.Expr)
-        ):
-            if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-                meanings[node.target.id] = after.value.value
+    for node, following in itertools.pairwise(body.body):
+        match node, following:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(meaning))),
+            ):
+                meanings[name] = meaning
     return meanings
 
 
@@ -568,24 +563,17 @@ def relevant(config: Config) -> dict[str, Any]:
     """Return ``dump`` without the options that only the other mode reads."""
 
     def walk(node: dict[str, Any], prefix: str) -> dict[str, Any]:
-        kept = {
-            name: value
+        return {
+            name: walk(value, f"{prefix}{name}.") if prefix + name in sections(Config) else value
             for name, value in node.items()
             if mode_of(prefix + name) in (None, config.mode)
-        }
-        nested = {name for name in kept if prefix + name in sections(Config)}
-        return {
-            name: walk(value, f"{prefix}{name}.") if name in nested else value
-            for name, value in kept.items()
         }
 
     return walk(dump(config), "")
 
 
 def dump(config: Any) -> dict[str, Any]:
-    """Return the config as dictionaries, lists, numbers and text; ``load(type(config),
-    dump(config)) == config``.
-    """
+    """Return the config as dictionaries, lists, numbers and text; ``load`` is the inverse."""
     return _plain(asdict(config))
 
 
@@ -593,11 +581,8 @@ def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested options as one dictionary of dotted paths."""
     options: dict[str, Any] = {}
     for name, value in plain.items():
-        options |= (
-            flat(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping) and value
-            else {prefix + name: value}
-        )
+        nested = isinstance(value, Mapping) and value
+        options |= flat(value, f"{prefix}{name}.") if nested else {prefix + name: value}
     return options
 
 

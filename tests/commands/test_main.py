@@ -188,7 +188,7 @@ REFUSALS = [
     ("train env_steps=null updates=null", "updates = null and env_steps = null"),
     (
         "train mode=reasoning updates=null",
-        "updates = null: nothing says how long to train; write updates=100",
+        "updates = null: the length of training is not set; write updates=100",
     ),
     (
         "train mode=reasoning experiment=hopper",
