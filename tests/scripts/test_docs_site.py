@@ -1,4 +1,4 @@
-"""The site of ``make docs``: built strictly, complete, and asking nothing of other machines."""
+"""The site of ``make docs`` builds without warnings, is complete and loads no foreign resources."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ LOADS = {
     "use": "href",
     "image": "href",
 }
-"""Tags that make a browser fetch something, and the attribute that says what."""
+"""Tags that load a resource, with the attribute that holds its address."""
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    # not --quiet: it would hush warnings, and then they are not counted
+    # Without --quiet: with it, --strict does not count warnings.
     command = [
         sys.executable,
         "-m",
@@ -56,52 +56,51 @@ def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs") / "site"
-    done = build(ROOT / "mkdocs.yml", folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "WARNING" not in done.stderr
+    process = build(ROOT / "mkdocs.yml", folder)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "WARNING" not in process.stderr
     return folder
 
 
 class Tags(HTMLParser):
-    """Every tag of a page with its attributes, and every id."""
+    """All tags of a page with their attributes."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.feed(page.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
 
     @property
     def ids(self) -> set[str]:
-        return {str(attrs["id"]) for _, attrs in self.found if attrs.get("id")}
+        return {str(attrs["id"]) for _, attrs in self.tags if attrs.get("id")}
 
 
 def script(name: str) -> ModuleType:
-    """A file of scripts/ as a module."""
+    """Import a file of scripts/."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec and spec.loader
-    module = sys.modules[name] = importlib.util.module_from_spec(
-        spec
-    )  # dataclasses look their module up
+    # Dataclasses look their module up in sys.modules.
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.mark.parametrize("link", ["no_such.md", "index.md#nowhere"])
-def test_a_broken_link_fails(link: str, tmp_path: Path) -> None:
+def test_a_broken_link_fails_the_build(link: str, tmp_path: Path) -> None:
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     for name in ("hooks", "nav"):
         del settings[name]
     (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(settings))
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n[page]({link})\n")
-    done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
-    assert done.returncode == 1 and link.partition("#")[2] in done.stderr
+    process = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert process.returncode == 1 and link.partition("#")[2] in process.stderr
 
 
-def test_links_out_of_docs() -> None:
+def test_links_to_files_outside_docs() -> None:
     links, page = script("docs_site").links, ROOT / "docs" / "architecture.md"
     assert links("[Start](../README.md#speed)", page) == "[Start](overview.md#speed)"
     assert links("[types.py](../embodied_ppo/core/types.py), [it](../LICENSE)", page) == (
@@ -112,7 +111,7 @@ def test_links_out_of_docs() -> None:
         links("[x](../no_such.py)", page)
 
 
-def test_every_option_is_there(site: Path) -> None:
+def test_options_page_has_every_option(site: Path) -> None:
     page = site / "options.html"
     ids, text = Tags(page).ids, page.read_text(encoding="utf-8")
     assert set(describe(Config)) <= ids
@@ -120,10 +119,10 @@ def test_every_option_is_there(site: Path) -> None:
     assert (
         "a finite number &gt;= 0 and &lt;= 1" in text and "default <code>0.99</code>" in text
     )  # gamma
-    assert "also read: <code>algorithm.lam</code>" in text
+    assert "aliases: <code>algorithm.lam</code>" in text
 
 
-def test_every_experiment_is_there(site: Path) -> None:
+def test_recipes_page_has_every_experiment(site: Path) -> None:
     shipped = {file.stem for file in (ROOT / "configs" / "experiment").glob("*.yaml")}
     page = site / "recipes.html"
     assert shipped <= Tags(page).ids
@@ -144,11 +143,11 @@ def test_every_layer_is_on_the_architecture_page() -> None:
     assert drawn == [*reversed(LAYERS), "embodied_envs"]
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+def test_pages_load_no_foreign_resources(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 20
     for page in pages:
-        for tag, attrs in Tags(page).found:
+        for tag, attrs in Tags(page).tags:
             target = attrs.get(LOADS[tag]) if tag in LOADS else None
             if target and not (tag == "link" and attrs.get("rel") in ("canonical", "next", "prev")):
                 assert not re.match(r"(https?:)?//", target), f"{page.name}: <{tag}> {target}"
@@ -159,7 +158,9 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         assert not fetched, file
 
 
-def test_a_browser_asks_this_site_alone_and_finds_an_option(site: Path, tmp_path: Path) -> None:
+def test_a_browser_requests_only_this_site_and_the_search_finds_an_option(
+    site: Path, tmp_path: Path
+) -> None:
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -185,7 +186,7 @@ def test_a_browser_asks_this_site_alone_and_finds_an_option(site: Path, tmp_path
     } == set()
 
 
-def test_drawings_are_those_of_the_plans() -> None:
+def test_schedule_drawings_are_current() -> None:
     drawing = script("draw_placements")
     guide = (ROOT / "docs" / "placement.md").read_text(encoding="utf-8")
     for name, plan in drawing.plans().items():

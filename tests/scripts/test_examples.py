@@ -1,4 +1,4 @@
-"""The examples in scripts/examples do what they say: each is run."""
+"""Each example in scripts/examples runs and has the documented result."""
 
 from __future__ import annotations
 

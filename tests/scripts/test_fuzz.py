@@ -1,6 +1,4 @@
-"""A short run of scripts/fuzz.py, by hypothesis, which shrinks what it finds; the same inputs every
-time.
-"""
+"""A short deterministic run of scripts/fuzz.py by hypothesis, which shrinks failing inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ NUMBERED = {"command": 5, "option": 60}
 
 
 @pytest.mark.parametrize("name", fuzz.TARGETS)
-def test_nothing_but_the_declared_errors_comes_out(name: str) -> None:
+def test_only_declared_errors_are_raised(name: str) -> None:
     @given(st.randoms(use_true_random=False))
     @settings(
         max_examples=FEW.get(name, 25),
@@ -30,15 +28,15 @@ def test_nothing_but_the_declared_errors_comes_out(name: str) -> None:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    def some(r: Random) -> None:
+    def attempts(r: Random) -> None:
         fuzz.attempt(fuzz.TARGETS[name], r)
 
-    some()
+    attempts()
 
 
 @pytest.mark.parametrize("name", fuzz.TARGETS)
-def test_numbered_inputs_are_refused_and_taken(name: str) -> None:
-    """Neither all of them nor none: else a target would not reach what it is for."""
+def test_targets_accept_some_inputs_and_refuse_others(name: str) -> None:
+    """If all or none were refused, the inputs would not reach the code under test."""
     target, inputs = fuzz.TARGETS[name], NUMBERED.get(name, 200)
     refused = sum(fuzz.attempt(target, Random(f"{name} 0 {number}")) for number in range(inputs))
     assert refused < inputs and (refused > 0 or not target.errors)
