@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
-import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +50,7 @@ from embodied_ppo.training.run_directory import (
     stored_options,
     versions,
 )
+from embodied_ppo.training.system import RunSystem
 
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 """Errors of a disk that is full, over quota, read-only or broken."""
@@ -63,6 +63,7 @@ def train(
     """Train as configured; return the content of ``summary.json``.
 
     Args:
+        config: Resolved options.
         explicit: Options that the user set, for messages about options without effect.
         quiet: Whether progress is not shown.
         since_s: Age of this process, in seconds, at the beginning of the run, from which
@@ -74,142 +75,247 @@ def train(
         TrainingError: The run fails.
         SystemExit: 130, after an interrupt has saved a checkpoint.
     """
-    return _start(config, explicit, quiet, imitate=False, since_s=since_s)
+    with _opened(config, explicit, quiet) as run:
+        if isinstance(run, dict):
+            return run
+        while True:
+            try:
+                session = _Session(run, since_s)
+                with _interruptible(run, session.timer, f"continue with resume={run.dir}") as stop:
+                    session.evaluate_before()
+                    outcome = loop.train(
+                        run.system,
+                        run.log,
+                        session.schedule,
+                        first_update=run.first,
+                        should_stop=stop,
+                        timer=session.timer,
+                        after_first=session.after_first_update,
+                    )
+                    if run.system.result is None and not outcome.interrupted:
+                        with session.timer("evaluate"):  # a finished run was resumed
+                            run.system.evaluate(run.first)
+                return session.summary(outcome)
+            except ProcessLost as error:
+                run.rebuild(error)
 
 
 def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
-    """Clone the demonstrations of ``config.cloning`` without PPO: save, evaluate and report the
-    clone.
+    """Clone the demonstrations of ``config.cloning`` without PPO: save, evaluate and report.
 
     Arguments, result and exceptions: as of ``train``.
     """
+    _check_cloning(config)
+    with _opened(config, explicit, quiet) as run:
+        assert isinstance(run, _Run)
+        system, log, timer, started = run.system, run.log, Timer(), time.perf_counter()
+        log.say(f"{run.config.name}: {run.components.title}, cloned, in {run.dir}")
+        with _interruptible(run, timer, f"measure it with evaluate checkpoint={run.dir}"):
+            system.save(0)  # before the evaluation, which may fail
+            with timer("evaluate"):
+                metrics = system.evaluate(0)
+        log.metrics(metrics, update=0, steps=0)
+        written = run.write_report(0)
+        final = numbers(metrics)
+        measurements = {
+            "updates": 0,
+            "wall_s": round(time.perf_counter() - started, 3),
+            "final_return": final["eval/return"],
+            "final_success": final.get(mode(run.config).success_metric),
+        }
+        return run.write_summary(measurements, written, ("final_return",))
+
+
+def _check_cloning(config: Config) -> None:
+    """Raise ConfigError for options with which nothing can be cloned."""
     if (error := mode(config).cloning_error) is not None:
         raise ConfigError(error)
-    model, steps = config.model, config.cloning.steps
-    rules_of_cloning = (
-        (
-            model.policy == "actor_critic",
-            (
-                "model.policy = actor_critic: cannot be cloned; write model.policy=token, flow or"
-                " gaussian, or experiment=tabletop_token"
-            ),
-        ),
-        (steps == 0, "cloning.steps = 0: nothing would be learned; write cloning.steps=1500"),
-        (
-            config.resume is not None,
-            (
-                f"resume = {config.resume}: clone begins anew; leave it out, or go on with PPO:"
-                f" embodied-ppo train resume={config.resume} run_dir=NEW"
-            ),
-        ),
-        (
-            config.run_dir is not None
-            and bool(checkpoint.steps(Path(config.run_dir) / "checkpoints")),
-            (
-                f"run_dir={config.run_dir}: holds a run already; name another, or go on with PPO:"
-                f" embodied-ppo train resume={config.run_dir} run_dir=NEW"
-            ),
-        ),
-    )
-    for violated, message in rules_of_cloning:
-        if violated:
-            raise ConfigError(message)
-    return _start(config, explicit, quiet, imitate=True)
+    if config.model.policy == "actor_critic":
+        raise ConfigError(
+            "model.policy = actor_critic: cannot be cloned; write model.policy=token, flow or"
+            " gaussian, or experiment=tabletop_token"
+        )
+    if config.cloning.steps == 0:
+        raise ConfigError("cloning.steps = 0: nothing would be learned; write cloning.steps=1500")
+    continuation = "continue with PPO: embodied-ppo train resume={} run_dir=NEW"
+    if config.resume is not None:
+        raise ConfigError(
+            f"resume = {config.resume}: clone starts a new run; leave it out, or"
+            f" {continuation.format(config.resume)}"
+        )
+    if config.run_dir is not None and checkpoint.steps(Path(config.run_dir) / "checkpoints"):
+        raise ConfigError(
+            f"run_dir={config.run_dir}: holds a run already; name another, or"
+            f" {continuation.format(config.run_dir)}"
+        )
 
 
-def _start(
-    config: Config, explicit: Any, quiet: bool, *, imitate: bool, since_s: float = 0.0
-) -> dict[str, Any]:
-    """Open the run directory and the checkpoint to resume, then run; ``imitate``: clone only."""
+# ------------------------------------------------------------------------------- open run directory
+class _Messages:
+    """Lines for the user, kept until the log is open."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.bar = Progress(quiet)
+        self.early: list[str] = []
+        """Lines that are not shown yet."""
+        self._shown: list[str] = []
+        self._notices: set[str] = set()
+        self._log: Log | None = None
+
+    def notice(self, line: str) -> None:
+        """Report a line, each line once."""
+        if line not in self._notices:
+            self._notices.add(line)
+            (self.early.append if self._log is None else self._log.say)(line)
+
+    def progress(self, line: str) -> None:
+        """Show a line at once."""
+        self._shown.append(line)
+        self.bar.say(line)
+
+    def open(self, log: Log) -> None:
+        """Write all lines to the log."""
+        self._log = log
+        for line in self._shown:
+            log.say(line, show=False)
+        for line in self.early:
+            log.say(line)
+
+
+@dataclass
+class _Run:
+    """A run whose directory is locked, whose system is built and whose log is open."""
+
+    request: RunRequest
+    components: RunComponents
+    log: Log
+    first: int
+    """Updates that were completed before this process started, or before the last rebuild."""
+    stack: ExitStack
+    failures: int = 0
+
+    @property
+    def config(self) -> Config:
+        return self.request.config
+
+    @property
+    def dir(self) -> Path:
+        return self.request.run_dir
+
+    @property
+    def system(self) -> RunSystem:
+        return self.components.system
+
+    def rebuild(self, error: ProcessLost) -> None:
+        """Rebuild the system from the newest checkpoint after the loss of a process.
+
+        Raises the error after more than cluster.max_restarts losses.
+        """
+        limit = self.config.cluster.max_restarts
+        while True:
+            self.failures += 1
+            if self.failures > limit:
+                raise error
+            self.log.say(f"{error}\nrebuilding, {self.failures} of {limit} (cluster.max_restarts)")
+            self.system.close()
+            try:
+                source = checkpoint.newest_valid(self.dir, self.log.say)
+                request = replace(self.request, fresh_start=source is None)
+                self.components = _build(request, self.stack)
+                if source is not None:
+                    self.system.load(source, self.request.notice)
+                self.first = source.update if source is not None else 0
+                self.log.rewind(self.first)
+                self.log.say(f"continuing after update {self.first}")
+                return
+            except ProcessLost as another:
+                error = another
+
+    def write_report(self, update: int) -> dict[str, str | None]:
+        """Write the report of the last evaluation; return the paths of its files."""
+        assert self.system.saved is not None
+        written = self.components.write(
+            self.system.result,
+            checkpoint.open_checkpoint(self.system.saved),
+            self.dir / "reports" / f"step_{update:06d}",
+        )
+        if written.get("video"):
+            self.log.video("evaluation", str(written["video"]), steps=self.system.steps)
+        return written
+
+    def write_summary(
+        self, measurements: Mapping[str, Any], written: Mapping[str, Any], results: Sequence[str]
+    ) -> dict[str, Any]:
+        """Write summary.json, and its ``results`` beside the options in TensorBoard."""
+        summary = {
+            **measurements,
+            **self.components.facts,
+            "versions": versions(),
+            "config_hash": config_hash(self.config),
+            "run_dir": str(self.dir),
+            "checkpoint": str(self.system.saved),
+            "tensorboard": str(self.dir / "tensorboard"),
+            **written,
+        }
+        self.log.hyper_parameters(
+            loader.flat(loader.relevant(self.config)),
+            {f"hparam/{name}": summary[name] for name in results},
+        )
+        replace_text(self.dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+        return summary
+
+
+@contextmanager
+def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[str, Any]]:
+    """Open the run directory, load the checkpoint to resume, build the system, open the log.
+
+    Yields:
+        The run, or the summary of a run that has no update left.
+    """
     watchdog.clear()  # in a sweep, the calls of the previous run
     validation.check(config, explicit)
-    early: list[str] = []
-    with claimed(config, early.append) as (run_dir, resumed):
-        source = None
-        if resumed is not None:
-            newest = resumed == "newest"
-            if newest:
-                source = checkpoint.newest_valid(run_dir, early.append)
-            else:
-                source = checkpoint.open_checkpoint(resumed)
-            if newest and source is None:
-                raise CheckpointError(
-                    f"resume={config.resume}: holds no checkpoint (checkpoints/step_*); start a"
-                    " new run"
-                )
-            if newest and source is not None:
-                checkpoint.repair(run_dir, source, early.append)
-        return _train(config, run_dir, source, early, quiet=quiet, imitate=imitate, since_s=since_s)
-
-
-def _train(
-    config: Config,
-    run_dir: Path,
-    source: checkpoint.Checkpoint | None,
-    early: list[str],
-    *,
-    quiet: bool,
-    imitate: bool,
-    since_s: float,
-) -> dict[str, Any]:
-    """Build the system, then run; rebuild it from the newest checkpoint where a process is lost."""
-    updates = total_updates(config)
-    device = select_device(config.device, config.threads)
-    if source is not None:
-        check_resume(config, source, updates, device, early.append)
-        if (summary := _finished(run_dir, source, updates)) is not None:
-            if not quiet:
-                message = (
+    messages = _Messages(quiet)
+    with claimed(config, messages.early.append) as (run_dir, resumed), ExitStack() as stack:
+        source = _checkpoint_to_resume(config, run_dir, resumed, messages.early.append)
+        updates = total_updates(config)
+        device = select_device(config.device, config.threads)
+        if source is not None:
+            check_resume(config, source, updates, device, messages.early.append)
+            if (summary := _finished(run_dir, source, updates)) is not None:
+                messages.bar.say(
                     f"{run_dir}: nothing left to train and nothing changed;"
                     f" {mode(config).budget_options} asks for more than {updates} updates"
                 )
-                print(message, file=sys.stderr, flush=True)
-            return summary
-    task = mode(config).task_for_training(config, source, early.append)
-    config = replace(absolute(config), run_dir=str(run_dir), resume=None, allow_changed_task=False)
-    notices: set[str] = set()
-    say = [early.append]  # replaced by the log once it is open
-
-    def notice(line: str) -> None:
-        if line not in notices:
-            notices.add(line)
-            say[0](line)
-
-    shown: list[str] = []
-
-    bar = Progress(quiet)
-
-    def progress(line: str) -> None:
-        shown.append(line)
-        bar.say(line)
-
-    text = yaml.safe_dump(loader.relevant(config), sort_keys=False)
-    info = {
-        "versions": versions(),
-        "config_hash": config_hash(config),
-        "arithmetic": arithmetic(config, device),
-    }
-    if task is not None:
-        info["task_hash"] = task.hash
-    request = RunRequest(
-        config,
-        device,
-        run_dir,
-        updates,
-        text,
-        info,
-        notice,
-        progress,
-        early,
-        source is None,
-        advance=bar.advance,
-        task=None if task is None else task.without_data(run_dir),
-    )
-    with ExitStack() as stack:
-        with Interrupts(), bar:
+                yield summary
+                return
+        task = mode(config).task_for_training(config, source, messages.early.append)
+        config = replace(
+            absolute(config), run_dir=str(run_dir), resume=None, allow_changed_task=False
+        )
+        text = yaml.safe_dump(loader.relevant(config), sort_keys=False)
+        info = {
+            "versions": versions(),
+            "config_hash": config_hash(config),
+            "arithmetic": arithmetic(config, device),
+        }
+        request = RunRequest(
+            config,
+            device,
+            run_dir,
+            updates,
+            text,
+            info if task is None else {**info, "task_hash": task.hash},
+            messages.notice,
+            messages.progress,
+            messages.early,
+            source is None,
+            advance=messages.bar.advance,
+            task=None if task is None else task.without_data(run_dir),
+        )
+        with Interrupts(), messages.bar:
             components = _build(request, stack)
         if source is not None:
-            components.system.load(source, notice)
+            components.system.load(source, messages.notice)
         first = source.update if source is not None else 0
         try:
             replace_text(run_dir / "config.yaml", text)
@@ -230,37 +336,10 @@ def _train(
                 f"run_dir={run_dir}: cannot be written ({error.strerror}); free space, or name"
                 " another"
             ) from error
-        say[0] = log.say
+        run = _Run(request, components, log, first, stack)
         try:
-            for line in shown:
-                log.say(line, show=False)
-            for line in early:
-                log.say(line)
-            if imitate:
-                return _save_clone(config, components, log)
-            lost = 0
-            while True:
-                try:
-                    if lost:
-                        source = checkpoint.newest_valid(run_dir, log.say)
-                        components = _build(replace(request, fresh_start=source is None), stack)
-                        if source is not None:
-                            components.system.load(source, notice)
-                        first = source.update if source is not None else 0
-                        log.rewind(first)
-                        log.say(f"goes on after update {first}")
-                    return _run(
-                        config, components, log, first=first, updates=updates, since_s=since_s
-                    )
-                except ProcessLost as error:
-                    lost += 1
-                    if lost > config.cluster.max_restarts:
-                        raise
-                    log.say(
-                        f"{error}\nrebuilding, {lost} of {config.cluster.max_restarts}"
-                        " (cluster.max_restarts)"
-                    )
-                    components.system.close()
+            messages.open(log)
+            yield run
         except Exception as error:  # of any kind: the log records why the run ended; raised again
             log.say(f"failed: {type(error).__name__}: {error}")
             # The run had begun, so these are failures of a run, not refusals (another exit code).
@@ -276,13 +355,28 @@ def _train(
             raise
         finally:
             log.close()
-            components.system.close()
+            run.system.close()
+
+
+def _checkpoint_to_resume(
+    config: Config, run_dir: Path, resumed: str | None, say: Callable[[str], None]
+) -> checkpoint.Checkpoint | None:
+    """Return the checkpoint that ``claimed`` has located; None for a new run."""
+    if resumed is None:
+        return None
+    if resumed != "newest":
+        return checkpoint.open_checkpoint(resumed)
+    source = checkpoint.newest_valid(run_dir, say)
+    if source is None:
+        raise CheckpointError(
+            f"resume={config.resume}: holds no checkpoint (checkpoints/step_*); start a new run"
+        )
+    checkpoint.repair(run_dir, source, say)
+    return source
 
 
 def _finished(run_dir: Path, source: checkpoint.Checkpoint, updates: int) -> dict[str, Any] | None:
-    """Return the summary of a run that has all its updates; None where some are left, or it has no
-    report.
-    """
+    """Return the summary of a run without updates left; None if there are some, or no report."""
     if source.update < updates or source.path.parent != (run_dir / "checkpoints").resolve():
         return None
     try:
@@ -307,175 +401,122 @@ def _build(request: RunRequest, stack: ExitStack) -> RunComponents:
     return implementation.build_local(request, stack)
 
 
-def _run(
-    config: Config,
-    components: RunComponents,
-    log: Log,
-    *,
-    first: int,
-    updates: int,
-    since_s: float,
-) -> dict[str, Any]:
-    """Train from update ``first`` on, evaluate, and write report and summary."""
-    run_dir, system, implementation = log.run_dir, components.system, mode(config)
-    span = f"updates {first + 1} to {updates}" if first < updates else "nothing left to train"
-    log.say(f"{config.name}: {components.title}, {span}, in {run_dir}")
-    for line in batch_sizes.lines(config) if first < updates else ():
-        log.say(f"  {line}")
+@contextmanager
+def _interruptible(run: _Run, timer: Timer, cure: str) -> Iterator[Callable[[], bool]]:
+    """Handle signals while a run trains; yield a function that returns whether one has arrived.
 
-    def show(result: Any) -> None:
-        if rows := implementation.samples(result):
-            log.table("samples", rows, steps=system.steps)
-
-    system.measured = show
-    started, timer, startup_s = time.perf_counter(), Timer(), process_age_s() - since_s
-    before = log.row(0)
-    begun = system.steps
-    schedule = loop.Schedule(
-        updates=updates,
-        horizon=implementation.horizon(config),
-        save_every=config.save_every,
-        eval_every=config.eval_every,
-        max_lag=config.cluster.max_lag,
-    )
-    with stop_signals(timer) as should_stop, matmul_precision(config.matmul_precision):
+    Raises SystemExit(130) after a second signal.
+    """
+    with stop_signals(timer) as should_stop, matmul_precision(run.config.matmul_precision):
         try:
-            if first and system.saved is None:  # resumed from the checkpoint of another run
-                system.save(first)
-            if first == 0:
-                with timer("evaluate"):
-                    metrics = system.evaluate(0)
-                log.metrics(metrics, update=0, steps=0)
-                before = numbers(metrics)
-            if system.pending_row is not None and not log.row(first):
-                log.say(f"update {first} was saved, but not logged; that is completed now")
-                loop.evaluate_and_log(system, log, timer, system.pending_row, update=first)
-            warm_up: dict[str, float] = {}  # CPU seconds of the first update, by phase
-            worker_cpu_s = system.cpu_s()["process"]
-
-            def after_first() -> None:
-                phases = system.cpu_s()
-                total = timer.total(loop.TRAINING)[1] + phases["process"] - worker_cpu_s
-                warm_up.update(phases | {"total": total, "steps": float(system.steps)})
-
-            outcome = loop.train(
-                system,
-                log,
-                schedule,
-                first_update=first,
-                should_stop=should_stop,
-                timer=timer,
-                after_first=after_first,
-            )
-            if (
-                system.result is None and not outcome.interrupted
-            ):  # a finished run resumed: nothing was trained
-                with timer("evaluate"):
-                    system.evaluate(first)
+            yield should_stop
         except KeyboardInterrupt:
-            log.say(
-                f"interrupted; saved: {system.saved}; continue with resume={run_dir}"
-                if system.saved
-                else "interrupted"
-            )
+            saved = run.system.saved
+            run.log.say(f"interrupted; saved: {saved}; {cure}" if saved else "interrupted")
             raise SystemExit(130) from None
-    train_s, cpu_s = timer.total(loop.TRAINING)
-    trained = system.steps - begun
-    if outcome.updates <= first + 1:  # there is no other update to count
-        warm_up.clear()
-    counted = system.steps - warm_up.pop("steps", begun) or 1  # the first update is not counted
-    phases = system.cpu_s()
-    cpu_s += phases["process"] - worker_cpu_s
-    split = {phase: s - warm_up.get(phase, 0.0) for phase, s in (phases | {"total": cpu_s}).items()}
-    total = split.pop("total")
-    split.pop("process")
-    split["other"] = total - sum(split.values())
-    if outcome.interrupted:
-        log.say(
-            f"interrupted after update {outcome.updates}; saved {system.saved}; continue with"
-            f" resume={run_dir}"
+
+
+class _Session:
+    """Training from update ``run.first`` to the end of the run or the loss of a process.
+
+    Measures time per phase. The first update is left out of the measured speed, because it builds
+    the simulators and loads compiled code.
+    """
+
+    def __init__(self, run: _Run, since_s: float) -> None:
+        """Write the first lines of the log and start the clocks."""
+        config, updates, first = run.config, run.request.updates, run.first
+        self.run, self.mode = run, mode(config)
+        span = f"updates {first + 1} to {updates}" if first < updates else "nothing left to train"
+        run.log.say(f"{config.name}: {run.components.title}, {span}, in {run.dir}")
+        for line in batch_sizes.lines(config) if first < updates else ():
+            run.log.say(f"  {line}")
+        run.system.on_evaluation = self._log_samples
+        self.started, self.timer = time.perf_counter(), Timer()
+        self.startup_s = process_age_s() - since_s
+        self.schedule = loop.Schedule(
+            updates=updates,
+            horizon=self.mode.horizon(config),
+            save_every=config.save_every,
+            eval_every=config.eval_every,
+            max_lag=config.cluster.max_lag,
         )
-        raise SystemExit(130)
-    assert system.saved is not None and system.result is not None
-    final = numbers(system.result.metrics())
-    out = run_dir / "reports" / f"step_{outcome.updates:06d}"
-    written = components.write(system.result, checkpoint.open_checkpoint(system.saved), out)
-    if written.get("video"):
-        log.video("evaluation", str(written["video"]), steps=system.steps)
-    one, many = ("token", "tokens") if system.unit == "tokens" else ("step", "steps")
-    summary = {
-        "updates": outcome.updates,
-        system.unit: system.steps,
-        "startup_s": round(startup_s, 2),
-        "wall_s": round(time.perf_counter() - started, 3),
-        "train_s": round(train_s, 3),
-        "cpu_s": round(cpu_s, 3),
-        f"cpu_us_per_{one}": round(total / counted * 1e6, 2),
-        f"cpu_us_per_{one}_by_phase": {
-            phase: round(s / counted * 1e6, 2) for phase, s in split.items()
-        },
-        f"{many}_per_s": round(trained / max(train_s, 1e-9), 1),
-        "peak_rss_mb": round(peak_rss_mb(), 1),
-        "initial_return": before.get("eval/return"),
-        "final_return": final["eval/return"],
-        "initial_success": before.get(implementation.success_metric),
-        "final_success": final.get(implementation.success_metric),
-        **components.facts,
-        "versions": versions(),
-        "config_hash": config_hash(config),
-        "run_dir": str(run_dir),
-        "checkpoint": str(system.saved),
-        "tensorboard": str(run_dir / "tensorboard"),
-        **written,
-    }
-    _conclude(config, summary, log, ("final_return", f"cpu_us_per_{one}"))
-    return summary
+        self.initial: Mapping[str, Any] = run.log.row(0)
+        """Metrics of the evaluation before the first update."""
+        self.steps_before, self.worker_cpu_s = run.system.steps, 0.0
+        self.warm_up: dict[str, float] = {}
+        """CPU seconds of the first update by phase, and "steps"."""
 
+    def _log_samples(self, result: Any) -> None:
+        if rows := self.mode.samples(result):
+            self.run.log.table("samples", rows, steps=self.run.system.steps)
 
-def _conclude(config: Config, summary: dict[str, Any], log: Log, results: Sequence[str]) -> None:
-    """Write summary.json, and its ``results`` beside the options in TensorBoard."""
-    log.hyper_parameters(
-        loader.flat(loader.relevant(config)), {f"hparam/{name}": summary[name] for name in results}
-    )
-    replace_text(log.run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
-
-
-def _save_clone(config: Config, components: RunComponents, log: Log) -> dict[str, Any]:
-    """Save the clone as update 0, evaluate it and write the report."""
-    run_dir, system, timer = log.run_dir, components.system, Timer()
-    log.say(f"{config.name}: {components.title}, cloned, in {run_dir}")
-    started = time.perf_counter()
-    with stop_signals(timer), matmul_precision(config.matmul_precision):
-        try:
-            saved = system.save(0)  # before the evaluation, which may fail
-            with timer("evaluate"):
+    def evaluate_before(self) -> None:
+        """Evaluate the initial policy, or complete the update that a resumed run has not logged."""
+        system, log, first = self.run.system, self.run.log, self.run.first
+        if first and system.saved is None:  # resumed from the checkpoint of another run
+            system.save(first)
+        if first == 0:
+            with self.timer("evaluate"):
                 metrics = system.evaluate(0)
-        except KeyboardInterrupt:
-            log.say(
-                f"interrupted; saved: {system.saved}; measure it with evaluate checkpoint={run_dir}"
+            log.metrics(metrics, update=0, steps=0)
+            self.initial = numbers(metrics)
+        if system.pending_row is not None and not log.row(first):
+            log.say(f"update {first} was saved, but not logged; that is completed now")
+            loop.evaluate_and_log(system, log, self.timer, system.pending_row, update=first)
+        self.worker_cpu_s = system.cpu_s()["process"]
+
+    def _cpu_s(self) -> dict[str, float]:
+        """Return CPU seconds of training by phase, and their "total" over all processes."""
+        phases = dict(self.run.system.cpu_s())
+        workers = phases.pop("process") - self.worker_cpu_s
+        return phases | {"total": self.timer.total(loop.TRAINING)[1] + workers}
+
+    def after_first_update(self) -> None:
+        """Record what the first update has cost."""
+        self.warm_up = self._cpu_s() | {"steps": float(self.run.system.steps)}
+
+    def summary(self, outcome: loop.Outcome) -> dict[str, Any]:
+        """Write the report and the summary; return the summary.
+
+        Raises SystemExit(130) if the run was interrupted.
+        """
+        run, system = self.run, self.run.system
+        train_s, cpu = self.timer.total(loop.TRAINING)[0], self._cpu_s()
+        # The first update is not counted, unless there is no other.
+        warm_up = self.warm_up if outcome.updates > run.first + 1 else {}
+        counted = system.steps - warm_up.get("steps", self.steps_before) or 1
+        split = {phase: s - warm_up.get(phase, 0.0) for phase, s in cpu.items()}
+        total = split.pop("total")
+        split["other"] = total - sum(split.values())
+        if outcome.interrupted:
+            run.log.say(
+                f"interrupted after update {outcome.updates}; saved {system.saved}; continue with"
+                f" resume={run.dir}"
             )
-            raise SystemExit(130) from None
-    log.metrics(metrics, update=0, steps=0)
-    final = numbers(metrics)
-    out = run_dir / "reports" / "step_000000"
-    written = components.write(system.result, checkpoint.open_checkpoint(saved), out)
-    if written.get("video"):
-        log.video("evaluation", str(written["video"]), steps=0)
-    summary = {
-        "updates": 0,
-        "wall_s": round(time.perf_counter() - started, 3),
-        **components.facts,
-        "final_return": final["eval/return"],
-        "final_success": final.get(mode(config).success_metric),
-        "versions": versions(),
-        "config_hash": config_hash(config),
-        "run_dir": str(run_dir),
-        "checkpoint": str(saved),
-        "tensorboard": str(run_dir / "tensorboard"),
-        **written,
-    }
-    _conclude(config, summary, log, ("final_return",))
-    return summary
+            raise SystemExit(130)
+        written = run.write_report(outcome.updates)
+        final = numbers(system.result.metrics())
+        one, many = ("token", "tokens") if system.unit == "tokens" else ("step", "steps")
+        measurements = {
+            "updates": outcome.updates,
+            system.unit: system.steps,
+            "startup_s": round(self.startup_s, 2),
+            "wall_s": round(time.perf_counter() - self.started, 3),
+            "train_s": round(train_s, 3),
+            "cpu_s": round(cpu["total"], 3),
+            f"cpu_us_per_{one}": round(total / counted * 1e6, 2),
+            f"cpu_us_per_{one}_by_phase": {
+                phase: round(s / counted * 1e6, 2) for phase, s in split.items()
+            },
+            f"{many}_per_s": round((system.steps - self.steps_before) / max(train_s, 1e-9), 1),
+            "peak_rss_mb": round(peak_rss_mb(), 1),
+            "initial_return": self.initial.get("eval/return"),
+            "final_return": final["eval/return"],
+            "initial_success": self.initial.get(self.mode.success_metric),
+            "final_success": final.get(self.mode.success_metric),
+        }
+        return run.write_summary(measurements, written, ("final_return", f"cpu_us_per_{one}"))
 
 
 # --------------------------------------------------------------------------------------------- plan
@@ -526,7 +567,7 @@ def demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
         except KeyboardInterrupt:
             bar.say(
                 f"interrupted; {expert_demos.recorded(config.out)} of {config.episodes}"
-                f" demonstrations are safe in {config.out}; the same command goes on"
+                f" demonstrations are safe in {config.out}; the same command continues"
             )
             raise SystemExit(130) from None
     return {
@@ -550,17 +591,11 @@ def open_run(path: str) -> tuple[checkpoint.Checkpoint, Path, Config]:
         ConfigError: Its options are not of this version.
     """
     source = checkpoint.open_checkpoint(path)
-    run_dir = (
-        source.path.parent.parent
-        if source.path.parent.name == "checkpoints"
-        else source.path.parent
-    )
+    folder = source.path.parent
+    run_dir = folder.parent if folder.name == "checkpoints" else folder
     options = {**stored_options(source), "resume": None}
-    return (
-        source,
-        run_dir,
-        loader.load(Config, options, source=f"{loader.STORED}, {source.path / checkpoint.CONFIG}"),
-    )
+    origin = f"{loader.STORED}, {source.path / checkpoint.CONFIG}"
+    return source, run_dir, loader.load(Config, options, source=origin)
 
 
 def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
@@ -576,16 +611,15 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
     evaluator = mode(trained).evaluator(run, config, device)
     # The folder's name has a digest of the options that change the result, so that reports do not
     # overwrite each other.
-    default, free = (
-        loader.dump(EvaluateConfig()),
-        ("checkpoint", "episodes", "seed", "num_envs", "out", "device", "threads"),
-    )
+    default = loader.dump(EvaluateConfig())
+    free = ("checkpoint", "episodes", "seed", "num_envs", "out", "device", "threads")
     changed = {
         option: value
         for option, value in loader.dump(config).items()
         if value != default[option] and option not in free and "video" not in option
     }
-    name = f"step_{source.update:06d}-{config.episodes}x{config.seed}{f'-{digest(changed)[:6]}' if changed else ''}"
+    suffix = f"-{digest(changed)[:6]}" if changed else ""
+    name = f"step_{source.update:06d}-{config.episodes}x{config.seed}{suffix}"
     out = Path(config.out) if config.out else run_dir / "reports" / name
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -255,40 +255,109 @@ class MinibatchOptimizer:
     def optimize(
         self, batch: Batch, update: int, *, critic_only: bool, entropy_coef: float
     ) -> OptimizationStats:
-        """Make ``update_epoch`` passes over a batch; ``critic_only``: the actor does not change.
+        """Make ``update_epoch`` passes over a batch.
 
-        Raises TrainingError where a loss or gradient is not finite.
+        Args:
+            batch: Samples [B, ..] or columns [T, B, ..] of this rank.
+            update: Number of the update, from 0.
+            critic_only: Whether the actor does not change.
+            entropy_coef: Coefficient of the entropy bonus.
+
+        Raises:
+            TrainingError: A loss or gradient is not finite.
         """
-        c = self.config
+        c, ranks = self.config, self.ranks
         self._set_learning_rates(update)
         # "beside" is a part of the seed: another word would change the results of existing
         # configurations.
-        rank = [self.ranks.rank] if self.ranks.rank else []
-        self._auxiliary_generator.manual_seed(sampling_key(self.seed, update, "beside", *rank))
+        self._auxiliary_generator.manual_seed(self._key(update, "beside"))
         self.auxiliary_losses.clear()
         function = self._compiled(batch, update, critic_only=critic_only)
-        if function is None:
-            step = self._eager_step(batch, critic_only=critic_only, entropy_coef=entropy_coef)
-        else:
-            step = self._compiled_step(function, batch, entropy_coef=entropy_coef)
-        rows: list[
-            Tensor
-        ] = []  # statistics of each minibatch; on the device until the last one is done
+        compiled_step = (
+            None if function is None else self._compiled_step(function, batch, entropy_coef)
+        )
+        statistics: list[Tensor] = []  # of each minibatch; on the device until the last one is done
         epochs = 0
         for epoch in range(c.update_epoch):
-            before = len(rows)
+            location, first = f"update {update}, epoch {epoch}", len(statistics)
             for index in self._minibatches(batch, update, epoch):
-                rows.append(step(index, f"update {update}, epoch {epoch}"))
+                if compiled_step is not None:
+                    statistics.append(compiled_step(index, location))
+                    continue
+                minibatch = take(batch, index, c.minibatch_unit)
+                self.adamw.zero_grad(set_to_none=True)
+                # Divide by the counts of the minibatch of all ranks: the gradient then depends
+                # neither on the micro-batch size nor on the number of ranks.
+                rows = losses.denominator(minibatch.mask)
+                denominator = losses.denominator(minibatch.mask, how=c.loss_agg_func)
+                if ranks.world > 1:
+                    rows, denominator = ranks.all_reduce_sum(
+                        torch.stack([rows, denominator])
+                    ).unbind()
+                total: dict[str, Tensor] = {}
+                for micro in self.cutter.micro_batches(minibatch, ranks):
+                    loss, stats = self.loss(
+                        micro, denominator, rows, entropy_coef=entropy_coef, critic_only=critic_only
+                    )
+                    loss.backward()
+                    total = _add_statistics(total, stats)
+                statistics.append(
+                    self._apply_gradients(
+                        minibatch, total, critic_only=critic_only, location=location
+                    )
+                )
             epochs = epoch + 1
-            if c.target_kl_stop is not None and len(rows) > before:
-                kl_sum, count = self._totals(rows[before:], "approx_kl", "count")
+            if c.target_kl_stop is not None and len(statistics) > first:
+                kl_sum, count = self._totals(statistics[first:], "approx_kl", "count")
                 if kl_sum / max(1.0, count) > c.target_kl_stop:
                     break
-        sums, ratio_max = self._sums(rows, f"update {update}")
+        sums, ratio_max = self._sums(statistics, f"update {update}")
         if function is not None:
-            for count in _adam_state(self.adamw).steps:
+            for count in adam_state(self.adamw).steps:
                 count += sums["steps"]
         return OptimizationStats(sums, ratio_max, epochs)
+
+    def _key(self, update: int, stream: str, *parts: int) -> int:
+        """Return the seed of this rank's random numbers; rank 0 draws like a single process."""
+        rank = [self.ranks.rank] if self.ranks.rank else []
+        return sampling_key(self.seed, update, stream, *parts, *rank)
+
+    def _apply_gradients(
+        self, minibatch: Batch, total: dict[str, Tensor], *, critic_only: bool, location: str
+    ) -> Tensor:
+        """Clip the accumulated gradients and take one step of AdamW; return statistics [K].
+
+        Raises TrainingError, before any weight changes, if the loss or the gradient norm is not
+        finite.
+        """
+        device = minibatch.mask.device
+        if not total:  # every column of this rank is masked
+            zero = torch.zeros((), dtype=torch.float64, device=device)
+            total = dict.fromkeys(statistic_names(minibatch), zero)
+        if critic_only:
+            for p in self.actor:
+                p.grad = None
+        elif self.auxiliary_loss is not None:
+            auxiliary = self.auxiliary_loss(self._auxiliary_generator)
+            (auxiliary / self.ranks.world).backward()
+            self.auxiliary_losses.append(float(auxiliary.detach()))
+        parameters = [*self.actor, *self.critic]
+        loss = self.ranks.all_reduce_gradients(
+            self.critic if critic_only else parameters, total["loss"]
+        )
+        actor, critic = (
+            self.ranks.full_tensor(_gradient_norm(group, device))
+            for group in (self.actor, self.critic)
+        )
+        norm = torch.hypot(actor, critic)
+        total = total | {"actor_norm": actor, "critic_norm": critic, "finite": norm + loss}
+        if not math.isfinite(float(total["finite"])):
+            raise self._not_finite(total, location, minibatch)
+        max_norm = self.config.max_grad_norm
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+        self.adamw.step()
+        return torch.stack([total[name].float() for name in self.statistics])
 
     # ----------------------------------------------------------------------------------- statistics
     def _totals(self, rows: list[Tensor], *names: str) -> list[float]:
@@ -296,11 +365,10 @@ class MinibatchOptimizer:
         columns = [self.statistics.index(name) for name in names]
         return self.ranks.all_reduce_sum(torch.stack(rows)[:, columns].double().sum(0)).tolist()
 
-    def _sums(self, rows: list[Tensor], where: str) -> tuple[dict[str, float], float]:
-        """Return the sums of the statistics over all minibatches, "steps" among them, and the
-        largest ratio.
+    def _sums(self, rows: list[Tensor], location: str) -> tuple[dict[str, float], float]:
+        """Return the sums of the statistics over all minibatches and the largest ratio.
 
-        Raises TrainingError for a minibatch that was not finite and that no step reported; it
+        Raises TrainingError for a minibatch that was not finite and that no step reported. It
         changed no weight.
         """
         if not rows:
@@ -310,7 +378,7 @@ class MinibatchOptimizer:
         bad = (~column["finite"].isfinite()).nonzero().flatten().tolist()
         if bad:
             stats = dict(zip(self.statistics, table[bad[0]].tolist(), strict=True))
-            raise self._not_finite(stats, f"{where}, minibatch {bad[0]}")
+            raise self._not_finite(stats, f"{location}, minibatch {bad[0]}")
         sums = defaultdict(float, {name: float(x.sum()) for name, x in column.items()})
         sums["steps"] = float((column["rows"] > 0).sum())
         return sums, float(column["ratio_max"].max())
@@ -335,14 +403,10 @@ class MinibatchOptimizer:
         """
         mask = batch.mask.any(0) if self.config.minibatch_unit == "column" else batch.mask
         size = self.cutter.minibatch_size(batch, self.ranks.world)
-        rank = [self.ranks.rank] if self.ranks.rank else []  # rank 0 draws like a single process
-        generator = torch.Generator(mask.device).manual_seed(
-            sampling_key(self.seed, update, "shuffle", epoch, *rank)
-        )
+        generator = torch.Generator(mask.device).manual_seed(self._key(update, "shuffle", epoch))
         order = torch.randperm(mask.shape[0], generator=generator, device=mask.device)
-        if (
-            self.compile_schedule.captures
-        ):  # the CUDA graph itself leaves them out: no wait for the mask
+        # A CUDA graph leaves masked minibatches out itself. Reading the mask would make it wait.
+        if self.compile_schedule.captures:
             return order.split(size)
         unmasked = torch.stack([part.sum() for part in mask[order].split(size)])
         counts = self.ranks.all_reduce_sum(unmasked).tolist()
@@ -361,7 +425,7 @@ class MinibatchOptimizer:
 
         def example() -> compile.Example:
             size = self.cutter.minibatch_size(batch, self.ranks.world)
-            state, device = _adam_state(self.adamw), batch.mask.device
+            state, device = adam_state(self.adamw), batch.mask.device
             settings, index = (
                 torch.zeros(len(SETTINGS), device=device),
                 torch.arange(size, device=device),
@@ -380,10 +444,10 @@ class MinibatchOptimizer:
         ]
 
     def _compiled_step(
-        self, function: compile.Function, batch: Batch, *, entropy_coef: float
+        self, function: compile.Function, batch: Batch, entropy_coef: float
     ) -> Callable[[Tensor, str], Tensor]:
-        """Return ``_step`` as one call of compiled code; equal to float32 rounding."""
-        c, state = self.config, _adam_state(self.adamw)
+        """Return the step of one minibatch as compiled code: (indices, location) -> statistics."""
+        c, state = self.config, adam_state(self.adamw)
         size = self.cutter.minibatch_size(batch, self.ranks.world)
         settings = adamw_settings(
             c,
@@ -398,101 +462,36 @@ class MinibatchOptimizer:
         rows, constants = iter(settings.to(batch.mask.device).unbind()), self._constants(batch)
         tensors = [*state.parameters, *state.first, *state.second]
 
-        def step(index: Tensor, where: str) -> Tensor:
+        def step(index: Tensor, location: str) -> Tensor:
             (stats,) = function([*tensors, next(rows), index, *constants])
-            if not self.compile_schedule.captures and not math.isfinite(
-                stats[-1].item()
-            ):  # no weight has changed
+            # Reading the value would make a CUDA graph wait; ``_sums`` checks it after the epochs.
+            if not self.compile_schedule.captures and not math.isfinite(stats[-1].item()):
                 named = dict(zip(self.statistics, stats.tolist(), strict=True))
-                raise self._not_finite(named, where, take(batch, index, c.minibatch_unit))
+                raise self._not_finite(named, location, take(batch, index, c.minibatch_unit))
             return stats
 
         return step
 
-    def _eager_step(
-        self, batch: Batch, *, critic_only: bool, entropy_coef: float
-    ) -> Callable[[Tensor, str], Tensor]:
-        """Return ``_step`` as a function of the minibatch's indices."""
-
-        def step(index: Tensor, where: str) -> Tensor:
-            part = take(batch, index, self.config.minibatch_unit)
-            return self._step(part, critic_only=critic_only, entropy_coef=entropy_coef, where=where)
-
-        return step
-
-    def _step(self, part: Batch, *, critic_only: bool, entropy_coef: float, where: str) -> Tensor:
-        """Take one optimiser step on a minibatch and return its statistics, float32 [K].
-
-        Raises TrainingError, before any weight changes, where the loss or the gradient norm is not
-        finite.
-        """
-        c = self.config
-        self.adamw.zero_grad(set_to_none=True)
-        rows, denominator = (
-            losses.denominator(part.mask),
-            losses.denominator(part.mask, how=c.loss_agg_func),
-        )
-        if self.ranks.world > 1:
-            rows, denominator = self.ranks.all_reduce_sum(torch.stack([rows, denominator])).unbind()
-        total: dict[str, Any] = {}
-        for micro in self.cutter.micro_batches(part, self.ranks):
-            loss, stats = self.loss(
-                micro, denominator, rows, entropy_coef=entropy_coef, critic_only=critic_only
-            )
-            loss.backward()
-            if not total:
-                total = stats
-            else:
-                ratio_max = max(total["ratio_max"], stats["ratio_max"])
-                total = {name: total[name] + value for name, value in stats.items()} | {
-                    "ratio_max": ratio_max
-                }
-        if not total:  # every column of this rank is masked
-            total = dict.fromkeys(statistic_names(part), rows.new_zeros(()))
-        if critic_only:
-            for p in self.actor:
-                p.grad = None
-        elif self.auxiliary_loss is not None:
-            auxiliary = self.auxiliary_loss(self._auxiliary_generator)
-            (auxiliary / self.ranks.world).backward()
-            self.auxiliary_losses.append(float(auxiliary.detach()))
-        loss = self.ranks.all_reduce_gradients(
-            self.critic if critic_only else [*self.actor, *self.critic], total["loss"]
-        )
-        norms = (_gradient_norm(group, part.mask.device) for group in (self.actor, self.critic))
-        actor, critic = map(self.ranks.full_tensor, norms)
-        norm = torch.hypot(actor, critic)
-        total |= {"actor_norm": actor, "critic_norm": critic, "finite": norm + loss}
-        if not math.isfinite(float(total["finite"])):
-            raise self._not_finite(total, where, part)
-        if c.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(
-                [*self.actor, *self.critic], c.max_grad_norm, norm, foreach=True
-            )
-        self.adamw.step()
-        return torch.stack([total[name].float() for name in self.statistics])
-
     def _not_finite(
-        self, stats: Mapping[str, Any], where: str, part: Batch | None = None
+        self, stats: Mapping[str, Any], location: str, minibatch: Batch | None = None
     ) -> TrainingError:
         """Return the error to raise; write the batch, if given, together with the policy."""
         norm = math.hypot(float(stats["actor_norm"]), float(stats["critic_norm"]))
         text = (
-            f"{where}: loss {float(stats['loss']):g}, gradient norm {norm:g} (not finite), not"
+            f"{location}: loss {float(stats['loss']):g}, gradient norm {norm:g} (not finite), not"
             " trained on"
         )
-        if part is not None and self.dump_dir is not None:
+        if minibatch is not None and self.dump_dir is not None:
             self.dump_dir.mkdir(parents=True, exist_ok=True)
-            path = self.dump_dir / (
-                f"bad_batch_{rank}.pt" if (rank := self.ranks.rank) else "bad_batch.pt"
-            )
-            leaves = {
-                name: value for name in part.__slots__ if (value := getattr(part, name)) is not None
+            rank = f"_{self.ranks.rank}" if self.ranks.rank else ""
+            path = self.dump_dir / f"bad_batch{rank}.pt"
+            fields = {name: getattr(minibatch, name) for name in minibatch.__slots__}
+            content = {
+                "batch": {name: value for name, value in fields.items() if value is not None},
+                "policy": self.ranks.full_state(self.model.state_dict()),
+                "where": location,
             }
-            policy = self.ranks.full_state(self.model.state_dict())
-            torch.save(
-                {"batch": leaves, "policy": policy, "where": where}, path.with_suffix(".new")
-            )
+            torch.save(content, path.with_suffix(".new"))
             path.with_suffix(".new").replace(path)
             text += f"; the batch is in {path}"
         return TrainingError(
@@ -553,7 +552,7 @@ class _AdamState:
     steps: list[Tensor]
 
 
-def _adam_state(optimizer: torch.optim.Optimizer) -> _AdamState:
+def adam_state(optimizer: torch.optim.Optimizer) -> _AdamState:
     """Return the optimiser's state; create it where no step has created it yet."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
@@ -566,6 +565,14 @@ def _adam_state(optimizer: torch.optim.Optimizer) -> _AdamState:
     state = [optimizer.state[p] for p in parameters]
     lists = ([s[key] for s in state] for key in ("exp_avg", "exp_avg_sq", "step"))
     return _AdamState([p.detach() for p in parameters], *lists)
+
+
+def _add_statistics(total: dict[str, Tensor], stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the statistics of all micro-batches so far: sums, and the maximum of ratio_max."""
+    if not total:
+        return dict(stats)
+    ratio_max = max(total["ratio_max"], stats["ratio_max"])
+    return {name: total[name] + value for name, value in stats.items()} | {"ratio_max": ratio_max}
 
 
 def _gradient_norm(parameters: list[nn.Parameter], device: torch.device) -> Tensor:

@@ -1,16 +1,15 @@
 """The PPO loss of one minibatch, and one optimiser step as a function of tensors only.
 
-L = L_policy - c_H·H + c_kl·KL + c_V·L_value (Schulman et al. 2017, eq. 9). ``policy_terms`` and
-``value_terms`` compute the terms. ``ActorCriticLoss`` adds all of them for one model with two
-heads; ``ActorLoss`` and ``CriticLoss`` divide them between two language models.
-
-Each loss is a module, so that its parameters can be passed as tensors.
+L = L_policy - c_H·H + c_kl·KL + c_V·L_value (Schulman et al. 2017, eq. 9). ``ActorCriticLoss`` is
+the loss of one model with two heads; ``ActorLoss`` and ``CriticLoss`` divide the terms between two
+language models. Each loss is a module, so that its parameters can be passed as tensors.
 
 T steps or response tokens, B samples (or columns) of a minibatch, L tokens of a row.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,7 +20,7 @@ from embodied_ppo.algorithms import kl, losses
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.running_stats import masked_sum
-from embodied_ppo.core.types import Batch, Evaluation, Policy
+from embodied_ppo.core.types import Batch, Policy
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy, ModuleReference
 
 SETTINGS: tuple[str, ...] = (
@@ -45,67 +44,6 @@ Aggregate: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 # -------------------------------------------------------------------------------------------- terms
-class PolicyTerms(NamedTuple):
-    """Scalars with gradient; ``kl`` is None without a reference."""
-
-    surrogate: Tensor
-    entropy: Tensor
-    kl: Tensor | None
-    statistics: Statistics
-
-
-class ValueTerms(NamedTuple):
-    loss: Tensor
-    statistics: Statistics
-
-
-def policy_terms(
-    log_prob: Tensor,
-    entropy: Tensor,
-    b: Batch,
-    c: AlgorithmConfig,
-    aggregate: Aggregate,
-    *,
-    distance: Tensor | None = None,
-) -> PolicyTerms:
-    """Return the clipped surrogate, the entropy and the KL to the reference of a micro-batch.
-
-    Args:
-        log_prob: of the taken actions under the current policy, [..] or finer.
-        entropy: of the policy, [..] or finer.
-        distance: elementwise KL to the reference, [..] or finer.
-    """
-    elements, statistics = losses.policy_loss(
-        log_prob,
-        b.log_prob,
-        b.advantage,
-        b.mask,
-        clip_ratio_low=c.clip_ratio_low,
-        clip_ratio_high=c.clip_ratio_high,
-        clip_ratio_c=c.clip_ratio_c,
-        weight=b.weight,
-    )
-    surrogate, entropy = aggregate(elements), aggregate(entropy)
-    statistics |= {"policy_loss": surrogate.detach(), "entropy": entropy.detach()}
-    if distance is None:
-        return PolicyTerms(surrogate, entropy, None, statistics)
-    statistics["kl"] = masked_sum(distance.detach(), b.mask)
-    return PolicyTerms(surrogate, entropy, aggregate(distance), statistics)
-
-
-def value_terms(value: Tensor, b: Batch, c: AlgorithmConfig, aggregate: Aggregate) -> ValueTerms:
-    """Return the clipped Huber value loss of a micro-batch; ``value`` [..] is the critic's current
-    estimate.
-    """
-    errors, clipped = losses.value_loss(
-        value, b.value, b.returns, value_clip=c.value_clip, huber_delta=c.huber_delta
-    )
-    loss = aggregate(errors)
-    return ValueTerms(
-        loss, {"value_loss": loss.detach(), "value_clipped": (clipped & b.mask).sum()}
-    )
-
-
 def kl_distance(
     log_prob: Tensor,
     ref_log_prob: Tensor,
@@ -124,10 +62,10 @@ def kl_distance(
         dims: number of dimensions of [..].
     """
     level = "chunk_level" if mask.ndim == dims else "action_level"
-    own, other = (
+    policy, reference = (
         losses.reduce_log_prob(x, level, batch_dims=dims) for x in (log_prob, ref_log_prob)
     )
-    return kl.estimate(own, other, kind, logits=logits, ref_logits=ref_logits)
+    return kl.estimate(policy, reference, kind, logits=logits, ref_logits=ref_logits)
 
 
 def statistic_names(batch: Batch) -> tuple[str, ...]:
@@ -144,22 +82,61 @@ def statistic_names(batch: Batch) -> tuple[str, ...]:
 
 
 def _aggregate(b: Batch, c: AlgorithmConfig, denominator: Tensor, length: float) -> Aggregate:
-    """Return the aggregation that the options select, over the minibatch of which ``b`` is a
-    part.
-    """
+    """Return the configured aggregation over the minibatch of which ``b`` is a part."""
     return lambda x: losses.aggregate(
         x, b.mask, how=c.loss_agg_func, denominator=denominator, length=length
     )
 
 
-# ------------------------------------------------------------------------------------------- losses
-class ActorCriticLoss(nn.Module):
-    """L = c_V·L_value + L_policy - c_H·H + c_kl·KL of a policy with a value head."""
+def _value_loss(
+    value: Tensor, b: Batch, c: AlgorithmConfig, aggregate: Aggregate
+) -> tuple[Tensor, Statistics]:
+    """Return the clipped Huber value loss of a micro-batch and its statistics; value [..]."""
+    errors, clipped = losses.value_loss(
+        value, b.value, b.returns, value_clip=c.value_clip, huber_delta=c.huber_delta
+    )
+    loss = aggregate(errors)
+    return loss, {"value_loss": loss.detach(), "value_clipped": (clipped & b.mask).sum()}
 
-    def __init__(self, policy: Policy, config: AlgorithmConfig) -> None:
+
+# ------------------------------------------------------------------------------------------- losses
+class Terms(NamedTuple):
+    """What the loss of a policy reads of its model, with gradients.
+
+    Attributes:
+        log_prob: Of the taken actions under the current policy, [..] or finer.
+        entropy: Of the policy, [..] or finer.
+        kl: Elementwise KL to the reference, [..] or finer. None without a reference.
+        value: [..] of the value head. None where the critic is a separate model.
+    """
+
+    log_prob: Tensor
+    entropy: Tensor
+    kl: Tensor | None = None
+    value: Tensor | None = None
+
+
+class PolicyLoss(nn.Module, ABC):
+    """L = c_V·L_value + L_policy - c_H·H + c_kl·KL (Schulman et al. 2017, eq. 9).
+
+    L_value is a part of it only where the policy has a value head.
+    """
+
+    def __init__(self, policy: nn.Module, config: AlgorithmConfig, *, length: float) -> None:
+        """Create the loss.
+
+        Args:
+            policy: The model.
+            config: Coefficients and aggregation.
+            length: Divisor of seq-mean-token-sum-norm unless config.loss_scale_factor is set.
+        """
         super().__init__()
-        assert isinstance(policy, nn.Module)
-        self.model, self.config = policy, config
+        self.model: Any = policy
+        self.config, self.length = config, float(config.loss_scale_factor or length)
+
+    @abstractmethod
+    def terms(self, b: Batch) -> Terms:
+        """Evaluate the model on a micro-batch."""
 
     def forward(
         self,
@@ -173,15 +150,65 @@ class ActorCriticLoss(nn.Module):
         """Return the loss of a micro-batch, a scalar, and its statistics.
 
         Args:
-            b: the micro-batch.
-            denominator: of the policy's terms, for the whole minibatch, see ``losses.denominator``.
-            rows: denominator of the value loss: unmasked rows of the whole minibatch.
+            b: The micro-batch.
+            denominator: Of the policy's terms, for the complete minibatch, see
+                ``losses.denominator``.
+            rows: Denominator of the value loss: unmasked rows of the complete minibatch.
             entropy_coef: c_H, scalar.
-            critic_only: whether the loss is c_V·L_value alone.
+            critic_only: Whether the loss is c_V·L_value alone.
         """
         c = self.config
+        terms, aggregate = self.terms(b), _aggregate(b, c, denominator, self.length)
+        elements, statistics = losses.policy_loss(
+            terms.log_prob,
+            b.log_prob,
+            b.advantage,
+            b.mask,
+            clip_ratio_low=c.clip_ratio_low,
+            clip_ratio_high=c.clip_ratio_high,
+            clip_ratio_c=c.clip_ratio_c,
+            weight=b.weight,
+        )
+        surrogate, entropy = aggregate(elements), aggregate(terms.entropy)
+        statistics |= {"policy_loss": surrogate.detach(), "entropy": entropy.detach()}
+        kl_to_reference = None
+        if terms.kl is not None:
+            statistics["kl"] = masked_sum(terms.kl.detach(), b.mask)
+            kl_to_reference = aggregate(terms.kl)
+        if terms.value is None:
+            loss = surrogate - entropy_coef * entropy
+            statistics |= dict.fromkeys(
+                ("value_loss", "value_clipped"), torch.zeros_like(surrogate.detach())
+            )
+        else:
+            value_loss, value_statistics = _value_loss(
+                terms.value, b, c, lambda x: losses.aggregate(x, b.mask, denominator=rows)
+            )
+            statistics |= value_statistics
+            loss = c.value_loss_coef * value_loss
+            if not critic_only:
+                loss = loss + surrogate - entropy_coef * entropy
+        if kl_to_reference is not None and not critic_only:
+            loss = loss + c.kl_loss_coef * kl_to_reference
+        return loss, statistics | {"loss": loss.detach(), "rows": b.mask.sum()}
+
+
+class ActorCriticLoss(PolicyLoss):
+    """The loss of a policy with a value head."""
+
+    def __init__(self, policy: Policy, config: AlgorithmConfig) -> None:
+        assert isinstance(policy, nn.Module)
+        super().__init__(policy, config, length=config.horizon)
+
+    def terms(self, b: Batch) -> Terms:
+        c = self.config
         dims = 2 if c.minibatch_unit == "column" else 1
-        out = self._evaluate(b)
+        if dims == 1:
+            out = self.model.evaluate(b.inputs, b.action, b.replay)
+        else:  # the model reads samples; columns are flattened for it and folded back
+            flat = tree.flatten_time
+            out = self.model.evaluate(flat(b.inputs), flat(b.action), flat(b.replay))
+            out = tree.map(lambda x: x.unflatten(0, b.mask.shape[:2]), out)
         log_prob = losses.reduce_log_prob(out.log_prob, c.logprob_type, batch_dims=dims)
         entropy = losses.reduce_log_prob(out.entropy, c.entropy_type, batch_dims=dims)
         distance = None
@@ -195,36 +222,15 @@ class ActorCriticLoss(nn.Module):
                 mask=b.mask,
                 dims=dims,
             )
-        aggregate = _aggregate(b, c, denominator, float(c.loss_scale_factor or c.horizon))
-        policy = policy_terms(log_prob, entropy, b, c, aggregate, distance=distance)
-        value = value_terms(
-            out.value, b, c, lambda x: losses.aggregate(x, b.mask, denominator=rows)
-        )
-        loss = c.value_loss_coef * value.loss
-        if not critic_only:
-            loss = loss + policy.surrogate - entropy_coef * policy.entropy
-            if policy.kl is not None:
-                loss = loss + c.kl_loss_coef * policy.kl
-        return loss, policy.statistics | value.statistics | {
-            "loss": loss.detach(),
-            "rows": b.mask.sum(),
-        }
-
-    def _evaluate(self, b: Batch) -> Evaluation:
-        """Evaluate the policy; columns are flattened for the model and folded back."""
-        if self.config.minibatch_unit == "step":
-            return self.model.evaluate(b.inputs, b.action, b.replay)
-        flat = tree.flatten_time
-        out = self.model.evaluate(flat(b.inputs), flat(b.action), flat(b.replay))
-        return tree.map(lambda x: x.unflatten(0, b.mask.shape[:2]), out)
+        return Terms(log_prob, entropy, distance, out.value)
 
 
-class ActorLoss(nn.Module):
-    """L = L_policy - c_H·H + c_kl·KL of a language model.
+class ActorLoss(PolicyLoss):
+    """The loss of a language model, whose critic is a separate model.
 
     A batch's inputs are "row" int64 [L, B], prompt and response without a gap, and "place" int64
-    [T, B], the position in its row of the token before each response token; everything else is [T,
-    B].
+    [T, B], the position in its row of the token before each response token. Everything else is
+    [T, B].
     """
 
     def __init__(
@@ -238,53 +244,28 @@ class ActorLoss(nn.Module):
         """Create the loss.
 
         Args:
-            length: response_length, the divisor of seq-mean-token-sum-norm unless
-                config.loss_scale_factor is set.
-            reference: the reference policy, read by ``kl_loss_type=full``; not a part of this
-                module's state.
+            policy: The language model.
+            config: Coefficients and aggregation.
+            length: response_length.
+            reference: The reference policy, which ``kl_loss_type=full`` reads. It is not a part of
+                this module's state.
         """
-        super().__init__()
-        self.model, self.config = policy, config
-        self.length = float(config.loss_scale_factor or length)
+        super().__init__(policy, config, length=length)
         self.reference = ModuleReference(reference)
 
-    def forward(
-        self,
-        b: Batch,
-        denominator: Tensor,
-        rows: Tensor,
-        *,
-        entropy_coef: Tensor | float,
-        critic_only: bool = False,
-    ) -> tuple[Tensor, Statistics]:
-        """As ``ActorCriticLoss.forward``; ``rows`` and ``critic_only`` are not read."""
-        c = self.config
-        statistics = dict.fromkeys(statistic_names(b), b.advantage.new_zeros(())) | {
-            "rows": b.mask.sum()
-        }
-        ids, place = b.inputs["row"].T, b.inputs["place"].T
-        full = b.ref_log_prob is not None and c.kl_loss_type == "full"
+    def terms(self, b: Batch) -> Terms:
+        full = b.ref_log_prob is not None and self.config.kl_loss_type == "full"
         view = self.model.view_where(
             b.mask,
-            self.model.hidden(ids, place),
+            self.model.hidden(b.inputs["row"].T, b.inputs["place"].T),
             b.action,
             reference=self.reference.module if full else None,
             ref=b.ref_logits,
         )
-        distance = None
-        if b.ref_log_prob is not None:
-            distance = (
-                view.distance
-                if full
-                else kl.estimate(view.log_prob, b.ref_log_prob, c.kl_loss_type)
-            )
-            assert distance is not None
-        aggregate = _aggregate(b, c, denominator, self.length)
-        policy = policy_terms(view.log_prob, view.entropy, b, c, aggregate, distance=distance)
-        loss = policy.surrogate - entropy_coef * policy.entropy
-        if policy.kl is not None:
-            loss = loss + c.kl_loss_coef * policy.kl
-        return loss, statistics | policy.statistics | {"loss": loss.detach()}
+        distance = view.distance
+        if b.ref_log_prob is not None and not full:
+            distance = kl.estimate(view.log_prob, b.ref_log_prob, self.config.kl_loss_type)
+        return Terms(view.log_prob, view.entropy, distance)
 
 
 class CriticLoss(nn.Module):
@@ -305,15 +286,13 @@ class CriticLoss(nn.Module):
         entropy_coef: Tensor | float,
         critic_only: bool = False,
     ) -> tuple[Tensor, Statistics]:
-        """As ``ActorCriticLoss.forward``; of the numbers only ``denominator`` is read."""
-        statistics = dict.fromkeys(statistic_names(b), b.advantage.new_zeros(())) | {
-            "rows": b.mask.sum()
-        }
-        estimate = self.model.value(b.inputs["row"].T, b.inputs["place"].T).T
-        value = value_terms(
-            estimate, b, self.config, _aggregate(b, self.config, denominator, self.length)
+        """As ``PolicyLoss.forward``; of the numbers only ``denominator`` is read."""
+        zeros = dict.fromkeys(statistic_names(b), b.advantage.new_zeros(()))
+        value = self.model.value(b.inputs["row"].T, b.inputs["place"].T).T
+        loss, statistics = _value_loss(
+            value, b, self.config, _aggregate(b, self.config, denominator, self.length)
         )
-        return value.loss, statistics | value.statistics | {"loss": value.loss.detach()}
+        return loss, zeros | statistics | {"rows": b.mask.sum(), "loss": loss.detach()}
 
 
 Loss: TypeAlias = "ActorCriticLoss | ActorLoss | CriticLoss"
@@ -367,14 +346,17 @@ def adamw_step(
     inv: Tensor,
     decay: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a parameter and its moments after one step of AdamW (Loshchilov & Hutter 2019, alg.
-    2).
+    """Return a parameter and its moments after one step of AdamW.
 
     m ← β1·m + (1 − β1)·g ; v ← β2·v + (1 − β2)·g² ; p ← p·(1 − decay) − step·m / (sqrt(v)·inv + ε)
 
-    ``step``, ``inv`` and ``decay`` are those of ``adamw_settings``. The eager optimiser is
-    ``torch.optim.AdamW(fused=True)``: the same formula in one kernel, equal to float32 rounding
-    only.
+    Source: Loshchilov & Hutter 2019, alg. 2. ``step``, ``inv`` and ``decay`` are those of
+    ``adamw_settings``.
+
+    The eager step uses ``torch.optim.AdamW(fused=True)`` instead. That kernel divides in another
+    order, so that parameters differ in the last bit after the first step, and on a CPU it takes
+    about a third of the time of these operations one by one. torch cannot compile the kernel into
+    the library of the minibatch, where these operations are fused.
     """
     first = torch.lerp(first, grad, 1 - c.adam_beta1)
     second = second * c.adam_beta2 + grad * grad * (1 - c.adam_beta2)

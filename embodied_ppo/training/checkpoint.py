@@ -1,11 +1,11 @@
-"""Checkpoints: atomic directories with a manifest, checked byte for byte before anything is loaded.
+"""Checkpoints: atomic directories with a manifest of checksums, which are verified before loading.
 
     checkpoints/step_000050/   manifest.json  config.yaml  policy.pt  training.pt
-    checkpoints/latest         symbolic link to the newest, checkpoints/best to the best by
-    evaluation
+    checkpoints/latest         symbolic link to the newest
+    checkpoints/best           symbolic link to the one with the highest evaluation score
 
-A checkpoint is written under a temporary name, flushed to disk and renamed: a directory called
-step_* is complete.
+A checkpoint is written under a temporary name, flushed to disk and renamed. A directory named
+step_* is therefore complete.
 """
 
 from __future__ import annotations
@@ -32,17 +32,14 @@ from embodied_ppo.core.types import CheckpointError, Metrics, PendingRow
 FORMAT = 1
 MANIFEST, CONFIG, POLICY, TRAINING = "manifest.json", "config.yaml", "policy.pt", "training.pt"
 ROW = "pending_row"
-"""Key of the manifest: the metrics of the update, which are logged after the checkpoint is written.
-"""
+"""Key of the manifest for ``PendingRow``, which is logged after the checkpoint is written."""
 STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})", re.ASCII)
 """Name of a checkpoint's directory: the update with at least six digits.
 
 Copies (step_000004_backup) do not match.
 """
 NO_ZIP = (zipfile.BadZipFile, UnicodeDecodeError, NotImplementedError)
-"""What opening raises for what is no archive, or a damaged one: all that three million damaged ones
-raised.
-"""
+"""Exceptions of ``zipfile.ZipFile`` for damaged archives (three million were tried)."""
 DAMAGED = (
     RuntimeError,
     EOFError,
@@ -53,27 +50,26 @@ DAMAGED = (
     AssertionError,
     OverflowError,
 )
-"""What torch.load raises for damaged files, besides ``pickle.UnpicklingError``: found by
-scripts/fuzz.py.
-"""
+"""Exceptions of ``torch.load`` for damaged files (scripts/fuzz.py), besides UnpicklingError."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: its bytes matched the manifest when it was opened."""
+    """A checkpoint whose files matched the checksums of its manifest when it was opened."""
 
     path: Path
     manifest: dict[str, Any]
 
     @property
     def update(self) -> int:
-        """Updates done when it was saved."""
+        """Number of completed updates."""
         return int(self.manifest["update"])
 
     def pending_row(self) -> PendingRow | None:
-        """Return the row that was to be logged after saving; None where an older version saved.
+        """Return the row to be logged after saving; None in checkpoints of older versions.
 
-        Raises CheckpointError.
+        Raises:
+            CheckpointError: The row is malformed.
         """
         if (row := self.manifest.get(ROW)) is None:
             return None
@@ -88,27 +84,29 @@ class Checkpoint:
             ) from error
 
     def arithmetic(self) -> dict[str, Any]:
-        """Return what the rounding of the run depended on; older versions recorded torch's version
-        alone.
+        """Return the settings that the run's rounding depended on.
+
+        Older versions recorded the version of torch only.
         """
         versions, settings = (self.manifest.get(key) for key in ("versions", "arithmetic"))
         torch_version = versions.get("torch") if isinstance(versions, dict) else None
         return {"torch": torch_version} | (settings if isinstance(settings, dict) else {})
 
     def config_text(self) -> str:
+        """Return the content of config.yaml."""
         return (self.path / CONFIG).read_text()
 
     def policy(self) -> dict[str, Any]:
+        """Return the state of the policy; raises CheckpointError."""
         return _load(self.path / POLICY)
 
     def training(self) -> dict[str, Any]:
+        """Return the state of learner and rollout; raises CheckpointError."""
         return _load(self.path / TRAINING)
 
 
 def steps(folder: Path) -> dict[int, Path]:
-    """Return the checkpoint directories of ``folder`` by update, in increasing order; empty if
-    there is no folder.
-    """
+    """Return update -> directory of the checkpoints in ``folder``, in increasing order."""
     names = os.listdir(folder) if folder.is_dir() else []
     matches = sorted(
         (int(match[1]), folder / name) for name in names if (match := STEP.fullmatch(name))
@@ -127,11 +125,19 @@ def save(
     info: Mapping[str, Any],
     keep_last: int,
 ) -> Path:
-    """Write ``folder/step_<update>`` and point ``latest`` at it; delete all but ``keep_last`` and
-    the best.
+    """Write ``folder/step_<update>``, point ``latest`` at it and delete old checkpoints.
 
-    ``info`` joins the manifest (env_steps, versions, seeds ..).
-    Raises CheckpointError if the disk refuses; nothing older is touched then.
+    Args:
+        folder: Directory of the run's checkpoints.
+        update: Number of completed updates.
+        policy: State of the policy.
+        training: State of learner and rollout.
+        config_text: Content of config.yaml.
+        info: Further entries of the manifest (env_steps, versions, seeds ..).
+        keep_last: Number of checkpoints to keep besides the best.
+
+    Raises:
+        CheckpointError: Writing fails. Older checkpoints are unchanged.
     """
     final = folder / f"step_{update:06d}"
     temporary = folder / f".writing-{update:06d}-{os.getpid()}"
@@ -167,9 +173,10 @@ def save(
 
 
 def set_score(path: Path, score: float) -> None:
-    """Record an evaluation's score of a checkpoint; ``best`` points at the highest of the run.
+    """Record the evaluation score of a checkpoint; point ``best`` at the highest of the run.
 
-    Raises CheckpointError if the disk refuses; the checkpoint stays as it was then.
+    Raises:
+        CheckpointError: Writing fails. The checkpoint is unchanged.
     """
     best = _score(path.parent / "best")
     manifest = json.loads((path / MANIFEST).read_text()) | {"score": score}
@@ -187,20 +194,21 @@ def set_score(path: Path, score: float) -> None:
 
 
 def repair(run_dir: Path, newest: Checkpoint, notice: Callable[[str], None]) -> None:
-    """Make a run's directory agree with its newest sound checkpoint, after a kill or a damaged
-    file.
+    """Make a run's directory consistent with its newest valid checkpoint.
 
-    Later checkpoints, which do not verify, are renamed; the links point to what exists.
-    Raises CheckpointError if the disk refuses.
+    Renames later checkpoints, which are damaged, and points the links at existing ones.
+
+    Raises:
+        CheckpointError: Writing fails.
     """
     folder = newest.path.parent
     try:
         for update, step in steps(folder).items():
             if update > newest.update:
-                aside = step.with_name(f"damaged_{step.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                step.rename(aside)
-                notice(f"resume: {step.name} does not verify; it is kept as {aside.name}")
+                renamed = step.with_name(f"damaged_{step.name}")
+                shutil.rmtree(renamed, ignore_errors=True)
+                step.rename(renamed)
+                notice(f"resume: {step.name} does not verify; it is kept as {renamed.name}")
         if (folder / "latest").resolve() != newest.path:
             _point(folder / "latest", newest.path.name)
         if (folder / "best").is_symlink() and not (folder / "best").exists():
@@ -215,12 +223,14 @@ def repair(run_dir: Path, newest: Checkpoint, notice: Callable[[str], None]) -> 
 
 
 def _bytes(value: Mapping[str, Any]) -> bytes:
+    """Serialise by ``torch.save``."""
     buffer = io.BytesIO()
     torch.save(dict(value), buffer)
     return buffer.getvalue()
 
 
 def _write(path: Path, data: bytes) -> None:
+    """Write a file and flush it to disk."""
     with open(path, "wb") as f:
         f.write(data)
         f.flush()
@@ -228,6 +238,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _sync_directory(path: Path) -> None:
+    """Flush the entries of a directory to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -236,6 +247,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def _point(link: Path, target: str) -> None:
+    """Replace a symbolic link atomically."""
     temporary = link.with_name(f".{link.name}-{os.getpid()}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
@@ -243,7 +255,7 @@ def _point(link: Path, target: str) -> None:
 
 
 def _score(step: Path) -> float:
-    """Score of a checkpoint; minus infinity where it has none."""
+    """Return the score of a checkpoint, minus infinity without one."""
     try:
         score = json.loads((step / MANIFEST).read_text())["score"]
     except (OSError, ValueError, KeyError):
@@ -252,6 +264,7 @@ def _score(step: Path) -> float:
 
 
 def _prune(folder: Path, keep_last: int) -> None:
+    """Delete all checkpoints but the newest ``keep_last`` and the best."""
     best = (folder / "best").resolve()
     for old in list(steps(folder).values())[:-keep_last]:
         if old.resolve() != best:
@@ -259,19 +272,21 @@ def _prune(folder: Path, keep_last: int) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Out of sight first: a directory called step_* stays complete whenever the process is
-    killed.
-    """
-    aside = path.with_name(f".deleting-{path.name}-{os.getpid()}")
-    path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    """Rename, then delete: a directory named step_* is complete even if the process is killed."""
+    renamed = path.with_name(f".deleting-{path.name}-{os.getpid()}")
+    path.rename(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 # --------------------------------------------------------------------------------------------- read
 def find(path: str | Path) -> Path:
-    """The checkpoint directory that ``path`` means: itself, a run's newest, or a link.
+    """Return a checkpoint's directory.
 
-    Raises CheckpointError.
+    Args:
+        path: The directory, a link to it, or the directory of a run, which selects its newest one.
+
+    Raises:
+        CheckpointError: There is none.
     """
     path = Path(path)
     if not path.exists():
@@ -287,9 +302,7 @@ def find(path: str | Path) -> Path:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     checkpoints = list(steps(folder).values())
     if not checkpoints:
-        runs = sorted(
-            {manifest.parents[2] for manifest in path.glob(f"*/checkpoints/step_*/{MANIFEST}")}
-        )
+        runs = sorted({file.parents[2] for file in path.glob(f"*/checkpoints/step_*/{MANIFEST}")})
         if runs:
             raise CheckpointError(
                 f"checkpoint={path}: is no run, but holds {len(runs)}; name one, the last is"
@@ -303,16 +316,17 @@ def find(path: str | Path) -> Path:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Find and verify.
+    """Find a checkpoint (see ``find``) and verify its checksums.
 
-    Raises CheckpointError naming the file that is missing, truncated or altered.
+    Raises:
+        CheckpointError: A file is missing, truncated or altered.
     """
     folder = find(path)
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         version, files = manifest["format"], dict(manifest["files"])
         update = int(manifest["update"])
-        expected = {name: (int(of["bytes"]), str(of["sha256"])) for name, of in files.items()}
+        expected = {name: (int(x["bytes"]), str(x["sha256"])) for name, x in files.items()}
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{folder / MANIFEST}: is missing; the directory is no complete checkpoint, use another"
@@ -329,7 +343,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     for name in (CONFIG, POLICY, TRAINING):
         if name not in expected:
             raise CheckpointError(f"{folder / MANIFEST}: lists no {name}; use another checkpoint")
-        size, digest = expected[name]  # of whatever else is listed nothing is read
+        size, digest = expected[name]  # other files of the manifest are not read
         file = folder / name
         if not file.is_file():
             raise CheckpointError(
@@ -349,10 +363,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def newest_valid(run_dir: Path, notice: Any = lambda text: None) -> Checkpoint | None:
-    """The newest checkpoint of a run that verifies; ``notice`` hears of those that do not. None if
-    none is there.
+    """Return the newest valid checkpoint of a run; None if the run has no checkpoint.
 
-    Raises CheckpointError if there are checkpoints and none verifies.
+    Args:
+        run_dir: Directory of the run.
+        notice: Called with a line for each damaged checkpoint.
+
+    Raises:
+        CheckpointError: All checkpoints are damaged.
     """
     error: CheckpointError | None = None
     for step in reversed(steps(run_dir / "checkpoints").values()):
@@ -367,6 +385,7 @@ def newest_valid(run_dir: Path, notice: Any = lambda text: None) -> Checkpoint |
 
 
 def _load(path: Path) -> dict[str, Any]:
+    """Load a file of ``torch.save``, which holds tensors and plain values only."""
     try:
         with zipfile.ZipFile(path) as archive:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
@@ -396,11 +415,13 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: str | Path) -> None:
-    """``module.load_state_dict`` that names the first tensor that does not fit, in one line:
-    CheckpointError.
+    """Load a state_dict into a module.
+
+    Raises:
+        CheckpointError: Names the first tensor that does not fit.
     """
-    own = module.state_dict()
-    for name, tensor in own.items():
+    state = module.state_dict()
+    for name, tensor in state.items():
         if name not in weights:
             raise CheckpointError(
                 f"{source}: has no tensor {name!r}; it is another model's, use the model it was"
@@ -415,7 +436,7 @@ def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: st
                 f"{source}: tensor {name!r} is {tuple(weights[name].shape)}, this model needs"
                 f" {tuple(tensor.shape)}; use the model and env it was trained with"
             )
-    extra = sorted(map(str, weights.keys() - own.keys()))
+    extra = sorted(map(str, weights.keys() - state.keys()))
     if extra:
         raise CheckpointError(
             f"{source}: has tensor {extra[0]!r}, which this model lacks; use the model it was"

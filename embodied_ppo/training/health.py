@@ -1,11 +1,10 @@
-"""What metrics are in healthy training, as docs/metrics.md tells, and what it means to be outside.
-Pure.
+"""Ranges of metrics in healthy training, and warnings about metrics outside of them.
 
-Sources: the clipped objective and its epsilon of 0.2 by Schulman et al. 2017 (arXiv 1707.06347);
-watching KL, clipped fraction and explained variance by Huang et al. 2022, "The 37 Implementation
-Details of PPO", detail 12; early stopping at a KL of 0.01 to 0.05 by OpenAI's Spinning Up;
-ratio_max, and that slow is not ill, by the runs of docs/experiments.md, many of which learn well
-below 0.002 nats an update.
+docs/metrics.md has the same ranges. Sources: the clipped objective with an epsilon of 0.2 is from
+Schulman et al. 2017 (arXiv 1707.06347). Huang et al. 2022, "The 37 Implementation Details of PPO",
+detail 12, monitor KL, clipped fraction and explained variance. OpenAI's Spinning Up stops early at
+a KL of 0.01 to 0.05. The limit of ratio_max is from the runs of docs/experiments.md. Many of these
+runs learn well with less than 0.002 nats per update, so that a small KL is no warning.
 """
 
 from __future__ import annotations
@@ -19,24 +18,22 @@ from statistics import median
 from typing import Any
 
 WINDOW = 5
-"""Newest values of a tag whose median is judged: a single odd update is no news, and the first few
-are always odd.
-"""
+"""Number of newest values whose median is judged: single updates, and the first few, deviate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Where a metric belongs. None: no limit on that side."""
+    """Healthy range of a metric. None: no limit on that side."""
 
     tag: str
     low: float | None
     high: float | None
     below: str = ""
-    """What a value below ``low`` means, and what to try."""
+    """Meaning of a value below ``low``, and the cure."""
     above: str = ""
-    """The same above ``high``."""
+    """Meaning of a value above ``high``, and the cure."""
     slow: bool = False
-    """Below ``low`` training is slow, not ill: no warning."""
+    """Whether a value below ``low`` means slow training, which is no warning."""
 
 
 RANGES: tuple[Range, ...] = (
@@ -73,7 +70,7 @@ RANGES: tuple[Range, ...] = (
     ),
     Range(
         "value/explained_variance",
-        -0.1,  # of a critic that knows nothing yet it is 0, more or less
+        -0.1,  # about 0 for an untrained critic
         None,
         below=(
             "the critic is worse than a constant: check the scale of rewards (reward_norm=running),"
@@ -91,7 +88,7 @@ RANGES: tuple[Range, ...] = (
         None,
         0.5,
         above=(
-            "most groups teach nothing, their scores are all alike: choose prompts of middling"
+            "most groups have equal scores and give no gradient: choose prompts of medium"
             " difficulty, or raise group_size"
         ),
     ),
@@ -111,7 +108,10 @@ RANGES: tuple[Range, ...] = (
         "rollout/unstable",
         None,
         0.0,
-        above="worlds blew up and were reset: shorten the model's timestep, or soften its contacts",
+        above=(
+            "simulations diverged and were reset: shorten the model's timestep, or soften its"
+            " contacts"
+        ),
     ),
     Range(
         "device/idle", None, 0.5, above="devices wait more than they work: try another placement"
@@ -121,19 +121,24 @@ RANGES: tuple[Range, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A metric against its range."""
+    """A metric compared with its range."""
 
     tag: str
     value: float
     """Median of the newest WINDOW values."""
     warning: bool
     text: str
-    """One sentence where the value is outside, else ""."""
+    """One sentence if the value is outside of its range, else ""."""
 
 
 def judge(rows: Iterable[Mapping[str, Any]]) -> list[Verdict]:
-    """What ``rows`` of metrics.jsonl, oldest first, say about each tag of RANGES that has WINDOW
-    values.
+    """Compare metrics with their ranges.
+
+    Args:
+        rows: Rows of metrics.jsonl, oldest first.
+
+    Returns:
+        A verdict for each tag of RANGES that has at least WINDOW values.
     """
     rows = list(rows)
     verdicts = []
@@ -144,44 +149,40 @@ def judge(rows: Iterable[Mapping[str, Any]]) -> list[Verdict]:
         if len(values) < WINDOW:
             continue
         x = median(values[-WINDOW:])
-        text = ""
         if r.low is not None and x < r.low:
             text = f"{r.tag} is {x:.3g}, below {r.low:g}: {r.below}"
+            verdicts.append(Verdict(r.tag, x, not r.slow, text))
         elif r.high is not None and x > r.high:
             text = f"{r.tag} is {x:.3g}, above {r.high:g}: {r.above}"
-        below = r.low is not None and x < r.low
-        verdicts.append(Verdict(r.tag, x, bool(text) and not (below and r.slow), text))
+            verdicts.append(Verdict(r.tag, x, True, text))
+        else:
+            verdicts.append(Verdict(r.tag, x, False, ""))
     return verdicts
 
 
-# ------------------------------------------------------------------------------------ while it runs
+# ------------------------------------------------------------------------------ monitor of training
 HISTORY = 50
-"""Updates that a warning about change looks back on."""
+"""Number of newest updates that a warning about changes considers."""
 
 PHASES = ("time/collect_s", "time/update_s", "time/publish_s")
 
 SLOW_S = 10.0
-"""Seconds that WINDOW updates must have taken before their speed is judged: that of shorter ones is
-noise.
-"""
+"""Least duration of WINDOW updates in seconds for a warning about speed; shorter ones are noise."""
 
 
-class Watch:
-    """Sees every update's metrics; says each kind of trouble once.
-
-    Of all but the newest it keeps a few numbers.
-    """
+class HealthMonitor:
+    """Checks the metrics of every update and reports each kind of problem once."""
 
     def __init__(self) -> None:
         self._newest: deque[Mapping[str, float]] = deque(maxlen=HISTORY)
         self._first: defaultdict[str, list[float]] = defaultdict(list)
         """The first 4 * WINDOW values of each tag."""
         self._ordered: defaultdict[str, list[float]] = defaultdict(list)
-        """Every value of those tags that are compared with the whole run, smallest first."""
-        self._said: set[str] = set()
+        """All values of the tags that are compared with the complete run, in increasing order."""
+        self._reported: set[str] = set()
 
-    def see(self, row: Mapping[str, float]) -> list[str]:
-        """What is new trouble after this update: one sentence each, with what to try."""
+    def add(self, row: Mapping[str, float]) -> list[str]:
+        """Add the metrics of an update; return a sentence with a cure for each new problem."""
         self._newest.append(dict(row))
         for tag, x in row.items():
             if math.isfinite(x):
@@ -190,16 +191,22 @@ class Watch:
                 if tag in (*PHASES, "rollout/return") or tag.startswith("speed/"):
                     insort(self._ordered[tag], x)
         early = len(self._newest) < 4 * WINDOW
-        found = {} if early else {v.tag: v.text for v in judge(self._newest) if v.warning}
-        checks = (self._slower, self._collapsed, self._exploded, self._dead)
-        found |= {check.__name__: text for check in checks if (text := check())}
-        new = {name: text for name, text in found.items() if name not in self._said}
-        self._said |= new.keys()
+        problems = {} if early else {v.tag: v.text for v in judge(self._newest) if v.warning}
+        checks = (
+            self._check_speed,
+            self._check_entropy,
+            self._check_value_loss,
+            self._check_returns,
+        )
+        problems |= {check.__name__: text for check in checks if (text := check())}
+        new = {name: text for name, text in problems.items() if name not in self._reported}
+        self._reported |= new.keys()
         return list(new.values())
 
     def _ends(self, tag: str) -> tuple[float, float] | None:
-        """Medians of the first and of the newest WINDOW values; None before there are four times as
-        many.
+        """Return the medians of the first and of the newest WINDOW values.
+
+        None before there are 4 * WINDOW values.
         """
         first, newest = self._first[tag], self._values(tag)
         if len(first) < 4 * WINDOW or len(newest) < WINDOW:
@@ -207,11 +214,11 @@ class Watch:
         return median(first[:WINDOW]), median(newest[-WINDOW:])
 
     def _values(self, tag: str) -> list[float]:
-        """Those among the newest rows."""
+        """Return the values of a tag in the newest rows."""
         return [x for row in self._newest if math.isfinite(x := row.get(tag, math.nan))]
 
-    def _slower(self) -> str:
-        """Throughput below half of its median over the run."""
+    def _check_speed(self) -> str:
+        """Report a throughput below half of its median over the run."""
         last = self._newest[-1]
         tag = next((tag for tag in last if tag.startswith("speed/")), "")
         values = self._ordered[tag]
@@ -230,13 +237,13 @@ class Watch:
         most = max(phases, key=lambda t: after[t] - before[t], default="")
         grown = f"; {most} has gone from {before[most]:.3g} to {after[most]:.3g}" if most else ""
         return (
-            f"{tag} is {now:,.0f}, below half of its median of {usual:,.0f}{grown}: look who else"
-            " uses the machine (top, nvidia-smi), whether memory is short, and whether episodes"
-            " have become dearer to simulate"
+            f"{tag} is {now:,.0f}, below half of its median of {usual:,.0f}{grown}: look for"
+            " other processes on the machine (top, nvidia-smi), for a lack of memory, and for"
+            " episodes that take longer to simulate"
         )
 
-    def _collapsed(self) -> str:
-        """Entropy nearly gone while returns are where they began."""
+    def _check_entropy(self) -> str:
+        """Report an entropy near 0 while returns have not risen."""
         entropy, returns = self._ends("policy/entropy"), self._ends("rollout/return")
         if entropy is None or returns is None or entropy[0] <= 0 or entropy[1] >= 0.1 * entropy[0]:
             return ""
@@ -244,12 +251,12 @@ class Watch:
             return ""
         return (
             f"policy/entropy has fallen from {entropy[0]:.3g} to {entropy[1]:.3g} and returns have"
-            " not risen: the policy no longer tries anything; lower lr, set"
+            " not risen: the policy no longer explores; lower lr, set"
             " algorithm.entropy_bonus=0.01 or algorithm.entropy_target"
         )
 
-    def _exploded(self) -> str:
-        """A value loss far above its beginning that explains nothing."""
+    def _check_value_loss(self) -> str:
+        """Report a value loss far above its first values, with a low explained variance."""
         loss, explained = self._ends("value/loss"), self._ends("value/explained_variance")
         if (
             loss is None
@@ -262,23 +269,24 @@ class Watch:
             " scale rewards (algorithm.reward_norm=running), lower value_lr, or set value_clip"
         )
 
-    def _dead(self) -> str:
-        """HISTORY updates without a success, all returns equal; a run that rose to them has learnt
-        all there is.
+    def _check_returns(self) -> str:
+        """Report HISTORY updates with equal returns and without success.
+
+        A run whose returns have risen to a constant has reached the optimum.
         """
         returns, successes = self._values("rollout/return"), self._values("rollout/success")
-        ever = self._ordered["rollout/return"]
+        history = self._ordered["rollout/return"]
         if (
             len(returns) < HISTORY
             or any(successes)
             or max(returns) - min(returns) > 1e-6 * max(1.0, abs(returns[0]))
         ):
             return ""
-        if not successes and ever[0] < returns[0] >= ever[-1]:
+        if not successes and history[0] < returns[0] >= history[-1]:
             return ""
-        said = "no episode has succeeded and " if successes else ""
+        prefix = "no episode has succeeded and " if successes else ""
         return (
-            f"{said}rollout/return has been {returns[0]:.3g} in {HISTORY} updates: nothing tells"
-            " good from bad; check the reward (grader, success_key), make the task easier to begin"
-            " with, or clone demonstrations first"
+            f"{prefix}rollout/return has been {returns[0]:.3g} in {HISTORY} updates: the reward"
+            " does not distinguish actions; check the reward (grader, success_key), choose an"
+            " easier task to begin with, or clone demonstrations first"
         )

@@ -1,6 +1,4 @@
-"""What a run tells: TensorBoard, metrics.jsonl, log.txt, and one console line or progress bar; and
-the Timer.
-"""
+"""Log of a run: TensorBoard, metrics.jsonl, log.txt and console; timer of the phases."""
 
 from __future__ import annotations
 
@@ -22,21 +20,25 @@ from tensorboard.compat.proto import summary_pb2
 
 from embodied_ppo.core import watchdog
 from embodied_ppo.core.types import Mean, Metrics
-from embodied_ppo.training.health import Watch
+from embodied_ppo.training.health import HealthMonitor
 
-Summary: Any = vars(summary_pb2)["Summary"]  # protobuf makes its classes at import
+Summary: Any = vars(summary_pb2)["Summary"]  # protobuf creates its classes at import
 
 LINE_EVERY_S = 10.0
-"""Seconds between progress lines where there is no terminal for a bar."""
+"""Least interval of progress lines in seconds, if stderr is not a terminal."""
 
 CELL = 400
-"""Longest text in a cell of a table, characters."""
+"""Largest length of a table cell, in characters."""
 
 
 class Timer:
-    """Wall and CPU seconds by phase; phases do not nest.
+    """Wall and CPU seconds by phase; phases must not nest.
 
-    ``wall`` counts since the last ``take``, the rest the run.
+    Attributes:
+        wall: Wall seconds since the last ``take``.
+        run_wall: Wall seconds of the run until the last ``take``.
+        cpu: CPU seconds of the run.
+        phase: The current phase, None outside.
     """
 
     def __init__(self) -> None:
@@ -47,6 +49,7 @@ class Timer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        """Measure a block."""
         wall, cpu = time.perf_counter(), time.process_time()
         self.phase = phase
         try:
@@ -57,7 +60,7 @@ class Timer:
             self.cpu[phase] += time.process_time() - cpu
 
     def take(self) -> Metrics:
-        """time/<phase> in wall seconds since the last take."""
+        """Return the metrics time/<phase>_s since the last call."""
         metrics: Metrics = {f"time/{phase}_s": seconds for phase, seconds in self.wall.items()}
         for phase, seconds in self.wall.items():
             self.run_wall[phase] += seconds
@@ -65,18 +68,18 @@ class Timer:
         return metrics
 
     def total(self, phases: Iterable[str]) -> tuple[float, float]:
-        """(wall, CPU) seconds of these phases in the whole run, up to the last take."""
+        """Return (wall, CPU) seconds of these phases, wall until the last ``take``."""
         phases = list(phases)
         return sum(self.run_wall[p] for p in phases), sum(self.cpu[p] for p in phases)
 
 
 def peak_rss_mb() -> float:
-    """Largest resident memory of this process so far, MB."""
+    """Return the largest resident memory of this process so far, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started (0 where the system does not say)."""
+    """Return the seconds since the start of this process, 0 if the system does not report it."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
@@ -85,7 +88,7 @@ def process_age_s() -> float:
 
 
 def numbers(metrics: Metrics) -> dict[str, float]:
-    """Tags to plain finite-or-NaN floats."""
+    """Return tag -> number; NaN for a mean without samples."""
     return {
         tag: value.value if isinstance(value, Mean) else float(value)
         for tag, value in metrics.items()
@@ -93,12 +96,12 @@ def numbers(metrics: Metrics) -> dict[str, float]:
 
 
 def finite(row: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON has no NaN: null."""
+    """Replace numbers that are not finite by None, because JSON has no NaN."""
     return {tag: value if math.isfinite(value) else None for tag, value in row.items()}
 
 
 class Log:
-    """Writers of one run, made when it starts: a refused run leaves no trace."""
+    """Files and console output of one run. It is created when the run has been accepted."""
 
     def __init__(
         self,
@@ -109,15 +112,21 @@ class Log:
         unit: Literal["env_steps", "tokens"] = "env_steps",
         quiet: bool = False,
     ) -> None:
-        """``first_update``: the updates that a resumed run has done already; what was written after
-        them is dropped. ``unit``: what progress is counted in."""
+        """Open the files.
+
+        Args:
+            run_dir: Directory of the run.
+            total_updates: Updates of the complete run.
+            first_update: Updates that a resumed run has completed. Later rows are dropped.
+            unit: Unit of progress.
+            quiet: Whether nothing is printed.
+        """
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir, self.total_updates, self.quiet = run_dir, total_updates, quiet
         threading.excepthook = _thread_failed
-        self.unit, self.speed = (
-            unit,
-            f"speed/{unit}_per_s",
-        )  # every update's row holds that tag, and no other row
+        self.unit = unit
+        self.speed = f"speed/{unit}_per_s"
+        """Tag that the rows of all updates have, and no other rows."""
         self._text: TextIO = open(run_dir / "log.txt", "a", buffering=1)  # noqa: SIM115
         watchdog.log_to(run_dir / "log.txt")
         self._open(first_update)
@@ -126,9 +135,10 @@ class Log:
         self._evaluated_at = 0
         self._started = time.perf_counter()
         self._last_line = -math.inf
-        self._watch = Watch()
+        self._monitor = HealthMonitor()
 
     def _open(self, first_update: int) -> None:
+        """Open metrics.jsonl and TensorBoard after ``first_update``."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.first_update = first_update
@@ -136,16 +146,14 @@ class Log:
         self.board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge_step)
 
     def rewind(self, first_update: int) -> None:
-        """Forget what was written after an update: it is about to be repeated."""
+        """Drop the rows after an update, which the run will repeat."""
         self.board.close()
         self._rows.close()
         self._open(first_update)
-        self._watch = Watch()
+        self._monitor = HealthMonitor()
 
     def row(self, update: int) -> dict[str, Any]:
-        """What metrics.jsonl holds of an update; nothing where it was lost, or another run's
-        directory has it.
-        """
+        """Return the row of an update in metrics.jsonl; empty if it has none."""
         rows = (
             json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()
         )
@@ -153,12 +161,8 @@ class Log:
 
     # ------------------------------------------------------------------------------------- messages
     def say(self, text: str, *, show: bool = True) -> None:
-        """One line for the user, on stderr (unless they have seen it: not ``show``) and in
-        log.txt.
-        """
-        with suppress(
-            OSError
-        ):  # a full disk: what is said is still shown, and metrics() tells of it
+        """Write a line to log.txt and, if ``show``, to stderr."""
+        with suppress(OSError):  # a full disk: the line is still printed, and ``metrics`` raises
             self._text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         if show and not self.quiet:
             if self._bar is not None:
@@ -168,27 +172,31 @@ class Log:
 
     # -------------------------------------------------------------------------------------- metrics
     def metrics(self, metrics: Metrics, *, update: int, steps: int) -> None:
-        """One row of metrics.jsonl and one point in TensorBoard per tag. x axis: steps, in
-        ``unit``.
+        """Write one row of metrics.jsonl and one point in TensorBoard per tag.
 
-        Raises OSError where the disk refuses.
+        Args:
+            metrics: Tag -> value.
+            update: Number of completed updates.
+            steps: Experience so far in ``unit``, the x axis of TensorBoard.
+
+        Raises:
+            OSError: Writing fails.
         """
         row = numbers(metrics)
         values = [
             Summary.Value(tag=tag, simple_value=x) for tag, x in row.items() if math.isfinite(x)
         ]
-        self._write(
-            Summary(value=values), steps
-        )  # one event: a tenth of the time of one for each tag
-        if "time/save_s" in row:  # a resume starts here and does not write these points again
+        # One event for all tags takes a tenth of the time of one event per tag.
+        self._write(Summary(value=values), steps)
+        if "time/save_s" in row:  # a resumed run starts here and does not write these points again
             self.board.flush()
-        # The row comes last: a resumed run that finds it takes the update for complete.
+        # Write the row last: for a resumed run an update with a row is complete.
         self._rows.write(json.dumps({"update": update, self.unit: steps} | finite(row)) + "\n")
         self._last |= row
         if self.speed in row:
-            for trouble in self._watch.see(row):
-                self.say(f"warning, update {update}: {trouble}")
-                self.board.add_text("warnings", trouble, steps)
+            for warning in self._monitor.add(row):
+                self.say(f"warning, update {update}: {warning}")
+                self.board.add_text("warnings", warning, steps)
         if "eval/return" in row:
             self._evaluated_at = update
         if update <= self.first_update:  # before the training of this session
@@ -196,35 +204,33 @@ class Log:
             return
         if self.speed not in row:  # an evaluation beside the training
             return
-        if (
-            update == self.first_update + 1 < self.total_updates
-        ):  # whoever watches sees the time left after each
-            ends = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + self._left(update)))
+        # Only the log file needs the estimate: the console shows the time left after each update.
+        if update == self.first_update + 1 < self.total_updates:
+            end = time.localtime(time.time() + self._remaining_s(update))
             self.say(
-                f"update {update} is done; all {self.total_updates} will be at about {ends}",
+                f"update {update} is done; all {self.total_updates} will be at about"
+                f" {time.strftime('%Y-%m-%d %H:%M', end)}",
                 show=False,
             )
         if not self.quiet:
             self._show(update)
 
-    def _left(self, update: int) -> float:
-        """Seconds to the end, at the pace so far."""
-        done = time.perf_counter() - self._started
-        return done / max(1, update - self.first_update) * (self.total_updates - update)
+    def _remaining_s(self, update: int) -> float:
+        """Return the seconds to the end of the run at the mean speed so far."""
+        elapsed = time.perf_counter() - self._started
+        return elapsed / max(1, update - self.first_update) * (self.total_updates - update)
 
     def _show(self, update: int) -> None:
-        """The progress of training, after an update."""
+        """Show the progress after an update."""
         if self._bar is None and sys.stderr.isatty():
             self._bar = _progress_bar(self.total_updates, self.first_update)
             self._bar.start()
         robot = self.unit == "env_steps"
-        tags, form = (
-            ("rollout/return", "eval/return" if robot else "eval/accuracy"),
-            ".1f" if robot else ".3f",
-        )
-        ret, evaluated = (_word(self._last.get(tag), form) for tag in tags)
+        score, digits = ("eval/return", ".1f") if robot else ("eval/accuracy", ".3f")
+        ret = _format(self._last.get("rollout/return"), digits)
+        evaluated = _format(self._last.get(score), digits)
         evaluated += f" (at {self._evaluated_at})" if evaluated != "-" else ""
-        rate = _word(self._last.get(self.speed), ",.0f") + (" steps/s" if robot else " tokens/s")
+        rate = _format(self._last.get(self.speed), ",.0f") + (" steps/s" if robot else " tokens/s")
         if self._bar is not None:
             self._bar.update(
                 self._bar.task_ids[0], completed=update, ret=ret, evaluated=evaluated, rate=rate
@@ -236,21 +242,22 @@ class Log:
         self._last_line = now
         print(
             f"update {update}/{self.total_updates}  return {ret}  evaluation {evaluated}  {rate}  "
-            f"{_clock(self._left(update))} left",
+            f"{_clock(self._remaining_s(update))} left",
             file=sys.stderr,
             flush=True,
         )
 
     def hyper_parameters(self, flat: Mapping[str, Any], results: Mapping[str, float]) -> None:
-        """TensorBoard's HPARAMS tab: options against final results."""
+        """Write options and final results to TensorBoard's HPARAMS tab."""
         plain = {
             k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flat.items()
         }
         self.board.add_hparams(plain, dict(results), run_name="hparams")
 
     def video(self, tag: str, path: str | Path, *, steps: int) -> None:
-        """An mp4 into TensorBoard, as the animated GIF its image tab plays (every second frame, 10
-        per second).
+        """Write an mp4 to TensorBoard as an animated GIF.
+
+        It has every second frame, at 10 frames per second.
         """
         import imageio.v3 as imageio
 
@@ -262,9 +269,7 @@ class Log:
         self._write(Summary(value=[Summary.Value(tag=tag, image=picture)]), steps)
 
     def table(self, tag: str, rows: Sequence[Mapping[str, Any]], *, steps: int) -> None:
-        """One row or more, of the same keys, into TensorBoard's text tab; a cell is cut to CELL
-        characters.
-        """
+        """Write rows with equal keys to TensorBoard's text tab, cells cut to CELL characters."""
         head, *body = [
             " | ".join(map(_cell, row)) for row in (rows[0], *(row.values() for row in rows))
         ]
@@ -277,6 +282,7 @@ class Log:
         writer.add_summary(summary, steps)
 
     def close(self) -> None:
+        """Close the files and the progress bar."""
         threading.excepthook = threading.__excepthook__
         if self._bar is not None:
             self._bar.stop()
@@ -289,51 +295,50 @@ class Log:
 
 
 def _thread_failed(args: threading.ExceptHookArgs) -> None:
-    """TensorBoard writes in a thread, which prints what ``metrics`` raises after it: that is told
-    once.
-    """
+    """Ignore OSError of TensorBoard's writer thread: ``metrics`` raises the same error."""
     if not isinstance(args.exc_value, OSError):
         threading.__excepthook__(args)
 
 
 def _cell(value: Any) -> str:
-    """Text for a cell of a markdown table, which shows it as it is."""
+    """Escape a value for a cell of a markdown table."""
     text = str(value)
     text = text if len(text) <= CELL else text[: CELL - 1] + "…"
     return "<br>".join(re.sub(r"[\\`*_\[\]<>&|~]", lambda m: f"&#{ord(m[0])};", text).splitlines())
 
 
-def _word(value: float | None, form: str) -> str:
-    """A number for people; "-" while there is none (no episode has finished yet)."""
-    return "-" if value is None or math.isnan(value) else format(value, form)
+def _format(value: float | None, spec: str) -> str:
+    """Format a number; "-" for None and NaN (no episode has finished yet)."""
+    return "-" if value is None or math.isnan(value) else format(value, spec)
 
 
 def _open_rows(path: Path, first_update: int, unit: str) -> tuple[TextIO, int | None]:
-    """metrics.jsonl without rows after ``first_update`` (they are about to be repeated) and without
-    a torn last line.
+    """Open metrics.jsonl without the rows after ``first_update`` and without an incomplete line.
 
-    Also the first step (in ``unit``) that TensorBoard has to forget; None where the rows that would
-    tell are lost. A new run (``first_update`` 0) keeps nothing of one that was left in the
-    directory before its first checkpoint.
+    A new run (``first_update`` 0) starts with an empty file: an earlier run in the same directory
+    ended before its first checkpoint.
+
+    Returns:
+        The file, and the first step (in ``unit``) that TensorBoard must drop; None if the rows up
+        to ``first_update`` are lost.
     """
-    kept: list[str] = []
+    lines: list[str] = []
     purge_step = None if first_update else 0
     if first_update and path.exists():
         for line in path.read_text().splitlines():
-            try:
+            with suppress(ValueError, KeyError, TypeError):
                 row = json.loads(line)
                 if row["update"] <= first_update:
                     purge_step = int(row[unit]) + 1
-                    kept.append(line)
-            except (ValueError, KeyError, TypeError):
-                continue
+                    lines.append(line)
     temporary = path.with_suffix(".new")
-    temporary.write_text("".join(line + "\n" for line in kept))
+    temporary.write_text("".join(line + "\n" for line in lines))
     os.replace(temporary, path)
     return open(path, "a", buffering=1), purge_step
 
 
 def _progress_bar(total: int, done: int) -> Any:
+    """Return a progress bar of training, which is not started."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -359,5 +364,6 @@ def _progress_bar(total: int, done: int) -> Any:
 
 
 def _clock(seconds: float) -> str:
+    """Format a duration as h:mm:ss."""
     minutes, s = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"

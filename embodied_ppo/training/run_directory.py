@@ -1,4 +1,4 @@
-"""Where a run lives: its directory, its lock, and the checkpoint that it continues from."""
+"""Directory of a run: location, lock, and the checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -28,44 +28,32 @@ from embodied_ppo.core import watchdog
 from embodied_ppo.core.types import CheckpointError, ConfigError
 from embodied_ppo.training import checkpoint
 
-# Options that may differ between a run and its continuation without a word; every other difference
-# is told.
 FREE_ON_RESUME = (
-    "updates",
-    "env_steps",
-    "save_every",
-    "keep_last",
-    "eval_every",
-    "evaluation",
-    "run_dir",
-    "resume",
+    *("updates", "env_steps", "save_every", "keep_last", "eval_every", "evaluation", "run_dir"),
+    *("resume", "name", "description", "allow_changed_task"),
 )
-FREE_ON_RESUME += ("name", "description", "allow_changed_task")
+"""Options that may change on resume without a message; all other changes are reported."""
 ROUNDING_OPTIONS = ("device", "threads", "matmul_precision", "compile")
-"""Options that change results by rounding alone: one line names all that differ."""
-FIXED_ON_RESUME = ("mode", "algorithm.horizon", "env.num_envs", "seed")
-FIXED_ON_RESUME += (
-    "model.activation",
-    "model.heads",
-    "model.decode",
-)  # the same weights would mean something else
-
-
+"""Options that change results by rounding only; one line reports all changes."""
+FIXED_ON_RESUME = (
+    *("mode", "algorithm.horizon", "env.num_envs", "seed"),
+    # With other values the same weights are another function.
+    *("model.activation", "model.heads", "model.decode"),
+)
+"""Options that must not change on resume."""
 LOCK = ".lock"
-"""File in a run directory that the process which trains in it holds a lock on."""
+"""Name of the file in a run directory that the training process locks."""
 
 
 def absolute(config: Config) -> Config:
-    """Models, tokenizers, data, demonstrations and graders by full path: the run may be evaluated
-    from anywhere.
-    """
+    """Make all paths in a config absolute, so that the run can be evaluated from any folder."""
 
     def full(path: str | None) -> str | None:
         return None if path is None else str(Path(path).expanduser().absolute())
 
     def grader(spec: str) -> str:
-        place, colon, name = spec.partition(":")
-        return f"{full(place)}{colon}{name}" if place.endswith(".py") else spec
+        file, colon, name = spec.partition(":")
+        return f"{full(file)}{colon}{name}" if file.endswith(".py") else spec
 
     actor, critic, data, reward = config.actor, config.critic, config.data, config.reward
     return replace(
@@ -93,7 +81,7 @@ def absolute(config: Config) -> Config:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file under another name, then rename it: a full disk leaves the old one."""
+    """Write a file under a temporary name, then rename it; on a full disk the old one remains."""
     temporary = path.with_name(f"{path.name}.new")
     try:
         temporary.write_text(text)
@@ -104,19 +92,30 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def new_run_dir(config: Config) -> Path:
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")[
-        :-3
-    ]  # jobs of a sweep start in the same second
+    """Return runs/NAME/<time>-<seed>, which does not exist yet."""
+    # Milliseconds, because jobs of a sweep start in the same second.
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")[:-3]
     path = Path("runs") / config.name / f"{stamp}-{config.seed}"
     for i in range(1, 1000):
         if not path.exists():
             return path
         path = path.with_name(f"{stamp}.{i}-{config.seed}")
-    raise ConfigError(f"run_dir: {path} and 999 like it exist; name one with run_dir=DIR")
+    raise ConfigError(f"run_dir: {path} and 999 others exist; name one with run_dir=DIR")
 
 
 def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None]:
-    """The run directory, and what to continue from: a path, "newest" of the run, or None."""
+    """Return the run directory and the checkpoint to resume.
+
+    Args:
+        config: Options, of which ``run_dir``, ``resume``, ``name`` and ``seed`` are read.
+        say: Called with a line for the user.
+
+    Returns:
+        The directory, and the path of a checkpoint, "newest" (of this run), or None (a new run).
+
+    Raises:
+        ConfigError, CheckpointError: The directory or the checkpoint cannot be used.
+    """
     if config.resume is None:
         run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
         if run_dir.exists() and not run_dir.is_dir():
@@ -136,33 +135,32 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
         if run_dir is None or not checkpoint.steps(run_dir / "checkpoints"):
             say(
                 f"resume=auto: no checkpoint of {config.name!r} with seed {config.seed} yet;"
-                " starting anew"
+                " starting a new run"
             )
             return run_dir or new_run_dir(config), None
         return run_dir, "newest"
     if (Path(config.resume) / "checkpoints").is_dir() and not config.run_dir:
         return Path(config.resume), "newest"
-    found = checkpoint.find(config.resume)
-    home = found.parent.parent if found.parent.name == "checkpoints" else found.parent
+    source = checkpoint.find(config.resume)
+    home = source.parent.parent if source.parent.name == "checkpoints" else source.parent
     run_dir = Path(config.run_dir) if config.run_dir else home
     if run_dir.resolve() != home:
         if checkpoint.steps(run_dir / "checkpoints"):
             raise ConfigError(
                 f"run_dir={run_dir}: holds another run already; name a new one, or leave it out"
             )
-        return run_dir, str(found)
-    newest = next(
-        (step.name for step in reversed(checkpoint.steps(found.parent).values())), found.name
-    )
-    if newest != found.name:
+        return run_dir, str(source)
+    newest = next(reversed(checkpoint.steps(source.parent).values()), source).name
+    if newest != source.name:
         raise ConfigError(
-            f"resume={config.resume}: the run has gone on to {newest}, which continuing here would"
-            f" mix up; branch off with run_dir=NEW, or continue the run with resume={home}"
+            f"resume={config.resume}: the run has continued to {newest}, which this run would"
+            f" overwrite; start a branch with run_dir=NEW, or continue the run with resume={home}"
         )
-    return run_dir, str(found)
+    return run_dir, str(source)
 
 
 def stored_options(source: checkpoint.Checkpoint) -> dict[str, Any]:
+    """Return the options in the config.yaml of a checkpoint; raises CheckpointError."""
     file = source.path / checkpoint.CONFIG
     try:
         options = loader.plain_yaml(source.config_text())
@@ -182,16 +180,27 @@ def check_resume(
     device: torch.device,
     say: Callable[[str], None],
 ) -> None:
-    """Tell every option that differs from the checkpoint's; refuse those that cannot."""
+    """Report every option that differs from the checkpoint's.
+
+    Args:
+        config: Options of this run.
+        source: The checkpoint to resume.
+        updates: Updates of the complete run.
+        device: Device of this run.
+        say: Called with a line for each difference.
+
+    Raises:
+        ConfigError: An option in FIXED_ON_RESUME differs, or the checkpoint has more updates.
+    """
     old = loader.flat(stored_options(source))
     for path, now in loader.flat(loader.relevant(config)).items():
         if path.split(".")[0] in (*FREE_ON_RESUME, *ROUNDING_OPTIONS) or old.get(path) == now:
             continue
         if path in FIXED_ON_RESUME:
             raise ConfigError(
-                f"{path}={now}: the run to resume has {old.get(path)}, which its weights, counters"
-                " or random streams rest on; leave it (and experiment=: resume= alone has the"
-                " run's own options), or start a new run"
+                f"{path}={now}: the run to resume has {old.get(path)}, on which its weights,"
+                " counters or random numbers depend; leave it out (and experiment=: resume= alone"
+                " restores the run's options), or start a new run"
             )
         say(f"resume: {path} was {old.get(path)}, is {now}")
     now, then = arithmetic(config, device), source.arithmetic()
@@ -206,29 +215,26 @@ def check_resume(
             " uninterrupted run"
         )
     schedule = config.algorithm.lr_schedule
-    length = [
-        total_updates(
-            loader.load(Config, stored_options(source) | {"resume": None}, source=loader.STORED)
-        ),
-        updates,
-    ]
-    if schedule in ("linear", "cosine") and length[0] != length[1]:
+    options = stored_options(source) | {"resume": None}
+    planned = total_updates(loader.load(Config, options, source=loader.STORED))
+    if schedule in ("linear", "cosine") and planned != updates:
         say(
-            f"resume: the run was to have {length[0]} updates, now {length[1]}:"
-            f" lr_schedule={schedule} spans them anew"
+            f"resume: the run had {planned} updates, now {updates}: lr_schedule={schedule} covers"
+            " the new number"
         )
     if source.update > updates:
         raise ConfigError(
-            f"updates={updates}: the checkpoint {source.path} has done {source.update}; ask for"
+            f"updates={updates}: the checkpoint {source.path} has completed {source.update}; set"
             " more"
         )
 
 
 @contextmanager
 def claimed(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path, str | None]]:
-    """Lock the run directory, then yield what ``locate`` returns under the lock.
+    """Lock the run directory, then yield the result of ``locate``.
 
-    Another process may have trained in the directory between the first look and the lock.
+    It is computed again under the lock, because another process may have trained in the directory
+    before.
     """
     run_dir, _ = locate(config, lambda line: None)
     with locked(run_dir):
@@ -240,10 +246,10 @@ def claimed(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path, 
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Make the directory and let one process train in it; a new one that stays empty is removed
-    again.
+    """Create and lock a run directory; remove it at the end if it is new and empty.
 
-    Raises ConfigError where another process trains in it or it cannot be written.
+    Raises:
+        ConfigError: Another process trains in it, or it cannot be written.
     """
     absent = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     try:
@@ -252,9 +258,8 @@ def locked(run_dir: Path) -> Iterator[None]:
         _remove_empty(absent)
         raise
     with file:
-        with suppress(
-            OSError
-        ):  # a full disk: the owner's name is only for the message of a refused process
+        # On a full disk only the message of a refused process lacks the owner.
+        with suppress(OSError):
             file.truncate(0)
             file.write(f"pid {watchdog.command_pid()} on {socket.gethostname()}\n".encode())
         try:
@@ -266,14 +271,14 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove what is empty of a folder and its parents."""
+    """Remove those folders that are empty; children come before their parents."""
     for folder in folders:
-        with suppress(OSError):  # not made, or another process uses it
+        with suppress(OSError):  # it does not exist, or another process uses it
             folder.rmdir()
 
 
 def _lock(run_dir: Path) -> FileIO:
-    """Open and lock the lock file; another process that was refused may remove it in between."""
+    """Open and lock the lock file, which a refused process may remove in between."""
     path = run_dir / LOCK
     for _ in range(100):
         try:
@@ -299,45 +304,30 @@ def _lock(run_dir: Path) -> FileIO:
             line = f"run_dir={run_dir}: {owner} is training in it; wait, or name another"
             raise ConfigError(line) from error
         file.close()
-    raise ConfigError(f"run_dir={run_dir}: is removed as soon as it is made; name another")
+    raise ConfigError(f"run_dir={run_dir}: is removed as soon as it is created; name another")
 
 
-PACKAGES = (
-    "torch",
-    "numpy",
-    "gymnasium",
-    "mujoco",
-    "envpool",
-    "hydra-core",
-    "tensorboard",
-    "transformers",
-)
+PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "envpool", "hydra-core", "tensorboard")
+PACKAGES += ("transformers",)
 
 
 def arithmetic(config: Config, device: torch.device) -> dict[str, Any]:
-    """What the rounding of floating-point results depends on besides the options of the
-    algorithm.
-    """
-    cuda = device.type == "cuda"
+    """Return the settings besides the algorithm's options that rounding depends on."""
+    name = f"cpu ({torch.backends.cpu.get_cpu_capability()})"
     return {
         "threads": config.threads or torch.get_num_threads(),
         "matmul_precision": config.matmul_precision,
         "compile": config.compile,
-        "device": (
-            torch.cuda.get_device_name(device)
-            if cuda
-            else f"cpu ({torch.backends.cpu.get_cpu_capability()})"
-        ),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
         "torch": versions()["torch"],
     }
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    found = {"embodied_ppo": __version__, "python": platform.python_version()}
+    """Return the versions of this package, Python and the installed PACKAGES."""
+    installed = {"embodied_ppo": __version__, "python": platform.python_version()}
     for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+        with suppress(PackageNotFoundError):
+            installed[package] = version(package)
+    return installed

@@ -79,7 +79,7 @@ class RunSystem(ABC):
         self.saved_update = -1
         self.pending_row: PendingRow | None = None
         """Row of metrics of the loaded checkpoint of this run, which may not have been logged."""
-        self.measured: Callable[[Any], None] = lambda result: None
+        self.on_evaluation: Callable[[Any], None] = lambda result: None
         """Called with the result of every evaluation."""
 
     @property
@@ -127,7 +127,7 @@ class RunSystem(ABC):
         metrics: Metrics = self.result.metrics()
         if self.saved is not None and self.saved_update == update:
             checkpoint.set_score(self.saved, numbers(metrics)[self.records.score])
-        self.measured(self.result)
+        self.on_evaluation(self.result)
         return metrics
 
     def save(self, update: int, row: PendingRow | None = None) -> Path:

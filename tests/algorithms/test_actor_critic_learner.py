@@ -171,7 +171,7 @@ MICRO_CASES = [
 
 
 @pytest.mark.parametrize(("options", "discrete"), MICRO_CASES)
-def test_micro_batches_change_no_number(options, discrete):
+def test_micro_batch_size_does_not_change_update(options, discrete):
     outcomes = []
     for micro in (None, 8, 24):  # 24 does not divide 64: the last micro-batch is smaller
         learner = make({**EVERYTHING, **options, "micro_batch_size": micro}, discrete=discrete)
@@ -206,7 +206,7 @@ def test_micro_batches_over_epochs():
 
 
 # --------------------------------------------------------------------------------- order of rewards
-def test_rewards_are_clipped_and_whitened_where_the_options_say():
+def test_order_of_reward_clip_and_whitening():
     """Scores 0, 4 and 8; the penalty is 1 on the first, 0 on the others.
 
     Mean 4, unbiased deviation 4.
@@ -264,7 +264,7 @@ def padded(t: Trajectory, rows: int) -> Trajectory:
 
 @pytest.mark.parametrize("unit", ["step", "column"])
 @pytest.mark.parametrize("reward_norm", [None, "batch", "running"])
-def test_masked_rows_change_nothing(unit, reward_norm):
+def test_masked_rows_do_not_change_update(unit, reward_norm):
     options = {
         **EVERYTHING,
         "minibatch_unit": unit,
@@ -287,7 +287,7 @@ def test_masked_rows_change_nothing(unit, reward_norm):
         )
 
 
-def test_minibatches_of_columns_do_not_see_padding():
+def test_column_minibatches_ignore_padding():
     """In several minibatches over several epochs: the permutation of columns is the same."""
     runs = []
     for extra in (0, 4):
@@ -300,7 +300,7 @@ def test_minibatches_of_columns_do_not_see_padding():
         torch.testing.assert_close(runs[1][1][name], x, rtol=1e-4, atol=1e-6)
 
 
-def test_dummy_rows_change_nothing():
+def test_reset_rows_do_not_change_update():
     """A simulator that resets on the next step inserts a masked row after each end: the numbers are
     those without.
     """
@@ -321,7 +321,7 @@ def test_dummy_rows_change_nothing():
     assert (outcomes[0][1] - outcomes[1][1]).norm() <= 1e-5 * outcomes[0][1].norm()
 
 
-def test_nothing_unmasked_trains_nothing():
+def test_fully_masked_rollout_changes_no_weight():
     learner = make(
         {
             "use_kl_in_reward": True,
@@ -416,7 +416,7 @@ def plain_ppo(
             optimizer.step()
 
 
-def test_ppo_as_cleanrl_writes_it():
+def test_update_equals_cleanrl_ppo():
     options = {
         "entropy_bonus": 0.01,
         "value_loss_coef": 0.5,
@@ -439,7 +439,7 @@ def test_ppo_as_cleanrl_writes_it():
 
 # ----------------------------------------------------------------------------------------- failures
 @pytest.mark.parametrize("spoil", ["reward", "obs"])
-def test_non_finite_batches_stop_training_before_the_weights(spoil, tmp_path):
+def test_non_finite_batch_changes_no_weight(spoil, tmp_path):
     learner = make(
         {} if spoil == "reward" else {"global_batch_size": T * N}, dump_dir=tmp_path / "run"
     )
@@ -462,7 +462,7 @@ def test_non_finite_batches_stop_training_before_the_weights(spoil, tmp_path):
         make().update(t, update=0)
 
 
-def test_refusals():
+def test_invalid_options_are_refused():
     with pytest.raises(ConfigError, match="kl_loss_type = k1: its expected gradient is zero"):
         make({"use_kl_loss": True, "kl_loss_type": "k1"})
     with pytest.raises(ConfigError, match="must be as fine as or finer"):
@@ -472,7 +472,7 @@ def test_refusals():
         make({"use_kl_loss": True}).load_state(learner.state())
 
 
-def test_a_rollout_too_small_to_normalise_is_told():
+def test_skipped_advantage_normalisation_is_reported():
     told: list[str] = []
     learner = make({"global_batch_size": 1}, notice=told.append)
     t = experience(learner, rows=1)
@@ -483,7 +483,7 @@ def test_a_rollout_too_small_to_normalise_is_told():
 
 # ------------------------------------------------------------------------------- steering the steps
 @pytest.mark.parametrize("shared", [True, False])
-def test_critic_warmup_moves_the_critic_alone(shared):
+def test_critic_warmup_trains_critic_only(shared):
     learner = make(
         {"critic_warmup": 2, "weight_decay": 0.1, "use_kl_loss": True},
         model={"shared_backbone": shared},
@@ -536,7 +536,7 @@ def test_learning_rate_schedules_by_hand():
         assert metrics["value/lr"] == pytest.approx(0.04 * expected)
 
 
-def test_learning_rates_reach_their_parameters():
+def test_learning_rates_of_actor_and_critic():
     """Adam's first step moves every weight by the learning rate."""
     for options, actor, critic in (
         ({"lr": 1e-3}, 1e-3, 1e-3),
@@ -599,7 +599,7 @@ def test_max_grad_norm():
     torch.testing.assert_close(seen[0] * norm / 0.05, unclipped[0], rtol=1e-3, atol=1e-6)
 
 
-def test_entropy_target_steers_the_bonus():
+def test_entropy_target_adapts_bonus():
     options = {"entropy_bonus": 0.01, "update_epoch": 1}
     entropy = ACTIONS * (0.5 * math.log(2 * math.pi * math.e))  # log_std = 0: 4.2568
     for target, direction in ((entropy + 5, 1), (entropy - 5, -1)):
@@ -615,7 +615,7 @@ def test_entropy_target_steers_the_bonus():
 
 
 # ------------------------------------------------------------------------------------ the reference
-def test_kl_in_the_reward_is_subtracted_from_it():
+def test_kl_penalty_is_subtracted_from_reward():
     """The same as handing in rewards r - beta (lp - lp_ref)."""
     learner = make({"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.3}})
     disturb_reference(learner)
@@ -662,7 +662,7 @@ def test_adaptive_kl_coefficient(how):
     assert after == pytest.approx(0.1 * (1 - 0.02) ** 2 * (1 + error * N / 80))
 
 
-def test_kl_loss_holds_the_policy():
+def test_kl_loss_keeps_policy_near_reference():
     distances = []
     for coef in (0.0, 100.0):
         learner = make({"use_kl_loss": True, "kl_loss_coef": coef, "lr": 3e-3, "update_epoch": 10})
@@ -672,7 +672,7 @@ def test_kl_loss_holds_the_policy():
     assert distances[1]["policy/approx_kl"] < 0.5 * distances[0]["policy/approx_kl"]
 
 
-def test_the_reference_is_the_policy_training_began_with():
+def test_reference_is_initial_policy():
     """As a function of raw observations: when the normaliser moves on, the reference keeps its
     own.
     """
@@ -846,7 +846,7 @@ STATEFUL: dict[str, Any] = {
 }
 
 
-def test_state_continues_bit_for_bit():
+def test_state_resumes_bit_for_bit():
     learner = make(STATEFUL)
     for update in range(2):
         learner.update(experience(learner, seed=update), update=update)
@@ -873,7 +873,7 @@ def test_state_continues_bit_for_bit():
     assert numbers(forgetful.update(experience(learner, seed=2), update=2)) != a
 
 
-def test_what_does_not_adapt_follows_the_configuration():
+def test_constant_coefficients_follow_config_after_resume():
     learner = make(STATEFUL)
     learner.update(experience(learner), update=0)
     options = {
@@ -893,7 +893,7 @@ def test_what_does_not_adapt_follows_the_configuration():
 # ------------------------------------------------------------------------------------------- golden
 @pytest.mark.gpu
 @pytest.mark.parametrize("discrete", [False, True])
-def test_on_a_gpu_the_numbers_are_the_same(discrete):
+def test_gpu_update_equals_cpu_update(discrete):
     found = []
     for device in ("cpu", "cuda"):
         options = {
@@ -936,7 +936,7 @@ GOLDEN = {  # those, and the sum of all weights' absolute values
 
 
 @pytest.mark.parametrize("name", ["gaussian", "categorical", "columns"])
-def test_golden(name):
+def test_update_equals_recorded_numbers(name):
     """Fixed seeds: a refactor moves none of these numbers.
 
     To set them anew run pytest -s, and say why they moved.

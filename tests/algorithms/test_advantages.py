@@ -95,7 +95,7 @@ def test_gae_by_hand():
         ),  # and only here the carry passes: δ of the next row is 100
     ],
 )
-def test_ends_of_episodes(terminated, truncated, bootstrap_type, expected):
+def test_gae_at_episode_ends(terminated, truncated, bootstrap_type, expected):
     rows = column(
         reward=[2.0, 100.0],
         value=[3.0, 0.0],
@@ -121,7 +121,7 @@ def test_ends_of_episodes(terminated, truncated, bootstrap_type, expected):
     st.sampled_from(advantages.BOOTSTRAP_TYPES),
     st.booleans(),
 )
-def test_gae_twin(T, N, seed, holes, gamma, gae_lambda, bootstrap_type, variable):
+def test_gae_equals_reference(T, N, seed, holes, gamma, gae_lambda, bootstrap_type, variable):
     rows = random_rows(T, N, seed, holes=holes)
     steps = torch.randint(1, 6, (T, N), generator=torch.Generator().manual_seed(seed))
     options = {"gamma": gamma, "gae_lambda": gae_lambda, "bootstrap_type": bootstrap_type}
@@ -132,13 +132,13 @@ def test_gae_twin(T, N, seed, holes, gamma, gae_lambda, bootstrap_type, variable
 
 
 @pytest.mark.parametrize("gamma_lambda", [(0.99, 0.95), (1.0, 1.0)])
-def test_gae_twin_over_a_long_rollout(gamma_lambda):
+def test_gae_equals_reference_on_long_rollout(gamma_lambda):
     rows = random_rows(2048, 2, 0, holes=0.05, ends=0.001)
     options = dict(zip(("gamma", "gae_lambda"), gamma_lambda))
     close(advantages.gae(**rows, **options)[0], twin(rows, **options)[0])
 
 
-def test_one_row_and_no_unmasked_row():
+def test_gae_of_one_row_and_of_masked_rows():
     rows = column(reward=[1.0], value=[2.0], next_value=[4.0])
     assert advantages.gae(**rows, gamma=0.5, gae_lambda=0.9)[0].item() == 1.0  # 1 + 2 − 2
     rows = column(reward=[1.0, 1.0], value=[2.0, 3.0], next_value=[4.0, 4.0], mask=[0, 0])
@@ -146,14 +146,14 @@ def test_one_row_and_no_unmasked_row():
     assert advantage.flatten().tolist() == [0.0, 0.0] and returns.flatten().tolist() == [2.0, 3.0]
 
 
-def test_lambda_0_is_the_td_error():
+def test_gae_with_lambda_0_is_td_error():
     rows = random_rows(20, 3, 1, holes=0.0)
     advantage, _ = advantages.gae(**rows, gamma=0.9, gae_lambda=0.0)
     td = rows["reward"] + 0.9 * rows["next_value"] * ~rows["terminated"] - rows["value"]
     close(advantage, td)
 
 
-def test_lambda_1_is_monte_carlo():
+def test_gae_with_lambda_1_is_monte_carlo():
     """With consistent values the returns are discounted rewards, plus the value where the clock or
     the rollout cuts.
     """
@@ -181,7 +181,7 @@ def test_lambda_1_is_monte_carlo():
             assert returns[t].item() == pytest.approx(monte_carlo, abs=1e-5)
 
 
-def test_a_chunk_of_k_steps_discounts_k_times():
+def test_gae_discounts_chunk_of_k_steps_k_times():
     rows = column(reward=[1.0, 2.0], value=[0.0, 0.0], next_value=[10.0, 10.0])
     steps = torch.tensor([[3], [2]])
     advantage, _ = advantages.gae(**rows, gamma=0.5, gae_lambda=0.5, steps=steps)
@@ -193,7 +193,7 @@ def test_a_chunk_of_k_steps_discounts_k_times():
 
 # -------------------------------------------------------------------------------------------- masks
 @pytest.mark.parametrize("seed", range(8))
-def test_masked_rows_may_hold_anything(seed):
+def test_masked_rows_do_not_change_results(seed):
     rows = random_rows(15, 4, seed)
     expected = advantages.gae(**rows, **GAMMA)
     junk = copy.deepcopy(rows)
@@ -208,7 +208,7 @@ def test_masked_rows_may_hold_anything(seed):
     assert expected[1][~rows["mask"]].equal(rows["value"][~rows["mask"]])
 
 
-def test_a_dummy_reset_row_is_transparent():
+def test_gae_ignores_reset_row():
     """Embodied: the row before the dummy is done and keeps its own next_value; the next episode
     begins after it.
     """
@@ -227,7 +227,7 @@ def test_a_dummy_reset_row_is_transparent():
     )  # the value of the final observation
 
 
-def test_a_hole_inside_a_response_is_transparent():
+def test_gae_ignores_masked_tokens_inside_response():
     """Reasoning: two tool tokens between two of the policy's; next_value is the following token's
     value.
     """
@@ -250,7 +250,7 @@ def test_a_hole_inside_a_response_is_transparent():
     assert advantage[1].item() == pytest.approx(delta + 0.99 * 0.95 * later, rel=1e-6)
 
 
-def test_a_hole_to_the_end_of_the_rollout_keeps_the_last_rows_own_next_value():
+def test_gae_before_masked_tail_uses_own_next_value():
     cut = column(reward=[1.0, 0.0], value=[2.0, 30.0], next_value=[4.0, 50.0], mask=[1, 0])
     assert advantages.gae(**cut, gamma=0.5, gae_lambda=0.9)[0].flatten().tolist() == [
         1.0,
@@ -258,7 +258,7 @@ def test_a_hole_to_the_end_of_the_rollout_keeps_the_last_rows_own_next_value():
     ]  # 1 + ½·4 − 2
 
 
-def test_columns_do_not_meet():
+def test_columns_are_independent():
     rows = random_rows(12, 5, 3)
     together = advantages.gae(**rows, **GAMMA)[0]
     for n in range(5):
@@ -267,7 +267,7 @@ def test_columns_do_not_meet():
 
 
 @pytest.mark.parametrize("adv_type", advantages.ADV_TYPES)
-def test_padding_length_changes_nothing(adv_type):
+def test_padding_length_does_not_change_advantages(adv_type):
     rows = random_rows(8, 4, 4)
     rows["terminated"][-1], rows["truncated"][-1], rows["mask"][-1] = True, False, True
     pad = {
@@ -282,7 +282,7 @@ def test_padding_length_changes_nothing(adv_type):
     assert short[1].equal(long[1][:8])
 
 
-def test_nothing_carries_gradient():
+def test_results_carry_no_gradient():
     rows = random_rows(5, 2, 5)
     rows["value"].requires_grad_()
     assert not any(x.requires_grad for x in advantages.gae(**rows, **GAMMA))
@@ -306,7 +306,7 @@ def test_rloo_by_hand():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 10_000))
-def test_group_twins(group_size, groups, seed):
+def test_group_estimators_equal_reference(group_size, groups, seed):
     score = torch.randn(group_size * groups, generator=torch.Generator().manual_seed(seed))
     s = score.tolist()
     assert advantages.grpo(score, group_size).tolist() == pytest.approx(
@@ -323,14 +323,14 @@ def test_group_twins(group_size, groups, seed):
 
 
 @pytest.mark.parametrize("estimator", [advantages.grpo, advantages.rloo])
-def test_groups_ignore_columns_without_a_row(estimator):
+def test_groups_ignore_fully_masked_columns(estimator):
     valid = torch.tensor([True, True, False, True, False, False, True, False])
     out = estimator(SCORE, 4, valid=valid)
     assert out[[0, 1, 3]].tolist() == pytest.approx(estimator(SCORE[[0, 1, 3]], 3).tolist())
     assert out[[2, 4, 5, 6, 7]].tolist() == [0.0] * 5  # not valid, or alone in its group
 
 
-def test_groups_are_refused_with_the_cure():
+def test_invalid_group_sizes_are_refused():
     with pytest.raises(
         ConfigError, match=r"group_size = 1: .* >= 2 columns .* set algorithm.group_size"
     ):
@@ -362,7 +362,7 @@ def test_reinforce_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_reinforce_plus_plus_twin(seed):
+def test_reinforce_plus_plus_equals_reference(seed):
     rows = random_rows(10, 4, seed)
     done, mask = rows["terminated"] | rows["truncated"], rows["mask"].tolist()
     raw = reference_numerics.return_to_go(rows["reward"].tolist(), done.tolist(), mask, gamma=0.9)
@@ -376,7 +376,7 @@ def test_reinforce_plus_plus_twin(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_reinforce_plus_plus_baseline_twin(seed):
+def test_reinforce_plus_plus_baseline_equals_reference(seed):
     rows = random_rows(6, 4, seed)
     rows["mask"][0] = True
     score = torch.where(rows["mask"], rows["reward"], 0.0).sum(0)
@@ -392,7 +392,7 @@ def test_reinforce_plus_plus_baseline_twin(seed):
 
 
 # ----------------------------------------------------------------------------------------- estimate
-def test_estimate_dispatches():
+def test_estimate_selects_estimator():
     rows = random_rows(6, 4, 7)
     rows["mask"][:, 3] = False  # an empty column: counts in no group
     mask = rows["mask"]
@@ -416,14 +416,14 @@ def test_estimate_dispatches():
 
 
 @pytest.mark.parametrize("adv_type", advantages.ADV_TYPES[1:])
-def test_critic_free_advantages_read_no_value(adv_type):
+def test_critic_free_advantages_do_not_read_values(adv_type):
     rows = random_rows(6, 4, 8)
     other = rows | {"value": rows["value"] + 3.0, "next_value": rows["next_value"] * 2}
     a, b = (advantages.estimate(adv_type, **r, **GAMMA, group_size=2)[0] for r in (rows, other))
     assert a.equal(b)
 
 
-def test_whitening_may_be_left_to_a_caller_who_knows_all_ranks():
+def test_whitening_can_be_left_to_caller():
     rows = random_rows(6, 8, 9)
     for adv_type in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         whole = advantages.estimate(adv_type, **rows, **GAMMA, group_size=2)[0]
@@ -462,7 +462,7 @@ def test_normalize_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_normalize_twin_and_moments(seed):
+def test_normalize_equals_reference(seed):
     g = torch.Generator().manual_seed(seed)
     a, mask = torch.randn(20, 6, generator=g) * 7 + 100, torch.rand(20, 6, generator=g) < 0.5
     out, _ = advantages.normalize(a, mask)
@@ -472,7 +472,7 @@ def test_normalize_twin_and_moments(seed):
     close(advantages.normalize(out, mask)[0], out)  # whitening twice is whitening once
 
 
-def test_normalize_needs_two_entries_and_says_so():
+def test_normalize_needs_two_entries():
     a = torch.tensor([[3.0, 8.0]])
     out, used = advantages.normalize(a, torch.tensor([[True, False]]))
     assert out.equal(a) and used.count.item() == 1
@@ -526,7 +526,7 @@ def test_whiten_rewards_keeps_the_mean():
     ],
 )
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_reward_norm_flags(flags, expected, norm):
+def test_reward_shift_and_scale(flags, expected, norm):
     out = advantages.shape_rewards(
         torch.tensor([[0.0, 4.0]]), torch.ones(1, 2).bool(), norm=norm, group_size=2, **flags
     )
@@ -556,7 +556,7 @@ def test_rewards_are_clamped_before_they_are_normalised():
     assert advantages.shape_rewards(REWARD, KEPT).equal(REWARD)
 
 
-def test_rewards_without_spread_are_not_blown_up():
+def test_constant_rewards_are_not_divided():
     same = torch.full((3, 4), 0.1)
     mask = torch.ones(3, 4).bool()
     assert advantages.shape_rewards(same, mask, norm="batch", scale=True).equal(same)
@@ -603,7 +603,7 @@ def test_return_scaler_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_return_scaler_twin_over_several_rollouts(seed):
+def test_return_scaler_equals_reference_over_rollouts(seed):
     s, state, seen = advantages.ReturnScaler(3), [0.0] * 3, []
     for i in range(4):
         rows = random_rows(7, 3, 10 * seed + i)
@@ -622,7 +622,7 @@ def test_return_scaler_twin_over_several_rollouts(seed):
     close(shaped[KEPT], (REWARD / s.std.float())[KEPT])  # divided, nothing subtracted
 
 
-def test_return_scaler_cuts_of_the_rollout_change_nothing_and_it_resumes():
+def test_return_scaler_is_independent_of_rollout_length():
     rows = random_rows(12, 3, 11)
     done = rows["terminated"] | rows["truncated"]
     whole, cut = advantages.ReturnScaler(3), advantages.ReturnScaler(3)
@@ -639,7 +639,7 @@ def test_return_scaler_cuts_of_the_rollout_change_nothing_and_it_resumes():
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 33])
-def test_the_scan_of_a_gpu_equals_that_of_a_cpu(rows: int) -> None:
+def test_gpu_scan_equals_cpu_scan(rows: int) -> None:
     g = torch.Generator().manual_seed(rows)
     x, carry = (torch.randn(rows, 5, generator=g, dtype=torch.float64) for _ in range(2))
     carry[torch.rand(rows, 5, generator=g) < 0.2] = 0.0

@@ -58,7 +58,7 @@ def test_k3_clamps():
 
 
 @given(st.floats(-60, 60), st.floats(-60, 60), st.sampled_from(SAMPLED), st.booleans())
-def test_estimator_twin(lp, ref, kind, plus):
+def test_estimators_equal_reference(lp, ref, kind, plus):
     out = kl.estimate(
         torch.tensor(lp, dtype=torch.float64),
         torch.tensor(ref, dtype=torch.float64),
@@ -67,7 +67,7 @@ def test_estimator_twin(lp, ref, kind, plus):
     assert out.item() == pytest.approx(reference_numerics.kl(lp, ref, kind), rel=1e-9, abs=1e-12)
 
 
-def test_expectations_under_the_policy_are_the_exact_kl():
+def test_expectation_of_estimators_is_exact_kl():
     """Sums over a categorical's actions, no sampling: E[k1] = E[k3] = KL, E[k2] is close but
     biased.
     """
@@ -135,7 +135,7 @@ def test_full_by_hand_with_an_impossible_action():
     assert logits.grad is not None and logits.grad.isfinite().all()
 
 
-def test_refusals():
+def test_invalid_options_are_refused():
     x = torch.zeros(2)
     with pytest.raises(ConfigError, match="kl estimator = low_var_kl: must be one of k1"):
         kl.estimate(x, x, "low_var_kl")
@@ -183,7 +183,7 @@ def test_adaptive_controller_by_hand():
     assert c.coef == pytest.approx(before)
 
 
-def test_the_adaptive_controller_reaches_its_target():
+def test_adaptive_controller_reaches_target():
     """A policy whose KL falls as 1/β settles where KL = target."""
     c = kl.AdaptiveKL(0.01, target=0.1, horizon=100)
     for _ in range(500):
@@ -191,7 +191,7 @@ def test_the_adaptive_controller_reaches_its_target():
     assert 0.02 / c.coef == pytest.approx(0.1, rel=1e-3)
 
 
-def test_controllers_resume():
+def test_controller_state_round_trip():
     a, b = (
         kl.AdaptiveKL(0.5, target=0.1, horizon=1000),
         kl.AdaptiveKL(9.0, target=0.1, horizon=1000),
@@ -203,7 +203,7 @@ def test_controllers_resume():
     assert a.coef == b.coef != 0.5
 
 
-def test_controller_by_name():
+def test_controller_selects_type():
     fixed = kl.controller("fixed", kl_coef=0.3, horizon=10, target_kl=0.1)
     fixed.update(99.0, 10_000)
     assert fixed.coef == 0.3 and fixed.state_dict() == {"coef": 0.3}
@@ -214,7 +214,7 @@ def test_controller_by_name():
         kl.controller("pid", kl_coef=0.3, horizon=10, target_kl=0.1)
 
 
-def test_controller_refusals():
+def test_invalid_controller_options_are_refused():
     with pytest.raises(
         ConfigError, match=r"kl_ctrl.horizon = 10: must be > 0.2 x 64 .* set it to 640"
     ):

@@ -105,7 +105,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_number_of_ranks_changes_no_number(case: str, world: int) -> None:
+def test_number_of_ranks_does_not_change_result(case: str, world: int) -> None:
     options = WHOLE | CASES[case] | {"global_batch_size": T * N}
     trajectory = experience(make(options), noise=0.2)
     alone, told = learned(1, options, trajectory)
@@ -123,7 +123,7 @@ def test_the_number_of_ranks_changes_no_number(case: str, world: int) -> None:
             assert many[tag] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), tag
 
 
-def test_every_sample_is_used_once_an_epoch_in_minibatches_of_the_same_size() -> None:
+def test_every_sample_is_used_once_per_epoch() -> None:
     options = {"global_batch_size": 16, "update_epoch": 2}
     trajectory = experience(make(options))
     _, told = learned(4, options, trajectory)
@@ -133,7 +133,7 @@ def test_every_sample_is_used_once_an_epoch_in_minibatches_of_the_same_size() ->
     assert counted == 2 * int(trajectory.mask.sum())
 
 
-def test_a_rank_whose_columns_are_all_masked_learns_with_the_others() -> None:
+def test_fully_masked_rank_takes_same_steps() -> None:
     trajectory = experience(make(WHOLE))
     trajectory.mask[:, : N // 2] = False
     alone, _ = learned(1, WHOLE, trajectory)
@@ -142,7 +142,7 @@ def test_a_rank_whose_columns_are_all_masked_learns_with_the_others() -> None:
         torch.testing.assert_close(theirs[0][name], x, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_a_non_finite_reward_stops_every_rank() -> None:
+def test_non_finite_reward_stops_every_rank() -> None:
     trajectory = experience(make(WHOLE))
     trajectory.log_prob[0, 0] = math.nan
     trajectory.mask[0, 0] = True
@@ -162,7 +162,7 @@ def test_a_non_finite_reward_stops_every_rank() -> None:
         assert all(torch.equal(x, before[name]) for name, x in weights(learner).items())
 
 
-def test_gradients_are_added_where_there_are_any() -> None:
+def test_gradients_missing_on_some_ranks_are_summed() -> None:
     def work(ranks: Ranks) -> list[Tensor | None]:
         a, b, c = (nn.Parameter(torch.zeros(2)) for _ in range(3))
         a.grad = torch.full((2,), 1.0 + ranks.rank)
@@ -179,7 +179,7 @@ def test_gradients_are_added_where_there_are_any() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8]
 )
-def test_columns_of_all_ranks_and_back(dtype: torch.dtype) -> None:
+def test_gathered_columns_round_trip(dtype: torch.dtype) -> None:
     whole = torch.arange(24).reshape(3, 4, 2).to(dtype)
 
     def work(ranks: Ranks) -> bool:

@@ -67,7 +67,7 @@ def test_asymmetric_clip():
     assert loss_of(0.85, -1.0, **wide)[0] == pytest.approx(0.9)  # max(0.85, 1 - 0.1)
 
 
-def test_dual_clip_only_where_the_advantage_is_negative():
+def test_dual_clip_applies_to_negative_advantages_only():
     # A = -2, r = 5: max(10, 2.4) = 10, bounded by 2·3 = 6, without gradient
     loss, stats, grad = loss_of(5.0, -2.0, clip_ratio_c=3.0)
     assert (loss, stats["dual_clip_fraction"], grad) == (pytest.approx(6.0), 1, 0.0)
@@ -80,7 +80,7 @@ def test_dual_clip_only_where_the_advantage_is_negative():
         loss_of(1.0, 1.0, clip_ratio_c=1.0)
 
 
-def test_the_log_ratio_is_clamped():
+def test_log_ratio_is_clamped():
     new, old = torch.tensor([500.0, -500.0, 3.0]), torch.zeros(3)
     assert losses.log_ratio(new, old).tolist() == [20.0, -20.0, 3.0]
     loss, stats = losses.policy_loss(
@@ -106,7 +106,7 @@ element = st.tuples(
     st.floats(0.01, 0.9),
     st.none() | st.floats(1.5, 5),
 )
-def test_policy_loss_twin(elements, low, high, c):
+def test_policy_loss_equals_reference(elements, low, high, c):
     lp, old, advantage, mask = (list(x) for x in zip(*elements, strict=True))
     loss, stats = losses.policy_loss(
         torch.tensor(lp, dtype=torch.float64),
@@ -128,7 +128,7 @@ def test_policy_loss_twin(elements, low, high, c):
     assert stats["count"].item() == count
 
 
-def test_policy_loss_twin_in_float32_with_fractions_that_move():
+def test_policy_loss_fractions_equal_reference():
     g = generator()
     lp, old = torch.randn(400, generator=g) * 0.3, torch.randn(400, generator=g) * 0.3
     advantage, mask = torch.randn(400, generator=g), torch.rand(400, generator=g) < 0.8
@@ -142,7 +142,7 @@ def test_policy_loss_twin_in_float32_with_fractions_that_move():
     assert stats["approx_kl"].item() == pytest.approx(k3, rel=1e-5)
 
 
-def test_masked_elements_have_no_loss_no_statistics_and_no_gradient():
+def test_masked_elements_have_no_loss_and_no_gradient():
     lp = torch.tensor([0.1, float("nan"), float("-inf"), 9.0], requires_grad=True)
     mask = torch.tensor([True, False, False, False])
     advantage = torch.tensor([1.0, float("nan"), 2.0, -3.0])
@@ -156,7 +156,7 @@ def test_masked_elements_have_no_loss_no_statistics_and_no_gradient():
     assert (stats["count"].item(), stats["ratio_max"].item()) == (1, pytest.approx(math.exp(0.1)))
 
 
-def test_nothing_unmasked():
+def test_policy_loss_of_fully_masked_batch():
     lp = torch.randn(3, requires_grad=True)
     none = torch.zeros(3, dtype=torch.bool)
     loss, stats = losses.policy_loss(lp, torch.zeros(3), torch.ones(3), none, **CLIP)
@@ -203,7 +203,7 @@ def test_reduce_log_prob():
         losses.reduce_log_prob(actions, "row_level", batch_dims=1)
 
 
-def test_levels_that_can_be_multiplied():
+def test_check_levels():
     legal = set()
     for lp in losses.LEVELS:
         for entropy in losses.LEVELS:
@@ -262,7 +262,7 @@ def test_value_loss_gradient():
     st.none() | st.floats(0.05, 2),
     st.none() | st.floats(0.1, 20),
 )
-def test_value_loss_twin(elements, clip, delta):
+def test_value_loss_equals_reference(elements, clip, delta):
     value, old, returns = (list(x) for x in zip(*elements, strict=True))
     loss, flags = losses.value_loss(
         *(torch.tensor(x, dtype=torch.float64) for x in (value, old, returns)),
@@ -294,7 +294,7 @@ def test_aggregate_by_hand():
 
 @pytest.mark.parametrize("how", losses.AGGREGATIONS)
 @pytest.mark.parametrize("trailing", [(), (3,), (2, 2)])
-def test_aggregate_twin(how, trailing):
+def test_aggregate_equals_reference(how, trailing):
     g = generator(1)
     x = torch.randn(6, 5, *trailing, generator=g)
     mask = torch.rand(6, 5, generator=g) < 0.6
@@ -308,7 +308,7 @@ def test_aggregate_twin(how, trailing):
 @pytest.mark.parametrize("how", losses.AGGREGATIONS)
 @pytest.mark.parametrize("trailing", [(), (2, 3)])
 @pytest.mark.parametrize("micro", [1, 2, 3, 5, 8])
-def test_micro_batches_change_nothing(how, trailing, micro):
+def test_micro_batch_size_does_not_change_result(how, trailing, micro):
     g = generator(2)
     x = torch.randn(7, 8, *trailing, generator=g)
     mask = torch.rand(7, 8, generator=g) < torch.linspace(0, 1, 8)  # ragged, column 0 empty
@@ -330,7 +330,7 @@ def test_micro_batches_change_nothing(how, trailing, micro):
 
 
 @pytest.mark.parametrize("how", losses.AGGREGATIONS)
-def test_ranks_change_nothing(how):
+def test_number_of_ranks_does_not_change_loss(how):
     """Denominators of two ranks, one of them with nothing, add up to the whole's."""
     g = generator(3)
     x, mask = torch.randn(5, 6, generator=g), torch.rand(5, 6, generator=g) < 0.5
@@ -345,7 +345,7 @@ def test_ranks_change_nothing(how):
 
 
 @pytest.mark.parametrize("how", losses.AGGREGATIONS)
-def test_padding_changes_nothing(how):
+def test_padding_does_not_change_result(how):
     g = generator(4)
     x, mask = torch.randn(5, 4, generator=g), torch.rand(5, 4, generator=g) < 0.7
     junk = torch.full((30, 4), float("nan"))
@@ -361,7 +361,7 @@ def test_padding_changes_nothing(how):
     assert padded.grad is not None and padded.grad[~longer].abs().sum().item() == 0.0
 
 
-def test_a_minibatch_of_steps_has_no_sequences():
+def test_sequence_aggregation_of_steps_is_refused():
     x, mask = torch.randn(4, 2), torch.ones(4, dtype=torch.bool)
     assert losses.aggregate(x, mask).item() == pytest.approx(x.mean().item())
     with pytest.raises(
@@ -401,7 +401,7 @@ def test_off_policy_weight_by_hand():
     )
 
 
-def test_off_policy_weight_of_finer_log_probabilities_and_without_gradient():
+def test_off_policy_weight_of_finer_log_probs():
     g = generator()
     trainer, rollout = (
         torch.randn(3, 2, 2, generator=g, requires_grad=True),
@@ -436,7 +436,7 @@ def test_entropy_controller_moves_towards_its_target():
     assert losses.EntropyController(0.0, target=1.0).coef == c.SMALLEST  # 0 could never grow
 
 
-def test_entropy_controller_without_target_and_its_state():
+def test_entropy_controller_without_target():
     constant = losses.EntropyController(0.0)
     constant.update(float("nan"))
     assert constant.coef == 0.0

@@ -1,17 +1,22 @@
-"""One optimiser step as a function of tensors equals the learner's eager step, whatever the
-options.
-"""
+"""The step of a minibatch as a function of tensors equals the eager step, for all options."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from embodied_ppo.algorithms.learner import Learner
-from embodied_ppo.algorithms.optimizer import _adam_state
+from embodied_ppo.algorithms.optimizer import (
+    MinibatchOptimizer,
+    SampleCutter,
+    TokenBudgetCutter,
+    adam_state,
+)
 from embodied_ppo.algorithms.ppo_loss import SETTINGS, MinibatchStep, adamw_settings, take
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import Batch, TrainingError
@@ -73,7 +78,7 @@ def program_steps(
         batch,
     )
     learner.optimizer.statistics = program.statistics()
-    state = _adam_state(learner.optimizer.adamw)
+    state = adam_state(learner.optimizer.adamw)
     settings = adamw_settings(
         learner.config,
         len(indices),
@@ -91,33 +96,45 @@ def program_steps(
     ]
 
 
+def eager_step(optimizer: MinibatchOptimizer, batch: Batch, index: Tensor, coef: float) -> Tensor:
+    """Take one eager step on the samples (or columns) ``index`` and return its statistics."""
+    minibatch = take(batch, index, optimizer.config.minibatch_unit)
+    optimizer.config = replace(optimizer.config, update_epoch=1)
+    if isinstance(optimizer.cutter, TokenBudgetCutter):
+        optimizer.cutter = replace(optimizer.cutter, columns=len(index))
+    elif isinstance(optimizer.cutter, SampleCutter):
+        size = len(index) * (len(batch.mask) if optimizer.config.minibatch_unit == "column" else 1)
+        config = replace(optimizer.cutter.config, global_batch_size=size)
+        optimizer.cutter = replace(optimizer.cutter, config=config)
+    stats = optimizer.optimize(minibatch, 0, critic_only=False, entropy_coef=coef)
+    assert stats.sums["steps"] == 1
+    row = {**stats.sums, "ratio_max": stats.ratio_max}
+    return torch.tensor([row[name] for name in optimizer.statistics])
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_program_equals_the_eager_step(case: str) -> None:
+def test_program_equals_eager_step(case: str) -> None:
     options, rest = CASES[case]
     eager, fast = (make(options, **copy.deepcopy(rest)) for _ in range(2))
     batch = prepared(eager)
     start = [p.detach().clone() for p in eager.policy.parameters()]
     size = N // 4 if "minibatch_unit" in options else 16
     indices = [torch.arange(i * size, (i + 1) * size).flip(0) for i in range(4)]
-    told = program_steps(fast, prepared(fast), indices)
-    eager.optimizer.statistics = fast.optimizer.statistics
-    unit = eager.config.minibatch_unit
-    for i, index in enumerate(indices):
-        expected = eager.optimizer._step(
-            take(batch, index, unit), critic_only=False, entropy_coef=eager.entropy.coef, where=""
-        )
-        torch.testing.assert_close(told[i], expected, rtol=1e-5, atol=1e-5)
+    rows = program_steps(fast, prepared(fast), indices)
+    for row, index in zip(rows, indices, strict=True):
+        expected = eager_step(eager.optimizer, batch, index, eager.entropy.coef)
+        torch.testing.assert_close(row, expected, rtol=1e-5, atol=1e-5)
     for a, b, before in zip(
         eager.policy.parameters(), fast.policy.parameters(), start, strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         assert not torch.equal(a, before)
-    one, other = _adam_state(eager.optimizer.adamw), _adam_state(fast.optimizer.adamw)
+    one, other = adam_state(eager.optimizer.adamw), adam_state(fast.optimizer.adamw)
     for a, b in zip([*one.first, *one.second], [*other.first, *other.second], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
 
 
-def test_settings_are_those_of_torch() -> None:
+def test_adamw_settings_equal_torch_bias_corrections() -> None:
     """After 3 steps of the actor and 5 of the critic (a warm-up of 2): bias corrections of steps 4
     and 6.
     """
@@ -145,7 +162,7 @@ def test_settings_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize("leaf", ["returns", "advantage", "inputs"])
-def test_nothing_changes_where_a_loss_is_not_finite(leaf: str) -> None:
+def test_program_changes_nothing_if_loss_is_not_finite(leaf: str) -> None:
     learner = make()
     batch = prepared(learner)
     for x in tree.leaves(getattr(batch, leaf)):
@@ -156,11 +173,11 @@ def test_nothing_changes_where_a_loss_is_not_finite(leaf: str) -> None:
     assert all(
         torch.equal(x, before[name]) for name, x in learner.optimizer.model.state_dict().items()
     )
-    state = _adam_state(learner.optimizer.adamw)
+    state = adam_state(learner.optimizer.adamw)
     assert all(not x.any() for x in (*state.first, *state.second))
 
 
-def test_the_eager_step_raises_before_training_on_it(tmp_path: Any) -> None:
+def test_eager_step_raises_before_training_on_nan(tmp_path: Any) -> None:
     learner = make(dump_dir=tmp_path)
     t = full(experience(learner))
     t.reward[0, 0] = torch.nan

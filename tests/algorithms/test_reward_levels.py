@@ -42,7 +42,7 @@ def make_learner(options: dict[str, Any], *, values: int = C, samples: int = T *
     return actor_critic_learner(policy, config, num_envs=N, updates=10, seed=0)
 
 
-def test_advantages_of_actions_by_hand() -> None:
+def test_action_level_advantages_by_hand() -> None:
     """Discount 0.5, trace 0.5 x 0.5 = 0.25, two decisions of 3 actions; the first ends at its
     second action.
 
@@ -154,7 +154,7 @@ def reference_loss(learner: Learner, t: Trajectory, level: str) -> Tensor:
 @pytest.mark.parametrize(
     "more", [{}, {"minibatch_unit": "column"}, {"micro_batch_size": 5}], ids=str
 )
-def test_the_gradient_is_that_of_a_float64_reference(level: str, more: dict[str, Any]) -> None:
+def test_gradient_equals_float64_reference(level: str, more: dict[str, Any]) -> None:
     options = {
         "reward_type": "action_level",
         "logprob_type": level,
@@ -177,7 +177,7 @@ def test_the_gradient_is_that_of_a_float64_reference(level: str, more: dict[str,
     assert clipped.count == int(t.mask.sum()) * (1 if level == "action_level" else A)
 
 
-def test_actions_after_an_end_change_nothing() -> None:
+def test_actions_after_episode_end_are_ignored() -> None:
     """What an unexecuted action holds, NaN included, reaches neither loss nor normaliser."""
     outcomes = []
     for spoil in (False, True):
@@ -221,7 +221,7 @@ class CountingActions(toy_envs.CountingPolicy):
 
 
 @pytest.mark.parametrize("same_step", [False, True])
-def test_a_rollout_has_rows_of_actions_where_the_policy_values_them(same_step: bool) -> None:
+def test_rollout_has_action_rows_for_action_values(same_step: bool) -> None:
     """Episodes of 2 steps (terminates) and 4 (clock) in decisions of 3 actions; V = 1000 i + 100
     episode + step + 1/2
     + action/8. The simulator of column 0 begins episode 1 inside the chunk, where nothing counts,
@@ -262,7 +262,7 @@ def trained(options: dict[str, Any]) -> dict[str, float]:
     ]
 
 
-def test_levels_of_an_actor_critic_differ() -> None:
+def test_levels_change_actor_critic_update() -> None:
     """Each level of ratio, entropy and reward trains other weights; a chunk is [B, C, A], not one
     action of C x A.
     """
@@ -287,32 +287,37 @@ def test_levels_of_an_actor_critic_differ() -> None:
     assert [x.shape[1:].numel() for x in levels.values()] == [C * A, C, 1]
 
 
+ACTION_LEVEL = {"algorithm.reward_type": "action_level"}
+COLUMNS = {"algorithm.minibatch_unit": "column"}
+
+
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (
-            {"algorithm.reward_type": "action_level", "algorithm.off_policy_correction": "sequence",
-             "algorithm.minibatch_unit": "column"},
+            {**ACTION_LEVEL, **COLUMNS, "algorithm.off_policy_correction": "sequence"},
             "off_policy_correction = sequence: .*reward_type=chunk_level",
         ),
         (
-            {"algorithm.reward_type": "action_level", "algorithm.loss_agg_func": "seq-mean-token-sum",
-             "algorithm.minibatch_unit": "column"},
+            {**ACTION_LEVEL, **COLUMNS, "algorithm.loss_agg_func": "seq-mean-token-sum"},
             "loss_agg_func = seq-mean-token-sum: .*token-mean",
         ),
-        ({"algorithm.reward_type": "action_level", "algorithm.chunk_reward": "sum"}, "chunk_reward = sum is set but"),
-        ({"env.action_chunk": 1, "algorithm.chunk_reward": "sum"}, "chunk_reward = sum is set but not read"),
+        ({**ACTION_LEVEL, "algorithm.chunk_reward": "sum"}, "chunk_reward = sum is set but"),
+        (
+            {"env.action_chunk": 1, "algorithm.chunk_reward": "sum"},
+            "chunk_reward = sum is set but not read",
+        ),
         ({"model.detach_value": True}, "detach_value = true .*shared_backbone=false"),
     ],
     ids=lambda x: next(reversed(x)) if isinstance(x, dict) else "",
-)  # fmt: skip
-def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as error:
+)
+def test_incompatible_levels_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
         run_helpers.tiny_config({**CHUNKS, "algorithm.entropy_bonus": 0.0, **options})
     assert len(str(error.value)) <= 300
 
 
-def test_detach_value_of_an_actor_critic() -> None:
+def test_detach_value_of_actor_critic() -> None:
     """null and false are what it does: the value loss trains the shared trunk. A stored ``true`` of
     an earlier version is read as before."""
     run_helpers.tiny_config({"model.detach_value": False})
@@ -337,7 +342,7 @@ RECOMPUTED = {
 }
 
 
-def test_limits_bound_forward_passes_and_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_limits_do_not_change_result(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: dict[bool, list[int]] = {True: [], False: []}  # by whether gradients are computed
     plain = ActorCritic._policy
 
@@ -367,7 +372,7 @@ algorithm: {normalize_advantages: True, group_size: 1, adv_type: gae, loss_type:
 """The options of PPO on RLinf's page about embodied tasks."""
 
 
-def test_a_block_of_rlinf_trains_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rlinf_options_train_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/block.yaml").write_text(BLOCK.lstrip())
@@ -387,7 +392,7 @@ def test_a_block_of_rlinf_trains_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     assert "  micro_batch_size: null" in stored
 
 
-def test_compiled_code_has_one_shape() -> None:
+def test_forward_limits_exclude_compilation() -> None:
     c = run_helpers.tiny_config({"algorithm.rollout_micro_batch_size": 3, "updates": 2000})
     notices: list[str] = []
     assert embodied.compile_from(c, torch.device("cpu"), notices.append)[0] is None

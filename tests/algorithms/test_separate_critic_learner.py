@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from embodied_ppo.algorithms.learner import Learner
-from embodied_ppo.algorithms.optimizer import _adam_state
+from embodied_ppo.algorithms.optimizer import adam_state
 from embodied_ppo.algorithms.ppo_loss import MinibatchStep, adamw_settings
 from embodied_ppo.algorithms.separate_critic_learner import (
     FrozenReference,
@@ -24,6 +24,7 @@ from embodied_ppo.core.types import ConfigError, TrainingError, Trajectory
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
 from embodied_ppo.placement import memory_estimate
 from embodied_ppo.training.logging import numbers
+from tests.algorithms.test_ppo_loss import eager_step
 from tests.models.test_causal_lm import make
 
 T, N = 6, 8
@@ -123,7 +124,7 @@ def differences(a: Learner, b: Learner) -> float:
 
 
 # ------------------------------------------------------------------------------------- what is read
-def test_advantages_are_those_of_each_row_alone() -> None:
+def test_advantages_of_packed_rows_equal_single_rows() -> None:
     """A float64 twin, row by row without padding: values at the token before the action, the score
     on the last one.
     """
@@ -184,7 +185,7 @@ def test_kl_in_the_reward_is_per_token(kl: Any) -> None:
     assert numbers(metrics)["kl/to_reference"] == pytest.approx(sum(columns) / N, abs=1e-5)
 
 
-def test_scores_are_normalised_as_scores() -> None:
+def test_scores_are_normalised_per_sequence() -> None:
     """One number a row, whatever its length; not one a token."""
     x = learner(replace(BASE, reward_norm="batch", gamma=1.0, gae_lambda=1.0))
     t = experience(x.policy)
@@ -196,7 +197,7 @@ def test_scores_are_normalised_as_scores() -> None:
 
 
 # ------------------------------------------------------------------------------------- denominators
-def test_value_loss_averages_over_sequences_where_the_critic_says_so() -> None:
+def test_value_loss_uses_aggregation_of_critic() -> None:
     """seq-mean-token-mean: the mean over rows of each row's mean of (R - V)^2 / 2; null: the mean
     over tokens.
     """
@@ -253,7 +254,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("tokens", [1, 13, 40])
-def test_micro_batches_change_nothing(case: str, tokens: int) -> None:
+def test_micro_batch_size_does_not_change_result(case: str, tokens: int) -> None:
     c = replace(BASE, **OPTIONS[case])
     whole, parts = learner(c), learner(c, tokens=tokens)
     t = experience(whole.policy, noise=0.1)
@@ -265,7 +266,7 @@ def test_micro_batches_change_nothing(case: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_padding_changes_nothing(case: str) -> None:
+def test_padding_does_not_change_result(case: str) -> None:
     c = replace(BASE, **OPTIONS[case])
     short, long = learner(c), learner(c)
     told = [
@@ -278,7 +279,7 @@ def test_padding_changes_nothing(case: str) -> None:
 
 @pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("which", ["actor", "critic"])
-def test_the_program_equals_the_eager_step(case: str, which: str) -> None:
+def test_program_equals_eager_step(case: str, which: str) -> None:
     """The function that is compiled, run as Python."""
     c = replace(BASE, **OPTIONS[case])
     eager, program = learner(c), learner(c)
@@ -291,15 +292,11 @@ def test_the_program_equals_the_eager_step(case: str, which: str) -> None:
             for b in batches
         ]
     one, two = ((x if which == "actor" else critic_of(x)).optimizer for x in (eager, program))
-    step = one._eager_step(batches[0], critic_only=False, entropy_coef=0.01)
-    one.statistics = MinibatchStep(
-        one.loss, one.names["actor"], one.names["critic"], batches[0]
-    ).statistics()
-    expected = step(index, "")
+    expected = eager_step(one, batches[0], index, 0.01)
     compute = MinibatchStep(
         two.loss, two.names["actor"], two.names["critic"], batches[1], two.buffers
     )
-    state = _adam_state(two.adamw)
+    state = adam_state(two.adamw)
     settings = adamw_settings(
         two.config, 1, lr=[two.config.lr] * 2, steps=[0, 0], entropy_coef=0.01
     )[0]
@@ -311,7 +308,7 @@ def test_the_program_equals_the_eager_step(case: str, which: str) -> None:
 
 
 # -------------------------------------------------------------------------------------- what learns
-def test_critic_warmup_skips_exactly_so_many_actor_updates() -> None:
+def test_critic_warmup_skips_actor_updates() -> None:
     x = learner(replace(BASE, critic_warmup=2))
     t, modules = experience(x.policy), (x.policy, critic_of(x).module)
     for update in range(4):
@@ -325,7 +322,7 @@ def test_critic_warmup_skips_exactly_so_many_actor_updates() -> None:
         assert moved == [update >= 2, True]
 
 
-def test_the_reference_stays_and_is_only_there_where_it_is_asked_for() -> None:
+def test_reference_is_frozen_and_optional() -> None:
     assert learner().actor.reference is None
     x = learner(replace(BASE, use_kl_loss=True))
     before = [p.clone() for p in reference_of(x).parameters()]
@@ -353,7 +350,7 @@ def test_gae_needs_a_critic() -> None:
         learner(critic=False)
 
 
-def test_the_critic_has_its_own_schedule() -> None:
+def test_critic_has_own_learning_rate_schedule() -> None:
     x = learner(BASE, critic_config=replace(BASE, lr=7e-3, update_epoch=5), critic_columns=2)
     metrics = numbers(x.update(experience(x.policy), update=0))
     assert metrics["policy/lr"] == 1e-3 and metrics["value/lr"] == 7e-3
@@ -361,7 +358,7 @@ def test_the_critic_has_its_own_schedule() -> None:
     assert steps == [2 * 2, 5 * 4]
 
 
-def test_recomputed_log_probabilities_replace_the_rollout_s() -> None:
+def test_recomputed_log_probs_replace_rollout_log_probs() -> None:
     x = learner(recompute=True)
     t = experience(x.policy, noise=0.3)
     batch, _ = x._prepare(t)
@@ -370,14 +367,14 @@ def test_recomputed_log_probabilities_replace_the_rollout_s() -> None:
     assert torch.equal(learner()._prepare(t)[0].log_prob, t.log_prob)
 
 
-def test_a_full_penalty_leaves_the_behaviour_as_it_was() -> None:
+def test_full_kl_penalty_does_not_change_behaviour_log_probs() -> None:
     """It reads the policy's distribution; the ratio's denominator stays the rollout's."""
     x = learner(replace(BASE, use_kl_in_reward=True, kl_penalty="full"))
     t = experience(x.policy, noise=0.3)
     assert torch.equal(x._prepare(t)[0].log_prob, t.log_prob)
 
 
-def test_it_continues_where_it_was_saved(tmp_path: Any) -> None:
+def test_state_resumes_bit_for_bit(tmp_path: Any) -> None:
     options: dict[str, Any] = {
         "use_kl_in_reward": True,
         "kl_ctrl": KLControlConfig(type="adaptive", kl_coef=0.1, horizon=100),
@@ -401,13 +398,13 @@ def test_it_continues_where_it_was_saved(tmp_path: Any) -> None:
     assert differences(x, y) == 0 and x.kl.coef == y.kl.coef != 0.1
 
 
-def test_a_checkpoint_without_a_critic_is_refused() -> None:
+def test_checkpoint_without_critic_is_refused() -> None:
     x = learner(replace(BASE, adv_type="grpo", group_size=4), critic=False)
     with pytest.raises(ConfigError, match="holds no critic to continue with"):
         learner().load_state(x.state())
 
 
-def test_products_in_bfloat16_leave_weights_and_log_probabilities_in_float32() -> None:
+def test_bfloat16_products_keep_float32_weights() -> None:
     exact, rounded = learner(), learner(recompute=True)  # by the rounded policy itself
     rounded.policy.compute = torch.bfloat16
     critic: Any = critic_of(rounded).module
@@ -432,14 +429,14 @@ def test_products_in_bfloat16_leave_weights_and_log_probabilities_in_float32() -
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_rows_in_a_forward_pass_change_nothing(size: int) -> None:
+def test_forward_batch_size_does_not_change_result(size: int) -> None:
     whole, parts = learner(), learner(replace(BASE, micro_batch_size=size))
     for x in (whole, parts):
         x.update(experience(x.policy), update=0)
     assert differences(whole, parts) < 1e-6
 
 
-def test_values_and_recomputed_log_probabilities_have_limits_of_their_own(
+def test_forward_limits_of_values_and_log_probs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of forward passes without gradient: of the critic, and of policy and reference."""
@@ -468,7 +465,7 @@ def test_values_and_recomputed_log_probabilities_have_limits_of_their_own(
     assert differences(*both) < 1e-6
 
 
-def test_at_once_is_one_after_the_other_bit_for_bit() -> None:
+def test_concurrent_critic_equals_sequential_critic() -> None:
     one, two = learner(), learner(concurrent=True)
     for update in range(2):
         metrics = [numbers(x.update(experience(x.policy), update=update)) for x in (one, two)]
@@ -477,7 +474,7 @@ def test_at_once_is_one_after_the_other_bit_for_bit() -> None:
     two.close()
 
 
-def test_a_critic_that_fails_in_its_thread_fails_the_update() -> None:
+def test_error_in_critic_thread_fails_update() -> None:
     x = learner(concurrent=True)
     t = experience(x.policy)
     with torch.no_grad():
@@ -487,7 +484,7 @@ def test_a_critic_that_fails_in_its_thread_fails_the_update() -> None:
     x.close()
 
 
-def test_running_reward_normalisation_sees_each_response_once() -> None:
+def test_running_reward_norm_counts_each_response_once() -> None:
     """A score is a sequence's: the deviation is that of 8 numbers, clipped like what it divides."""
     for clip in (None, 0.3):
         x = learner(replace(BASE, reward_norm="running", reward_clip=clip))
@@ -501,19 +498,19 @@ def test_running_reward_normalisation_sees_each_response_once() -> None:
         )
 
 
-def test_without_a_critic_nothing_is_said_of_values() -> None:
+def test_no_value_metrics_without_critic() -> None:
     x = learner(replace(BASE, adv_type="reinforce_plus_plus"), critic=False)
     assert not [tag for tag in x.update(experience(x.policy), update=0) if tag.startswith("value/")]
 
 
-def test_another_number_of_responses_may_continue() -> None:
+def test_resume_with_other_number_of_responses() -> None:
     x, y = learner(), learner(num_sequences=2 * N)
     y.load_state(x.state())
 
 
 # ------------------------------------------------------------------------------------------- memory
 @pytest.mark.parametrize("who", ["actor", "critic"])
-def test_the_memory_of_a_step_is_foretold(who: str) -> None:
+def test_predicted_memory_of_step(who: str) -> None:
     """Within a fifth of what operations make in a real forward and backward pass of the loss."""
     x = learner()
     t = experience(x.policy)

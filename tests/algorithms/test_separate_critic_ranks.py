@@ -103,7 +103,7 @@ def learned(
 
 @pytest.mark.parametrize("case", [*CASES, *WITHOUT])
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_number_of_ranks_changes_no_number(case: str, world: int) -> None:
+def test_number_of_ranks_does_not_change_result(case: str, world: int) -> None:
     config, critic = (CASES | WITHOUT)[case], case in CASES
     (alone, told), (many, metrics) = (learned(n, config, critic=critic) for n in (1, world))
     for name, p in alone.items():
@@ -115,7 +115,7 @@ def test_the_number_of_ranks_changes_no_number(case: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_minibatch_has_the_configured_size_over_all_ranks(world: int) -> None:
+def test_minibatch_size_is_total_over_ranks(world: int) -> None:
     config = replace(BASE, global_batch_size=N // 2, update_epoch=1)
     learners = [learner(config, columns=N // 2, critic_columns=N // 2) for _ in range(world)]
     trajectory = experience(learners[0].policy)
@@ -160,7 +160,7 @@ def serving(services: ModelService) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_critic_and_reference_elsewhere_learn_the_same_bit_for_bit(case: str) -> None:
+def test_remote_critic_and_reference_equal_local_ones(case: str) -> None:
     config = CASES[case]
     here, there = disturbed(learner(config)), disturbed(learner(config))
     values, reference = critic_of(there), there.actor.reference
@@ -184,7 +184,7 @@ def test_critic_and_reference_elsewhere_learn_the_same_bit_for_bit(case: str) ->
         assert last[0] == last[1]
 
 
-def test_they_begin_as_the_actor() -> None:
+def test_remote_models_start_as_copies_of_actor() -> None:
     config = CASES["kl"]
     x, other = learner(config), learner(config)
     with torch.no_grad():
@@ -210,7 +210,7 @@ def fails(data_source: str, solution_str: str, ground_truth: str, extra_info: An
     return float(solution_str == ground_truth)
 
 
-def test_graders_elsewhere_say_the_same() -> None:
+def test_remote_graders_equal_local_graders() -> None:
     prompts = [Prompt((1,), f"{i}", str(i), "sums", {"when": object()}, 0) for i in range(3)]
     chosen = [prompts[i] for i in (2, 0, 0, 1)]
     texts = ["2", "no", "crash", "1\ud800"]

@@ -184,7 +184,7 @@ def test_an_interrupted_recording_loses_nothing_that_is_finished(
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130 and out == "", err
     last = re.fullmatch(
-        r"interrupted; (\d+) of 100000 demonstrations are safe in d; the same command goes on",
+        r"interrupted; (\d+) of 100000 demonstrations are safe in d; the same command continues",
         err.splitlines()[-1],
     )
     assert last is not None and "Traceback" not in err
@@ -317,7 +317,7 @@ def test_a_clone_is_measured_and_improved_as_if_train_had_cloned(
 
     _, err = run(capsys, "clone", *words, "run_dir=clone", code=2)
     assert err.startswith(
-        "error: run_dir=clone: holds a run already; name another, or go on with PPO"
+        "error: run_dir=clone: holds a run already; name another, or continue with PPO"
     )
 
 

@@ -506,7 +506,7 @@ REFUSALS = [
         ),
     ),
     ("clone env_steps=3", "env_steps = 3 (command line) is set but not read by clone"),
-    ("clone resume=nowhere", "resume = nowhere: clone begins anew; leave it out"),
+    ("clone resume=nowhere", "resume = nowhere: clone starts a new run; leave it out"),
     ("clone cloning.dataset=nowhere", "cwd/nowhere: does not exist; record it"),
     ("clone cloning.dataset=.", "cwd: holds no meta/info.json"),
     ("clone cloning.step=3", "cloning.step = 3 .. did you mean cloning.steps?"),

@@ -53,7 +53,7 @@ class Refuses(Double):
 
 
 # ------------------------------------------------------------------------------------------ library
-def test_a_library_computes_writes_into_its_arguments_and_is_kept(
+def test_library_writes_in_place_and_is_cached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK")
@@ -72,7 +72,7 @@ def test_a_library_computes_writes_into_its_arguments_and_is_kept(
     assert x.tolist() == [3.0] * 3
 
 
-def test_fingerprints_differ_with_program_options_and_shapes() -> None:
+def test_fingerprint_depends_on_program_options_and_shapes() -> None:
     x = torch.zeros(3)
     base = compile.fingerprint(Double(), [x, x])
     assert base == compile.fingerprint(Double(), [x + 1, x])
@@ -96,7 +96,7 @@ def test_fingerprints_differ_with_program_options_and_shapes() -> None:
     assert len({compile.fingerprint(step, [x]) for step in steps}) == 4  # two of them are equal
 
 
-def test_fingerprints_of_language_models_depend_on_what_they_compute_alone() -> None:
+def test_fingerprint_of_language_model_is_reproducible() -> None:
     """Not on where in memory a model lies: every run would compile anew.
 
     What is held aside counts.
@@ -115,7 +115,7 @@ def test_fingerprints_of_language_models_depend_on_what_they_compute_alone() -> 
     assert found[0] == found[1] != found[2]
 
 
-def test_a_damaged_library_is_made_again() -> None:
+def test_damaged_library_is_recompiled() -> None:
     """With another at once, in folders of their own: torch names files by the code's hash and packs
     them later.
     """
@@ -141,7 +141,7 @@ def test_a_damaged_library_is_made_again() -> None:
     assert not any(folder.exists() for folder in folders)
 
 
-def test_a_whole_library_that_does_not_load_stays(tmp_path: Path) -> None:
+def test_intact_library_that_fails_to_load_is_kept(tmp_path: Path) -> None:
     x = torch.zeros(3)
     library = compile.Library(Double(), [x, x])  # as of the first test
     library.load()
@@ -157,7 +157,7 @@ def test_a_whole_library_that_does_not_load_stays(tmp_path: Path) -> None:
     )
 
 
-def test_a_fingerprint_does_not_change_while_training() -> None:
+def test_fingerprint_is_constant_during_training() -> None:
     learner = make()
     obs = torch.randn(4, 5)
     program = ActProgram(learner.policy, obs)
@@ -167,7 +167,7 @@ def test_a_fingerprint_does_not_change_while_training() -> None:
     assert compile.fingerprint(program, [obs]) == before
 
 
-def test_what_cannot_be_compiled_is_told_once() -> None:
+def test_compiler_failure_is_reported_once() -> None:
     said: list[str] = []
     later = compile.CompileSchedule(0, notice=said.append)
     x = torch.zeros(3)
@@ -184,14 +184,14 @@ def test_what_cannot_be_compiled_is_told_once() -> None:
     assert compile.CompileSchedule.waiting == 0
 
 
-def test_a_program_that_pickle_refuses_is_told() -> None:
+def test_unpicklable_program_is_reported() -> None:
     said: list[str] = []
     later = compile.CompileSchedule(3, notice=said.append)
     assert later.get(0, lambda: compile.Example(lambda x: x, [], [torch.zeros(3)])) is None
     assert len(said) == 1 and "pickle" in said[0].lower()
 
 
-def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_compiler_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(7)
     library = compile.Library(Double("hangs"), [x, x])
     with pytest.raises(RuntimeError, match=r"not compiled after 0\.05 s"):
@@ -211,7 +211,7 @@ library.load()
 """
 
 
-def test_a_run_that_is_killed_leaves_no_compiler_and_no_folder(tmp_path: Path) -> None:
+def test_killed_run_leaves_no_compiler_and_no_folder(tmp_path: Path) -> None:
     """A compiler that hangs, and a run ended with SIGKILL; leftovers of earlier kills are removed,
     too.
     """
@@ -241,7 +241,7 @@ def test_a_run_that_is_killed_leaves_no_compiler_and_no_folder(tmp_path: Path) -
     assert run_helpers.processes_ended(int(pid), *map(int, started)) and not Path(work).exists()
 
 
-def test_a_compilation_has_a_time_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_process_enforces_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the run waits: the compiling process ends itself and what it started."""
     monkeypatch.setattr(
         compile, "__name__", "tests.core.test_compile"
@@ -260,7 +260,7 @@ def _build_stdin() -> None:
     compile._build_stdin()
 
 
-def test_libraries_of_others_are_not_loaded(
+def test_libraries_writable_by_others_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path))
@@ -283,7 +283,9 @@ def test_libraries_of_others_are_not_loaded(
 
 
 @pytest.mark.parametrize("what", ["compiler", "cache"])
-def test_obstacles(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_reasons_why_nothing_can_be_compiled(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert compile.unavailable_reason() == ""
     if what == "compiler":
         monkeypatch.setenv("CXX", "no-such-compiler")
@@ -302,7 +304,7 @@ def test_obstacles(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         embodied.compile_from(replace(c, compile="always"), torch.device("cpu"), said.append)
 
 
-def test_from_which_update() -> None:
+def test_first_compiled_update() -> None:
     """8192 optimiser steps; 3 epochs x 2 minibatches an update: after 1366 updates, however long
     the run is.
     """
@@ -338,7 +340,7 @@ def test_from_which_update() -> None:
 
 # ------------------------------------------------------------------------------- learner and acting
 @pytest.mark.parametrize("discrete", [False, True])
-def test_compiled_updates_equal_eager_ones(discrete: bool) -> None:
+def test_compiled_updates_equal_eager_updates(discrete: bool) -> None:
     options = {
         "update_epoch": 2,
         "entropy_bonus": 0.01,
@@ -371,7 +373,7 @@ def test_compiled_updates_equal_eager_ones(discrete: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("discrete", [False, True])
-def test_updates_as_a_cuda_graph_equal_eager_ones(discrete: bool) -> None:
+def test_cuda_graph_updates_equal_eager_updates(discrete: bool) -> None:
     options = {"update_epoch": 2, "entropy_bonus": 0.01, "clip_ratio_c": 1.5, "value_clip": 0.1}
     eager, fast = (
         make(options, discrete=discrete, compile_schedule=compile.CompileSchedule(s), device="cuda")
@@ -388,7 +390,7 @@ def test_updates_as_a_cuda_graph_equal_eager_ones(discrete: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_minibatches_on_a_gpu_wait_for_nothing() -> None:
+def test_cuda_graph_minibatches_do_not_synchronize() -> None:
     learner = make({"update_epoch": 2}, compile_schedule=compile.CompileSchedule(0), device="cuda")
     t = tree.map(lambda x: x.cuda(), experience(make({"update_epoch": 2})))
     learner.update(t, update=0)
@@ -405,7 +407,7 @@ def test_minibatches_on_a_gpu_wait_for_nothing() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_compiled_updates_stop_before_they_train_on_a_nan(tmp_path: Path) -> None:
+def test_compiled_update_raises_before_training_on_nan(tmp_path: Path) -> None:
     options = {
         "update_epoch": 2,
         "entropy_bonus": 0.01,
@@ -428,7 +430,7 @@ def test_compiled_updates_stop_before_they_train_on_a_nan(tmp_path: Path) -> Non
     assert (tmp_path / "bad_batch.pt").exists()
 
 
-def test_compiled_acting_equals_eager_acting_and_follows_the_weights() -> None:
+def test_compiled_acting_equals_eager_acting() -> None:
     policy = make(model={"distribution": "squashed_gaussian"}).policy
     eager, fast = (Acting(policy, compile.CompileSchedule(since)) for since in (None, 1))
     g = torch.Generator().manual_seed(0)
@@ -448,7 +450,7 @@ def test_compiled_acting_equals_eager_acting_and_follows_the_weights() -> None:
 
 
 # --------------------------------------------------------------------------------------- whole runs
-def test_a_run_repeats_and_resumes_bit_for_bit_across_the_switch(
+def test_compiled_run_repeats_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Compiled from update 5 of 8 on, whether the cache is cold or warm, and also in a run resumed
@@ -483,7 +485,7 @@ def test_a_run_repeats_and_resumes_bit_for_bit_across_the_switch(
     torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
 
 
-def test_an_interrupt_ends_the_wait_for_the_compiler(tmp_path: Path) -> None:
+def test_interrupt_ends_wait_for_compiler(tmp_path: Path) -> None:
     """Nothing eager is learned in the meantime, and nobody is left behind."""
     env = os.environ | {"EMBODIED_PPO_CACHE": str(tmp_path / "cache")}
     command = [
@@ -512,7 +514,7 @@ def test_an_interrupt_ends_the_wait_for_the_compiler(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("checkpoints/step_*"))
 
 
-def test_no_process_is_left(tmp_path: Path) -> None:
+def test_close_ends_compiling_process(tmp_path: Path) -> None:
     """A run that ends while the compiler works takes it along."""
     x = torch.zeros(9)
     later = compile.CompileSchedule(100)
@@ -527,7 +529,7 @@ def test_no_process_is_left(tmp_path: Path) -> None:
     assert not os.path.exists(f"/proc/{pid}")
 
 
-def test_matmul_precision_holds_while_training_and_is_put_back(
+def test_matmul_precision_is_restored_after_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []

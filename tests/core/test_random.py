@@ -23,14 +23,14 @@ def twin(seed: int, stream: int, count: int, place: int) -> float:
     return (mix((key + place * 0xAEF17502108EF2D9) % 2**64) >> 11) * 2.0**-53
 
 
-def test_twin() -> None:
+def test_uniform_equals_integer_reference() -> None:
     found = uniform(torch.tensor([0, 5, 2**31 - 1]), 3, torch.tensor([0, -1, 9]), 4)
     for row, (seed, count) in zip(found.tolist(), [(0, 0), (5, -1), (2**31 - 1, 9)], strict=True):
         assert row == [twin(seed, 3, count, k) for k in range(4)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_uniform(dtype: torch.dtype) -> None:
+def test_uniform_distribution(dtype: torch.dtype) -> None:
     u = uniform(SEEDS, 0, torch.zeros_like(SEEDS), 1000, dtype)
     assert u.dtype == dtype and float(u.min()) >= 0 and float(u.max()) < 1
     assert float(u.mean()) == pytest.approx(0.5, abs=0.002) and float(u.var()) == pytest.approx(
@@ -56,7 +56,7 @@ def test_streams_and_counts_are_independent() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_normal(dtype: torch.dtype) -> None:
+def test_normal_distribution(dtype: torch.dtype) -> None:
     n = normal(uniform(SEEDS, 0, torch.zeros_like(SEEDS), 1000, dtype))
     assert float(n.mean()) == pytest.approx(0, abs=0.01) and float(n.std()) == pytest.approx(
         1, abs=0.01

@@ -33,7 +33,7 @@ def test_masked_sum_and_moments_by_hand():
     assert mean.dtype == var.dtype == torch.float64
 
 
-def test_nan_outside_the_mask_is_not_seen_not_even_by_the_gradient():
+def test_masked_nan_changes_neither_sum_nor_gradient():
     x = torch.tensor([1.0, float("nan"), 3.0], requires_grad=True)
     mask = torch.tensor([True, False, True])
     running_stats.masked_sum(x, mask).backward()
@@ -41,7 +41,7 @@ def test_nan_outside_the_mask_is_not_seen_not_even_by_the_gradient():
     assert running_stats.masked_moments(x.detach(), mask).mean.item() == 2.0
 
 
-def test_a_mask_covers_trailing_dimensions_and_only_leading_ones():
+def test_mask_broadcasts_over_trailing_dimensions():
     x = torch.arange(12.0).reshape(2, 3, 2)
     mask = torch.tensor([False, True])
     assert running_stats.masked_sum(x, mask).item() == 51.0  # 6 + .. + 11
@@ -49,7 +49,7 @@ def test_a_mask_covers_trailing_dimensions_and_only_leading_ones():
         running_stats.masked_sum(x, torch.ones(3, dtype=torch.bool))
 
 
-def test_nothing_and_one_entry():
+def test_moments_of_zero_and_one_entry():
     x, none = torch.tensor([2.0, 3.0]), torch.zeros(2, dtype=torch.bool)
     assert running_stats.masked_sum(x, none).item() == 0.0
     assert [v.item() for v in running_stats.masked_moments(x, none)] == [0.0, 0.0, 0.0]
@@ -62,7 +62,7 @@ def test_nothing_and_one_entry():
 
 @settings(max_examples=60, deadline=None)
 @given(batches, st.booleans())
-def test_merging_parts_is_one_pass_over_all(parts, unbiased):
+def test_merged_moments_equal_moments_of_all_entries(parts, unbiased):
     kept = [x for part in parts for x, keep in part if keep]
     made = [
         running_stats.masked_moments(
@@ -117,7 +117,7 @@ def test_running_moments_by_hand():
 
 @settings(max_examples=60, deadline=None)
 @given(batches)
-def test_running_moments_are_those_of_everything_seen(parts):
+def test_running_moments_equal_moments_of_all_batches(parts):
     m = RunningMoments()
     for part in parts:
         m.update(
@@ -130,7 +130,7 @@ def test_running_moments_are_those_of_everything_seen(parts):
         assert m.var.item() == pytest.approx(pvariance(kept), rel=1e-9, abs=1e-7)
 
 
-def test_merge_of_ranks_equals_one_process():
+def test_merged_ranks_equal_one_process():
     x = torch.randn(300, 17, generator=torch.Generator().manual_seed(0)) * 5 + 100
     one, ranks = RunningMoments((17,)), RunningMoments((17,))
     one.update(x)
@@ -140,7 +140,7 @@ def test_merge_of_ranks_equals_one_process():
     torch.testing.assert_close(ranks.var, one.var, rtol=1e-12, atol=1e-12)
 
 
-def test_float64_inside_survives_a_large_mean():
+def test_running_variance_is_exact_for_large_mean():
     x = torch.tensor([[10000.0], [10001.0], [10002.0]], dtype=torch.float32)
     m = RunningMoments((1,))
     for _ in range(1000):
@@ -149,7 +149,7 @@ def test_float64_inside_survives_a_large_mean():
 
 
 @pytest.mark.parametrize("eps", [1e-8, 0.5])
-def test_identity_until_something_is_merged(eps):
+def test_normalize_is_identity_before_first_merge(eps):
     m = RunningMoments((2,), eps=eps)
     x = torch.tensor([[3.0, -400.0]])
     assert m.normalize(x).equal(x)
@@ -166,7 +166,7 @@ def test_identity_until_something_is_merged(eps):
     "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
 )
 @pytest.mark.parametrize("shape", [(), (3,)])
-def test_normalize_gives_float32_of_any_type(dtype, shape):
+def test_normalize_returns_float32_for_any_dtype(dtype, shape):
     m = RunningMoments(shape)
     m.update(torch.tensor([1.0, 2.0, 6.0]).reshape(3, *(1,) * len(shape)).expand(3, *shape))
     x = torch.tensor([1.0, 2.0, 6.0]).reshape(3, *(1,) * len(shape)).expand(3, *shape)
@@ -176,7 +176,7 @@ def test_normalize_gives_float32_of_any_type(dtype, shape):
     torch.testing.assert_close(y, ((x - 3) / (14 / 3 + 1e-8) ** 0.5))
 
 
-def test_clip_and_eps():
+def test_normalize_clip_and_eps():
     m = RunningMoments(())
     m.update(torch.tensor([0.0, 2.0]))  # mean 1, variance 1
     x = torch.tensor([-9.0, 1.5])
@@ -190,7 +190,7 @@ def _trained(seed: int = 0) -> RunningMoments:
     return m
 
 
-def test_state_dict_is_the_state_and_nothing_else():
+def test_state_dict_has_three_tensors():
     assert set(_trained().state_dict()) == {"mean", "var", "count"}
 
 
@@ -206,7 +206,7 @@ def test_state_dict_is_the_state_and_nothing_else():
         "to cpu",
     ],
 )
-def test_normalize_follows_the_state_however_it_arrives(how):
+def test_normalize_follows_loaded_state(how):
     source, target, x = _trained(1), _trained(2), torch.randn(5, 4)
     if how == "load":
         target.load_state_dict(source.state_dict())
@@ -236,7 +236,7 @@ def test_normalize_follows_the_state_however_it_arrives(how):
     assert target.normalize(x).equal(source.normalize(x))
 
 
-def test_a_cast_of_the_model_leaves_the_statistics_exact():
+def test_cast_of_module_keeps_float64_statistics():
     m, x = _trained(), torch.randn(5, 4)
     before, state = m.normalize(x), m.mean.clone()
     nn.Sequential(nn.Linear(4, 4), m).to(torch.bfloat16)

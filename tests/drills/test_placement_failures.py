@@ -225,7 +225,7 @@ def test_restarted_run_equals_an_undisturbed_one(
     assert all(torch.equal(x, other[name]) for name, x in one.items())
     log = (killed / "log.txt").read_text()
     assert "process lost: env rank 0" in log and "rebuilding, 1 of 1 (cluster.max_restarts)" in log
-    assert "goes on after update 2" in log
+    assert "continuing after update 2" in log
 
 
 def test_run_without_restarts_fails_with_the_cause(

@@ -141,9 +141,7 @@ def test_what_a_resumed_run_says(tmp_path: Path, capfd: pytest.CaptureFixture[st
     second = run.train(tiny(run_dir, updates=8, resume="auto"))
     assert second["initial_return"] == first["initial_return"] is not None
     told = capfd.readouterr().err
-    assert (
-        "resume: the run was to have 4 updates, now 8: lr_schedule=linear spans them anew" in told
-    )
+    assert "resume: the run had 4 updates, now 8: lr_schedule=linear covers the new number" in told
     assert "rounding" not in told
     step = run_dir / "checkpoints" / "step_000008"
     other = tiny(
@@ -403,7 +401,7 @@ def test_changed_options_are_told_and_impossible_ones_refused(tmp_path: Path) ->
         ValueError, match=r"model.activation=relu: the run to resume has tanh, which its weights"
     ):
         run.train(replace(config, model=replace(config.model, activation="relu")), quiet=True)
-    with pytest.raises(ValueError, match=r"updates=5: .* has done 9"):
+    with pytest.raises(ValueError, match=r"updates=5: .* has completed 9"):
         run.train(replace(config, updates=5), quiet=True)
 
 

@@ -268,7 +268,7 @@ def files(folder: Path) -> dict[Path, int]:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_refused_in_one_line(
+def test_damaged_checkpoint_is_refused_in_one_line(
     run_dir: Path,
     tmp_path: Path,
     damage: str,
@@ -288,7 +288,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(
     assert not (tmp_path / "bomb-went-off").exists()
 
 
-def test_a_manifest_does_not_reach_outside(run_dir: Path) -> None:
+def test_manifest_paths_outside_checkpoint_are_not_read(run_dir: Path) -> None:
     """A name with ``..`` would tell whether a file is there, how long it is and what its digest
     is.
     """
@@ -319,7 +319,7 @@ def test_latest_best_and_pruning(trained: Path, tmp_path: Path) -> None:
     assert checkpoint.open_checkpoint(folder / "best").manifest["score"] == 9.0
 
 
-def test_copies_are_ignored_and_numbers_are_compared(run_dir: Path, tmp_path: Path) -> None:
+def test_copies_are_ignored_and_updates_sort_numerically(run_dir: Path, tmp_path: Path) -> None:
     def save(update: int) -> Path:
         return checkpoint.save(
             folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=2
@@ -347,7 +347,7 @@ def test_copies_are_ignored_and_numbers_are_compared(run_dir: Path, tmp_path: Pa
     assert checkpoint.find(run_dir).name == "step_000002"
 
 
-def test_links_point_to_sound_checkpoints_after_a_repair(tmp_path: Path) -> None:
+def test_repair_points_links_to_valid_checkpoints(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for update, score in ((1, 5.0), (2, 7.0), (3, 9.0)):
         path = checkpoint.save(
@@ -368,7 +368,7 @@ def test_links_point_to_sound_checkpoints_after_a_repair(tmp_path: Path) -> None
     assert os.readlink(folder / "best") == "step_000002"
 
 
-def test_a_half_written_directory_is_no_checkpoint(trained: Path, tmp_path: Path) -> None:
+def test_partially_written_directory_is_no_checkpoint(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "checkpoints", tmp_path / "checkpoints", symlinks=True)
     shutil.copytree(
         tmp_path / "checkpoints/step_000002", tmp_path / "checkpoints/.writing-000003-1"
@@ -388,7 +388,7 @@ def test_a_half_written_directory_is_no_checkpoint(trained: Path, tmp_path: Path
     )
 
 
-def test_a_directory_leaves_its_name_before_its_files_go(
+def test_directory_is_renamed_before_deletion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def save(update: int) -> None:
@@ -404,7 +404,7 @@ def test_a_directory_leaves_its_name_before_its_files_go(
     assert checkpoint.open_checkpoint(tmp_path).update == 2
 
 
-def test_manifest_says_where_it_came_from(trained: Path) -> None:
+def test_manifest_records_versions(trained: Path) -> None:
     manifest = checkpoint.open_checkpoint(trained).manifest
     assert manifest["env_steps"] == 64
     assert manifest["env_id"] == "CartPole-v1"
@@ -412,7 +412,7 @@ def test_manifest_says_where_it_came_from(trained: Path) -> None:
     assert len(manifest["config_hash"]) == 12
 
 
-def test_the_same_checkpoint_and_seed_give_the_same_report(trained: Path, tmp_path: Path) -> None:
+def test_evaluation_is_reproducible(trained: Path, tmp_path: Path) -> None:
     words = ["evaluate", f"checkpoint={trained}", "episodes=5", "video=false", "--quiet", "--json"]
     for name, more in (("a", ["num_envs=2"]), ("b", ["num_envs=5"])):
         assert main.main([*words, *more, f"out={tmp_path / name}"]) == 0
@@ -421,7 +421,7 @@ def test_the_same_checkpoint_and_seed_give_the_same_report(trained: Path, tmp_pa
     assert len(json.loads(a)["tasks"]) == 1
 
 
-def test_load_weights_names_the_first_misfit() -> None:
+def test_load_weights_names_first_mismatch() -> None:
     module = torch.nn.Linear(2, 1)
     with pytest.raises(CheckpointError, match="has no tensor 'weight'"):
         checkpoint.load_weights(module, {"bias": torch.zeros(1)}, "here")

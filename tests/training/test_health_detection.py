@@ -18,7 +18,7 @@ import run_helpers
 
 from embodied_ppo import run
 from embodied_ppo.training import health
-from embodied_ppo.training.health import HISTORY, WINDOW, Watch
+from embodied_ppo.training.health import HISTORY, WINDOW, HealthMonitor
 
 
 def row(**more: float) -> dict[str, float]:
@@ -36,19 +36,19 @@ def row(**more: float) -> dict[str, float]:
     return found | {name.replace("__", "/"): x for name, x in more.items()}
 
 
-def said(rows: list[dict[str, float]]) -> list[str]:
-    watch = Watch()
-    return [text for r in rows for text in watch.see(r)]
+def warnings_of(rows: list[dict[str, float]]) -> list[str]:
+    monitor = HealthMonitor()
+    return [text for r in rows for text in monitor.add(r)]
 
 
-def test_healthy_training_is_not_talked_about() -> None:
-    assert said([row(rollout__return=float(i)) for i in range(200)]) == []
+def test_healthy_training_has_no_warning() -> None:
+    assert warnings_of([row(rollout__return=float(i)) for i in range(200)]) == []
     learnt = [row(rollout__return=float(i), policy__entropy=math.exp(-i / 20)) for i in range(200)]
-    assert said(learnt) == []  # certain, and better
+    assert warnings_of(learnt) == []  # certain, and better
 
 
 @pytest.mark.parametrize(
-    ("trouble", "words"),
+    ("problem", "text"),
     [
         (
             row(speed__env_steps_per_s=300.0, time__collect_s=9.0),
@@ -66,36 +66,41 @@ def test_healthy_training_is_not_talked_about() -> None:
         (row(device__idle=0.9), "device/idle is 0.9, above 0.5"),
     ],
 )
-def test_each_trouble_is_said_once_with_what_to_try(trouble: dict[str, float], words: str) -> None:
+def test_each_problem_is_reported_once(problem: dict[str, float], text: str) -> None:
     rows = [row(rollout__return=1.0 + i % 2) for i in range(60)] + [
-        trouble | {"rollout/return": i} for i in (1.0, 2.0)
+        problem | {"rollout/return": i} for i in (1.0, 2.0)
     ]
-    found = said([*rows, *(trouble | {"rollout/return": 1.0 + i % 2} for i in range(2 * WINDOW))])
-    hits = [text for text in found if words in text]
-    assert len(hits) == 1, found
+    warnings = warnings_of(
+        [*rows, *(problem | {"rollout/return": 1.0 + i % 2} for i in range(2 * WINDOW))]
+    )
+    hits = [warning for warning in warnings if text in warning]
+    assert len(hits) == 1, warnings
     assert any(word in hits[0] for word in ("lower", "set ", "scale", "try", "look"))
 
 
-def test_a_success_that_never_comes() -> None:
+def test_missing_success_is_reported() -> None:
     dead = row(rollout__return=0.0, rollout__success=0.0)
-    found = said([dead] * (HISTORY + 5))
+    warnings = warnings_of([dead] * (HISTORY + 5))
     assert (
-        len(found) == 1
-        and "no episode has succeeded and rollout/return has been 0 in 50 updates" in found[0]
+        len(warnings) == 1
+        and "no episode has succeeded and rollout/return has been 0 in 50 updates" in warnings[0]
     )
-    assert said([row(rollout__return=float(i % 3), rollout__success=0.0) for i in range(100)]) == []
-    assert said([dead | {"rollout/success": 0.1}] * 100) == []
+    assert (
+        warnings_of([row(rollout__return=float(i % 3), rollout__success=0.0) for i in range(100)])
+        == []
+    )
+    assert warnings_of([dead | {"rollout/success": 0.1}] * 100) == []
     rising, full = (
         [row(rollout__return=float(i)) for i in range(0, 500, 10)],
         [row(rollout__return=500.0)] * HISTORY,
     )
-    assert said(rising + full) == []  # the best there is
-    assert len(said(rising + [row(rollout__return=9.0)] * HISTORY)) == 1
+    assert warnings_of(rising + full) == []  # the best there is
+    assert len(warnings_of(rising + [row(rollout__return=9.0)] * HISTORY)) == 1
 
 
-def test_a_long_run_is_not_remembered_row_by_row() -> None:
+def test_memory_of_monitor_is_bounded() -> None:
     """Bytes that each of 2,000 updates leaves behind; a row of 60 tags takes some 4,000."""
-    watch = Watch()
+    monitor = HealthMonitor()
     rows = [
         row(rollout__return=float(i % 7), **{f"more__{n}": i + n / 60 for n in range(60)})
         for i in range(50)
@@ -103,7 +108,7 @@ def test_a_long_run_is_not_remembered_row_by_row() -> None:
     tracemalloc.start()
     try:
         for i in range(3000):
-            watch.see({tag: x + i * 1e-9 for tag, x in rows[i % 50].items()})
+            monitor.add({tag: x + i * 1e-9 for tag, x in rows[i % 50].items()})
             if i == 999:
                 before = tracemalloc.get_traced_memory()[0]
         left = (tracemalloc.get_traced_memory()[0] - before) / 2000
@@ -124,7 +129,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def test_a_real_training_says_it_in_log_and_tensorboard(tmp_path: Path) -> None:
+def test_warning_is_in_log_and_tensorboard(tmp_path: Path) -> None:
     """Steps a hundred times too large: the KL runs away, and the policy stops trying."""
     run.train(
         run_helpers.tiny_config({**SMALL, "run_dir": str(tmp_path / "run"), "algorithm.lr": 0.1})
@@ -182,13 +187,13 @@ gymnasium.register("test/Turns-v0", lambda **kwargs: Turns(**kwargs))
         (
             "dull",
             (
-                "no episode has succeeded and rollout/return has been 0 in 50 updates: nothing"
-                " tells good from bad"
+                "no episode has succeeded and rollout/return has been 0 in 50 updates: the"
+                " reward does not distinguish actions"
             ),
         ),
     ],
 )
-def test_a_robot_that_turns_bad_is_told_of(
+def test_degrading_robot_policy_is_reported(
     turn: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "SLOW_S", 0.2)
@@ -219,7 +224,7 @@ def test_a_robot_that_turns_bad_is_told_of(
         assert "time/collect_s has gone from " in line
 
 
-def test_a_real_training_that_is_well_says_nothing(tmp_path: Path) -> None:
+def test_healthy_run_has_no_warning(tmp_path: Path) -> None:
     run.train(
         run_helpers.tiny_config({**SMALL, "run_dir": str(tmp_path / "run"), "algorithm.lr": 1e-3}),
         quiet=True,

@@ -75,7 +75,7 @@ def write(
 
 
 # ---------------------------------------------------------------------------------- rows and points
-def test_rows_and_tensorboard_agree(tmp_path):
+def test_rows_equal_tensorboard_points(tmp_path):
     log = Log(tmp_path, total_updates=3, quiet=True)
     log.metrics({"eval/return": Mean.of([1.0, 2.0])}, update=0, steps=0)
     for update in (1, 2, 3):
@@ -171,7 +171,7 @@ def test_table(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------ resumed
-def test_a_resumed_log_forgets_what_came_after_the_checkpoint(tmp_path):
+def test_resumed_log_drops_rows_after_checkpoint(tmp_path):
     write(tmp_path, range(1, 8))
     with open(tmp_path / "metrics.jsonl", "a") as f:
         f.write('{"update": 8, "env_st')  # killed while writing
@@ -190,7 +190,7 @@ def test_a_resumed_log_forgets_what_came_after_the_checkpoint(tmp_path):
     assert [step for step, _ in scalars(tmp_path)["policy/loss"]] == [64, 128, 192, 256]
 
 
-def test_a_new_run_forgets_one_without_checkpoint(tmp_path):
+def test_new_run_drops_rows_of_run_without_checkpoint(tmp_path):
     write(tmp_path, range(0, 4))
     time.sleep(1.1)
     write(tmp_path, range(1, 2))
@@ -198,7 +198,7 @@ def test_a_new_run_forgets_one_without_checkpoint(tmp_path):
     assert scalars(tmp_path)[SPEED] == [(64, 1000.0)]
 
 
-def test_a_resumed_log_without_rows_keeps_the_curves(tmp_path):
+def test_resumed_log_without_rows_keeps_tensorboard_points(tmp_path):
     write(tmp_path, range(1, 5))
     (tmp_path / "metrics.jsonl").unlink()
     time.sleep(1.1)
@@ -207,7 +207,7 @@ def test_a_resumed_log_without_rows_keeps_the_curves(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------ console
-def test_lines_where_there_is_no_terminal(tmp_path, capsys, monkeypatch):
+def test_progress_lines_without_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("embodied_ppo.training.logging.LINE_EVERY_S", 0.0)
     log = Log(tmp_path, total_updates=3)
     log.say("hello [bold]you[/bold]")
@@ -238,7 +238,7 @@ def test_lines_where_there_is_no_terminal(tmp_path, capsys, monkeypatch):
     )
 
 
-def test_lines_are_rare(tmp_path, capsys):
+def test_progress_lines_are_rate_limited(tmp_path, capsys):
     log = Log(tmp_path, total_updates=50)
     for update in range(1, 51):
         log.metrics(training(update), update=update, steps=update)
@@ -265,7 +265,7 @@ def test_time_left_counts_this_session(tmp_path, capsys, monkeypatch):
     assert 98 - 60 <= ends - time.time() <= 130
 
 
-def test_quiet(tmp_path, capsys):
+def test_quiet_log_prints_nothing(tmp_path, capsys):
     log = Log(tmp_path, total_updates=1, quiet=True)
     log.say("only in the file")
     log.metrics(training(1), update=1, steps=64)
@@ -368,7 +368,7 @@ def run_dir(tmp_path_factory):
     return path
 
 
-def test_every_tag_is_documented_and_every_row_is_written(run_dir):
+def test_tags_equal_documentation(run_dir):
     written = {tag for row in rows(run_dir) for tag in row} - {"update", "env_steps"}
     events = board(run_dir / "tensorboard")
     written |= set(board(run_dir / "tensorboard" / "hparams").Tags()["scalars"]) | set(
@@ -392,7 +392,7 @@ def test_every_tag_is_documented_and_every_row_is_written(run_dir):
     assert all(len(cells) == 3 and all(cells) for cells in documented().values())
 
 
-def test_no_metric_is_stuck(run_dir):
+def test_metrics_change_during_training(run_dir):
     """In this run every number that can move has moved, and none is at a bound it cannot leave."""
     found = [row for row in rows(run_dir) if SPEED in row]
     assert len(found) == 3
@@ -424,7 +424,7 @@ def test_no_metric_is_stuck(run_dir):
     assert 0.1 < found[-1]["memory/peak_gb"] < 100
 
 
-def test_the_summary_agrees_with_the_rows(run_dir):
+def test_summary_equals_rows(run_dir):
     summary = json.loads((run_dir / "summary.json").read_text())
     last = rows(run_dir)[-1]
     assert (
@@ -434,7 +434,7 @@ def test_the_summary_agrees_with_the_rows(run_dir):
     assert summary["initial_return"] == rows(run_dir)[0]["eval/return"]
 
 
-def test_floats_survive_the_row(tmp_path):
+def test_floats_round_trip_through_rows(tmp_path):
     log = Log(tmp_path, total_updates=1, quiet=True)
     value = struct.unpack("d", struct.pack("q", 0x3FB999999999999B))[0]
     tensor = torch.tensor(1 / 3, dtype=torch.float64)

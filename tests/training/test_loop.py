@@ -118,7 +118,7 @@ def test_max_lag(tmp_path, max_lag):
     assert [r["rollout/version_lag"] for r in rows] == [min(u, max_lag) for u in range(5)]
 
 
-def test_what_is_due(tmp_path):
+def test_evaluation_and_save_intervals(tmp_path):
     calls, rows, _ = train(tmp_path, 7, save_every=3, eval_every=2)
     assert only(calls, "evaluate") == [(2,), (4,), (6,), (7,)]
     # what is evaluated is saved before; 3 is due; 6 is due twice and saved once; 7 is the end
@@ -130,14 +130,14 @@ def test_what_is_due(tmp_path):
     assert calls[i - 2 : i + 1] == [("publish", 2), ("save", 2, 128), ("evaluate", 2)]
 
 
-def test_the_last_update_is_evaluated_and_saved_once(tmp_path):
+def test_last_update_is_evaluated_and_saved_once(tmp_path):
     calls, _, _ = train(tmp_path, 4, save_every=2, eval_every=2)
     assert only(calls, "save") == [(2, 128), (4, 256)]
     assert only(calls, "evaluate") == [(2,), (4,)]
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_stop(tmp_path, after):
+def test_loop_stops_and_saves(tmp_path, after):
     asked = iter([False] * after + [True])
     calls, rows, outcome = train(
         tmp_path, 9, should_stop=lambda: next(asked), save_every=2 if after else 0
@@ -147,7 +147,7 @@ def test_stop(tmp_path, after):
     assert only(calls, "save") == [(after, 64 * after)]  # once, and even where nothing was learned
 
 
-def test_resume(tmp_path):
+def test_loop_resumes(tmp_path):
     calls, rows, outcome = train(tmp_path, 6, first_update=4, save_every=5)
     assert only(calls, "collect") == [(4,), (5,)] and only(calls, "update") == [(4, 4), (5, 5)]
     assert only(calls, "publish") == [(5,), (6,)]
@@ -160,7 +160,7 @@ def test_resume(tmp_path):
     assert calls == [] and (outcome.updates, outcome.interrupted) == (4, False)
 
 
-def test_a_failure_is_not_swallowed(tmp_path):
+def test_exception_ends_loop(tmp_path):
     class Broken(Notes):
         def update(self, experience: Any, *, update: int) -> Metrics:
             raise RuntimeError("the simulator died")
@@ -172,7 +172,7 @@ def test_a_failure_is_not_swallowed(tmp_path):
     assert not only(system.calls, "save")
 
 
-def test_timer_of_the_caller(tmp_path):
+def test_loop_uses_timer_of_caller(tmp_path):
     timer, log = Timer(), Log(tmp_path, total_updates=2, quiet=True)
     loop.train(Notes(), log, loop.Schedule(updates=2, horizon=16), timer=timer)
     log.close()
@@ -185,7 +185,7 @@ def test_timer_of_the_caller(tmp_path):
     assert wall == sum(timer.run_wall[p] for p in loop.TRAINING) > 0 and cpu >= 0
 
 
-def test_lag_of_a_real_system(tmp_path):
+def test_version_lag_of_local_system(tmp_path):
     """Learning from a rollout that an older policy made: the lag is told, and the ratios are
     wider.
     """
