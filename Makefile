@@ -8,14 +8,14 @@ ARGS ?=
 JOBS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c scripts/constraints.txt
-# PYTHONDONTWRITEBYTECODE, where it is set: hundreds of processes would compile our modules anew.
+# An inherited PYTHONDONTWRITEBYTECODE would make hundreds of processes compile our modules again.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive MUJOCO_GL=egl PYTHONDONTWRITEBYTECODE=
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
-# The first interpreter that runs and is supported (a name on the path may be a shim of a version that is not there).
+# The first supported interpreter that runs (a name on the path may be a shim of a version that is not installed).
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	"$$python" -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
 
-help: ## this list
+help: ## print this list
 	@awk -F ' *## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  ARGS='...' goes to train, test and bench:  make train ARGS='seed=1 updates=10'"
 	@echo "  PYTHON=... chooses the interpreter of .venv"
@@ -23,54 +23,54 @@ help: ## this list
 train: .venv/base ## train experiment=quickstart, or the one named in ARGS='experiment=NAME ...'
 	$(BIN)/embodied-ppo train $(if $(filter experiment=%,$(ARGS)),,experiment=quickstart) $(ARGS)
 
-test: .venv/dev ## the whole test suite, JOBS=2 files at a time; ARGS="-m 'not slow'" for the fast part
+test: .venv/dev ## run all tests, JOBS=2 files at a time; ARGS="-m 'not slow'" for the fast ones
 	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
 
-test-mjlab: .venv-mjlab/ready ## tests with mjlab, which needs an environment of its own (.venv-mjlab, 4 GB)
+test-mjlab: .venv-mjlab/ready ## run the tests with mjlab in an environment of its own (.venv-mjlab, 4 GB)
 	$(TEST_ENV) .venv-mjlab/bin/python -m pytest -q tests/extras/test_mjlab.py $(ARGS)
 
-test-libero: .venv-libero/ready ## tests with LIBERO, likewise (.venv-libero); LIBERO_ASSETS=FOLDER to run its scenes too
+test-libero: .venv-libero/ready ## run the tests with LIBERO (.venv-libero); LIBERO_ASSETS=FOLDER for its scenes too
 	$(TEST_ENV) .venv-libero/bin/python -m pytest -q tests/extras/test_libero.py $(ARGS)
 
-test-vllm: ## tests with vLLM, in an environment that has it: VLLM_PYTHON=/path/to/python
+test-vllm: ## run the tests with vLLM in your environment: VLLM_PYTHON=/path/to/python
 	$(TEST_ENV) PYTHONPATH=. $(VLLM_PYTHON) -m pytest -q tests/extras/test_vllm.py $(ARGS)
 
-check: .venv/dev ## format, lint and types
+check: .venv/dev ## check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-bench: .venv/dev ## speed of training and generation on this machine
+bench: .venv/dev ## measure training and generation on this machine
 	$(BIN)/python scripts/bench_train.py $(ARGS)
 	$(BIN)/python scripts/bench_language.py
 
-docs: .venv/dev ## the documentation as pages, site/index.html; a broken link is an error
+docs: .venv/dev ## build the documentation site, site/index.html; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo "to read them, with the search: python3 -m http.server -d site"
+	@echo "to read it with the search: python3 -m http.server -d site"
 
-build: .venv/dev ## source distribution and wheel into dist/, tried in an environment of their own
+build: .venv/dev ## build source distribution and wheel into dist/ and test them
 	rm -rf build dist *.egg-info/SOURCES.txt
 	$(BIN)/python -m build
 	EMBODIED_PPO_DIST=dist $(BIN)/python -m pytest -q tests/integration/test_wheel.py
 
-clean: ## remove .venv, .venv-*, builds and caches; runs/ stays
+clean: ## remove .venv, .venv-*, builds and caches, but not runs/
 	rm -rf .venv .venv-* build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find embodied_ppo envs configs tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A new environment in folder $(1), unless one is there whose Python is supported.
+# Create an environment in folder $(1), unless it has one with a supported Python.
 define new_venv
 $(1)/bin/python -c '$(SUPPORTED)' >/dev/null 2>&1 && exit; \
 	python="$(PYTHON)"; \
 	[ -n "$$python" ] || { echo "make: no Python 3.11, 3.12 or 3.13 on the path. Debian: apt-get install python3 python3-venv;" \
 		"elsewhere: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }; \
 	"$$python" -c '$(SUPPORTED)' 2>/dev/null || { echo "make: PYTHON=$$python is" \
-		"$$("$$python" -V 2>/dev/null || echo "no interpreter that runs"); needed: Python 3.11, 3.12 or 3.13" >&2; exit 1; }; \
-	"$$python" -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $$python cannot make virtual environments." \
+		"$$("$$python" -V 2>/dev/null || echo "not a working interpreter"); needed: Python 3.11, 3.12 or 3.13" >&2; exit 1; }; \
+	"$$python" -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $$python cannot create virtual environments." \
 		"Debian: apt-get install python3-venv" >&2; exit 1; }; \
 	"$$python" -m venv --clear $(1)
 endef
 
-# Stamps inside .venv, so that an interrupted installation is not taken for a finished one.
+# The stamp is inside .venv and written last, so that an interrupted installation is repeated.
 .venv/base: pyproject.toml scripts/constraints.txt
 	@$(call new_venv,.venv)
 	$(PIP) -e '.[language]'
@@ -80,7 +80,7 @@ endef
 	$(PIP) -e '.[dev]'
 	@touch $@
 
-# torchvision comes as a dependency; its wheel does not match torch, and nothing here needs it.
+# torchvision is installed as a dependency; its wheel does not match torch, and no code here needs it.
 .venv-%/ready: pyproject.toml scripts/constraints-%.txt
 	@$(call new_venv,.venv-$*)
 	.venv-$*/bin/python -m pip --disable-pip-version-check install -c scripts/constraints-$*.txt -e '.[$*]' pytest
